@@ -1,0 +1,145 @@
+"""When every action of a schedule runs, given how long each stage takes: exact, in one pass over the actions.
+
+A transfer delays its receiver and occupies neither rank: sends overlap with compute, as in the executor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy
+from numpy.typing import NDArray
+
+from cuboid.schedule.program import program_of
+from cuboid.schedule.table import Action, Kind, Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCosts:
+    """Seconds one micro-batch takes on each stage. A whole backward takes the sum of its two halves."""
+
+    forward: tuple[float, ...]
+    input_backward: tuple[float, ...]
+    weight_backward: tuple[float, ...]
+
+    @classmethod
+    def uniform(
+        cls, stages: int, forward: float = 1, input_backward: float = 1, weight_backward: float = 1
+    ) -> StageCosts:
+        """The same costs on every stage."""
+        return cls(
+            forward=(forward,) * stages,
+            input_backward=(input_backward,) * stages,
+            weight_backward=(weight_backward,) * stages,
+        )
+
+    def by_kind(self) -> list[float]:
+        """Costs at 4 × stage + position of the kind in `Kind`, as `Program.steps` refers to them."""
+        halves = zip(self.forward, self.input_backward, self.weight_backward, strict=True)
+        return [cost for forward, first, second in halves for cost in (forward, first + second, first, second)]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One action as it ran."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """A simulated step of the pipeline."""
+
+    schedule: Schedule
+    makespan: float
+    """Seconds from the first start to the last end."""
+    busy: tuple[float, ...]
+    """Seconds of work on each rank."""
+    _starts: list[float] = field(repr=False)
+    _ends: list[float] = field(repr=False)
+
+    @property
+    def bubble(self) -> tuple[float, ...]:
+        """For each rank the fraction of the makespan in which it does nothing."""
+        return tuple(1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """The mean of the ranks' bubbles."""
+        return sum(self.bubble) / len(self.busy)
+
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        """Every action with its times, so ordered that nothing comes before what it waits for."""
+        program = program_of(self.schedule)
+        return tuple(
+            Event(step[0], action, start, end)
+            for step, action, start, end in zip(program.steps, program.actions, self._starts, self._ends, strict=True)
+        )
+
+
+def simulate(schedule: Schedule, costs: StageCosts, transfer: float | Sequence[float] = 0.0) -> Timeline:
+    """Run the schedule against a clock.
+
+    `transfer` is the seconds a message takes between neighbouring stages on different ranks: one number, or one per
+    boundary, the i-th between stages i and i + 1.
+    """
+    cost = costs.by_kind()
+    delay = _delays(schedule, transfer)
+    clock = [0.0] * schedule.ranks
+    starts: list[float] = []
+    ends = [0.0]
+    for rank, kind, after, boundary in program_of(schedule).steps:
+        start = max(clock[rank], ends[after] + delay[boundary])
+        clock[rank] = end = start + cost[kind]
+        starts.append(start)
+        ends.append(end)
+    return Timeline(schedule, max(clock), _busy(schedule, cost), starts, ends[1:])
+
+
+def _busy(schedule: Schedule, cost: list[float]) -> tuple[float, ...]:
+    work = [0.0] * schedule.ranks
+    for stage, rank in enumerate(schedule.stage_rank):
+        forward, backward = cost[4 * stage : 4 * stage + 2]
+        work[rank] += schedule.micro_batches * (forward + backward)
+    return tuple(work)
+
+
+def _delays(schedule: Schedule, transfer: float | Sequence[float]) -> list[float]:
+    """Per boundary, and a last zero for actions that wait for no message."""
+    boundaries = schedule.stages - 1
+    delays = [transfer] * boundaries if isinstance(transfer, (int, float)) else list(transfer)
+    if len(delays) != boundaries:
+        raise ValueError(f"transfer has {len(delays)} entries for {boundaries} boundaries between stages")
+    return [*delays, 0.0]
+
+
+def makespan_many(
+    schedule: Schedule, costs: NDArray[numpy.float64], transfer: NDArray[numpy.float64]
+) -> NDArray[numpy.float64]:
+    """Makespans of one schedule under many costs at once, in one pass.
+
+    costs[n, stages, 3] holds forward, input backward and weight backward; transfer[n] the seconds between ranks.
+    """
+    forward, first, second = (numpy.ascontiguousarray(costs[:, :, kind].T) for kind in range(3))
+    by_kind = {Kind.FORWARD: forward, Kind.BACKWARD: first + second, Kind.INPUT: first, Kind.WEIGHT: second}
+    cost = [by_kind[kind][stage] for stage in range(schedule.stages) for kind in Kind]
+    steps = program_of(schedule).steps
+    awaited = {after for _, _, after, _ in steps}
+    clock = [numpy.zeros(len(transfer))] * schedule.ranks
+    sent: dict[int, NDArray[numpy.float64]] = {}
+    for number, (rank, kind, after, _) in enumerate(steps, start=1):
+        start = clock[rank]
+        if after:
+            # Each message has one receiver, so its time can go: memory stays that of the messages in flight.
+            start = numpy.maximum(start, sent.pop(after) + transfer)
+        clock[rank] = start + cost[kind]
+        if number in awaited:
+            sent[number] = clock[rank]
+    longest: NDArray[numpy.float64] = numpy.max(numpy.stack(clock), axis=0)
+    return longest
