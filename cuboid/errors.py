@@ -1,0 +1,8 @@
+"""The one kind of error that is the user's to mend."""
+
+
+class UserError(Exception):
+    """One sentence that names the field, its value and the nearest values that would work.
+
+    The command line prints it as `error: <sentence>` and exits with status 2; nothing else is caught there.
+    """

@@ -1,0 +1,1 @@
+"""The vocabulary of Cuboid: models, clusters, layouts and runs as frozen dataclasses. Nothing here imports torch."""

@@ -1,0 +1,154 @@
+"""Dataclasses from and to plain tables (TOML, JSON), with every key and type checked by name."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from cuboid.errors import UserError
+from cuboid.spec.suggest import either, nearest_names
+
+T = TypeVar("T")
+
+TYPE_NAMES: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "a string",
+    dict: "a table",
+}
+
+
+_field_types: dict[Any, dict[str, Any]] = {}
+
+
+def field_types(cls: Any) -> dict[str, Any]:
+    """Field name -> type of a dataclass, resolved once per class, because a search builds layouts by the thousand."""
+    if cls not in _field_types:
+        hints = get_type_hints(cls)
+        _field_types[cls] = {field.name: hints[field.name] for field in fields(cls)}
+    return _field_types[cls]
+
+
+def unwrap_optional(hint: Any) -> tuple[Any, bool]:
+    """The type without `None`, and whether `None` was allowed."""
+    if get_origin(hint) in (Union, UnionType):
+        kept = [argument for argument in get_args(hint) if argument is not NoneType]
+        if len(kept) == 1:
+            return kept[0], True
+    return hint, False
+
+
+def require_known(key: str, options: Mapping[str, Any], where: str) -> None:
+    """Refuses a key that is not among the options, and names the nearest that are."""
+    if key not in options:
+        prefix = f"{where}." if where else ""
+        near = either(prefix + name for name in nearest_names(key, options))
+        raise UserError(f"unknown key {prefix}{key}; did you mean {near}?")
+
+
+def convert(value: object, hint: Any, where: str) -> Any:
+    """`value` as the type `hint`, or a `UserError` that names the field `where`, its value and the type it must have."""
+    hint, optional = unwrap_optional(hint)
+    if value is None and optional:
+        return None
+    if get_origin(hint) is Literal:
+        options = get_args(hint)
+        if value not in options or not isinstance(value, str):
+            raise UserError(f"{where}={show(value)} is unknown; use {either(str(option) for option in options)}")
+        return value
+    if isinstance(hint, type) and is_dataclass(hint):
+        if isinstance(value, hint):
+            return value
+        if isinstance(value, Mapping):
+            return decode(hint, value, where)
+        raise UserError(f"{where}={show(value)} is {type_name(value)}; it must be a table")
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    # bool is a subclass of int, and `steps = true` is never meant as 1.
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        raise UserError(f"{where}={show(value)} is {type_name(value)}; it must be {TYPE_NAMES[hint]}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{where}={value} is not finite; it must be a finite number")
+    return value
+
+
+def parse_text(text: str, hint: Any, where: str) -> Any:
+    """A value written on a command line, as the type its field has; `none` means None where the field allows it."""
+    hint, optional = unwrap_optional(hint)
+    if optional and text.lower() == "none":
+        return None
+    if hint is bool:
+        if text.lower() not in ("true", "false"):
+            raise UserError(f"{where}={text} is not true or false; use {where}=true or {where}=false")
+        return text.lower() == "true"
+    if hint in (int, float):
+        try:
+            return convert(hint(text), hint, where)
+        except ValueError:
+            raise UserError(f"{where}={text} has the wrong type; it must be {TYPE_NAMES[hint]}") from None
+    return convert(text, hint, where)
+
+
+def decode(cls: type[T], table: Mapping[str, object], where: str = "") -> T:
+    """A dataclass from a table; unknown keys, missing keys and wrong types are refused by name."""
+    types = field_types(cls)
+    prefix = f"{where}." if where else ""
+    values = {}
+    for key, value in table.items():
+        require_known(key, types, where)
+        values[key] = convert(value, types[key], prefix + key)
+    for name in required_fields(cls):
+        if name not in values:
+            raise UserError(f"{prefix}{name} is missing; it must be {describe(types[name])}")
+    return cls(**values)
+
+
+def check_types(instance: Any, where: str = "") -> None:
+    """Checks every field of a frozen dataclass from its own `__post_init__`; whole numbers become floats where meant."""
+    prefix = f"{where}." if where else ""
+    for name, hint in field_types(type(instance)).items():
+        value = getattr(instance, name)
+        object.__setattr__(instance, name, convert(value, hint, prefix + name))
+
+
+def encode(instance: Any) -> dict[str, Any]:
+    """The table `decode` turns back into an equal dataclass; None is left out, because TOML has no word for it."""
+    table = {}
+    for field in fields(instance):
+        value = getattr(instance, field.name)
+        if value is not None:
+            table[field.name] = encode(value) if is_dataclass(value) else value
+    return table
+
+
+def required_fields(cls: type) -> Iterator[str]:
+    """Names of the fields that have no default."""
+    for field in fields(cls):
+        if field.default is MISSING and field.default_factory is MISSING:
+            yield field.name
+
+
+def describe(hint: Any) -> str:
+    """A type in the words of an error sentence."""
+    hint, _ = unwrap_optional(hint)
+    if get_origin(hint) is Literal:
+        return either(str(option) for option in get_args(hint))
+    return TYPE_NAMES.get(hint, "a table")
+
+
+def type_name(value: object) -> str:
+    """The type of a value in the words of an error sentence."""
+    if isinstance(value, Mapping):
+        return "a table"
+    if isinstance(value, bool):
+        return "true or false"
+    return TYPE_NAMES.get(type(value), "a list" if isinstance(value, list) else f"a {type(value).__name__}")
+
+
+def show(value: object) -> str:
+    """A value as it would stand in TOML."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) else str(value)

@@ -1,0 +1,249 @@
+"""`Layout`: how a training is spread over ranks, written in one way everywhere.
+
+>>> str(Layout.parse("tp=2,dp=2,schedule=interleaved,pp=4"))
+'dp=2,tp=2,pp=4,schedule=interleaved'
+"""
+
+from dataclasses import dataclass, fields
+from math import gcd
+from typing import Any, Literal
+
+from cuboid.errors import UserError
+from cuboid.spec.coding import convert, field_types, parse_text, require_known
+from cuboid.spec.model import ModelSpec
+from cuboid.spec.suggest import either, nearest_names, nearest_numbers, use
+
+STAGES_PER_RANK: dict[str, int | None] = {
+    "gpipe": 1,
+    "1f1b": 1,
+    "interleaved": None,
+    "zb1p": 1,
+    "zbv": 2,
+    "dualpipev": 2,
+}
+"""Schedule -> the one number of stages per rank it works with; None where that is free (two or more)."""
+
+SCHEDULES = tuple(STAGES_PER_RANK)
+V_SHAPED = ("zbv", "dualpipev")
+"""Schedules that place stages down the ranks and up again, so that the first rank also holds the last stage."""
+
+LEFT_OUT: Any = None
+"""Stands for a value that follows from the others; `Layout` replaces it at construction."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """A cuboid of ranks: data × context × tensor × pipeline, and how each of them works."""
+
+    dp: int = 1
+    """Data-parallel replicas."""
+    tp: int = 1
+    """Ranks that split every matrix."""
+    pp: int = 1
+    """Pipeline ranks."""
+    cp: int = 1
+    """Ranks that split every sequence."""
+    ep: int = 1
+    """Ranks that split the experts; they are borrowed from dp × cp × tp."""
+    zero: int = 0
+    """ZeRO stage: 1 splits the optimizer state over data-parallel ranks, 2 the gradients too, 3 the parameters too."""
+    shard: int = 0
+    """Over how many of the data-parallel ranks ZeRO splits; 0 is all of them, less is hybrid sharding."""
+    schedule: str = "1f1b"
+    vpp: int = LEFT_OUT
+    """Pipeline stages per rank; left out: what the schedule needs."""
+    micro_batch: int = 1
+    """Sequences per micro-batch on one data-parallel replica."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    sequence_parallel: bool = LEFT_OUT
+    """Split what lies between the tensor-parallel matrices along the sequence; left out: on when tp > 1."""
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "tp", "pp", "cp", "ep", "micro_batch"):
+            require_positive(name, getattr(self, name))
+        self._resolve_schedule()
+        for name, low, high in (("zero", 0, 3), ("shard", 0, self.dp)):
+            value = convert(getattr(self, name), int, name)
+            if not low <= value <= high:
+                raise UserError(f"{name}={value} is out of range; {use(name, [min(max(value, low), high)])}")
+        self._check_shard()
+        convert(self.recompute, field_types(Layout)["recompute"], "recompute")
+        asked = self.sequence_parallel is None or convert(self.sequence_parallel, bool, "sequence_parallel")
+        # Splitting over one rank changes nothing, so one spelling is kept for it.
+        object.__setattr__(self, "sequence_parallel", asked and self.tp > 1)
+        borrowed = self.dp * self.cp * self.tp
+        if borrowed % self.ep:
+            near = nearest_numbers(self.ep, lambda number: borrowed % number == 0, 1, borrowed)
+            raise UserError(f"ep={self.ep} does not divide dp × cp × tp = {borrowed}; {use('ep', near)}")
+
+    def _resolve_schedule(self) -> None:
+        if self.schedule not in STAGES_PER_RANK:
+            near = nearest_names(str(self.schedule), SCHEDULES)
+            raise UserError(f"unknown schedule={self.schedule}; {use('schedule', near)}")
+        fixed = STAGES_PER_RANK[self.schedule]
+        if self.vpp is None:
+            object.__setattr__(self, "vpp", fixed or 2)
+        require_positive("vpp", self.vpp)
+        if fixed is None and self.vpp < 2:
+            raise UserError(
+                f"vpp={self.vpp} leaves schedule={self.schedule} nothing to interleave; use vpp=2 or schedule=1f1b"
+            )
+        if fixed == 1 and self.vpp != 1:
+            raise UserError(
+                f"vpp={self.vpp} needs an interleaved schedule and schedule={self.schedule} is not one; "
+                f"use schedule=interleaved or vpp=1"
+            )
+        if fixed == 2 and self.vpp != 2:
+            raise UserError(
+                f"vpp={self.vpp} does not fit schedule={self.schedule}, which has two stages per rank; use vpp=2"
+            )
+
+    def _check_shard(self) -> None:
+        if self.shard and not self.zero:
+            raise UserError(f"shard={self.shard} has nothing to split with zero=0; use zero=1, zero=2 or zero=3")
+        if self.shard and self.dp % self.shard:
+            near = nearest_numbers(self.shard, lambda number: self.dp % number == 0, 1, self.dp)
+            raise UserError(f"shard={self.shard} does not divide dp={self.dp}; {use('shard', near)}")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.dp * self.cp * self.tp * self.pp
+
+    @property
+    def stages(self) -> int:
+        """Pipeline stages in all."""
+        return self.pp * self.vpp
+
+    @property
+    def shard_size(self) -> int:
+        """How many ranks hold different parts of what ZeRO splits."""
+        return (self.shard or self.dp) if self.zero else 1
+
+    @property
+    def last_stage_rank(self) -> int:
+        """The pipeline rank that holds the last stage."""
+        return 0 if self.schedule in V_SHAPED else self.pp - 1
+
+    @classmethod
+    def parse(cls, text: str) -> "Layout":
+        """From the layout string, e.g. `dp=2,tp=2,pp=2,zero=1,schedule=1f1b`."""
+        return cls(**parse_layout_fields(text))
+
+    def changed(self, **changes: Any) -> "Layout":
+        """With some fields changed and what was left to its default resolved anew (`dataclasses.replace` keeps it)."""
+        return Layout(**{**parse_layout_fields(str(self)), **changes})
+
+    def __str__(self) -> str:
+        plain = Layout(tp=self.tp, schedule=self.schedule)
+        shown = ["dp", "tp", "pp"]
+        for field in fields(self):
+            default = "1f1b" if field.name == "schedule" else getattr(plain, field.name)
+            if field.name not in shown and getattr(self, field.name) != default:
+                shown.append(field.name)
+        return ",".join(f"{name}={str(getattr(self, name)).lower()}" for name in shown)
+
+
+def require_positive(name: str, value: object) -> None:
+    """Refuses what is not a whole number of at least one."""
+    if convert(value, int, name) < 1:
+        raise UserError(f"{name}={value} is not positive; use {name}=1 or more")
+
+
+def parse_layout_fields(text: str) -> dict[str, Any]:
+    """The fields a layout string sets, typed, without the defaults of the others."""
+    types = field_types(Layout)
+    values: dict[str, Any] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or not value:
+            raise UserError(f"layout part {part!r} is not key=value; write it like dp=2,tp=2,pp=2")
+        require_known(key, types, "")
+        if key in values:
+            raise UserError(f"layout names {key} twice; keep one of {key}={values[key]} and {key}={value}")
+        values[key] = parse_text(value, types[key], key)
+    return values
+
+
+def check(layout: Layout, model: ModelSpec, *, global_batch: int, sequence: int, world_size: int | None = None) -> None:
+    """Every rule that needs the model, the batch or the number of ranks; returns when the layout works for them."""
+    require_positive("global_batch", global_batch)
+    require_positive("sequence", sequence)
+    if world_size is not None and layout.world_size != world_size:
+        raise UserError(_world_size_sentence(layout, world_size))
+    _check_tensor(layout, model)
+    _check_stages(layout, model)
+    _check_batch(layout, global_batch)
+    _check_sequence(layout, model, sequence)
+    _check_experts(layout, model)
+
+
+def _world_size_sentence(layout: Layout, world_size: int) -> str:
+    degrees = " × ".join(
+        f"{name}={getattr(layout, name)}" for name in ("dp", "cp", "tp", "pp") if getattr(layout, name) > 1
+    )
+    others = layout.world_size // layout.dp
+    works = f"use dp={world_size // others} or " if world_size % others == 0 else ""
+    return f"{degrees or 'dp=1'} needs world_size={layout.world_size}, not {world_size}; {works}start {layout.world_size} ranks"
+
+
+def _check_tensor(layout: Layout, model: ModelSpec) -> None:
+    split = {"heads": model.heads, "ffn": model.ffn}
+    common = gcd(*split.values())
+    for name, size in split.items():
+        if size % layout.tp:
+            near = nearest_numbers(layout.tp, lambda number: common % number == 0, 1, common)
+            raise UserError(f"tp={layout.tp} does not divide {name}={size}; {use('tp', near)}")
+
+
+def _check_stages(layout: Layout, model: ModelSpec) -> None:
+    if layout.stages <= model.layers:
+        return
+    fewer = model.layers // layout.vpp
+    virtual = f" × vpp={layout.vpp}" if layout.vpp > 1 else ""
+    works = use("pp", [fewer]) if fewer else "use schedule=1f1b"
+    raise UserError(f"pp={layout.pp}{virtual} makes more stages than layers={model.layers}; {works}")
+
+
+def _check_batch(layout: Layout, global_batch: int) -> None:
+    unit = layout.dp * layout.micro_batch
+    if global_batch % unit:
+        near = nearest_numbers(global_batch, lambda number: number % unit == 0, unit, global_batch + unit)
+        raise UserError(
+            f"global_batch={global_batch} does not divide by dp={layout.dp} × micro_batch={layout.micro_batch}; "
+            f"{use('global_batch', near)}"
+        )
+
+
+def _check_sequence(layout: Layout, model: ModelSpec, sequence: int) -> None:
+    if model.positions == "learned" and sequence > model.max_positions:
+        raise UserError(
+            f"sequence={sequence} is longer than max_positions={model.max_positions} of {model.name}; "
+            f"{use('sequence', [model.max_positions])} or less"
+        )
+    if sequence % layout.cp:
+        near = nearest_numbers(sequence, lambda number: number % layout.cp == 0, layout.cp, sequence + layout.cp)
+        raise UserError(f"sequence={sequence} does not divide by cp={layout.cp}; {use('sequence', near)}")
+    tokens = layout.micro_batch * sequence // layout.cp
+    if layout.sequence_parallel and tokens % layout.tp:
+
+        def works(number: int) -> bool:
+            return number % layout.cp == 0 and layout.micro_batch * number // layout.cp % layout.tp == 0
+
+        near = nearest_numbers(sequence, works, 1, sequence + layout.cp * layout.tp)
+        values = either([f"sequence={number}" for number in near] + ["sequence_parallel=false"])
+        raise UserError(
+            f"micro_batch={layout.micro_batch} × sequence={sequence} tokens do not divide by tp={layout.tp} "
+            f"under sequence_parallel; use {values}"
+        )
+
+
+def _check_experts(layout: Layout, model: ModelSpec) -> None:
+    if layout.ep == 1:
+        return
+    if model.mixture is None:
+        raise UserError(f"ep={layout.ep} needs experts and {model.name} has none; use ep=1")
+    experts = model.mixture.experts
+    if experts % layout.ep:
+        near = nearest_numbers(layout.ep, lambda number: experts % number == 0, 1, experts)
+        raise UserError(f"ep={layout.ep} does not divide experts={experts}; {use('ep', near)}")

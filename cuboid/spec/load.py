@@ -1,0 +1,121 @@
+"""Models by name, from TOML, and from a Hugging Face `config.json`."""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from cuboid.errors import UserError
+from cuboid.spec.coding import decode, encode, field_types, require_known
+from cuboid.spec.model import ModelSpec
+from cuboid.spec.suggest import either, nearest_names
+
+Table = dict[str, Any]
+
+FAMILY_DEFAULTS: dict[str, Table] = {
+    "llama": {},
+    "qwen2": {"qkv_bias": True, "norm_epsilon": 1e-6, "rope_theta": 1000000.0},
+    "qwen3": {"qk_norm": True, "norm_epsilon": 1e-6, "rope_theta": 1000000.0},
+    "gpt2": {
+        "norm": "layernorm",
+        "positions": "learned",
+        "activation": "gelu",
+        "qkv_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+        "tie_embeddings": True,
+        "max_positions": 1024,
+    },
+}
+"""What a table of a family need not say."""
+
+
+def build_model(table: Mapping[str, object], folder: Path = Path()) -> ModelSpec:
+    """A model from a table; `base` names the model whose table it changes."""
+    merged = _merge_base(dict(table), folder)
+    family = merged.get("family", "llama")
+    defaults = FAMILY_DEFAULTS.get(family, {}) if isinstance(family, str) else {}
+    return decode(ModelSpec, {**defaults, **merged}, "model")
+
+
+def dump_model(model: ModelSpec) -> Table:
+    """The table `build_model` turns back into an equal model; sizes that follow from others are left out."""
+    table = encode(model)
+    if model.kv_heads == model.heads:
+        del table["kv_heads"]
+    if model.head_dim * model.heads == model.hidden:
+        del table["head_dim"]
+    return table
+
+
+def model_table(text: str, folder: Path = Path()) -> Table:
+    """What a name or a file says of a model, before defaults, so that a change to it is felt by what follows from it."""
+    path = folder / text
+    if path.is_dir():
+        path = path / "config.json"
+        if not path.is_file():
+            raise UserError(f"model={text} is a folder without config.json; name a folder, a file or a catalog model")
+    elif path.suffix not in (".toml", ".json"):
+        return catalog_table(text)
+    if not path.is_file():
+        raise UserError(f"model={text} is not a file; name a TOML file, a config.json or a catalog model")
+    if path.suffix == ".toml":
+        return {"name": path.stem, **read_toml(path)}
+    raise UserError(f"model={text} is not a TOML file; name a TOML file or a catalog model")
+
+
+def catalog_table(name: str) -> Table:
+    """The catalog's entry of a name."""
+    known = catalog_models()
+    if name not in known:
+        raise UserError(f"unknown model={name}; did you mean {either(nearest_names(name, known))}?")
+    return {"name": name, **known[name]}
+
+
+@lru_cache(maxsize=1)
+def catalog_models() -> dict[str, Table]:
+    """Name -> table of every model in the catalog, in the order of its files."""
+    found: dict[str, Table] = {}
+    for entry in sorted((files("cuboid.spec.catalog") / "models").iterdir(), key=lambda entry: entry.name):
+        found.update(tomllib.loads(entry.read_text(encoding="utf-8")))
+    return found
+
+
+def read_toml(path: Path) -> Table:
+    """A TOML file, or a sentence that says where it is broken."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; name an existing TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+        raise UserError(f"{path} is not TOML: {problem}") from None
+
+
+def read_json(path: Path) -> Table:
+    """A JSON object from a file, or a sentence that says where it is broken."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; name an existing JSON file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as problem:
+        raise UserError(f"{path} is not JSON: {problem}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} does not hold a JSON object; write it as {{...}}")
+    return value
+
+
+def _merge_base(table: Table, folder: Path) -> Table:
+    base = table.pop("base", None)
+    if base is None:
+        return table
+    if not isinstance(base, str):
+        raise UserError(f"model.base={base} is not a string; name a catalog model or a file")
+    merged = _merge_base(model_table(base, folder), folder)
+    for key, value in table.items():
+        require_known(key, field_types(ModelSpec), "model")
+        old = merged.get(key)
+        merged[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged

@@ -1,0 +1,217 @@
+"""`ModelSpec`: the shape of a decoder-only transformer, in numbers and switches."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from cuboid.errors import UserError
+from cuboid.spec.coding import check_types
+from cuboid.spec.suggest import nearest_numbers, use
+
+Family = Literal["llama", "qwen2", "qwen3", "gpt2"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama 3's stretch of rotary frequencies beyond the length the model was first trained on."""
+
+    factor: float
+    low_frequency_factor: float
+    high_frequency_factor: float
+    original_positions: int
+
+    def __post_init__(self) -> None:
+        check_types(self, "rope_scaling")
+        _require_at_least(1, self, "rope_scaling", ("original_positions",))
+        if self.factor < 1:
+            raise UserError(f"rope_scaling.factor={self.factor} shrinks the positions; use factor=1.0 or more")
+        if not 0 < self.low_frequency_factor < self.high_frequency_factor:
+            raise UserError(
+                f"rope_scaling.high_frequency_factor={self.high_frequency_factor} is not above "
+                f"low_frequency_factor={self.low_frequency_factor}; use high_frequency_factor={4 * self.low_frequency_factor}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureSpec:
+    """Routed experts in place of the feed-forward block."""
+
+    experts: int
+    top_k: int
+    """Experts each token goes to."""
+    expert_ffn: int
+    """Width of one routed expert."""
+    shared_experts: int = 0
+    shared_ffn: int = 0
+    """Total width of the experts every token goes to."""
+    first_dense_layers: int = 0
+    """Leading layers with a plain feed-forward block of width `ModelSpec.ffn`."""
+    router_bias: bool = False
+    """One learned number per expert that balances the routing (DeepSeek-V3)."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "mixture")
+        _require_at_least(1, self, "mixture", ("experts", "top_k", "expert_ffn"))
+        _require_at_least(0, self, "mixture", ("shared_experts", "shared_ffn", "first_dense_layers"))
+        if self.top_k > self.experts:
+            raise UserError(
+                f"mixture.top_k={self.top_k} is more than experts={self.experts}; use top_k={self.experts} or less"
+            )
+        if (self.shared_experts > 0) != (self.shared_ffn > 0):
+            raise UserError(
+                f"mixture.shared_ffn={self.shared_ffn} does not fit shared_experts={self.shared_experts}; "
+                f"use shared_ffn={self.shared_experts * self.expert_ffn}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionSpec:
+    """Attention through low-rank latents (DeepSeek's MLA)."""
+
+    q_rank: int
+    """Rank of the query latent; 0 means queries are projected directly."""
+    kv_rank: int
+    qk_nope_dim: int
+    qk_rope_dim: int
+    v_dim: int
+
+    def __post_init__(self) -> None:
+        check_types(self, "latent")
+        _require_at_least(0, self, "latent", ("q_rank",))
+        _require_at_least(1, self, "latent", ("kv_rank", "qk_nope_dim", "qk_rope_dim", "v_dim"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec:
+    """Everything that decides which function a model computes, apart from the values of its parameters."""
+
+    name: str = "custom"
+    family: Family = "llama"
+    """Whose parameter names a Hugging Face checkpoint of it has."""
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int = 0
+    """Left out (0): as many as heads."""
+    head_dim: int = 0
+    """Left out (0): hidden // heads."""
+    ffn: int
+    vocab: int
+    tie_embeddings: bool = False
+    max_positions: int = 131072
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    norm_epsilon: float = 1e-5
+    positions: Literal["rope", "learned"] = "rope"
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    activation: Literal["swiglu", "gelu"] = "swiglu"
+    """gelu is the tanh approximation, as in GPT-2."""
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    initial_std: float = 0.02
+    mixture: MixtureSpec | None = None
+    latent: LatentAttentionSpec | None = None
+
+    def __post_init__(self) -> None:
+        check_types(self, "model")
+        _require_at_least(1, self, "model", ("hidden", "layers", "heads", "ffn", "vocab", "max_positions"))
+        _require_at_least(0, self, "model", ("kv_heads", "head_dim"))
+        self._resolve_heads()
+        for name in ("norm_epsilon", "rope_theta", "initial_std"):
+            if getattr(self, name) <= 0:
+                raise UserError(f"model.{name}={getattr(self, name)} is not positive; use a number above 0")
+        if self.positions == "rope" and self.head_dim % 2:
+            raise UserError(
+                f"model.head_dim={self.head_dim} is odd and rope turns pairs; {use('head_dim', [self.head_dim + 1])}"
+            )
+        if self.rope_scaling and self.positions != "rope":
+            raise UserError(f"model.rope_scaling does nothing with positions={self.positions}; use positions=rope")
+        if self.mixture and self.mixture.first_dense_layers > self.layers:
+            raise UserError(
+                f"model.mixture.first_dense_layers={self.mixture.first_dense_layers} is more than layers={self.layers}; "
+                f"{use('first_dense_layers', [self.layers])} or less"
+            )
+
+    def _resolve_heads(self) -> None:
+        if not self.kv_heads:
+            object.__setattr__(self, "kv_heads", self.heads)
+        if self.heads % self.kv_heads:
+            near = nearest_numbers(self.kv_heads, lambda number: self.heads % number == 0, 1, self.heads)
+            raise UserError(
+                f"model.kv_heads={self.kv_heads} does not divide heads={self.heads}; {use('kv_heads', near)}"
+            )
+        if self.head_dim:
+            return
+        if self.hidden % self.heads:
+            near = nearest_numbers(self.heads, lambda number: self.hidden % number == 0, 1, self.hidden)
+            raise UserError(
+                f"model.heads={self.heads} does not divide hidden={self.hidden} and head_dim is left out; {use('heads', near)}"
+            )
+        object.__setattr__(self, "head_dim", self.hidden // self.heads)
+
+    @property
+    def parameters(self) -> int:
+        """Exact number of parameters, learned positions included, a tied embedding counted once."""
+        return self._outside_parameters() + sum(self.layer_parameters(layer) for layer in range(self.layers))
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that touch one token: as `parameters`, with only the experts a token goes to."""
+        if self.mixture is None:
+            return self.parameters
+        idle = (self.mixture.experts - self.mixture.top_k) * self._feed_forward_parameters(self.mixture.expert_ffn)
+        return self.parameters - (self.layers - self.mixture.first_dense_layers) * idle
+
+    def layer_parameters(self, layer: int) -> int:
+        """Parameters of one transformer layer; they differ where leading layers of a mixture are dense."""
+        mixture = self.mixture
+        if mixture is None or layer < mixture.first_dense_layers:
+            feed_forward = self._feed_forward_parameters(self.ffn)
+        else:
+            feed_forward = mixture.experts * self._feed_forward_parameters(mixture.expert_ffn)
+            feed_forward += self._feed_forward_parameters(mixture.shared_ffn) if mixture.shared_ffn else 0
+            feed_forward += self.hidden * mixture.experts + (mixture.experts if mixture.router_bias else 0)
+        return 2 * self._norm_parameters() + self.attention_parameters() + feed_forward
+
+    def attention_parameters(self) -> int:
+        """Parameters of one attention block, without the norm before it."""
+        if self.latent:
+            return self._latent_parameters(self.latent)
+        query, key_value = self.heads * self.head_dim, 2 * self.kv_heads * self.head_dim
+        matrices = self.hidden * (query + key_value) + query * self.hidden
+        biases = (query + key_value if self.qkv_bias else 0) + (self.hidden if self.output_bias else 0)
+        return matrices + biases + (2 * self.head_dim if self.qk_norm else 0)
+
+    def _latent_parameters(self, latent: LatentAttentionSpec) -> int:
+        query_width = self.heads * (latent.qk_nope_dim + latent.qk_rope_dim)
+        query = (self.hidden + 1 + query_width) * latent.q_rank if latent.q_rank else self.hidden * query_width
+        down = self.hidden * (latent.kv_rank + latent.qk_rope_dim) + latent.kv_rank
+        up = latent.kv_rank * self.heads * (latent.qk_nope_dim + latent.v_dim)
+        return query + down + up + self.heads * latent.v_dim * self.hidden
+
+    def _feed_forward_parameters(self, width: int) -> int:
+        inner = 2 * width if self.activation == "swiglu" else width
+        return self.hidden * (inner + width) + (inner + self.hidden if self.mlp_bias else 0)
+
+    def _norm_parameters(self) -> int:
+        return self.hidden * (2 if self.norm == "layernorm" else 1)
+
+    def _outside_parameters(self) -> int:
+        tables = self.vocab * (1 if self.tie_embeddings else 2)
+        tables += self.max_positions if self.positions == "learned" else 0
+        return self.hidden * tables + self._norm_parameters()
+
+
+def load_model(text: str, folder: Path = Path()) -> ModelSpec:
+    """A model from a catalog name, a TOML file, a Hugging Face `config.json` or a folder that holds one."""
+    from cuboid.spec.load import build_model, model_table  # here, because loading builds on this file
+
+    return build_model(model_table(text, folder), folder)
+
+
+def _require_at_least(low: int, instance: object, where: str, names: tuple[str, ...]) -> None:
+    for name in names:
+        if getattr(instance, name) < low:
+            raise UserError(f"{where}.{name}={getattr(instance, name)} is too small; use {name}={low} or more")

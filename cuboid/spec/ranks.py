@@ -1,0 +1,76 @@
+"""Which rank sits where in the cuboid, and who talks to whom: process groups as plain data.
+
+Order: pp outermost, then dp, cp, and tp innermost, so that tensor-parallel neighbours sit on the fastest links.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cuboid.errors import UserError
+from cuboid.spec.layout import Layout
+
+Group = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """The place of one rank in the cuboid."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+
+def coordinates(rank: int, layout: Layout) -> Coordinates:
+    """Where a rank sits."""
+    if not 0 <= rank < layout.world_size:
+        raise UserError(f"rank={rank} is outside {layout}; use rank=0 to rank={layout.world_size - 1}")
+    rank, tp = divmod(rank, layout.tp)
+    rank, cp = divmod(rank, layout.cp)
+    pp, dp = divmod(rank, layout.dp)
+    return Coordinates(pp, dp, cp, tp)
+
+
+def rank_of(place: Coordinates, layout: Layout) -> int:
+    """The rank at a place; the inverse of `coordinates`."""
+    for name in ("pp", "dp", "cp", "tp"):
+        size, index = getattr(layout, name), getattr(place, name)
+        if not 0 <= index < size:
+            raise UserError(f"coordinate {name}={index} is outside {layout}; use {name}=0 to {name}={size - 1}")
+    return ((place.pp * layout.dp + place.dp) * layout.cp + place.cp) * layout.tp + place.tp
+
+
+def groups(layout: Layout) -> dict[str, tuple[Group, ...]]:
+    """Kind -> the groups of ranks that communicate; each kind but `embedding` puts every rank in exactly one group.
+
+    tp, cp, dp, pp: ranks that differ in that coordinate only. shard: the part of a dp group over which ZeRO splits;
+    replicate: ranks that hold the same shard. ep: ranks that share one set of experts. model: one data replica.
+    embedding: holders of a tied embedding on the first and the last stage, where these are different ranks.
+    """
+    stride = {"tp": 1, "cp": layout.tp, "dp": layout.tp * layout.cp, "pp": layout.tp * layout.cp * layout.dp}
+    found = {
+        kind: tuple(_along(stride[kind], getattr(layout, kind), layout.world_size)) for kind in ("tp", "cp", "dp", "pp")
+    }
+    shard = layout.shard_size
+    found["shard"] = tuple(_along(stride["dp"], shard, layout.world_size))
+    found["replicate"] = tuple(_along(stride["dp"] * shard, layout.dp // shard, layout.world_size))
+    found["ep"] = tuple(_along(1, layout.ep, layout.world_size))
+    last = layout.last_stage_rank
+    found["embedding"] = tuple((line[0], line[last]) for line in found["pp"]) if last else ()
+    found["model"] = tuple(
+        tuple(
+            stage * stride["pp"] + replica * stride["dp"] + inner
+            for stage in range(layout.pp)
+            for inner in range(stride["dp"])
+        )
+        for replica in range(layout.dp)
+    )
+    return found
+
+
+def _along(stride: int, size: int, world_size: int) -> Iterator[Group]:
+    """Groups of `size` ranks `stride` apart, ordered by their first rank."""
+    for start in range(0, world_size, stride * size):
+        for offset in range(stride):
+            yield tuple(range(start + offset, start + offset + stride * size, stride))

@@ -1,0 +1,180 @@
+"""`Run`: everything a training needs, in one TOML file that round-trips.
+
+model = "tiny-llama"
+layout = "dp=2,tp=2,pp=2"
+
+[training]
+steps = 100
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+
+from cuboid.errors import UserError
+from cuboid.spec.coding import check_types, decode, encode, field_types, require_known
+from cuboid.spec.layout import Layout, check, parse_layout_fields
+from cuboid.spec.load import build_model, dump_model, read_toml
+from cuboid.spec.model import ModelSpec
+from cuboid.spec.overrides import apply_overrides
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSpec:
+    """What is computed, whatever the layout."""
+
+    steps: int = 100
+    global_batch: int = 16
+    """Sequences per optimizer step, over all replicas."""
+    sequence: int = 256
+    """Tokens per sequence."""
+    seed: int = 0
+    precision: Literal["float32", "bf16", "float64"] = "float32"
+    """bf16 keeps float32 master weights; float64 is for verification."""
+    deterministic: bool = False
+    gradient_clip: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads_per_rank: int = 1
+
+    def __post_init__(self) -> None:
+        check_types(self, "training")
+        _require_in_range(self, "training", ("steps", "global_batch", "sequence", "threads_per_rank"), low=1)
+        _require_in_range(self, "training", ("seed", "gradient_clip"), low=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSpec:
+    """AdamW."""
+
+    beta1: float = 0.9
+    beta2: float = 0.95
+    epsilon: float = 1e-8
+    weight_decay: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_types(self, "optimizer")
+        _require_in_range(self, "optimizer", ("beta1", "beta2", "epsilon", "weight_decay"), low=0)
+        for name in ("beta1", "beta2"):
+            if getattr(self, name) >= 1:
+                raise UserError(f"optimizer.{name}={getattr(self, name)} never forgets; use a number below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRateSpec:
+    """How the learning rate moves over the steps."""
+
+    peak: float = 3e-4
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """wsd: warm up, stay, decay at the end."""
+    warmup_steps: int = 0
+    decay_steps: int = 0
+    """Length of the decay of wsd; 0 is a fifth of the steps."""
+    minimum_ratio: float = 0.1
+    """Last learning rate over the peak."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "learning_rate")
+        _require_in_range(self, "learning_rate", ("peak", "warmup_steps", "decay_steps"), low=0)
+        _require_in_range(self, "learning_rate", ("minimum_ratio",), low=0, high=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSpec:
+    """Where tokens come from."""
+
+    source: Literal["python-stdlib", "synthetic"] = "python-stdlib"
+    """python-stdlib: bytes of the standard library's own source; synthetic: random tokens with masked labels."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "data")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputSpec:
+    """What a run leaves behind."""
+
+    folder: str = "runs/default"
+    log_every: int = 1
+    keep_timing: bool = False
+    """Keep when each rank did each action of the pipeline schedule."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "output")
+        _require_in_range(self, "output", ("log_every",), low=1)
+        if not self.folder:
+            raise UserError('output.folder="" names no folder; use folder="runs/default"')
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A model, a layout and a training that fit together: construction checks each against the others."""
+
+    model: ModelSpec
+    layout: Layout = field(default_factory=Layout)
+    training: TrainingSpec = field(default_factory=TrainingSpec)
+    optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
+    learning_rate: LearningRateSpec = field(default_factory=LearningRateSpec)
+    data: DataSpec = field(default_factory=DataSpec)
+    output: OutputSpec = field(default_factory=OutputSpec)
+
+    def __post_init__(self) -> None:
+        check_types(self)
+        check(self.layout, self.model, global_batch=self.training.global_batch, sequence=self.training.sequence)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches each replica accumulates per optimizer step."""
+        return self.training.global_batch // (self.layout.dp * self.layout.micro_batch)
+
+
+def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Run:
+    """A run from its TOML file, with overrides such as `training.steps=20`; models are found beside the file."""
+    path = Path(path)
+    return build_run(read_toml(path), overrides, folder=path.parent)
+
+
+def build_run(table: Mapping[str, object], overrides: Sequence[str] = (), *, folder: Path = Path()) -> Run:
+    """A run from a table as TOML gives it: `model` a name or a table, `layout` a string or a table."""
+    types = field_types(Run)
+    for key in table:
+        require_known(key, types, "")
+    merged = {key: _expand(key, value) for key, value in table.items()}
+    apply_overrides(merged, overrides, types)
+    if "model" not in merged:
+        raise UserError('model is missing; write model = "tiny-llama" or a [model] table')
+    values: dict[str, Any] = {}
+    for key, value in merged.items():
+        values[key] = build_model(value, folder) if key == "model" else decode(types[key], value, key)
+    return Run(**values)
+
+
+def dump_run(run: Run) -> str:
+    """TOML text from which `build_run` makes an equal run."""
+    table: dict[str, Any] = {"layout": str(run.layout), "model": dump_model(run.model)}
+    for name in ("training", "optimizer", "learning_rate", "data", "output"):
+        table[name] = encode(getattr(run, name))
+    return tomli_w.dumps(table)
+
+
+def _expand(key: str, value: object) -> dict[str, Any]:
+    """The short forms as tables, so that an override can reach inside them."""
+    if key == "model" and isinstance(value, str):
+        return {"base": value}
+    if key == "layout" and isinstance(value, str):
+        return parse_layout_fields(value)
+    if not isinstance(value, dict):
+        raise UserError(f"{key}={value} is not a table; write it as [{key}]")
+    return dict(value)
+
+
+def _require_in_range(instance: object, where: str, names: Sequence[str], *, low: int, high: int | None = None) -> None:
+    for name in names:
+        value = getattr(instance, name)
+        if value < low:
+            raise UserError(f"{where}.{name}={value} is too small; use {name}={low} or more")
+        if high is not None and value > high:
+            raise UserError(f"{where}.{name}={value} is too large; use {name}={high} or less")

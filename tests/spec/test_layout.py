@@ -1,0 +1,174 @@
+"""Layouts: the string, the defaults that follow from other fields, and every rule with its sentence."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuboid.errors import UserError
+from cuboid.spec.layout import SCHEDULES, Layout, check
+from cuboid.spec.model import load_model
+
+LLAMA = load_model("tiny-llama")
+GPT2 = load_model("tiny-gpt2")
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    degree = st.sampled_from([1, 2, 3, 4, 8])
+    schedule = draw(st.sampled_from(SCHEDULES))
+    dp, zero = draw(degree), draw(st.integers(0, 3))
+    return Layout(
+        dp=dp,
+        tp=draw(degree),
+        pp=draw(degree),
+        cp=draw(degree),
+        ep=draw(st.sampled_from([1, dp])),
+        zero=zero,
+        shard=draw(st.sampled_from([0, 1, dp])) if zero else 0,
+        schedule=schedule,
+        micro_batch=draw(degree),
+        recompute=draw(st.sampled_from(["none", "selective", "full"])),
+        **({"vpp": draw(st.integers(2, 4))} if schedule == "interleaved" else {}),
+        **({"sequence_parallel": draw(st.booleans())} if draw(st.booleans()) else {}),
+    )
+
+
+@given(layouts())
+def test_string_round_trips(layout: Layout) -> None:
+    assert Layout.parse(str(layout)) == layout
+
+
+def test_string_leaves_defaults_out() -> None:
+    assert str(Layout()) == "dp=1,tp=1,pp=1"
+    assert str(Layout.parse("tp=2, schedule=zbv ,dp=4,zero=3,vpp=2")) == "dp=4,tp=2,pp=1,zero=3,schedule=zbv"
+    assert str(Layout(tp=2, sequence_parallel=False)) == "dp=1,tp=2,pp=1,sequence_parallel=false"
+    full = "dp=2,tp=2,pp=2,zero=1,schedule=1f1b,vpp=1,micro_batch=1,recompute=none"
+    assert str(Layout.parse(full)) == "dp=2,tp=2,pp=2,zero=1"
+
+
+def test_left_out_fields_follow_the_others() -> None:
+    assert [Layout(schedule=schedule).vpp for schedule in SCHEDULES] == [1, 1, 2, 1, 2, 2]
+    assert Layout(tp=2).sequence_parallel is True
+    assert Layout(tp=1, sequence_parallel=True).sequence_parallel is False
+    assert Layout(pp=4, schedule="interleaved", vpp=3).stages == 12
+    assert Layout(dp=2, cp=3, tp=5, pp=7).world_size == 210
+
+
+def test_shard_size_says_how_many_ranks_split_state() -> None:
+    assert Layout(dp=8).shard_size == 1
+    assert Layout(dp=8, zero=1).shard_size == 8
+    assert Layout(dp=8, zero=3, shard=2).shard_size == 2
+
+
+def test_last_stage_sits_on_the_first_rank_of_v_schedules() -> None:
+    assert Layout(pp=4).last_stage_rank == 3
+    assert Layout(pp=4, schedule="interleaved").last_stage_rank == 3
+    assert Layout(pp=4, schedule="zbv").last_stage_rank == 0
+
+
+def test_changed_resolves_defaults_anew() -> None:
+    layout = Layout(pp=2).changed(schedule="zbv", tp=2)
+    assert (layout.vpp, layout.sequence_parallel) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("dp=0", "dp=0 is not positive; use dp=1 or more"),
+        ("tp=-2", "tp=-2 is not positive; use tp=1 or more"),
+        ("tp=two", "tp=two has the wrong type; it must be an integer"),
+        ("dp=2,tq=2", "unknown key tq; did you mean tp?"),
+        ("dp=2,micro_batches=2", "unknown key micro_batches; did you mean micro_batch?"),
+        ("dp", "layout part 'dp' is not key=value; write it like dp=2,tp=2,pp=2"),
+        ("dp=2,dp=4", "layout names dp twice; keep one of dp=2 and dp=4"),
+        ("schedule=1f2b", "unknown schedule=1f2b; use schedule=1f1b"),
+        (
+            "vpp=2",
+            "vpp=2 needs an interleaved schedule and schedule=1f1b is not one; use schedule=interleaved or vpp=1",
+        ),
+        (
+            "schedule=zb1p,vpp=3",
+            "vpp=3 needs an interleaved schedule and schedule=zb1p is not one; use schedule=interleaved or vpp=1",
+        ),
+        (
+            "schedule=interleaved,vpp=1",
+            "vpp=1 leaves schedule=interleaved nothing to interleave; use vpp=2 or schedule=1f1b",
+        ),
+        ("schedule=zbv,vpp=1", "vpp=1 does not fit schedule=zbv, which has two stages per rank; use vpp=2"),
+        ("zero=4", "zero=4 is out of range; use zero=3"),
+        ("zero=-1", "zero=-1 is out of range; use zero=0"),
+        ("dp=4,zero=1,shard=3", "shard=3 does not divide dp=4; use shard=2 or shard=4"),
+        ("dp=4,zero=1,shard=9", "shard=9 is out of range; use shard=4"),
+        ("dp=4,shard=2", "shard=2 has nothing to split with zero=0; use zero=1, zero=2 or zero=3"),
+        ("recompute=some", 'recompute="some" is unknown; use none, selective or full'),
+        (
+            "sequence_parallel=on",
+            "sequence_parallel=on is not true or false; use sequence_parallel=true or sequence_parallel=false",
+        ),
+        ("dp=4,ep=3", "ep=3 does not divide dp × cp × tp = 4; use ep=2 or ep=4"),
+    ],
+)
+def test_bad_strings_are_refused_in_one_sentence(text: str, sentence: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        Layout.parse(text)
+    assert str(refusal.value) == sentence
+
+
+@pytest.mark.parametrize("value", [True, "2", 2.0, None])
+def test_degrees_are_integers_only(value: object) -> None:
+    with pytest.raises(UserError, match="tp=.* it must be an integer"):
+        Layout(tp=value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("tp=3", "tp=3 does not divide heads=8; use tp=2 or tp=4"),
+        ("tp=16", "tp=16 does not divide heads=8; use tp=8"),
+        ("pp=9", "pp=9 makes more stages than layers=8; use pp=8"),
+        ("pp=8,schedule=interleaved", "pp=8 × vpp=2 makes more stages than layers=8; use pp=4"),
+        ("dp=3", "global_batch=16 does not divide by dp=3 × micro_batch=1; use global_batch=15 or global_batch=18"),
+        ("dp=32", "global_batch=16 does not divide by dp=32 × micro_batch=1; use global_batch=32"),
+        ("ep=2,dp=2", "ep=2 needs experts and tiny-llama has none; use ep=1"),
+        ("cp=3", "sequence=256 does not divide by cp=3; use sequence=255 or sequence=258"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused_in_one_sentence(text: str, sentence: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        check(Layout.parse(text), LLAMA, global_batch=16, sequence=256)
+    assert str(refusal.value) == sentence
+
+
+def test_suggested_tensor_degrees_fit_heads_and_ffn() -> None:
+    odd_ffn = load_model("tiny-llama").__class__(hidden=96, layers=2, heads=12, ffn=90, vocab=7)
+    with pytest.raises(UserError, match=r"tp=4 does not divide ffn=90; use tp=3 or tp=6"):
+        check(Layout(tp=4), odd_ffn, global_batch=16, sequence=256)
+
+
+def test_sequence_parallel_needs_tokens_that_divide() -> None:
+    sentence = r"micro_batch=1 × sequence=31 tokens .* use sequence=30, sequence=32 or sequence_parallel=false"
+    with pytest.raises(UserError, match=sentence):
+        check(Layout(tp=2), LLAMA, global_batch=16, sequence=31)
+    check(Layout(tp=2, sequence_parallel=False), LLAMA, global_batch=16, sequence=31)
+    check(Layout(tp=2, micro_batch=2), LLAMA, global_batch=16, sequence=31)
+
+
+def test_learned_positions_bound_the_sequence() -> None:
+    with pytest.raises(
+        UserError, match=r"sequence=1025 is longer than max_positions=1024 of tiny-gpt2; use sequence=1024"
+    ):
+        check(Layout(), GPT2, global_batch=1, sequence=1025)
+    check(Layout(), LLAMA, global_batch=1, sequence=4096)
+
+
+def test_product_of_degrees_is_the_world_size() -> None:
+    check(Layout(dp=2, tp=2, pp=2), LLAMA, global_batch=16, sequence=256, world_size=8)
+    with pytest.raises(UserError, match=r"^dp=2 × tp=2 × pp=2 needs world_size=8, not 12; use dp=3 or start 8 ranks$"):
+        check(Layout(dp=2, tp=2, pp=2), LLAMA, global_batch=16, sequence=256, world_size=12)
+    with pytest.raises(UserError, match=r"^dp=2 × tp=2 × pp=2 needs world_size=8, not 6; start 8 ranks$"):
+        check(Layout(dp=2, tp=2, pp=2), LLAMA, global_batch=16, sequence=256, world_size=6)
+
+
+def test_key_value_heads_and_vocabulary_need_not_divide() -> None:
+    assert LLAMA.kv_heads == 4 and LLAMA.vocab % 2 == 1
+    check(Layout(tp=8), LLAMA, global_batch=16, sequence=256)
