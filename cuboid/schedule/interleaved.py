@@ -1,23 +1,34 @@
 """Interleaved 1F1B: every rank holds v stages, spaced p apart (Narayanan et al. 2021, Megatron-LM).
 
-Micro-batches travel in rounds of p. Forwards go round by round; within a round through the rank's stages in order, each
-with the round's micro-batches; backwards the same with the stages reversed. Rank i warms up with 2(p - i - 1) + (v - 1)p
-forwards. A last round that p does not fill is planned whole: `make_schedule` leaves out micro-batches that do not exist.
+Micro-batches travel in rounds. Forwards go round by round; within a round through the rank's stages in order, each with all
+the round's micro-batches; backwards the same with the stages reversed. With rounds of p, as published, rank i warms up with
+2(p - i - 1) + (v - 1)p forwards. Where p does not divide m the rounds are a little longer than p, never shorter: a short
+round would leave ranks waiting for each other. The bubble is then (p - 1)(F + B) per stage for every m ≥ p.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 from cuboid.schedule.one_forward_one_backward import warm_up_then_alternate
 from cuboid.schedule.table import Action, Kind
 
 
 def interleaved(ranks: int, micro_batches: int, stages_per_rank: int) -> list[list[Action]]:
-    return [_rank_actions(rank, ranks, micro_batches, stages_per_rank) for rank in range(ranks)]
+    rounds = _rounds(ranks, micro_batches)
+    return [_rank_actions(rank, ranks, rounds, stages_per_rank) for rank in range(ranks)]
 
 
-def _rank_actions(rank: int, ranks: int, micro_batches: int, stages_per_rank: int) -> list[Action]:
+def _rounds(ranks: int, micro_batches: int) -> list[range]:
+    """As many rounds as have at least `ranks` micro-batches each, the longer ones first; one round if there are fewer."""
+    count = max(1, micro_batches // ranks)
+    least, longer = divmod(micro_batches, count)
+    starts = [number * least + min(number, longer) for number in range(count + 1)]
+    return [range(start, stop) for start, stop in pairwise(starts)]
+
+
+def _rank_actions(rank: int, ranks: int, rounds: list[range], stages_per_rank: int) -> list[Action]:
     stages = [rank + chunk * ranks for chunk in range(stages_per_rank)]
-    rounds = [range(start, start + ranks) for start in range(0, micro_batches, ranks)]
     forwards = [Action(Kind.FORWARD, s, batch) for batches in rounds for s in stages for batch in batches]
     backwards = [Action(Kind.BACKWARD, s, batch) for batches in rounds for s in reversed(stages) for batch in batches]
-    return warm_up_then_alternate(forwards, backwards, 2 * (ranks - rank - 1) + (stages_per_rank - 1) * ranks)
+    return warm_up_then_alternate(forwards, backwards, 2 * (ranks - rank - 1) + (stages_per_rank - 1) * len(rounds[0]))

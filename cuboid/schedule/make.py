@@ -8,10 +8,13 @@ from difflib import get_close_matches
 from functools import lru_cache
 
 from cuboid.errors import UserError
+from cuboid.schedule.dualpipev import dual_pipe_v
 from cuboid.schedule.gpipe import gpipe
 from cuboid.schedule.interleaved import interleaved
 from cuboid.schedule.one_forward_one_backward import one_forward_one_backward
-from cuboid.schedule.table import Action, Schedule
+from cuboid.schedule.table import Action, Kind, Schedule
+from cuboid.schedule.zbv import zero_bubble_v
+from cuboid.schedule.zero_bubble import zero_bubble_h1
 
 
 def looped_placement(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
@@ -44,6 +47,9 @@ FAMILIES: dict[str, Family] = {
     "gpipe": Family(lambda ranks, micro_batches, _: gpipe(ranks, micro_batches)),
     "1f1b": Family(lambda ranks, micro_batches, _: one_forward_one_backward(ranks, micro_batches)),
     "interleaved": Family(interleaved, least_stages_per_rank=2, most_stages_per_rank=None),
+    "zb1p": Family(lambda ranks, micro_batches, _: zero_bubble_h1(ranks, micro_batches)),
+    "zbv": Family(lambda ranks, micro_batches, _: zero_bubble_v(ranks, micro_batches), 2, 2, v_placement),
+    "dualpipev": Family(lambda ranks, micro_batches, _: dual_pipe_v(ranks, micro_batches), 2, 2, v_placement),
 }
 
 
@@ -59,11 +65,26 @@ def make_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: in
         raise UserError(
             f"stages_per_rank {stages_per_rank} with schedule {name}; it takes {family.allowed_stages_per_rank}"
         )
+    stage_rank = family.place(ranks, stages_per_rank)
     planned = family.generate(ranks, micro_batches, stages_per_rank)
     # Micro-batches depend on each other only through the order of a rank's list, so a valid schedule
     # stays valid when all actions of some micro-batches are taken out.
-    actions = tuple(tuple(action for action in row if action.micro_batch < micro_batches) for row in planned)
-    return Schedule(name, ranks, micro_batches, family.place(ranks, stages_per_rank), actions)
+    existing = ([action for action in row if action.micro_batch < micro_batches] for row in planned)
+    actions = tuple(tuple(_join_halves(row, stage_rank)) for row in existing)
+    return Schedule(name, ranks, micro_batches, stage_rank, actions)
+
+
+def _join_halves(actions: list[Action], stage_rank: tuple[int, ...]) -> list[Action]:
+    """Make I followed at once by its W a whole B where no other rank waits for I: splitting would bring nothing."""
+    joined: list[Action] = []
+    for action in actions:
+        stage, batch = action.stage, action.micro_batch
+        local = stage == 0 or stage_rank[stage - 1] == stage_rank[stage]
+        if action.kind is Kind.WEIGHT and local and joined[-1] == Action(Kind.INPUT, stage, batch):
+            joined[-1] = Action(Kind.BACKWARD, stage, batch)
+        else:
+            joined.append(action)
+    return joined
 
 
 def _family(name: str) -> Family:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 from cuboid.errors import UserError
 from cuboid.schedule.table import Action, Kind, Schedule
@@ -74,54 +75,67 @@ class Program:
 @lru_cache(maxsize=256)
 def program_of(schedule: Schedule) -> Program:
     """Run the schedule once without a clock; an error says who waits for whom when it cannot finish."""
-    count, no_boundary = schedule.micro_batches, schedule.stages - 1
-    kinds = {kind: position for position, kind in enumerate(Kind)}
-    sent = [0] * (2 * schedule.stages * count)  # slot of a message -> the step that sent it
-    waiting: dict[int, int] = {}  # slot of a message -> the rank that waits for it
+    ports = _ports(schedule)
+    sent_by = [0] * (2 * schedule.stages * schedule.micro_batches)  # message -> the step that sent it
+    waiting: dict[int, int] = {}  # message -> the rank that waits for it
     position = [0] * schedule.ranks
     actions: list[Action] = []
     steps: list[tuple[int, int, int, int]] = []
     runnable = list(range(schedule.ranks))
-    upward, downward = _crossings(schedule)
     while runnable:
         rank = runnable.pop()
         row = schedule.actions[rank]
-        for index in range(position[rank], len(row)):
-            action = row[index]
-            kind, stage = action.kind, action.stage
-            after, boundary, slot_out = 0, no_boundary, -1
-            if kind is Kind.FORWARD:
-                if upward[stage]:
-                    slot = stage * count + action.micro_batch
-                    after, boundary = sent[slot], stage - 1
-                if downward[stage]:
-                    slot_out = (stage + 1) * count + action.micro_batch
-            elif kind is not Kind.WEIGHT:
-                if downward[stage]:
-                    slot = (schedule.stages + stage) * count + action.micro_batch
-                    after, boundary = sent[slot], stage
-                if upward[stage]:
-                    slot_out = (schedule.stages + stage - 1) * count + action.micro_batch
-            if boundary != no_boundary and after == 0:
-                waiting[slot] = rank
-                position[rank] = index
-                break
+        while position[rank] < len(row):
+            action = row[position[rank]]
+            port = ports[action.kind, action.stage]
+            after = 0
+            if port.receives is not None:
+                message = port.receives + action.micro_batch
+                after = sent_by[message]
+                if after == 0:
+                    waiting[message] = rank
+                    break
+            position[rank] += 1
             actions.append(action)
-            steps.append((rank, 4 * stage + kinds[kind], after, boundary))
-            if slot_out >= 0:
-                sent[slot_out] = len(steps)
-                if slot_out in waiting:
-                    runnable.append(waiting.pop(slot_out))
-        else:
-            position[rank] = len(row)
+            steps.append((rank, port.cost, after, port.boundary))
+            if port.sends is not None:
+                message = port.sends + action.micro_batch
+                sent_by[message] = len(steps)
+                if message in waiting:
+                    runnable.append(waiting.pop(message))
     _refuse_deadlock(schedule, position)
     return Program(tuple(actions), tuple(steps))
 
 
-def _crossings(schedule: Schedule) -> tuple[list[bool], list[bool]]:
-    """For each stage, whether its predecessor and whether its successor live on another rank."""
-    crosses = [before != after for before, after in zip(schedule.stage_rank, schedule.stage_rank[1:], strict=False)]
-    return [False, *crosses], [*crosses, False]
+@dataclass(frozen=True, slots=True)
+class _Port:
+    """What all actions of one kind on one stage share. A message's number is that of its port plus its micro-batch."""
+
+    cost: int
+    boundary: int
+    receives: int | None
+    sends: int | None
+
+
+def _ports(schedule: Schedule) -> dict[tuple[Kind, int], _Port]:
+    last = schedule.stages - 1
+    crosses = [before != after for before, after in pairwise(schedule.stage_rank)]
+
+    def number(boundary: int, gradient: bool) -> int | None:
+        if not (0 <= boundary < last and crosses[boundary]):
+            return None
+        return (2 * boundary + gradient) * schedule.micro_batches
+
+    ports = {}
+    for stage in range(schedule.stages):
+        for position, kind in enumerate(Kind):
+            gradient = kind is not Kind.FORWARD
+            before, after = (stage, stage - 1) if gradient else (stage - 1, stage)
+            receives, sends = number(before, gradient), number(after, gradient)
+            if kind is Kind.WEIGHT:
+                receives = sends = None
+            ports[kind, stage] = _Port(4 * stage + position, last if receives is None else before, receives, sends)
+    return ports
 
 
 def _refuse_deadlock(schedule: Schedule, position: list[int]) -> None:
