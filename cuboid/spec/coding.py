@@ -49,7 +49,7 @@ def require_known(key: str, options: Mapping[str, Any], where: str) -> None:
 
 
 def convert(value: object, hint: Any, where: str) -> Any:
-    """`value` as the type `hint`, or a `UserError` that names the field `where`, its value and the type it must have."""
+    """`value` as the type `hint`, or a `UserError` that names the field `where`, its value and its type."""
     hint, optional = unwrap_optional(hint)
     if value is None and optional:
         return None
@@ -106,7 +106,7 @@ def decode(cls: type[T], table: Mapping[str, object], where: str = "") -> T:
 
 
 def check_types(instance: Any, where: str = "") -> None:
-    """Checks every field of a frozen dataclass from its own `__post_init__`; whole numbers become floats where meant."""
+    """Checks every field of a frozen dataclass from its `__post_init__`; whole numbers become floats where meant."""
     prefix = f"{where}." if where else ""
     for name, hint in field_types(type(instance)).items():
         value = getattr(instance, name)

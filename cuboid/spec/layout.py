@@ -184,7 +184,8 @@ def _world_size_sentence(layout: Layout, world_size: int) -> str:
     )
     others = layout.world_size // layout.dp
     works = f"use dp={world_size // others} or " if world_size % others == 0 else ""
-    return f"{degrees or 'dp=1'} needs world_size={layout.world_size}, not {world_size}; {works}start {layout.world_size} ranks"
+    needed = layout.world_size
+    return f"{degrees or 'dp=1'} needs world_size={needed}, not {world_size}; {works}start {needed} ranks"
 
 
 def _check_tensor(layout: Layout, model: ModelSpec) -> None:

@@ -52,7 +52,7 @@ def dump_model(model: ModelSpec) -> Table:
 
 
 def model_table(text: str, folder: Path = Path()) -> Table:
-    """What a name or a file says of a model, before defaults, so that a change to it is felt by what follows from it."""
+    """What a name or a file says of a model, before defaults: what follows from a changed size follows it."""
     path = folder / text
     if path.is_dir():
         path = path / "config.json"

@@ -28,7 +28,8 @@ class RopeScaling:
         if not 0 < self.low_frequency_factor < self.high_frequency_factor:
             raise UserError(
                 f"rope_scaling.high_frequency_factor={self.high_frequency_factor} is not above "
-                f"low_frequency_factor={self.low_frequency_factor}; use high_frequency_factor={4 * self.low_frequency_factor}"
+                f"low_frequency_factor={self.low_frequency_factor}; "
+                f"{use('high_frequency_factor', [4 * self.low_frequency_factor])}"
             )
 
 
@@ -130,7 +131,7 @@ class ModelSpec:
             raise UserError(f"model.rope_scaling does nothing with positions={self.positions}; use positions=rope")
         if self.mixture and self.mixture.first_dense_layers > self.layers:
             raise UserError(
-                f"model.mixture.first_dense_layers={self.mixture.first_dense_layers} is more than layers={self.layers}; "
+                f"mixture.first_dense_layers={self.mixture.first_dense_layers} is more than layers={self.layers}; "
                 f"{use('first_dense_layers', [self.layers])} or less"
             )
 
@@ -147,7 +148,8 @@ class ModelSpec:
         if self.hidden % self.heads:
             near = nearest_numbers(self.heads, lambda number: self.hidden % number == 0, 1, self.hidden)
             raise UserError(
-                f"model.heads={self.heads} does not divide hidden={self.hidden} and head_dim is left out; {use('heads', near)}"
+                f"model.heads={self.heads} does not divide hidden={self.hidden} and head_dim is left out; "
+                f"{use('heads', near)}"
             )
         object.__setattr__(self, "head_dim", self.hidden // self.heads)
 

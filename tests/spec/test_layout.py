@@ -116,7 +116,7 @@ def test_bad_strings_are_refused_in_one_sentence(text: str, sentence: str) -> No
 
 @pytest.mark.parametrize("value", [True, "2", 2.0, None])
 def test_degrees_are_integers_only(value: object) -> None:
-    with pytest.raises(UserError, match="tp=.* it must be an integer"):
+    with pytest.raises(UserError, match=r"tp=.* it must be an integer"):
         Layout(tp=value)  # type: ignore[arg-type]
 
 

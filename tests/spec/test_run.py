@@ -135,7 +135,7 @@ def test_overrides_fill_and_clear_nested_tables() -> None:
         ("learning_rate.minimum_ratio=2", "learning_rate.minimum_ratio=2.0 is too large; use minimum_ratio=1 or less"),
         (
             "training.deterministic=1",
-            "training.deterministic=1 is not true or false; use training.deterministic=true or training.deterministic=false",
+            "training.deterministic=1 is not true or false; use training.deterministic=true or training.deterministic=",
         ),
         ("training.precision=fp16", 'training.precision="fp16" is unknown; use float32, bf16 or float64'),
         ("training.steps", "override 'training.steps' has no value; write it like training.steps=20"),

@@ -1,0 +1,27 @@
+# make demo | make test | make check; the virtual environment is made on first use (VENV=folder to put it elsewhere).
+VENV ?= .venv
+PYTHON ?= python3
+INSTALLED := $(VENV)/.installed
+
+.PHONY: venv demo test check
+
+venv: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[test,dev]'
+	@touch $@
+
+# The demo starts from nothing each time: a run folder that holds a run is never written over.
+demo: venv
+	rm -rf runs/demo
+	$(VENV)/bin/cuboid train examples/demo.toml
+	$(VENV)/bin/cuboid verify --layout "dp=2,tp=2,pp=2"
+
+test: venv
+	$(VENV)/bin/python -m pytest
+
+check: venv
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy --strict cuboid
