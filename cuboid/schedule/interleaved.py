@@ -1,9 +1,10 @@
 """Interleaved 1F1B: every rank holds v stages, spaced p apart (Narayanan et al. 2021, Megatron-LM).
 
-Micro-batches travel in rounds. Forwards go round by round; within a round through the rank's stages in order, each with all
-the round's micro-batches; backwards the same with the stages reversed. With rounds of p, as published, rank i warms up with
-2(p - i - 1) + (v - 1)p forwards. Where p does not divide m the rounds are a little longer than p, never shorter: a short
-round would leave ranks waiting for each other. The bubble is then (p - 1)(F + B) per stage for every m ≥ p.
+Micro-batches travel in rounds. Forwards go round by round; within a round through the rank's stages in order, each
+with all the round's micro-batches; backwards the same with the stages reversed. With rounds of p, as published, rank
+i warms up with 2(p - i - 1) + (v - 1)p forwards. Where p does not divide m the rounds are a little longer than p,
+never shorter, since a short round would leave ranks waiting for each other: so the bubble is (p - 1)(F + B) for every
+m ≥ p.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def interleaved(ranks: int, micro_batches: int, stages_per_rank: int) -> list[li
 
 
 def _rounds(ranks: int, micro_batches: int) -> list[range]:
-    """As many rounds as have at least `ranks` micro-batches each, the longer ones first; one round if there are fewer."""
+    """As many rounds as have at least `ranks` micro-batches each, longer ones first; one round if there are fewer."""
     count = max(1, micro_batches // ranks)
     least, longer = divmod(micro_batches, count)
     starts = [number * least + min(number, longer) for number in range(count + 1)]

@@ -1,10 +1,11 @@
 """The order in which a schedule's actions can run, and what each waits for: the base of validation and simulation.
 
-The model of execution is the executor's. A rank runs its list strictly in order; an action whose input comes from another
-rank waits for that message; sends are buffered and never wait. Messages from one rank to another share one first-in
-first-out channel, and the receiver takes them in the order they were sent, keeping early ones until their action comes up.
-Such a network of processes always ends in the same state whatever the timing (Kahn 1974), so one run that ends proves
-that none can deadlock.
+The model of execution is the executor's. A rank runs its list strictly in order; an action whose input comes from
+another rank waits for that message; sends are buffered and never wait. Messages from one rank to another share one
+first-in first-out channel, and the receiver takes them in the order they were sent, keeping early ones until their
+action comes up. What a message waits for is therefore only its sender's progress: those before it in the channel were
+sent earlier in the same list. Such a network of processes ends in the same state whatever the timing (Kahn 1974), so
+one run that reaches the end of every list proves that none can deadlock.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def _between_ranks(source: int, target: int, micro_batch: int, schedule: Schedul
 
 
 def channels(schedule: Schedule) -> dict[tuple[int, int], tuple[Message, ...]]:
-    """For each (sending rank, receiving rank) its messages in the order they are sent, which is the order to receive them."""
+    """For each (sending rank, receiving rank) its messages in the order they are sent, and so must be received."""
     sent: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
     for rank, actions in enumerate(schedule.actions):
         for action in actions:

@@ -12,6 +12,7 @@ from functools import cached_property
 import numpy
 from numpy.typing import NDArray
 
+from cuboid.schedule.memory import peak_in_flight
 from cuboid.schedule.program import program_of
 from cuboid.schedule.table import Action, Kind, Schedule
 
@@ -72,6 +73,11 @@ class Timeline:
     def bubble_fraction(self) -> float:
         """The mean of the ranks' bubbles."""
         return sum(self.bubble) / len(self.busy)
+
+    @property
+    def peak_in_flight(self) -> tuple[int, ...]:
+        """For each rank the most micro-batches in flight at once, counted per stage, until their backward is whole."""
+        return peak_in_flight(self.schedule)
 
     @cached_property
     def events(self) -> tuple[Event, ...]:

@@ -12,9 +12,10 @@ from cuboid.schedule.table import Action, Kind, Schedule
 def validate(schedule: Schedule) -> None:
     """Raise one sentence that names the first thing wrong, or return.
 
-    Holds afterwards: each (stage, micro-batch) has one F, on the stage's rank, then either one B or one I and later one W;
-    on a rank that holds neighbouring stages their order respects the model's; and the ranks cannot deadlock when each runs
-    its list in order with first-in first-out channels between ranks and sends that never wait (see `program`).
+    Holds afterwards: each (stage, micro-batch) has one F, on the stage's rank, then either one B or one I and later one
+    W; on a rank that holds neighbouring stages their order respects the model's; and the ranks cannot deadlock when
+    each runs its list in order, with first-in first-out channels between ranks and sends that never wait (see
+    `program`).
     """
     _check_shape(schedule)
     for rank, actions in enumerate(schedule.actions):

@@ -1,8 +1,9 @@
 """ZB-V: two stages per rank laid out as a V, backward split (Qi et al. 2023, "Zero Bubble", section 6).
 
 The rank that runs the first stage also runs the last, so the first backward starts where the first forward did. When
-forward, input and weight halves take equal time no bubble is left but p - 1 half-stages of start-up; a rank holds at most
-2p half-size activations, as much as the first rank of 1F1B. The pattern needs 2p - 1 micro-batches.
+forward, input and weight halves take equal time no bubble is left but the p - 1 forwards of start-up; a rank holds at
+most 2p half-size activations, as much as the first rank of 1F1B. The pattern needs 2p - 1 micro-batches; for fewer it
+is made for 2p - 1, and `make_schedule` leaves out those that do not exist.
 """
 
 from __future__ import annotations

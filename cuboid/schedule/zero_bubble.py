@@ -1,8 +1,9 @@
 """ZB-H1: 1F1B with the backward split, weight halves put off to fill the bubble (Qi et al. 2023, "Zero Bubble").
 
-Rank i of p warms up with p - i - 1 forwards as in 1F1B, and runs the weight half of a micro-batch i micro-batches after its
-input half. So every rank holds at most min(m, p) micro-batches, the most any rank of 1F1B holds, while later ranks
-answer sooner: the bubble shrinks from (p - 1)(F + I + W) to (p - 1)(F + I - W).
+Rank i of p warms up with p - i - 1 forwards as in 1F1B, and runs the weight half of a micro-batch i micro-batches
+after its input half. So every rank holds at most min(m, p) micro-batches, the most any rank of 1F1B holds, while
+later ranks answer sooner: for W ≤ F, W ≤ I and m ≥ p the bubble shrinks from (p - 1)(F + I + W) to (p - 1)(F + I -
+W).
 """
 
 from __future__ import annotations
