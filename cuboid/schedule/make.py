@@ -78,12 +78,13 @@ def _join_halves(actions: list[Action], stage_rank: tuple[int, ...]) -> list[Act
     """Make I followed at once by its W a whole B where no other rank waits for I: splitting would bring nothing."""
     joined: list[Action] = []
     for action in actions:
-        stage, batch = action.stage, action.micro_batch
-        local = stage == 0 or stage_rank[stage - 1] == stage_rank[stage]
-        if action.kind is Kind.WEIGHT and local and joined[-1] == Action(Kind.INPUT, stage, batch):
-            joined[-1] = Action(Kind.BACKWARD, stage, batch)
-        else:
-            joined.append(action)
+        if action.kind is Kind.WEIGHT:
+            stage, batch = action.stage, action.micro_batch
+            local = stage == 0 or stage_rank[stage - 1] == stage_rank[stage]
+            if local and joined[-1] == Action(Kind.INPUT, stage, batch):
+                joined[-1] = Action(Kind.BACKWARD, stage, batch)
+                continue
+        joined.append(action)
     return joined
 
 

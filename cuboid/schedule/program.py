@@ -88,7 +88,7 @@ def program_of(schedule: Schedule) -> Program:
         row = schedule.actions[rank]
         while position[rank] < len(row):
             action = row[position[rank]]
-            port = ports[action.kind, action.stage]
+            port = ports[action.kind][action.stage]
             after = 0
             if port.receives is not None:
                 message = port.receives + action.micro_batch
@@ -118,7 +118,7 @@ class _Port:
     sends: int | None
 
 
-def _ports(schedule: Schedule) -> dict[tuple[Kind, int], _Port]:
+def _ports(schedule: Schedule) -> dict[Kind, list[_Port]]:
     last = schedule.stages - 1
     crosses = [before != after for before, after in pairwise(schedule.stage_rank)]
 
@@ -127,7 +127,7 @@ def _ports(schedule: Schedule) -> dict[tuple[Kind, int], _Port]:
             return None
         return (2 * boundary + gradient) * schedule.micro_batches
 
-    ports = {}
+    ports: dict[Kind, list[_Port]] = {kind: [] for kind in Kind}
     for stage in range(schedule.stages):
         for position, kind in enumerate(Kind):
             gradient = kind is not Kind.FORWARD
@@ -135,7 +135,8 @@ def _ports(schedule: Schedule) -> dict[tuple[Kind, int], _Port]:
             receives, sends = number(before, gradient), number(after, gradient)
             if kind is Kind.WEIGHT:
                 receives = sends = None
-            ports[kind, stage] = _Port(4 * stage + position, last if receives is None else before, receives, sends)
+            crossed = last if receives is None else before
+            ports[kind].append(_Port(4 * stage + position, crossed, receives, sends))
     return ports
 
 

@@ -101,7 +101,9 @@ def simulate(schedule: Schedule, costs: StageCosts, transfer: float | Sequence[f
     starts: list[float] = []
     ends = [0.0]
     for rank, kind, after, boundary in program_of(schedule).steps:
-        start = max(clock[rank], ends[after] + delay[boundary])
+        ready, free = ends[after] + delay[boundary], clock[rank]
+        # Calling max() here would take a third of the pass.
+        start = free if free > ready else ready
         clock[rank] = end = start + cost[kind]
         starts.append(start)
         ends.append(end)
