@@ -10,6 +10,7 @@ from typing import Any
 
 from cuboid.errors import UserError
 from cuboid.spec.coding import decode, encode, field_types, require_known
+from cuboid.spec.huggingface import table_from_config
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.suggest import either, nearest_names
 
@@ -64,7 +65,7 @@ def model_table(text: str, folder: Path = Path()) -> Table:
         raise UserError(f"model={text} is not a file; name a TOML file, a config.json or a catalog model")
     if path.suffix == ".toml":
         return {"name": path.stem, **read_toml(path)}
-    raise UserError(f"model={text} is not a TOML file; name a TOML file or a catalog model")
+    return table_from_config(read_json(path), path.resolve().parent.name if path.name == "config.json" else path.stem)
 
 
 def catalog_table(name: str) -> Table:

@@ -1,0 +1,281 @@
+"""Model shapes from a Hugging Face `config.json`: each key is used, known to change nothing, or refused by name."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cuboid.errors import UserError
+from cuboid.spec.coding import show
+from cuboid.spec.suggest import either, nearest_names
+
+Table = dict[str, Any]
+
+NO_MATHS = frozenset(
+    """_name_or_path architectures auto_map bos_token_id chunk_size_feed_forward dtype eos_token_id id2label label2id
+    model_type output_attentions output_hidden_states pad_token_id pretraining_tp problem_type return_dict
+    task_specific_params torch_dtype transformers_version use_cache""".split()
+)
+"""Keys about tokens, files and formats."""
+
+DROPOUT = frozenset("attention_dropout attn_pdrop embd_pdrop resid_pdrop".split())
+"""Dropout belongs to a training, not to a model, and Cuboid trains without it."""
+
+ROUTING = frozenset(
+    """aux_loss_alpha ep_size n_group norm_topk_prob num_nextn_predict_layers output_router_logits quantization_config
+    routed_scaling_factor rope_interleave router_aux_loss_coef scoring_func seq_aux topk_group topk_method""".split()
+)
+"""Keys of mixtures that decide values and not sizes: a mixture is planned by its sizes, and refused for training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """How to read the configs of one model type."""
+
+    family: str
+    defaults: Table
+    """What Hugging Face assumes where the config says nothing, as `ModelSpec` fields."""
+    fields: Mapping[str, str]
+    """Their key -> our field."""
+    only: Mapping[str, tuple[object, ...]]
+    """Their key -> the values under which the model computes what Cuboid computes; the first is their default."""
+    ignored: frozenset[str] = frozenset()
+    finish: tuple[Callable[[Table, Table], None], ...] = field(default=())
+    """Steps that move what is left of the config into the table."""
+
+
+def table_from_config(config: Mapping[str, Any], name: str) -> Table:
+    """The table of a model, as `build_model` takes it, from the contents of a `config.json`."""
+    model_type = config.get("model_type")
+    if model_type not in READERS:
+        near = nearest_names(str(model_type), READERS, count=len(READERS))
+        raise UserError(f"model_type={show(model_type)} of {name} is unknown; use {either(near)}")
+    reader = READERS[model_type]
+    table: Table = {"name": name, "family": reader.family, **reader.defaults}
+    left = {key: value for key, value in config.items() if key not in NO_MATHS | DROPOUT | reader.ignored}
+    table.update(_take(left, reader.fields))
+    for key, allowed in reader.only.items():
+        value = left.pop(key, allowed[0])
+        if value not in allowed:
+            raise UserError(
+                f"{key}={show(value)} of {name} changes what the model computes; use {_values(key, allowed)}"
+            )
+    for step in reader.finish:
+        step(left, table)
+    for key, value in left.items():
+        # A switch that is off and a value that is not there say nothing.
+        if value is not None and value is not False:
+            raise UserError(f"{key}={show(value)} of {name} is unknown and may change what it computes; remove the key")
+    return table
+
+
+def _values(key: str, allowed: tuple[object, ...]) -> str:
+    return either(f"{key}={'null' if value is None else show(value)}" for value in allowed)
+
+
+def _take(left: Table, keys: Mapping[str, str]) -> Table:
+    """What the config says under their keys, under ours; a null is as good as nothing."""
+    found = {ours: left.pop(key, None) for key, ours in keys.items() if key in left}
+    return {ours: value for ours, value in found.items() if value is not None}
+
+
+def _read_rope(left: Table, table: Table) -> None:
+    """Rotary positions, written as `rope_theta` and `rope_scaling` until version 4 and `rope_parameters` since."""
+    parameters = {**(left.pop("rope_scaling", None) or {}), **(left.pop("rope_parameters", None) or {})}
+    theta = parameters.pop("rope_theta", left.pop("rope_theta", None))
+    if theta is not None:
+        table["rope_theta"] = theta
+    kind = parameters.pop("rope_type", parameters.pop("type", "default"))
+    parameters.pop("type", None)
+    if kind == "llama3":
+        table["rope_scaling"] = _take(parameters, LLAMA3_SCALING)
+    elif kind == "yarn" and "latent" in table:
+        parameters.clear()  # a value, not a size, like ROUTING
+    elif kind != "default":
+        raise UserError(
+            f"rope_type={show(kind)} of {table['name']} is unknown; use rope_type=default or rope_type=llama3"
+        )
+    if parameters:
+        key, value = next(iter(parameters.items()))
+        raise UserError(f"rope_scaling.{key}={show(value)} of {table['name']} is unknown; remove the key")
+
+
+LLAMA3_SCALING = {
+    "factor": "factor",
+    "low_freq_factor": "low_frequency_factor",
+    "high_freq_factor": "high_frequency_factor",
+    "original_max_position_embeddings": "original_positions",
+}
+
+
+def _read_windows(left: Table, table: Table) -> None:
+    """Sliding windows: refused when on, whatever their other keys say."""
+    on = left.pop("use_sliding_window", "sliding_window" in left and "max_window_layers" not in left)
+    window = left.pop("sliding_window", None)
+    left.pop("max_window_layers", None)
+    if on and window is not None:
+        raise UserError(f"sliding_window={window} of {table['name']} is unknown; use sliding_window=null")
+    kinds = set(left.pop("layer_types", None) or ["full_attention"])
+    if kinds != {"full_attention"}:
+        other = next(iter(sorted(kinds - {"full_attention"})))
+        raise UserError(f"layer_types of {table['name']} holds {show(other)}; use full_attention in all layers")
+
+
+def _read_attention_bias(left: Table, table: Table) -> None:
+    table["qkv_bias"] = table["output_bias"] = bool(left.pop("attention_bias", False))
+
+
+def _read_gpt2_width(left: Table, table: Table) -> None:
+    table["ffn"] = left.pop("n_inner", None) or 4 * table.get("hidden", 0)
+
+
+def _read_mixture(keys: Mapping[str, str]) -> Callable[[Table, Table], None]:
+    def read(left: Table, table: Table) -> None:
+        mixture = _take(left, keys)
+        if "experts" not in mixture or "top_k" not in mixture:
+            raise UserError(
+                f"{table['name']} does not say how many experts it has and uses; name both in its config.json"
+            )
+        # Mixtral has no other feed-forward width than that of its experts.
+        mixture.setdefault("expert_ffn", table.get("ffn"))
+        if mixture.get("shared_experts"):
+            mixture["shared_ffn"] = mixture["shared_experts"] * mixture["expert_ffn"]
+        table["mixture"] = mixture
+
+    return read
+
+
+def _read_latent(left: Table, table: Table) -> None:
+    table["latent"] = {"q_rank": 0, **_take(left, LATENT_KEYS)}
+    for derived in ("head_dim", "qk_head_dim"):
+        left.pop(derived, None)
+
+
+def _router_bias(left: Table, table: Table) -> None:
+    table["mixture"]["router_bias"] = True
+
+
+COMMON = {
+    "hidden_size": "hidden",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "ffn",
+    "vocab_size": "vocab",
+    "tie_word_embeddings": "tie_embeddings",
+    "max_position_embeddings": "max_positions",
+    "rms_norm_eps": "norm_epsilon",
+    "initializer_range": "initial_std",
+}
+SILU: dict[str, tuple[object, ...]] = {"hidden_act": ("silu", "swish")}
+LLAMA_DEFAULTS = {"norm_epsilon": 1e-6, "rope_theta": 10000.0, "max_positions": 2048}
+QWEN_DEFAULTS = {"norm_epsilon": 1e-6, "rope_theta": 10000.0, "max_positions": 32768}
+LATENT_KEYS = {
+    "q_lora_rank": "q_rank",
+    "kv_lora_rank": "kv_rank",
+    "qk_nope_head_dim": "qk_nope_dim",
+    "qk_rope_head_dim": "qk_rope_dim",
+    "v_head_dim": "v_dim",
+}
+DEEPSEEK_KEYS = {
+    "n_routed_experts": "experts",
+    "num_experts_per_tok": "top_k",
+    "moe_intermediate_size": "expert_ffn",
+    "n_shared_experts": "shared_experts",
+    "first_k_dense_replace": "first_dense_layers",
+}
+WITHOUT_HEAD_DIM = {key: ours for key, ours in COMMON.items() if key != "head_dim"}
+
+READERS: dict[Any, Reader] = {
+    "llama": Reader(
+        family="llama",
+        defaults=LLAMA_DEFAULTS,
+        fields={**COMMON, "mlp_bias": "mlp_bias"},
+        only=SILU,
+        finish=(_read_attention_bias, _read_rope),
+    ),
+    "qwen2": Reader(
+        family="qwen2", defaults=QWEN_DEFAULTS, fields=COMMON, only=SILU, finish=(_read_windows, _read_rope)
+    ),
+    "qwen3": Reader(
+        family="qwen3",
+        defaults={**QWEN_DEFAULTS, "head_dim": 128},
+        fields=COMMON,
+        only=SILU,
+        finish=(_read_windows, _read_attention_bias, _read_rope),
+    ),
+    "gpt2": Reader(
+        family="gpt2",
+        defaults={},
+        fields={
+            "n_embd": "hidden",
+            "n_layer": "layers",
+            "n_head": "heads",
+            "n_positions": "max_positions",
+            "vocab_size": "vocab",
+            "layer_norm_epsilon": "norm_epsilon",
+            "initializer_range": "initial_std",
+            "tie_word_embeddings": "tie_embeddings",
+        },
+        only={
+            "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
+        },
+        # The summary head is no part of the language model; the upcast changes rounding only.
+        ignored=frozenset(
+            """n_ctx reorder_and_upcast_attn summary_activation summary_first_dropout summary_proj_to_labels
+            summary_type summary_use_proj""".split()
+        ),
+        finish=(_read_gpt2_width,),
+    ),
+    "mixtral": Reader(
+        family="llama",
+        defaults={"norm_epsilon": 1e-5, "rope_theta": 1000000.0},
+        fields=COMMON,
+        only={**SILU, "router_jitter_noise": (0.0,)},
+        ignored=ROUTING,
+        finish=(
+            _read_windows,
+            _read_mixture({"num_local_experts": "experts", "num_experts_per_tok": "top_k"}),
+            _read_rope,
+        ),
+    ),
+    "qwen3_moe": Reader(
+        family="qwen3",
+        defaults=QWEN_DEFAULTS,
+        fields=COMMON,
+        only={**SILU, "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+        ignored=ROUTING,
+        finish=(
+            _read_windows,
+            _read_attention_bias,
+            _read_mixture(
+                {
+                    "num_experts": "experts",
+                    "num_local_experts": "experts",
+                    "num_experts_per_tok": "top_k",
+                    "moe_intermediate_size": "expert_ffn",
+                }
+            ),
+            _read_rope,
+        ),
+    ),
+    "deepseek_v2": Reader(
+        family="llama",
+        defaults=LLAMA_DEFAULTS,
+        fields=WITHOUT_HEAD_DIM,
+        only={**SILU, "moe_layer_freq": (1,), "attention_bias": (False,), "mlp_bias": (False,)},
+        ignored=ROUTING,
+        finish=(_read_latent, _read_mixture(DEEPSEEK_KEYS), _read_rope),
+    ),
+    "deepseek_v3": Reader(
+        family="llama",
+        defaults={**LLAMA_DEFAULTS, "max_positions": 4096},
+        fields=WITHOUT_HEAD_DIM,
+        only={**SILU, "moe_layer_freq": (1,), "attention_bias": (False,)},
+        ignored=ROUTING,
+        finish=(_read_latent, _read_mixture(DEEPSEEK_KEYS), _router_bias, _read_rope),
+    ),
+}

@@ -1,0 +1,200 @@
+"""Configs of Hugging Face: sizes equal to their own modules', and refusals by the name of the key."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from cuboid.errors import UserError
+from cuboid.spec.huggingface import table_from_config
+from cuboid.spec.load import build_model
+from cuboid.spec.model import ModelSpec, RopeScaling, load_model
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 101,
+}
+DEEPSEEK: dict[str, Any] = {
+    **SIZES,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "llama tied": LlamaConfig(**SIZES, tie_word_embeddings=True, attention_bias=True, mlp_bias=True, head_dim=32),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=True),
+    "gpt2": GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=101, n_positions=32),
+    "gpt2 wide": GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=101, n_inner=80),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, num_experts=8, moe_intermediate_size=24, head_dim=16),
+    "deepseek_v2": DeepseekV2Config(**DEEPSEEK, q_lora_rank=12, n_shared_experts=2, n_group=1, topk_group=1),
+    "deepseek_v2 direct": DeepseekV2Config(**DEEPSEEK, q_lora_rank=None, n_group=1, topk_group=1),
+    "deepseek_v3": DeepseekV3Config(**DEEPSEEK, q_lora_rank=12, n_group=2, topk_group=1),
+}
+LLAMA = {"model_type": "llama", **SIZES}
+
+
+def read(config: dict[str, Any]) -> ModelSpec:
+    return build_model(table_from_config(config, "theirs"))
+
+
+def refusal(**changes: object) -> str:
+    with pytest.raises(UserError) as caught:
+        read({**LLAMA, **changes})
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameter_count_equals_their_module(name: str, tmp_path: Path) -> None:
+    config = CONFIGS[name]
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config)
+    count = sum(parameter.numel() for parameter in module.parameters())
+    # They hold the balancing bias of DeepSeek-V3 as a buffer, and save it with the weights.
+    count += sum(buffer.numel() for key, buffer in module.named_buffers() if "correction_bias" in key)
+    model = load_model(str(tmp_path))
+    assert model.parameters == count
+    assert load_model(str(tmp_path / "config.json")) == model
+    assert model.name == tmp_path.name
+
+
+def test_every_number_that_matters_is_taken() -> None:
+    model = read(
+        CONFIGS["llama"].to_dict() | {"rms_norm_eps": 1e-4, "max_position_embeddings": 77, "initializer_range": 0.1}
+    )
+    assert (model.norm_epsilon, model.max_positions, model.initial_std) == (1e-4, 77, 0.1)
+    assert (model.family, model.kv_heads, model.rope_theta) == ("llama", 2, 10000.0)
+
+
+def test_defaults_are_theirs_where_the_config_is_silent() -> None:
+    assert (read(LLAMA).norm_epsilon, read(LLAMA).rope_theta) == (LlamaConfig().rms_norm_eps, 10000.0)
+    assert read({**LLAMA, "model_type": "qwen3"}).head_dim == Qwen3Config().head_dim
+    assert read({**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}).rope_theta == 1e6
+
+
+def test_rope_is_read_in_both_spellings() -> None:
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    expected = RopeScaling(factor=8, low_frequency_factor=1, high_frequency_factor=4, original_positions=64)
+    old = read({**LLAMA, "rope_theta": 5e5, "rope_scaling": scaling})
+    new = read({**LLAMA, "rope_parameters": {**scaling, "rope_theta": 5e5}})
+    assert old == new
+    assert (old.rope_theta, old.rope_scaling) == (5e5, expected)
+    assert read({**LLAMA, "rope_scaling": None}).rope_scaling is None
+
+
+def test_catalog_entries_equal_their_configs() -> None:
+    config = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 500000.0,
+        "torch_dtype": "bfloat16",
+    }
+    assert build_model(table_from_config(config, "llama3-8b")) == load_model("llama3-8b")
+    assert build_model(table_from_config(GPT2Config().to_dict(), "gpt2")) == load_model("gpt2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"model_type": "lama"}, 'model_type="lama" of theirs is unknown; use llama'),
+        ({"model_type": None}, "model_type=None of theirs is unknown; use "),
+        ({"hidden_act": "gelu"}, 'hidden_act="gelu" of theirs changes what the model computes; use hidden_act="silu"'),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            'rope_type="linear" of theirs is unknown; use rope_type=default',
+        ),
+        ({"rope_scaling": {"factor": 2}}, "rope_scaling.factor=2 of theirs is unknown; remove the key"),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 2}},
+            "model.rope_scaling.low_frequency_factor is missing",
+        ),
+        ({"logit_scale": 2.0}, "logit_scale=2.0 of theirs is unknown and may change what it computes; remove the key"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config={'bits': 4} of theirs is unknown"),
+        ({"hidden_size": "64"}, 'model.hidden="64" is a string; it must be an integer'),
+        ({"num_key_value_heads": 3}, "model.kv_heads=3 does not divide heads=4; use kv_heads=2 or kv_heads=4"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8},
+            "sliding_window=8 of theirs is unknown",
+        ),
+        ({"model_type": "mixtral"}, "theirs does not say how many experts it has and uses"),
+        (
+            {"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True},
+            "scale_attn_by_inverse_layer_idx=true of theirs",
+        ),
+        (
+            {"model_type": "qwen3", "layer_types": ["sliding_attention"]},
+            'layer_types of theirs holds "sliding_attention"',
+        ),
+    ],
+)
+def test_what_changes_the_maths_is_refused_by_name(changes: dict[str, object], sentence: str) -> None:
+    assert refusal(**changes).startswith(sentence)
+
+
+def test_windows_that_are_off_change_nothing() -> None:
+    off = {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 2}
+    assert read({**LLAMA, **off}) == read({**LLAMA, "model_type": "qwen2"})
+    assert read({**LLAMA, "use_mrope": False, "quantization_config": None}) == read(LLAMA)
+
+
+def test_deepseek_as_released_gives_its_sizes() -> None:
+    released = DeepseekV3Config().to_dict() | {
+        "rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "original_max_position_embeddings": 4096},
+        "rope_parameters": None,
+        "rope_theta": 10000,
+        "quantization_config": {"quant_method": "fp8"},
+        "moe_layer_freq": 1,
+        "scoring_func": "sigmoid",
+    }
+    assert read(released).parameters == load_model("deepseek-v3").parameters
+
+
+def test_broken_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is a folder without config"):
+        load_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config\.json is not JSON: "):
+        load_model(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps([1]))
+    with pytest.raises(UserError, match="does not hold a JSON object"):
+        load_model(str(tmp_path))
