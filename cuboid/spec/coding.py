@@ -64,6 +64,14 @@ def convert(value: object, hint: Any, where: str) -> Any:
         if isinstance(value, Mapping):
             return decode(hint, value, where)
         raise UserError(f"{where}={show(value)} is {type_name(value)}; it must be a table")
+    if get_origin(hint) is tuple:
+        if not isinstance(value, list | tuple):
+            raise UserError(f"{where}={show(value)} is {type_name(value)}; it must be a list")
+        return tuple(convert(item, get_args(hint)[0], f"{where}[{index}]") for index, item in enumerate(value))
+    if get_origin(hint) is dict:
+        if not isinstance(value, Mapping):
+            raise UserError(f"{where}={show(value)} is {type_name(value)}; it must be a table")
+        return {key: convert(item, get_args(hint)[1], f"{where}.{key}") for key, item in value.items()}
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     # bool is a subclass of int, and `steps = true` is never meant as 1.

@@ -1,0 +1,188 @@
+"""Clusters: names, files, tiers, and a source for every constant of the catalog."""
+
+import tomllib
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from cuboid.errors import UserError
+from cuboid.spec.accelerators import accelerator_names, accelerator_table
+from cuboid.spec.cluster import ClusterSpec, LinkTier, load_cluster
+from cuboid.spec.layout import Layout
+from cuboid.spec.ranks import groups
+
+CATALOG = tomllib.loads((files("cuboid.spec.catalog") / "accelerators.toml").read_text(encoding="utf-8"))
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_cluster(text)
+    return str(caught.value)
+
+
+def written(folder: Path, text: str) -> str:
+    path = folder / "mine.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_name_gives_nodes_and_tiers() -> None:
+    cluster = load_cluster("h100x1024")
+    assert (cluster.name, cluster.accelerator, cluster.nodes, cluster.accelerators_per_node) == (
+        "h100x1024",
+        "h100-80g",
+        128,
+        8,
+    )
+    assert [(tier.name, tier.size) for tier in cluster.tiers] == [("nvlink4", 8), ("infiniband-ndr", 1024)]
+    assert cluster.peak_tflops["bf16"] == 989.4
+    assert cluster.accelerators == 1024
+
+
+def test_small_clusters_are_one_part_of_a_node() -> None:
+    assert [
+        (c.nodes, c.accelerators_per_node, len(c.tiers)) for c in map(load_cluster, ("h100x8", "h100x3", "cpux8"))
+    ] == [
+        (1, 8, 1),
+        (1, 3, 1),
+        (1, 8, 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "accelerator", "tiers"),
+    [
+        ("a100-80gx4096", "a100-80g", [8, 4096]),
+        ("gb200x144", "gb200", [72, 144]),
+        ("gb200x64", "gb200", [64]),
+        ("mi300xx16", "mi300x", [8, 16]),
+        ("mi300x16", "mi300x", [8, 16]),
+        ("H100x16", "h100-80g", [8, 16]),
+        ("tpu-v5ex512", "tpu-v5e", [256, 512]),
+    ],
+)
+def test_names_and_aliases_resolve(name: str, accelerator: str, tiers: list[int]) -> None:
+    cluster = load_cluster(name)
+    assert (cluster.accelerator, [tier.size for tier in cluster.tiers]) == (accelerator, tiers)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("h100x12", "cluster=h100x12 does not fill nodes of 8; use h100x8 or h100x16"),
+        ("h100x0", "cluster=h100x0 has no accelerators; use h100x1 or more"),
+        ("h1000x8", "unknown accelerator=h1000; did you mean h100"),
+        ("h100", "cluster=h100 does not say how many accelerators; write it like h100x8"),
+        ("nowhere.toml", "nowhere.toml does not exist"),
+    ],
+)
+def test_bad_names_are_refused_in_one_sentence(text: str, sentence: str) -> None:
+    assert refusal(text).startswith(sentence)
+
+
+def test_the_slowest_tier_a_group_crosses() -> None:
+    cluster = load_cluster("gb200x144")
+    assert cluster.tier_of([0]).name == "nvlink5"
+    assert cluster.tier_of([0, 71]).name == "nvlink5"
+    assert cluster.tier_of([71, 72]).name == "infiniband-ndr"
+    assert (cluster.node_of(3), cluster.node_of(4)) == (0, 1)
+    with pytest.raises(UserError, match=r"rank=144 is outside gb200x144; use rank=0 to rank=143"):
+        cluster.tier_of([0, 144])
+
+
+def test_tensor_parallel_stays_inside_a_node() -> None:
+    cluster, found = load_cluster("h100x64"), groups(Layout(dp=4, tp=8, pp=2))
+    assert {cluster.tier_of(group).name for group in found["tp"]} == {"nvlink4"}
+    assert {cluster.tier_of(group).name for group in found["dp"]} == {"infiniband-ndr"}
+
+
+def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
+    cluster = load_cluster(
+        written(tmp_path, 'accelerator = "h100"\nnodes = 4\nmemory_gib = 60\n[peak_tflops]\nbf16 = 800\n')
+    )
+    assert (cluster.name, cluster.accelerator, cluster.accelerators, cluster.memory_gib) == (
+        "mine",
+        "h100-80g",
+        32,
+        60.0,
+    )
+    assert cluster.peak_tflops == {"bf16": 800.0}
+    assert [tier.size for tier in cluster.tiers] == [8, 32]
+
+
+def test_a_file_may_describe_everything_itself(tmp_path: Path) -> None:
+    text = """
+        accelerator = "abacus"
+        nodes = 2
+        accelerators_per_node = 3
+        memory_gib = 1
+        memory_bandwidth = 2
+        peak_tflops = { float32 = 1 }
+        [[tiers]]
+        name = "rod"
+        size = 3
+        bandwidth = 1
+        latency = 9
+        [[tiers]]
+        name = "post"
+        size = 6
+        bandwidth = 0.1
+        latency = 99
+    """
+    cluster = load_cluster(written(tmp_path, text))
+    assert cluster.tiers[1] == LinkTier(name="post", size=6, bandwidth=0.1, latency=99)
+    assert cluster.tier_of([2, 3]).name == "post"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("nodes = 4", "cluster.accelerator is missing"),
+        ("accelerator = 4", "cluster.accelerator=4 is not a string"),
+        ('accelerator = "h101"', "unknown accelerator=h101; did you mean h100"),
+        ('accelerator = "h100"\nnods = 4', "unknown key cluster.nods; did you mean cluster.nodes"),
+        ('accelerator = "h100"\nnodes = "4"', 'cluster.nodes="4" is a string; it must be an integer'),
+        ('accelerator = "h100"\nnodes = 0', "cluster.nodes=0 is not positive"),
+        ('accelerator = "h100"\nmemory_gib = 0', "cluster.memory_gib=0.0 is not positive"),
+        ('accelerator = "h100"\npeak_tflops = 3', "cluster.peak_tflops=3 is an integer; it must be a table"),
+        ('accelerator = "h100"\npeak_tflops = { bf16 = -1 }', "cluster.peak_tflops.bf16=-1.0 is not positive"),
+        ('accelerator = "h100"\ntiers = 3', "cluster.tiers=3 is an integer; it must be a list"),
+        ('accelerator = "h100"\ntiers = []', "cluster.tiers sizes none do not grow to the cluster; end with size=8"),
+        (
+            'accelerator = "h100"\ntiers = [{ name = "a", size = 4, bandwidth = 1, latency = 1 }]',
+            "cluster.tiers sizes a=4 do",
+        ),
+        (
+            'accelerator = "h100"\ntiers = [{ name = "a", size = 8, bandwidth = 0, latency = 1 }]',
+            "tier.bandwidth=0.0 of a",
+        ),
+        ('accelerator = "h100"\ntiers = [{ name = "a", size = 8 }]', "cluster.tiers[0].bandwidth is missing"),
+    ],
+)
+def test_bad_files_are_refused_in_one_sentence(text: str, sentence: str, tmp_path: Path) -> None:
+    assert refusal(written(tmp_path, text)).startswith(sentence)
+
+
+def test_every_accelerator_makes_a_cluster() -> None:
+    for name in accelerator_names():
+        cluster = load_cluster(f"{name}x1152")
+        assert isinstance(cluster, ClusterSpec) and cluster.accelerators == 1152
+        assert "bf16" in cluster.peak_tflops or "fp16" in cluster.peak_tflops
+        bandwidths = [tier.bandwidth for tier in cluster.tiers]
+        assert bandwidths == sorted(bandwidths, reverse=True)
+        hash(cluster)
+
+
+def test_every_constant_names_its_source() -> None:
+    for name, link in CATALOG["links"].items():
+        assert set(link["source"]) == set(link) - {"source"}, name
+    for name, entry in CATALOG["accelerators"].items():
+        own = set(entry) - {"source", "base", "aliases", "accelerators_per_node"}
+        assert set(entry["source"]) == own, name
+        assert set(accelerator_table(name)["source"]) == {"memory_gib", "memory_bandwidth", "peak_tflops", "tiers"}
+
+
+def test_every_link_is_used() -> None:
+    used = {tier["link"] for entry in CATALOG["accelerators"].values() for tier in entry.get("tiers", [])}
+    assert used == set(CATALOG["links"])
