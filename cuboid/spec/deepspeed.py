@@ -1,0 +1,246 @@
+"""Runs from a DeepSpeed-style JSON: each key is honoured, or refused by its full name; none is dropped.
+
+{"train_batch_size": 64, "bf16": {"enabled": true}, "zero_optimization": {"stage": 1},
+ "pipeline": {"stages": 4}, "tensor_parallel": {"autotp_size": 2}}
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cuboid.errors import UserError
+from cuboid.spec.coding import convert, show
+from cuboid.spec.layout import Layout, require_positive
+from cuboid.spec.suggest import either, nearest_names, nearest_numbers, use
+
+Table = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Only:
+    """A key Cuboid honours at these values, because it always works that way."""
+
+    values: tuple[object, ...]
+
+
+OFF, ON, EITHER = Only((False,)), Only((True,)), Only((True, False))
+
+KEYS: dict[str, type | Only] = {
+    "train_batch_size": int,
+    "train_micro_batch_size_per_gpu": int,
+    "gradient_accumulation_steps": int,
+    "gradient_clipping": float,
+    "steps_per_print": int,
+    "wall_clock_breakdown": bool,
+    "prescale_gradients": OFF,
+    "sequence_parallel_size": Only((1,)),
+    "bf16.enabled": bool,
+    "fp16.enabled": OFF,
+    "optimizer.type": Only(("AdamW", "Adam")),
+    "optimizer.params.lr": float,
+    "optimizer.params.betas": list,
+    "optimizer.params.eps": float,
+    "optimizer.params.weight_decay": float,
+    "optimizer.params.adam_w_mode": ON,
+    "zero_optimization.stage": int,
+    "zero_optimization.mics_shard_size": int,
+    "zero_optimization.overlap_comm": ON,
+    "zero_optimization.reduce_scatter": ON,
+    "zero_optimization.offload_optimizer.device": Only(("none",)),
+    "zero_optimization.offload_param.device": Only(("none",)),
+    "zero_optimization.zero_hpz_partition_size": Only((1,)),
+    "zero_optimization.zero_quantized_weights": OFF,
+    "zero_optimization.zero_quantized_gradients": OFF,
+    "pipeline.stages": int,
+    "pipeline.pipe_degree": int,
+    "pipeline.interleave_degree": int,
+    "pipeline.partition": Only(("best",)),
+    "pipeline.seed_layers": OFF,
+    "pipeline.activation_checkpoint_interval": Only((0, 1)),
+    "pipeline.pipe_partitioned": ON,
+    "pipeline.grad_partitioned": ON,
+    "tensor_parallel.autotp_size": int,
+    "tensor_parallel.tp_size": int,
+    "tensor_parallel.tp_degree": int,
+    "activation_checkpointing.partition_activations": EITHER,
+    "activation_checkpointing.cpu_checkpointing": OFF,
+    "activation_checkpointing.contiguous_memory_optimization": OFF,
+    "activation_checkpointing.number_checkpoints": Only((None,)),
+    "activation_checkpointing.synchronize_checkpoint_boundary": OFF,
+    "activation_checkpointing.profile": OFF,
+}
+"""Every key that can be honoured -> its type, or the values at which Cuboid does what it asks."""
+
+INSTEAD = {
+    "fp16.enabled": "bf16.enabled=true",
+    "zero_optimization.offload_optimizer.device": 'device="none" and a higher zero_optimization.stage',
+    "sequence_parallel_size": "layout cp in the run file",
+}
+"""What to write instead, where the value that works does not say it."""
+
+
+def run_table_from_deepspeed(config: Mapping[str, Any], world_size: int | None = None) -> Table:
+    """What a DeepSpeed config says of a run, as `build_run` takes it; the model is not in such a config."""
+    found = _read(config)
+    layout = _layout(found, world_size)
+    table: Table = {
+        "layout": str(layout),
+        "training": {
+            "global_batch": layout.dp * layout.micro_batch * _accumulation(found, layout),
+            "precision": "bf16" if found.get("bf16.enabled") else "float32",
+            # What DeepSpeed does where the config says nothing.
+            "gradient_clip": found.get("gradient_clipping", 0.0),
+        },
+    }
+    if any(key.startswith("optimizer.") for key in found):
+        table |= _optimizer(found)
+    output = {"log_every": found.get("steps_per_print"), "keep_timing": found.get("wall_clock_breakdown")}
+    if kept := {key: value for key, value in output.items() if value is not None}:
+        table["output"] = kept
+    return table
+
+
+def _read(config: Mapping[str, Any]) -> Table:
+    """Dotted key -> value, for the keys that can be honoured; one sentence names all that cannot."""
+    found, refused = {}, []
+    for key, value in _flatten(config):
+        kind = KEYS.get(key)
+        if kind is None:
+            near = either(nearest_names(key, KEYS, count=1))
+            refused.append(f"{key}={show(value)} (unknown; {near} is known)")
+        elif isinstance(kind, Only):
+            # 1 == True in Python, and they are not the same in JSON.
+            if not any(value == allowed and type(value) is type(allowed) for allowed in kind.values):
+                instead = INSTEAD.get(key) or either(f"{key}={show(allowed)}" for allowed in kind.values)
+                refused.append(f"{key}={show(value)} (use {instead})")
+            found[key] = value
+        else:
+            found[key] = value if kind is list else convert(value, kind, key)
+    if refused:
+        raise UserError(f"DeepSpeed keys that cannot be honoured: {', '.join(refused)}; change or remove them")
+    return found
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        # An empty section says nothing, but its name must still be known.
+        empty = value == {} and any(known.startswith(f"{prefix}{key}.") for known in KEYS)
+        if isinstance(value, Mapping) and (value or empty):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _layout(found: Table, world_size: int | None) -> Layout:
+    tp = _one_of(found, "tensor_parallel.autotp_size", "tensor_parallel.tp_size", "tensor_parallel.tp_degree")
+    pp = _one_of(found, "pipeline.stages", "pipeline.pipe_degree")
+    vpp = found.get("pipeline.interleave_degree", 1)
+    require_positive("pipeline.interleave_degree", vpp)
+    checkpointed = any(key.startswith("activation_checkpointing.") for key in found)
+    dp = _replicas(found, tp * pp, world_size)
+    stage = found.get("zero_optimization.stage", 0)
+    return Layout(
+        dp=dp,
+        tp=tp,
+        pp=pp,
+        zero=stage,
+        shard=max(found.get("zero_optimization.mics_shard_size", 0), 0),
+        recompute="full" if checkpointed or found.get("pipeline.activation_checkpoint_interval") else "none",
+        micro_batch=_micro_batch(found, dp),
+        **({"schedule": "interleaved", "vpp": vpp} if vpp > 1 else {}),
+    )
+
+
+def _one_of(found: Table, *keys: str) -> int:
+    """The value of the one key of several spellings that is there; 1 where none is."""
+    given = {key: found[key] for key in keys if key in found}
+    if len(given) > 1:
+        raise UserError(
+            f"{' and '.join(f'{key}={value}' for key, value in given.items())} say the same thing; keep one"
+        )
+    for key, value in given.items():
+        require_positive(key, value)
+    return next(iter(given.values()), 1)
+
+
+def _replicas(found: Table, model_ranks: int, world_size: int | None) -> int:
+    """dp, from the number of ranks, or from the three batch sizes when all are there."""
+    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        if key in found:
+            require_positive(key, found[key])
+    if world_size is not None:
+        require_positive("world_size", world_size)
+        if world_size % model_ranks:
+            near = [world_size // model_ranks * model_ranks, (world_size // model_ranks + 1) * model_ranks]
+            raise UserError(
+                f"world_size={world_size} does not divide by tensor × pipeline = {model_ranks}; "
+                f"{use('world_size', [number for number in near if number])}"
+            )
+        return world_size // model_ranks
+    batch, micro = found.get("train_batch_size"), found.get("train_micro_batch_size_per_gpu")
+    if batch is None or micro is None or "gradient_accumulation_steps" not in found:
+        raise UserError(
+            "world_size is missing and the three batch sizes are not all there to tell it; "
+            f"give world_size as a multiple of tensor × pipeline = {model_ranks}"
+        )
+    _require_product(batch, micro, found["gradient_accumulation_steps"])
+    return int(batch // (micro * found["gradient_accumulation_steps"]))
+
+
+def _require_product(batch: int, micro: int, accumulation: int) -> None:
+    unit = micro * accumulation
+    if batch % unit:
+        near = nearest_numbers(batch, lambda number: number % unit == 0, unit, batch + unit)
+        raise UserError(
+            f"train_batch_size={batch} does not divide by train_micro_batch_size_per_gpu={micro} × "
+            f"gradient_accumulation_steps={accumulation}; {use('train_batch_size', near)}"
+        )
+
+
+def _micro_batch(found: Table, dp: int) -> int:
+    """DeepSpeed's rule: what two of the three batch sizes say of the third, and no accumulation where that is open."""
+    if "train_micro_batch_size_per_gpu" in found:
+        return int(found["train_micro_batch_size_per_gpu"])
+    if "train_batch_size" not in found:
+        raise UserError("train_micro_batch_size_per_gpu is missing and train_batch_size too; give one of them")
+    _require_divides(found, dp * found.get("gradient_accumulation_steps", 1))
+    return int(found["train_batch_size"] // (dp * found.get("gradient_accumulation_steps", 1)))
+
+
+def _accumulation(found: Table, layout: Layout) -> int:
+    if "train_batch_size" not in found:
+        return int(found.get("gradient_accumulation_steps", 1))
+    unit = layout.dp * layout.micro_batch
+    _require_divides(found, unit)
+    derived = int(found["train_batch_size"] // unit)
+    given = found.get("gradient_accumulation_steps", derived)
+    if given != derived:
+        raise UserError(
+            f"train_batch_size={found['train_batch_size']} is not "
+            f"train_micro_batch_size_per_gpu={layout.micro_batch} × gradient_accumulation_steps={given} × dp={layout.dp}; use train_batch_size={unit * given}"
+        )
+    return derived
+
+
+def _require_divides(found: Table, unit: int) -> None:
+    batch = found["train_batch_size"]
+    if batch % unit:
+        near = nearest_numbers(batch, lambda number: number % unit == 0, unit, batch + unit)
+        raise UserError(f"train_batch_size={batch} does not divide by {unit}; {use('train_batch_size', near)}")
+
+
+def _optimizer(found: Table) -> Table:
+    """AdamW, with the defaults of DeepSpeed's own where the config is silent."""
+    betas = found.get("optimizer.params.betas", [0.9, 0.999])
+    if not isinstance(betas, list) or len(betas) != 2:
+        raise UserError(f"optimizer.params.betas={show(betas)} is not a pair; use betas=[0.9, 0.95]")
+    return {
+        "optimizer": {
+            "beta1": convert(betas[0], float, "optimizer.params.betas[0]"),
+            "beta2": convert(betas[1], float, "optimizer.params.betas[1]"),
+            "epsilon": found.get("optimizer.params.eps", 1e-8),
+            "weight_decay": found.get("optimizer.params.weight_decay", 0.0),
+        },
+        # Without a scheduler DeepSpeed keeps the rate.
+        "learning_rate": {"peak": found.get("optimizer.params.lr", 1e-3), "schedule": "constant"},
+    }

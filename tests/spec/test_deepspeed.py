@@ -1,0 +1,170 @@
+"""DeepSpeed configs: what each key becomes, the arithmetic of the batch, and refusals by full name."""
+
+from typing import Any
+
+import pytest
+
+from cuboid.errors import UserError
+from cuboid.spec.deepspeed import KEYS, Only, run_table_from_deepspeed
+from cuboid.spec.run import Run, build_run
+
+FULL: dict[str, Any] = {
+    "train_batch_size": 64,
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 8,
+    "gradient_clipping": 0.5,
+    "steps_per_print": 10,
+    "wall_clock_breakdown": False,
+    "bf16": {"enabled": True},
+    "fp16": {"enabled": False},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.98], "weight_decay": 0.2}},
+    "zero_optimization": {"stage": 1, "overlap_comm": True, "offload_optimizer": {"device": "none"}},
+    "pipeline": {"stages": 2, "pipe_partitioned": True, "grad_partitioned": True},
+    "tensor_parallel": {"autotp_size": 2},
+    "activation_checkpointing": {"partition_activations": True},
+}
+BATCH = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}
+
+
+def imported(config: dict[str, Any], world_size: int | None = None) -> Run:
+    return build_run({"model": "tiny-llama", **run_table_from_deepspeed(config, world_size)})
+
+
+def refusal(config: dict[str, Any], world_size: int | None = None) -> str:
+    with pytest.raises(UserError) as caught:
+        imported(config, world_size)
+    return str(caught.value)
+
+
+def test_every_section_becomes_part_of_the_run() -> None:
+    run = imported(FULL)
+    assert str(run.layout) == "dp=4,tp=2,pp=2,zero=1,micro_batch=2,recompute=full"
+    assert (run.training.global_batch, run.micro_batches, run.training.precision) == (64, 8, "bf16")
+    assert (run.training.gradient_clip, run.output.log_every) == (0.5, 10)
+    assert (run.optimizer.beta2, run.optimizer.weight_decay, run.optimizer.epsilon) == (0.98, 0.2, 1e-8)
+    assert (run.learning_rate.peak, run.learning_rate.schedule) == (1e-4, "constant")
+    assert imported(FULL, 16) == run
+
+
+def test_silence_means_what_it_means_to_deepspeed() -> None:
+    run = imported({"train_batch_size": 16}, 4)
+    assert (str(run.layout), run.micro_batches) == ("dp=4,tp=1,pp=1,micro_batch=4", 1)
+    assert (run.training.gradient_clip, run.training.precision) == (0.0, "float32")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ({"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2}, (32, 2, 4)),
+        ({"train_batch_size": 32, "gradient_accumulation_steps": 4}, (32, 2, 4)),
+        ({"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4}, (32, 2, 4)),
+        ({"train_micro_batch_size_per_gpu": 8}, (32, 8, 1)),
+        ({"train_batch_size": 32}, (32, 8, 1)),
+    ],
+)
+def test_two_batch_sizes_tell_the_third(sizes: dict[str, Any], expected: tuple[int, int, int]) -> None:
+    run = imported(sizes, world_size=4)
+    assert (run.training.global_batch, run.layout.micro_batch, run.micro_batches) == expected
+
+
+def test_the_other_spellings_of_degrees() -> None:
+    spelled = {"pipeline": {"pipe_degree": 2, "interleave_degree": 2}, "tensor_parallel": {"tp_degree": 8}}
+    run = imported({"train_batch_size": 32, "zero_optimization": {"stage": 3}, **spelled}, 32)
+    assert str(run.layout) == "dp=2,tp=8,pp=2,zero=3,schedule=interleaved,micro_batch=16"
+
+
+def test_hybrid_sharding_and_recomputation() -> None:
+    zero = {"stage": 3, "mics_shard_size": 2}
+    assert imported({**BATCH, "zero_optimization": zero}, 4).layout.shard == 2
+    assert imported({**BATCH, "zero_optimization": {"stage": 3, "mics_shard_size": -1}}, 4).layout.shard == 0
+    assert imported({**BATCH, "pipeline": {"activation_checkpoint_interval": 1}}, 4).layout.recompute == "full"
+    assert imported({**BATCH, "pipeline": {"activation_checkpoint_interval": 0}}, 4).layout.recompute == "none"
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"fp16": {"enabled": True}}, ["fp16.enabled=true (use bf16.enabled=true)"]),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+            ['offload_optimizer.device="cpu" (use device="none"'],
+        ),
+        (
+            {"zero_optimization": {"reduce_bucket_size": 5e8}},
+            ["zero_optimization.reduce_bucket_size=500000000.0 (unknown"],
+        ),
+        (
+            {"zero_optimisation": {"stage": 1}},
+            ["zero_optimisation.stage=1 (unknown; zero_optimization.stage is known)"],
+        ),
+        ({"scheduler": {"type": "WarmupLR"}}, ['scheduler.type="WarmupLR" (unknown']),
+        (
+            {"optimizer": {"type": "Lamb"}},
+            ['optimizer.type="Lamb" (use optimizer.type="AdamW" or optimizer.type="Adam")'],
+        ),
+        ({"zero_optimization": {"overlap_comm": 1}}, ["overlap_comm=1 (use zero_optimization.overlap_comm=true)"]),
+        ({"fp16": {"enabled": True}, "wow": 1}, ["fp16.enabled=true", "wow=1 (unknown"]),
+    ],
+)
+def test_keys_that_cannot_be_honoured_are_all_named(changes: dict[str, Any], parts: list[str]) -> None:
+    sentence = refusal({**BATCH, **changes}, 4)
+    assert sentence.startswith("DeepSpeed keys that cannot be honoured: ")
+    assert all(part in sentence for part in parts), sentence
+
+
+@pytest.mark.parametrize(
+    ("changes", "world_size", "sentence"),
+    [
+        (
+            {"train_batch_size": 30},
+            4,
+            "train_batch_size=30 does not divide by 4; use train_batch_size=28 or train_batch_size=32",
+        ),
+        (
+            {"train_batch_size": 32},
+            4,
+            "train_batch_size=32 is not train_micro_batch_size_per_gpu=1 × gradient_accumulation_steps=4 × dp=4; "
+            "use train_batch_size=16",
+        ),
+        ({"train_batch_size": 6}, None, "train_batch_size=6 does not divide by train_micro_batch_size_per_gpu=1 × "),
+        ({}, None, "world_size is missing and the three batch sizes are not all there to tell it"),
+        (
+            {"pipeline": {"stages": 3}},
+            4,
+            "world_size=4 does not divide by tensor × pipeline = 3; use world_size=3 or world_size=6",
+        ),
+        ({"pipeline": {"stages": 0}}, 4, "pipeline.stages=0 is not positive"),
+        (
+            {"pipeline": {"stages": 2, "pipe_degree": 2}},
+            4,
+            "pipeline.stages=2 and pipeline.pipe_degree=2 say the same thing",
+        ),
+        ({"train_batch_size": "auto"}, 4, 'train_batch_size="auto" is a string; it must be an integer'),
+        ({"zero_optimization": {"stage": 4}}, 4, "zero=4 is out of range; use zero=3"),
+        ({"optimizer": {"params": {"betas": 0.9}}}, 4, "optimizer.params.betas=0.9 is not a pair"),
+        ({"gradient_clipping": -1}, 4, "training.gradient_clip=-1.0 is too small"),
+        ({"tensor_parallel": {"autotp_size": 3}}, 3, "tp=3 does not divide heads=8; use tp=2 or tp=4"),
+    ],
+)
+def test_values_that_do_not_fit_are_refused_in_one_sentence(
+    changes: dict[str, Any], world_size: int | None, sentence: str
+) -> None:
+    assert refusal({**BATCH, **changes}, world_size).startswith(sentence)
+
+
+def test_empty_sections_are_known_or_named() -> None:
+    assert imported({**BATCH, "pipeline": {}}, 4) == imported(BATCH, 4)
+    assert "wow={} (unknown" in refusal({**BATCH, "wow": {}}, 4)
+
+
+def test_no_batch_size_at_all() -> None:
+    assert refusal({}, 4) == "train_micro_batch_size_per_gpu is missing and train_batch_size too; give one of them"
+
+
+def test_every_key_at_its_only_value_is_accepted() -> None:
+    for key, kind in KEYS.items():
+        if isinstance(kind, Only):
+            config: Any = kind.values[0]
+            for part in reversed(key.split(".")):
+                config = {part: config}
+            imported({**BATCH, **config}, 4)
