@@ -217,7 +217,8 @@ def _accumulation(found: Table, layout: Layout) -> int:
     if given != derived:
         raise UserError(
             f"train_batch_size={found['train_batch_size']} is not "
-            f"train_micro_batch_size_per_gpu={layout.micro_batch} × gradient_accumulation_steps={given} × dp={layout.dp}; use train_batch_size={unit * given}"
+            f"train_micro_batch_size_per_gpu={layout.micro_batch} × "
+            f"gradient_accumulation_steps={given} × dp={layout.dp}; {use('train_batch_size', [unit * given])}"
         )
     return derived
 

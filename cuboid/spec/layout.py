@@ -125,6 +125,12 @@ class Layout:
         """The pipeline rank that holds the last stage."""
         return 0 if self.schedule in V_SHAPED else self.pp - 1
 
+    def stages_of(self, pipeline_rank: int) -> tuple[int, ...]:
+        """The stages a pipeline rank holds, first to last."""
+        if self.schedule in V_SHAPED:
+            return (pipeline_rank, 2 * self.pp - 1 - pipeline_rank)
+        return tuple(range(pipeline_rank, self.stages, self.pp))
+
     @classmethod
     def parse(cls, text: str) -> "Layout":
         """From the layout string, e.g. `dp=2,tp=2,pp=2,zero=1,schedule=1f1b`."""
@@ -169,23 +175,31 @@ def check(layout: Layout, model: ModelSpec, *, global_batch: int, sequence: int,
     """Every rule that needs the model, the batch or the number of ranks; returns when the layout works for them."""
     require_positive("global_batch", global_batch)
     require_positive("sequence", sequence)
-    if world_size is not None and layout.world_size != world_size:
-        raise UserError(_world_size_sentence(layout, world_size))
-    _check_tensor(layout, model)
-    _check_stages(layout, model)
+    if world_size is not None:
+        check_world_size(layout, world_size)
+    check_model(layout, model)
     _check_batch(layout, global_batch)
     _check_sequence(layout, model, sequence)
+
+
+def check_model(layout: Layout, model: ModelSpec) -> None:
+    """The rules of `check` that need the model only."""
+    _check_tensor(layout, model)
+    _check_stages(layout, model)
     _check_experts(layout, model)
 
 
-def _world_size_sentence(layout: Layout, world_size: int) -> str:
+def check_world_size(layout: Layout, world_size: int) -> None:
+    """The degrees must multiply to the number of ranks."""
+    if layout.world_size == world_size:
+        return
     degrees = " × ".join(
         f"{name}={getattr(layout, name)}" for name in ("dp", "cp", "tp", "pp") if getattr(layout, name) > 1
     )
     others = layout.world_size // layout.dp
     works = f"use dp={world_size // others} or " if world_size % others == 0 else ""
     needed = layout.world_size
-    return f"{degrees or 'dp=1'} needs world_size={needed}, not {world_size}; {works}start {needed} ranks"
+    raise UserError(f"{degrees or 'dp=1'} needs world_size={needed}, not {world_size}; {works}start {needed} ranks")
 
 
 def _check_tensor(layout: Layout, model: ModelSpec) -> None:

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuboid.errors import UserError
+from cuboid.schedule.make import make_schedule
 from cuboid.spec.layout import SCHEDULES, Layout, check
 from cuboid.spec.model import load_model
 
@@ -64,6 +65,14 @@ def test_last_stage_sits_on_the_first_rank_of_v_schedules() -> None:
     assert Layout(pp=4).last_stage_rank == 3
     assert Layout(pp=4, schedule="interleaved").last_stage_rank == 3
     assert Layout(pp=4, schedule="zbv").last_stage_rank == 0
+
+
+@given(layouts())
+def test_stages_sit_where_the_schedules_put_them(layout: Layout) -> None:
+    schedule = make_schedule(layout.schedule, layout.pp, 2, layout.vpp)
+    assert [layout.stages_of(rank) for rank in range(layout.pp)] == [
+        tuple(stage for stage, holder in enumerate(schedule.stage_rank) if holder == rank) for rank in range(layout.pp)
+    ]
 
 
 def test_changed_resolves_defaults_anew() -> None:

@@ -1,0 +1,43 @@
+"""`cuboid import-deepspeed ds.json --model llama3-8b --world-size 64 -o run.toml`"""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cuboid.errors import UserError
+from cuboid.spec.deepspeed import run_table_from_deepspeed
+from cuboid.spec.load import read_json
+from cuboid.spec.run import build_run, dump_run
+
+
+def command(
+    file: Annotated[Path, typer.Argument(help="The DeepSpeed-style JSON.")],
+    model: Annotated[str, typer.Option(help="Model name, TOML or config.json; such a JSON does not say it.")],
+    world_size: Annotated[
+        int | None, typer.Option(help="Number of ranks; may be left out if the batch sizes tell it.")
+    ] = None,
+    changes: Annotated[list[str] | None, typer.Option("--set", help="Change a value, e.g. training.steps=20.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the run file here, not to the screen.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was read as JSON.")] = False,
+) -> None:
+    """Turn a DeepSpeed-style JSON into a run file; every key is honoured, or refused by name.
+
+    Example: cuboid import-deepspeed ds.json --model llama3-8b --world-size 64 -o run.toml
+    """
+    table = {"model": model, **run_table_from_deepspeed(read_json(file), world_size)}
+    text = dump_run(build_run(table, changes or []))
+    if output is not None:
+        try:
+            output.write_text(text, encoding="utf-8")
+        except OSError as problem:
+            raise UserError(
+                f"output={output} cannot be written: {problem.strerror}; name a file in a folder that exists"
+            ) from None
+    if as_json:
+        print(json.dumps(table))
+    elif output is None:
+        print(text, end="")

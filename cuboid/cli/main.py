@@ -1,0 +1,97 @@
+"""`cuboid`: imports the file of the verb that was asked for and no other, and prints what is wrong in one line.
+
+A verb is a file beside this one with a function `command`, and a line in `VERBS`.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+import typer
+
+import cuboid
+from cuboid.errors import UserError
+from cuboid.spec.suggest import either, nearest_names
+
+VERBS = {
+    "map": "Draw which rank sits where, and which links each group's traffic crosses.",
+    "models": "List the models Cuboid knows by name.",
+    "import-deepspeed": "Turn a DeepSpeed-style JSON into a run file.",
+}
+"""Verb -> what it does, in the order of the help; the file is named like the verb."""
+
+HELP = "Plan and train language models with data × tensor × pipeline parallelism."
+
+# What the parser raises for a wrong option or argument; typer has no public name for it.
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit status."""
+    given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    try:
+        return _run(given)
+    except UserError as error:
+        return _refuse(str(error))
+    except UsageError as error:
+        message = error.format_message() if hasattr(error, "format_message") else str(error)
+        return _refuse(f"{message.rstrip('.')}; see cuboid {_verb(given) or ''} --help".replace("  ", " "))
+    except BrokenPipeError:
+        # The reader of a pipe has seen enough; Python would complain again when it closes the stream.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+
+
+def _run(arguments: list[str]) -> int:
+    verb = _verb(arguments)
+    if verb is not None and verb not in VERBS:
+        raise UserError(f"unknown command {verb}; did you mean {either(nearest_names(verb, VERBS))}?")
+    status = _application(verb)(arguments, standalone_mode=False, prog_name="cuboid")
+    return status if isinstance(status, int) else 0
+
+
+def _verb(arguments: Sequence[str]) -> str | None:
+    return next((argument for argument in arguments if not argument.startswith("-")), None)
+
+
+def _application(verb: str | None) -> Callable[..., object]:
+    """The parser, with the asked verb loaded and only the names of the others."""
+    application = typer.Typer(
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    application.callback(help=HELP)(_options)
+    for name, summary in VERBS.items():
+        command = import_module(f"cuboid.cli.{name.replace('-', '_')}").command if name == verb else _name_only
+        application.command(name, help=None if name == verb else summary, short_help=summary)(command)
+    return application
+
+
+def _name_only() -> None:
+    """Stands for a verb that was not asked for."""
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(cuboid.__version__)
+        raise typer.Exit
+
+
+def _options(
+    version: bool = typer.Option(False, "--version", help="Print the version.", is_eager=True, callback=_print_version),
+) -> None:
+    """Options that stand before the verb."""
+
+
+def _refuse(sentence: str) -> int:
+    print(f"error: {sentence}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

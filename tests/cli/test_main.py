@@ -1,0 +1,83 @@
+"""The command line: help, one-line errors with status 2, and nothing imported that was not asked for."""
+
+import subprocess
+import sys
+import time
+from importlib import import_module
+
+import pytest
+
+import cuboid
+from cuboid.cli.main import VERBS, main
+
+
+def run_python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_help_names_every_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ([], ["--help"], ["-h"]):
+        assert main(arguments) == 0
+        shown = capsys.readouterr().out
+        assert all(verb in shown for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_with_an_example_and_json(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert f"Example: cuboid {verb}" in shown
+    assert "--json" in shown
+    assert callable(import_module(f"cuboid.cli.{verb.replace('-', '_')}").command)
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == cuboid.__version__
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["modls"], "error: unknown command modls; did you mean models?"),
+        (["models", "--jsn"], "error: No such option: --jsn"),
+        (["--bogus"], "error: No such option: --bogus"),
+        (["map", "--layout", "dp=2"], "error: Missing option '--cluster'; see cuboid map --help"),
+        (["map", "--layout", "dq=2", "--cluster", "cpux2"], "error: unknown key dq; did you mean"),
+    ],
+)
+def test_what_is_wrong_is_one_line_and_status_two(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith(sentence)
+    assert shown.err.count("\n") == 1
+
+
+def test_help_is_quick() -> None:
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        subprocess.run([sys.executable, "-m", "cuboid.cli.main", "--help"], check=True, capture_output=True)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 0.4
+
+
+def test_verbs_without_training_do_not_import_torch() -> None:
+    code = """
+import contextlib, io, sys
+from cuboid.cli.main import main
+with contextlib.redirect_stdout(io.StringIO()):
+    assert main(["map", "--layout", "dp=2", "--cluster", "cpux2", "--model", "tiny-llama"]) == 0
+    assert main(["models"]) == 0
+print("torch" in sys.modules, "cuboid.cli.import_deepspeed" in sys.modules)
+"""
+    assert run_python(code).split() == ["False", "False"]
+
+
+def test_a_reader_that_stops_early_is_no_error() -> None:
+    program = f'"{sys.executable}" -m cuboid.cli.main map --layout dp=4096 --cluster cpux4096 --json | head -c 10'
+    finished = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True)
+    assert finished.stderr == ""
