@@ -1,0 +1,174 @@
+"""Score card of the planner on published runs: `python benchmarks/planner.py [--worst 20] [--json]`.
+
+Step time and memory: median and mean absolute error, per source, on the rows calibration saw and on those it did not.
+Out of memory: precision, recall and F1 of "does not fit". Order: rank correlation within runs that differ in their
+layout only, and regret: how much slower than the best measured layout the one ranked first is, and the best of the
+first three.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from published_rows import Run, load
+
+from cuboid.cost.table import Answer, answer_cases
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A run and what the planner says of it."""
+
+    run: Run
+    answer: Answer
+
+    @property
+    def time_error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.answer.seconds / self.run.seconds - 1
+
+    @property
+    def memory_error(self) -> float:
+        """Predicted over measured, less one."""
+        return self.answer.memory / self.run.memory - 1
+
+
+def score(runs: Sequence[Run]) -> list[Scored]:
+    """Every run that has what an estimate needs, with its estimate."""
+    groups: dict[tuple[str, ...], list[Run]] = {}
+    for run in runs:
+        if run.case:
+            case = run.case
+            groups.setdefault((case.chip, case.fabric, case.engine, case.precision), []).append(run)
+    scored = []
+    for members in groups.values():
+        answers = answer_cases([run.case for run in members if run.case])
+        scored += [Scored(run, answer) for run, answer in zip(members, answers, strict=True)]
+    return scored
+
+
+def errors(scored: Iterable[Scored]) -> dict[str, float]:
+    """Median and mean absolute errors of time and memory."""
+    rows = list(scored)
+    time = np.abs([item.time_error for item in rows if np.isfinite(item.run.seconds)])
+    memory = np.abs([item.memory_error for item in rows if np.isfinite(item.run.memory) and not item.run.out_of_memory])
+    result: dict[str, float] = {"time_rows": len(time), "memory_rows": len(memory)}
+    for name, values in (("time", time), ("memory", memory)):
+        if len(values):
+            result |= {f"{name}_median": float(np.median(values)), f"{name}_mean": float(np.mean(values))}
+    return result
+
+
+def out_of_memory(scored: Iterable[Scored]) -> dict[str, float]:
+    """How well "does not fit" is told, over rows that either ran with a time or are known to have failed."""
+    rows = [item for item in scored if item.run.out_of_memory or np.isfinite(item.run.seconds)]
+    said = np.array([not item.answer.fits for item in rows], dtype=bool)
+    true = np.array([item.run.out_of_memory for item in rows], dtype=bool)
+    hits = float(np.sum(said & true))
+    precision, recall = hits / max(np.sum(said), 1), hits / max(np.sum(true), 1)
+    return {"precision": precision, "recall": recall, "f1": 2 * precision * recall / max(precision + recall, 1e-9)}
+
+
+def _ranks(values: Sequence[float]) -> np.ndarray:
+    return np.argsort(np.argsort(values)).astype(float)
+
+
+def order(scored: Iterable[Scored], smallest: int = 5) -> dict[str, float]:
+    """Rank correlation and regret over groups of at least so many layouts."""
+    groups: dict[tuple[str, ...], list[Scored]] = {}
+    for item in scored:
+        if np.isfinite(item.run.seconds) and not item.run.out_of_memory:
+            groups.setdefault(item.run.group, []).append(item)
+    correlations, first, three = [], [], []
+    for members in groups.values():
+        if len(members) < smallest:
+            continue
+        predicted = [item.answer.seconds for item in members]
+        real = [item.run.seconds for item in members]
+        if np.std(predicted) > 0 and np.std(real) > 0:
+            correlations.append(float(np.corrcoef(_ranks(predicted), _ranks(real))[0, 1]))
+        by_prediction = [real[index] for index in np.argsort(predicted, kind="stable")]
+        first.append(by_prediction[0] / min(real) - 1)
+        three.append(min(by_prediction[:3]) / min(real) - 1)
+    if not first:
+        return {"groups": 0}
+    means = {"correlation": correlations, "regret_first": first, "regret_three": three}
+    return {"groups": len(first)} | {name: float(np.mean(values)) for name, values in means.items() if values}
+
+
+def _line(name: str, rows: Sequence[Scored]) -> str:
+    seen = errors(item for item in rows if not item.run.held_out)
+    unseen = errors(item for item in rows if item.run.held_out)
+
+    def cell(result: dict[str, float], kind: str) -> str:
+        if not result[f"{kind}_rows"]:
+            return f"{'':>22s}"
+        return f"{result[f'{kind}_rows']:5.0f} {result[f'{kind}_median']:7.1%} {result[f'{kind}_mean']:8.1%}"
+
+    return f"{name:18s} | {cell(seen, 'time')} | {cell(unseen, 'time')} | {cell(seen, 'memory')} | {cell(unseen, 'memory')}"
+
+
+TARGETS: tuple[tuple[str, Callable[[Scored], bool]], ...] = (
+    ("all sources", lambda item: True),
+    ("all but playbook beyond 128 GPUs or tp 8", lambda item: _quiet(item)),
+    ("vtrain-multi", lambda item: item.run.source == "vtrain-multi"),
+    ("simumax", lambda item: item.run.source == "simumax"),
+    ("playbook, tp <= 8", lambda item: item.run.source == "playbook" and _quiet(item)),
+)
+
+
+def _quiet(item: Scored) -> bool:
+    if item.run.source != "playbook" or item.run.case is None:
+        return True
+    return item.run.case.job["tp"] <= 8 and float(item.run.row["gpus"]) <= 128
+
+
+def card(scored: Sequence[Scored]) -> dict[str, dict[str, float]]:
+    """The figures of the score card, on held-out rows and (order, out of memory) on all."""
+    result = {}
+    for name, belongs in TARGETS:
+        rows = [item for item in scored if belongs(item)]
+        result[name] = errors(item for item in rows if item.run.held_out) | order(rows)
+        if any(item.run.out_of_memory for item in rows):
+            result[name] |= out_of_memory(item for item in rows if item.run.held_out)
+    return result
+
+
+def _print(scored: Sequence[Scored], runs: Sequence[Run]) -> None:
+    head = "rows  median     mean"
+    print(
+        f"{'':18s} | {'time, fitted':>22s} | {'time, held out':>22s} | {'memory, fitted':>22s} | {'memory, held out':>22s}"
+    )
+    print(f"{'source':18s} | {head:>22s} | {head:>22s} | {head:>22s} | {head:>22s}")
+    for source in sorted({item.run.source for item in scored}):
+        print(_line(source, [item for item in scored if item.run.source == source]))
+    print(_line("all", scored))
+    print(f"\n{len(scored)} of {len(runs)} rows estimated; the others lack something (see cuboid estimate)\n")
+    for name, figures in card(scored).items():
+        shown = ", ".join(f"{key} {value:.3f}" if value % 1 else f"{key} {value:.0f}" for key, value in figures.items())
+        print(f"{name}: {shown}")
+
+
+def main() -> None:
+    """Prints the score card."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--worst", type=int, default=0, help="print the rows with the largest errors of time")
+    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
+    options = parser.parse_args()
+    runs = load()
+    scored = score(runs)
+    if options.json:
+        print(json.dumps(card(scored), indent=1))
+        return
+    _print(scored, runs)
+    timed = [item for item in scored if np.isfinite(item.run.seconds)]
+    for item in sorted(timed, key=lambda item: -abs(item.time_error))[: options.worst]:
+        print(
+            f"{item.run.id:22s} {item.time_error:+7.1%}  {item.run.seconds:9.3f} s, predicted {item.answer.seconds:9.3f} s"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""How long collectives and transfers take, by the links they use and the number of nodes they span."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cuboid.cost.constants import Fabric
+from cuboid.cost.inputs import Array
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate: how many, how far apart in rank order, and so how many share a node."""
+
+    size: Array
+    local: Array
+    """Members on one node."""
+    nodes: Array
+
+
+def group(fabric: Fabric, size: Array, stride: Array) -> Group:
+    """The group of `size` ranks that are `stride` apart."""
+    local = np.clip(fabric.node / stride, 1.0, size)
+    return Group(size, local, size / local)
+
+
+def _curve(fabric: Fabric, kind: str, nodes: Array) -> Array | None:
+    """Measured bus bandwidth over whole nodes, interpolated between powers of two and held flat beyond."""
+    points = fabric.curve.get(kind)
+    if points is None:
+        return None
+    return 1e9 * np.exp(np.interp(np.log2(np.maximum(nodes, 1.0)), np.arange(len(points)), np.log(points)))
+
+
+def bus_bandwidth(fabric: Fabric, kind: str, members: Group) -> Array:
+    """Bytes per second at which a ring over the group moves data past each rank."""
+    measured = _curve(fabric, kind, members.nodes)
+    whole = (members.local <= 1) | (members.local >= fabric.node)
+    share = np.where(whole, 1.0, fabric.partial)
+    if measured is not None:
+        # Groups that hold fewer ranks of a node share its network ports with the node's other groups.
+        outside = measured * members.local / fabric.node * share
+        return np.where(members.nodes > 1, np.minimum(outside, measured), fabric.inner_bandwidth)
+    outside = share * members.local * fabric.outer_bandwidth * np.maximum(members.nodes / 2, 1.0) ** -fabric.decay
+    return np.where(members.nodes > 1, np.minimum(outside, fabric.inner_bandwidth), fabric.inner_bandwidth)
+
+
+def _latency(fabric: Fabric, members: Group) -> Array:
+    return fabric.inner_latency * (members.local - 1) + fabric.outer_latency * (members.nodes - 1) ** 0.7
+
+
+def all_reduce(fabric: Fabric, size: Array, members: Group) -> Array:
+    """Seconds to sum `size` bytes over the group."""
+    ring = 2 * (members.size - 1) / members.size * size / bus_bandwidth(fabric, "all_reduce", members)
+    return np.where(members.size > 1, ring + 2 * _latency(fabric, members), 0.0)
+
+
+def all_gather(fabric: Fabric, size: Array, members: Group) -> Array:
+    """Seconds to gather `size` bytes in all, or to reduce and scatter them."""
+    ring = (members.size - 1) / members.size * size / bus_bandwidth(fabric, "all_gather", members)
+    return np.where(members.size > 1, ring + _latency(fabric, members), 0.0)
+
+
+def all_to_all(fabric: Fabric, size: Array, members: Group) -> Array:
+    """Seconds for every rank to spread its `size` bytes over the group."""
+    inside = size * (members.local - 1) / members.size / fabric.inner_bandwidth
+    port = fabric.outer_bandwidth * np.maximum(members.nodes / 2, 1.0) ** -fabric.decay
+    outside = np.where(members.nodes > 1, size * (1 - members.local / members.size) / port, 0.0)
+    return np.where(members.size > 1, np.maximum(inside, outside) + _latency(fabric, members), 0.0)
+
+
+def transfer(fabric: Fabric, size: Array, crosses: Array) -> Array:
+    """Seconds to send `size` bytes from one stage to the next."""
+    inside = size / fabric.inner_bandwidth + fabric.inner_latency
+    outside = size / fabric.outer_bandwidth + fabric.outer_latency
+    return np.where(crosses > 0, outside, inside)

@@ -1,0 +1,152 @@
+"""How long the kernels of one layer take on one rank: multiplications, attention, what is bound by memory."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cuboid.cost.constants import Chip, Engine
+from cuboid.cost.inputs import Array, Jobs, Shape
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Seconds of one micro-batch on one rank, without communication."""
+
+    dense_forward: Array
+    """One layer without experts."""
+    dense_backward: Array
+    mixture_forward: Array
+    """One layer with experts."""
+    mixture_backward: Array
+    attention_forward: Array
+    """The attention core alone, which selective recomputation repeats."""
+    embedding: Array
+    """The input embedding, forward and backward."""
+    head_forward: Array
+    head_backward: Array
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """What one accelerator does per second in one precision."""
+
+    linear: float
+    plain: float
+    """Multiplications that stay in 16 bits whatever the precision."""
+    cast: float
+    """Bytes per input element to convert before a narrow multiplication."""
+    floor: float
+    narrow: float
+    bandwidth: float
+
+
+def _rates(chip: Chip, engine: Engine, precision: str) -> _Rates:
+    wide = "float32" if precision == "float32" else "bf16"
+    plain = chip.peak[wide] * chip.linear_efficiency.get(wide, chip.linear_efficiency["bf16"]) / engine.linear_scale
+    low = precision in ("fp8", "fp4") and precision in chip.peak
+    narrow = chip.peak[precision] * chip.linear_efficiency[precision] / engine.linear_scale if low else plain
+    bandwidth = chip.memory_bandwidth * chip.memory_efficiency
+    return _Rates(narrow, plain, engine.cast_traffic if low else 0.0, chip.kernel_floor, chip.narrow, bandwidth)
+
+
+def _multiply(rates: _Rates, rows: Array, inner: Array, columns: Array, wide: bool = False) -> Array:
+    """Seconds of one matrix multiplication rows × inner by inner × columns."""
+    rate = rates.plain if wide else rates.linear
+    smallest = np.minimum(np.minimum(rows, inner), columns)
+    arithmetic = 2 * rows * inner * columns / rate * (1 + rates.narrow / np.maximum(smallest, 1))
+    moved = 2 * (rows * inner + inner * columns + rows * columns)
+    cast = 0.0 if wide else rates.cast * rows * inner / rates.bandwidth
+    return rates.floor + np.maximum(arithmetic, moved / rates.bandwidth) + cast
+
+
+def _projections(rates: _Rates, shape: Shape, rows: Array, tp: Array) -> Array:
+    """The multiplications of an attention block."""
+    width, kv = shape.heads * shape.head_dim / tp, np.maximum(shape.kv_heads / tp, 1) * shape.head_dim
+    plain = _multiply(rates, rows, shape.hidden, width + 2 * kv) + _multiply(rates, rows, width, shape.hidden)
+    if not np.any(shape.latent > 0):
+        return plain
+    heads = shape.heads / tp
+    rank = np.maximum(shape.q_rank, 1)
+    latent = (
+        _multiply(rates, rows, shape.hidden, rank)
+        + _multiply(rates, rows, rank, heads * (shape.nope_dim + shape.rope_dim))
+        + _multiply(rates, rows, shape.hidden, shape.kv_rank + shape.rope_dim)
+        + _multiply(rates, rows, shape.kv_rank, heads * (shape.nope_dim + shape.v_dim))
+        + _multiply(rates, rows, heads * shape.v_dim, shape.hidden)
+    )
+    return np.where(shape.latent > 0, latent, plain)
+
+
+def _feed_forward(rates: _Rates, shape: Shape, rows: Array, width: Array) -> Array:
+    up = _multiply(rates, rows, shape.hidden, (1 + shape.gated) * width)
+    return up + _multiply(rates, rows, width, shape.hidden)
+
+
+def _attention(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine) -> tuple[Array, Array]:
+    """The attention core, forward and backward."""
+    width = np.where(
+        shape.latent > 0,
+        shape.heads * (shape.nope_dim + shape.rope_dim + shape.v_dim) / 2,
+        shape.heads * shape.head_dim,
+    )
+    full = 4 * jobs.tokens * jobs.sequence * width / jobs.tp
+    peak = chip.peak["bf16"]
+    if engine.fused_attention:
+        forward = 0.5 * full / (peak * chip.attention_forward) * engine.attention_scale + chip.kernel_floor
+        backward = 1.25 * full / (peak * chip.attention_backward) * engine.attention_scale + 2 * chip.kernel_floor
+        return forward, backward
+    scores = jobs.tokens * jobs.sequence * shape.heads / jobs.tp
+    batched = full / (peak * chip.linear_efficiency["bf16"] * 0.6)
+    moved = scores / (chip.memory_bandwidth * chip.memory_efficiency)
+    floor = 6 * chip.kernel_floor
+    return (
+        batched + 14 * moved * engine.attention_scale + floor,
+        2 * batched + 22 * moved * engine.attention_scale + floor,
+    )
+
+
+def kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: str) -> Kernels:
+    """Seconds of every part of one micro-batch on one rank."""
+    rates = _rates(chip, engine, precision)
+    rows, tp = jobs.tokens, jobs.tp
+    split = np.where(jobs.sequence_parallel > 0, tp, 1.0)
+    projections = _projections(rates, shape, rows, tp)
+    attention_forward, attention_backward = _attention(shape, jobs, chip, engine)
+    element = engine.hidden_traffic * rows * shape.hidden / split / rates.bandwidth
+    inner = engine.ffn_traffic * rows * (1 + shape.gated) * shape.ffn / tp / rates.bandwidth
+    linear = projections + _feed_forward(rates, shape, rows, shape.ffn / tp)
+    rest = element + inner
+    dense_forward = linear + attention_forward + rest
+    dense_backward = 2 * linear + attention_backward + 1.6 * rest
+    mixture_forward, mixture_backward = dense_forward, dense_backward
+    if np.any(shape.experts > 0):
+        routed = rows * shape.top_k
+        local = np.maximum(shape.experts / jobs.ep, 1)
+        # Each of the local experts multiplies its own share of the copies; the kernel does them in one launch.
+        share = routed / tp / local
+        copies = routed / tp
+        grouped = (
+            engine.grouped_scale * local * (_feed_forward(rates, shape, share, shape.expert_ffn) - 2 * rates.floor)
+            + 2 * rates.floor
+        )
+        shared = np.where(shape.shared_ffn > 0, _feed_forward(rates, shape, rows, shape.shared_ffn / tp), 0.0)
+        router = _multiply(rates, rows / split, shape.hidden, np.maximum(shape.experts, 1), wide=True)
+        linear = projections + grouped + shared + router
+        width = copies * shape.expert_ffn + rows * shape.shared_ffn / tp
+        rest = element + engine.ffn_traffic * (1 + shape.gated) * width / rates.bandwidth
+        rest = rest + engine.routing_traffic * copies * shape.hidden / rates.bandwidth
+        mixture_forward = np.where(shape.experts > 0, linear + attention_forward + rest, dense_forward)
+        mixture_backward = np.where(shape.experts > 0, 2 * linear + attention_backward + 1.6 * rest, dense_backward)
+    head = _multiply(rates, rows, shape.hidden, shape.vocab / tp, wide=True)
+    loss = engine.loss_traffic * rows * shape.vocab / tp / rates.bandwidth
+    embedding = 12 * rows * shape.hidden / rates.bandwidth
+    return Kernels(
+        dense_forward,
+        dense_backward,
+        mixture_forward,
+        mixture_backward,
+        attention_forward,
+        embedding,
+        head + 0.5 * loss,
+        2 * head + 0.5 * loss,
+    )

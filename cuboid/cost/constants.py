@@ -1,0 +1,232 @@
+"""The calibrated numbers of the cost model, by accelerator, by fabric and by engine; each file names its sources."""
+
+import tomllib
+from dataclasses import dataclass, field, fields
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from cuboid.errors import UserError
+from cuboid.spec.accelerators import accelerator_table
+from cuboid.spec.suggest import nearest_names
+
+PRECISIONS = ("bf16", "fp8", "fp4", "float32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chip:
+    """An accelerator and how well its kernels run."""
+
+    name: str
+    peak: dict[str, float]
+    """FLOP/s of dense matrix multiplication by precision, as the vendor prints it."""
+    memory: float
+    """Bytes a process can see."""
+    memory_bandwidth: float
+    """Bytes per second, as printed."""
+    linear_efficiency: dict[str, float]
+    """Share of the peak that a large matrix multiplication of a training step reaches."""
+    kernel_floor: float = 6e-6
+    """Seconds no kernel goes below."""
+    narrow: float = 0.0
+    """Output columns at which a multiplication loses half of its efficiency (0: none)."""
+    attention_forward: float = 0.5
+    """Share of the bf16 peak fused causal attention reaches, counting the causal half."""
+    attention_backward: float = 0.4
+    memory_efficiency: float = 0.8
+    """Share of the memory bandwidth element-wise kernels reach."""
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fabric:
+    """Links between accelerators: fast ones inside a node, slower ones between nodes."""
+
+    name: str
+    node: int = 8
+    """Accelerators that share the fast links."""
+    inner_bandwidth: float
+    """Bytes per second and accelerator, one direction, that collectives reach inside a node."""
+    inner_latency: float = 4e-6
+    """Seconds per hop inside a node."""
+    outer_bandwidth: float
+    """Bytes per second and accelerator that collectives reach between two nodes."""
+    outer_latency: float = 1.2e-5
+    partial: float = 1.0
+    """Share of that bandwidth left to a group that has several ranks on a node but not the whole node."""
+    decay: float = 0.0
+    """Power of the number of nodes by which the bandwidth between them falls."""
+    curve: dict[str, list[float]] = field(default_factory=dict)
+    """Measured bus bandwidth (GB/s) of a collective over 1, 2, 4, … whole nodes, where someone measured it."""
+    straggler: float = 0.0
+    """Share a step grows by with every doubling of nodes: the slowest rank decides."""
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """A training program: what it keeps in memory, what it hides behind compute, how fast its host code is."""
+
+    name: str
+    source: str = ""
+    partition: str = "even"
+    """How layers go to stages: even; head (embedding and head count as a layer each); balanced (by cost, as nanotron)."""
+    fused_attention: bool = True
+    attention_scale: float = 1.0
+    """Attention time against the accelerator's own best kernel."""
+    linear_scale: float = 1.0
+    """Matrix multiplication time against the accelerator's own best."""
+    hidden_traffic: float = 28.0
+    """Bytes an element-wise kernel moves forward per token and hidden element of a layer."""
+    ffn_traffic: float = 6.0
+    """… and per feed-forward element."""
+    loss_traffic: float = 16.0
+    """… and per logit."""
+    cast_traffic: float = 3.0
+    """Extra bytes per input element of a matrix multiplication in 8 or 4 bits."""
+    host_forward: float = 0.0
+    """Seconds the host needs to launch one layer forward; the layer takes no less."""
+    host_backward: float = 0.0
+    host_collective: float = 0.0
+    """Seconds the host adds per layer pass where a tensor-parallel group communicates."""
+    host_crossing: float = 0.0
+    """Seconds it adds per layer pass and tensor-parallel rank where the pipeline leaves the node."""
+    host_jitter: float = 0.0
+    """Share the host's time per pass grows by with every further tensor-parallel rank: all wait for the slowest."""
+    host_fallback: float = 0.0
+    """Seconds a forward pass adds where heads × micro-batch per rank is no multiple of four (Megatron's fused softmax)."""
+    host_micro_batch: float = 0.0
+    host_step: float = 0.0
+    tensor_overlap: float = 0.0
+    """Share of tensor-parallel communication hidden behind compute."""
+    context_overlap: float = 0.8
+    expert_overlap: float = 0.0
+    gradient_overlap: float = 0.0
+    """Share of the backward pass of the last micro-batch that gradient reduction can hide behind."""
+    gather_overlap: float = 0.0
+    """Share of gathering parameters (ZeRO 1 and 2 after the step) that is hidden."""
+    shard_overlap: float = 0.9
+    """Share of the compute of a layer that ZeRO 3 traffic can hide behind."""
+    reduce_every_micro_batch: bool = False
+    transfer_exposed: float = 1.0
+    """Share of the transfers between stages that compute waits for in the steady state."""
+    transfer_split: bool = True
+    """Tensor-parallel ranks send a slice each between stages and gather it on arrival."""
+    optimizer_passes: float = 34.0
+    """Bytes the optimizer step moves per parameter it owns."""
+    routing_traffic: float = 16.0
+    """Bytes moved per token copy and hidden element to permute tokens to experts and back."""
+    grouped_scale: float = 1.4
+    """Time of grouped expert multiplication against a plain one."""
+    weight_bytes: float = 2.0
+    gradient_bytes: float = 4.0
+    optimizer_bytes: float = 12.0
+    gradient_wire: float = 4.0
+    """Bytes per gradient element on the wire."""
+    parameter_wire: float = 2.0
+    kept_hidden: float = 8.0
+    """Bytes kept for backward per token and hidden element of a layer (split by sequence parallelism)."""
+    kept_whole: float = 0.0
+    """… of those, bytes that tensor parallelism never splits."""
+    kept_query: float = 2.0
+    """… per element of queries, keys, values and of the attention output."""
+    kept_ffn: float = 8.0
+    """… per feed-forward element (gate and up each count one width)."""
+    kept_scores: float = 5.0
+    """… per attention score where attention is not fused."""
+    kept_routed: float = 4.0
+    """… per token copy sent to an expert and hidden element."""
+    kept_logit: float = 8.0
+    """… per logit, on the last stage."""
+    working_logit: float = 0.0
+    """Bytes per logit alive only while the loss is computed, over what a layer's backward needs."""
+    working_layer: float = 1.0
+    """Share of one layer's kept activations alive a second time while it runs backward or is recomputed."""
+    working_whole: float = 0.0
+    """Bytes per token and hidden element of gathered tensors alive at once where tensor parallelism gathers."""
+    update_bytes: float = 0.0
+    """Bytes per owned parameter alive only during the optimizer step."""
+    buffer_bytes: float = 0.0
+    """Bytes per parameter of communication buffers that ZeRO does not split."""
+    buffer_layer: float = 0.0
+    """Bytes per parameter of one layer, and of the head, for gradients on their way into the accumulated ones
+    (Transformer Engine keeps one such buffer per shape of weight)."""
+    buffer_expert: float = 0.0
+    """… per parameter of one layer's routed experts."""
+    fixed: float = 1.0e9
+    """Bytes of context, libraries and workspaces."""
+    fixed_group: float = 0.0
+    """Bytes per communicator this rank belongs to."""
+    reserve: float = 1.0
+    """What the measure of this engine's reports counts, against allocated bytes."""
+    thrash: float = 0.0
+    """Seconds per micro-batch lost to the allocator above `thrash_above` of the memory."""
+    thrash_above: float = 0.94
+    usable: float = 0.97
+    """Share of the accelerator's memory up to which a run survives."""
+
+
+def _table(file: str) -> dict[str, Any]:
+    text = resources.files("cuboid.cost").joinpath("data", file).read_text(encoding="utf-8")
+    return tomllib.loads(text)
+
+
+@cache
+def tables() -> dict[str, dict[str, dict[str, Any]]]:
+    """Everything calibrated, as plain tables: kind -> name -> field -> value."""
+    return {kind: _table(f"{kind}.toml") for kind in ("chips", "fabrics", "engines")}
+
+
+def _merged(kind: str, name: str) -> dict[str, Any]:
+    """The entry of a name, its bases merged in."""
+    table = tables()[kind]
+    if name not in table:
+        near = nearest_names(name, tuple(table)) or tuple(table)
+        raise UserError(f"{kind[:-1]}={name} is unknown; use {' or '.join(near)}")
+    base = table[name].get("base")
+    return {**(_merged(kind, base) if base else {}), **table[name], "name": name}
+
+
+def _known(cls: type, values: dict[str, Any]) -> dict[str, Any]:
+    names = {item.name for item in fields(cls)}
+    return {key: value for key, value in values.items() if key in names}
+
+
+@cache
+def chip_named(name: str) -> Chip:
+    """An accelerator of the catalog with its calibration."""
+    return chip_from(name, accelerator_table(name))
+
+
+def chip_from(name: str, facts: dict[str, Any]) -> Chip:
+    """An accelerator with some peaks, memory and bandwidth; one without a calibration of its own runs like the nearest."""
+    calibrated = name if name in tables()["chips"] else "h100-80g"
+    peaks = {precision: 1e12 * peak for precision, peak in facts["peak_tflops"].items()}
+    peaks.setdefault("bf16", peaks.get("fp16", peaks.get("float32", 1e12)))
+    peaks.setdefault("float32", peaks["bf16"] / 8)
+    values = _known(Chip, _merged("chips", calibrated)) | {"name": name}
+    memory, bandwidth = facts["memory_gib"] * 2**30, facts["memory_bandwidth"] * 1e9
+    return Chip(**values, peak=peaks, memory=memory, memory_bandwidth=bandwidth)
+
+
+@cache
+def fabric_named(name: str) -> Fabric:
+    """A fabric of the calibration."""
+    return Fabric(**_known(Fabric, _merged("fabrics", name)))
+
+
+@cache
+def engine_named(name: str) -> Engine:
+    """An engine profile."""
+    return Engine(**_known(Engine, _merged("engines", name)))
+
+
+FABRIC_OF = {"gb200": "nvl72", "gb300": "nvl72", "a800": "a100", "h200": "h100", "h800": "h100", "b300": "b200"}
+"""Accelerator family -> the fabric it is usually wired with, where that has another name."""
+
+
+def default_fabric(accelerator: str) -> str:
+    """The fabric clusters of an accelerator usually have."""
+    family = accelerator.split("-")[0]
+    name = FABRIC_OF.get(family, family)
+    return name if name in tables()["fabrics"] else ("mi300x" if family.startswith("mi") else "h100")

@@ -1,0 +1,163 @@
+"""The front of the cost room: layouts in, seconds and bytes out.
+
+>>> result = estimate_many(load_model("gpt3-175b"), machine_of(load_cluster("a100-80gx1024")), jobs)
+>>> result.seconds, result.memory, result.fits                                    # one number per layout
+"""
+
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuboid.cost.constants import Chip, Engine, Fabric, chip_from, default_fabric, engine_named, fabric_named
+from cuboid.cost.flops import model_flops_per_token
+from cuboid.cost.inputs import Array, Jobs, Shape
+from cuboid.cost.memory import Memory, memory_by_rank
+from cuboid.cost.step import PARTS, StepTime, step_time
+from cuboid.spec.accelerators import accelerator_names, accelerator_table
+from cuboid.spec.cluster import ClusterSpec
+from cuboid.spec.layout import Layout
+from cuboid.spec.model import ModelSpec
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Accelerators and links, calibrated."""
+
+    chip: Chip
+    fabric: Fabric
+
+
+def machine_of(cluster: ClusterSpec) -> Machine:
+    """The calibration of a cluster; links that differ from the catalog's scale what collectives reach over them."""
+    facts = {
+        "peak_tflops": cluster.peak_tflops,
+        "memory_gib": cluster.memory_gib,
+        "memory_bandwidth": cluster.memory_bandwidth,
+    }
+    fabric = fabric_named(default_fabric(cluster.accelerator))
+    inner, outer = cluster.tiers[0], cluster.tiers[-1]
+    node = cluster.accelerators if len(cluster.tiers) == 1 else inner.size
+    changes: dict[str, float] = {}
+    if cluster.accelerator in accelerator_names().values():
+        links = _catalog_links(cluster.accelerator)
+        changes["inner_bandwidth"] = fabric.inner_bandwidth * inner.bandwidth / links[0]
+        if len(cluster.tiers) > 1:
+            changes["outer_bandwidth"] = fabric.outer_bandwidth * outer.bandwidth / links[-1]
+    else:
+        changes = {"inner_bandwidth": 0.75e9 * inner.bandwidth, "outer_bandwidth": 0.8e9 * outer.bandwidth}
+    return Machine(chip_from(cluster.accelerator, facts), replace(fabric, node=max(node, 1), **changes))
+
+
+def _catalog_links(accelerator: str) -> list[float]:
+    from cuboid.spec.cluster import load_cluster
+
+    per_node = accelerator_table(accelerator)["accelerators_per_node"] or 8
+    return [tier.bandwidth for tier in load_cluster(f"{accelerator}x{per_node * 100_000}").tiers]
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """What layouts cost, one entry per layout."""
+
+    time: StepTime
+    memory_table: dict[str, Memory]
+    """Pipeline rank (first, second, last) -> its bytes by kind."""
+    memory: Array
+    """Bytes of the fullest rank, as the engine's own reports count them."""
+    capacity: float
+    """Bytes one accelerator has."""
+    fits: NDArray[np.bool_]
+    """Whether the fullest rank stays within what the engine can use of the capacity."""
+    tokens: Array
+    """Tokens per second and accelerator."""
+    utilization: Array
+    """Model FLOPs per second over the 16-bit peak, attention counted in full and no recomputation (as Korthikanti)."""
+
+    @property
+    def seconds(self) -> Array:
+        """Seconds of one step."""
+        return self.time.total
+
+
+def estimate_shapes(shape: Shape, jobs: Jobs, machine: Machine, engine: Engine, precision: str = "bf16") -> Estimates:
+    """What layouts cost; the shape may hold one model for all of them or one for each."""
+    chip, fabric = machine.chip, machine.fabric
+    table = memory_by_rank(shape, jobs, engine)
+    totals = np.broadcast_arrays(*(memory.total for memory in table.values()))
+    memory = engine.reserve * np.maximum.reduce(totals)
+    fits = (memory <= engine.usable * chip.memory) & (jobs.pp <= shape.layers)
+    time = step_time(shape, jobs, chip, fabric, engine, precision)
+    time = _thrash(time, jobs, memory, chip, engine)
+    seconds = time.total
+    per_second = jobs.global_batch * jobs.sequence / (seconds * jobs.world_size)
+    peak = chip.peak["float32" if precision == "float32" else "bf16"]
+    utilization = per_second * model_flops_per_token(shape, jobs.sequence) / peak
+    return Estimates(time, table, memory, chip.memory, fits, per_second, utilization)
+
+
+def _thrash(time: StepTime, jobs: Jobs, memory: Array, chip: Chip, engine: Engine) -> StepTime:
+    """Near the limit the allocator gives back and asks again within every micro-batch."""
+    if not engine.thrash:
+        return time
+    pressed = (memory > engine.thrash_above * chip.memory) * engine.thrash * jobs.micro_batches
+    return replace(time, host=time.host + pressed)
+
+
+def estimate_many(
+    model: ModelSpec, machine: Machine, jobs: Jobs, engine: Engine | str = "cuboid", precision: str = "bf16"
+) -> Estimates:
+    """What many layouts of one model cost: the core of a search."""
+    profile = engine_named(engine) if isinstance(engine, str) else engine
+    return estimate_shapes(Shape.of(model), jobs, machine, profile, precision)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What one layout costs."""
+
+    seconds: float
+    parts: dict[str, float]
+    """Where the seconds go; they add up to them."""
+    memory: float
+    """Bytes of the fullest rank."""
+    memory_table: dict[str, dict[str, float]]
+    """Pipeline rank (first, second, last) -> kind -> bytes."""
+    fits: bool
+    tokens: float
+    utilization: float
+
+
+def estimate(
+    model: ModelSpec,
+    machine: Machine,
+    layout: Layout,
+    *,
+    global_batch: int,
+    sequence: int,
+    engine: Engine | str = "cuboid",
+    precision: str = "bf16",
+) -> Estimate:
+    """What one layout costs, in numbers a reader can check."""
+    jobs = Jobs.of([layout], global_batch=global_batch, sequence=sequence)
+    many = estimate_many(model, machine, jobs, engine, precision)
+
+    def one(value: Array) -> float:
+        return float(np.ravel(value)[0])
+
+    table = {
+        rank: {item.name: one(getattr(memory, item.name)) for item in fields(memory)}
+        for rank, memory in many.memory_table.items()
+    }
+    parts = {name: one(getattr(many.time, name)) for name in PARTS}
+    return Estimate(
+        one(many.seconds),
+        parts,
+        one(many.memory),
+        table,
+        bool(np.ravel(many.fits)[0]),
+        one(many.tokens),
+        one(many.utilization),
+    )

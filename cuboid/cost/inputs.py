@@ -1,0 +1,158 @@
+"""What the cost model reads, as structures of arrays: one entry per layout, or one number for all of them.
+
+Every function of this room broadcasts, so that a search over a hundred thousand layouts of one model and a score card
+over two thousand rows of different models run the same lines.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuboid.spec.layout import SCHEDULES, Layout
+from cuboid.spec.model import ModelSpec
+
+Array = NDArray[np.float64]
+"""Float64 of any shape; a zero-dimensional one stands for all entries."""
+
+RECOMPUTE = ("none", "selective", "full")
+
+
+def number(value: Any) -> Array:
+    """A number or a sequence of numbers as an array."""
+    return np.asarray(value, dtype=np.float64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The numbers of a model that its cost depends on."""
+
+    hidden: Array
+    layers: Array
+    heads: Array
+    kv_heads: Array
+    head_dim: Array
+    ffn: Array
+    vocab: Array
+    gated: Array
+    """1 where the feed-forward block has a gate (three matrices), 0 where it has two."""
+    tied: Array
+    positions: Array
+    """Learned position rows; 0 with rotary positions."""
+    experts: Array
+    """0 for a dense model."""
+    top_k: Array
+    expert_ffn: Array
+    shared_ffn: Array
+    dense_layers: Array
+    """Leading layers without experts."""
+    latent: Array
+    """1 with low-rank latent attention; the five sizes below count only then."""
+    q_rank: Array
+    kv_rank: Array
+    nope_dim: Array
+    rope_dim: Array
+    v_dim: Array
+
+    @classmethod
+    def of(cls, model: ModelSpec) -> "Shape":
+        """The shape of one model."""
+        mixture, latent = model.mixture, model.latent
+        return cls.make(
+            hidden=model.hidden,
+            layers=model.layers,
+            heads=model.heads,
+            kv_heads=model.kv_heads,
+            head_dim=model.head_dim,
+            ffn=model.ffn,
+            vocab=model.vocab,
+            gated=model.activation == "swiglu",
+            tied=model.tie_embeddings,
+            positions=model.max_positions if model.positions == "learned" else 0,
+            experts=mixture.experts if mixture else 0,
+            top_k=mixture.top_k if mixture else 0,
+            expert_ffn=mixture.expert_ffn if mixture else 0,
+            shared_ffn=mixture.shared_ffn if mixture else 0,
+            dense_layers=mixture.first_dense_layers if mixture else model.layers,
+            latent=latent is not None,
+            q_rank=latent.q_rank if latent else 0,
+            kv_rank=latent.kv_rank if latent else 0,
+            nope_dim=latent.qk_nope_dim if latent else 0,
+            rope_dim=latent.qk_rope_dim if latent else 0,
+            v_dim=latent.v_dim if latent else 0,
+        )
+
+    @classmethod
+    def make(cls, **values: Any) -> "Shape":
+        """From plain numbers or sequences of them."""
+        return cls(**{key: number(value) for key, value in values.items()})
+
+    @classmethod
+    def stack(cls, shapes: Sequence["Shape"]) -> "Shape":
+        """One entry per given shape."""
+        return cls(**{field.name: np.stack([getattr(shape, field.name) for shape in shapes]) for field in fields(cls)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Jobs:
+    """Layouts with the batch each of them works on."""
+
+    dp: Array
+    tp: Array
+    pp: Array
+    cp: Array
+    ep: Array
+    zero: Array
+    shard: Array
+    """Ranks that hold different parts of what ZeRO splits (never 0)."""
+    schedule: Array
+    """Position in `spec.layout.SCHEDULES`."""
+    vpp: Array
+    micro_batch: Array
+    recompute: Array
+    """Position in `RECOMPUTE`."""
+    sequence_parallel: Array
+    global_batch: Array
+    sequence: Array
+    offload: Array
+    """1 where the optimizer state lives in host memory."""
+
+    @property
+    def world_size(self) -> Array:
+        """Ranks of each layout."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def micro_batches(self) -> Array:
+        """Micro-batches one replica runs per step."""
+        return np.maximum(self.global_batch / (self.dp * self.micro_batch), 1.0)
+
+    @property
+    def tokens(self) -> Array:
+        """Tokens of one micro-batch on one context-parallel rank."""
+        return self.micro_batch * self.sequence / self.cp
+
+    @classmethod
+    def make(cls, **values: Any) -> "Jobs":
+        """From numbers or sequences; what is left out has the default of a plain layout."""
+        given = {key: number(value) for key, value in values.items()}
+        one, none = number(1), number(0)
+        for key in ("dp", "tp", "pp", "cp", "ep", "vpp", "micro_batch"):
+            given.setdefault(key, one)
+        for key in ("zero", "shard", "recompute", "offload"):
+            given.setdefault(key, none)
+        given.setdefault("schedule", number(SCHEDULES.index("1f1b")))
+        given.setdefault("sequence_parallel", (given["tp"] > 1).astype(np.float64))
+        given["shard"] = np.where(given["shard"] > 0, given["shard"], given["dp"])
+        return cls(**given)
+
+    @classmethod
+    def of(cls, layouts: Sequence[Layout], *, global_batch: int, sequence: int) -> "Jobs":
+        """The given layouts, all on one batch."""
+        names = ("dp", "tp", "pp", "cp", "ep", "zero", "shard", "vpp", "micro_batch", "sequence_parallel")
+        values: dict[str, Any] = {name: [getattr(layout, name) for layout in layouts] for name in names}
+        values["schedule"] = [SCHEDULES.index(layout.schedule) for layout in layouts]
+        values["recompute"] = [RECOMPUTE.index(layout.recompute) for layout in layouts]
+        return cls.make(**values, global_batch=global_batch, sequence=sequence)

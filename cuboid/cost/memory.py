@@ -1,0 +1,116 @@
+"""What a rank holds at its fullest moment, line by line."""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from cuboid.cost.constants import Engine
+from cuboid.cost.flops import head_parameters, layer_parameters
+from cuboid.cost.inputs import Array, Jobs, Shape
+from cuboid.cost.pipeline import Partition, in_flight, partition
+from cuboid.cost.step import rank_parameters
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one pipeline rank at its peak; the lines add up to the total."""
+
+    weights: Array
+    gradients: Array
+    optimizer: Array
+    activations: Array
+    """Kept between forward and backward by the micro-batches in flight."""
+    logits: Array
+    transient: Array
+    """Alive only for a moment: what one layer works with, or the optimizer step."""
+    buffers: Array
+    """Communication buffers, context, libraries."""
+
+    @property
+    def total(self) -> Array:
+        """Bytes in all."""
+        return sum((getattr(self, item.name) for item in fields(self)), np.zeros(()))
+
+
+def kept_per_layer(shape: Shape, jobs: Jobs, engine: Engine) -> tuple[Array, Array]:
+    """Bytes one micro-batch keeps in a layer for its backward, without and with experts."""
+    split = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+    tokens = jobs.tokens
+    hidden = tokens * shape.hidden * (engine.kept_hidden / split + engine.kept_whole)
+    plain = (2 * shape.heads + 2 * np.maximum(shape.kv_heads, jobs.tp)) * shape.head_dim
+    latent = shape.heads * (2 * (shape.nope_dim + shape.rope_dim) + 2 * shape.v_dim)
+    query = engine.kept_query * tokens * np.where(shape.latent > 0, latent, plain) / jobs.tp
+    query = query + np.where(
+        shape.latent > 0, 2 * tokens * (2 * shape.q_rank + 2 * shape.kv_rank + shape.rope_dim), 0.0
+    )
+    if not engine.fused_attention:
+        scores = engine.kept_scores * jobs.micro_batch * shape.heads / jobs.tp * jobs.sequence**2
+        query = query + np.where(jobs.recompute == 1, 0.0, scores)
+    inner = engine.kept_ffn * tokens * (1 + shape.gated) / jobs.tp
+    dense = hidden + query + inner * shape.ffn
+    copies = tokens * shape.top_k / jobs.tp
+    routed = copies * (engine.kept_ffn * (1 + shape.gated) * shape.expert_ffn + engine.kept_routed * shape.hidden)
+    mixture = hidden + query + inner * shape.shared_ffn + routed
+    return dense, np.where(shape.experts > 0, mixture, dense)
+
+
+def rank_memory(
+    shape: Shape, jobs: Jobs, engine: Engine, layers: Array, rank: Array, first: Array, last: Array
+) -> Memory:
+    """Bytes on the pipeline rank numbered `rank`, which holds so many layers, the embedding and the head or neither."""
+    held = rank_parameters(shape, jobs, layers, first, last)
+    shard = np.where(jobs.zero > 0, jobs.shard, 1.0)
+    expert_shard = np.maximum(shard * jobs.tp / np.maximum(jobs.ep, 1), 1.0)
+
+    def split(bytes_per_parameter: float, from_stage: int) -> Array:
+        whole = bytes_per_parameter * held.total
+        parts = bytes_per_parameter * (held.plain / (shard * jobs.cp) + held.routed / expert_shard)
+        return np.where(jobs.zero >= from_stage, np.minimum(parts, whole), whole)
+
+    weights, gradients = split(engine.weight_bytes, 3), split(engine.gradient_bytes, 2)
+    optimizer = split(engine.optimizer_bytes, 1) * np.where(jobs.offload > 0, 0.0, 1.0)
+    dense, mixture = kept_per_layer(shape, jobs, engine)
+    dense_layers = np.where(shape.experts > 0, np.where(first > 0, np.minimum(shape.dense_layers, layers), 0.0), layers)
+    every = dense_layers * dense + (layers - dense_layers) * mixture
+    boundary = 2 * jobs.tokens * shape.hidden / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+    full = jobs.recompute == 2
+    one = np.maximum(dense, mixture)
+    alive = in_flight(jobs, rank)
+    activations = alive * np.where(full, layers * boundary, every)
+    logit = jobs.tokens * shape.vocab / jobs.tp
+    logits = last * engine.kept_logit * logit
+    working = np.where(full, one, engine.working_layer * one)
+    working = np.maximum(working, last * engine.working_logit * logit)
+    # Gathered inputs pile up where the host runs ahead of the device; a shallow pipeline keeps it back (nanotron's rows:
+    # all of it without a pipeline and from eight stages on, none with two).
+    ahead = np.where(jobs.pp == 1, 1.0, np.clip((np.log2(jobs.pp) - 1) / 2, 0.0, 1.0))
+    working = working + ahead * (jobs.tp > 1) * engine.working_whole * jobs.tokens * shape.hidden
+    # ZeRO 3 holds two gathered layers, and the gradient of one, beside its shards.
+    gathered = np.where(
+        jobs.zero == 3, (2 * engine.weight_bytes + engine.gradient_bytes) * held.total / np.maximum(layers, 1), 0.0
+    )
+    update = split(engine.update_bytes, 1)
+    transient = np.maximum(working + gathered, update - activations - logits)
+    each = layer_parameters(shape)
+    one_layer = np.where(shape.experts > 0, each.mixture, each.dense) + last * head_parameters(shape)
+    buffers = engine.fixed + engine.buffer_bytes * held.total + engine.buffer_layer * one_layer / jobs.tp
+    buffers = buffers + engine.buffer_expert * each.routed / np.maximum(jobs.ep, 1)
+    return Memory(weights, gradients, optimizer, activations, logits, transient, buffers)
+
+
+def memory_by_rank(shape: Shape, jobs: Jobs, engine: Engine) -> dict[str, Memory]:
+    """The first pipeline rank, the one after it, and the last: one of them is the fullest."""
+    stage: Partition = partition(shape, jobs, engine)
+    one, none = np.ones(()), np.zeros(())
+    alone = (jobs.pp == 1).astype(np.float64)
+    return {
+        "first": rank_memory(shape, jobs, engine, stage.first, none, one, alone),
+        "second": rank_memory(shape, jobs, engine, stage.middle, np.minimum(jobs.pp - 1, 1.0), alone, alone),
+        "last": rank_memory(shape, jobs, engine, stage.last, jobs.pp - 1, alone, one),
+    }
+
+
+def peak_memory(shape: Shape, jobs: Jobs, engine: Engine) -> Array:
+    """Bytes of the fullest rank, as the engine's own reports count them."""
+    totals = [memory.total for memory in memory_by_rank(shape, jobs, engine).values()]
+    return engine.reserve * np.maximum.reduce(np.broadcast_arrays(*totals))

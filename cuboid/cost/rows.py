@@ -1,0 +1,260 @@
+"""Published runs as jobs of the cost model: reads the columns of `runs.csv`, and says what a row lacks.
+
+A row that cannot be estimated has a reason instead of numbers; a malformed value is named with its line.
+"""
+
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from cuboid.cost.constants import default_fabric
+from cuboid.cost.inputs import RECOMPUTE
+from cuboid.errors import UserError
+from cuboid.spec.layout import SCHEDULES
+
+Row = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row, understood."""
+
+    shape: dict[str, float]
+    job: dict[str, float]
+    chip: str
+    fabric: str
+    engine: str
+    precision: str
+
+
+def _text(row: Row, name: str) -> str:
+    return (row.get(name) or "").strip()
+
+
+def _number(row: Row, name: str) -> float | None:
+    """The number of a column, None where it is empty; the first number of a text such as `1 (shard group 8)`."""
+    text = _text(row, name)
+    if not text:
+        return None
+    found = re.match(r"[-+]?\d+(\.\d*)?([eE][-+]?\d+)?", text)
+    if not found or (found.end() < len(text) and text[found.end()] not in " (+,;"):
+        raise UserError(f"{name}={text} is not a number; write it like {name}=8")
+    value = float(found.group())
+    if value < 0:
+        raise UserError(f"{name}={text} is negative; use {name}=0 or more")
+    return value
+
+
+@cache
+def _families() -> tuple[tuple[re.Pattern[str], dict[str, float]], ...]:
+    text = resources.files("cuboid.cost").joinpath("data", "families.toml").read_text(encoding="utf-8")
+    return tuple((re.compile(item["pattern"]), item["set"]) for item in tomllib.loads(text)["family"])
+
+
+def _family(name: str) -> dict[str, float]:
+    lowered = name.lower().replace("_", "-")
+    return next((values for pattern, values in _families() if pattern.search(lowered)), {})
+
+
+def _shape(row: Row) -> dict[str, float]:
+    """The model's shape: what the row prints, and from its name what the row leaves out."""
+    known = _family(_text(row, "model"))
+    columns = {"hidden": "hidden", "layers": "layers", "heads": "heads", "kv_heads": "kv_heads", "vocab": "vocab"}
+    values: dict[str, float] = {}
+    for key, column in columns.items():
+        printed = _number(row, column)
+        values[key] = printed if printed else known.get(key, 0.0)
+    missing = [key for key in ("hidden", "layers", "heads", "vocab") if not values[key]]
+    if missing:
+        raise LookupError(", ".join(missing))
+    values["kv_heads"] = values["kv_heads"] or values["heads"]
+    values["head_dim"] = known.get("head_dim", values["hidden"] / values["heads"])
+    values["gated"] = known.get("gated", 1.0)
+    values["tied"] = known.get("tied", 0.0)
+    values["positions"] = 0.0 if values["gated"] else 2048.0
+    printed = _number(row, "ffn")
+    experts = _number(row, "moe_experts") or known.get("experts", 0.0)
+    values["experts"] = experts
+    values["top_k"] = (_number(row, "moe_topk") or known.get("top_k", 1.0)) if experts else 0.0
+    values["expert_ffn"] = (known.get("expert_ffn") or printed or 0.0) if experts else 0.0
+    values["shared_ffn"] = known.get("shared_ffn", 0.0) if experts else 0.0
+    values["dense_layers"] = min(known.get("dense_layers", 0.0), values["layers"]) if experts else values["layers"]
+    values["ffn"] = known.get("ffn", printed or 0.0) if experts else (printed or known.get("ffn", 0.0))
+    if not values["ffn"]:
+        # Gated blocks of this age are two thirds as wide, so that the parameter count stays 8 h².
+        values["ffn"] = values["hidden"] * (8 / 3 if values["gated"] else 4)
+    for key in ("q_rank", "kv_rank", "nope_dim", "rope_dim", "v_dim"):
+        values[key] = known.get(key, 0.0)
+    values["latent"] = float(values["kv_rank"] > 0)
+    return values
+
+
+CHIPS = (
+    ("gb300", "gb300"),
+    ("gb200", "gb200"),
+    ("b300", "b300"),
+    ("b200", "b200"),
+    ("blackwell", "b200"),
+    ("h200", "h200"),
+    ("h800", "h800"),
+    ("h100-9", "h100-96g"),
+    ("hbm2e", "h100-96g"),
+    ("h100", "h100-80g"),
+    ("a800", "a800-80g"),
+    ("a100-40", "a100-40g"),
+    ("a100-pcie-40", "a100-40g"),
+    ("a100", "a100-80g"),
+    ("v100-16", "v100-16g"),
+    ("v100", "v100-32g"),
+    ("mi355", "mi355x"),
+    ("mi300", "mi300x"),
+    ("v5p", "tpu-v5p"),
+    ("v5e", "tpu-v5e"),
+    ("v6e", "tpu-v6e"),
+    ("tpu-v4", "tpu-v4"),
+)
+"""Piece of a `gpu` column -> chip; the first that is found wins."""
+
+
+def _chip(row: Row) -> str:
+    text = _text(row, "gpu").lower().replace(" ", "-")
+    if not text:
+        raise LookupError("gpu")
+    found = next((chip for piece, chip in CHIPS if piece in text), None)
+    if found is None:
+        raise LookupError(f"calibration for gpu {_text(row, 'gpu')}")
+    return found
+
+
+FABRICS = (
+    ("vtrain", "", "vtrain"),
+    ("bigscience", "a100", "jean-zay-a100"),
+    ("bigscience", "v100", "jean-zay-v100"),
+    ("ultra-scale playbook", "", "playbook"),
+    ("nanotron", "h100", "playbook"),
+    ("internevo", "a", "roce-a100"),
+    ("llm-foundry", "a100", "mosaic-a100"),
+)
+"""Piece of the source, piece of the chip -> the cluster it was run on."""
+
+
+def _fabric(row: Row, chip: str) -> str:
+    source = _text(row, "source").lower()
+    for piece, kind, fabric in FABRICS:
+        if piece in source and chip.startswith(kind):
+            return fabric
+    return default_fabric(chip)
+
+
+def _engine(row: Row, chip: str) -> str:
+    engine = _text(row, "engine").lower() or "megatron"
+    year = _number(row, "year") or 2024
+    if re.search(r"maxtext|paxml", _text(row, "model").lower()):
+        return "maxtext"
+    if engine == "megatron" and (year < 2023 or chip.startswith("v100")):
+        return "megatron-2021"
+    if engine == "megatron" and "no comm overlap" in _text(row, "notes").lower():
+        return "megatron-serial"
+    return engine
+
+
+def _precision(row: Row, chip: str) -> str:
+    text = _text(row, "precision").lower()
+    if "fp4" in text:
+        return "fp4"
+    if "fp8" in text:
+        return "fp8"
+    return "float32" if text in ("fp32", "float32", "tf32") else "bf16"
+
+
+def _zero(row: Row, dp: float, node: float) -> tuple[float, float]:
+    """ZeRO stage and how many ranks it splits over."""
+    text = _text(row, "zero").lower()
+    engine = _text(row, "engine").lower()
+    if not text:
+        default = 1.0 if engine in ("nemo", "megatron-bridge", "nanotron") else 0.0
+        return (3.0 if engine in ("fsdp", "torchtitan") else default), dp
+    if "hsdp" in text:
+        return 3.0, min(node, dp)
+    if "fsdp" in text:
+        return 3.0, dp
+    digit = re.search(r"[0-3]", text)
+    group = re.search(r"shard group (\d+)", text)
+    return float(digit.group()) if digit else 1.0, min(float(group.group(1)), dp) if group else dp
+
+
+def _recompute(row: Row) -> float:
+    text = _text(row, "recompute").lower()
+    if text.startswith("full"):
+        return float(RECOMPUTE.index("full"))
+    return float(RECOMPUTE.index("none" if text in ("", "none", "no") else "selective"))
+
+
+def _schedule(row: Row, layers: float, pp: float) -> tuple[float, float]:
+    """Schedule and stages per rank, from the columns and from what the notes say of the schedule."""
+    text = _text(row, "vpp")
+    chunks = layers / pp if text.startswith("max") else (_number(row, "vpp") or 1.0)
+    if not text and _text(row, "engine") == "nemo" and layers % pp == 0:
+        # Its recipes interleave down to one layer per chunk where they do not print another number.
+        chunks = layers / pp
+    notes = _text(row, "notes").lower()
+    name = "interleaved" if chunks > 1 and pp > 1 else "1f1b"
+    if pp > 1 and re.search(r"schedule zb-?1p|zbh1|zb-?h1|schedule zbb", notes):
+        name, chunks = "zb1p", 1.0
+    elif pp > 1 and re.search(r"schedule zb-?2p|schedule zbv|zb-v", notes):
+        name, chunks = "zbv", 2.0
+    return float(SCHEDULES.index(name)), chunks if pp > 1 else 1.0
+
+
+def _job(row: Row, layers: float) -> dict[str, float]:
+    """The layout and the batch of a row."""
+    values = {name: _number(row, name) for name in ("gpus", "tp", "pp", "cp", "ep", "dp", "mbs", "gbs", "seq")}
+    tp, pp, cp = values["tp"] or 0.0, values["pp"] or 0.0, values["cp"] or 1.0
+    missing = [name for name, value in (("tp", tp), ("pp", pp)) if not value]
+    dp = values["dp"] or (values["gpus"] / (tp * pp * cp) if values["gpus"] and tp and pp else 0.0)
+    micro, batch = values["mbs"], values["gbs"]
+    if not dp:
+        missing.append("dp")
+    missing += [name for name, value in (("mbs", micro), ("gbs", batch), ("seq", values["seq"])) if not value]
+    if missing or not micro or not batch:
+        raise LookupError(", ".join(missing))
+    node = _number(row, "gpus_per_node") or 8.0
+    zero, shard = _zero(row, dp, node)
+    schedule, chunks = _schedule(row, layers, pp)
+    sequence_parallel = _text(row, "seqpar").lower()
+    parallel = sequence_parallel in ("yes", "1", "true") or (
+        not sequence_parallel and _text(row, "engine") in ("nemo", "megatron-bridge", "torchtitan", "nanotron")
+    )
+    return {
+        "dp": dp,
+        "tp": tp,
+        "pp": pp,
+        "cp": cp,
+        "ep": values["ep"] or 1.0,
+        "zero": zero,
+        "shard": shard,
+        "schedule": schedule,
+        "vpp": chunks,
+        "micro_batch": micro,
+        "recompute": _recompute(row),
+        "sequence_parallel": float(parallel and tp > 1),
+        "global_batch": batch,
+        "sequence": values["seq"] or 0.0,
+        "offload": float("offload" in _text(row, "zero").lower()),
+    }
+
+
+def understand(row: Row) -> Case:
+    """The row as a case; LookupError names what it lacks, UserError what is malformed."""
+    if re.search(r"\blora\b", (_text(row, "notes") + _text(row, "model")).lower()):
+        raise LookupError("full training (LoRA freezes most weights)")
+    chip = _chip(row)
+    shape = _shape(row)
+    job = _job(row, shape["layers"])
+    gpus = _number(row, "gpus")
+    if gpus and abs(job["dp"] * job["tp"] * job["pp"] * job["cp"] - gpus) > 0.5:
+        raise LookupError(f"a layout that makes {gpus:.0f} gpus")
+    return Case(shape, job, chip, _fabric(row, chip), _engine(row, chip), _precision(row, chip))
