@@ -15,7 +15,10 @@ from cuboid.errors import UserError
 from cuboid.spec.suggest import either, nearest_names
 
 VERBS = {
+    "train": "Train a model on a layout.",
+    "verify": "Prove that a layout computes what one process computes.",
     "map": "Draw which rank sits where, and which links each group's traffic crosses.",
+    "estimate": "Estimate step time and memory of published runs, row by row.",
     "models": "List the models Cuboid knows by name.",
     "import-deepspeed": "Turn a DeepSpeed-style JSON into a run file.",
 }

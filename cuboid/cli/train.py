@@ -1,19 +1,26 @@
 """`cuboid train run.toml`: train on this machine, or join the ranks that torchrun or Slurm started."""
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from cuboid.errors import UserError
+from cuboid.launch.place import find_place
 from cuboid.launch.pool import RankError
+from cuboid.plan.partition import partition
 from cuboid.spec.load import read_toml
 from cuboid.spec.run import Run, build_run
+from cuboid.spec.supported import check_supported
+from cuboid.train.folder import prepare_folder
 
 
 def command(
-    file: Annotated[Path | None, typer.Argument(help="The run file; left out: a tiny model on Python's own source.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(help="The run file; left out: a tiny model on Python's own source.")
+    ] = None,
     layout: Annotated[str | None, typer.Option(help="Layout in place of the run file's, e.g. dp=2,tp=2,pp=2.")] = None,
     model: Annotated[str | None, typer.Option(help="Model in place of the run file's: a name or a TOML file.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="Change one field: training.steps=20.")] = None,
@@ -24,35 +31,55 @@ def command(
 
     Example: cuboid train examples/demo.toml --layout dp=4,pp=2 --set training.steps=20
     """
-    run = _run(file, layout, model, overrides or [])
-    from cuboid.launch.place import find_place
-    from cuboid.launch.training import start_training
-    from cuboid.spec.supported import check_supported
-    from cuboid.train.folder import prepare_folder
-
+    table: dict[str, Any] = dict(read_toml(file)) if file is not None else {"model": "tiny-llama"}
+    given = {"layout": layout, "model": model}
+    table.update({key: value for key, value in given.items() if value is not None})
+    run = build_run(table, overrides or [], folder=file.parent if file is not None else Path())
     check_supported(run)
-    import os
-
     place = find_place(os.environ)
     speaks = place is None or place.rank == 0
     if speaks:
         prepare_folder(run, overwrite)
         if not as_json:
             _announce(run)
+    from cuboid.launch.training import start_training
+
     try:
         start_training(run, quiet=as_json)
     except RankError as error:
-        print(f"error: {error}", file=__import__("sys").stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 1
     if speaks:
         _conclude(run, as_json)
     return 0
 
 
-def _run(file: Path | None, layout: str | None, model: str | None, overrides: list[str]) -> Run:
-    table: dict[str, Any] = dict(read_toml(file)) if file is not None else {"model": "tiny-llama"}
-    if layout is not None:
-        table["layout"] = layout
-    if model is not None:
-        table["model"] = model
-    return build_run(table, overrides, folder=file.parent if file is not None else Path())
+def _announce(run: Run) -> None:
+    stages = partition(run.model, run.layout.stages, run.training.sequence)
+    tokens = run.training.global_batch * run.training.sequence
+    print(f"{run.model.name}: {run.model.parameters:,} parameters on {run.layout.world_size} ranks, {run.layout}")
+    if run.layout.stages > 1:
+        print(f"layers per stage: {' '.join(str(len(layers)) for layers in stages)}")
+    print(
+        f"{tokens:,} tokens a step in {run.micro_batches} micro-batches per replica; {run.output.folder}/metrics.jsonl"
+    )
+
+
+def _conclude(run: Run, as_json: bool) -> None:
+    folder = Path(run.output.folder)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    later = rows[1:] or rows  # the first step also pays for warming up
+    summary = {
+        "model": run.model.name,
+        "layout": str(run.layout),
+        "world_size": run.layout.world_size,
+        "steps": len(rows),
+        "first_loss": rows[0]["loss"],
+        "last_loss": rows[-1]["loss"],
+        "tokens_per_second": sum(row["tokens"] for row in later) / sum(row["seconds"] for row in later),
+        "folder": str(folder),
+    }
+    if as_json:
+        print(json.dumps(summary))
+    else:
+        print(f"loss {summary['first_loss']:.4f} → {summary['last_loss']:.4f} in {len(rows)} steps")

@@ -10,6 +10,10 @@ def check_supported(run: Run) -> None:
         if value > 1:
             raise UserError(f"layout.{name}={value} cannot be trained yet; use {name}=1")
     if run.model.mixture is not None:
-        raise UserError(f"model={run.model.name} has a mixture of experts, which cannot be trained yet; use a dense model")
+        raise UserError(
+            f"model={run.model.name} has a mixture of experts, which cannot be trained yet; use a dense model"
+        )
     if run.model.latent is not None:
-        raise UserError(f"model={run.model.name} has latent attention, which cannot be trained yet; use a model without")
+        raise UserError(
+            f"model={run.model.name} has latent attention, which cannot be trained yet; use a model without"
+        )

@@ -1,0 +1,55 @@
+"""Where this process stands in the job: alone, or one rank among those that torchrun or Slurm started."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Place:
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_address: str
+    master_port: int
+
+
+def first_host(node_list: str) -> str:
+    """The first name of a Slurm node list.
+
+    >>> first_host("gpu[07-09,12],login1")
+    'gpu07'
+    """
+    name = re.split(r",(?![^\[]*\])", node_list)[0]
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", name)
+
+
+def find_place(environment: Mapping[str, str]) -> Place | None:
+    """None: nobody started ranks, so this process should."""
+    if "RANK" in environment and "WORLD_SIZE" in environment:
+        world = int(environment["WORLD_SIZE"])
+        return Place(
+            rank=int(environment["RANK"]),
+            world_size=world,
+            local_rank=int(environment.get("LOCAL_RANK", environment["RANK"])),
+            local_world_size=int(environment.get("LOCAL_WORLD_SIZE", world)),
+            master_address=environment.get("MASTER_ADDR", "127.0.0.1"),
+            master_port=int(environment.get("MASTER_PORT", "29500")),
+        )
+    if "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
+        nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or "127.0.0.1"
+        world = int(environment["SLURM_NTASKS"])
+        # A port that two jobs sharing a node rarely both take.
+        port = 20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000
+        return Place(
+            rank=int(environment["SLURM_PROCID"]),
+            world_size=world,
+            local_rank=int(environment.get("SLURM_LOCALID", "0")),
+            local_world_size=int(re.split(r"\D", environment.get("SLURM_TASKS_PER_NODE", str(world)))[0]),
+            master_address=environment.get("MASTER_ADDR", first_host(nodes)),
+            master_port=int(environment.get("MASTER_PORT", str(port))),
+        )
+    return None

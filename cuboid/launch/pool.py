@@ -1,0 +1,124 @@
+"""A pool of rank processes on this machine, for jobs of a second: torch is imported once, and processes are reused.
+
+    with Pool() as pool:
+        results = pool.run("package.module:function", (argument,), ranks=8)  # calls function(rank, argument)
+
+A fork server imports torch and Cuboid once; each rank is a fork of it, so it starts in milliseconds."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pkgutil import resolve_name
+from typing import Any
+
+from cuboid.errors import UserError
+
+PRELOADED = ["cuboid.launch.preload"]
+
+
+class RankError(RuntimeError):
+    """A rank failed; the message carries its traceback."""
+
+
+def fork_server() -> Any:
+    """The multiprocessing context whose processes come with torch imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
+
+
+def _serve(connection: Connection) -> None:
+    """A rank process: run what is asked, one job after another, until the pipe closes."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import FileStore
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            function, arguments, rank, ranks, folder, timeout = connection.recv()
+        except EOFError:
+            return
+        try:
+            if ranks > 1:
+                store = FileStore(os.path.join(folder, "store"), ranks)
+                limit = timedelta(seconds=timeout)
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
+            result = resolve_name(function)(rank, *arguments)
+            if ranks > 1:
+                dist.destroy_process_group()
+            connection.send(("done", result))
+        except UserError as error:
+            connection.send(("refused", str(error)))
+        except BaseException:
+            connection.send(("failed", traceback.format_exc()))
+            raise
+
+
+class Pool:
+    def __init__(self) -> None:
+        self._context = fork_server()
+        self._ranks: list[tuple[Any, Connection]] = []
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, function: str, arguments: tuple[Any, ...] = (), *, ranks: int, timeout: float = 300) -> list[Any]:
+        """`function(rank, *arguments)` on each of `ranks` processes joined in one process group; their results in
+        order.
+
+        The function is given by name, so that this process need not import what only the ranks use."""
+        while len(self._ranks) < ranks:
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._ranks.append((process, ours))
+        with tempfile.TemporaryDirectory(prefix="cuboid-") as folder:
+            connections = [connection for _, connection in self._ranks[:ranks]]
+            for rank, connection in enumerate(connections):
+                connection.send((function, arguments, rank, ranks, folder, timeout))
+            return self._results(connections, timeout)
+
+    def _results(self, connections: list[Connection], timeout: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        while len(results) < len(connections):
+            ready = wait([c for rank, c in enumerate(connections) if rank not in results], timeout)
+            if not ready:
+                self._abandon(
+                    f"ranks {sorted(set(range(len(connections))) - set(results))} gave no answer in {timeout} s"
+                )
+            for rank, connection in enumerate(connections):
+                if connection not in ready:
+                    continue
+                try:
+                    outcome, value = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    self._abandon(f"rank {rank} died")
+                if outcome == "refused":
+                    self.close()
+                    raise UserError(value)
+                if outcome == "failed":
+                    self._abandon(f"rank {rank} failed:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(len(connections))]
+
+    def _abandon(self, reason: str) -> None:
+        """The other ranks may wait for the failed one forever: end them all; the next job starts fresh ones."""
+        self.close()
+        raise RankError(reason)
+
+    def close(self) -> None:
+        for process, connection in self._ranks:
+            connection.close()
+            process.kill()
+            process.join()
+        self._ranks.clear()

@@ -1,0 +1,54 @@
+"""What a rank process of a training does: choose its device, join the others, train."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from cuboid.errors import UserError
+from cuboid.launch.place import Place, find_place
+from cuboid.spec.run import Run
+from cuboid.train.trainer import train
+
+
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("training.device=cuda but this machine has no usable GPU; use device=cpu or device=auto")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def join(place: Place, device: torch.device) -> None:
+    """NCCL, unless ranks share a GPU, which it refuses; gloo then and on CPUs."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    alone = device.type == "cuda" and place.local_world_size <= torch.cuda.device_count()
+    address = f"tcp://{place.master_address}:{place.master_port}"
+    backend = "nccl" if alone else "gloo"
+    if os.environ.get("TORCHELASTIC_RUN_ID"):
+        address = "env://"  # the agent's own store is already listening there
+    dist.init_process_group(backend, init_method=address, rank=place.rank, world_size=place.world_size)
+
+
+def run_rank(run: Run, quiet: bool = False) -> float:
+    """Returns the last loss. A failure is also written into the run folder, under the rank's number."""
+    place = find_place(os.environ) or Place(0, 1, 0, 1, "127.0.0.1", 0)
+    try:
+        torch.set_num_threads(run.training.threads_per_rank)
+        device = choose_device(run.training.device, place.local_rank)
+        if place.world_size > 1:
+            join(place, device)
+        loss = train(run, place.rank, device, quiet)
+        if place.world_size > 1:
+            dist.destroy_process_group()
+        return loss
+    except BaseException:
+        folder = Path(run.output.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"failure-{place.rank:05d}.txt").write_text(traceback.format_exc())
+        raise

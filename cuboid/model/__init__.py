@@ -1,0 +1,1 @@
+"""A decoder-only transformer written for one device. Nothing here knows about parallelism."""

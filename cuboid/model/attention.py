@@ -1,0 +1,45 @@
+"""Causal self-attention with grouped key-value heads."""
+
+from __future__ import annotations
+
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+from cuboid.model.linear import Linear, Norm
+from cuboid.model.rope import Positions, rotate
+from cuboid.spec.model import ModelSpec
+
+
+class Attention(nn.Module):
+    """Input and output are (batch · length, hidden): tokens of all sequences one after another."""
+
+    def __init__(self, model: ModelSpec) -> None:
+        super().__init__()
+        self.head_dim = model.head_dim
+        self.query = Linear(model.hidden, model.heads * model.head_dim, model.qkv_bias)
+        self.key = Linear(model.hidden, model.kv_heads * model.head_dim, model.qkv_bias)
+        self.value = Linear(model.hidden, model.kv_heads * model.head_dim, model.qkv_bias)
+        self.output = Linear(model.heads * model.head_dim, model.hidden, model.output_bias)
+        self.query_norm = Norm(model, model.head_dim) if model.qk_norm else None
+        self.key_norm = Norm(model, model.head_dim) if model.qk_norm else None
+        # Which key-value head each query head reads; None: consecutive groups of equal size.
+        self.kv_head_of_query: Tensor | None = None
+
+    def forward(self, x: Tensor, positions: Positions) -> Tensor:
+        # The head counts come from the weights, so that a module holding a part of the heads works unchanged.
+        shape = (-1, positions.length, self.query.weight.shape[0] // self.head_dim, self.head_dim)
+        kv_shape = (-1, positions.length, self.key.weight.shape[0] // self.head_dim, self.head_dim)
+        query, key, value = self.query(x).view(shape), self.key(x).view(kv_shape), self.value(x).view(kv_shape)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query, key = rotate(query, positions), rotate(key, positions)
+        if self.kv_head_of_query is not None:
+            key, value = key.index_select(2, self.kv_head_of_query), value.index_select(2, self.kv_head_of_query)
+        mixed = functional.scaled_dot_product_attention(
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=key.shape[2] != query.shape[2],
+        )
+        return self.output(mixed.transpose(1, 2).reshape(x.shape[0], -1))

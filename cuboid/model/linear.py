@@ -1,0 +1,42 @@
+"""A matrix product with a weight of shape (out, in), and the normalisations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+from cuboid.spec.model import ModelSpec
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+
+
+class Linear(nn.Module):
+    """`nn.Linear` whose product can be exchanged, because some schedules compute the weight gradient later."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
+        self.product: Product = functional.linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x, self.weight, self.bias)
+
+
+class Norm(nn.Module):
+    """RMSNorm or LayerNorm over the last dimension."""
+
+    def __init__(self, model: ModelSpec, size: int) -> None:
+        super().__init__()
+        self.size = size
+        self.epsilon = model.norm_epsilon
+        self.weight = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size)) if model.norm == "layernorm" else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.bias is None:
+            return functional.rms_norm(x, (self.size,), self.weight, self.epsilon)
+        return functional.layer_norm(x, (self.size,), self.weight, self.bias, self.epsilon)

@@ -1,0 +1,57 @@
+"""Rotary position embedding, with the frequency scaling of Llama 3.
+
+The tables are made in float32 whatever the model's precision, as every public checkpoint was trained with."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cuboid.spec.model import ModelSpec, RopeScaling
+
+
+@dataclass(frozen=True)
+class Positions:
+    """What attention must know of the sequence: its length, and the rotation of each position (None: learned
+    positions)."""
+
+    length: int
+    cosine: Tensor | None
+    sine: Tensor | None
+
+
+def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Slow rotations are slowed by `factor`, fast ones kept, those between blended smoothly."""
+    wavelengths = 2 * math.pi / frequencies
+    longest = scaling.original_positions / scaling.low_frequency_factor
+    shortest = scaling.original_positions / scaling.high_frequency_factor
+    blend = (scaling.original_positions / wavelengths - scaling.low_frequency_factor) / (
+        scaling.high_frequency_factor - scaling.low_frequency_factor
+    )
+    blended = (1 - blend) * frequencies / scaling.factor + blend * frequencies
+    slowed = torch.where(wavelengths > longest, frequencies / scaling.factor, frequencies)
+    between = (wavelengths >= shortest) & (wavelengths <= longest)
+    return torch.where(between, blended, slowed)
+
+
+def make_positions(model: ModelSpec, length: int, dtype: torch.dtype, device: torch.device) -> Positions:
+    if model.positions != "rope":
+        return Positions(length, None, None)
+    exponents = torch.arange(0, model.head_dim, 2, dtype=torch.int64).float() / model.head_dim
+    frequencies = 1.0 / (model.rope_theta**exponents)
+    if model.rope_scaling is not None:
+        frequencies = scaled_frequencies(frequencies, model.rope_scaling)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+    angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)  # (length, 1, head_dim): broadcasts over heads
+    return Positions(length, angles.cos().to(device, dtype), angles.sin().to(device, dtype))
+
+
+def rotate(x: Tensor, positions: Positions) -> Tensor:
+    """x: (batch, length, heads, head_dim)."""
+    if positions.cosine is None or positions.sine is None:
+        return x
+    first, second = x.chunk(2, dim=-1)
+    return x * positions.cosine + torch.cat((-second, first), dim=-1) * positions.sine

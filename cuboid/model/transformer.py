@@ -1,0 +1,126 @@
+"""The transformer: an embedding, blocks, and a head. (tokens, labels) in, the summed loss of all labelled tokens out.
+
+Activations are (batch · length, hidden) throughout: everything but attention treats tokens alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+from cuboid.model.attention import Attention
+from cuboid.model.linear import Linear, Norm
+from cuboid.model.rope import Positions, make_positions
+from cuboid.spec.model import ModelSpec
+
+IGNORED = -100
+"""The label of a token that does not count in the loss."""
+
+
+class VocabularyEmbedding(nn.Module):
+    def __init__(self, rows: int, hidden: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, hidden))
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return functional.embedding(indices, self.weight)
+
+
+class Embedding(nn.Module):
+    """Token embedding, plus learned positions where the model has them."""
+
+    def __init__(self, model: ModelSpec) -> None:
+        super().__init__()
+        self.tokens = VocabularyEmbedding(model.vocab, model.hidden)
+        learned = model.positions == "learned"
+        self.positions = VocabularyEmbedding(model.max_positions, model.hidden) if learned else None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens: (batch, length) → (batch · length, hidden)."""
+        x = self.tokens(tokens.flatten())
+        if self.positions is None:
+            return x
+        return x + self.positions(position_of_token(tokens))
+
+
+def position_of_token(tokens: Tensor) -> Tensor:
+    batch, length = tokens.shape
+    return torch.arange(length, device=tokens.device).repeat(batch)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, model: ModelSpec) -> None:
+        super().__init__()
+        self.gate = Linear(model.hidden, model.ffn, model.mlp_bias) if model.activation == "swiglu" else None
+        self.up = Linear(model.hidden, model.ffn, model.mlp_bias)
+        self.down = Linear(model.ffn, model.hidden, model.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate is None:
+            return self.down(functional.gelu(self.up(x), approximate="tanh"))
+        return self.down(functional.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, model: ModelSpec) -> None:
+        super().__init__()
+        self.attention_norm = Norm(model, model.hidden)
+        self.attention = Attention(model)
+        self.feed_forward_norm = Norm(model, model.hidden)
+        self.feed_forward = FeedForward(model)
+
+    def forward(self, x: Tensor, positions: Positions) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), positions)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Sum of the cross-entropies of labelled tokens, in float32 or better."""
+    if logits.dtype == torch.bfloat16:
+        logits = logits.float()
+    return functional.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED)
+
+
+class Head(nn.Module):
+    """Final norm, product with the vocabulary, and the loss."""
+
+    def __init__(self, model: ModelSpec) -> None:
+        super().__init__()
+        self.norm = Norm(model, model.hidden)
+        self.output = Linear(model.hidden, model.vocab, bias=False)
+        self.summed_loss: Callable[[Tensor, Tensor], Tensor] = summed_loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.output(self.norm(x))
+
+    def loss(self, x: Tensor, labels: Tensor) -> Tensor:
+        return self.summed_loss(self(x), labels.flatten())
+
+
+class Transformer(nn.Module):
+    def __init__(self, model: ModelSpec) -> None:
+        super().__init__()
+        self.model = model
+        self.embedding = Embedding(model)
+        self.layers = nn.ModuleDict({str(index): Block(model) for index in range(model.layers)})
+        self.head = Head(model)
+        if model.tie_embeddings:
+            self.head.output.weight = self.embedding.tokens.weight
+
+    def hidden_states(self, tokens: Tensor) -> Tensor:
+        weight = self.head.norm.weight
+        positions = make_positions(self.model, tokens.shape[1], weight.dtype, weight.device)
+        x = self.embedding(tokens)
+        for block in self.layers.values():
+            x = block(x, positions)
+        return x
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """tokens: (batch, length) → logits (batch, length, vocab)."""
+        return self.head(self.hidden_states(tokens)).unflatten(0, tokens.shape)
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        """Sum of the losses of labelled tokens; labels: (batch, length), IGNORED where a token does not count."""
+        return self.head.loss(self.hidden_states(tokens), labels)

@@ -1,0 +1,161 @@
+"""The recipe: a run's model and layout made into the stages, units and pipeline of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from cuboid.model.initialize import initial_tensor
+from cuboid.model.linear import Linear
+from cuboid.model.rope import Positions, make_positions
+from cuboid.model.transformer import Block, Embedding, Head
+from cuboid.parallel.deferral import Deferral, deferrable_product
+from cuboid.parallel.groups import Groups, make_groups
+from cuboid.parallel.pipeline import Pipeline
+from cuboid.parallel.recompute import with_recompute
+from cuboid.parallel.slices import kv_part_count, slice_of
+from cuboid.parallel.stage import Segment, Stage
+from cuboid.parallel.tensor import Region, split_block, split_embedding, split_head
+from cuboid.parallel.unit import Unit, lay_out
+from cuboid.plan.partition import partition
+from cuboid.schedule.make import make_schedule
+from cuboid.schedule.table import Schedule
+from cuboid.spec.run import Run
+
+DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float64": torch.float64}
+TIED = "embedding.tokens.weight"
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Everything one rank needs to compute gradients."""
+
+    run: Run
+    groups: Groups
+    device: torch.device
+    units: list[Unit]
+    pipeline: Pipeline
+    partition: list[range]
+
+    @property
+    def holds_loss(self) -> bool:
+        """Whether this rank computes the loss, counted once per replica."""
+        schedule = self.pipeline.schedule
+        return schedule.stage_rank[-1] == self.pipeline.rank and self.groups.tensor.index == 0
+
+
+def build_engine(run: Run, rank: int, device: torch.device) -> Engine:
+    layout, model = run.layout, run.model
+    schedule = make_schedule(layout.schedule, layout.pp, run.micro_batches, layout.vpp)
+    layers = partition(model, layout.stages, run.training.sequence)
+    tied_apart = model.tie_embeddings and schedule.stage_rank[0] != schedule.stage_rank[-1]
+    dtype = DTYPES[run.training.precision]
+    largest = layout.micro_batch * run.training.sequence * model.hidden * dtype.itemsize
+    shared_bytes = largest if device.type == "cpu" else 0
+    groups = make_groups(layout, rank, kv_part_count(model, layout.tp), tied_apart, shared_bytes)
+    builder = _Builder(run, groups, device, schedule)
+    stages = {index: builder.stage(index, layers[index]) for index in schedule.stages_of(groups.coordinates.pp)}
+    for unit in builder.units.values():
+        unit.fill(lambda name, shape: initial_tensor(model, name, shape, run.training.seed))
+    tokens = layout.micro_batch * run.training.sequence // (layout.tp if layout.sequence_parallel else 1)
+    pipeline = Pipeline(
+        schedule,
+        groups.coordinates.pp,
+        stages,
+        (groups.ascending, groups.descending),
+        builder.deferral,
+        torch.empty(tokens, model.hidden, dtype=builder.dtype, device=device),
+        run.output.keep_timing,
+    )
+    return Engine(run, groups, device, list(builder.units.values()), pipeline, layers)
+
+
+class _Builder:
+    """Makes stages out of modules: tensor parallel first, then recompute, then the units of data parallelism."""
+
+    def __init__(self, run: Run, groups: Groups, device: torch.device, schedule: Schedule) -> None:
+        self.run, self.groups, self.device, self.schedule = run, groups, device, schedule
+        self.model, self.layout = run.model, run.layout
+        self.dtype = DTYPES[run.training.precision]
+        self.deferral = Deferral()
+        self.units: dict[str, Unit] = {}
+        self.region = Region(groups.tensor, self.layout.sequence_parallel) if groups.tensor.size > 1 else None
+        self.positions: Positions = make_positions(self.model, run.training.sequence, self.dtype, device)
+
+    def stage(self, index: int, layers: range) -> Stage:
+        stage = Stage()
+        if index == 0:
+            stage.append(self._embedding())
+        for layer in layers:
+            stage.append(self._block(layer))
+        if index + 1 == self.schedule.stages:
+            stage.append(self._head(stage))
+        return stage
+
+    def _embedding(self) -> Segment:
+        with torch.device("meta"):
+            embedding = Embedding(self.model)
+            if self.region is not None:
+                split_embedding(embedding, self.model, self.region)
+        return self._segment(embedding, "embedding", embedding)
+
+    def _block(self, layer: int) -> Segment:
+        with torch.device("meta"):
+            block = Block(self.model)
+            if self.region is not None:
+                split_block(block, self.model, self.region, self.device)
+        run = with_recompute(partial(block, positions=self.positions), self.layout.recompute)
+        return self._segment(block, f"layers.{layer}", run)
+
+    def _head(self, stage: Stage) -> Segment:
+        with torch.device("meta"):
+            head = Head(self.model)
+            if self.region is not None:
+                split_head(head, self.model, self.region)
+
+        def loss(x: Tensor) -> Tensor:
+            assert stage.labels is not None
+            return head.loss(x, stage.labels)
+
+        return self._segment(head, "head", loss)
+
+    def _segment(self, module: nn.Module, prefix: str, run: Callable[[Tensor], Tensor]) -> Segment:
+        if self.schedule.splits_backward:
+            for child in module.modules():
+                if isinstance(child, Linear):
+                    child.product = deferrable_product(self.deferral)
+        names = {f"{prefix}.{name}": name for name, _ in module.named_parameters()}
+        shapes = {name: tuple(module.get_parameter(inner).shape) for name, inner in names.items()}
+        tied = self.model.tie_embeddings and prefix in ("embedding", "head")
+        units = []
+        if tied:  # A unit of its own, so that first and last stage lay it out alike.
+            inner = "tokens.weight" if prefix == "embedding" else "output.weight"
+            shape = shapes.pop(f"{prefix}.{inner}")
+            units.append(self._unit(TIED, {TIED: shape}))
+            _set_parameter(module, inner, units[-1].parameters[TIED])
+        if shapes:
+            units.append(self._unit(prefix, shapes))
+            for name in shapes:
+                _set_parameter(module, names[name], units[-1].parameters[name])
+        return Segment(run, units, self.deferral)
+
+    def _unit(self, name: str, shapes: dict[str, tuple[int, ...]]) -> Unit:
+        if name not in self.units:
+            tensor = self.groups.tensor
+            parts = lay_out(
+                shapes,
+                lambda name, shape: slice_of(
+                    name, shape, self.model, tensor.size, tensor.index, self.layout.sequence_parallel
+                ),
+            )
+            self.units[name] = Unit(name, parts, self.layout.zero, self.groups, self.dtype, self.device)
+        return self.units[name]
+
+
+def _set_parameter(module: nn.Module, path: str, parameter: nn.Parameter) -> None:
+    owner, _, name = path.rpartition(".")
+    setattr(module.get_submodule(owner), name, parameter)

@@ -1,0 +1,86 @@
+"""Messages between pipeline ranks: one first-in-first-out channel per directed pair.
+
+A send never waits. A receive is posted in the order in which the other rank sends, whatever order this rank consumes
+in, because NCCL matches messages by order alone; and one message ahead, so that it travels while this rank computes."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cuboid.parallel.groups import Group
+from cuboid.schedule.program import Message, channels
+from cuboid.schedule.table import Schedule
+
+
+class _Inbox:
+    """Receives from one rank."""
+
+    def __init__(self, messages: tuple[Message, ...], source: int, group: Group, like: Tensor) -> None:
+        self._expected = deque(enumerate(messages))
+        self._source = source
+        self._group = group
+        self._like = like
+        self._posted: dict[Message, tuple[Any, Tensor]] = {}
+        self._post()
+
+    def _post(self) -> None:
+        if self._expected:
+            tag, message = self._expected.popleft()
+            buffer = torch.empty_like(self._like)
+            self._posted[message] = (dist.irecv(buffer, self._source, group=self._group.handle, tag=tag), buffer)
+
+    def take(self, message: Message) -> Tensor:
+        while message not in self._posted:
+            self._post()
+        work, buffer = self._posted.pop(message)
+        if not self._posted:
+            self._post()
+        work.wait()
+        return buffer
+
+
+class Channels:
+    """All messages of this rank during one step."""
+
+    def __init__(self, schedule: Schedule, rank: int, ascending: Group, descending: Group, like: Tensor) -> None:
+        self._stage_rank = schedule.stage_rank
+        self._rank = rank
+        self._ascending, self._descending = ascending, descending
+        self._inboxes: dict[int, _Inbox] = {}
+        for (source, target), messages in channels(schedule).items():
+            if target == rank:
+                group = self._group(source, target)
+                self._inboxes[source] = _Inbox(messages, group.ranks[source], group, like)
+        self._kept: dict[Message, Tensor] = {}
+        self._sent: deque[tuple[Any, Tensor]] = deque()
+        self._sent_to = [0] * schedule.ranks
+
+    def _group(self, source: int, target: int) -> Group:
+        return self._ascending if source < target else self._descending
+
+    def send(self, message: Message, tensor: Tensor) -> None:
+        target = self._stage_rank[message.target_stage]
+        if target == self._rank:
+            self._kept[message] = tensor
+            return
+        group = self._group(self._rank, target)
+        tag = self._sent_to[target]
+        self._sent_to[target] += 1
+        tensor = tensor.contiguous()
+        self._sent.append((dist.isend(tensor, group.ranks[target], group=group.handle, tag=tag), tensor))
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+
+    def receive(self, message: Message) -> Tensor:
+        source = self._stage_rank[message.source_stage]
+        return self._kept.pop(message) if source == self._rank else self._inboxes[source].take(message)
+
+    def finish(self) -> None:
+        """Wait until everything sent has left."""
+        while self._sent:
+            self._sent.popleft()[0].wait()

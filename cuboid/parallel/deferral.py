@@ -1,0 +1,69 @@
+"""The split backward: products whose weight gradient waits until the schedule has time for it.
+
+The input gradient is what the previous stage waits for; nobody waits for the weight gradient (zero-bubble
+schedules)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+
+class Deferral:
+    """Where postponed weight gradients are kept, by the owner that was current when they were postponed."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self.owner: Hashable = None
+        self._postponed: dict[Hashable, list[Callable[[], None]]] = {}
+
+    def postpone(self, work: Callable[[], None]) -> None:
+        self._postponed.setdefault(self.owner, []).append(work)
+
+    def take(self) -> dict[Hashable, list[Callable[[], None]]]:
+        """Hand over what was postponed since the last call."""
+        postponed, self._postponed = self._postponed, {}
+        return postponed
+
+
+def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)
+
+
+class _DeferrableProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral) -> Tensor:
+        context.save_for_backward(x)
+        context.weight, context.bias, context.deferral = weight, bias, deferral
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = context.saved_tensors
+        weight, bias, deferral = context.weight, context.bias, context.deferral
+        input_gradient = gradient @ weight if context.needs_input_grad[0] else None
+        if not deferral.active:
+            bias_gradient = gradient.sum(0) if bias is not None else None
+            return input_gradient, gradient.t() @ x, bias_gradient, None
+
+        def weight_gradient() -> None:
+            _accumulate(weight, gradient.t() @ x)
+            if bias is not None:
+                _accumulate(bias, gradient.sum(0))
+
+        deferral.postpone(weight_gradient)
+        return input_gradient, None, None, None
+
+
+def deferrable_product(deferral: Deferral) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _DeferrableProduct.apply(x, weight, bias, deferral)
+
+    return product

@@ -1,0 +1,68 @@
+"""From the gradients each rank computed to the true ones: summed where ranks hold parts, and measured once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from cuboid.parallel.apply import TIED, Engine
+from cuboid.parallel.collectives import all_reduce
+from cuboid.parallel.groups import Group
+from cuboid.parallel.unit import Piece, Unit
+
+
+def finish_gradients(engine: Engine) -> None:
+    """After this every rank's pieces hold the gradient of the global batch."""
+    for unit in engine.units:
+        unit.finish_reduction()
+    for sharing, group in (("tensor", engine.groups.tensor), ("kv", engine.groups.kv_replicas)):
+        parts = [
+            piece.gradient
+            for unit in engine.units
+            for piece in unit.pieces()
+            if piece.part.slice.sharing == sharing and piece.part.slice.partial_gradient
+        ]
+        _sum_together(parts, group)
+    if engine.groups.embedding is not None:
+        for unit in engine.units:
+            if unit.name == TIED:
+                all_reduce(unit.shard_gradient, engine.groups.embedding)
+
+
+def _sum_together(tensors: list[Tensor], group: Group) -> None:
+    """One collective for many small tensors."""
+    if not tensors or group.size == 1:
+        return
+    summed = all_reduce(torch.cat(tensors), group)
+    for tensor, result in zip(tensors, summed.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(result)
+
+
+def counted_pieces(engine: Engine) -> Iterator[Piece]:
+    """The pieces this rank answers for, so that over the whole job every element is met exactly once."""
+    for unit in engine.units:
+        if _is_first_holder(engine, unit):
+            for piece in unit.pieces():
+                holders = {"own": None, "tensor": engine.groups.tensor, "kv": engine.groups.kv_replicas}
+                group = holders[piece.part.slice.sharing]
+                if group is None or group.index == 0:
+                    yield piece
+
+
+def _is_first_holder(engine: Engine, unit: Unit) -> bool:
+    groups = engine.groups
+    replicas = groups.replicate if unit.zero else groups.data
+    second_copy = unit.name == TIED and groups.embedding is not None and groups.embedding.index > 0
+    return replicas.index == 0 and not second_copy
+
+
+def squared_norm(engine: Engine) -> Tensor:
+    """This rank's share of the squared norm of the whole gradient."""
+    dtype = engine.units[0].accumulate
+    total = torch.zeros((), dtype=dtype, device=engine.device)
+    gradients = [piece.gradient for piece in counted_pieces(engine)]
+    if gradients:
+        total += torch.stack(torch._foreach_norm(gradients)).square().sum()
+    return total

@@ -1,0 +1,95 @@
+"""The process groups of one rank, made from the pure data of `spec.ranks`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+
+from cuboid.parallel.local import LocalExchange, connect
+from cuboid.spec.layout import Layout
+from cuboid.spec.ranks import Coordinates, coordinates, groups
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that talk to each other, this one among them. A group of one has no handle and never communicates."""
+
+    ranks: tuple[int, ...]
+    index: int
+    handle: dist.ProcessGroup | None = None
+    local: LocalExchange | None = None
+    """The short way, where all ranks of the group share a machine and compute on its CPU."""
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True)
+class Groups:
+    coordinates: Coordinates
+    world: Group
+    tensor: Group
+    data: Group
+    shard: Group
+    """The data-parallel ranks that split ZeRO's state among them."""
+    replicate: Group
+    """The data-parallel ranks that hold the same part of ZeRO's state."""
+    kv_replicas: Group
+    """The tensor ranks that hold the same key-value heads."""
+    embedding: Group | None
+    """First and last stage, which share a tied embedding; None on the stages between, or when one rank holds both."""
+    ascending: Group
+    """The pipeline's ranks, for messages to a higher rank."""
+    descending: Group
+    """The pipeline's ranks, for messages to a lower rank. Apart, so that no direction waits behind the other."""
+
+
+def _own(rank: int, members: tuple[tuple[int, ...], ...]) -> Group | None:
+    """Make all groups of one kind (every rank of the job calls this in the same order) and return this rank's."""
+    mine: Group | None = None
+    for ranks in members:
+        handle = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+        if rank in ranks:
+            mine = Group(ranks, ranks.index(rank), handle)
+    return mine
+
+
+def _kv_replica_ranks(tensor_groups: tuple[tuple[int, ...], ...], parts: int) -> tuple[tuple[int, ...], ...]:
+    result = []
+    for ranks in tensor_groups:
+        width = len(ranks) // parts
+        result += [ranks[start : start + width] for start in range(0, len(ranks), width)]
+    return tuple(result)
+
+
+def make_groups(
+    layout: Layout, rank: int, kv_parts: int, embedding_on_two_ranks: bool, shared_bytes: int = 0
+) -> Groups:
+    """`kv_parts`: into how many parts the key-value heads are split over the tensor ranks; `shared_bytes`: the
+    largest message between them if they compute on the CPU."""
+    kinds = groups(layout)
+    world = tuple(range(layout.world_size))
+    alone = Group((rank,), 0)
+
+    def own(members: tuple[tuple[int, ...], ...]) -> Group:
+        return _own(rank, members) or alone
+
+    data = own(kinds["dp"])
+    whole = layout.shard in (0, layout.dp)
+    tensor = own(kinds["tp"])
+    if tensor.handle is not None and shared_bytes:
+        tensor = replace(tensor, local=connect(tensor.handle, tensor.index, tensor.size, shared_bytes))
+    return Groups(
+        coordinates=coordinates(rank, layout),
+        world=Group(world, rank, dist.group.WORLD if len(world) > 1 else None),
+        tensor=tensor,
+        data=data,
+        shard=data if whole else own(kinds["shard"]),
+        replicate=alone if whole else own(kinds["replicate"]),
+        kv_replicas=tensor if kv_parts == 1 else own(_kv_replica_ranks(kinds["tp"], kv_parts)),
+        embedding=_own(rank, kinds["embedding"]) if embedding_on_two_ranks else None,
+        ascending=own(kinds["pp"]),
+        descending=own(kinds["pp"]),
+    )

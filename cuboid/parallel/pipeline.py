@@ -1,0 +1,118 @@
+"""Pipeline parallelism: runs this rank's actions of a schedule table, in order."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuboid.parallel.channel import Channels
+from cuboid.parallel.deferral import Deferral
+from cuboid.parallel.groups import Group
+from cuboid.parallel.stage import Stage
+from cuboid.schedule.program import Message
+from cuboid.schedule.table import Action, Kind, Schedule
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    tokens: Tensor
+    """(sequences, length)"""
+    labels: Tensor
+
+
+@dataclass(frozen=True)
+class TimedAction:
+    action: Action
+    start: float
+    end: float
+
+
+class Pipeline:
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        stages: dict[int, Stage],
+        groups: tuple[Group, Group],
+        deferral: Deferral,
+        like: Tensor,
+        keep_timing: bool = False,
+    ) -> None:
+        """`stages`: those of this rank by index; `groups`: ascending, descending; `like`: shape of what stages
+        exchange."""
+        self.schedule = schedule
+        self.rank = rank
+        self.stages = stages
+        self._groups = groups
+        self._deferral = deferral
+        self._like = like
+        self._keep_timing = keep_timing
+        self.timing: list[TimedAction] = []
+        self._runners: dict[Kind, Callable[[int, int], None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.INPUT: self._input_backward,
+            Kind.WEIGHT: self._weight_backward,
+        }
+
+    def run(self, micro_batches: list[MicroBatch], scale: Tensor) -> Tensor:
+        """Forward and backward of all micro-batches. `scale` multiplies the summed loss before its gradient is taken.
+
+        Returns the summed loss of this rank's micro-batches, unscaled: zero on a rank without the last stage."""
+        self._micro_batches = micro_batches
+        self._scale = scale
+        self._loss = torch.zeros((), dtype=scale.dtype, device=scale.device)
+        self._channels = Channels(self.schedule, self.rank, *self._groups, self._like)
+        self._in_flight: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._postponed: dict[tuple[int, int], dict[Any, list[Callable[[], None]]]] = {}
+        self.timing.clear()
+        for action in self.schedule.actions[self.rank]:
+            start = self._now()
+            self._runners[action.kind](action.stage, action.micro_batch)
+            if self._keep_timing:
+                self.timing.append(TimedAction(action, start, self._now()))
+        self._channels.finish()
+        return self._loss
+
+    def _now(self) -> float:
+        if self._keep_timing and self._like.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _forward(self, stage: int, index: int) -> None:
+        micro_batch = self._micro_batches[index]
+        if stage == 0:
+            x = micro_batch.tokens
+        else:
+            x = self._channels.receive(Message(stage - 1, stage, index)).requires_grad_()
+        module = self.stages[stage]
+        module.labels = micro_batch.labels
+        y = module.forward(x)
+        self._in_flight[stage, index] = (x, y)
+        if stage + 1 < self.schedule.stages:
+            self._channels.send(Message(stage, stage + 1, index), y.detach())
+        else:
+            self._loss += y.detach()
+
+    def _backward(self, stage: int, index: int) -> None:
+        x, y = self._in_flight.pop((stage, index))
+        last = stage + 1 == self.schedule.stages
+        gradient = self._scale if last else self._channels.receive(Message(stage + 1, stage, index))
+        self.stages[stage].backward(y, gradient)
+        if stage > 0:
+            assert x.grad is not None
+            self._channels.send(Message(stage, stage - 1, index), x.grad)
+
+    def _input_backward(self, stage: int, index: int) -> None:
+        self._deferral.active = True
+        self._backward(stage, index)
+        self._deferral.active = False
+        self._postponed[stage, index] = self._deferral.take()
+
+    def _weight_backward(self, stage: int, index: int) -> None:
+        self.stages[stage].weight_backward(self._postponed.pop((stage, index)))

@@ -1,0 +1,37 @@
+"""Activation recomputation: what the backward pass needs is computed again instead of kept.
+
+full: only a block's input is kept. selective: the results of matrix products and attention are kept, the cheap rest
+(norms, rotations, activation functions) is computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+_DEAR = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten.bmm.default,
+}
+
+
+def _policy(_: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in _DEAR else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def with_recompute(run: Callable[[Tensor], Tensor], kind: str) -> Callable[[Tensor], Tensor]:
+    if kind == "none":
+        return run
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if kind == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    return partial(checkpoint, run, **options)

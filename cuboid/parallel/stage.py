@@ -1,0 +1,121 @@
+"""One pipeline stage: consecutive segments of the transformer, each gathered while in use and released after.
+
+Autograd itself drives the backward half: an identity behind a segment gathers its parameters when the gradient
+arrives, an identity before it releases them when the gradient leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuboid.parallel.deferral import Deferral
+from cuboid.parallel.unit import Unit
+
+
+class Segment:
+    """A module and the units its parameters lie in."""
+
+    def __init__(self, run: Callable[[Tensor], Tensor], units: list[Unit], deferral: Deferral) -> None:
+        self.run = run
+        self.units = units
+        self.deferral = deferral
+        self.before: Segment | None = None
+        self.after: Segment | None = None
+        self._in_backward = False
+        for unit in units:
+            unit.uses += 1
+
+    def gather(self) -> None:
+        for unit in self.units:
+            unit.gather()
+
+    def release(self) -> None:
+        for unit in self.units:
+            unit.release()
+
+    def start_gather(self) -> None:
+        for unit in self.units:
+            unit.start_gather()
+
+    def collect(self) -> None:
+        for unit in self.units:
+            unit.collect()
+
+    def begin_backward(self) -> None:
+        self._in_backward = True
+        self.deferral.owner = self
+        self.gather()
+        if self.before is not None:
+            self.before.start_gather()
+
+    def end_backward(self) -> None:
+        """Weight gradients are complete now, or postponed; in the latter case `collect` comes with them."""
+        if self._in_backward:
+            self._in_backward = False
+            self.release()
+            if not self.deferral.active:
+                self.collect()
+
+
+class _EndBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, segment: Segment) -> Tensor:
+        context.segment = segment
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        context.segment.end_backward()
+        return gradient, None
+
+
+class _BeginBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, segment: Segment) -> Tensor:
+        context.segment = segment
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        context.segment.begin_backward()
+        return gradient, None
+
+
+class Stage:
+    """Segments in order. The last stage of the model ends in the head, whose segment returns the summed loss."""
+
+    def __init__(self) -> None:
+        self.segments: list[Segment] = []
+        self.labels: Tensor | None = None
+        """Of the micro-batch that is about to go forward; only the head reads them."""
+
+    def append(self, segment: Segment) -> None:
+        if self.segments:
+            segment.before, self.segments[-1].after = self.segments[-1], segment
+        self.segments.append(segment)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for segment in self.segments:
+            segment.gather()
+            if segment.after is not None:
+                segment.after.start_gather()
+            if x.requires_grad:
+                x = _EndBackward.apply(x, segment)
+            x = _BeginBackward.apply(segment.run(x), segment)
+            segment.release()
+        return x
+
+    def backward(self, output: Tensor, gradient: Tensor) -> None:
+        torch.autograd.backward(output, gradient)
+        for segment in reversed(self.segments):
+            segment.end_backward()  # an embedding has no input whose gradient could end it
+
+    @torch.no_grad()
+    def weight_backward(self, postponed: dict[Any, list[Callable[[], None]]]) -> None:
+        for segment in reversed(self.segments):
+            for work in postponed.get(segment, ()):
+                work()
+            segment.collect()

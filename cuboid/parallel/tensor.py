@@ -1,0 +1,181 @@
+"""Tensor parallelism: heads, feed-forward columns and vocabulary rows split over the ranks of a group.
+
+Between two regions activations are either whole on every rank, or, with sequence parallelism, split by token:
+
+    norm → enter (gather tokens) → column products → … → row product → leave (sum, scatter tokens) → residual
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+from cuboid.model.linear import Linear
+from cuboid.model.transformer import IGNORED, Block, Embedding, Head, VocabularyEmbedding
+from cuboid.parallel.collectives import all_gather, all_reduce, all_reduce_maximum, reduce_scatter
+from cuboid.parallel.groups import Group
+from cuboid.parallel.slices import kv_part_count, vocabulary_rows
+from cuboid.spec.model import ModelSpec
+
+
+class _SumGradient(torch.autograd.Function):
+    """Whole → whole; each rank's column products give a part of the gradient."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, group: Group) -> Tensor:
+        context.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(gradient.contiguous().clone(), context.group), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, group: Group) -> Tensor:
+        # A copy, because selective recomputation keeps the product itself.
+        return all_reduce(x.contiguous().clone(), group)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, group: Group) -> Tensor:
+        context.group = group
+        return all_gather(x, group)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter(gradient, context.group), None
+
+
+class _ScatterTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, group: Group) -> Tensor:
+        context.group = group
+        return reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_gather(gradient.contiguous(), context.group), None
+
+
+class Region:
+    """The border between what is whole (or split by token) and what is split by head, column or vocabulary row."""
+
+    def __init__(self, group: Group, sequence_parallel: bool) -> None:
+        self.group = group
+        self.sequence_parallel = sequence_parallel
+
+    def enter(self, x: Tensor) -> Tensor:
+        function = _GatherTokens if self.sequence_parallel else _SumGradient
+        return function.apply(x, self.group)
+
+    def leave(self, x: Tensor) -> Tensor:
+        function = _ScatterTokens if self.sequence_parallel else _Sum
+        return function.apply(x, self.group)
+
+    def enter_before(self, module: nn.Module) -> None:
+        module.register_forward_pre_hook(lambda _, arguments: (self.enter(arguments[0]), *arguments[1:]))
+
+
+class RowLinear(Linear):
+    """A product whose input columns are split: the parts are summed before the bias is added once."""
+
+    def __init__(self, whole: Linear, region: Region) -> None:
+        super().__init__(whole.weight.shape[1], whole.weight.shape[0], bias=whole.bias is not None)
+        self.region = region
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.region.leave(self.product(x, self.weight, None))
+        return y if self.bias is None else y + self.bias
+
+
+class SplitVocabularyEmbedding(VocabularyEmbedding):
+    """Each rank looks up the rows it holds; the rest are zero until the sum."""
+
+    def __init__(self, whole: VocabularyEmbedding, region: Region, first_row: int) -> None:
+        super().__init__(whole.weight.shape[0], whole.weight.shape[1])
+        self.region = region
+        self.first_row = first_row
+
+    def forward(self, indices: Tensor) -> Tensor:
+        local = indices - self.first_row
+        held = (local >= 0) & (local < self.weight.shape[0])
+        rows = functional.embedding(local.where(held, 0), self.weight)
+        return self.region.leave(rows * held.unsqueeze(1))
+
+
+class _SplitVocabularyLoss(torch.autograd.Function):
+    """Cross-entropy over logits whose columns are split; they are never gathered."""
+
+    @staticmethod
+    def forward(context: Any, logits: Tensor, labels: Tensor, first: int, rows: int, group: Group) -> Tensor:
+        logits = logits.float() if logits.dtype == torch.bfloat16 else logits.clone()
+        logits[:, rows:] = -torch.inf  # columns that only pad the vocabulary
+        peak = all_reduce_maximum(logits.amax(1), group)
+        exponentials = logits.sub_(peak.unsqueeze(1)).exp()
+        counted = labels != IGNORED
+        column = labels - first
+        held = counted & (column >= 0) & (column < rows)
+        column = column.where(held, 0).unsqueeze(1)
+        target = torch.where(held, logits.gather(1, column).squeeze(1), 0)
+        total, target = all_reduce(torch.stack((exponentials.sum(1), target)), group).unbind()
+        losses = torch.where(counted, total.log() - target, 0)
+        context.save_for_backward(exponentials.div_(total.unsqueeze(1)), column, held, counted)
+        return losses.sum()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        probabilities, column, held, counted = context.saved_tensors
+        result = probabilities.scatter_add(1, column, -held.to(probabilities.dtype).unsqueeze(1))
+        return result.mul_((counted * gradient).unsqueeze(1)), None, None, None, None
+
+
+def _kv_head_of_query(model: ModelSpec, group: Group) -> list[int] | None:
+    """For each query head of this rank, which of the key-value heads it holds serves it (None: equal consecutive
+    groups)."""
+    parts = kv_part_count(model, group.size)
+    held = model.kv_heads // parts
+    first = (group.index * parts // group.size) * held
+    local_heads = model.heads // group.size
+    heads = range(group.index * local_heads, (group.index + 1) * local_heads)
+    served = [head * model.kv_heads // model.heads - first for head in heads]
+    regular = local_heads % held == 0 and served == [head * held // local_heads for head in range(local_heads)]
+    return None if regular else served
+
+
+def split_embedding(embedding: Embedding, model: ModelSpec, region: Region) -> None:
+    first, _ = vocabulary_rows(model.vocab, region.group.size, region.group.index)
+    embedding.tokens = SplitVocabularyEmbedding(embedding.tokens, region, first)
+    if region.sequence_parallel and embedding.positions is not None:
+        embedding.positions.register_forward_pre_hook(
+            lambda _, arguments: (arguments[0].chunk(region.group.size)[region.group.index],)
+        )
+
+
+def split_block(block: Block, model: ModelSpec, region: Region, device: torch.device) -> None:
+    served = _kv_head_of_query(model, region.group)
+    if served is not None:
+        block.attention.kv_head_of_query = torch.tensor(served, device=device)
+    region.enter_before(block.attention)
+    block.attention.output = RowLinear(block.attention.output, region)
+    region.enter_before(block.feed_forward)
+    block.feed_forward.down = RowLinear(block.feed_forward.down, region)
+
+
+def split_head(head: Head, model: ModelSpec, region: Region) -> None:
+    first, rows = vocabulary_rows(model.vocab, region.group.size, region.group.index)
+
+    def loss(logits: Tensor, labels: Tensor) -> Tensor:
+        return _SplitVocabularyLoss.apply(logits, labels, first, rows, region.group)
+
+    region.enter_before(head.output)
+    head.summed_loss = loss

@@ -1,0 +1,228 @@
+"""A unit: parameters that are gathered, released and reduced together (a block, an embedding, a head), under ZeRO 0
+to 3.
+
+All parameters of a unit lie in one flat buffer. What each ZeRO stage holds between uses:
+
+    zero   parameters   gradients   master weights and optimizer state
+    0      whole        whole       whole
+    1      whole        whole       this rank's shard
+    2      whole        shard       this rank's shard
+    3      shard        shard       this rank's shard
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from cuboid.parallel.collectives import (
+    Pending,
+    all_reduce,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+)
+from cuboid.parallel.groups import Groups
+from cuboid.parallel.slices import Slice
+
+
+@dataclass(frozen=True)
+class Part:
+    """One parameter of a unit."""
+
+    name: str
+    full_shape: tuple[int, ...]
+    slice: Slice
+    offset: int
+    """Where it begins in the unit's flat buffer."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.slice.local_shape(self.full_shape)
+
+    @property
+    def size(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What of a parameter lies in this rank's shard: elements `start:stop` of the local tensor, flattened."""
+
+    part: Part
+    start: int
+    stop: int
+    master: Tensor
+    gradient: Tensor
+
+
+def lay_out(shapes: dict[str, tuple[int, ...]], slice_of_name: Callable[[str, tuple[int, ...]], Slice]) -> list[Part]:
+    parts: list[Part] = []
+    offset = 0
+    for name, shape in shapes.items():
+        parts.append(Part(name, shape, slice_of_name(name, shape), offset))
+        offset += parts[-1].size
+    return parts
+
+
+class Unit:
+    def __init__(
+        self, name: str, parts: list[Part], zero: int, groups: Groups, compute: torch.dtype, device: torch.device
+    ) -> None:
+        self.name = name
+        self.parts = parts
+        self.zero = zero
+        self.groups = groups
+        self.uses = 0
+        """How many times one micro-batch uses the unit on this rank (twice when a tied embedding is first and last)."""
+        self.accumulate = torch.float32 if compute == torch.bfloat16 else compute
+        shards = groups.shard.size if zero else 1
+        total = parts[-1].offset + parts[-1].size
+        self.shard_size = -(-total // shards)
+        self.begin = self.shard_size * (groups.shard.index if zero else 0)
+        self.end = self.begin + self.shard_size
+        self._flat = torch.zeros(self.shard_size * shards, dtype=compute, device=device)
+        own_master = zero == 3 or compute != self.accumulate
+        self.master = (
+            torch.zeros(self.shard_size, dtype=self.accumulate, device=device)
+            if own_master
+            else self._shard(self._flat)
+        )
+        self._master_is_apart = own_master
+        size = self._flat.numel() if zero < 2 else self.shard_size
+        self._gradient = torch.zeros(size, dtype=self.accumulate, device=device)
+        # `.data` has its own version counter: gathering anew between forward and backward is not a change to autograd.
+        self.parameters = {part.name: nn.Parameter(self._view(self._flat.data, part)) for part in parts}
+        self._accumulates_directly = zero < 2 and compute == self.accumulate
+        self._gathering: Pending | None = None
+        self._reducing: Pending | None = None
+        self._users = 0
+        self._collected = 0
+        self.expected_collections = 0
+
+    def _shard(self, flat: Tensor) -> Tensor:
+        return flat[self.begin : self.end]
+
+    def _view(self, flat: Tensor, part: Part) -> Tensor:
+        return flat[part.offset : part.offset + part.size].view(part.shape)
+
+    def fill(self, full_tensor: Callable[[str, tuple[int, ...]], Tensor]) -> None:
+        """Set the parameters from their full tensors; padding stays zero."""
+        whole = torch.zeros(self._flat.numel(), dtype=self.accumulate, device=self._flat.device)
+        for part in self.parts:
+            cut = part.slice
+            source = full_tensor(part.name, part.full_shape).narrow(cut.dimension, cut.start, cut.stop - cut.start)
+            self._view(whole, part).narrow(cut.dimension, 0, cut.stop - cut.start).copy_(source)
+        self.master.copy_(self._shard(whole))
+        self._flat.copy_(whole)
+        self._free_if_unused()
+
+    # Parameters: whole while in use.
+
+    def start_gather(self) -> None:
+        """Begin to make the parameters whole, so that they are there when asked for."""
+        if self.zero == 3 and self._flat.untyped_storage().size() == 0:
+            self._flat.untyped_storage().resize_(self._flat.numel() * self._flat.element_size())
+            self._gathering = start_all_gather(self.master.to(self._flat.dtype), self.groups.shard, self._flat)
+
+    def gather(self) -> None:
+        self._users += 1
+        self.start_gather()
+        if self._gathering is not None:
+            self._gathering.wait()
+            self._gathering = None
+
+    def release(self) -> None:
+        self._users -= 1
+        self._free_if_unused()
+
+    def _free_if_unused(self) -> None:
+        if self.zero == 3 and self._users == 0:
+            self._flat.untyped_storage().resize_(0)
+
+    def publish(self) -> None:
+        """After the optimizer changed the master weights: let every rank's parameters follow."""
+        if self.zero == 3:
+            return
+        if self._master_is_apart:
+            self._shard(self._flat).copy_(self.master)
+        if self.zero:
+            self._gathering = start_all_gather(self._shard(self._flat).clone(), self.groups.shard, self._flat)
+
+    # Gradients: summed over micro-batches, then over data-parallel ranks.
+
+    def begin_step(self, micro_batches: int) -> None:
+        self._gradient.zero_()
+        self._collected = 0
+        self.expected_collections = self.uses * micro_batches
+        for part in self.parts:
+            view = self._view(self._gradient, part) if self._accumulates_directly else None
+            self.parameters[part.name].grad = view
+
+    def collect(self) -> None:
+        """One use of one micro-batch has computed its weight gradients."""
+        self._collected += 1
+        last = self._collected == self.expected_collections
+        if self.zero >= 2:
+            self._settle()
+            self._reducing = start_reduce_scatter(self._take_gradients(), self.groups.shard)
+            return
+        if not self._accumulates_directly:
+            for part in self.parts:
+                parameter = self.parameters[part.name]
+                if parameter.grad is not None:
+                    self._view(self._gradient, part).add_(parameter.grad)
+                    parameter.grad = None
+        if last:
+            start = start_all_reduce if self.zero == 0 else start_reduce_scatter
+            self._reducing = start(self._gradient, self.groups.data if self.zero == 0 else self.groups.shard)
+
+    def _take_gradients(self) -> Tensor:
+        flat = torch.zeros(self._flat.numel(), dtype=self.accumulate, device=self._flat.device)
+        for part in self.parts:
+            parameter = self.parameters[part.name]
+            if parameter.grad is not None:
+                self._view(flat, part).copy_(parameter.grad)
+                parameter.grad = None
+        return flat
+
+    def _settle(self) -> None:
+        if self._reducing is not None:
+            reduced = self._reducing.wait()
+            self._reducing = None
+            if self.zero >= 2:
+                self._gradient.add_(reduced)
+            elif self.zero == 1:
+                self._shard(self._gradient).copy_(reduced)
+
+    def finish_reduction(self) -> None:
+        self._settle()
+        if self.zero:
+            all_reduce(self.shard_gradient, self.groups.replicate)
+
+    @property
+    def shard_gradient(self) -> Tensor:
+        return self._gradient if self.zero >= 2 else self._shard(self._gradient)
+
+    def pieces(self) -> list[Piece]:
+        """The parameters, or parts of them, whose optimizer state this rank keeps."""
+        result = []
+        for part in self.parts:
+            start, stop = max(part.offset, self.begin), min(part.offset + part.size, self.end)
+            if start < stop:
+                here = slice(start - self.begin, stop - self.begin)
+                local = (start - part.offset, stop - part.offset)
+                result.append(Piece(part, *local, self.master[here], self.shard_gradient[here]))
+        return result
+
+    def held_bytes(self) -> dict[str, int]:
+        """Bytes really allocated now."""
+        master = self.master.untyped_storage().nbytes() if self._master_is_apart else 0
+        return {
+            "parameters": self._flat.untyped_storage().nbytes(),
+            "master": master,
+            "gradients": self._gradient.untyped_storage().nbytes(),
+        }

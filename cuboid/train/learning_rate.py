@@ -1,0 +1,23 @@
+"""The learning rate of each step."""
+
+from __future__ import annotations
+
+import math
+
+from cuboid.spec.run import LearningRateSpec
+
+
+def learning_rate(spec: LearningRateSpec, step: int, steps: int) -> float:
+    """`step` counts from 0. Warm-up is linear and reaches the peak at its last step; every schedule ends near the
+    minimum."""
+    if step < spec.warmup_steps:
+        return spec.peak * (step + 1) / spec.warmup_steps
+    minimum = spec.peak * spec.minimum_ratio
+    if spec.schedule == "cosine":
+        progress = (step - spec.warmup_steps) / max(1, steps - spec.warmup_steps)
+        return minimum + (spec.peak - minimum) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
+    if spec.schedule == "wsd":
+        decay = spec.decay_steps or max(1, steps // 5)
+        progress = (step - (steps - decay)) / decay
+        return spec.peak - (spec.peak - minimum) * min(1.0, max(0.0, progress))
+    return spec.peak

@@ -1,0 +1,90 @@
+"""What a training says of itself: a line and a progress bar on the console, `metrics.jsonl` in the run folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from cuboid.parallel.pipeline import TimedAction
+from cuboid.spec.run import Run
+from cuboid.train.step import StepResult
+
+
+class Metrics:
+    """Rank 0 speaks for all, because every rank knows the loss; timings are kept by every rank that was asked to."""
+
+    def __init__(self, run: Run, rank: int, quiet: bool = False) -> None:
+        self._run = run
+        self._rank = rank
+        self._quiet = quiet
+        self._file: TextIO | None = None
+        self._timing: TextIO | None = None
+        self._progress: Progress | None = None
+
+    def __enter__(self) -> Metrics:
+        folder = Path(self._run.output.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._run.output.keep_timing:
+            self._timing = (folder / f"timing-{self._rank:05d}.jsonl").open("w")
+        if self._rank == 0:
+            self._file = (folder / "metrics.jsonl").open("w")
+            console = Console(file=sys.stdout)
+            if console.is_terminal and not self._quiet:
+                columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+                self._progress = Progress(*columns, console=console)
+                self._progress.start()
+                self._task = self._progress.add_task("training", total=self._run.training.steps)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+        for file in (self._file, self._timing):
+            if file is not None:
+                file.close()
+
+    def record(
+        self, step: int, result: StepResult, learning_rate: float, seconds: float, timing: list[TimedAction]
+    ) -> None:
+        if self._timing is not None:
+            actions = [[str(timed.action), timed.start, timed.end] for timed in timing]
+            self._timing.write(json.dumps({"step": step + 1, "actions": actions}) + "\n")
+        if self._file is None:
+            return
+        training = self._run.training
+        row: dict[str, Any] = {
+            "step": step + 1,
+            "loss": result.loss,
+            "gradient_norm": result.gradient_norm,
+            "learning_rate": learning_rate,
+            "tokens": training.global_batch * training.sequence,
+            "labelled_tokens": result.tokens,
+            "seconds": seconds,
+            "tokens_per_second": training.global_batch * training.sequence / seconds,
+            "finite": result.is_finite,
+        }
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        if not self._quiet:
+            self._show(row)
+
+    def _show(self, row: dict[str, Any]) -> None:
+        step, steps = row["step"], self._run.training.steps
+        line = (
+            f"step {step:>{len(str(steps))}}/{steps}  loss {row['loss']:.4f}  "
+            f"norm {row['gradient_norm']:.3f}  lr {row['learning_rate']:.2e}  {row['tokens_per_second']:,.0f} tokens/s"
+        )
+        if not row["finite"]:
+            line += "  not finite: update left out on all ranks"
+        due = step % self._run.output.log_every == 0 or step == steps or not row["finite"]
+        if self._progress is not None:
+            if due:
+                self._progress.console.print(line, highlight=False)
+            self._progress.update(self._task, completed=step)
+        elif due:
+            print(line, flush=True)

@@ -1,0 +1,1 @@
+"""The proof that a layout changes nothing but speed: a run against one plain process."""

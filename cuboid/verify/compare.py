@@ -1,0 +1,102 @@
+"""Compare two traces: relative errors, the largest over all tensors and steps."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from cuboid.spec.run import Run
+from cuboid.verify.observe import observed_trace
+from cuboid.verify.reference import Tensors, Trace, reference_trace
+
+TOLERANCE = {"float64": 1e-9, "float32": 1e-3}
+"""Float32 rounds differently in every layout, so its bound only catches gross errors; the proof is in float64."""
+
+FLOOR = 1e-6
+"""A gradient a million times smaller than the largest one is compared on that scale, and a parameter smaller than one
+update on the scale of the learning rate. A key bias under learned positions, say, has a gradient of exactly zero,
+which one device and any layout alike compute as rounding noise."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    layout: str
+    model: str
+    world_size: int
+    steps: int
+    dtype: str
+    seed: int
+    loss_error: float
+    gradient_error: float
+    gradient_norm_error: float
+    parameter_error: float
+    worst_gradient: str
+    worst_parameter: str
+    tolerance: float
+    passed: bool
+
+
+def relative_error(value: float, reference: float) -> float:
+    return abs(value - reference) / abs(reference) if reference else abs(value)
+
+
+def tensor_error(value: Tensor, reference: Tensor, floor: float) -> float:
+    """Largest difference over the largest magnitude of the reference, but not less than `floor`."""
+    if value.shape != reference.shape:
+        return float("inf")
+    difference = (value - reference).abs().max().item()
+    scale = max(reference.abs().max().item(), floor)
+    error = difference / scale if scale else difference
+    return error if error == error else float("inf")
+
+
+def _largest(tensors: Tensors) -> float:
+    return max(tensor.abs().max().item() for tensor in tensors.values())
+
+
+def _worst(observed: list[Tensors], reference: list[Tensors], floors: list[float]) -> tuple[float, str]:
+    errors = [(0.0, "")]
+    for seen, expected, floor in zip(observed, reference, floors, strict=True):
+        if seen.keys() != expected.keys():
+            missing = sorted(seen.keys() ^ expected.keys())
+            return float("inf"), f"{missing[0]} is held by one side only"
+        errors += [(tensor_error(seen[name], expected[name], floor), name) for name in expected]
+    return max(errors)
+
+
+def compare(run: Run, observed: Trace, reference: Trace) -> Verdict:
+    pairs = list(zip(observed.losses, reference.losses, strict=True))
+    norms = list(zip(observed.gradient_norms, reference.gradient_norms, strict=True))
+    gradient_error, worst_gradient = _worst(
+        observed.gradients, reference.gradients, [FLOOR * _largest(step) for step in reference.gradients]
+    )
+    parameter_error, worst_parameter = _worst(
+        observed.parameters, reference.parameters, [run.learning_rate.peak] * len(reference.parameters)
+    )
+    loss_error = max(relative_error(*pair) for pair in pairs)
+    norm_error = max(relative_error(*pair) for pair in norms)
+    tolerance = TOLERANCE[run.training.precision]
+    return Verdict(
+        layout=str(run.layout),
+        model=run.model.name,
+        world_size=run.layout.world_size,
+        steps=run.training.steps,
+        dtype=run.training.precision,
+        seed=run.training.seed,
+        loss_error=loss_error,
+        gradient_error=gradient_error,
+        gradient_norm_error=norm_error,
+        parameter_error=parameter_error,
+        worst_gradient=worst_gradient,
+        worst_parameter=worst_parameter,
+        tolerance=tolerance,
+        passed=max(loss_error, gradient_error, norm_error, parameter_error) <= tolerance,
+    )
+
+
+def verify_rank(rank: int, run: Run) -> dict[str, Any] | None:
+    """What each rank process does; the verdict comes from rank 0."""
+    observed = observed_trace(run, rank)
+    return asdict(compare(run, observed, reference_trace(run))) if observed is not None else None

@@ -1,0 +1,86 @@
+"""The run under a layout, observed: every rank's pieces put together into whole tensors on rank 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cuboid.data.loader import micro_batches
+from cuboid.data.source import make_source
+from cuboid.parallel.apply import Engine, build_engine
+from cuboid.parallel.gradients import counted_pieces
+from cuboid.parallel.unit import Part
+from cuboid.spec.run import Run
+from cuboid.train.learning_rate import learning_rate
+from cuboid.train.optimizer import Optimizer
+from cuboid.train.step import compute_gradients
+from cuboid.verify.reference import Tensors, Trace
+
+Contribution = list[tuple[Part, int, int, Tensor]]
+
+
+def observed_trace(run: Run, rank: int) -> Trace | None:
+    """The trace on rank 0, None elsewhere. Every rank calls this."""
+    device = torch.device("cpu")
+    engine = build_engine(run, rank, device)
+    optimizer = Optimizer(engine, run.optimizer)
+    source = make_source(run)
+    trace = Trace()
+    for step in range(run.training.steps):
+        batches = micro_batches(source, run, step, engine.groups.coordinates.dp, device)
+        result = compute_gradients(engine, batches)
+        trace.losses.append(result.loss)
+        trace.gradient_norms.append(result.gradient_norm)
+        trace.gradients.append(_whole(engine, gradients=True))
+        optimizer.step(
+            learning_rate(run.learning_rate, step, run.training.steps),
+            result.gradient_norm,
+            run.training.gradient_clip,
+        )
+        trace.parameters.append(_whole(engine, gradients=False))
+    return trace if rank == 0 else None
+
+
+def _whole(engine: Engine, gradients: bool) -> Tensors:
+    own: Contribution = [
+        (piece.part, piece.start, piece.stop, (piece.gradient if gradients else piece.master).clone())
+        for piece in counted_pieces(engine)
+    ]
+    world = engine.groups.world
+    if world.handle is None:
+        return assemble([own])
+    gathered: list[Any] | None = [None] * world.size if world.index == 0 else None
+    dist.gather_object(own, gathered, dst=0)
+    return assemble(gathered) if gathered is not None else {}
+
+
+def assemble(contributions: list[Contribution]) -> Tensors:
+    """Put pieces in their places. An element that nobody holds, or two hold, or padding that is not zero, is an
+    error."""
+    local: dict[tuple[str, int], tuple[Part, Tensor, Tensor]] = {}
+    for part, start, stop, values in (item for contribution in contributions for item in contribution):
+        key = (part.name, part.slice.start)
+        if key not in local:
+            local[key] = (part, values.new_zeros(part.size), torch.zeros(part.size, dtype=torch.int8))
+        local[key][1][start:stop] += values
+        local[key][2][start:stop] += 1
+    whole: Tensors = {}
+    filled: dict[str, int] = {}
+    for part, values, holders in local.values():
+        if not bool((holders == 1).all()):
+            raise AssertionError(f"{part.name}: elements held by no rank or by several")
+        cut = part.slice
+        real = cut.stop - cut.start
+        shaped = values.view(part.shape)
+        if bool(shaped.narrow(cut.dimension, real, cut.length - real).any()):
+            raise AssertionError(f"{part.name}: padding is not zero")
+        target = whole.setdefault(part.name, values.new_zeros(part.full_shape))
+        target.narrow(cut.dimension, cut.start, real).copy_(shaped.narrow(cut.dimension, 0, real))
+        filled[part.name] = filled.get(part.name, 0) + real * target.numel() // part.full_shape[cut.dimension]
+    for name, count in filled.items():
+        if count != whole[name].numel():
+            raise AssertionError(f"{name}: {count} of {whole[name].numel()} elements are held")
+    return whole

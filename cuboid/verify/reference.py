@@ -1,0 +1,73 @@
+"""The run on one device, written without any part of the parallel engine: what every layout must equal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from cuboid.data.order import sample_at
+from cuboid.data.source import make_source
+from cuboid.model.initialize import initialize
+from cuboid.model.transformer import IGNORED, Transformer
+from cuboid.spec.run import Run
+from cuboid.train.learning_rate import learning_rate
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass
+class Trace:
+    """What a run computed at each step; every tensor whole, under its name in the single-device model."""
+
+    losses: list[float] = field(default_factory=list)
+    gradient_norms: list[float] = field(default_factory=list)
+    gradients: list[Tensors] = field(default_factory=list)
+    """Of the loss, before clipping."""
+    parameters: list[Tensors] = field(default_factory=list)
+    """After the update."""
+
+
+def reference_trace(run: Run) -> Trace:
+    dtype = DTYPES[run.training.precision]
+    model = Transformer(run.model).to(dtype)
+    initialize(run.model, model, run.training.seed)
+    parameters = dict(model.named_parameters())
+    matrices = [parameter for parameter in parameters.values() if parameter.ndim > 1]
+    vectors = [parameter for parameter in parameters.values() if parameter.ndim == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": run.optimizer.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        betas=(run.optimizer.beta1, run.optimizer.beta2),
+        eps=run.optimizer.epsilon,
+    )
+    source = make_source(run)
+    trace = Trace()
+    for step in range(run.training.steps):
+        optimizer.zero_grad()
+        first = step * run.training.global_batch
+        positions = range(first, first + run.training.global_batch)
+        samples = [source.sample(sample_at(position, source.size, run.training.seed)) for position in positions]
+        tokens = sum(int((labels != IGNORED).sum()) for _, labels in samples)
+        loss = 0.0
+        for inputs, labels in samples:
+            part = model.loss(inputs.unsqueeze(0), labels.unsqueeze(0)) / max(tokens, 1)
+            part.backward()
+            loss += part.item()
+        trace.losses.append(loss)
+        trace.gradients.append({name: _gradient(parameter) for name, parameter in parameters.items()})
+        norm = torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in trace.gradients[-1].values()]))
+        trace.gradient_norms.append(norm.item())
+        if run.training.gradient_clip > 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), run.training.gradient_clip)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(run.learning_rate, step, run.training.steps)
+        optimizer.step()
+        trace.parameters.append({name: parameter.detach().clone() for name, parameter in parameters.items()})
+    return trace
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
