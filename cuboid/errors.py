@@ -6,3 +6,7 @@ class UserError(Exception):
 
     The command line prints it as `error: <sentence>` and exits with status 2; nothing else is caught there.
     """
+
+
+class RankError(Exception):
+    """A rank process failed or fell silent; the command line prints the reason and exits with 1."""

@@ -11,7 +11,7 @@ from importlib import import_module
 import typer
 
 import cuboid
-from cuboid.errors import UserError
+from cuboid.errors import RankError, UserError
 from cuboid.spec.suggest import either, nearest_names
 
 VERBS = {
@@ -37,6 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(given)
     except UserError as error:
         return _refuse(str(error))
+    except RankError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except UsageError as error:
         message = error.format_message() if hasattr(error, "format_message") else str(error)
         return _refuse(f"{message.rstrip('.')}; see cuboid {_verb(given) or ''} --help".replace("  ", " "))

@@ -2,14 +2,12 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from cuboid.launch.place import find_place
-from cuboid.launch.pool import RankError
 from cuboid.plan.partition import partition
 from cuboid.spec.load import read_toml
 from cuboid.spec.run import Run, build_run
@@ -26,7 +24,7 @@ def command(
     overrides: Annotated[list[str] | None, typer.Option("--set", help="Change one field: training.steps=20.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew in a folder that holds a run.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print only one JSON object, at the end.")] = False,
-) -> int:
+) -> None:
     """Train a model on a layout. Ranks of this machine are started here; under torchrun or Slurm this process joins.
 
     Example: cuboid train examples/demo.toml --layout dp=4,pp=2 --set training.steps=20
@@ -44,14 +42,9 @@ def command(
             _announce(run)
     from cuboid.launch.training import start_training
 
-    try:
-        start_training(run, quiet=as_json)
-    except RankError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    start_training(run, quiet=as_json)
     if speaks:
         _conclude(run, as_json)
-    return 0
 
 
 def _announce(run: Run) -> None:

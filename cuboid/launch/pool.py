@@ -16,13 +16,9 @@ from multiprocessing.connection import Connection, wait
 from pkgutil import resolve_name
 from typing import Any
 
-from cuboid.errors import UserError
+from cuboid.errors import RankError, UserError
 
 PRELOADED = ["cuboid.launch.preload"]
-
-
-class RankError(RuntimeError):
-    """A rank failed; the message carries its traceback."""
 
 
 def fork_server() -> Any:
@@ -36,7 +32,6 @@ def _serve(connection: Connection) -> None:
     """A rank process: run what is asked, one job after another, until the pipe closes."""
     import torch
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import FileStore
 
     torch.set_num_threads(1)
     while True:
@@ -46,7 +41,7 @@ def _serve(connection: Connection) -> None:
             return
         try:
             if ranks > 1:
-                store = FileStore(os.path.join(folder, "store"), ranks)
+                store = dist.FileStore(os.path.join(folder, "store"), ranks)  # type: ignore[attr-defined]
                 limit = timedelta(seconds=timeout)
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
             result = resolve_name(function)(rank, *arguments)

@@ -7,9 +7,9 @@ import sys
 from multiprocessing import forkserver
 from pathlib import Path
 
-from cuboid.errors import UserError
+from cuboid.errors import RankError, UserError
 from cuboid.launch.place import find_place
-from cuboid.launch.pool import RankError, fork_server
+from cuboid.launch.pool import fork_server
 from cuboid.spec.layout import check
 from cuboid.spec.run import Run
 
