@@ -85,8 +85,8 @@ def order(scored: Iterable[Scored], smallest: int = 5) -> dict[str, float]:
     for members in groups.values():
         if len(members) < smallest:
             continue
-        predicted = [item.answer.seconds for item in members]
-        real = [item.run.seconds for item in members]
+        predicted = [1 / item.answer.tokens for item in members]
+        real = [item.run.seconds / float(item.run.row["gbs"]) for item in members]
         if np.std(predicted) > 0 and np.std(real) > 0:
             correlations.append(float(np.corrcoef(_ranks(predicted), _ranks(real))[0, 1]))
         by_prediction = [real[index] for index in np.argsort(predicted, kind="stable")]

@@ -47,8 +47,8 @@ class Run:
 
     @property
     def group(self) -> tuple[str, ...]:
-        """Runs that differ in their layout only."""
-        return (self.source, *(self.row[name] for name in ("model", "gpu", "gpus", "gbs", "seq", "precision")))
+        """Runs of one model on as many accelerators: they differ in their layout and batch."""
+        return (self.source, *(self.row[name] for name in ("model", "gpu", "gpus", "seq", "precision")))
 
 
 def held_out(name: str) -> bool:

@@ -61,12 +61,12 @@ def all_gather(fabric: Fabric, size: Array, members: Group) -> Array:
     return np.where(members.size > 1, ring + _latency(fabric, members), 0.0)
 
 
-def all_to_all(fabric: Fabric, size: Array, members: Group) -> Array:
-    """Seconds for every rank to spread its `size` bytes over the group."""
+def all_to_all(fabric: Fabric, size: Array, members: Group, outside: Array) -> Array:
+    """Seconds for every rank to spread its `size` bytes over the group, `outside` of them to other nodes."""
     inside = size * (members.local - 1) / members.size / fabric.inner_bandwidth
     port = fabric.outer_bandwidth * np.maximum(members.nodes / 2, 1.0) ** -fabric.decay
-    outside = np.where(members.nodes > 1, size * (1 - members.local / members.size) / port, 0.0)
-    return np.where(members.size > 1, np.maximum(inside, outside) + _latency(fabric, members), 0.0)
+    slower = np.maximum(inside, np.where(members.nodes > 1, outside / port, 0.0))
+    return np.where(members.size > 1, slower + _latency(fabric, members), 0.0)
 
 
 def transfer(fabric: Fabric, size: Array, crosses: Array) -> Array:

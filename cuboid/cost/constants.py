@@ -95,12 +95,20 @@ class Engine:
     """Share the host's time per pass grows by with every further tensor-parallel rank: all wait for the slowest."""
     host_fallback: float = 0.0
     """Seconds a forward pass adds where heads × micro-batch per rank is no multiple of four (Megatron's fused softmax)."""
+    host_mixture: float = 0.0
+    """Seconds a pass adds where the layer has experts (routing, permutation, synchronisation)."""
+    host_cast: float = 0.0
+    """Seconds a pass adds in 8 or 4 bits (scales, conversions)."""
     host_micro_batch: float = 0.0
+    host_unsharded: float = 0.0
+    """Seconds per micro-batch lost to plain data parallelism (ZeRO 0) in a pipeline (nanotron's rows)."""
     host_step: float = 0.0
     tensor_overlap: float = 0.0
     """Share of tensor-parallel communication hidden behind compute."""
     context_overlap: float = 0.8
     expert_overlap: float = 0.0
+    expert_once: bool = True
+    """A token goes to another node once, however many of its experts are there (DeepEP and its like)."""
     gradient_overlap: float = 0.0
     """Share of the backward pass of the last micro-batch that gradient reduction can hide behind."""
     gather_overlap: float = 0.0
@@ -130,13 +138,17 @@ class Engine:
     """… of those, bytes that tensor parallelism never splits."""
     kept_query: float = 2.0
     """… per element of queries, keys, values and of the attention output."""
-    kept_ffn: float = 8.0
+    kept_ffn: float = 3.0
     """… per feed-forward element (gate and up each count one width)."""
+    kept_selective: float = 1.0
+    """Share of that kept where selective recomputation drops more than attention scores."""
+    kept_boundary: float = 2.0
+    """Bytes per token and hidden element kept of a layer that is recomputed as a whole."""
     kept_scores: float = 5.0
     """… per attention score where attention is not fused."""
     kept_routed: float = 4.0
     """… per token copy sent to an expert and hidden element."""
-    kept_logit: float = 8.0
+    kept_logit: float = 6.0
     """… per logit, on the last stage."""
     working_logit: float = 0.0
     """Bytes per logit alive only while the loss is computed, over what a layer's backward needs."""
@@ -162,6 +174,8 @@ class Engine:
     thrash: float = 0.0
     """Seconds per micro-batch lost to the allocator above `thrash_above` of the memory."""
     thrash_above: float = 0.94
+    needs_shards_if_tied: bool = False
+    """Tied embeddings in a pipeline with plain data parallelism fail at the start (nanotron's rows)."""
     usable: float = 0.97
     """Share of the accelerator's memory up to which a run survives."""
 

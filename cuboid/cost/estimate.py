@@ -13,6 +13,7 @@ from cuboid.cost.constants import Chip, Engine, Fabric, chip_from, default_fabri
 from cuboid.cost.flops import model_flops_per_token
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.memory import Memory, memory_by_rank
+from cuboid.cost.pipeline import partition
 from cuboid.cost.step import PARTS, StepTime, step_time
 from cuboid.spec.accelerators import accelerator_names, accelerator_table
 from cuboid.spec.cluster import ClusterSpec
@@ -88,7 +89,7 @@ def estimate_shapes(shape: Shape, jobs: Jobs, machine: Machine, engine: Engine, 
     table = memory_by_rank(shape, jobs, engine)
     totals = np.broadcast_arrays(*(memory.total for memory in table.values()))
     memory = engine.reserve * np.maximum.reduce(totals)
-    fits = (memory <= engine.usable * chip.memory) & (jobs.pp <= shape.layers)
+    fits = (memory <= engine.usable * chip.memory) & _starts(shape, jobs, engine)
     time = step_time(shape, jobs, chip, fabric, engine, precision)
     time = _thrash(time, jobs, memory, chip, engine)
     seconds = time.total
@@ -96,6 +97,14 @@ def estimate_shapes(shape: Shape, jobs: Jobs, machine: Machine, engine: Engine, 
     peak = chip.peak["float32" if precision == "float32" else "bf16"]
     utilization = per_second * model_flops_per_token(shape, jobs.sequence) / peak
     return Estimates(time, table, memory, chip.memory, fits, per_second, utilization)
+
+
+def _starts(shape: Shape, jobs: Jobs, engine: Engine) -> NDArray[np.bool_]:
+    """Whether the engine gets past its start: every pipeline rank holds something."""
+    starts = jobs.pp <= partition(shape, jobs, engine).filled
+    if engine.needs_shards_if_tied:
+        starts = starts & ~((shape.tied > 0) & (jobs.pp > 1) & (jobs.dp > 1) & (jobs.zero == 0))
+    return np.asarray(starts)
 
 
 def _thrash(time: StepTime, jobs: Jobs, memory: Array, chip: Chip, engine: Engine) -> StepTime:

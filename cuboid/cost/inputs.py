@@ -118,6 +118,8 @@ class Jobs:
     sequence: Array
     offload: Array
     """1 where the optimizer state lives in host memory."""
+    held: Array
+    """Micro-batches kept in flight over those of the named schedule (2 for ZB-2p, less for V-Half and V-Min)."""
 
     @property
     def world_size(self) -> Array:
@@ -143,6 +145,7 @@ class Jobs:
             given.setdefault(key, one)
         for key in ("zero", "shard", "recompute", "offload"):
             given.setdefault(key, none)
+        given.setdefault("held", one)
         given.setdefault("schedule", number(SCHEDULES.index("1f1b")))
         given.setdefault("sequence_parallel", (given["tp"] > 1).astype(np.float64))
         given["shard"] = np.where(given["shard"] > 0, given["shard"], given["dp"])

@@ -48,10 +48,11 @@ def kept_per_layer(shape: Shape, jobs: Jobs, engine: Engine) -> tuple[Array, Arr
         query = query + np.where(jobs.recompute == 1, 0.0, scores)
     inner = engine.kept_ffn * tokens * (1 + shape.gated) / jobs.tp
     dense = hidden + query + inner * shape.ffn
+    share = np.where(jobs.recompute == 1, engine.kept_selective, 1.0)
     copies = tokens * shape.top_k / jobs.tp
     routed = copies * (engine.kept_ffn * (1 + shape.gated) * shape.expert_ffn + engine.kept_routed * shape.hidden)
     mixture = hidden + query + inner * shape.shared_ffn + routed
-    return dense, np.where(shape.experts > 0, mixture, dense)
+    return share * dense, share * np.where(shape.experts > 0, mixture, dense)
 
 
 def rank_memory(
@@ -72,7 +73,7 @@ def rank_memory(
     dense, mixture = kept_per_layer(shape, jobs, engine)
     dense_layers = np.where(shape.experts > 0, np.where(first > 0, np.minimum(shape.dense_layers, layers), 0.0), layers)
     every = dense_layers * dense + (layers - dense_layers) * mixture
-    boundary = 2 * jobs.tokens * shape.hidden / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+    boundary = engine.kept_boundary * jobs.tokens * shape.hidden / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
     full = jobs.recompute == 2
     one = np.maximum(dense, mixture)
     alive = in_flight(jobs, rank)
@@ -87,7 +88,7 @@ def rank_memory(
     working = working + ahead * (jobs.tp > 1) * engine.working_whole * jobs.tokens * shape.hidden
     # ZeRO 3 holds two gathered layers, and the gradient of one, beside its shards.
     gathered = np.where(
-        jobs.zero == 3, (2 * engine.weight_bytes + engine.gradient_bytes) * held.total / np.maximum(layers, 1), 0.0
+        jobs.zero == 3, (2 * engine.parameter_wire + engine.gradient_bytes) * held.total / np.maximum(layers, 1), 0.0
     )
     update = split(engine.update_bytes, 1)
     transient = np.maximum(working + gathered, update - activations - logits)

@@ -1,4 +1,4 @@
-"""Which layers a pipeline rank holds, how long a schedule takes in closed form, how many micro-batches are in flight."""
+"""Which layers a pipeline rank holds, how long a schedule takes in closed form, how many micro-batches it keeps."""
 
 from dataclasses import dataclass
 
@@ -14,11 +14,13 @@ GPIPE, PLAIN, INTERLEAVED, ZERO_BUBBLE, ZERO_BUBBLE_V, DUAL_PIPE_V = range(len(S
 
 @dataclass(frozen=True)
 class Partition:
-    """Layers on the first pipeline rank, on the fullest one between, and on the last; with one rank all are equal."""
+    """Layers on the first pipeline rank, on the fullest one between, and on the one with the head."""
 
     first: Array
     middle: Array
     last: Array
+    filled: Array
+    """How many ranks get anything at all."""
 
 
 def _even(layers: Array, ranks: Array) -> Partition:
@@ -27,7 +29,7 @@ def _even(layers: Array, ranks: Array) -> Partition:
     left = layers - each * ranks
     first = each + ((left > 0) & (left > ranks - 2))
     middle = np.where(ranks > 2, each + (left > 0), first)
-    return Partition(first, middle, each)
+    return Partition(first, middle, each, np.minimum(layers, ranks))
 
 
 def _head(layers: Array, ranks: Array) -> Partition:
@@ -35,22 +37,34 @@ def _head(layers: Array, ranks: Array) -> Partition:
     each = np.ceil((layers + 2) / ranks)
     alone = ranks == 1
     middle = np.where(alone, layers, each)
-    return Partition(np.where(alone, layers, each - 1), middle, np.where(alone, layers, each - 1))
+    ends = np.where(alone, layers, each - 1)
+    return Partition(ends, middle, ends, np.minimum(layers + 2, ranks))
 
 
 def _balanced(shape: Shape, ranks: Array) -> Partition:
-    """A rank takes blocks until the costs so far pass its share, and the block that passes it too (nanotron)."""
+    """A rank takes blocks until the costs so far pass its share, with the block that passes it (nanotron).
+
+    The blocks are the embedding, the layers, and behind them norm, head, cast and loss, of which only the head counts.
+    """
     head = head_parameters(shape) / np.maximum(layer_parameters(shape).dense - 2 * shape.hidden, 1)
-    total = shape.layers + head
-    first = np.minimum(np.ceil(total / ranks), shape.layers)
-    through = np.minimum(np.ceil(total * (ranks - 1) / ranks), shape.layers)
-    middle = np.where(ranks > 2, np.ceil(total / ranks), first)
-    alone = ranks == 1
-    return Partition(
-        np.where(alone, shape.layers, first),
-        np.where(alone, shape.layers, np.minimum(middle, first)),
-        np.where(alone, shape.layers, np.maximum(shape.layers - through, 0)),
-    )
+    total, ranks, layers = np.broadcast_arrays(shape.layers + head, ranks, shape.layers)
+    rank, cost, held = np.zeros(total.shape), np.zeros(total.shape), np.zeros(total.shape)
+    first, middle, last = np.zeros(total.shape), np.zeros(total.shape), np.zeros(total.shape)
+    deepest = int(np.max(layers))
+    for block in range(1, deepest + 5):
+        is_layer = block <= layers
+        is_head = block == layers + 2
+        inside = block <= layers + 4
+        cost = cost + is_layer + np.where(is_head, head, 0.0)
+        held = held + is_layer
+        last = np.where(is_head, held, last)
+        passes = inside & (cost >= total * (rank + 1) / ranks * (1 - 1e-9)) & (rank < ranks - 1)
+        first = np.where((rank == 0) & is_layer, held, first)
+        middle = np.where((rank > 0) & is_layer, np.maximum(middle, held), middle)
+        # The loss, the last block, fills its rank whether or not it passes the share.
+        passes = passes & (block < layers + 4)
+        rank, held = rank + passes, np.where(passes, 0.0, held)
+    return Partition(first, np.where(middle > 0, middle, first), last, np.where(ranks > 1, rank + 1, ranks))
 
 
 def partition(shape: Shape, jobs: Jobs, engine: Engine) -> Partition:
@@ -77,7 +91,7 @@ def in_flight(jobs: Jobs, rank: Array) -> Array:
         [micro_batches, np.where(ranks > 1, interleaved, 1.0), ranks, np.where(ranks > 1, ranks + 0.5, 1.0)],
         plain,
     )
-    return np.minimum(by_schedule, micro_batches)
+    return np.asarray(np.minimum(by_schedule * jobs.held, micro_batches))
 
 
 def bubble(jobs: Jobs, forward: Array, backward: Array, weight: Array, others: Array) -> Array:

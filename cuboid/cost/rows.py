@@ -131,8 +131,8 @@ def _chip(row: Row) -> str:
 
 FABRICS = (
     ("vtrain", "", "vtrain"),
-    ("bigscience", "a100", "jean-zay-a100"),
-    ("bigscience", "v100", "jean-zay-v100"),
+    ("bigscience-workshop", "a100", "jean-zay-a100"),
+    ("bigscience-workshop", "v100", "jean-zay-v100"),
     ("ultra-scale playbook", "", "playbook"),
     ("nanotron", "h100", "playbook"),
     ("internevo", "a", "roce-a100"),
@@ -156,6 +156,11 @@ def _engine(row: Row, chip: str) -> str:
         return "maxtext"
     if engine == "megatron" and (year < 2023 or chip.startswith("v100")):
         return "megatron-2021"
+    release = re.search(r"\b(2[5-9])\.(\d\d)(\.\d\d)? nemo container", _text(row, "source").lower())
+    if engine == "megatron-bridge" and release and (int(release[1]), int(release[2])) >= (26, 8):
+        return "megatron-bridge-26.08"
+    if engine == "megatron" and "zero bubble" in _text(row, "source").lower():
+        return "megatron-zero-bubble"
     if engine == "megatron" and "no comm overlap" in _text(row, "notes").lower():
         return "megatron-serial"
     return engine
@@ -175,7 +180,8 @@ def _zero(row: Row, dp: float, node: float) -> tuple[float, float]:
     text = _text(row, "zero").lower()
     engine = _text(row, "engine").lower()
     if not text:
-        default = 1.0 if engine in ("nemo", "megatron-bridge", "nanotron") else 0.0
+        sharded = engine in ("nemo", "megatron-bridge", "nanotron") or "bigscience" in _text(row, "source")
+        default = 1.0 if sharded else 0.0
         return (3.0 if engine in ("fsdp", "torchtitan") else default), dp
     if "hsdp" in text:
         return 3.0, min(node, dp)
@@ -187,7 +193,7 @@ def _zero(row: Row, dp: float, node: float) -> tuple[float, float]:
 
 
 def _recompute(row: Row) -> float:
-    text = _text(row, "recompute").lower()
+    text = _text(row, "recompute").lower() or ("selective" if _text(row, "engine") == "torchtitan" else "")
     if text.startswith("full"):
         return float(RECOMPUTE.index("full"))
     return float(RECOMPUTE.index("none" if text in ("", "none", "no") else "selective"))
@@ -204,9 +210,15 @@ def _schedule(row: Row, layers: float, pp: float) -> tuple[float, float]:
     name = "interleaved" if chunks > 1 and pp > 1 else "1f1b"
     if pp > 1 and re.search(r"schedule zb-?1p|zbh1|zb-?h1|schedule zbb", notes):
         name, chunks = "zb1p", 1.0
-    elif pp > 1 and re.search(r"schedule zb-?2p|schedule zbv|zb-v", notes):
+    elif pp > 1 and re.search(r"schedule zb-?2p|schedule zbv|zb-v|schedule v-(half|min)", notes):
         name, chunks = "zbv", 2.0
     return float(SCHEDULES.index(name)), chunks if pp > 1 else 1.0
+
+
+def _held(notes: str) -> float:
+    """Memory variants of zero-bubble schedules, which a layout has no names for."""
+    shares = {"zb-2p": 2.0, "zb2p": 2.0, "v-half": 0.5, "v-min": 0.34}
+    return next((share for name, share in shares.items() if f"schedule {name}" in notes), 1.0)
 
 
 def _job(row: Row, layers: float) -> dict[str, float]:
@@ -244,6 +256,7 @@ def _job(row: Row, layers: float) -> dict[str, float]:
         "global_batch": batch,
         "sequence": values["seq"] or 0.0,
         "offload": float("offload" in _text(row, "zero").lower()),
+        "held": _held(_text(row, "notes").lower()) if pp > 1 else 1.0,
     }
 
 

@@ -99,10 +99,13 @@ def _exposed(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs) -> tuple[
     keys = 4 * jobs.tokens * jobs.cp * np.maximum(shape.kv_heads / jobs.tp, 1) * shape.head_dim
     context = all_gather(fabric, keys, context_group) * (1 - engine.context_overlap)
     expert_group = group(fabric, jobs.ep, np.ones(()))
-    copies = 2 * jobs.tokens / jobs.tp * shape.top_k * shape.hidden
-    expert = np.where(shape.experts > 0, 2 * all_to_all(fabric, copies, expert_group), 0.0) * (
-        1 - engine.expert_overlap
-    )
+    token = 2 * jobs.tokens / jobs.tp * shape.hidden
+    nodes = expert_group.nodes
+    # Of a token's copies those to other nodes, or the other nodes that at least one of them goes to.
+    apart = shape.top_k * (1 - 1 / nodes)
+    distinct = (nodes - 1) * (1 - (1 - 1 / nodes) ** shape.top_k) if engine.expert_once else apart
+    moved = all_to_all(fabric, token * shape.top_k, expert_group, token * distinct)
+    expert = np.where(shape.experts > 0, 2 * moved, 0.0) * (1 - engine.expert_overlap)
     crosses = ((jobs.pp > 1) & (jobs.world_size / jobs.pp >= fabric.node)).astype(np.float64)
     return tensor, context, expert, crosses
 
@@ -116,18 +119,23 @@ class LayerTimes:
     crosses: Array
 
 
-def layer_times(shape: Shape, jobs: Jobs, chip: Chip, fabric: Fabric, engine: Engine, parts: Kernels) -> LayerTimes:
+def layer_times(
+    shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts: Kernels, precision: str
+) -> LayerTimes:
     """Seconds of one layer of one micro-batch."""
     tensor, context, expert, crosses = _exposed(engine, fabric, shape, jobs)
-    collective = engine.host_collective * (jobs.tp > 1) + engine.host_crossing * crosses * np.where(
+    every = engine.host_collective * (jobs.tp > 1) + engine.host_crossing * crosses * np.where(
         jobs.tp > 1, jobs.tp, 0.0
     )
     odd = (np.floor(jobs.micro_batch * shape.heads / jobs.tp) % 4 > 0) * engine.host_fallback
-    collective = collective + (engine.host_forward * (jobs.tp - 1) * engine.host_jitter) + odd
+    every = every + (engine.host_forward * (jobs.tp - 1) * engine.host_jitter) + odd
     full, selective = jobs.recompute == 2, jobs.recompute == 1
     again = 1.0 + full
 
-    def directions(forward: Array, backward: Array, expert: Array) -> tuple[Pass, Pass]:
+    low = engine.host_cast if precision in ("fp8", "fp4") else 0.0
+
+    def directions(forward: Array, backward: Array, expert: Array, more: Array | float) -> tuple[Pass, Pass]:
+        collective = every + more + low
         ahead = _pass(forward, tensor, context, expert, engine.host_forward + collective)
         repeated = np.where(full, forward, np.where(selective, parts.attention_forward, 0.0))
         floor = engine.host_backward + collective + np.where(full, engine.host_forward + collective, 0.0)
@@ -135,8 +143,8 @@ def layer_times(shape: Shape, jobs: Jobs, chip: Chip, fabric: Fabric, engine: En
         return ahead, back
 
     return LayerTimes(
-        directions(parts.dense_forward, parts.dense_backward, np.zeros(())),
-        directions(parts.mixture_forward, parts.mixture_backward, expert),
+        directions(parts.dense_forward, parts.dense_backward, np.zeros(()), 0.0),
+        directions(parts.mixture_forward, parts.mixture_backward, expert, engine.host_mixture * (shape.experts > 0)),
         crosses,
     )
 
@@ -192,7 +200,7 @@ def _fully_sharded(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, tim
 def step_time(shape: Shape, jobs: Jobs, chip: Chip, fabric: Fabric, engine: Engine, precision: str) -> StepTime:
     """Seconds of one step and where they go."""
     parts = kernels(shape, jobs, chip, engine, precision)
-    times = layer_times(shape, jobs, chip, fabric, engine, parts)
+    times = layer_times(shape, jobs, fabric, engine, parts, precision)
     stage = partition(shape, jobs, engine)
     dense_share = np.where(shape.experts > 0, shape.dense_layers / shape.layers, 1.0)
 
@@ -232,6 +240,10 @@ def step_time(shape: Shape, jobs: Jobs, chip: Chip, fabric: Fabric, engine: Engi
     bandwidth = chip.memory_bandwidth * chip.memory_efficiency
     optimizer = engine.optimizer_passes * owned / bandwidth + 4 * held.total / bandwidth
     host = engine.host_step + engine.host_micro_batch * micro_batches * (ranks > 1)
+    if engine.host_unsharded:
+        plain = (jobs.zero == 0) & (ranks > 1) & (jobs.dp > 1) & ((jobs.dp >= 4) | (jobs.world_size >= 64))
+        depth = np.minimum(np.log2(ranks) + 1, 3.0) / 3.0
+        host = host + engine.host_unsharded * depth * micro_batches * (plain & (shape.tied == 0))
     waits = {
         name: micro_batches * layers * (mean(name, 0) + mean(name, 1))
         for name in ("tensor", "context", "expert", "host")
