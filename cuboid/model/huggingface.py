@@ -1,0 +1,256 @@
+"""Weight maps from and to Hugging Face: which of their tensors each parameter lies in, and how each of theirs is made.
+
+Both maps are tables of names and numbers, so that a checkpoint can be read or written one tensor at a time:
+
+    for name, origin in from_huggingface(model).items():     # reading
+        parameter = origin.take(file[origin.tensor])
+    for name, target in to_huggingface(model).items():       # writing
+        tensor = target.make([parameters[part] for part in target.parameters])
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cuboid.errors import UserError
+from cuboid.model.transformer import Transformer
+from cuboid.spec.model import ModelSpec
+
+LLAMA_NAMES = {
+    "embedding.tokens": "model.embed_tokens",
+    "layers.*.attention_norm": "model.layers.*.input_layernorm",
+    "layers.*.attention.query": "model.layers.*.self_attn.q_proj",
+    "layers.*.attention.key": "model.layers.*.self_attn.k_proj",
+    "layers.*.attention.value": "model.layers.*.self_attn.v_proj",
+    "layers.*.attention.output": "model.layers.*.self_attn.o_proj",
+    "layers.*.attention.query_norm": "model.layers.*.self_attn.q_norm",
+    "layers.*.attention.key_norm": "model.layers.*.self_attn.k_norm",
+    "layers.*.feed_forward_norm": "model.layers.*.post_attention_layernorm",
+    "layers.*.feed_forward.gate": "model.layers.*.mlp.gate_proj",
+    "layers.*.feed_forward.up": "model.layers.*.mlp.up_proj",
+    "layers.*.feed_forward.down": "model.layers.*.mlp.down_proj",
+    "head.norm": "model.norm",
+    "head.output": "lm_head",
+}
+"""Our module -> theirs; * is the layer's number. Qwen has the names of Llama."""
+
+GPT2_NAMES = {
+    "embedding.tokens": "transformer.wte",
+    "embedding.positions": "transformer.wpe",
+    "layers.*.attention_norm": "transformer.h.*.ln_1",
+    "layers.*.attention.query": "transformer.h.*.attn.c_attn",
+    "layers.*.attention.key": "transformer.h.*.attn.c_attn",
+    "layers.*.attention.value": "transformer.h.*.attn.c_attn",
+    "layers.*.attention.output": "transformer.h.*.attn.c_proj",
+    "layers.*.feed_forward_norm": "transformer.h.*.ln_2",
+    "layers.*.feed_forward.up": "transformer.h.*.mlp.c_fc",
+    "layers.*.feed_forward.down": "transformer.h.*.mlp.c_proj",
+    "head.norm": "transformer.ln_f",
+    "head.output": "lm_head",
+}
+
+TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+"""GPT-2's products hold their weight as (in, out)."""
+
+ROTARY_BUFFER = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+IGNORED_BUFFERS = {
+    "llama": ROTARY_BUFFER,
+    "qwen2": ROTARY_BUFFER,
+    "qwen3": ROTARY_BUFFER,
+    "gpt2": r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",
+}
+"""What older checkpoints hold besides weights: rotary frequencies and causal masks, which follow from the shape. No
+other tensor of a checkpoint is left unread."""
+
+LLAMA_LIKE: dict[str, object] = {"norm": "rmsnorm", "positions": "rope", "activation": "swiglu"}
+FIXED: dict[str, dict[str, object]] = {
+    "llama": LLAMA_LIKE | {"qk_norm": False},
+    "qwen2": LLAMA_LIKE | {"qk_norm": False, "qkv_bias": True, "output_bias": False, "mlp_bias": False},
+    "qwen3": LLAMA_LIKE | {"qk_norm": True, "mlp_bias": False},
+    "gpt2": {
+        "norm": "layernorm",
+        "positions": "learned",
+        "activation": "gelu",
+        "qk_norm": False,
+        "qkv_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+    },
+}
+"""What Hugging Face's module of a family always has; a model that differs is another function there."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A parameter is rows `start:stop` of one Hugging Face tensor, turned first where that is `transposed`."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    """Of the whole tensor, as it is stored."""
+    start: int
+    stop: int
+    transposed: bool
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The part in the stored tensor's own coordinates, to read no more of a file than is needed."""
+        rows = slice(self.start, self.stop)
+        return (slice(None), rows) if self.transposed else (rows, *(slice(None) for _ in self.shape[1:]))
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """The parameter, a view where it can be."""
+        part = tensor[self.index]
+        return part.t() if self.transposed else part
+
+
+@dataclass(frozen=True)
+class Target:
+    """A Hugging Face tensor is these parameters, one below the other, turned at the end where `transposed`."""
+
+    parameters: tuple[str, ...]
+    shape: tuple[int, ...]
+    transposed: bool
+    copy_of: str | None = None
+    """The tensor it is tied to; files may leave it out, modules list it."""
+
+    def make(self, parameters: Sequence[Tensor]) -> Tensor:
+        whole = parameters[0] if len(parameters) == 1 else torch.cat(list(parameters))
+        return whole.t() if self.transposed else whole
+
+
+def parameter_shapes(model: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Every parameter of the single-device model; a tied one once."""
+    with torch.device("meta"):
+        module = Transformer(model)
+    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+
+
+def from_huggingface(model: ModelSpec) -> dict[str, Origin]:
+    """Our parameter -> where it lies in their checkpoint."""
+    check_family(model)
+    query, key_value = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    joined = {"query": (0, query), "key": (query, query + key_value), "value": (query + key_value, 3 * query)}
+    origins = {}
+    for name, shape in parameter_shapes(model).items():
+        tensor = _their_name(model, name)
+        start, stop, rows = 0, shape[0], shape[0]
+        if ".c_attn." in tensor:
+            (start, stop), rows = joined[name.split(".")[-2]], 3 * query
+        transposed = model.family == "gpt2" and tensor.endswith(TRANSPOSED)
+        stored = (shape[1], rows) if transposed else (rows, *shape[1:])
+        origins[name] = Origin(tensor, stored, start, stop, transposed)
+    return origins
+
+
+def to_huggingface(model: ModelSpec) -> dict[str, Target]:
+    """Their tensor -> which of our parameters make it; the names are those of their module's `state_dict`."""
+    targets: dict[str, Target] = {}
+    for name, origin in sorted(from_huggingface(model).items(), key=lambda item: item[1].start):
+        before = targets[origin.tensor].parameters if origin.tensor in targets else ()
+        targets[origin.tensor] = Target((*before, name), origin.shape, origin.transposed)
+    if model.tie_embeddings:
+        tokens = _their_name(model, "embedding.tokens.weight")
+        targets["lm_head.weight"] = replace(targets[tokens], copy_of=tokens)
+    return targets
+
+
+def match_names(model: ModelSpec, names: Iterable[str]) -> dict[str, str]:
+    """Their tensor -> its name among `names`, which are all the tensors of a checkpoint. A tied copy may be missing,
+    and so may the prefix that checkpoints of the bare model lack."""
+    targets = to_huggingface(model)
+    prefix = "transformer." if model.family == "gpt2" else "model."
+    found: dict[str, str] = {}
+    unknown = []
+    for name in names:
+        full = name if name.startswith((prefix, "lm_head.")) else prefix + name
+        if full in targets and full not in found:
+            found[full] = name
+        elif not re.fullmatch(IGNORED_BUFFERS[model.family], full):
+            unknown.append(name)
+    if unknown:
+        raise UserError(
+            f"the checkpoint holds {_some(unknown)}, which model={model.name} of family={model.family} has no place "
+            "for; use the model whose config.json lies beside the checkpoint"
+        )
+    missing = [name for name, target in targets.items() if name not in found and target.copy_of is None]
+    if missing == ["lm_head.weight"]:
+        raise UserError(
+            f"the checkpoint lacks lm_head.weight and model={model.name} is untied; use tie_embeddings=true"
+        )
+    if missing:
+        raise UserError(
+            f"the checkpoint lacks {_some(missing)} of model={model.name}; use all files of the checkpoint, and the "
+            "model whose config.json lies beside them"
+        )
+    return found
+
+
+def state_from_huggingface(model: ModelSpec, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Our parameters from a whole Hugging Face state, under the names of the single-device model."""
+    targets, found = to_huggingface(model), match_names(model, tensors)
+    for name, given in found.items():
+        check_shape(given, tuple(tensors[given].shape), targets[name].shape)
+        original = targets[name].copy_of
+        if original is not None and not torch.equal(tensors[given], tensors[found[original]]):
+            raise UserError(
+                f"{given} differs from {found[original]} and model={model.name} ties them; use tie_embeddings=false"
+            )
+    return {name: origin.take(tensors[found[origin.tensor]]) for name, origin in from_huggingface(model).items()}
+
+
+def state_to_huggingface(model: ModelSpec, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state that their module loads, from our named parameters."""
+    shapes = parameter_shapes(model)
+    if state.keys() != shapes.keys():
+        odd = sorted(state.keys() ^ shapes.keys())
+        raise UserError(f"the state and model={model.name} differ in {_some(odd)}; use the model's named parameters")
+    for name, shape in shapes.items():
+        check_shape(name, tuple(state[name].shape), shape)
+    return {
+        name: target.make([state[part] for part in target.parameters]) for name, target in to_huggingface(model).items()
+    }
+
+
+def check_family(model: ModelSpec) -> None:
+    """Returns when Hugging Face's module of the family computes what the model computes."""
+    for field in ("mixture", "latent"):
+        if getattr(model, field) is not None:
+            raise UserError(f"model.{field} has no weight map yet; use a dense model without it")
+    fixed = dict(FIXED[model.family])
+    if model.family in ("llama", "qwen3"):
+        fixed["output_bias"] = model.qkv_bias  # their one switch, attention_bias, is both
+    if model.family == "gpt2":
+        fixed |= {"kv_heads": model.heads, "head_dim": model.hidden // model.heads}
+    for field, value in fixed.items():
+        ours = getattr(model, field)
+        if ours != value:
+            raise UserError(
+                f"model.{field}={_show(ours)} cannot be written as family={model.family}; use {field}={_show(value)}"
+            )
+
+
+def check_shape(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:
+    if shape != wanted:
+        raise UserError(f"{name} has shape {shape}, not {wanted}; use a model of the checkpoint's sizes")
+
+
+def _their_name(model: ModelSpec, name: str) -> str:
+    module, _, kind = name.rpartition(".")
+    number = next((part for part in module.split(".") if part.isdigit()), "")
+    ours = re.sub(r"\.\d+\.", ".*.", module)
+    theirs = (GPT2_NAMES if model.family == "gpt2" else LLAMA_NAMES)[ours]
+    return f"{theirs.replace('*', number)}.{kind}"
+
+
+def _some(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _show(value: object) -> str:
+    return str(value).lower()

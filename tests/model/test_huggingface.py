@@ -1,0 +1,152 @@
+"""The single-device model equals Hugging Face's modules in float64 on random weights: the loss and every gradient."""
+
+import types
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from cuboid.model.huggingface import from_huggingface, state_from_huggingface, state_to_huggingface, to_huggingface
+from cuboid.model.transformer import IGNORED, Transformer
+from cuboid.spec.huggingface import table_from_config
+from cuboid.spec.load import build_model
+from cuboid.spec.model import ModelSpec
+
+TOLERANCE = 1e-9
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 67,
+    "max_position_embeddings": 128,
+    "head_dim": 16,
+}
+GPT2_SIZES = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 40, "vocab_size": 67}
+# With sixteen numbers per head, these keep one rotation, blend two and slow the others.
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-every-head": ("llama", {"num_key_value_heads": 4, "head_dim": 8, "rope_theta": 500000.0}),
+    "llama-one-kv-head": ("llama", {"num_key_value_heads": 1, "rms_norm_eps": 1e-3}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama3-rope": ("llama", {"rope_scaling": LLAMA3_ROPE}),
+    "llama3-rope-tied": ("llama", {"rope_scaling": LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-tied-biases": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+    "gpt2": ("gpt2", {}),
+    "gpt2-untied": ("gpt2", {"tie_word_embeddings": False, "n_inner": 56}),
+}
+
+
+def exact_norm(module: Any, x: Tensor) -> Tensor:
+    """Their RMSNorm computes in float32 whatever the model's precision, which would hide any error below 1e-7. This is
+    the formula they mean, in the precision they are given."""
+    assert x.dtype == torch.float64
+    return module.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
+
+
+def randomize(module: nn.Module) -> None:
+    """Large enough for attention to be far from uniform; norms are not one and biases not zero, for an error in them
+    would not show."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            centre = 1.0 if parameter.ndim == 1 and name.endswith("weight") else 0.0
+            parameter.copy_(centre + 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+
+
+def make_pair(case: str) -> tuple[ModelSpec, Transformer, nn.Module]:
+    """Our model, read from their config and holding their weights, and theirs."""
+    model_type, changes = CASES[case]
+    sizes = GPT2_SIZES if model_type == "gpt2" else SIZES
+    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    config = AutoConfig.for_model(model_type, **sizes | changes | tokens)
+    # The eager attention of transformers takes its softmax in float32; sdpa keeps to float64.
+    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double().eval()
+    randomize(theirs)
+    for module in theirs.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = types.MethodType(exact_norm, module)
+    model = build_model(table_from_config(config.to_dict(), case))
+    ours = Transformer(model).double()
+    state = state_from_huggingface(model, theirs.state_dict())
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            parameter.copy_(state.pop(name))
+    assert not state
+    return model, ours, theirs
+
+
+def make_batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    tokens, labels = torch.randint(0, 67, (2, 3, 33), generator=generator)
+    return tokens, labels.masked_fill(torch.rand(labels.shape, generator=generator) < 0.3, IGNORED)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_loss_and_every_gradient_equal_theirs(case: str) -> None:
+    model, ours, theirs = make_pair(case)
+    tokens, labels = make_batch()
+    logits = theirs(input_ids=tokens, use_cache=False).logits
+    # Their own loss goes to float32, so it is taken here from the logits.
+    their_loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    our_loss = ours.loss(tokens, labels)
+    assert logits.dtype == our_loss.dtype == torch.float64
+    assert abs(our_loss - their_loss) / their_loss < TOLERANCE
+    their_loss.backward()
+    our_loss.backward()
+    gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
+    as_theirs = state_to_huggingface(model, gradients)
+    compared = 0
+    for name, parameter in theirs.named_parameters():
+        scale = parameter.grad.abs().max()
+        assert scale > 0, name
+        assert (as_theirs[name] - parameter.grad).abs().max() / scale < TOLERANCE, name
+        compared += parameter.numel()
+    assert compared == model.parameters
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_go_there_and_back_unchanged(case: str) -> None:
+    model, ours, theirs = make_pair(case)
+    state = {name: parameter.detach() for name, parameter in ours.named_parameters()}
+    written = state_to_huggingface(model, state)
+    expected = theirs.state_dict()
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], expected[name]) for name in expected)
+    theirs.load_state_dict(written, strict=True)
+    back = state_from_huggingface(model, written)
+    assert back.keys() == state.keys()
+    assert all(torch.equal(back[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("case", ["qwen2-tied", "gpt2"])
+def test_the_two_maps_can_be_followed_one_tensor_at_a_time(case: str) -> None:
+    model, ours, theirs = make_pair(case)
+    stored = theirs.state_dict()
+    parameters = dict(ours.named_parameters())
+    for name, origin in from_huggingface(model).items():
+        assert stored[origin.tensor].shape == origin.shape
+        assert torch.equal(origin.take(stored[origin.tensor]), parameters[name])
+        part = stored[origin.tensor][origin.index]  # what a file would be asked for: this parameter and no more
+        assert part.numel() == parameters[name].numel()
+    for name, target in to_huggingface(model).items():
+        made = target.make([parameters[part] for part in target.parameters])
+        assert made.shape == target.shape
+        assert torch.equal(made, stored[name])
+    used = [part for target in to_huggingface(model).values() if target.copy_of is None for part in target.parameters]
+    assert sorted(used) == sorted(parameters)
