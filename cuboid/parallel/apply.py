@@ -53,10 +53,7 @@ def build_engine(run: Run, rank: int, device: torch.device) -> Engine:
     schedule = make_schedule(layout.schedule, layout.pp, run.micro_batches, layout.vpp)
     layers = partition(model, layout.stages, run.training.sequence)
     tied_apart = model.tie_embeddings and schedule.stage_rank[0] != schedule.stage_rank[-1]
-    dtype = DTYPES[run.training.precision]
-    largest = layout.micro_batch * run.training.sequence * model.hidden * dtype.itemsize
-    shared_bytes = largest if device.type == "cpu" else 0
-    groups = make_groups(layout, rank, kv_part_count(model, layout.tp), tied_apart, shared_bytes)
+    groups = make_groups(layout, rank, kv_part_count(model, layout.tp), tied_apart, device.type == "cpu")
     builder = _Builder(run, groups, device, schedule)
     stages = {index: builder.stage(index, layers[index]) for index in schedule.stages_of(groups.coordinates.pp)}
     for unit in builder.units.values():

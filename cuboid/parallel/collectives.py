@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cuboid.parallel.groups import Group
+from cuboid.parallel.local import sum_rows
 
 # Renamed in torch 2.13; the old names only warn there and are the only ones in 2.11.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -39,6 +40,8 @@ def start_all_reduce(x: Tensor, group: Group) -> Pending:
     """Sum in place."""
     if group.handle is None:
         return Pending(None, x)
+    if group.local is not None:
+        return Pending(None, group.local.all_reduce(x, sum_rows))
     return Pending(dist.all_reduce(x, group=group.handle, async_op=True), x)
 
 
@@ -48,6 +51,8 @@ def start_all_gather(part: Tensor, group: Group, into: Tensor | None = None) -> 
         return Pending(None, part if into is None else into.copy_(part))
     if into is None:
         into = part.new_empty((part.shape[0] * group.size, *part.shape[1:]))
+    if group.local is not None:
+        return Pending(None, group.local.all_gather(part, into))
     return Pending(_all_gather(into, part.contiguous(), group=group.handle, async_op=True), into)
 
 
@@ -55,37 +60,26 @@ def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
     """Sum over all ranks; each keeps its part along the first dimension."""
     if group.handle is None:
         return Pending(None, x)
-    shape = (x.shape[0] // group.size, *x.shape[1:])
+    part = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
+    if group.local is not None:
+        return Pending(None, group.local.reduce_scatter(x, part))
     if dist.get_backend(group.handle) == "gloo":
         # Its own reduce-scatter is an all-reduce in disguise; a direct exchange moves half the bytes, in one hop.
         received = torch.empty_like(x)
         work = dist.all_to_all_single(received, x.contiguous(), group=group.handle, async_op=True)
-        return Pending(work, received, lambda: _sum_rows(received.view(group.size, *shape)))
-    part = x.new_empty(shape)
+        return Pending(work, received, lambda: sum_rows(received.view(group.size, *part.shape)))
     return Pending(_reduce_scatter(part, x.contiguous(), group=group.handle, async_op=True), part)
-
-
-def _fits(x: Tensor, group: Group) -> bool:
-    return group.local is not None and x.nbytes <= group.local.slot_bytes and x.device.type == "cpu"
-
-
-def _sum_rows(rows: Tensor) -> Tensor:
-    """In rank order, and in float32 or better, so that every rank gets the same bits."""
-    wide = torch.float32 if rows.dtype == torch.bfloat16 else rows.dtype
-    return rows.sum(0, dtype=wide).to(rows.dtype)
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
     """Sum in place."""
-    if group.local is not None and _fits(x, group):
-        return x.copy_(group.local.exchange(x, lambda rows: _sum_rows(rows).view(x.shape)))
     return start_all_reduce(x, group).wait()
 
 
 def all_reduce_maximum(x: Tensor, group: Group) -> Tensor:
     """Largest in place."""
-    if group.local is not None and _fits(x, group):
-        return x.copy_(group.local.exchange(x, lambda rows: rows.amax(0).view(x.shape)))
+    if group.local is not None:
+        return group.local.all_reduce(x, lambda rows: rows.amax(0))
     if group.handle is not None:
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group.handle)
     return x
@@ -93,15 +87,9 @@ def all_reduce_maximum(x: Tensor, group: Group) -> Tensor:
 
 def all_gather(part: Tensor, group: Group) -> Tensor:
     """Concatenate the parts of all ranks along the first dimension."""
-    if group.local is not None and _fits(part, group):
-        return group.local.exchange(part, lambda rows: rows.clone().view(-1, *part.shape[1:]))
     return start_all_gather(part, group).wait()
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     """Sum over all ranks; each keeps its part along the first dimension."""
-    if group.local is not None and _fits(x, group):
-        length = x.numel() // group.size
-        own = slice(group.index * length, (group.index + 1) * length)
-        return group.local.exchange(x, lambda rows: _sum_rows(rows[:, own]).view(-1, *x.shape[1:]))
     return start_reduce_scatter(x, group).wait()

@@ -64,30 +64,28 @@ def _kv_replica_ranks(tensor_groups: tuple[tuple[int, ...], ...], parts: int) ->
     return tuple(result)
 
 
-def make_groups(
-    layout: Layout, rank: int, kv_parts: int, embedding_on_two_ranks: bool, shared_bytes: int = 0
-) -> Groups:
-    """`kv_parts`: into how many parts the key-value heads are split over the tensor ranks; `shared_bytes`: the
-    largest message between them if they compute on the CPU."""
+def make_groups(layout: Layout, rank: int, kv_parts: int, embedding_on_two_ranks: bool, on_cpu: bool) -> Groups:
+    """`kv_parts`: into how many parts the key-value heads are split over the tensor ranks."""
     kinds = groups(layout)
     world = tuple(range(layout.world_size))
     alone = Group((rank,), 0)
 
-    def own(members: tuple[tuple[int, ...], ...]) -> Group:
-        return _own(rank, members) or alone
+    def own(members: tuple[tuple[int, ...], ...], busy: bool = False) -> Group:
+        group = _own(rank, members) or alone
+        if busy and on_cpu and group.handle is not None:
+            group = replace(group, local=connect(group.handle, group.index, group.size))
+        return group
 
-    data = own(kinds["dp"])
-    whole = layout.shard in (0, layout.dp)
-    tensor = own(kinds["tp"])
-    if tensor.handle is not None and shared_bytes:
-        tensor = replace(tensor, local=connect(tensor.handle, tensor.index, tensor.size, shared_bytes))
+    data = own(kinds["dp"], busy=True)
+    tensor = own(kinds["tp"], busy=True)
+    hybrid = layout.shard not in (0, layout.dp)
     return Groups(
         coordinates=coordinates(rank, layout),
         world=Group(world, rank, dist.group.WORLD if len(world) > 1 else None),
         tensor=tensor,
         data=data,
-        shard=data if whole else own(kinds["shard"]),
-        replicate=alone if whole else own(kinds["replicate"]),
+        shard=own(kinds["shard"], busy=True) if hybrid else data,
+        replicate=own(kinds["replicate"]) if hybrid else alone,
         kv_replicas=tensor if kv_parts == 1 else own(_kv_replica_ranks(kinds["tp"], kv_parts)),
         embedding=_own(rank, kinds["embedding"]) if embedding_on_two_ranks else None,
         ascending=own(kinds["pp"]),

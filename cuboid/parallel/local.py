@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -25,6 +25,18 @@ from torch import Tensor
 
 DEADLINE = 600.0
 """Seconds to wait for the other ranks."""
+
+
+SLOT_BYTES = 4 << 20
+"""Longer messages go in pieces of this size."""
+SMALL = 32 << 10
+"""Up to this many bytes every rank may as well combine all parts itself."""
+
+
+def sum_rows(rows: Tensor) -> Tensor:
+    """In rank order, and in float32 or better, so that every rank gets the same bits."""
+    wide = torch.float32 if rows.dtype == torch.bfloat16 else rows.dtype
+    return rows.sum(0, dtype=wide).to(rows.dtype)
 
 
 def machine_identity() -> str:
@@ -41,6 +53,7 @@ class LocalExchange:
     def __init__(self, handle: dist.ProcessGroup, index: int, size: int, slot_bytes: int, name: str) -> None:
         self._index, self._size = index, size
         self.slot_bytes = slot_bytes
+        """A multiple of eight bytes per rank, so that a slot divides into any dtype and any rank's part."""
         folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
         path = os.path.join(folder, name)
         total = size * 2 * slot_bytes
@@ -73,13 +86,13 @@ class LocalExchange:
             connection.settimeout(DEADLINE)
         return peers
 
-    def exchange(self, tensor: Tensor, read: Callable[[Tensor], Tensor]) -> Tensor:
-        """Show `tensor` to all ranks; `read` gets all of theirs, (ranks, elements), and returns a copy of what it
-        needs."""
+    def exchange(self, tensor: Tensor) -> Tensor:
+        """Show a tensor of at most `slot_bytes` to all ranks; returns a view of all of theirs, (ranks, elements), that holds
+        until this rank's next exchange but one."""
         self._turn += 1
         slots = torch.frombuffer(self._map, dtype=tensor.dtype).view(self._size, 2, -1)
         slots = slots[:, self._turn & 1, : tensor.numel()]
-        slots[self._index].copy_(tensor.reshape(-1))
+        slots[self._index].view(tensor.shape).copy_(tensor)
         try:
             for connection in self._peers.values():
                 connection.send(b"x")
@@ -90,18 +103,49 @@ class LocalExchange:
             raise RuntimeError(f"a rank of the group did not reach a collective in {DEADLINE:.0f} s") from None
         except (BrokenPipeError, ConnectionResetError):
             raise RuntimeError("a rank of the group has ended") from None
-        return read(slots)
+        return slots
+
+    def all_gather(self, part: Tensor, into: Tensor) -> Tensor:
+        rows, flat = into.view(self._size, -1), part.reshape(-1)
+        for piece in self._pieces(flat.numel(), part.element_size()):
+            rows[:, piece].copy_(self.exchange(flat[piece]))
+        return into
+
+    def reduce_scatter(self, x: Tensor, into: Tensor) -> Tensor:
+        rows, flat = x.reshape(self._size, -1), into.view(-1)
+        for piece in self._pieces(flat.numel(), x.element_size() * self._size):
+            shown = self.exchange(rows[:, piece]).unflatten(1, (self._size, -1))
+            flat[piece].copy_(sum_rows(shown[:, self._index]))
+        return into
+
+    def all_reduce(self, x: Tensor, combine: Callable[[Tensor], Tensor]) -> Tensor:
+        """In place. Small tensors are combined by every rank; of large ones each rank combines its part and shows it."""
+        flat = x.view(-1)
+        for piece in self._pieces(flat.numel(), x.element_size()):
+            shown = self.exchange(flat[piece])
+            if shown[0].nbytes <= SMALL:
+                flat[piece].copy_(combine(shown))
+                continue
+            width = -(-shown.shape[1] // self._size)
+            own = combine(shown[:, self._index * width : (self._index + 1) * width])
+            padded = torch.nn.functional.pad(own, (0, width - own.numel()))
+            flat[piece].copy_(self.exchange(padded).reshape(-1)[: shown.shape[1]])
+        return x
+
+    def _pieces(self, elements: int, element_bytes: int) -> Iterator[slice]:
+        step = max(1, self.slot_bytes // element_bytes)
+        return (slice(start, min(start + step, elements)) for start in range(0, elements, step))
 
     def close(self) -> None:
         for connection in self._peers.values():
             connection.close()
 
 
-def connect(handle: dist.ProcessGroup, index: int, size: int, slot_bytes: int) -> LocalExchange | None:
+def connect(handle: dist.ProcessGroup, index: int, size: int) -> LocalExchange | None:
     """An exchange for the group if all of it is on this machine; every rank of the group calls this."""
     identities: list[Any] = [None] * size
     dist.all_gather_object(identities, (machine_identity(), uuid4().hex), group=handle)
     if len({machine for machine, _ in identities}) > 1:
         return None
-    aligned = -(-slot_bytes // 64) * 64
-    return LocalExchange(handle, index, size, aligned, f"cuboid-{identities[0][1]}")
+    slot_bytes = SLOT_BYTES // (8 * size) * (8 * size)
+    return LocalExchange(handle, index, size, slot_bytes, f"cuboid-{identities[0][1]}")

@@ -1,0 +1,25 @@
+"""What all tests share: one pool of rank processes for the whole session, and the option for the long way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from cuboid.launch.pool import Pool
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="try every combination and many random layouts")
+
+
+@pytest.fixture(scope="session")
+def thorough(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--thorough"))
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Rank processes that have torch imported and are reused from test to test."""
+    with Pool() as ranks:
+        yield ranks

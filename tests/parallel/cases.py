@@ -1,0 +1,90 @@
+"""Jobs that run on the ranks of the pool, and the short run they share."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from cuboid.cli.verify import verification_run
+from cuboid.data.loader import micro_batches
+from cuboid.data.source import make_source
+from cuboid.launch.pool import Pool
+from cuboid.parallel.apply import build_engine
+from cuboid.spec.run import Run
+from cuboid.train.optimizer import Optimizer
+from cuboid.train.step import train_step
+
+CPU = torch.device("cpu")
+
+
+def small_run(layout: str, *overrides: str, model: str = "tiny-llama", micro_batches: int = 2) -> Run:
+    """Two steps of short sequences; enough micro-batches to accumulate."""
+    run = verification_run(layout, model, (), steps=2)
+    replica = run.layout.dp * run.layout.micro_batch
+    batch = f"training.global_batch={replica * micro_batches}"
+    sequence = f"training.sequence={max(8, run.layout.tp)}"
+    return verification_run(layout, model, (batch, sequence, *overrides), steps=2)
+
+
+def verdict(pool: Pool, run: Run) -> dict[str, Any]:
+    result = pool.run("cuboid.verify.compare:verify_rank", (run,), ranks=run.layout.world_size)[0]
+    assert isinstance(result, dict)
+    return result
+
+
+def assert_equal(pool: Pool, run: Run) -> None:
+    result = verdict(pool, run)
+    assert result["passed"], result
+
+
+def held_bytes(rank: int, run: Run) -> dict[str, int]:
+    """What a rank holds between steps: parameters, gradients, master weights, optimizer state."""
+    engine = build_engine(run, rank, CPU)
+    optimizer = Optimizer(engine, run.optimizer)
+    batches = micro_batches(make_source(run), run, 0, engine.groups.coordinates.dp, CPU)
+    train_step(engine, optimizer, batches, 1e-3)
+    total = {"parameters": 0, "gradients": 0, "master": 0}
+    for unit in engine.units:
+        for kind, count in unit.held_bytes().items():
+            total[kind] += count
+    return {**total, "optimizer": optimizer.state_bytes()}
+
+
+def losses(rank: int, run: Run) -> list[float]:
+    engine = build_engine(run, rank, CPU)
+    optimizer = Optimizer(engine, run.optimizer)
+    source = make_source(run)
+    result = []
+    for step in range(run.training.steps):
+        batches = micro_batches(source, run, step, engine.groups.coordinates.dp, CPU)
+        result.append(train_step(engine, optimizer, batches, run.learning_rate.peak).loss)
+    return result
+
+
+def poisoned_step(rank: int, run: Run) -> tuple[bool, bool]:
+    """One rank's weights are broken; every rank must see it and leave its own weights alone."""
+    engine = build_engine(run, rank, CPU)
+    optimizer = Optimizer(engine, run.optimizer)
+    if rank == run.layout.world_size - 1:
+        for piece in engine.units[-1].pieces():
+            piece.master.fill_(float("inf"))
+    before = [piece.master.clone() for piece in optimizer.pieces]
+    batches = micro_batches(make_source(run), run, 0, engine.groups.coordinates.dp, CPU)
+    result = train_step(engine, optimizer, batches, 1e-3)
+    unchanged = all(torch.equal(old, piece.master) for old, piece in zip(before, optimizer.pieces, strict=True))
+    return result.is_finite, unchanged
+
+
+def timed_actions(rank: int, run: Run) -> list[str]:
+    engine = build_engine(run, rank, CPU)
+    batches = micro_batches(make_source(run), run, 0, engine.groups.coordinates.dp, CPU)
+    train_step(engine, Optimizer(engine, run.optimizer), batches, 1e-3)
+    timing = engine.pipeline.timing
+    assert all(earlier.end <= later.start for earlier, later in zip(timing, timing[1:], strict=False))
+    return [str(timed.action) for timed in timing]
+
+
+def with_output(run: Run, **changes: Any) -> Run:
+    return dataclasses.replace(run, output=dataclasses.replace(run.output, **changes))

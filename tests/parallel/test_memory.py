@@ -1,0 +1,55 @@
+"""What a ZeRO stage says it splits is really not held: counted on the storage each rank has allocated between steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from cuboid.launch.pool import Pool
+from tests.parallel.cases import small_run
+
+
+def held(pool: Pool, layout: str, *overrides: str) -> list[dict[str, int]]:
+    run = small_run(layout, *overrides)
+    return pool.run("tests.parallel.cases:held_bytes", (run,), ranks=run.layout.world_size)
+
+
+def whole_bytes(*overrides: str) -> int:
+    return 8 * small_run("dp=1", *overrides).model.parameters
+
+
+def close(value: float, expected: float) -> bool:
+    return value == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("dp", [2, 4])
+def test_each_stage_splits_what_it_says(pool: Pool, dp: int) -> None:
+    whole = whole_bytes()
+    for zero in range(4):
+        for rank in held(pool, f"dp={dp},zero={zero}"):
+            assert close(rank["optimizer"], 2 * whole / (dp if zero >= 1 else 1))
+            assert close(rank["gradients"], whole / (dp if zero >= 2 else 1))
+            assert close(rank["parameters"] + rank["master"], whole / (dp if zero >= 3 else 1))
+            assert zero < 3 or rank["parameters"] == 0
+
+
+def test_hybrid_sharding_splits_over_the_shard_group_only(pool: Pool) -> None:
+    whole = whole_bytes()
+    for rank in held(pool, "dp=4,zero=1,shard=2"):
+        assert close(rank["optimizer"], 2 * whole / 2)
+
+
+def test_pipeline_and_tensor_ranks_hold_their_part(pool: Pool) -> None:
+    ranks = held(pool, "tp=2,pp=2,dp=2,zero=3")
+    total = sum(rank["optimizer"] for rank in ranks)
+    # Norms are whole on both tensor ranks, and odd vocabularies are padded: a little more than the model, never less.
+    assert 2 * whole_bytes() <= total <= 2 * whole_bytes() * 1.03
+
+
+def test_bf16_keeps_float32_master_weights_and_gradients(pool: Pool) -> None:
+    count = small_run("dp=1").model.parameters
+    (rank, _) = held(pool, "dp=2,zero=0", "training.precision=bf16")
+    assert close(rank["parameters"], 2 * count)
+    assert close(rank["master"], 4 * count)
+    assert close(rank["gradients"], 4 * count)
+    (rank, _) = held(pool, "dp=2,zero=1", "training.precision=bf16")
+    assert close(rank["master"], 4 * count / 2)
