@@ -52,6 +52,8 @@ class Fabric:
     outer_bandwidth: float
     """Bytes per second and accelerator that collectives reach between two nodes."""
     outer_latency: float = 1.2e-5
+    spill: float = 0.0
+    """Seconds a tensor-parallel collective loses when its group leaves the node, for two nodes."""
     partial: float = 1.0
     """Share of that bandwidth left to a group that has several ranks on a node but not the whole node."""
     decay: float = 0.0
@@ -90,7 +92,8 @@ class Engine:
     host_collective: float = 0.0
     """Seconds the host adds per layer pass where a tensor-parallel group communicates."""
     host_crossing: float = 0.0
-    """Seconds it adds per layer pass and tensor-parallel rank where the pipeline leaves the node."""
+    """Seconds it adds per layer pass and tensor-parallel rank where the pipeline leaves the node; more, by the root of
+    their number, where the tensor-parallel group itself spans nodes."""
     host_jitter: float = 0.0
     """Share the host's time per pass grows by with every further tensor-parallel rank: all wait for the slowest."""
     host_fallback: float = 0.0

@@ -14,7 +14,7 @@ from cuboid.cost.flops import model_flops_per_token
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.memory import Memory, memory_by_rank
 from cuboid.cost.pipeline import partition
-from cuboid.cost.step import PARTS, StepTime, step_time
+from cuboid.cost.step import PARTS, StepTime, stall_depth, step_time
 from cuboid.spec.accelerators import accelerator_names, accelerator_table
 from cuboid.spec.cluster import ClusterSpec
 from cuboid.spec.layout import Layout
@@ -111,7 +111,7 @@ def _thrash(time: StepTime, jobs: Jobs, memory: Array, chip: Chip, engine: Engin
     """Near the limit the allocator gives back and asks again within every micro-batch."""
     if not engine.thrash:
         return time
-    pressed = (memory > engine.thrash_above * chip.memory) * engine.thrash * jobs.micro_batches
+    pressed = (memory > engine.thrash_above * chip.memory) * engine.thrash * stall_depth(jobs) * jobs.micro_batches
     return replace(time, host=time.host + pressed)
 
 

@@ -94,7 +94,8 @@ def _exposed(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs) -> tuple[
     """Communication of one layer forward that compute waits for: tensor, context, expert; and the crossing flag."""
     size = 2 * jobs.tokens * shape.hidden
     tensor_group = group(fabric, jobs.tp, np.ones(()))
-    tensor = 2 * all_reduce(fabric, size, tensor_group) * (1 - engine.tensor_overlap)
+    lost = 2 * fabric.spill * (tensor_group.nodes - 1) ** 0.7
+    tensor = 2 * (all_reduce(fabric, size, tensor_group) * (1 - engine.tensor_overlap) + lost)
     context_group = group(fabric, jobs.cp, jobs.tp)
     keys = 4 * jobs.tokens * jobs.cp * np.maximum(shape.kv_heads / jobs.tp, 1) * shape.head_dim
     context = all_gather(fabric, keys, context_group) * (1 - engine.context_overlap)
@@ -125,7 +126,7 @@ def layer_times(
     """Seconds of one layer of one micro-batch."""
     tensor, context, expert, crosses = _exposed(engine, fabric, shape, jobs)
     every = engine.host_collective * (jobs.tp > 1) + engine.host_crossing * crosses * np.where(
-        jobs.tp > 1, jobs.tp, 0.0
+        jobs.tp > 1, jobs.tp * np.sqrt(np.maximum(jobs.tp / fabric.node, 1.0)), 0.0
     )
     odd = (np.floor(jobs.micro_batch * shape.heads / jobs.tp) % 4 > 0) * engine.host_fallback
     every = every + (engine.host_forward * (jobs.tp - 1) * engine.host_jitter) + odd
@@ -197,6 +198,11 @@ def _fully_sharded(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, tim
     return np.where(jobs.zero == 3, waits * layers + (gather + scatter), 0.0)
 
 
+def stall_depth(jobs: Jobs) -> Array:
+    """How much of a stall in one rank the others see: measured stalls grow up to four pipeline ranks, then no more."""
+    return np.asarray(np.minimum(np.log2(jobs.pp) + 1, 3.0) / 3.0)
+
+
 def step_time(shape: Shape, jobs: Jobs, chip: Chip, fabric: Fabric, engine: Engine, precision: str) -> StepTime:
     """Seconds of one step and where they go."""
     parts = kernels(shape, jobs, chip, engine, precision)
@@ -242,8 +248,7 @@ def step_time(shape: Shape, jobs: Jobs, chip: Chip, fabric: Fabric, engine: Engi
     host = engine.host_step + engine.host_micro_batch * micro_batches * (ranks > 1)
     if engine.host_unsharded:
         plain = (jobs.zero == 0) & (ranks > 1) & (jobs.dp > 1) & ((jobs.dp >= 4) | (jobs.world_size >= 64))
-        depth = np.minimum(np.log2(ranks) + 1, 3.0) / 3.0
-        host = host + engine.host_unsharded * depth * micro_batches * (plain & (shape.tied == 0))
+        host = host + engine.host_unsharded * stall_depth(jobs) * micro_batches * (plain & (shape.tied == 0))
     waits = {
         name: micro_batches * layers * (mean(name, 0) + mean(name, 1))
         for name in ("tensor", "context", "expert", "host")
