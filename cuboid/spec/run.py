@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import tomli_w
-
 from cuboid.errors import UserError
 from cuboid.spec.coding import check_types, decode, encode, field_types, require_known
 from cuboid.spec.layout import Layout, check, parse_layout_fields
 from cuboid.spec.load import build_model, dump_model, read_toml
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.overrides import apply_overrides
+from cuboid.spec.toml import dumps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +119,8 @@ class Run:
     learning_rate: LearningRateSpec = field(default_factory=LearningRateSpec)
     data: DataSpec = field(default_factory=DataSpec)
     output: OutputSpec = field(default_factory=OutputSpec)
+    plan: dict[str, object] = field(default_factory=dict, hash=False)
+    """What a planner predicted for this run; training keeps it and does not read it."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -148,7 +149,8 @@ def build_run(table: Mapping[str, object], overrides: Sequence[str] = (), *, fol
         raise UserError('model is missing; write model = "tiny-llama" or a [model] table')
     values: dict[str, Any] = {}
     for key, value in merged.items():
-        values[key] = build_model(value, folder) if key == "model" else decode(types[key], value, key)
+        values[key] = value if key == "plan" else decode(types[key], value, key) if key != "model" else None
+    values["model"] = build_model(merged["model"], folder)
     return Run(**values)
 
 
@@ -157,7 +159,7 @@ def dump_run(run: Run) -> str:
     table: dict[str, Any] = {"layout": str(run.layout), "model": dump_model(run.model)}
     for name in ("training", "optimizer", "learning_rate", "data", "output"):
         table[name] = encode(getattr(run, name))
-    return tomli_w.dumps(table)
+    return dumps({**table, "plan": run.plan} if run.plan else table)
 
 
 def _expand(key: str, value: object) -> dict[str, Any]:
