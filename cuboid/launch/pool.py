@@ -10,15 +10,27 @@ from __future__ import annotations
 import multiprocessing
 import os
 import tempfile
+import time
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, NamedTuple
 
 from cuboid.errors import RankError, UserError
 
 PRELOADED = ["cuboid.launch.preload"]
+
+
+class Answer(NamedTuple):
+    """What a rank says when its job is over."""
+
+    outcome: str
+    """done, refused (the user's to mend), failed, or died."""
+    value: Any
+    """The result, the sentence, or the traceback."""
+    moment: float
+    """On the clock all processes of the machine share."""
 
 
 def fork_server() -> Any:
@@ -47,12 +59,21 @@ def _serve(connection: Connection) -> None:
             result = resolve_name(function)(rank, *arguments)
             if ranks > 1:
                 dist.destroy_process_group()
-            connection.send(("done", result))
+            connection.send(Answer("done", result, time.monotonic()))
         except UserError as error:
-            connection.send(("refused", str(error)))
+            connection.send(Answer("refused", str(error), time.monotonic()))
         except BaseException:
-            connection.send(("failed", traceback.format_exc()))
+            connection.send(Answer("failed", traceback.format_exc(), time.monotonic()))
             raise
+
+
+def _receive(connection: Connection) -> Answer:
+    try:
+        answer: Answer = connection.recv()
+        return answer
+    except (EOFError, ConnectionResetError):
+        # Who said nothing died before anybody could miss it.
+        return Answer("died", None, 0.0)
 
 
 class Pool:
@@ -71,6 +92,8 @@ class Pool:
         order.
 
         The function is given by name, so that this process need not import what only the ranks use."""
+        if not all(process.is_alive() for process, _ in self._ranks):
+            self.close()
         while len(self._ranks) < ranks:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
@@ -91,20 +114,20 @@ class Pool:
                 self._abandon(
                     f"ranks {sorted(set(range(len(connections))) - set(results))} gave no answer in {timeout} s"
                 )
-            for rank, connection in enumerate(connections):
-                if connection not in ready:
-                    continue
-                try:
-                    outcome, value = connection.recv()
-                except (EOFError, ConnectionResetError):
-                    self._abandon(f"rank {rank} died")
-                if outcome == "refused":
-                    self.close()
-                    raise UserError(value)
-                if outcome == "failed":
-                    self._abandon(f"rank {rank} failed:\n{value}")
-                results[rank] = value
+            answers = {rank: _receive(c) for rank, c in enumerate(connections) if c in ready}
+            failures = [rank for rank, answer in answers.items() if answer.outcome != "done"]
+            if failures:
+                # Ranks that wait for a failed one fail in turn: the first is the cause.
+                first = min(failures, key=lambda rank: answers[rank].moment)
+                self._fail(first, answers[first])
+            results |= {rank: answer.value for rank, answer in answers.items()}
         return [results[rank] for rank in range(len(connections))]
+
+    def _fail(self, rank: int, answer: Answer) -> None:
+        if answer.outcome == "refused":
+            self.close()
+            raise UserError(answer.value)
+        self._abandon(f"rank {rank} died" if answer.outcome == "died" else f"rank {rank} failed:\n{answer.value}")
 
     def _abandon(self, reason: str) -> None:
         """The other ranks may wait for the failed one forever: end them all; the next job starts fresh ones."""

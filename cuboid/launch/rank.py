@@ -9,18 +9,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cuboid.errors import UserError
 from cuboid.launch.place import Place, find_place
+from cuboid.parallel.device import choose_device
 from cuboid.spec.run import Run
 from cuboid.train.trainer import train
-
-
-def choose_device(wanted: str, local_rank: int) -> torch.device:
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise UserError("training.device=cuda but this machine has no usable GPU; use device=cpu or device=auto")
-    if wanted == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
 def join(place: Place, device: torch.device) -> None:

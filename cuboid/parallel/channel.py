@@ -31,7 +31,7 @@ class _Inbox:
     def _post(self) -> None:
         if self._expected:
             tag, message = self._expected.popleft()
-            buffer = torch.empty_like(self._like)
+            buffer = torch.empty_like(self._like, device=transport_device(self._like, self._group))
             self._posted[message] = (dist.irecv(buffer, self._source, group=self._group.handle, tag=tag), buffer)
 
     def take(self, message: Message) -> Tensor:
@@ -41,7 +41,12 @@ class _Inbox:
         if not self._posted:
             self._post()
         work.wait()
-        return buffer
+        return buffer.to(self._like.device)
+
+
+def transport_device(like: Tensor, group: Group) -> torch.device:
+    """Gloo, which serves ranks that share a GPU, sends from host memory only."""
+    return torch.device("cpu") if dist.get_backend(group.handle) == "gloo" else like.device
 
 
 class Channels:
@@ -71,7 +76,7 @@ class Channels:
         group = self._group(self._rank, target)
         tag = self._sent_to[target]
         self._sent_to[target] += 1
-        tensor = tensor.contiguous()
+        tensor = tensor.contiguous().to(transport_device(tensor, group))
         self._sent.append((dist.isend(tensor, group.ranks[target], group=group.handle, tag=tag), tensor))
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()

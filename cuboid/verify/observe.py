@@ -11,6 +11,7 @@ from torch import Tensor
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.parallel.apply import Engine, build_engine
+from cuboid.parallel.device import choose_device
 from cuboid.parallel.gradients import counted_pieces
 from cuboid.parallel.unit import Part
 from cuboid.spec.run import Run
@@ -24,7 +25,7 @@ Contribution = list[tuple[Part, int, int, Tensor]]
 
 def observed_trace(run: Run, rank: int) -> Trace | None:
     """The trace on rank 0, None elsewhere. Every rank calls this."""
-    device = torch.device("cpu")
+    device = choose_device(run.training.device, rank)
     engine = build_engine(run, rank, device)
     optimizer = Optimizer(engine, run.optimizer)
     source = make_source(run)
@@ -46,7 +47,7 @@ def observed_trace(run: Run, rank: int) -> Trace | None:
 
 def _whole(engine: Engine, gradients: bool) -> Tensors:
     own: Contribution = [
-        (piece.part, piece.start, piece.stop, (piece.gradient if gradients else piece.master).clone())
+        (piece.part, piece.start, piece.stop, (piece.gradient if gradients else piece.master).cpu().clone())
         for piece in counted_pieces(engine)
     ]
     world = engine.groups.world

@@ -11,6 +11,7 @@ from cuboid.data.order import sample_at
 from cuboid.data.source import make_source
 from cuboid.model.initialize import initialize
 from cuboid.model.transformer import IGNORED, Transformer
+from cuboid.parallel.device import choose_device
 from cuboid.spec.run import Run
 from cuboid.train.learning_rate import learning_rate
 
@@ -33,8 +34,10 @@ class Trace:
 
 def reference_trace(run: Run) -> Trace:
     dtype = DTYPES[run.training.precision]
+    device = choose_device(run.training.device, 0)
     model = Transformer(run.model).to(dtype)
     initialize(run.model, model, run.training.seed)
+    model.to(device)
     parameters = dict(model.named_parameters())
     matrices = [parameter for parameter in parameters.values() if parameter.ndim > 1]
     vectors = [parameter for parameter in parameters.values() if parameter.ndim == 1]
@@ -53,7 +56,7 @@ def reference_trace(run: Run) -> Trace:
         tokens = sum(int((labels != IGNORED).sum()) for _, labels in samples)
         loss = 0.0
         for inputs, labels in samples:
-            part = model.loss(inputs.unsqueeze(0), labels.unsqueeze(0)) / max(tokens, 1)
+            part = model.loss(inputs.unsqueeze(0).to(device), labels.unsqueeze(0).to(device)) / max(tokens, 1)
             part.backward()
             loss += part.item()
         trace.losses.append(loss)
@@ -65,9 +68,9 @@ def reference_trace(run: Run) -> Trace:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(run.learning_rate, step, run.training.steps)
         optimizer.step()
-        trace.parameters.append({name: parameter.detach().clone() for name, parameter in parameters.items()})
+        trace.parameters.append({name: parameter.detach().cpu().clone() for name, parameter in parameters.items()})
     return trace
 
 
 def _gradient(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+    return (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).cpu().clone()

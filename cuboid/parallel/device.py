@@ -1,0 +1,16 @@
+"""Which device a rank computes on."""
+
+from __future__ import annotations
+
+import torch
+
+from cuboid.errors import UserError
+
+
+def choose_device(wanted: str, local_rank: int) -> torch.device:
+    """`auto` is a GPU where there is one; ranks share GPUs in turn where there are more ranks."""
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise UserError("training.device=cuda but this machine has no usable GPU; use device=cpu or device=auto")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
