@@ -15,6 +15,7 @@ from cuboid.errors import RankError, UserError
 from cuboid.spec.suggest import either, nearest_names
 
 VERBS = {
+    "plan": "Find the best layouts of a model on a cluster.",
     "train": "Train a model on a layout.",
     "verify": "Prove that a layout computes what one process computes.",
     "map": "Draw which rank sits where, and which links each group's traffic crosses.",

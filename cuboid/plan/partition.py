@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from cuboid.spec.model import ModelSpec
@@ -15,35 +17,89 @@ from cuboid.spec.model import ModelSpec
 def stage_layers(costs: Sequence[float], first: float, last: float, stages: int) -> list[range]:
     """`first` and `last`: what the embedding and the head add to the first and last stage.
 
-    Dynamic programming over (stages, layers): the largest stage cost first, then the sum of squares, so that among
-    equally slow splits the most even one is taken."""
+    The largest stage cost first, then the sum of squares: among equally slow splits the most even one is taken."""
+    same = len(set(costs)) == 1
+    boundaries = _equal(costs, first, last, stages) if same else _dynamic(costs, first, last, stages)
+    return [range(start, stop) for start, stop in pairwise(boundaries)]
+
+
+def _equal(costs: Sequence[float], first: float, last: float, stages: int) -> list[int]:
+    """Layers that cost the same: each goes to the stage that is cheapest so far, a later one of equals.
+
+    Costs of stages are convex in their layers, so this is optimal for the largest cost and for the sum of squares."""
+    each = costs[0]
+    counts = [1] * stages
+    extra = [0.0] * stages
+    extra[0] += first
+    extra[-1] += last
+    heap = [(each + extra[stage], -stage) for stage in range(stages)]
+    heapq.heapify(heap)
+    for _ in range(len(costs) - stages):
+        cost, stage = heap[0]
+        counts[-stage] += 1
+        heapq.heapreplace(heap, (cost + each, stage))
+    return [0, *accumulate(counts)]
+
+
+def _dynamic(costs: Sequence[float], first: float, last: float, stages: int) -> list[int]:
+    """Dynamic programming over (stages, layers), once for the largest cost and once for the squares under it."""
     layers = len(costs)
     total = [0.0, *accumulate(costs)]
 
     def cost(start: int, stop: int) -> float:
         return total[stop] - total[start] + (first if start == 0 else 0.0) + (last if stop == layers else 0.0)
 
-    # best[stop]: (largest cost, sum of squares, boundaries) of the stages so far, holding layers 0:stop.
-    best: dict[int, tuple[float, float, tuple[int, ...]]] = {
-        stop: (cost(0, stop), cost(0, stop) ** 2, (0, stop)) for stop in range(1, layers - stages + 2)
+    table = [[cost(start, stop) if start < stop else 0.0 for stop in range(layers + 1)] for start in range(layers)]
+    ends = [range(stage + 1, layers - (stages - 1 - stage) + 1) for stage in range(stages)]
+    largest = {stop: table[0][stop] for stop in ends[0]}
+    for stage in range(1, stages):
+        largest = {
+            stop: min(max(value, table[start][stop]) for start, value in largest.items() if start < stop)
+            for stop in ends[stage]
+        }
+    limit = largest[layers] * (1 + 1e-12)
+    best: dict[int, tuple[float, tuple[int, ...]]] = {
+        stop: (table[0][stop] ** 2, (0, stop)) for stop in ends[0] if table[0][stop] <= limit
     }
     for stage in range(1, stages):
         following = {}
-        for stop in range(stage + 1, layers - (stages - 1 - stage) + 1):
-            following[stop] = min(
-                (max(largest, cost(start, stop)), squares + cost(start, stop) ** 2, (*boundaries, stop))
-                for start, (largest, squares, boundaries) in best.items()
-                if start < stop
-            )
+        for stop in ends[stage]:
+            options = [
+                (squares + table[start][stop] ** 2, (*boundaries, stop))
+                for start, (squares, boundaries) in best.items()
+                if start < stop and table[start][stop] <= limit
+            ]
+            if options:
+                following[stop] = min(options)
         best = following
-    boundaries = best[layers][2]
-    return [range(start, stop) for start, stop in pairwise(boundaries)]
+    return list(best[layers][1])
+
+
+def layer_costs(model: ModelSpec, sequence: int) -> tuple[list[float], float]:
+    """Forward products per token of each layer, and of the head; looking tokens up costs nothing."""
+    mixture, latent = model.mixture, model.latent
+    if latent is None:
+        projections = model.hidden * model.head_dim * (2 * model.heads + 2 * model.kv_heads)
+        attention = sequence * model.heads * model.head_dim  # causal: half of two products over the sequence
+    else:
+        projections = model.attention_parameters()
+        attention = sequence * model.heads * (latent.qk_nope_dim + latent.qk_rope_dim + latent.v_dim) // 2
+    matrices = 3 if model.activation == "swiglu" else 2
+    dense = float(projections + attention + model.hidden * model.ffn * matrices)
+    if mixture is None:
+        return [dense] * model.layers, float(model.hidden * model.vocab)
+    width = mixture.top_k * mixture.expert_ffn + mixture.shared_ffn
+    routed = float(projections + attention + model.hidden * (width * matrices + mixture.experts))
+    costs = [dense] * mixture.first_dense_layers + [routed] * (model.layers - mixture.first_dense_layers)
+    return costs, float(model.hidden * model.vocab)
+
+
+@lru_cache(maxsize=1024)
+def _partition(model: ModelSpec, stages: int, sequence: int) -> tuple[range, ...]:
+    costs, head = layer_costs(model, sequence)
+    return tuple(stage_layers(costs, 0.0, head, stages))
 
 
 def partition(model: ModelSpec, stages: int, sequence: int) -> list[range]:
-    """Layers per stage, balanced by forward products per token; the head counts, looking tokens up costs nothing."""
-    projections = model.hidden * model.head_dim * (2 * model.heads + 2 * model.kv_heads)
-    feed_forward = model.hidden * model.ffn * (3 if model.activation == "swiglu" else 2)
-    attention = sequence * model.heads * model.head_dim  # causal: half of two products over the sequence
-    layer = float(projections + feed_forward + attention)
-    return stage_layers([layer] * model.layers, 0.0, float(model.hidden * model.vocab), stages)
+    """Layers per stage, balanced by forward products per token; the engine and the planner both ask here."""
+    return list(_partition(model, stages, sequence))

@@ -51,8 +51,8 @@ def require_known(key: str, options: Mapping[str, Any], where: str) -> None:
 def convert(value: object, hint: Any, where: str) -> Any:
     """`value` as the type `hint`, or a `UserError` that names the field `where`, its value and its type."""
     hint, optional = unwrap_optional(hint)
-    if value is None and optional:
-        return None
+    if (value is None and optional) or hint is object:
+        return value
     if get_origin(hint) is Literal:
         options = get_args(hint)
         if value not in options or not isinstance(value, str):

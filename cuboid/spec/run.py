@@ -147,10 +147,9 @@ def build_run(table: Mapping[str, object], overrides: Sequence[str] = (), *, fol
     apply_overrides(merged, overrides, types)
     if "model" not in merged:
         raise UserError('model is missing; write model = "tiny-llama" or a [model] table')
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {"plan": merged.pop("plan", {})}
     for key, value in merged.items():
-        values[key] = value if key == "plan" else decode(types[key], value, key) if key != "model" else None
-    values["model"] = build_model(merged["model"], folder)
+        values[key] = build_model(value, folder) if key == "model" else decode(types[key], value, key)
     return Run(**values)
 
 

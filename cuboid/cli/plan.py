@@ -1,0 +1,94 @@
+"""`cuboid plan MODEL CLUSTER --global-batch N --seq N`: the best layouts, and why the first one is."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cuboid.errors import UserError
+from cuboid.plan.choose import cheapest, fewest, plans
+from cuboid.plan.plan import GIB, Plan, dump_plan
+from cuboid.plan.question import Question, parse_fixed, parse_memory
+from cuboid.spec.cluster import load_cluster
+from cuboid.spec.model import load_model
+from cuboid.spec.suggest import nearest_names
+
+OBJECTIVES = ("time", "cost", "memory", "gpus")
+
+
+def command(
+    model: Annotated[str, typer.Argument(help="A catalog name, a TOML file or a Hugging Face config.json.")],
+    cluster: Annotated[str, typer.Argument(help="A name such as h100x1024, or a TOML file.")],
+    global_batch: Annotated[int, typer.Option(help="Sequences per optimizer step.")],
+    seq: Annotated[int, typer.Option(help="Tokens per sequence.")],
+    precision: Annotated[str, typer.Option(help="bf16, fp16, fp8 or float32.")] = "bf16",
+    top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 5,
+    objective: Annotated[str, typer.Option(help="time, cost, memory, or gpus (the fewest that meet --days).")] = "time",
+    fix: Annotated[list[str] | None, typer.Option(help="Decide a field yourself: tp=8, or tp=8,pp=4.")] = None,
+    max_memory: Annotated[str | None, typer.Option(help="Most a rank may hold: 60GiB or 90%; left out: 95%.")] = None,
+    engine: Annotated[str, typer.Option(help="Profile of costs: cuboid, megatron, nanotron, torchtitan, …")] = "cuboid",
+    beyond: Annotated[bool, typer.Option("--beyond", help="Also layouts Cuboid's engine cannot train yet.")] = False,
+    tokens: Annotated[float | None, typer.Option(help="Tokens to train on, for --objective gpus.")] = None,
+    days: Annotated[float | None, typer.Option(help="Days to train in, for --objective gpus.")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the best plan as a run file.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Find the best layouts of a model on a cluster.
+
+    Example: cuboid plan gpt3-175b a100-80gx1024 --global-batch 1536 --seq 2048 -o plan.toml
+    """
+    place = load_cluster(cluster)
+    question = Question(
+        model=load_model(model),
+        cluster=place,
+        global_batch=global_batch,
+        sequence=seq,
+        precision=precision,
+        engine=engine,
+        fixed=parse_fixed(fix or []),
+        memory_limit=parse_memory(max_memory, place.memory_gib * GIB) if max_memory else None,
+        beyond_engine=beyond,
+    )
+    found = _answer(question, objective, top, tokens, days)
+    if output is not None:
+        output.write_text(dump_plan(found[0]), encoding="utf-8")
+    if as_json:
+        print(json.dumps({"model": found[0].question.model.name, "plans": [as_row(plan) for plan in found]}))
+        return
+    from rich.console import Console
+
+    from cuboid.cli.plan_table import show
+
+    show(Console(highlight=False), found, output)
+
+
+def _answer(question: Question, objective: str, top: int, tokens: float | None, days: float | None) -> list[Plan]:
+    if objective not in OBJECTIVES:
+        raise UserError(f"unknown objective={objective}; use {' or '.join(nearest_names(objective, OBJECTIVES, 4))}")
+    if objective == "gpus":
+        if not tokens or not days or tokens <= 0 or days <= 0:
+            raise UserError("objective=gpus needs a deadline; add --tokens 300e9 --days 30")
+        return fewest(question, tokens=tokens, days=days, top=top)
+    if objective == "cost":
+        return cheapest(question, top=top)
+    return plans(question, top=top, objective=objective)
+
+
+def as_row(plan: Plan) -> dict[str, object]:
+    """A plan as JSON."""
+    return {
+        "layout": str(plan.layout),
+        "cluster": plan.question.cluster.name,
+        "step_seconds": plan.seconds,
+        "tokens_per_second_per_gpu": plan.tokens,
+        "mfu": plan.utilization,
+        "memory_gib": plan.peak / GIB,
+        "memory_share": plan.share,
+        "bubble": plan.bubble,
+        "layers_per_stage": plan.layers,
+        "step": plan.parts,
+        "memory": plan.memory,
+        "reasons": plan.reasons,
+        "warnings": plan.warnings,
+    }

@@ -1,0 +1,143 @@
+"""From a question to plans: search in closed form, simulate the finalists, say why the first one is first."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from cuboid.cost.flops import model_flops_per_token
+from cuboid.cost.inputs import Shape
+from cuboid.errors import UserError
+from cuboid.plan.ceiling import doubt
+from cuboid.plan.plan import Plan, make_plan, with_notes
+from cuboid.plan.problems import explain_nothing
+from cuboid.plan.question import Question
+from cuboid.plan.reasons import reasons
+from cuboid.plan.refine import Refined, actions, refine
+from cuboid.plan.search import Scores, score, search
+from cuboid.plan.sizes import resized, sizes
+from cuboid.plan.space import Space
+from cuboid.spec.layout import Layout, check
+
+SCORED = 96
+"""Best layouts in closed form from which finalists are taken."""
+FINALISTS = 12
+BUDGET = 60_000
+"""Actions of schedules simulated in all: what keeps an answer within a second."""
+
+
+def plans(question: Question, *, top: int = 5, objective: str = "time") -> list[Plan]:
+    """The best plans for the whole cluster, best first, the first one with reasons."""
+    world_size = question.cluster.accelerators
+    scores = search(question, world_size, keep=max(SCORED, 8 * top), objective=objective)
+    if not len(scores.space):
+        raise explain_nothing(question)
+    refined = finalists(question, scores, top)
+    if not refined:
+        raise explain_nothing(question)
+    refined.sort(
+        key=lambda entry: (entry.peak, entry.seconds) if objective == "memory" else (entry.seconds, entry.peak)
+    )
+    found = [planned(question, entry) for entry in refined]
+    first = with_notes(found[0], reasons(found[0]), warnings(found[0]), found[1 : 1 + max(top - 1, 2)])
+    return [first, *found[1:top]]
+
+
+def finalists(question: Question, scores: Scores, top: int) -> list[Refined]:
+    """Different layouts, simulated; those that turn out too full are replaced by the next."""
+    found: list[Refined] = []
+    spent = 0
+    for index in _different(scores):
+        layout = scores.space.layout(index)
+        cost = actions(layout, question.global_batch)
+        if len(found) >= top and (len(found) >= max(FINALISTS, top) or spent + cost > BUDGET):
+            break
+        entry = refine(question, scores, index)
+        spent += cost
+        if entry.peak <= question.limit:
+            found.append(entry)
+    return found
+
+
+def _different(scores: Scores) -> Iterator[int]:
+    """Positions, best first, the best of every schedule for the same ranks and micro-batch; then all the others."""
+    seen: Counter[tuple[int, ...]] = Counter()
+    later = []
+    degrees = np.stack([scores.space.columns[name] for name in ("dp", "tp", "pp", "cp", "ep", "micro_batch")])
+    for index, (key, schedule) in enumerate(zip(degrees.T.tolist(), scores.space.columns["schedule"], strict=True)):
+        same, alike = tuple(key), (*key, int(schedule))
+        if seen[alike] or seen[same] >= 3:
+            later.append(index)
+            continue
+        seen[same] += 1
+        seen[alike] += 1
+        yield index
+    yield from later
+
+
+def predict(question: Question, layout: Layout) -> Plan:
+    """The plan of one given layout, whether or not it fits."""
+    check(layout, question.model, global_batch=question.global_batch, sequence=question.sequence)
+    scores = score(question, Space.of([layout], question))
+    found = planned(question, refine(question, scores, 0))
+    return with_notes(found, reasons(found), warnings(found), [])
+
+
+def planned(question: Question, refined: Refined) -> Plan:
+    """A finalist as a plan."""
+    per_token = float(model_flops_per_token(Shape.of(question.model), np.array(question.sequence)))
+    plan = make_plan(question, refined, 0.0)
+    peak = question.machine.chip.peak["float32" if question.precision == "float32" else "bf16"]
+    return replace(plan, utilization=plan.tokens * per_token / peak)
+
+
+def warnings(plan: Plan) -> list[str]:
+    """What the user should know before believing or starting the plan."""
+    question = plan.question
+    found = [doubt(question.cluster.accelerator, question.cost_precision, plan.utilization)]
+    if plan.share > 0.95:
+        found.append(f"the fullest rank holds {plan.share:.0%} of its memory; above 95 % fragmentation may end the run")
+    untrainable = question.untrainable(plan.layout)
+    if untrainable:
+        found.append(f"Cuboid's engine cannot train this plan yet: {untrainable}")
+    elif question.precision in ("fp8", "fp16"):
+        found.append(f"Cuboid's engine trains this plan in bf16, not in {question.precision}")
+    return [sentence for sentence in found if sentence]
+
+
+def cheapest(question: Question, *, top: int = 5) -> list[Plan]:
+    """The plans that take the least accelerator time per token, on any part of the cluster."""
+    best = None
+    for accelerators in sizes(question.cluster):
+        smaller = resized(question, accelerators)
+        scores = search(smaller, accelerators, keep=1)
+        if len(scores.space):
+            cost = float(scores.seconds[0]) * accelerators
+            if best is None or cost < best[0]:
+                best = (cost, smaller)
+    if best is None:
+        raise explain_nothing(question)
+    return plans(best[1], top=top)
+
+
+def fewest(question: Question, *, tokens: float, days: float, top: int = 5) -> list[Plan]:
+    """The plans for the least accelerators that train so many tokens in so many days."""
+    steps = tokens / (question.global_batch * question.sequence)
+    seconds = days * 86400 / steps
+    quickest = float("inf")
+    for accelerators in sizes(question.cluster):
+        smaller = resized(question, accelerators)
+        scores = search(smaller, accelerators, keep=1)
+        if not len(scores.space):
+            continue
+        found = plans(smaller, top=top)
+        quickest = min(quickest, found[0].seconds)
+        if found[0].seconds <= seconds:
+            return found
+    if quickest == float("inf"):
+        raise explain_nothing(question)
+    raise UserError(
+        f"days={days:g} is too short for tokens={tokens:.4g} on {question.cluster.name}; "
+        f"use days={steps * quickest / 86400:.4g} or more accelerators"
+    )

@@ -1,0 +1,206 @@
+"""`Plan`: a layout with what is predicted of it, kept in a run file that `cuboid train` takes as it is.
+
+layout = "dp=8,tp=8,pp=16,zero=1"
+[model] …
+[training] …
+[plan]                                # this file's part: what the run was planned for, and what was predicted
+cluster = "a100-80gx1024"
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from cuboid.errors import UserError
+from cuboid.plan.question import Question
+from cuboid.plan.refine import Refined
+from cuboid.spec.cluster import ClusterSpec, load_cluster
+from cuboid.spec.coding import decode, encode
+from cuboid.spec.layout import Layout
+from cuboid.spec.run import OutputSpec, Run, TrainingSpec, dump_run, load_run
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """A layout that was not chosen."""
+
+    layout: str
+    step_seconds: float
+    memory_gib: float
+    parts: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A layout, what it was chosen for, and what it is predicted to cost."""
+
+    question: Question
+    layout: Layout
+    layers: tuple[int, ...]
+    """Layers per stage."""
+    parts: dict[str, float]
+    """Where the seconds of a step go; they add up to it."""
+    memory: tuple[dict[str, float], ...]
+    """For each pipeline rank bytes by kind; they add up to what the rank holds."""
+    bubble: float
+    utilization: float
+    """Model FLOPs over the 16-bit peak."""
+    reasons: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return sum(self.parts.values())
+
+    @property
+    def totals(self) -> list[float]:
+        """Bytes on each pipeline rank."""
+        return [sum(row.values()) for row in self.memory]
+
+    @property
+    def peak(self) -> float:
+        """Bytes on the fullest rank."""
+        return max(self.totals)
+
+    @property
+    def share(self) -> float:
+        """The fullest rank's share of its accelerator's memory."""
+        return self.peak / (self.question.cluster.memory_gib * GIB)
+
+    @property
+    def tokens(self) -> float:
+        """Tokens per second and accelerator."""
+        question = self.question
+        return question.global_batch * question.sequence / (self.seconds * self.layout.world_size)
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches each replica runs per step."""
+        return self.question.global_batch // (self.layout.dp * self.layout.micro_batch)
+
+    @property
+    def run(self) -> Run:
+        """What `cuboid train` does with the plan."""
+        question = self.question
+        trained = question.precision if question.precision in ("bf16", "float32") else "bf16"
+        training = TrainingSpec(
+            global_batch=question.global_batch,
+            sequence=question.sequence,
+            precision=cast(Literal["bf16", "float32"], trained),
+        )
+        output = OutputSpec(folder=f"runs/{question.model.name}")
+        return Run(model=question.model, layout=self.layout, training=training, output=output, plan=_table(self))
+
+
+def dump_plan(plan: Plan) -> str:
+    """The run file with the plan in it."""
+    return dump_run(plan.run)
+
+
+def load_plan(path: str | Path) -> Plan:
+    """The plan in a run file; a training that the user changed since keeps its own fields."""
+    run = load_run(path)
+    if not run.plan:
+        raise UserError(f"{path} has no [plan] section; write one with cuboid plan MODEL CLUSTER -o plan.toml")
+    return plan_of(run, str(path))
+
+
+def plan_of(run: Run, where: str = "plan") -> Plan:
+    """The plan a run carries."""
+    table = run.plan
+    try:
+        question = Question(
+            model=run.model,
+            cluster=_cluster(table["cluster"]),
+            global_batch=run.training.global_batch,
+            sequence=run.training.sequence,
+            precision=cast(str, table["precision"]),
+            engine=cast(str, table["engine"]),
+        )
+        rows = cast(list[dict[str, float]], table["memory"])
+        return Plan(
+            question=question,
+            layout=run.layout,
+            layers=tuple(cast(list[int], table["layers"])),
+            parts=dict(cast(dict[str, float], table["step"])),
+            memory=tuple({name: value for name, value in row.items() if name != "rank"} for row in rows),
+            bubble=cast(float, table["bubble"]),
+            utilization=cast(float, table["mfu"]),
+            reasons=tuple(cast(list[str], table.get("reasons", []))),
+            warnings=tuple(cast(list[str], table.get("warnings", []))),
+            alternatives=tuple(
+                decode(Alternative, entry, "plan.alternatives")
+                for entry in cast(list[dict[str, Any]], table.get("alternatives", []))
+            ),
+        )
+    except KeyError as missing:
+        raise UserError(f"{where} lacks plan.{missing.args[0]}; write it anew with cuboid plan … -o") from None
+    except (TypeError, AttributeError):
+        raise UserError(f"{where} has a broken [plan] section; write it anew with cuboid plan … -o") from None
+
+
+def make_plan(question: Question, refined: Refined, utilization: float) -> Plan:
+    """A plan without its reasons."""
+    return Plan(
+        question=question,
+        layout=refined.layout,
+        layers=refined.layers,
+        parts=refined.parts,
+        memory=refined.memory,
+        bubble=refined.bubble,
+        utilization=utilization,
+    )
+
+
+def as_alternative(plan: Plan) -> Alternative:
+    """A plan as the other plan that was not chosen."""
+    memory = round(plan.peak / GIB, 3)
+    return Alternative(layout=str(plan.layout), step_seconds=plan.seconds, memory_gib=memory, parts=dict(plan.parts))
+
+
+def with_notes(plan: Plan, reasons: list[str], warnings: list[str], others: list[Plan]) -> Plan:
+    """The plan with why it was chosen and over what."""
+    alternatives = tuple(as_alternative(other) for other in others)
+    return replace(plan, reasons=tuple(reasons), warnings=tuple(warnings), alternatives=alternatives)
+
+
+def _table(plan: Plan) -> dict[str, object]:
+    question = plan.question
+    return {
+        "cluster": _cluster_entry(question.cluster),
+        "engine": question.engine,
+        "precision": question.precision,
+        "step_seconds": plan.seconds,
+        "tokens_per_second_per_gpu": plan.tokens,
+        "mfu": plan.utilization,
+        "bubble": plan.bubble,
+        "memory_gib": plan.peak / GIB,
+        "memory_share": plan.share,
+        "layers": list(plan.layers),
+        "reasons": list(plan.reasons),
+        "warnings": list(plan.warnings),
+        "step": dict(plan.parts),
+        "memory": [{"rank": rank, **row} for rank, row in enumerate(plan.memory)],
+        "alternatives": [encode(entry) for entry in plan.alternatives],
+    }
+
+
+def _cluster_entry(cluster: ClusterSpec) -> object:
+    """The cluster's name where that says it all, else everything."""
+    try:
+        if load_cluster(cluster.name) == cluster:
+            return cluster.name
+    except UserError:
+        pass  # described by a file of its own
+    return {**encode(cluster), "tiers": [encode(tier) for tier in cluster.tiers]}
+
+
+def _cluster(entry: object) -> ClusterSpec:
+    if isinstance(entry, Mapping):
+        return decode(ClusterSpec, entry, "plan.cluster")
+    return load_cluster(str(entry))

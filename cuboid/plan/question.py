@@ -1,0 +1,117 @@
+"""What a planner is asked, and which parts of the answer the user has already decided."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from cuboid.cost.constants import Engine, engine_named
+from cuboid.cost.estimate import Machine, machine_of
+from cuboid.errors import UserError
+from cuboid.spec.cluster import ClusterSpec
+from cuboid.spec.coding import convert
+from cuboid.spec.layout import Layout, parse_layout_fields, require_positive
+from cuboid.spec.model import ModelSpec
+from cuboid.spec.run import Run, TrainingSpec
+from cuboid.spec.suggest import either, nearest_names
+from cuboid.spec.supported import check_supported
+
+PRECISIONS = ("bf16", "fp16", "fp8", "float32")
+DEFAULT_SHARE = 0.95
+"""Share of an accelerator's memory that a plan stays within unless asked otherwise: fragmentation needs the rest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A model to be trained on a cluster with a batch."""
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    global_batch: int
+    sequence: int
+    precision: str = "bf16"
+    engine: str = "cuboid"
+    """Whose profile of costs to use."""
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    """Layout fields the user has decided."""
+    memory_limit: float | None = None
+    """Most bytes a rank may hold; left out: 95 % of the accelerator's memory."""
+    beyond_engine: bool = False
+    """Also plan what the engine cannot train yet."""
+
+    def __post_init__(self) -> None:
+        require_positive("global_batch", self.global_batch)
+        require_positive("sequence", self.sequence)
+        if self.precision not in PRECISIONS:
+            near = either(f"precision={name}" for name in nearest_names(self.precision, PRECISIONS))
+            raise UserError(f"unknown precision={self.precision}; use {near}")
+        if self.precision == "fp8" and "fp8" not in self.cluster.peak_tflops:
+            raise UserError(f"precision=fp8 is not in {self.cluster.accelerator}; use precision=bf16")
+        model = self.model
+        if model.positions == "learned" and self.sequence > model.max_positions:
+            raise UserError(
+                f"seq={self.sequence} is longer than max_positions={model.max_positions} of {model.name}; "
+                f"use seq={model.max_positions} or less"
+            )
+        Layout(**{name: value for name, value in self.fixed.items() if name not in ("dp", "ep", "shard")})
+
+    @cached_property
+    def machine(self) -> Machine:
+        """The cluster with its calibration."""
+        return machine_of(self.cluster)
+
+    @cached_property
+    def profile(self) -> Engine:
+        """The engine's profile; a process on CPUs has no device context and no buffers of collectives there."""
+        profile = engine_named(self.engine)
+        on_cpu = self.cluster.accelerator == "cpu"
+        return replace(profile, fixed=min(profile.fixed, 0.25 * 2**30)) if on_cpu else profile
+
+    @property
+    def cost_precision(self) -> str:
+        """What the cost model calls the precision: one word for both 16-bit formats."""
+        return "bf16" if self.precision == "fp16" else self.precision
+
+    @property
+    def limit(self) -> float:
+        """Most bytes a rank may hold."""
+        return DEFAULT_SHARE * self.machine.chip.memory if self.memory_limit is None else self.memory_limit
+
+    def untrainable(self, layout: Layout) -> str:
+        """Why Cuboid's engine cannot train a layout of this model yet, or nothing."""
+        try:
+            sizes = TrainingSpec(global_batch=layout.dp * layout.micro_batch, sequence=layout.cp * layout.tp)
+            check_supported(Run(model=self.model, layout=layout, training=sizes))
+        except UserError as reason:
+            return str(reason)
+        return ""
+
+    @cached_property
+    def explores(self) -> frozenset[str]:
+        """Which of cp and ep to search: what the engine trains, or all where that is not the question."""
+        names = {"cp", "ep"} if self.model.mixture else {"cp"}
+        if self.beyond_engine or self.engine != "cuboid" or self.untrainable(Layout()):
+            return frozenset(names)
+        return frozenset(name for name in names if not self.untrainable(Layout.parse(f"dp=2,{name}=2")))
+
+
+def parse_fixed(parts: Sequence[str]) -> dict[str, Any]:
+    """`--fix tp=8 --fix pp=4,zero=1` as layout fields."""
+    return parse_layout_fields(",".join(parts))
+
+
+def parse_memory(text: str, capacity: float) -> float:
+    """`60`, `60GiB` or `90%` as bytes."""
+    number, unit = text.strip().lower().removesuffix("b").removesuffix("gi").removesuffix("g"), 2.0**30
+    if number.endswith("%"):
+        number, unit = number[:-1], capacity / 100
+    try:
+        value = float(convert(float(number), float, "max_memory")) * unit
+    except ValueError:
+        raise UserError(f"max-memory={text} is not a size; write it like 60GiB or 90%") from None
+    if not 0 < value <= capacity:
+        raise UserError(
+            f"max-memory={text} is outside the accelerator's {capacity / 2**30:.4g} GiB; "
+            f"use max-memory={capacity / 2**30:.4g} or less"
+        )
+    return value

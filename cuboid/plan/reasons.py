@@ -1,0 +1,64 @@
+"""Why a layout is what it is, in a few lines with numbers."""
+
+from cuboid.plan.plan import GIB, Plan
+
+WORDS = {
+    "compute": "computing",
+    "tensor": "tensor-parallel collectives",
+    "context": "context-parallel traffic",
+    "expert": "tokens to experts",
+    "host": "the host",
+    "bubble": "the pipeline bubble",
+    "transfer": "transfers between stages",
+    "data": "gradients and parameters between replicas",
+    "optimizer": "the optimizer",
+    "straggler": "waiting for the slowest node",
+}
+
+
+def reasons(plan: Plan) -> list[str]:
+    """What each dimension is for."""
+    layout, question = plan.layout, plan.question
+    cluster = question.cluster
+    domain, parameters = cluster.tiers[0].size, question.model.parameters
+    found = []
+    if layout.tp > 1:
+        inside = "stays within" if layout.tp <= domain else "leaves"
+        found.append(
+            f"tp={layout.tp} splits every layer and {inside} the {domain} accelerators of one {cluster.tiers[0].name} "
+            f"domain; its collectives cost {_share(plan, 'tensor')} of the step"
+        )
+    if layout.pp > 1:
+        found.append(
+            f"pp={layout.pp} ({layout.schedule}{f', {layout.vpp} stages a rank' if layout.vpp > 1 else ''}) leaves "
+            f"{min(plan.layers)} to {max(plan.layers)} layers a stage; {plan.micro_batches} micro-batches keep the "
+            f"bubble at {plan.bubble:.1%}"
+        )
+    if layout.cp > 1:
+        found.append(f"cp={layout.cp} leaves {question.sequence // layout.cp} tokens of a sequence to a rank")
+    if layout.ep > 1:
+        found.append(f"ep={layout.ep} spreads the experts; moving tokens costs {_share(plan, 'expert')} of the step")
+    if layout.dp > 1:
+        split = {0: "nothing", 1: "the optimizer state", 2: "optimizer state and gradients", 3: "all states"}
+        found.append(
+            f"dp={layout.dp} replicas of {parameters / 1e9:.4g} B parameters share {split[layout.zero]} "
+            f"(zero={layout.zero}); their traffic costs {_share(plan, 'data')} of the step"
+        )
+    again = {"none": "no", "selective": "selective", "full": "full"}[layout.recompute]
+    fullest = plan.totals.index(plan.peak)
+    found.append(
+        f"{again} recomputation: pipeline rank {fullest} is the fullest with {plan.peak / GIB:.1f} of "
+        f"{cluster.memory_gib:.1f} GiB"
+    )
+    return found
+
+
+def _share(plan: Plan, part: str) -> str:
+    return f"{plan.parts[part] / plan.seconds:.1%}"
+
+
+def losses(chosen: dict[str, float], other: dict[str, float], count: int = 2) -> str:
+    """Where another layout loses most against the chosen one."""
+    differences = sorted(((other[name] - chosen[name], name) for name in chosen), reverse=True)
+    lost = [f"{difference:+.3g} s {WORDS[name]}" for difference, name in differences[:count] if difference > 0]
+    return ", ".join(lost)

@@ -1,0 +1,47 @@
+"""The same cluster with fewer or more accelerators."""
+
+from dataclasses import replace
+
+from cuboid.plan.question import Question
+from cuboid.spec.cluster import ClusterSpec
+
+
+def resized_cluster(cluster: ClusterSpec, accelerators: int) -> ClusterSpec:
+    """The cluster with so many accelerators: whole nodes, or a part of one."""
+    per_node = min(cluster.accelerators_per_node, accelerators)
+    tiers = []
+    for tier in cluster.tiers:
+        last = tier is cluster.tiers[-1] or tier.size >= accelerators
+        tiers.append(replace(tier, size=accelerators if last else tier.size))
+        if last:
+            break
+    name = cluster.name.rpartition("x")[0] or cluster.accelerator
+    return replace(
+        cluster,
+        name=f"{name}x{accelerators}",
+        nodes=accelerators // per_node,
+        accelerators_per_node=per_node,
+        tiers=tuple(tiers),
+    )
+
+
+def resized(question: Question, accelerators: int) -> Question:
+    """The question for so many accelerators."""
+    if accelerators == question.cluster.accelerators:
+        return question
+    return replace(question, cluster=resized_cluster(question.cluster, accelerators))
+
+
+def sizes(cluster: ClusterSpec) -> list[int]:
+    """Parts of the cluster worth a look: 1, 2, 3, 4, 6, 8, 12, … nodes and the whole, and parts of one node."""
+    node = cluster.accelerators_per_node
+    found = {cluster.accelerators}
+    power = 1
+    while power <= cluster.accelerators:
+        found |= {size for size in (power, 3 * power) if size <= cluster.accelerators and _fits(size, node)}
+        power *= 2
+    return sorted(found)
+
+
+def _fits(size: int, node: int) -> bool:
+    return size % node == 0 if size > node else node % size == 0

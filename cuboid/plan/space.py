@@ -1,0 +1,153 @@
+"""Every layout worth a look, as columns of numbers.
+
+Left out is only what another layout of the space is never worse than, in time and in memory: schedules without a
+pipeline, GPipe (as long as 1F1B and fuller), ZeRO without replicas, no sequence parallelism where it is possible, and
+selective recomputation where attention keeps no scores. What the user fixes is never left out.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import gcd
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuboid.cost.inputs import RECOMPUTE, Jobs
+from cuboid.plan.question import Question
+from cuboid.spec.layout import SCHEDULES, STAGES_PER_RANK, Layout
+
+Column = NDArray[np.int64]
+NAMES = (
+    "dp", "tp", "pp", "cp", "ep", "micro_batch", "sequence_parallel", "recompute", "zero", "shard", "schedule", "vpp",
+)  # fmt: skip
+PLAIN = SCHEDULES.index("1f1b")
+
+
+@dataclass(frozen=True)
+class Space:
+    """Layouts in columns; recompute and schedule are positions in their lists of names."""
+
+    columns: dict[str, Column]
+    global_batch: int
+    sequence: int
+
+    def __len__(self) -> int:
+        return len(self.columns["dp"])
+
+    def take(self, which: NDArray[Any]) -> "Space":
+        """Some of the layouts, by position or by mask."""
+        return Space({name: column[which] for name, column in self.columns.items()}, self.global_batch, self.sequence)
+
+    @cached_property
+    def jobs(self) -> Jobs:
+        """The layouts as the cost model reads them."""
+        return Jobs.make(**self.columns, global_batch=self.global_batch, sequence=self.sequence)
+
+    def layout(self, index: int) -> Layout:
+        """One of them."""
+        values: dict[str, Any] = {name: int(column[index]) for name, column in self.columns.items()}
+        values["schedule"] = SCHEDULES[values["schedule"]]
+        values["recompute"] = RECOMPUTE[values["recompute"]]
+        values["sequence_parallel"] = bool(values["sequence_parallel"])
+        return Layout(**values)
+
+    @classmethod
+    def of(cls, layouts: list[Layout], question: Question) -> "Space":
+        """Given layouts."""
+        rows: list[dict[str, Any]] = [{name: getattr(layout, name) for name in NAMES} for layout in layouts]
+        for row in rows:
+            row["schedule"] = SCHEDULES.index(row["schedule"])
+            row["recompute"] = RECOMPUTE.index(row["recompute"])
+        columns = {name: np.array([row[name] for row in rows], dtype=np.int64) for name in NAMES}
+        return cls(columns, question.global_batch, question.sequence)
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, smallest first."""
+    small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
+
+
+def degrees(question: Question, world_size: int) -> Iterator[tuple[int, int, int, int, int]]:
+    """Every (dp, tp, pp, cp, ep) that the model, the batch and the cluster allow."""
+    model, fixed = question.model, question.fixed
+    experts = model.mixture.experts if model.mixture else 1
+
+    def allowed(name: str, options: list[int]) -> list[int]:
+        return [value for value in options if name not in fixed or fixed[name] == value]
+
+    context = divisors(gcd(question.sequence, world_size)) if "cp" in question.explores or "cp" in fixed else [1]
+    expert = divisors(experts) if "ep" in question.explores or "ep" in fixed else [1]
+    for tp in allowed("tp", divisors(gcd(model.heads, model.ffn, world_size))):
+        for pp in allowed("pp", [pp for pp in divisors(world_size // tp) if pp <= model.layers]):
+            for cp in allowed("cp", [cp for cp in context if world_size // (tp * pp) % cp == 0]):
+                dp = world_size // (tp * pp * cp)
+                if question.global_batch % dp or fixed.get("dp", dp) != dp:
+                    continue
+                for ep in allowed("ep", [ep for ep in expert if dp * cp * tp % ep == 0]):
+                    yield dp, tp, pp, cp, ep
+
+
+def bases(question: Question, world_size: int) -> Space:
+    """Everything but the schedule, which is 1F1B here where that is allowed."""
+    fixed, engine = question.fixed, question.profile
+    recompute = [0, 2] if engine.fused_attention else [0, 1, 2]
+    if "recompute" in fixed:
+        recompute = [RECOMPUTE.index(fixed["recompute"])]
+    rows: list[tuple[int, ...]] = []
+    for dp, tp, pp, cp, ep in degrees(question, world_size):
+        stages = [fixed["zero"]] if "zero" in fixed else ([0, 1, 2, 3] if dp * cp > 1 else [0])
+        shard = fixed.get("shard", 0)
+        if shard:
+            stages = [zero for zero in stages if zero and dp % shard == 0]
+        for micro_batch in divisors(question.global_batch // dp):
+            if fixed.get("micro_batch", micro_batch) != micro_batch:
+                continue
+            splits = micro_batch * question.sequence // cp % tp == 0
+            sequence_parallel = tp > 1 and fixed.get("sequence_parallel", splits)
+            if sequence_parallel and not splits:
+                continue
+            rows += [
+                (dp, tp, pp, cp, ep, micro_batch, sequence_parallel, again, zero, shard if zero else 0)
+                for again in recompute
+                for zero in stages
+            ]
+    table = np.array(rows, dtype=np.int64).reshape(len(rows), len(NAMES) - 2).T
+    columns = dict(zip(NAMES, table, strict=False))
+    ones = np.ones(len(rows), dtype=np.int64)
+    return Space({**columns, "schedule": PLAIN * ones, "vpp": ones}, question.global_batch, question.sequence)
+
+
+def schedules(question: Question, pp: int) -> list[tuple[int, int]]:
+    """Every (position of the schedule, stages per rank) for a number of pipeline ranks."""
+    fixed, layers = question.fixed, question.model.layers
+    if "schedule" in fixed:
+        names = [fixed["schedule"]]
+    elif pp == 1 and "vpp" not in fixed:
+        names = ["1f1b"]
+    else:
+        names = [name for name in SCHEDULES if name != "gpipe"]
+    found = []
+    for name in names:
+        number = STAGES_PER_RANK[name]
+        for vpp in [number] if number else range(2, layers // pp + 1):
+            if vpp * pp <= layers and fixed.get("vpp", vpp) == vpp:
+                found.append((SCHEDULES.index(name), vpp))
+    return found
+
+
+def scheduled(question: Question, space: Space) -> Space:
+    """Every base with every schedule."""
+    parts: list[NDArray[np.int64]] = []
+    options: list[NDArray[np.int64]] = []
+    for pp in np.unique(space.columns["pp"]):
+        pairs = np.array(schedules(question, int(pp)), dtype=np.int64).reshape(-1, 2)
+        where = np.flatnonzero(space.columns["pp"] == pp)
+        parts.append(np.repeat(where, len(pairs)))
+        options.append(np.tile(pairs, (len(where), 1)))
+    chosen = space.take(np.concatenate(parts)) if parts else space
+    pairs = np.concatenate(options) if options else np.empty((0, 2), dtype=np.int64)
+    columns = {**chosen.columns, "schedule": pairs[:, 0], "vpp": pairs[:, 1]}
+    return Space(columns, space.global_batch, space.sequence)

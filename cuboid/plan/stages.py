@@ -1,0 +1,130 @@
+"""What each pipeline rank holds under the engine's own partition, and how long its layers take."""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+
+from cuboid.cost.compute import Kernels, kernels
+from cuboid.cost.inputs import Array, Jobs, Shape
+from cuboid.cost.pipeline import partition as assumed_partition
+from cuboid.cost.step import LayerTimes, layer_times
+from cuboid.plan.partition import partition
+from cuboid.plan.question import Question
+from cuboid.plan.space import Space
+from cuboid.spec.layout import SCHEDULES, V_SHAPED
+from cuboid.spec.model import ModelSpec
+
+
+@dataclass(frozen=True)
+class Held:
+    """Layers of every stage, and which rank it is on."""
+
+    dense: Array
+    """Layers without experts, per stage."""
+    mixture: Array
+    """Layers with experts, per stage."""
+    rank: tuple[int, ...]
+
+    def by_rank(self, per_stage: Array) -> Array:
+        """Sums over the stages of each rank."""
+        return np.asarray(np.bincount(self.rank, weights=per_stage), dtype=np.float64)
+
+    @property
+    def layers(self) -> Array:
+        """Layers per rank."""
+        return self.by_rank(self.dense + self.mixture)
+
+    @cached_property
+    def different_ranks(self) -> Array:
+        """Layers without and with experts, embedding and head of each rank, ranks that are alike once."""
+        first, last = self.ends()
+        ranks = zip(self.by_rank(self.dense), self.by_rank(self.mixture), first, last, strict=True)
+        return np.array(sorted(set(ranks))).T
+
+    def ends(self) -> tuple[Array, Array]:
+        """Per rank 1 where it holds the embedding, and 1 where it holds the head."""
+        first, last = np.zeros(len(self.rank)), np.zeros(len(self.rank))
+        first[0] = last[-1] = 1.0
+        return self.by_rank(first), self.by_rank(last)
+
+
+@lru_cache(maxsize=1024)
+def held(model: ModelSpec, schedule: str, pp: int, vpp: int, sequence: int) -> Held:
+    """The partition of a model over a pipeline."""
+    stages = pp * vpp
+    leading = model.layers if model.mixture is None else model.mixture.first_dense_layers
+    parts = partition(model, stages, sequence)
+    dense = np.array([len(range(part.start, min(part.stop, leading))) for part in parts], dtype=np.float64)
+    layers = np.array([len(part) for part in parts], dtype=np.float64)
+    vee = schedule in V_SHAPED
+    rank = tuple(min(stage, 2 * pp - 1 - stage) if vee else stage % pp for stage in range(stages))
+    return Held(dense, layers - dense, rank)
+
+
+@dataclass(frozen=True)
+class LayerSeconds:
+    """Seconds of one micro-batch, one entry per layout: a layer of each kind, the embedding and the head."""
+
+    parts: Kernels
+    times: LayerTimes
+
+    @classmethod
+    def of(cls, question: Question, jobs: Jobs) -> "LayerSeconds":
+        """Those of some layouts."""
+        shape, engine, machine = Shape.of(question.model), question.profile, question.machine
+        parts = kernels(shape, jobs, machine.chip, engine, question.cost_precision)
+        return cls(parts, layer_times(shape, jobs, machine.fabric, engine, parts, question.cost_precision))
+
+    @property
+    def dense(self) -> Array:
+        """A layer without experts, forward and backward."""
+        forward, backward = self.times.dense
+        return forward.total + backward.total
+
+    @property
+    def mixture(self) -> Array:
+        """A layer with experts, forward and backward."""
+        forward, backward = self.times.mixture
+        return forward.total + backward.total
+
+    @property
+    def head(self) -> Array:
+        """The head and the loss, forward and backward."""
+        return self.parts.head_forward + self.parts.head_backward
+
+
+def assumed_slowest(question: Question, space: Space, seconds: LayerSeconds) -> Array:
+    """Seconds of one micro-batch on the slowest rank as the cost model splits the layers."""
+    shape = Shape.of(question.model)
+    stage = assumed_partition(shape, space.jobs, question.profile)
+    share = np.where(shape.experts > 0, shape.dense_layers / shape.layers, 1.0)
+    layer = share * seconds.dense + (1 - share) * seconds.mixture
+    ends = np.maximum(stage.first * layer + seconds.parts.embedding, stage.last * layer + seconds.head)
+    alone = shape.layers * layer + seconds.parts.embedding + seconds.head
+    return np.where(stage.first >= shape.layers, alone, np.maximum(ends, stage.middle * layer))
+
+
+def everything(question: Question, seconds: LayerSeconds) -> Array:
+    """Seconds of one micro-batch on all ranks together."""
+    shape = Shape.of(question.model)
+    body = shape.dense_layers * seconds.dense + (shape.layers - shape.dense_layers) * seconds.mixture
+    return body + seconds.parts.embedding + seconds.head
+
+
+def real_slowest(question: Question, space: Space, seconds: LayerSeconds) -> Array:
+    """Seconds of one micro-batch on the slowest rank as the engine splits the layers."""
+    columns = space.columns
+    dense, mixture, head, embedding = np.broadcast_arrays(
+        seconds.dense, seconds.mixture, seconds.head, seconds.parts.embedding
+    )
+    slowest = np.zeros(len(space))
+    kinds = (columns["pp"] * 1_000 + columns["vpp"]) * len(SCHEDULES) + columns["schedule"]
+    order = np.argsort(kinds, kind="stable")
+    found, starts = np.unique(kinds[order], return_index=True)
+    seconds_of = np.stack([dense, mixture, embedding, head], axis=1)
+    for kind, where in zip(found.tolist(), np.split(order, starts[1:]), strict=True):
+        stages, schedule = divmod(kind, len(SCHEDULES))
+        part = held(question.model, SCHEDULES[schedule], *divmod(stages, 1_000), question.sequence)
+        slowest[where] = (seconds_of[where] @ part.different_ranks).max(axis=1)
+    return slowest
