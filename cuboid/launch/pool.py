@@ -92,8 +92,8 @@ class Pool:
         order.
 
         The function is given by name, so that this process need not import what only the ranks use."""
-        if not all(process.is_alive() for process, _ in self._ranks):
-            self.close()
+        if any(connection.poll() for _, connection in self._ranks):
+            self.close()  # an idle rank has nothing to say: what can be read there is its end
         while len(self._ranks) < ranks:
             ours, theirs = self._context.Pipe()
             process = self._context.Process(target=_serve, args=(theirs,), daemon=True)

@@ -1,0 +1,62 @@
+"""What the tests of the pool let its ranks do; they are found by name, as `tests.launch.jobs:function`."""
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+from cuboid.errors import UserError
+
+
+def describe(rank: int, word: str) -> tuple[int, str, bool]:
+    return rank, word, dist.is_initialized()
+
+
+def process_id(rank: int) -> int:
+    return os.getpid()
+
+
+def sum_of_ranks(rank: int) -> tuple[float, int, int]:
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total)
+    return total.item(), dist.get_rank(), dist.get_world_size()
+
+
+def around_the_ring(rank: int) -> int:
+    """Each rank passes its number on and returns the one it was given."""
+    ranks = dist.get_world_size()
+    received = torch.zeros(1, dtype=torch.int64)
+    request = dist.isend(torch.tensor([rank]), (rank + 1) % ranks)
+    dist.recv(received, (rank - 1) % ranks)
+    request.wait()
+    return int(received.item())
+
+
+def fail_on(rank: int, failing: int) -> None:
+    """One rank fails while the others wait for it."""
+    if rank == failing:
+        raise ValueError(f"rank {rank} has a reason")
+    dist.barrier()
+
+
+def refuse_on(rank: int, refusing: int) -> None:
+    if rank == refusing:
+        raise UserError("model.vocab=3 is too small; use vocab=4 or more")
+    dist.barrier()
+
+
+def die_on(rank: int, dying: int) -> None:
+    if rank == dying:
+        os._exit(3)
+    dist.barrier()
+
+
+def sleep_on(rank: int, sleeping: int) -> int:
+    if rank == sleeping:
+        time.sleep(600)
+    return rank
+
+
+def unsendable(rank: int) -> object:
+    return lambda: rank
