@@ -8,16 +8,17 @@ from cuboid.spec.run import LearningRateSpec
 
 
 def learning_rate(spec: LearningRateSpec, step: int, steps: int) -> float:
-    """`step` counts from 0. Warm-up is linear and reaches the peak at its last step; every schedule ends near the
-    minimum."""
+    """`step` counts from 0. Warm-up is linear and reaches the peak at its last step; cosine and wsd reach the minimum
+    at the last step of all."""
     if step < spec.warmup_steps:
         return spec.peak * (step + 1) / spec.warmup_steps
     minimum = spec.peak * spec.minimum_ratio
+    left = max(1, steps - spec.warmup_steps)
     if spec.schedule == "cosine":
-        progress = (step - spec.warmup_steps) / max(1, steps - spec.warmup_steps)
+        progress = (step - spec.warmup_steps) / max(1, left - 1)
         return minimum + (spec.peak - minimum) * (1 + math.cos(math.pi * min(1.0, progress))) / 2
     if spec.schedule == "wsd":
-        decay = spec.decay_steps or max(1, steps // 5)
-        progress = (step - (steps - decay)) / decay
+        decay = min(spec.decay_steps or max(1, steps // 5), left)
+        progress = (step + 1 - (steps - decay)) / decay
         return spec.peak - (spec.peak - minimum) * min(1.0, max(0.0, progress))
     return spec.peak
