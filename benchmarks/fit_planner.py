@@ -1,5 +1,8 @@
 """Calibrates the constants of the cost model on published runs: `python benchmarks/fit_planner.py [stage ...] [--dry]`.
 
+`--without TEXT` checks a stage on models it has not seen: it fits without the runs whose source and model contain the text
+(`playbook Llama-like-8B`), leaves the files alone, and prints the errors on those runs.
+
 Needs scipy. Only rows whose hashed id is not held out (published_rows.py) are seen. Each stage fits the named constants of
 some accelerators, fabrics and engines on the runs of some sources, starting from the values in cuboid/cost/data, and writes
 the result back there. The loss is a soft absolute error of the logarithm, so that a few broken runs do not bend the physics;
@@ -84,12 +87,12 @@ class Batch:
     weight: np.ndarray
 
 
-def batches(stage: Stage, runs: Sequence[Run]) -> list[Batch]:
-    """The runs a stage sees, stacked."""
+def batches(stage: Stage, runs: Sequence[Run], unseen: bool = False) -> list[Batch]:
+    """The runs a stage sees, stacked; with `unseen` the held-out ones too."""
     groups: dict[tuple[str, ...], list[Run]] = {}
     for run in runs:
         truth = run.memory if stage.memory else run.seconds
-        if run.case is None or run.held_out or run.out_of_memory or not np.isfinite(truth):
+        if run.case is None or run.out_of_memory or not np.isfinite(truth) or (run.held_out and not unseen):
             continue
         if run.source not in stage.sources or not re.match(stage.chips, run.case.chip):
             continue
@@ -208,7 +211,15 @@ def _all(prefix: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{prefix}::{name}" for name in names)
 
 
-HOST = ("host_forward", "host_backward", "host_collective", "host_jitter", "host_fallback", "host_micro_batch", "host_step")
+HOST = (
+    "host_forward",
+    "host_backward",
+    "host_collective",
+    "host_jitter",
+    "host_fallback",
+    "host_micro_batch",
+    "host_step",
+)
 AMPERE, HOPPER = "chip:a100-80g|a100-40g", "chip:h100-80g|h200|h100-96g"
 KERNELS = ("kernel_floor", "memory_efficiency", "narrow", "attention_forward", "attention_backward")
 NEMO, BRIDGE = "engine:nemo", "engine:megatron-bridge"
@@ -217,7 +228,18 @@ STAGES = (
     Stage(
         "ampere-hopper",
         (
-            *("vtrain-single", "vtrain-multi", "bs176", "bloom", "korth-t5", "zb", "internevo", "llmf", "llmf-old", "fms"),
+            *(
+                "vtrain-single",
+                "vtrain-multi",
+                "bs176",
+                "bloom",
+                "korth-t5",
+                "zb",
+                "internevo",
+                "llmf",
+                "llmf-old",
+                "fms",
+            ),
             *("torchtitan", "dgxc", "dgxc-log", "nemo2407", "nemo2407a", "nemo-longseq", "mlm-llama", "tinyllama"),
         ),
         (
@@ -225,8 +247,17 @@ STAGES = (
             *_all(HOPPER, *KERNELS),
             *_all("chip:h100-80g|h200", "linear_efficiency.bf16", "linear_efficiency.fp8"),
             *_all("chip:h100-96g", "linear_efficiency.bf16", "linear_efficiency.fp8"),
-            *_all("engine:megatron-deepspeed", *HOST, "attention_scale", "hidden_traffic", "loss_traffic", "transfer_exposed"),
-            *_all("fabric:vtrain", "partial", "decay", "inner_latency", "inner_bandwidth", "outer_bandwidth", "straggler"),
+            *_all(
+                "engine:megatron-deepspeed",
+                *HOST,
+                "attention_scale",
+                "hidden_traffic",
+                "loss_traffic",
+                "transfer_exposed",
+            ),
+            *_all(
+                "fabric:vtrain", "partial", "decay", "inner_latency", "inner_bandwidth", "outer_bandwidth", "straggler"
+            ),
             *_all("fabric:jean-zay-a100", "partial", "inner_bandwidth", "outer_bandwidth", "straggler"),
             *_all("engine:fsdp", "hidden_traffic", "ffn_traffic", "loss_traffic", "linear_scale", "attention_scale"),
             "fabric:mosaic-a100::outer_bandwidth",
@@ -239,7 +270,14 @@ STAGES = (
             *_all(NEMO, "gradient_overlap", "gather_overlap", "context_overlap", "attention_scale", "linear_scale"),
             *_all(NEMO, "expert_overlap", "grouped_scale", "routing_traffic"),
             *_all("fabric:h100", "inner_bandwidth", "outer_bandwidth", "straggler", "inner_latency"),
-            *_all("engine:torchtitan", "linear_scale", "hidden_traffic", "cast_traffic", "tensor_overlap", "attention_scale"),
+            *_all(
+                "engine:torchtitan",
+                "linear_scale",
+                "hidden_traffic",
+                "cast_traffic",
+                "tensor_overlap",
+                "attention_scale",
+            ),
             *_all("engine:maxtext", "linear_scale", "shard_overlap"),
         ),
         chips="[ah]",
@@ -259,7 +297,9 @@ STAGES = (
         ("playbook",),
         (
             *_all("engine:nanotron", "host_forward", "host_backward", "host_crossing", "host_micro_batch", "host_step"),
-            *_all("engine:nanotron", "linear_scale", "hidden_traffic", "ffn_traffic", "loss_traffic", "attention_scale"),
+            *_all(
+                "engine:nanotron", "linear_scale", "hidden_traffic", "ffn_traffic", "loss_traffic", "attention_scale"
+            ),
             *_all("engine:nanotron", "gradient_overlap", "transfer_exposed", "tensor_overlap"),
             *_all("fabric:playbook", "inner_bandwidth", "outer_bandwidth", "partial", "inner_latency", "straggler"),
             "fabric:playbook::spill",
@@ -284,7 +324,14 @@ STAGES = (
         "b200",
         ("simumax",),
         (
-            *_all("chip:b200", "linear_efficiency.bf16", "attention_forward", "attention_backward", "narrow", "kernel_floor"),
+            *_all(
+                "chip:b200",
+                "linear_efficiency.bf16",
+                "attention_forward",
+                "attention_backward",
+                "narrow",
+                "kernel_floor",
+            ),
             *_all("engine:megatron-serial", "hidden_traffic", "ffn_traffic", "attention_scale", "grouped_scale"),
             *_all("engine:megatron-serial", "routing_traffic", "loss_traffic", "optimizer_passes", "host_step"),
             *_all("fabric:b200", "inner_bandwidth", "inner_latency"),
@@ -348,15 +395,31 @@ STAGES = (
 )
 
 
+def _check(stage: Stage, runs: Sequence[Run], away: Sequence[Run]) -> None:
+    """Fits without some runs and prints the errors on them."""
+    data = batches(stage, away, unseen=True)
+    if data:
+        values = fit(stage, runs)
+        errors = np.abs(np.concatenate([predicted(stage, batch, values) / batch.truth - 1 for batch in data]))
+        print(f"{stage.name}: {len(errors)} unseen runs, median {np.median(errors):.1%}, mean {np.mean(errors):.1%}")
+
+
 def main() -> None:
     """Runs the stages asked for, or all of them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("stages", nargs="*", help=", ".join(stage.name for stage in STAGES))
     parser.add_argument("--dry", action="store_true", help="print the constants and leave the files alone")
+    parser.add_argument("--without", default="", help="check on the runs whose source and model contain this text")
     options = parser.parse_args()
     runs = load()
+    away = [run for run in runs if options.without and options.without in f"{run.source} {run.row['model']}"]
+    gone = {run.id for run in away}
+    runs = [run for run in runs if run.id not in gone]
     for stage in STAGES:
         if options.stages and stage.name not in options.stages:
+            continue
+        if options.without:
+            _check(stage, runs, away)
             continue
         print(f"{stage.name}: {sum(len(batch.truth) for batch in batches(stage, runs))} runs")
         before = {name: current(name) for name in stage.parameters}

@@ -35,6 +35,8 @@ class Chip:
     attention_backward: float = 0.4
     memory_efficiency: float = 0.8
     """Share of the memory bandwidth element-wise kernels reach."""
+    best_utilization: dict[str, float] = field(default_factory=dict)
+    """Precision -> the best share of the 16-bit peak a published run reached (model FLOPs, attention in full)."""
     source: str = ""
 
 
@@ -72,7 +74,7 @@ class Engine:
     name: str
     source: str = ""
     partition: str = "even"
-    """How layers go to stages: even; head (embedding and head count as a layer each); balanced (by cost, as nanotron)."""
+    """How layers go to stages: even; head (embedding and head count as a layer each); balanced (by cost)."""
     fused_attention: bool = True
     attention_scale: float = 1.0
     """Attention time against the accelerator's own best kernel."""
@@ -97,7 +99,7 @@ class Engine:
     host_jitter: float = 0.0
     """Share the host's time per pass grows by with every further tensor-parallel rank: all wait for the slowest."""
     host_fallback: float = 0.0
-    """Seconds a forward pass adds where heads × micro-batch per rank is no multiple of four (Megatron's fused softmax)."""
+    """Seconds a pass adds where heads × micro-batch of a rank is no multiple of four (Megatron's fused softmax)."""
     host_mixture: float = 0.0
     """Seconds a pass adds where the layer has experts (routing, permutation, synchronisation)."""
     host_cast: float = 0.0
@@ -118,6 +120,8 @@ class Engine:
     """Share of gathering parameters (ZeRO 1 and 2 after the step) that is hidden."""
     shard_overlap: float = 0.9
     """Share of the compute of a layer that ZeRO 3 traffic can hide behind."""
+    shard_decay: float = 0.0
+    """Power of the number of nodes by which ZeRO 3 traffic slows down beyond what the fabric does."""
     reduce_every_micro_batch: bool = False
     transfer_exposed: float = 1.0
     """Share of the transfers between stages that compute waits for in the steady state."""
@@ -216,7 +220,7 @@ def chip_named(name: str) -> Chip:
 
 
 def chip_from(name: str, facts: dict[str, Any]) -> Chip:
-    """An accelerator with some peaks, memory and bandwidth; one without a calibration of its own runs like the nearest."""
+    """An accelerator with some peaks, memory and bandwidth; one that was never calibrated runs like an H100."""
     calibrated = name if name in tables()["chips"] else "h100-80g"
     peaks = {precision: 1e12 * peak for precision, peak in facts["peak_tflops"].items()}
     peaks.setdefault("bf16", peaks.get("fp16", peaks.get("float32", 1e12)))

@@ -41,15 +41,13 @@ def machine_of(cluster: ClusterSpec) -> Machine:
     fabric = fabric_named(default_fabric(cluster.accelerator))
     inner, outer = cluster.tiers[0], cluster.tiers[-1]
     node = cluster.accelerators if len(cluster.tiers) == 1 else inner.size
-    changes: dict[str, float] = {}
+    inside, outside = 0.75e9 * inner.bandwidth, 0.8e9 * outer.bandwidth
     if cluster.accelerator in accelerator_names().values():
         links = _catalog_links(cluster.accelerator)
-        changes["inner_bandwidth"] = fabric.inner_bandwidth * inner.bandwidth / links[0]
-        if len(cluster.tiers) > 1:
-            changes["outer_bandwidth"] = fabric.outer_bandwidth * outer.bandwidth / links[-1]
-    else:
-        changes = {"inner_bandwidth": 0.75e9 * inner.bandwidth, "outer_bandwidth": 0.8e9 * outer.bandwidth}
-    return Machine(chip_from(cluster.accelerator, facts), replace(fabric, node=max(node, 1), **changes))
+        inside = fabric.inner_bandwidth * inner.bandwidth / links[0]
+        outside = fabric.outer_bandwidth * (outer.bandwidth / links[-1] if len(cluster.tiers) > 1 else 1.0)
+    wired = replace(fabric, node=max(node, 1), inner_bandwidth=inside, outer_bandwidth=outside)
+    return Machine(chip_from(cluster.accelerator, facts), wired)
 
 
 def _catalog_links(accelerator: str) -> list[float]:

@@ -7,8 +7,8 @@ import numpy as np
 from cuboid.cost.constants import Engine
 from cuboid.cost.flops import head_parameters, layer_parameters
 from cuboid.cost.inputs import Array, Jobs, Shape
-from cuboid.cost.pipeline import Partition, in_flight, partition
-from cuboid.cost.step import rank_parameters
+from cuboid.cost.pipeline import Partition, in_flight, partition, turns_back
+from cuboid.cost.sharding import RankParameters, dense_layers_of, rank_parameters
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Memory:
     @property
     def total(self) -> Array:
         """Bytes in all."""
-        return sum((getattr(self, item.name) for item in fields(self)), np.zeros(()))
+        return np.asarray(sum(getattr(self, item.name) for item in fields(self)))
 
 
 def kept_per_layer(shape: Shape, jobs: Jobs, engine: Engine) -> tuple[Array, Array]:
@@ -55,43 +55,53 @@ def kept_per_layer(shape: Shape, jobs: Jobs, engine: Engine) -> tuple[Array, Arr
     return share * dense, share * np.where(shape.experts > 0, mixture, dense)
 
 
+def _split(jobs: Jobs, held: RankParameters, bytes_each: float, from_stage: int) -> Array:
+    """Bytes of something kept per parameter that ZeRO splits from some stage on."""
+    shard = jobs.shard * jobs.cp
+    expert_shard = np.maximum(shard * jobs.tp / np.maximum(jobs.ep, 1), 1.0)
+    parts = bytes_each * (held.plain / shard + held.routed / expert_shard)
+    return np.where(jobs.zero >= from_stage, parts, bytes_each * held.total)
+
+
+def _working(shape: Shape, jobs: Jobs, engine: Engine, layer: Array, logit: Array) -> Array:
+    """Bytes alive only while a layer or the loss is computed."""
+    working = np.where(jobs.recompute == 2, layer, engine.working_layer * layer)
+    working = np.maximum(working, engine.working_logit * logit)
+    # Gathered inputs pile up where the host runs ahead of the device; a shallow pipeline, and a wide group over many
+    # nodes, keep it back (nanotron's rows: all of it without a pipeline and from eight stages on, none with two).
+    ahead = np.where(jobs.pp == 1, 1.0, np.clip((np.log2(jobs.pp) - 1) / 2, 0.0, 1.0) * (jobs.tp <= 16))
+    return working + ahead * (jobs.tp > 1) * engine.working_whole * jobs.tokens * shape.hidden
+
+
+def _gathered(jobs: Jobs, engine: Engine, held: RankParameters, layers: Array, weights: Array, grads: Array) -> Array:
+    """Bytes beside the shards: two gathered layers with ZeRO 3, one layer's gradients from ZeRO 2 on."""
+    one = held.total / np.maximum(layers, 1)
+    whole_weights, whole_gradients = engine.weight_bytes * held.total, engine.gradient_bytes * held.total
+    more_weights = np.minimum(2 * engine.parameter_wire * one, whole_weights - weights)
+    more_gradients = np.minimum(engine.gradient_bytes * one, whole_gradients - grads)
+    return np.where(jobs.zero == 3, more_weights, 0.0) + np.where(jobs.zero >= 2, more_gradients, 0.0)
+
+
 def rank_memory(
     shape: Shape, jobs: Jobs, engine: Engine, layers: Array, rank: Array, first: Array, last: Array
 ) -> Memory:
     """Bytes on the pipeline rank numbered `rank`, which holds so many layers, the embedding and the head or neither."""
     held = rank_parameters(shape, jobs, layers, first, last)
-    shard = np.where(jobs.zero > 0, jobs.shard, 1.0)
-    expert_shard = np.maximum(shard * jobs.tp / np.maximum(jobs.ep, 1), 1.0)
-
-    def split(bytes_per_parameter: float, from_stage: int) -> Array:
-        whole = bytes_per_parameter * held.total
-        parts = bytes_per_parameter * (held.plain / (shard * jobs.cp) + held.routed / expert_shard)
-        return np.where(jobs.zero >= from_stage, np.minimum(parts, whole), whole)
-
-    weights, gradients = split(engine.weight_bytes, 3), split(engine.gradient_bytes, 2)
-    optimizer = split(engine.optimizer_bytes, 1) * np.where(jobs.offload > 0, 0.0, 1.0)
+    weights = _split(jobs, held, engine.weight_bytes, 3)
+    gradients = _split(jobs, held, engine.gradient_bytes, 2)
+    optimizer = _split(jobs, held, engine.optimizer_bytes, 1) * np.where(jobs.offload > 0, 0.0, 1.0)
     dense, mixture = kept_per_layer(shape, jobs, engine)
-    dense_layers = np.where(shape.experts > 0, np.where(first > 0, np.minimum(shape.dense_layers, layers), 0.0), layers)
-    every = dense_layers * dense + (layers - dense_layers) * mixture
-    boundary = engine.kept_boundary * jobs.tokens * shape.hidden / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
-    full = jobs.recompute == 2
-    one = np.maximum(dense, mixture)
-    alive = in_flight(jobs, rank)
-    activations = alive * np.where(full, layers * boundary, every)
-    logit = jobs.tokens * shape.vocab / jobs.tp
-    logits = last * engine.kept_logit * logit
-    working = np.where(full, one, engine.working_layer * one)
-    working = np.maximum(working, last * engine.working_logit * logit)
-    # Gathered inputs pile up where the host runs ahead of the device; a shallow pipeline keeps it back (nanotron's rows:
-    # all of it without a pipeline and from eight stages on, none with two).
-    ahead = np.where(jobs.pp == 1, 1.0, np.clip((np.log2(jobs.pp) - 1) / 2, 0.0, 1.0))
-    working = working + ahead * (jobs.tp > 1) * engine.working_whole * jobs.tokens * shape.hidden
-    # ZeRO 3 holds two gathered layers, and the gradient of one, beside its shards.
-    gathered = np.where(
-        jobs.zero == 3, (2 * engine.parameter_wire + engine.gradient_bytes) * held.total / np.maximum(layers, 1), 0.0
-    )
-    update = split(engine.update_bytes, 1)
-    transient = np.maximum(working + gathered, update - activations - logits)
+    dense_layers = dense_layers_of(shape, jobs, layers, first)
+    split = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+    boundary = layers * engine.kept_boundary * jobs.tokens * shape.hidden / split
+    kept = np.where(jobs.recompute == 2, boundary, dense_layers * dense + (layers - dense_layers) * mixture)
+    activations = in_flight(jobs, rank) * kept
+    logit = last * jobs.tokens * shape.vocab / jobs.tp
+    logits = engine.kept_logit * logit
+    working = _working(shape, jobs, engine, np.maximum(dense, mixture), logit)
+    working = working + _gathered(jobs, engine, held, layers, weights, gradients)
+    update = _split(jobs, held, engine.update_bytes, 1)
+    transient = np.maximum(working, update - activations - logits)
     each = layer_parameters(shape)
     one_layer = np.where(shape.experts > 0, each.mixture, each.dense) + last * head_parameters(shape)
     buffers = engine.fixed + engine.buffer_bytes * held.total + engine.buffer_layer * one_layer / jobs.tp
@@ -103,15 +113,15 @@ def memory_by_rank(shape: Shape, jobs: Jobs, engine: Engine) -> dict[str, Memory
     """The first pipeline rank, the one after it, and the last: one of them is the fullest."""
     stage: Partition = partition(shape, jobs, engine)
     one, none = np.ones(()), np.zeros(())
-    alone = (jobs.pp == 1).astype(np.float64)
+    alone, folded = (jobs.pp == 1).astype(np.float64), turns_back(jobs)
     return {
-        "first": rank_memory(shape, jobs, engine, stage.first, none, one, alone),
+        "first": rank_memory(shape, jobs, engine, stage.first, none, one, folded),
         "second": rank_memory(shape, jobs, engine, stage.middle, np.minimum(jobs.pp - 1, 1.0), alone, alone),
-        "last": rank_memory(shape, jobs, engine, stage.last, jobs.pp - 1, alone, one),
+        "last": rank_memory(shape, jobs, engine, stage.last, jobs.pp - 1, alone, np.where(alone > 0, 1.0, 1 - folded)),
     }
 
 
 def peak_memory(shape: Shape, jobs: Jobs, engine: Engine) -> Array:
     """Bytes of the fullest rank, as the engine's own reports count them."""
     totals = [memory.total for memory in memory_by_rank(shape, jobs, engine).values()]
-    return engine.reserve * np.maximum.reduce(np.broadcast_arrays(*totals))
+    return np.asarray(engine.reserve * np.maximum.reduce(np.broadcast_arrays(*totals)))

@@ -76,6 +76,12 @@ def partition(shape: Shape, jobs: Jobs, engine: Engine) -> Partition:
     return _even(shape.layers, jobs.pp)
 
 
+def turns_back(jobs: Jobs) -> Array:
+    """1 where the first rank also holds the last stage: one rank only, or a V-shaped schedule."""
+    vee = (jobs.schedule == ZERO_BUBBLE_V) | (jobs.schedule == DUAL_PIPE_V)
+    return np.asarray((jobs.pp == 1) | vee, dtype=np.float64)
+
+
 def in_flight(jobs: Jobs, rank: Array) -> Array:
     """Most micro-batches whose activations a pipeline rank keeps at once, in units of all of its layers."""
     micro_batches, ranks, chunks = jobs.micro_batches, jobs.pp, jobs.vpp
@@ -85,7 +91,8 @@ def in_flight(jobs: Jobs, rank: Array) -> Array:
         [
             jobs.schedule == GPIPE,
             jobs.schedule == INTERLEAVED,
-            jobs.schedule == ZERO_BUBBLE_V,
+            # Where weight gradients wait, what they need waits with them: all ranks keep as much as the first.
+            (jobs.schedule == ZERO_BUBBLE) | (jobs.schedule == ZERO_BUBBLE_V),
             jobs.schedule == DUAL_PIPE_V,
         ],
         [micro_batches, np.where(ranks > 1, interleaved, 1.0), ranks, np.where(ranks > 1, ranks + 0.5, 1.0)],
@@ -95,20 +102,21 @@ def in_flight(jobs: Jobs, rank: Array) -> Array:
 
 
 def bubble(jobs: Jobs, forward: Array, backward: Array, weight: Array, others: Array) -> Array:
-    """Seconds the slowest rank waits for others in one step.
+    """Seconds the slowest rank waits for others in one step: with equal stages what simulating the tables gives.
 
     `forward`, `backward` and `weight` (the weight-gradient part of backward) are means over the ranks for one
     micro-batch; `others` is the sum of forward and backward over all ranks but the slowest.
     """
     gaps = np.maximum(jobs.pp - 1, 0)
-    halves = backward - weight
-    remainder = jobs.micro_batches % np.maximum(jobs.pp, 1)
-    ragged = np.where((jobs.pp > 1) & (remainder > 0), (jobs.pp - remainder) * (forward + backward), 0.0)
-    interleaved = others / jobs.vpp + ragged * (jobs.vpp - 1) / jobs.vpp
+    inputs = backward - weight
     uneven = np.maximum(others - gaps * (forward + backward), 0.0)
-    zero_bubble = gaps * np.maximum(forward + halves - weight, 0.0) + uneven
-    vee = gaps * np.maximum(forward + halves - 2 * weight, 0.0) / 2 + uneven
-    dual = gaps * np.maximum(forward + backward - 3 * weight, 0.0) / 2 + gaps * 0.25 * weight + uneven
+    zero_bubble = gaps * np.maximum(forward + inputs - weight, 0.0) + uneven
+    # The V-shaped tables fill up with twice as many micro-batches as ranks; with fewer they wait longer.
+    few = np.clip(2 - jobs.micro_batches / jobs.pp, 0.0, 1.0)
+    vee_full = np.maximum(inputs / 2, inputs - weight)
+    vee = gaps * (vee_full + few * np.maximum(inputs - vee_full, 0.0)) + uneven
+    dual_full = np.maximum(inputs - weight / 2, 0.0)
+    dual = gaps * (dual_full + few * (inputs + weight / 2 - dual_full)) + uneven
     return np.select(
         [
             jobs.schedule == INTERLEAVED,
@@ -116,6 +124,6 @@ def bubble(jobs: Jobs, forward: Array, backward: Array, weight: Array, others: A
             jobs.schedule == ZERO_BUBBLE_V,
             jobs.schedule == DUAL_PIPE_V,
         ],
-        [interleaved, zero_bubble, vee, dual],
+        [others / jobs.vpp, zero_bubble, vee, dual],
         others,
     )

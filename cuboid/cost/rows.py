@@ -154,6 +154,8 @@ def _engine(row: Row, chip: str) -> str:
     year = _number(row, "year") or 2024
     if re.search(r"maxtext|paxml", _text(row, "model").lower()):
         return "maxtext"
+    if engine in ("megatron", "deepspeed") and year <= 2021 and _text(row, "zero").startswith("3"):
+        return "zero3-2021"
     if engine == "megatron" and (year < 2023 or chip.startswith("v100")):
         return "megatron-2021"
     release = re.search(r"\b(2[5-9])\.(\d\d)(\.\d\d)? nemo container", _text(row, "source").lower())

@@ -80,7 +80,7 @@ def read_rows(path: Path) -> tuple[list[str], list[Row | UserError]]:
             columns = list(reader.fieldnames or [])
             rows: list[Row | UserError] = []
             for row in reader:
-                extra = row.pop(None, None)  # type: ignore[call-overload]
+                extra = row.pop(None, None)
                 if extra:
                     rows.append(UserError(f"{len(columns) + len(extra)} values for {len(columns)} columns"))
                 else:

@@ -1,0 +1,117 @@
+"""One layer of one micro-batch under a layout: kernels, the communication they wait for, and the host's floor."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cuboid.cost.communication import all_gather, all_reduce, all_to_all, group
+from cuboid.cost.compute import Kernels
+from cuboid.cost.constants import Engine, Fabric
+from cuboid.cost.inputs import Array, Jobs, Shape
+
+ONE = np.ones(())
+ZERO = np.zeros(())
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A layer in one direction: seconds of each kind, and what the host adds to them."""
+
+    compute: Array
+    tensor: Array
+    context: Array
+    expert: Array
+    host: Array
+
+    @property
+    def total(self) -> Array:
+        """Seconds in all."""
+        return self.compute + self.tensor + self.context + self.expert + self.host
+
+
+@dataclass(frozen=True)
+class LayerTimes:
+    """A layer of each kind, forward and backward (recomputation included)."""
+
+    dense: tuple[Pass, Pass]
+    mixture: tuple[Pass, Pass]
+    dense_share: Array
+    """Share of the layers that have no experts."""
+    crosses: Array
+    """1 where transfers between stages leave the node."""
+
+    def mean(self, name: str, direction: int) -> Array:
+        """Seconds of one kind in one direction, averaged over the layers."""
+        dense, mixture = getattr(self.dense[direction], name), getattr(self.mixture[direction], name)
+        return np.asarray(self.dense_share * dense + (1 - self.dense_share) * mixture)
+
+
+def _tensor(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs) -> Array:
+    """Waiting for tensor-parallel collectives forward: two sums, or as much gathering and scattering."""
+    members = group(fabric, jobs.tp, ONE)
+    reduced = all_reduce(fabric, 2 * jobs.tokens * shape.hidden, members)
+    lost = 2 * fabric.spill * (members.nodes - 1) ** 0.7
+    return 2 * (reduced * (1 - engine.tensor_overlap) + lost)
+
+
+def _context(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs) -> Array:
+    """Waiting for the keys and values of other context-parallel ranks."""
+    keys = 4 * jobs.tokens * jobs.cp * np.maximum(shape.kv_heads / jobs.tp, 1) * shape.head_dim
+    return all_gather(fabric, keys, group(fabric, jobs.cp, jobs.tp)) * (1 - engine.context_overlap)
+
+
+def _expert(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs) -> Array:
+    """Waiting for tokens on their way to experts and back."""
+    if not np.any(shape.experts > 0):
+        return ZERO
+    members = group(fabric, jobs.ep, ONE)
+    token = 2 * jobs.tokens / jobs.tp * shape.hidden
+    # Of a token's copies those to other nodes, or the other nodes that at least one of them goes to.
+    apart = shape.top_k * (1 - 1 / members.nodes)
+    distinct = (members.nodes - 1) * (1 - (1 - 1 / members.nodes) ** shape.top_k) if engine.expert_once else apart
+    moved = all_to_all(fabric, token * shape.top_k, members, token * distinct)
+    return np.where(shape.experts > 0, 2 * moved, 0.0) * (1 - engine.expert_overlap)
+
+
+def _host(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs, crosses: Array, precision: str) -> Array:
+    """What the layout and the precision add to the host's time of a pass."""
+    spread = jobs.tp * np.sqrt(np.maximum(jobs.tp / fabric.node, 1.0))
+    together = engine.host_collective + engine.host_crossing * crosses * spread
+    odd = (np.floor(jobs.micro_batch * shape.heads / jobs.tp) % 4 > 0) * engine.host_fallback
+    low = engine.host_cast if precision in ("fp8", "fp4") else 0.0
+    jitter = engine.host_forward * engine.host_jitter * (jobs.tp - 1)
+    return np.where(jobs.tp > 1, together, 0.0) + jitter + odd + low
+
+
+def layer_times(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts: Kernels, precision: str) -> LayerTimes:
+    """Seconds of one layer of one micro-batch, by kind of layer."""
+    crosses = ((jobs.pp > 1) & (jobs.world_size / jobs.pp >= fabric.node)).astype(np.float64)
+    tensor, context = _tensor(engine, fabric, shape, jobs), _context(engine, fabric, shape, jobs)
+    added = _host(engine, fabric, shape, jobs, crosses, precision)
+    full, selective = jobs.recompute == 2, jobs.recompute == 1
+    again = 1.0 + full
+
+    def one(compute: Array, times: Array, expert: Array, floor: Array) -> Pass:
+        busy = compute + tensor * times + context * (2 * times - 1) + expert * times
+        return Pass(compute, tensor * times, context * (2 * times - 1), expert * times, np.maximum(floor - busy, 0.0))
+
+    def both(forward: Array, backward: Array, expert: Array, more: Array) -> tuple[Pass, Pass]:
+        ahead = engine.host_forward + added + more
+        back = engine.host_backward + added + more + np.where(full, ahead, 0.0)
+        repeated = np.where(full, forward, np.where(selective, parts.attention_forward, 0.0))
+        return one(forward, ONE, expert, ahead), one(backward + repeated, again, expert, back)
+
+    routing = np.where(shape.experts > 0, engine.host_mixture, 0.0)
+    expert = _expert(engine, fabric, shape, jobs)
+    return LayerTimes(
+        both(parts.dense_forward, parts.dense_backward, ZERO, ZERO),
+        both(parts.mixture_forward, parts.mixture_backward, expert, routing),
+        np.where(shape.experts > 0, shape.dense_layers / shape.layers, 1.0),
+        crosses,
+    )
+
+
+def transfer_bytes(shape: Shape, jobs: Jobs, engine: Engine) -> Array:
+    """Bytes one rank sends to the next stage per micro-batch."""
+    sliced = (jobs.sequence_parallel > 0) | engine.transfer_split
+    return np.asarray(2 * jobs.tokens * shape.hidden / np.where(sliced, jobs.tp, 1.0))

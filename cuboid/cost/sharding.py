@@ -1,0 +1,99 @@
+"""What data parallelism and ZeRO cost: parameters a rank holds and owns, and the traffic that keeps replicas equal."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cuboid.cost.communication import all_gather, all_reduce, group
+from cuboid.cost.constants import Chip, Engine, Fabric
+from cuboid.cost.flops import embedding_parameters, head_parameters, layer_parameters
+from cuboid.cost.inputs import Array, Jobs, Shape
+from cuboid.cost.layers import LayerTimes
+
+HOST_LINK = 2.0e10
+"""Bytes per second between an accelerator and host memory that all accelerators of a node reach at once (PCIe 4)."""
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """Parameters a pipeline rank holds after tensor and expert parallelism."""
+
+    plain: Array
+    """All but routed experts; reduced over dp × cp."""
+    routed: Array
+    """Routed experts; reduced over dp × cp × tp / ep."""
+
+    @property
+    def total(self) -> Array:
+        """All of them."""
+        return self.plain + self.routed
+
+
+def dense_layers_of(shape: Shape, jobs: Jobs, layers: Array, first: Array) -> Array:
+    """Layers without experts on a rank: of a mixture the leading ones, which sit on the first rank."""
+    leading = np.where(first > 0, np.minimum(shape.dense_layers, layers), 0.0)
+    spread = layers * shape.dense_layers / shape.layers
+    return np.where(shape.experts > 0, np.where(jobs.pp == 1, spread, leading), layers)
+
+
+def rank_parameters(shape: Shape, jobs: Jobs, layers: Array, first: Array, last: Array) -> RankParameters:
+    """Parameters of a rank with so many layers, with the embedding (`first`) and the head (`last`) or without."""
+    each = layer_parameters(shape)
+    dense = dense_layers_of(shape, jobs, layers, first)
+    mixture = layers - dense
+    once = (shape.tied > 0) & (first > 0)
+    tables = first * embedding_parameters(shape) + np.where(once, 0.0, last * head_parameters(shape))
+    plain = (dense * each.dense + mixture * each.mixture + tables) / jobs.tp
+    return RankParameters(plain, mixture * each.routed / np.maximum(jobs.ep, 1))
+
+
+def owned_parameters(jobs: Jobs, held: RankParameters) -> Array:
+    """Parameters whose optimizer state a rank keeps."""
+    shard = np.where(jobs.zero > 0, jobs.shard * jobs.cp, 1.0)
+    routed = np.where(jobs.zero > 0, np.maximum(jobs.shard * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1), 1.0), 1.0)
+    return held.plain / shard + held.routed / routed
+
+
+def reduction(jobs: Jobs, fabric: Fabric, engine: Engine, held: RankParameters, backward: Array) -> Array:
+    """Seconds of gradient reduction and parameter gathering that nothing hides, with ZeRO 0 to 2."""
+    members = group(fabric, jobs.dp * jobs.cp, jobs.tp)
+    copies = np.maximum(jobs.dp * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1), 1)
+    expert_members = group(fabric, copies, np.maximum(jobs.ep, 1))
+    scatter_expert = all_gather(fabric, engine.gradient_wire * held.routed, expert_members)
+    scatter = all_gather(fabric, engine.gradient_wire * held.plain, members) + scatter_expert
+    whole = all_reduce(fabric, engine.gradient_wire * held.plain, members) + 2 * scatter_expert
+    reduce = np.where(jobs.zero > 0, scatter, whole)
+    gather = all_gather(fabric, engine.parameter_wire * held.plain, members)
+    gather = gather + all_gather(fabric, engine.parameter_wire * held.routed, expert_members)
+    times = np.where((jobs.zero == 2) | engine.reduce_every_micro_batch, jobs.micro_batches, 1.0)
+    # However much overlaps, the last bucket has nothing left to hide behind.
+    exposed = times * np.maximum(reduce - engine.gradient_overlap * backward, reduce * 0.05)
+    gathered = np.where(jobs.zero > 0, gather * (1 - engine.gather_overlap), 0.0)
+    return np.where(jobs.zero < 3, exposed + gathered, 0.0)
+
+
+def fully_sharded(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, times: LayerTimes) -> Array:
+    """Seconds per micro-batch that ZeRO 3 traffic is not hidden behind the compute of its layers."""
+    each = layer_parameters(shape)
+    routed = each.routed / np.maximum(jobs.ep, 1)
+    mean = (times.dense_share * each.dense + (1 - times.dense_share) * (each.mixture + routed)) / jobs.tp
+    members = group(fabric, jobs.shard * jobs.cp, jobs.tp)
+    gather = all_gather(fabric, engine.parameter_wire * mean, members)
+    scatter = all_gather(fabric, engine.gradient_wire * mean, members)
+    replicas = group(fabric, jobs.dp / jobs.shard, jobs.tp * jobs.shard)
+    scatter = scatter + all_reduce(fabric, engine.gradient_wire * mean / jobs.shard, replicas)
+    slowed = np.maximum(members.nodes / 2, 1.0) ** engine.shard_decay
+    gather, scatter = gather * slowed, scatter * slowed
+    forward, backward = times.mean("total", 0), times.mean("total", 1)
+    waits = np.maximum(gather - engine.shard_overlap * forward, 0.0)
+    waits = waits + np.maximum(gather + scatter - engine.shard_overlap * backward, 0.0)
+    return np.where(jobs.zero == 3, waits * shape.layers / jobs.pp + gather + scatter, 0.0)
+
+
+def optimizer_time(jobs: Jobs, chip: Chip, engine: Engine, held: RankParameters) -> Array:
+    """Seconds of the optimizer step; state in host memory is updated there, over the link to it."""
+    bandwidth = chip.memory_bandwidth * chip.memory_efficiency
+    owned = owned_parameters(jobs, held)
+    here = engine.optimizer_passes * owned / bandwidth
+    there = (engine.gradient_wire + engine.parameter_wire + engine.optimizer_passes) * owned / HOST_LINK
+    return np.where(jobs.offload > 0, there, here) + 4 * held.total / bandwidth

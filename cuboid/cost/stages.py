@@ -1,0 +1,68 @@
+"""What every stage of one layout costs, for the simulator: the detailed path beside the closed forms of `pipeline`."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from cuboid.cost.communication import transfer
+from cuboid.cost.compute import kernels
+from cuboid.cost.constants import Engine, engine_named
+from cuboid.cost.estimate import Machine
+from cuboid.cost.inputs import Array, Jobs, Shape
+from cuboid.cost.layers import layer_times, transfer_bytes
+from cuboid.schedule.simulate import StageCosts
+from cuboid.spec.layout import Layout
+from cuboid.spec.model import ModelSpec
+
+
+def even_layers(layers: int, stages: int) -> list[int]:
+    """Layers of each stage; what does not divide goes to the stages between, then to the first."""
+    each, left = divmod(layers, stages)
+    order = [*range(1, stages - 1), 0, stages - 1]
+    longer = set(order[:left]) if stages > 1 else set()
+    return [each + (stage in longer) for stage in range(stages)]
+
+
+def stage_costs(
+    model: ModelSpec,
+    machine: Machine,
+    layout: Layout,
+    *,
+    global_batch: int,
+    sequence: int,
+    engine: Engine | str = "cuboid",
+    precision: str = "bf16",
+    layers: Sequence[int] | None = None,
+) -> tuple[StageCosts, float]:
+    """Seconds of one micro-batch on every stage, and of a transfer; `layers` says how many each stage holds."""
+    profile = engine_named(engine) if isinstance(engine, str) else engine
+    shape, jobs = Shape.of(model), Jobs.of([layout], global_batch=global_batch, sequence=sequence)
+    parts = kernels(shape, jobs, machine.chip, profile, precision)
+    times = layer_times(shape, jobs, machine.fabric, profile, parts, precision)
+    counts = list(layers) if layers is not None else even_layers(model.layers, layout.stages)
+    dense_layers = model.mixture.first_dense_layers if model.mixture else model.layers
+
+    def one(value: Array) -> float:
+        return float(np.ravel(value)[0])
+
+    forward, inputs, weights = [], [], []
+    start = 0
+    for stage, count in enumerate(counts):
+        dense = max(min(dense_layers - start, count), 0)
+        kinds = ((dense, times.dense), (count - dense, times.mixture))
+        ahead = sum(number * one(passes[0].total) for number, passes in kinds)
+        back = sum(number * one(passes[1].total) for number, passes in kinds)
+        weight = sum(number * (one(passes[0].compute) - one(parts.attention_forward)) for number, passes in kinds)
+        if stage == 0:
+            ahead, back = ahead + 0.3 * one(parts.embedding), back + 0.7 * one(parts.embedding)
+        if stage == len(counts) - 1:
+            ahead, back = ahead + one(parts.head_forward), back + one(parts.head_backward)
+            weight += one(parts.head_forward)
+        weight = min(weight, back / 2)
+        forward.append(ahead)
+        inputs.append(back - weight)
+        weights.append(weight)
+        start += count
+    hop = transfer(machine.fabric, transfer_bytes(shape, jobs, profile), times.crosses)
+    costs = StageCosts(forward=tuple(forward), input_backward=tuple(inputs), weight_backward=tuple(weights))
+    return costs, one(hop) if layout.pp > 1 else 0.0
