@@ -16,6 +16,8 @@ from cuboid.spec.suggest import either, nearest_names
 
 VERBS = {
     "plan": "Find the best layouts of a model on a cluster.",
+    "explain": "Explain a plan with formulae and values.",
+    "simulate": "Simulate one step of a plan: drawing, trace, picture.",
     "train": "Train a model on a layout.",
     "verify": "Prove that a layout computes what one process computes.",
     "map": "Draw which rank sits where, and which links each group's traffic crosses.",

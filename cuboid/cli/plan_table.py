@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cuboid.plan.plan import GIB, Plan
-from cuboid.plan.reasons import losses
+from cuboid.plan.reasons import amount, losses
 
 
 def show(console: Console, plans: list[Plan], written: Path | None = None) -> None:
@@ -14,7 +14,7 @@ def show(console: Console, plans: list[Plan], written: Path | None = None) -> No
     first = plans[0]
     question = first.question
     console.print(
-        f"{question.model.name} ({question.model.parameters / 1e9:.4g} B parameters) on {question.cluster.name}, "
+        f"{question.model.name} ({amount(question.model.parameters)} parameters) on {question.cluster.name}, "
         f"global batch {question.global_batch} × {question.sequence} tokens, {question.precision}, "
         f"engine {question.engine}"
     )

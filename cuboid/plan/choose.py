@@ -12,7 +12,7 @@ from cuboid.errors import UserError
 from cuboid.plan.ceiling import doubt
 from cuboid.plan.plan import Plan, make_plan, with_notes
 from cuboid.plan.problems import explain_nothing
-from cuboid.plan.question import Question
+from cuboid.plan.question import DEFAULT_SHARE, Question
 from cuboid.plan.reasons import reasons
 from cuboid.plan.refine import Refined, actions, refine
 from cuboid.plan.search import Scores, score, search
@@ -96,7 +96,9 @@ def warnings(plan: Plan) -> list[str]:
     """What the user should know before believing or starting the plan."""
     question = plan.question
     found = [doubt(question.cluster.accelerator, question.cost_precision, plan.utilization)]
-    if plan.share > 0.95:
+    if plan.share > 1:
+        found.append(f"the fullest rank would hold {plan.share:.0%} of its memory: this plan does not fit")
+    elif plan.share > DEFAULT_SHARE:
         found.append(f"the fullest rank holds {plan.share:.0%} of its memory; above 95 % fragmentation may end the run")
     untrainable = question.untrainable(plan.layout)
     if untrainable:

@@ -41,7 +41,7 @@ def reasons(plan: Plan) -> list[str]:
     if layout.dp > 1:
         split = {0: "nothing", 1: "the optimizer state", 2: "optimizer state and gradients", 3: "all states"}
         found.append(
-            f"dp={layout.dp} replicas of {parameters / 1e9:.4g} B parameters share {split[layout.zero]} "
+            f"dp={layout.dp} replicas of {amount(parameters)} parameters share {split[layout.zero]} "
             f"(zero={layout.zero}); their traffic costs {_share(plan, 'data')} of the step"
         )
     again = {"none": "no", "selective": "selective", "full": "full"}[layout.recompute]
@@ -51,6 +51,14 @@ def reasons(plan: Plan) -> list[str]:
         f"{cluster.memory_gib:.1f} GiB"
     )
     return found
+
+
+def amount(count: float) -> str:
+    """A large number with its unit: 174.6 B."""
+    for unit, word in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= unit:
+            return f"{count / unit:.4g} {word}"
+    return f"{count:g}"
 
 
 def _share(plan: Plan, part: str) -> str:

@@ -4,14 +4,15 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from cuboid.cost.communication import transfer
-from cuboid.cost.inputs import Array, Jobs, Shape
-from cuboid.cost.memory import Memory, kept_per_layer, rank_memory
-from cuboid.cost.step import PARTS, Pass
+from cuboid.cost.inputs import Shape
+from cuboid.cost.memory import Memory, rank_memory
+from cuboid.cost.pipeline import in_flight
+from cuboid.cost.stages import stage_costs
+from cuboid.cost.step import PARTS
 from cuboid.plan.question import Question
 from cuboid.plan.search import BUSY, Scores
 from cuboid.plan.space import Space
-from cuboid.plan.stages import Held, LayerSeconds, held
+from cuboid.plan.stages import Held, held
 from cuboid.schedule.make import make_schedule
 from cuboid.schedule.memory import peak_activations
 from cuboid.schedule.simulate import StageCosts, simulate
@@ -61,42 +62,19 @@ class StageSeconds:
 
 def stage_seconds(question: Question, layout: Layout) -> StageSeconds:
     """Seconds of every stage for one micro-batch."""
-    jobs = Jobs.of([layout], global_batch=question.global_batch, sequence=question.sequence)
-    seconds = LayerSeconds.of(question, jobs)
     part = held(question.model, layout.schedule, layout.pp, layout.vpp, question.sequence)
-    forward = part.dense * _one(seconds.times.dense[0].total) + part.mixture * _one(seconds.times.mixture[0].total)
-    backward = part.dense * _one(seconds.times.dense[1].total) + part.mixture * _one(seconds.times.mixture[1].total)
-    weight = part.dense * _weight(seconds, seconds.times.dense) + part.mixture * _weight(seconds, seconds.times.mixture)
-    embedding, head = _one(seconds.parts.embedding), _one(seconds.parts.head_forward)
-    forward[0] += 0.3 * embedding
-    backward[0] += 0.7 * embedding
-    weight[0] += 0.7 * embedding
-    forward[-1] += head
-    backward[-1] += _one(seconds.parts.head_backward)
-    weight[-1] += min(head, _one(seconds.parts.head_backward) / 2)
-    costs = StageCosts(forward=tuple(forward), input_backward=tuple(backward - weight), weight_backward=tuple(weight))
-    return StageSeconds(costs, _message(question, layout, jobs, seconds))
-
-
-def _weight(seconds: LayerSeconds, passes: tuple[Pass, Pass]) -> float:
-    """The weight half of a layer's backward: as many products as forward has without attention."""
-    forward, backward = passes
-    return min(_one(forward.compute) - _one(seconds.parts.attention_forward), _one(backward.total) / 2)
-
-
-def _message(question: Question, layout: Layout, jobs: Jobs, seconds: LayerSeconds) -> float:
-    if layout.pp == 1:
-        return 0.0
-    engine = question.profile
-    split = layout.tp if layout.sequence_parallel or engine.transfer_split else 1
-    size = 2 * jobs.tokens * question.model.hidden / split
-    hop = _one(transfer(question.machine.fabric, size, seconds.times.crosses))
+    costs, hop = stage_costs(
+        question.model,
+        question.machine,
+        layout,
+        global_batch=question.global_batch,
+        sequence=question.sequence,
+        engine=question.profile,
+        precision=question.cost_precision,
+        layers=part.counts,
+    )
     # In 1F1B a micro-batch waits for one message in the steady state; the cost model counts two, partly hidden.
-    return 2 * engine.transfer_exposed * hop
-
-
-def _one(value: Array) -> float:
-    return float(np.ravel(value)[0])
+    return StageSeconds(costs, 2 * question.profile.transfer_exposed * hop)
 
 
 def short_counts(ranks: int, micro_batches: int, gpipe: bool = False) -> tuple[int, int]:
@@ -150,8 +128,7 @@ def refine(question: Question, scores: Scores, index: int) -> Refined:
         parts["straggler"] = share * sum(parts[name] for name in (*BUSY, "bubble"))
         bubble = float(1 - work.mean() / max(delayed, float(work.max())))
     memory = memory_table(question, layout, part, micro_batches)
-    layers = tuple(int(count) for count in part.dense + part.mixture)
-    return Refined(layout=layout, parts=parts, memory=memory, layers=layers, bubble=bubble)
+    return Refined(layout=layout, parts=parts, memory=memory, layers=part.counts, bubble=bubble)
 
 
 def memory_table(question: Question, layout: Layout, part: Held, micro_batches: int) -> Table:
@@ -159,16 +136,14 @@ def memory_table(question: Question, layout: Layout, part: Held, micro_batches: 
     shape, engine = Shape.of(question.model), question.profile
     jobs = Space.of([layout], question).jobs
     first, last = part.ends()
-    memory = rank_memory(shape, jobs, engine, part.layers, np.arange(layout.pp, dtype=np.float64), first, last)
-    dense, mixture = (_one(value) for value in kept_per_layer(shape, jobs, engine))
-    split = layout.tp if layout.sequence_parallel else 1
-    boundary = 2 * _one(jobs.tokens) * question.model.hidden / split
-    full = layout.recompute == "full"
-    kept = boundary * (part.dense + part.mixture) if full else dense * part.dense + mixture * part.mixture
+    ranks = np.arange(layout.pp, dtype=np.float64)
+    memory = rank_memory(shape, jobs, engine, part.layers, ranks, first, last)
+    each = memory.activations / (in_flight(jobs, ranks) * part.layers)
+    kept = [each[rank] * count for rank, count in zip(part.rank, part.counts, strict=True)]
     # A longer run holds no more: every rank is at its fullest when the last one starts.
     _, counted = short_counts(layout.pp, micro_batches, layout.schedule == "gpipe")
     schedule = make_schedule(layout.schedule, layout.pp, counted, layout.vpp)
-    memory = replace(memory, activations=np.array(peak_activations(schedule, list(kept))))
+    memory = replace(memory, activations=np.array(peak_activations(schedule, kept)))
     return tuple(_row(memory, rank, engine.reserve, layout.pp) for rank in range(layout.pp))
 
 

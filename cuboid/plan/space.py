@@ -1,8 +1,8 @@
 """Every layout worth a look, as columns of numbers.
 
 Left out is only what another layout of the space is never worse than, in time and in memory: schedules without a
-pipeline, GPipe (as long as 1F1B and fuller), ZeRO without replicas, no sequence parallelism where it is possible, and
-selective recomputation where attention keeps no scores. What the user fixes is never left out.
+pipeline, GPipe (as long as 1F1B and fuller), ZeRO without replicas, and no sequence parallelism where it is possible.
+What the user fixes is never left out.
 """
 
 from collections.abc import Iterator
@@ -92,10 +92,8 @@ def degrees(question: Question, world_size: int) -> Iterator[tuple[int, int, int
 
 def bases(question: Question, world_size: int) -> Space:
     """Everything but the schedule, which is 1F1B here where that is allowed."""
-    fixed, engine = question.fixed, question.profile
-    recompute = [0, 2] if engine.fused_attention else [0, 1, 2]
-    if "recompute" in fixed:
-        recompute = [RECOMPUTE.index(fixed["recompute"])]
+    fixed = question.fixed
+    recompute = [RECOMPUTE.index(fixed["recompute"])] if "recompute" in fixed else list(range(len(RECOMPUTE)))
     rows: list[tuple[int, ...]] = []
     for dp, tp, pp, cp, ep in degrees(question, world_size):
         stages = [fixed["zero"]] if "zero" in fixed else ([0, 1, 2, 3] if dp * cp > 1 else [0])

@@ -7,8 +7,9 @@ import numpy as np
 
 from cuboid.cost.compute import Kernels, kernels
 from cuboid.cost.inputs import Array, Jobs, Shape
+from cuboid.cost.layers import LayerTimes, layer_times
 from cuboid.cost.pipeline import partition as assumed_partition
-from cuboid.cost.step import LayerTimes, layer_times
+from cuboid.cost.pipeline import turns_back
 from cuboid.plan.partition import partition
 from cuboid.plan.question import Question
 from cuboid.plan.space import Space
@@ -29,6 +30,11 @@ class Held:
     def by_rank(self, per_stage: Array) -> Array:
         """Sums over the stages of each rank."""
         return np.asarray(np.bincount(self.rank, weights=per_stage), dtype=np.float64)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Layers per stage."""
+        return tuple(int(count) for count in self.dense + self.mixture)
 
     @property
     def layers(self) -> Array:
@@ -98,9 +104,10 @@ def assumed_slowest(question: Question, space: Space, seconds: LayerSeconds) -> 
     """Seconds of one micro-batch on the slowest rank as the cost model splits the layers."""
     shape = Shape.of(question.model)
     stage = assumed_partition(shape, space.jobs, question.profile)
-    share = np.where(shape.experts > 0, shape.dense_layers / shape.layers, 1.0)
-    layer = share * seconds.dense + (1 - share) * seconds.mixture
-    ends = np.maximum(stage.first * layer + seconds.parts.embedding, stage.last * layer + seconds.head)
+    layer = seconds.times.mean("total", 0) + seconds.times.mean("total", 1)
+    folded = turns_back(space.jobs)
+    first = stage.first * layer + seconds.parts.embedding + folded * seconds.head
+    ends = np.maximum(first, stage.last * layer + (1 - folded) * seconds.head)
     alone = shape.layers * layer + seconds.parts.embedding + seconds.head
     return np.where(stage.first >= shape.layers, alone, np.maximum(ends, stage.middle * layer))
 

@@ -1,0 +1,113 @@
+"""`cuboid explain plan.toml`: why a plan is what it is, with formulae a reader can check by hand."""
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cuboid.errors import UserError
+from cuboid.plan.explain import Explanation, explain, sections
+from cuboid.plan.plan import GIB, load_plan
+from cuboid.plan.question import Question
+from cuboid.spec.cluster import load_cluster
+from cuboid.spec.layout import Layout, check_world_size
+from cuboid.spec.model import load_model
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+KINDS = {
+    "weights": "params",
+    "gradients": "grads",
+    "optimizer": "optim",
+    "activations": "activ",
+    "logits": "logits",
+    "transient": "work",
+    "buffers": "fixed",
+    "reserve": "reserve",
+}
+"""Kind of memory -> the head of its column."""
+
+
+def command(
+    plan: Annotated[str, typer.Argument(help="A plan file, or a model followed by a cluster.")],
+    cluster: Annotated[str | None, typer.Argument(help="The cluster, where a model is named.")] = None,
+    layout: Annotated[str | None, typer.Option(help="Explain this layout, e.g. dp=8,tp=8,pp=16.")] = None,
+    global_batch: Annotated[int | None, typer.Option(help="Sequences per step, where a model is named.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens per sequence, where a model is named.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Explain a plan: what must be split and why, what travels where, what fills memory and time, what rivals lose.
+
+    Example: cuboid explain plan.toml
+    """
+    question, chosen = _asked(plan, cluster, layout, global_batch, seq)
+    check_world_size(chosen, question.cluster.accelerators)
+    found = explain(question, chosen)
+    if as_json:
+        print(json.dumps(_as_json(found)))
+        return
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print(f"{question.model.name} on {question.cluster.name}: {chosen}", style="bold")
+    for title, lines in sections(found).items():
+        if lines:
+            console.print(f"\n{title}", style="bold")
+        for line in lines:
+            console.print(line, markup=False)
+        if title == "Memory":
+            console.print(_memory_table(found))
+
+
+def _asked(
+    plan: str, cluster: str | None, layout: str | None, global_batch: int | None, seq: int | None
+) -> tuple[Question, Layout]:
+    if cluster is None:
+        if not plan.endswith(".toml"):
+            raise UserError(f"{plan} is not a plan file; write cuboid explain {plan} h100x64 --layout dp=8,tp=8 …")
+        loaded = load_plan(plan)
+        return loaded.question, Layout.parse(layout) if layout else loaded.layout
+    for name, value in (("layout", layout), ("global-batch", global_batch), ("seq", seq)):
+        if value is None:
+            raise UserError(f"--{name} is missing; a model and a cluster need --layout, --global-batch and --seq")
+    question = Question(
+        model=load_model(plan), cluster=load_cluster(cluster), global_batch=global_batch or 1, sequence=seq or 1
+    )
+    return question, Layout.parse(layout or "")
+
+
+def _memory_table(found: Explanation) -> "Table":
+    from rich.table import Table
+
+    plan = found.plan
+    kinds = [kind for kind in KINDS if any(row[kind] > 0.005 * GIB for row in plan.memory)]
+    table = Table(box=None, pad_edge=False)
+    for name in ("rank", "layers", *(KINDS[kind] for kind in kinds), "GiB", "of all"):
+        table.add_column(name, justify="right", no_wrap=True)
+    shown = sorted({*range(min(4, plan.layout.pp)), plan.totals.index(plan.peak), plan.layout.pp - 1})
+    for rank in shown:
+        row, total = plan.memory[rank], plan.totals[rank]
+        layers = sum(plan.layers[stage] for stage in plan.layout.stages_of(rank))
+        cells = [f"{row[kind] / GIB:.2f}" for kind in kinds]
+        share = total / (plan.question.cluster.memory_gib * GIB)
+        table.add_row(str(rank), str(layers), *cells, f"{total / GIB:.2f}", f"{share:.0%}")
+    return table
+
+
+def _as_json(found: Explanation) -> dict[str, object]:
+    from cuboid.cli.plan import as_row
+
+    best = found.best
+    return {
+        **as_row(found.plan),
+        "framework": {**asdict(found.framework), "layer_fits": found.framework.layer_fits},
+        "traffic": [
+            {"dimension": entry.dimension, "tier": entry.tier.name, "bytes": entry.bytes, "formula": entry.formula}
+            for entry in found.moved
+        ],
+        "best": {"layout": str(best.layout), "step_seconds": best.seconds},
+        "rivals": [{"layout": str(plan.layout), "step_seconds": plan.seconds} for plan in found.rivals],
+        "sections": sections(found),
+    }

@@ -1,0 +1,69 @@
+"""`cuboid simulate plan.toml`: when every stage does what with every micro-batch: drawing, trace, picture."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cuboid.plan.picture import svg
+from cuboid.plan.plan import load_plan
+from cuboid.plan.refine import stage_seconds
+from cuboid.plan.trace import chrome_trace
+from cuboid.schedule.draw import draw
+from cuboid.schedule.make import make_schedule
+from cuboid.schedule.simulate import Timeline, simulate
+
+
+def command(
+    plan: Annotated[Path, typer.Argument(help="A plan file.")],
+    trace: Annotated[Path | None, typer.Option(help="Write the timeline for Perfetto or chrome://tracing.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Write the timeline as an SVG picture.")] = None,
+    micro_batches: Annotated[
+        int | None, typer.Option(min=1, help="Draw so many micro-batches; left out: two rounds of the pipeline.")
+    ] = None,
+    width: Annotated[int, typer.Option(min=20, help="Columns of the drawing in the terminal.")] = 100,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Simulate one step of a plan's pipeline. The trace holds every micro-batch, drawings hold as many as one can see.
+
+    Example: cuboid simulate plan.toml --trace trace.json --picture step.svg
+    """
+    loaded = load_plan(plan)
+    layout, every = loaded.layout, loaded.micro_batches
+    seconds = stage_seconds(loaded.question, layout)
+    name = f"{loaded.question.model.name} on {loaded.question.cluster.name}: {layout}"
+
+    def timeline(count: int) -> Timeline:
+        schedule = make_schedule(layout.schedule, layout.pp, count, layout.vpp)
+        return simulate(schedule, seconds.costs, seconds.message)
+
+    full = timeline(every)
+    if trace is not None:
+        trace.write_text(json.dumps(chrome_trace(full, name)), encoding="utf-8")
+    shown = min(every, micro_batches or max(2 * layout.pp, 4))
+    drawn = timeline(shown)
+    subtitle = f"{shown} of {every} micro-batches, bubble {full.bubble_fraction:.1%} with all of them"
+    if picture is not None:
+        picture.write_text(svg(drawn, name, subtitle), encoding="utf-8")
+    if as_json:
+        print(json.dumps(_as_json(full, str(layout), every)))
+        return
+    print(name)
+    print(draw(drawn, width))
+    print(f"{subtitle}; the pipeline takes {full.makespan:.4g} s of a step of {loaded.seconds:.4g} s")
+    for what, path in (("trace", trace), ("picture", picture)):
+        if path is not None:
+            print(f"{what}: {path}")
+
+
+def _as_json(full: Timeline, layout: str, micro_batches: int) -> dict[str, object]:
+    return {
+        "layout": layout,
+        "micro_batches": micro_batches,
+        "makespan_seconds": full.makespan,
+        "bubble": full.bubble_fraction,
+        "bubble_by_rank": full.bubble,
+        "busy_seconds_by_rank": full.busy,
+        "peak_in_flight_by_rank": full.peak_in_flight,
+    }
