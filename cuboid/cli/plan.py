@@ -52,7 +52,12 @@ def command(
     )
     found = _answer(question, objective, top, tokens, days)
     if output is not None:
-        output.write_text(dump_plan(found[0]), encoding="utf-8")
+        try:
+            output.write_text(dump_plan(found[0]), encoding="utf-8")
+        except OSError as problem:
+            raise UserError(
+                f"output={output} cannot be written: {problem.strerror}; name a file in a folder that exists"
+            ) from None
     if as_json:
         print(json.dumps({"model": found[0].question.model.name, "plans": [as_row(plan) for plan in found]}))
         return

@@ -8,6 +8,7 @@ from cuboid.plan.question import Question
 from cuboid.plan.search import search
 from cuboid.plan.sizes import resized
 from cuboid.plan.space import bases, degrees, divisors
+from cuboid.spec.layout import Layout, check_model
 from cuboid.spec.suggest import either
 
 MOST_ACCELERATORS = 2**20
@@ -28,8 +29,14 @@ def explain_nothing(question: Question) -> UserError:
 
 
 def _no_degrees(question: Question, world_size: int) -> UserError:
-    replicas = sorted(_replicas(question, world_size))
+    model, replicas = question.model, sorted(_replicas(question, world_size))
     if not replicas:
+        try:
+            check_model(
+                Layout(**{name: question.fixed[name] for name in ("tp", "pp") if name in question.fixed}), model
+            )
+        except UserError as reason:
+            return reason
         return UserError(f"{_fixed(question)} fits no layout of {world_size} accelerators; fix less")
     batch = question.global_batch
     near = set()
@@ -38,7 +45,7 @@ def _no_degrees(question: Question, world_size: int) -> UserError:
     near.add(min(-(-batch // dp) * dp for dp in replicas))
     given = f" with {_fixed(question)}" if question.fixed else ""
     return UserError(
-        f"global_batch={batch} divides over no layout of {question.model.name} on {world_size} accelerators{given}; "
+        f"global_batch={batch} divides over no layout of {model.name} on {world_size} accelerators{given}; "
         f"use {either(f'global_batch={number}' for number in sorted(near))}"
     )
 

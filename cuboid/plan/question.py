@@ -53,7 +53,9 @@ class Question:
                 f"seq={self.sequence} is longer than max_positions={model.max_positions} of {model.name}; "
                 f"use seq={model.max_positions} or less"
             )
-        Layout(**{name: value for name, value in self.fixed.items() if name not in ("dp", "ep", "shard")})
+        # What depends on fields that are still open is left to the search.
+        open_fields = {"dp", "ep", "shard"} | (set() if "schedule" in self.fixed else {"vpp"})
+        Layout(**{name: value for name, value in self.fixed.items() if name not in open_fields})
 
     @cached_property
     def machine(self) -> Machine:

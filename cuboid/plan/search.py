@@ -34,7 +34,7 @@ class Scores:
     memory: Array
     fits: NDArray[np.bool_]
     even: Array
-    """Seconds that no schedule and no partition takes away."""
+    """Seconds that no other schedule and no other partition takes away."""
 
     @property
     def seconds(self) -> Array:
@@ -73,10 +73,11 @@ def score(question: Question, space: Space) -> Scores:
     for name in BUSY:
         once = fixed if name == "host" else 0.0
         parts[name] = (parts[name] - once) * growth + once
-    others = sum((parts[name] for name in ("data", "optimizer")), np.zeros(size))
+    others = sum((parts[name] for name in ("data", "optimizer", "transfer")), np.zeros(size))
+    straggling = parts["straggler"] / np.maximum(assumed + parts["bubble"], 1e-300)
     fits = estimates.fits & (estimates.memory <= question.limit)
     memory = np.broadcast_to(estimates.memory, size)
-    return Scores(space, parts, memory, np.broadcast_to(fits, size), even + fixed + others)
+    return Scores(space, parts, memory, np.broadcast_to(fits, size), even * (1 + straggling) + fixed + others)
 
 
 def search(question: Question, world_size: int, *, keep: int, objective: str = "time") -> Scores:

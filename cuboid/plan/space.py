@@ -19,9 +19,8 @@ from cuboid.plan.question import Question
 from cuboid.spec.layout import SCHEDULES, STAGES_PER_RANK, Layout
 
 Column = NDArray[np.int64]
-NAMES = (
-    "dp", "tp", "pp", "cp", "ep", "micro_batch", "sequence_parallel", "recompute", "zero", "shard", "schedule", "vpp",
-)  # fmt: skip
+DEGREES = ("dp", "tp", "pp", "cp", "ep", "micro_batch", "sequence_parallel")
+NAMES = (*DEGREES, "recompute", "zero", "shard", "schedule", "vpp")
 PLAIN = SCHEDULES.index("1f1b")
 
 
@@ -93,29 +92,37 @@ def degrees(question: Question, world_size: int) -> Iterator[tuple[int, int, int
 def bases(question: Question, world_size: int) -> Space:
     """Everything but the schedule, which is 1F1B here where that is allowed."""
     fixed = question.fixed
-    recompute = [RECOMPUTE.index(fixed["recompute"])] if "recompute" in fixed else list(range(len(RECOMPUTE)))
     rows: list[tuple[int, ...]] = []
     for dp, tp, pp, cp, ep in degrees(question, world_size):
-        stages = [fixed["zero"]] if "zero" in fixed else ([0, 1, 2, 3] if dp * cp > 1 else [0])
-        shard = fixed.get("shard", 0)
-        if shard:
-            stages = [zero for zero in stages if zero and dp % shard == 0]
         for micro_batch in divisors(question.global_batch // dp):
             if fixed.get("micro_batch", micro_batch) != micro_batch:
                 continue
             splits = micro_batch * question.sequence // cp % tp == 0
             sequence_parallel = tp > 1 and fixed.get("sequence_parallel", splits)
-            if sequence_parallel and not splits:
-                continue
-            rows += [
-                (dp, tp, pp, cp, ep, micro_batch, sequence_parallel, again, zero, shard if zero else 0)
-                for again in recompute
-                for zero in stages
-            ]
-    table = np.array(rows, dtype=np.int64).reshape(len(rows), len(NAMES) - 2).T
-    columns = dict(zip(NAMES, table, strict=False))
-    ones = np.ones(len(rows), dtype=np.int64)
+            if splits or not sequence_parallel:
+                rows.append((dp, tp, pp, cp, ep, micro_batch, sequence_parallel))
+    table = np.array(rows, dtype=np.int64).reshape(len(rows), len(DEGREES))
+    recompute = [RECOMPUTE.index(fixed["recompute"])] if "recompute" in fixed else list(range(len(RECOMPUTE)))
+    # Copies of an expert sit on tensor-parallel ranks too, so there ZeRO has something to split even without replicas.
+    tensor = table[:, 1] if question.model.mixture else 1
+    replicated = table[:, 0] * table[:, 3] * tensor > 1
+    shared = _crossed(question, table[replicated], recompute, alone=False)
+    whole = np.concatenate([shared, _crossed(question, table[~replicated], recompute, alone=True)])
+    columns = dict(zip((*DEGREES, "recompute", "zero", "shard"), whole.T, strict=True))
+    ones = np.ones(len(whole), dtype=np.int64)
     return Space({**columns, "schedule": PLAIN * ones, "vpp": ones}, question.global_batch, question.sequence)
+
+
+def _crossed(question: Question, rows: NDArray[np.int64], recompute: list[int], alone: bool) -> NDArray[np.int64]:
+    """Rows with every kind of recomputation and of ZeRO; `alone` says that there are no replicas to share with."""
+    fixed = question.fixed
+    shard = fixed.get("shard", 0)
+    stages = [fixed["zero"]] if "zero" in fixed else ([0] if alone else [0, 1, 2, 3])
+    options = [(again, zero, shard if zero else 0) for again in recompute for zero in stages if zero or not shard]
+    if shard:
+        rows = rows[rows[:, 0] % shard == 0]
+    pairs = np.array(options, dtype=np.int64).reshape(-1, 3)
+    return np.hstack([np.repeat(rows, len(pairs), axis=0), np.tile(pairs, (len(rows), 1))])
 
 
 def schedules(question: Question, pp: int) -> list[tuple[int, int]]:

@@ -1,0 +1,68 @@
+"""A plan as a DeepSpeed 0.19 JSON; the number of stages is also an argument of `PipelineModule` in the user's code.
+
+https://www.deepspeed.ai/docs/config-json
+"""
+
+import json
+from typing import Any
+
+from cuboid.plan.export.lost import Lost
+from cuboid.plan.plan import Plan
+
+TARGET = "DeepSpeed 0.19"
+
+
+def export(plan: Plan) -> str:
+    """The JSON text."""
+    _check(plan)
+    layout, run = plan.layout, plan.run
+    config: dict[str, Any] = {
+        "train_batch_size": plan.question.global_batch,
+        "train_micro_batch_size_per_gpu": layout.micro_batch,
+        "gradient_accumulation_steps": plan.micro_batches,
+        "gradient_clipping": run.training.gradient_clip,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": run.learning_rate.peak,
+                "betas": [run.optimizer.beta1, run.optimizer.beta2],
+                "eps": run.optimizer.epsilon,
+                "weight_decay": run.optimizer.weight_decay,
+            },
+        },
+        "zero_optimization": {"stage": layout.zero, "overlap_comm": True},
+    }
+    if plan.question.precision in ("bf16", "fp16"):
+        config[plan.question.precision] = {"enabled": True}
+    if layout.zero and layout.shard_size < layout.dp:
+        config["zero_optimization"]["mics_shard_size"] = layout.shard_size
+    if layout.tp > 1:
+        config["tensor_parallel"] = {"autotp_size": layout.tp}
+    if layout.ep > 1:
+        config["expert_parallel"] = {"enabled": True, "autoep_size": layout.ep}
+    if layout.pp > 1:
+        config["pipeline"] = {
+            "stages": layout.pp,
+            "activation_checkpoint_interval": 1 if layout.recompute == "full" else 0,
+            "pipe_partitioned": True,
+            "grad_partitioned": True,
+        }
+    if layout.recompute == "full":
+        config["activation_checkpointing"] = {"partition_activations": layout.tp > 1}
+    return json.dumps(config, indent=2) + "\n"
+
+
+def _check(plan: Plan) -> None:
+    layout = plan.layout
+    lost = Lost(TARGET)
+    lost.unless(layout.schedule == "1f1b" or layout.pp == 1, "schedule", layout.schedule, "use schedule=1f1b")
+    lost.unless(not layout.sequence_parallel, "sequence_parallel", True, "use sequence_parallel=false or tp=1")
+    lost.unless(layout.cp == 1, "cp", layout.cp, "its sequence_parallel_size is Ulysses, not a ring; use cp=1")
+    lost.unless(layout.zero < 2 or layout.pp == 1, "zero", layout.zero, "with pp > 1 use zero=0 or zero=1")
+    lost.unless(layout.zero < 3 or layout.tp == 1, "zero", layout.zero, "with tp > 1 use zero=2 or less")
+    lost.unless(layout.recompute != "selective", "recompute", layout.recompute, "use recompute=none or recompute=full")
+    hybrid = layout.zero in (1, 2) and layout.shard_size < layout.dp
+    lost.unless(not hybrid, "shard", layout.shard, "its mics_shard_size works with zero=3 only")
+    precision = plan.question.precision
+    lost.unless(precision != "fp8", "precision", precision, "use precision=bf16")
+    lost.refuse()

@@ -1,0 +1,66 @@
+"""Questions small enough to be answered by trying everything, and every layout there is for them."""
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+
+from cuboid.errors import UserError
+from cuboid.plan.question import Question
+from cuboid.spec.cluster import load_cluster
+from cuboid.spec.layout import STAGES_PER_RANK, Layout, check
+from cuboid.spec.model import MixtureSpec, ModelSpec, load_model
+
+DENSE = ModelSpec(name="small", hidden=512, layers=6, heads=4, ffn=1024, vocab=1000)
+MIXED = ModelSpec(
+    name="small-mixture",
+    hidden=512,
+    layers=4,
+    heads=4,
+    ffn=1024,
+    vocab=1000,
+    mixture=MixtureSpec(experts=4, top_k=2, expert_ffn=512, first_dense_layers=1),
+)
+
+
+@pytest.fixture
+def ask() -> Callable[..., Question]:
+    """A question about a small model, or about a named one."""
+
+    def make(model: str | ModelSpec = DENSE, cluster: str = "a100x8", **more: Any) -> Question:
+        spec = load_model(model) if isinstance(model, str) else model
+        values = {"global_batch": 8, "sequence": 512, **more}
+        return Question(model=spec, cluster=load_cluster(cluster), **values)
+
+    return make
+
+
+def every_layout(question: Question, world_size: int) -> Iterator[Layout]:
+    """Every layout of the world that `check` accepts, by trying all combinations of fields."""
+    degrees = [number for number in range(1, world_size + 1) if world_size % number == 0]
+    extra = degrees if "cp" in question.explores else [1]
+    experts = degrees if "ep" in question.explores else [1]
+    batches = [number for number in range(1, question.global_batch + 1) if question.global_batch % number == 0]
+    pairs = [
+        (name, vpp)
+        for name, fixed in STAGES_PER_RANK.items()
+        for vpp in ([fixed] if fixed else range(2, question.model.layers + 1))
+    ]
+    names = ("dp", "tp", "pp", "cp", "ep", "micro_batch", "zero", "recompute", "sequence_parallel", "schedule", "vpp")
+    recompute = ("none", "selective", "full")
+    for dp, tp, pp, cp in product(degrees, degrees, degrees, extra):
+        if dp * tp * pp * cp != world_size or question.global_batch % dp:
+            continue
+        for ep, batch, zero, again, sequence_parallel, (schedule, vpp) in product(
+            experts, batches, range(4), recompute, (True, False), pairs
+        ):
+            if (tp == 1 and sequence_parallel) or vpp * pp > question.model.layers:
+                continue
+            try:
+                values = (dp, tp, pp, cp, ep, batch, zero, again, sequence_parallel, schedule, vpp)
+                layout = Layout(**dict(zip(names, values, strict=True)))
+                check(layout, question.model, global_batch=question.global_batch, sequence=question.sequence)
+            except UserError:
+                continue
+            yield layout
