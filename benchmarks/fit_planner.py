@@ -1,12 +1,12 @@
 """Calibrates the constants of the cost model on published runs: `python benchmarks/fit_planner.py [stage ...] [--dry]`.
 
-`--without TEXT` checks a stage on models it has not seen: it fits without the runs whose source and model contain the text
-(`playbook Llama-like-8B`), leaves the files alone, and prints the errors on those runs.
+Needs scipy. Only rows whose hashed id is not held out (published_rows.py) are seen. Each stage fits the named constants
+of some accelerators, fabrics and engines on the runs of some sources, starting from the values in cuboid/cost/data, and
+writes the result back there. The loss is a soft absolute error of the logarithm, so that a few broken runs do not bend
+the physics; a weak prior keeps constants that a stage cannot see near where they were, and bounds keep them physical.
 
-Needs scipy. Only rows whose hashed id is not held out (published_rows.py) are seen. Each stage fits the named constants of
-some accelerators, fabrics and engines on the runs of some sources, starting from the values in cuboid/cost/data, and writes
-the result back there. The loss is a soft absolute error of the logarithm, so that a few broken runs do not bend the physics;
-a weak prior keeps constants that a stage cannot see near where they were, and bounds keep them physical.
+`--without TEXT` checks a stage on models it has not seen: it fits without the runs whose source and model contain the
+text (`playbook Llama-like-8B`), leaves the files alone, and prints the errors on those runs.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from published_rows import Run, load
@@ -22,7 +23,7 @@ from scipy.optimize import least_squares
 
 from cuboid.cost import constants
 from cuboid.cost.constants import Chip, Engine, Fabric
-from cuboid.cost.inputs import Jobs, Shape
+from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.memory import peak_memory
 from cuboid.cost.step import step_time
 from cuboid.cost.table import stack
@@ -30,7 +31,7 @@ from cuboid.cost.table import stack
 DATA = Path(constants.__file__).parent / "data"
 
 BOUNDS: tuple[tuple[str, float, float], ...] = (
-    # The best that single kernels reach: SimuMax's tables for A100 and B200, cuBLAS and Transformer Engine reports for H100.
+    # The best that single kernels reach: SimuMax's tables for A100 and B200, cuBLAS and Transformer Engine for H100.
     ("chip:a100.*linear_efficiency.bf16", 0.4, 0.80),
     ("chip:h.*linear_efficiency.bf16", 0.4, 0.74),
     ("chip:h.*linear_efficiency.fp8", 0.3, 0.68),
@@ -83,8 +84,8 @@ class Batch:
     precision: str
     shape: Shape
     jobs: Jobs
-    truth: np.ndarray
-    weight: np.ndarray
+    truth: Array
+    weight: Array
 
 
 def batches(stage: Stage, runs: Sequence[Run], unseen: bool = False) -> list[Batch]:
@@ -103,10 +104,10 @@ def batches(stage: Stage, runs: Sequence[Run], unseen: bool = False) -> list[Bat
     result = []
     for (chip, fabric, engine, precision), members in groups.items():
         shape, jobs = stack([run.case for run in members if run.case])
-        truth = np.array([run.memory if stage.memory else run.seconds for run in members])
+        measured = np.array([run.memory if stage.memory else run.seconds for run in members])
         weight = np.array([weights.get(run.source, 1.0) for run in members])
         names = {"chip": chip, "fabric": fabric, "engine": engine}
-        result.append(Batch(names, precision, shape, jobs, truth, weight))
+        result.append(Batch(names, precision, shape, jobs, measured, weight))
     return result
 
 
@@ -127,7 +128,7 @@ def current(parameter: str) -> float:
 
 def changed(batch: Batch, values: dict[str, float]) -> tuple[Chip, Fabric, Engine]:
     """The batch's constants with the values being tried."""
-    objects = {
+    objects: dict[str, Any] = {
         "chip": constants.chip_named(batch.names["chip"]),
         "fabric": constants.fabric_named(batch.names["fabric"]),
         "engine": constants.engine_named(batch.names["engine"]),
@@ -144,7 +145,7 @@ def changed(batch: Batch, values: dict[str, float]) -> tuple[Chip, Fabric, Engin
     return objects["chip"], objects["fabric"], objects["engine"]
 
 
-def predicted(stage: Stage, batch: Batch, values: dict[str, float]) -> np.ndarray:
+def predicted(stage: Stage, batch: Batch, values: dict[str, float]) -> Array:
     """What the model says of the batch."""
     chip, fabric, engine = changed(batch, values)
     if stage.memory:
@@ -166,7 +167,7 @@ def fit(stage: Stage, runs: Sequence[Run]) -> dict[str, float]:
     start = np.log(np.maximum([current(name) for name in stage.parameters], 1e-9))
     start = np.clip(start, low + 1e-3, high - 1e-3)
 
-    def residuals(point: np.ndarray) -> np.ndarray:
+    def residuals(point: Array) -> Array:
         values = dict(zip(stage.parameters, np.exp(point), strict=True))
         errors = [batch.weight * np.log(predicted(stage, batch, values) / batch.truth) for batch in data]
         count = sum(len(error) for error in errors)

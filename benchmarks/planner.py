@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from published_rows import Run, load
 
+from cuboid.cost.inputs import Array
 from cuboid.cost.table import Answer, answer_cases
 
 
@@ -71,7 +72,7 @@ def out_of_memory(scored: Iterable[Scored]) -> dict[str, float]:
     return {"precision": precision, "recall": recall, "f1": 2 * precision * recall / max(precision + recall, 1e-9)}
 
 
-def _ranks(values: Sequence[float]) -> np.ndarray:
+def _ranks(values: Sequence[float]) -> Array:
     return np.argsort(np.argsort(values)).astype(float)
 
 
@@ -107,7 +108,8 @@ def _line(name: str, rows: Sequence[Scored]) -> str:
             return f"{'':>22s}"
         return f"{result[f'{kind}_rows']:5.0f} {result[f'{kind}_median']:7.1%} {result[f'{kind}_mean']:8.1%}"
 
-    return f"{name:18s} | {cell(seen, 'time')} | {cell(unseen, 'time')} | {cell(seen, 'memory')} | {cell(unseen, 'memory')}"
+    cells = [cell(result, kind) for kind in ("time", "memory") for result in (seen, unseen)]
+    return " | ".join([f"{name:18s}", *cells])
 
 
 TARGETS: tuple[tuple[str, Callable[[Scored], bool]], ...] = (
@@ -137,11 +139,9 @@ def card(scored: Sequence[Scored]) -> dict[str, dict[str, float]]:
 
 
 def _print(scored: Sequence[Scored], runs: Sequence[Run]) -> None:
-    head = "rows  median     mean"
-    print(
-        f"{'':18s} | {'time, fitted':>22s} | {'time, held out':>22s} | {'memory, fitted':>22s} | {'memory, held out':>22s}"
-    )
-    print(f"{'source':18s} | {head:>22s} | {head:>22s} | {head:>22s} | {head:>22s}")
+    titles = ("time, fitted", "time, held out", "memory, fitted", "memory, held out")
+    print(" | ".join([f"{'':18s}", *(f"{title:>22s}" for title in titles)]))
+    print(" | ".join([f"{'source':18s}", *(f"{'rows  median     mean':>22s}" for _ in titles)]))
     for source in sorted({item.run.source for item in scored}):
         print(_line(source, [item for item in scored if item.run.source == source]))
     print(_line("all", scored))
@@ -165,9 +165,8 @@ def main() -> None:
     _print(scored, runs)
     timed = [item for item in scored if np.isfinite(item.run.seconds)]
     for item in sorted(timed, key=lambda item: -abs(item.time_error))[: options.worst]:
-        print(
-            f"{item.run.id:22s} {item.time_error:+7.1%}  {item.run.seconds:9.3f} s, predicted {item.answer.seconds:9.3f} s"
-        )
+        measured, predicted = item.run.seconds, item.answer.seconds
+        print(f"{item.run.id:22s} {item.time_error:+7.1%}  {measured:9.3f} s, predicted {predicted:9.3f} s")
 
 
 if __name__ == "__main__":

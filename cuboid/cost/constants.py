@@ -242,6 +242,12 @@ def engine_named(name: str) -> Engine:
     return Engine(**_known(Engine, _merged("engines", name)))
 
 
+def engine_for(name: str, chip: Chip) -> Engine:
+    """An engine profile on an accelerator: `name@family` where its rows on that family say something else."""
+    special = f"{name}@{chip.name.split('-')[0]}"
+    return engine_named(special if special in tables()["engines"] else name)
+
+
 FABRIC_OF = {"gb200": "nvl72", "gb300": "nvl72", "a800": "a100", "h200": "h100", "h800": "h100", "b300": "b200"}
 """Accelerator family -> the fabric it is usually wired with, where that has another name."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from cuboid.cost.constants import Chip, Engine, Fabric, chip_from, default_fabric, engine_named, fabric_named
+from cuboid.cost.constants import Chip, Engine, Fabric, chip_from, default_fabric, engine_for, fabric_named
 from cuboid.cost.flops import model_flops_per_token
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.memory import Memory, memory_by_rank
@@ -117,7 +117,7 @@ def estimate_many(
     model: ModelSpec, machine: Machine, jobs: Jobs, engine: Engine | str = "cuboid", precision: str = "bf16"
 ) -> Estimates:
     """What many layouts of one model cost: the core of a search."""
-    profile = engine_named(engine) if isinstance(engine, str) else engine
+    profile = engine_for(engine, machine.chip) if isinstance(engine, str) else engine
     return estimate_shapes(Shape.of(model), jobs, machine, profile, precision)
 
 

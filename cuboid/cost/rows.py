@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-from cuboid.cost.constants import default_fabric
+from cuboid.cost.constants import default_fabric, tables
 from cuboid.cost.inputs import RECOMPUTE
 from cuboid.errors import UserError
 from cuboid.spec.layout import SCHEDULES
@@ -150,22 +150,29 @@ def _fabric(row: Row, chip: str) -> str:
 
 
 def _engine(row: Row, chip: str) -> str:
-    engine = _text(row, "engine").lower() or "megatron"
+    """The profile of the program that ran the row, where need be of its age."""
+    engine = _text(row, "engine").lower()
+    alone = _text(row, "tp") in ("", "1", "1.0") and _text(row, "pp") in ("", "1", "1.0")
+    source, notes = _text(row, "source").lower(), _text(row, "notes").lower()
     year = _number(row, "year") or 2024
+    whole = _text(row, "zero").lower().startswith(("3", "fsdp", "hsdp"))
     if re.search(r"maxtext|paxml", _text(row, "model").lower()):
         return "maxtext"
-    if engine in ("megatron", "deepspeed") and year <= 2021 and _text(row, "zero").startswith("3"):
+    if engine in ("megatron", "deepspeed") and year <= 2021 and whole:
         return "zero3-2021"
-    if engine == "megatron" and (year < 2023 or chip.startswith("v100")):
-        return "megatron-2021"
-    release = re.search(r"\b(2[5-9])\.(\d\d)(\.\d\d)? nemo container", _text(row, "source").lower())
+    release = re.search(r"\b(2[5-9])\.(\d\d)(\.\d\d)? nemo container", source)
     if engine == "megatron-bridge" and release and (int(release[1]), int(release[2])) >= (26, 8):
         return "megatron-bridge-26.08"
-    if engine == "megatron" and "zero bubble" in _text(row, "source").lower():
+    if engine not in tables()["engines"]:
+        engine = "fsdp" if whole or alone else "megatron"
+    if engine != "megatron":
+        return engine
+    if "zero bubble" in source:
         return "megatron-zero-bubble"
-    if engine == "megatron" and "no comm overlap" in _text(row, "notes").lower():
+    if "no comm overlap" in notes:
         return "megatron-serial"
-    return engine
+    # Megatron-LM on Ampere and before: MegaScale's rows of 2024 run as those of 2021 do.
+    return "megatron-2021" if year < 2023 or chip.startswith(("v100", "a100", "a800")) else "megatron"
 
 
 def _precision(row: Row, chip: str) -> str:

@@ -6,7 +6,7 @@ import numpy as np
 
 from cuboid.cost.communication import transfer
 from cuboid.cost.compute import kernels
-from cuboid.cost.constants import Engine, engine_named
+from cuboid.cost.constants import Engine, engine_for
 from cuboid.cost.estimate import Machine
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.layers import layer_times, transfer_bytes
@@ -35,7 +35,7 @@ def stage_costs(
     layers: Sequence[int] | None = None,
 ) -> tuple[StageCosts, float]:
     """Seconds of one micro-batch on every stage, and of a transfer; `layers` says how many each stage holds."""
-    profile = engine_named(engine) if isinstance(engine, str) else engine
+    profile = engine_for(engine, machine.chip) if isinstance(engine, str) else engine
     shape, jobs = Shape.of(model), Jobs.of([layout], global_batch=global_batch, sequence=sequence)
     parts = kernels(shape, jobs, machine.chip, profile, precision)
     times = layer_times(shape, jobs, machine.fabric, profile, parts, precision)

@@ -1,0 +1,104 @@
+"""Kernel times: what bounds them, and how they follow the shape."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cuboid.cost.compute import kernels
+from cuboid.cost.constants import Engine, chip_named
+from cuboid.cost.inputs import Jobs, Shape, number
+from cuboid.spec.model import LatentAttentionSpec, MixtureSpec, ModelSpec, load_model
+
+CHIP = chip_named("h100-80g")
+ENGINE = Engine(name="test")
+LLAMA = Shape.of(load_model("llama3-8b"))
+
+
+def made(**values: object) -> Jobs:
+    return Jobs.make(**{"global_batch": 8, "sequence": 4096, **values})
+
+
+def test_large_layers_run_near_the_calibrated_share_of_the_peak() -> None:
+    shape = Shape.of(load_model("llama3-405b"))
+    ideal = replace(CHIP, narrow=0.0, kernel_floor=0.0)
+    bare = replace(ENGINE, hidden_traffic=0.0, ffn_traffic=0.0)
+    parts = kernels(shape, made(micro_batch=8), ideal, bare, "bf16")
+    linear = parts.dense_forward - parts.attention_forward
+    flops = 2 * 8 * 4096 * (2 * 16384**2 + 2 * 16384 * 1024 + 3 * 16384 * 53248)
+    assert flops / float(linear) == pytest.approx(ideal.peak["bf16"] * ideal.linear_efficiency["bf16"], rel=0.01)
+
+
+def test_backward_takes_about_twice_as_long() -> None:
+    parts = kernels(LLAMA, made(), CHIP, ENGINE, "bf16")
+    assert 1.8 < float(parts.dense_backward / parts.dense_forward) < 2.6
+
+
+def test_attention_grows_with_the_square_of_the_sequence() -> None:
+    parts = kernels(LLAMA, made(sequence=number([32768, 65536])), replace(CHIP, kernel_floor=0.0), ENGINE, "bf16")
+    assert float(parts.attention_forward[1] / parts.attention_forward[0]) == pytest.approx(4)
+
+
+def test_context_parallelism_shares_attention() -> None:
+    parts = kernels(LLAMA, made(sequence=65536, cp=number([1, 4])), replace(CHIP, kernel_floor=0.0), ENGINE, "bf16")
+    assert float(parts.attention_forward[0] / parts.attention_forward[1]) == pytest.approx(4)
+
+
+def test_unfused_attention_is_slower() -> None:
+    fused, plain = (
+        kernels(LLAMA, made(), CHIP, replace(ENGINE, fused_attention=flag), "bf16").attention_forward
+        for flag in (True, False)
+    )
+    assert float(plain) > float(fused)
+
+
+def test_small_kernels_do_not_go_below_their_floor() -> None:
+    tiny = Shape.of(ModelSpec(hidden=64, layers=2, heads=4, ffn=128, vocab=256))
+    parts = kernels(tiny, made(sequence=16), CHIP, ENGINE, "bf16")
+    # Four multiplications and attention.
+    assert float(parts.dense_forward) >= 5 * CHIP.kernel_floor
+
+
+def test_splitting_a_layer_loses_efficiency() -> None:
+    parts = kernels(LLAMA, made(tp=number([1, 8])), CHIP, ENGINE, "bf16")
+    whole, eighth = parts.dense_forward
+    assert whole / 8 < eighth < whole / 2
+
+
+def test_eight_bits_speed_up_layers_and_not_the_head() -> None:
+    wide, narrow = (kernels(LLAMA, made(), CHIP, ENGINE, precision) for precision in ("bf16", "fp8"))
+    assert float(narrow.dense_forward) < float(wide.dense_forward)
+    assert float(narrow.head_forward) == float(wide.head_forward)
+
+
+def test_chips_without_eight_bits_run_in_sixteen() -> None:
+    chip = chip_named("a100-80g")
+    wide, narrow = (kernels(LLAMA, made(), chip, ENGINE, precision) for precision in ("bf16", "fp8"))
+    assert float(narrow.dense_forward) == float(wide.dense_forward)
+
+
+def test_a_mixture_computes_its_top_experts() -> None:
+    def model(top_k: int) -> Shape:
+        mixture = MixtureSpec(experts=64, top_k=top_k, expert_ffn=1408)
+        return Shape.of(ModelSpec(hidden=2048, layers=24, heads=16, ffn=6144, vocab=32000, mixture=mixture))
+
+    two, eight = (float(kernels(model(k), made(), CHIP, ENGINE, "bf16").mixture_forward) for k in (2, 8))
+    assert eight > 1.5 * two
+    dense = kernels(LLAMA, made(), CHIP, ENGINE, "bf16")
+    assert float(dense.mixture_forward) == float(dense.dense_forward)
+
+
+def test_latent_attention_has_its_own_projections() -> None:
+    latent = LatentAttentionSpec(q_rank=1536, kv_rank=512, qk_nope_dim=128, qk_rope_dim=64, v_dim=128)
+    plain = ModelSpec(hidden=7168, layers=4, heads=128, head_dim=128, ffn=18432, vocab=129280)
+    with_latent = ModelSpec(hidden=7168, layers=4, heads=128, ffn=18432, vocab=129280, head_dim=56, latent=latent)
+    one, other = (
+        float(kernels(Shape.of(model), made(), CHIP, ENGINE, "bf16").dense_forward) for model in (plain, with_latent)
+    )
+    assert other < one
+
+
+def test_many_shapes_and_layouts_broadcast() -> None:
+    shapes = Shape.stack([Shape.of(load_model(name)) for name in ("llama3-8b", "llama3-70b")])
+    parts = kernels(shapes, made(tp=number([1, 8])), CHIP, ENGINE, "bf16")
+    assert np.shape(parts.dense_forward) == (2,)
