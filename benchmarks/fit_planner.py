@@ -290,6 +290,7 @@ STAGES = (
         (
             *_all("chip:v100-32g|v100-16g", "linear_efficiency.bf16", "memory_efficiency", "kernel_floor", "narrow"),
             *_all("fabric:jean-zay-v100", "partial", "inner_bandwidth", "outer_bandwidth", "straggler"),
+            *_all("engine:megatron-deepspeed-zero3", "shard_overlap", "shard_decay"),
         ),
         chips="v100",
     ),

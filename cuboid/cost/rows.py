@@ -158,8 +158,8 @@ def _engine(row: Row, chip: str) -> str:
     whole = _text(row, "zero").lower().startswith(("3", "fsdp", "hsdp"))
     if re.search(r"maxtext|paxml", _text(row, "model").lower()):
         return "maxtext"
-    if engine in ("megatron", "deepspeed") and year <= 2021 and whole:
-        return "zero3-2021"
+    if engine in ("megatron", "deepspeed", "megatron-deepspeed") and year <= 2021 and whole:
+        return "megatron-deepspeed-zero3" if engine == "megatron-deepspeed" else "zero3-2021"
     release = re.search(r"\b(2[5-9])\.(\d\d)(\.\d\d)? nemo container", source)
     if engine == "megatron-bridge" and release and (int(release[1]), int(release[2])) >= (26, 8):
         return "megatron-bridge-26.08"
@@ -189,7 +189,8 @@ def _zero(row: Row, dp: float, node: float) -> tuple[float, float]:
     text = _text(row, "zero").lower()
     engine = _text(row, "engine").lower()
     if not text:
-        sharded = engine in ("nemo", "megatron-bridge", "nanotron") or "bigscience" in _text(row, "source")
+        modern = engine == "megatron" and (_number(row, "year") or 2024) >= 2023
+        sharded = modern or engine in ("nemo", "megatron-bridge", "nanotron") or "bigscience" in _text(row, "source")
         default = 1.0 if sharded else 0.0
         return (3.0 if engine in ("fsdp", "torchtitan") else default), dp
     if "hsdp" in text:
