@@ -130,7 +130,7 @@ def real_slowest(question: Question, space: Space, seconds: LayerSeconds) -> Arr
     order = np.argsort(kinds, kind="stable")
     found, starts = np.unique(kinds[order], return_index=True)
     seconds_of = np.stack([dense, mixture, embedding, head], axis=1)
-    for kind, where in zip(found.tolist(), np.split(order, starts[1:]), strict=True):
+    for kind, where in zip(found.tolist(), np.split(order, starts)[1:], strict=True):
         stages, schedule = divmod(kind, len(SCHEDULES))
         part = held(question.model, SCHEDULES[schedule], *divmod(stages, 1_000), question.sequence)
         slowest[where] = (seconds_of[where] @ part.different_ranks).max(axis=1)

@@ -1,0 +1,184 @@
+"""Exported files parse with the target's own key names, and what a target cannot say is refused by name."""
+
+import json
+import shlex
+import tomllib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import yaml
+
+from cuboid.errors import UserError
+from cuboid.plan.choose import predict
+from cuboid.plan.export.megatron import stage_layout
+from cuboid.plan.export.targets import TARGETS, export
+from cuboid.plan.plan import Plan
+from cuboid.plan.question import Question
+from cuboid.spec.deepspeed import run_table_from_deepspeed
+from cuboid.spec.layout import Layout
+
+
+@pytest.fixture
+def plan(ask: Callable[..., Question]) -> Callable[..., Plan]:
+    def make(layout: str, model: str = "llama3-8b", cluster: str = "h100x16", **more: Any) -> Plan:
+        return predict(ask(model, cluster, **{"global_batch": 64, "sequence": 4096, **more}), Layout.parse(layout))
+
+    return make
+
+
+def flags_of(script: str) -> dict[str, str]:
+    """Flags of the script after the program's name -> their values."""
+    words = shlex.split(script.replace("\\\n", " "), comments=True)
+    after = words[words.index("pretrain_gpt.py") + 1 : -1]
+    found: dict[str, str] = {}
+    key = ""
+    for word in after:
+        if word.startswith("--"):
+            key = word
+            found[key] = ""
+        else:
+            found[key] = (found[key] + " " + word).strip()
+    return found
+
+
+def test_megatron(plan: Callable[..., Plan]) -> None:
+    script = export(plan("dp=2,tp=4,pp=2,zero=1,recompute=full,micro_batch=2"), "megatron")
+    flags = flags_of(script)
+    assert flags["--tensor-model-parallel-size"] == "4"
+    assert flags["--pipeline-model-parallel-size"] == "2"
+    assert flags["--micro-batch-size"] == "2"
+    assert flags["--global-batch-size"] == "64"
+    assert flags["--seq-length"] == "4096"
+    assert flags["--num-layers"] == "32"
+    assert flags["--num-query-groups"] == "8"
+    assert flags["--recompute-granularity"] == "full"
+    assert flags["--pipeline-model-parallel-layout"] == "Et*17|t*15L"
+    expected = ("--sequence-parallel", "--use-distributed-optimizer", "--swiglu", "--bf16", "--group-query-attention")
+    assert all(name in flags for name in (*expected, "--untie-embeddings-and-output-weights", "--disable-bias-linear"))
+    assert "CUDA_DEVICE_MAX_CONNECTIONS=1" in script
+    assert "dp=2" in script
+
+
+def test_megatron_interleaved_and_fully_sharded(plan: Callable[..., Plan]) -> None:
+    flags = flags_of(export(plan("dp=2,tp=4,pp=2,schedule=interleaved,vpp=2", "gpt-22b", sequence=2048), "megatron"))
+    assert flags["--num-virtual-stages-per-pipeline-rank"] == "2" or "|" in flags["--pipeline-model-parallel-layout"]
+    assert flags["--position-embedding-type"] == "learned_absolute"
+    script = export(plan("dp=8,tp=2,zero=3,shard=4", precision="fp8"), "megatron")
+    flags = flags_of(script)
+    assert flags["--data-parallel-sharding-strategy"] == "optim_grads_params"
+    assert flags["--num-distributed-optimizer-instances"] == "2"
+    assert flags["--fp8-format"] == "hybrid"
+    assert "unset CUDA_DEVICE_MAX_CONNECTIONS" in script
+
+
+def test_megatron_mixture_with_latent_attention(plan: Callable[..., Plan]) -> None:
+    flags = flags_of(export(plan("dp=8,tp=1,pp=8,ep=8,zero=1", "deepseek-v3", "h100x64"), "megatron"))
+    assert flags["--expert-model-parallel-size"] == "8"
+    assert flags["--num-experts"] == "256"
+    assert flags["--moe-layer-freq"] == "([0]*3+[1]*58)"
+    assert flags["--kv-lora-rank"] == "512"
+    assert "--multi-latent-attention" in flags
+
+
+def test_stage_layout_of_megatron() -> None:
+    assert stage_layout((3, 4, 2)) == "Et*3|t*4|t*2L"
+
+
+def test_deepspeed_comes_back_through_the_importer(plan: Callable[..., Plan]) -> None:
+    made = plan("dp=4,tp=2,pp=2,zero=1,sequence_parallel=false,recompute=full")
+    config = json.loads(export(made, "deepspeed"))
+    assert config["train_batch_size"] == 64
+    assert config["gradient_accumulation_steps"] == 16
+    assert config["zero_optimization"]["stage"] == 1
+    assert config["tensor_parallel"] == {"autotp_size": 2}
+    assert config["pipeline"]["stages"] == 2
+    assert config["bf16"] == {"enabled": True}
+    table = run_table_from_deepspeed(config, world_size=16)
+    again = Layout.parse(table["layout"])
+    assert (again.dp, again.tp, again.pp, again.zero, again.micro_batch) == (4, 2, 2, 1, 1)
+    assert again.recompute == "full"
+
+
+def test_torchtitan(plan: Callable[..., Plan]) -> None:
+    table = tomllib.loads(export(plan("dp=4,tp=2,pp=2,zero=3,schedule=zbv,recompute=selective"), "torchtitan"))
+    assert table["model"] == {"name": "llama3", "flavor": "8B"}
+    parallel = table["parallelism"]
+    assert parallel["data_parallel_shard_degree"] == 4
+    assert parallel["data_parallel_replicate_degree"] == 1
+    assert parallel["tensor_parallel_degree"] == 2
+    assert parallel["pipeline_parallel_schedule"] == "ZBVZeroBubble"
+    assert parallel["fsdp_reshard_after_forward"] == "always"
+    parts = parallel["module_fqns_per_model_part"]
+    assert len(parts) == 4
+    assert parts[0][0] == "tok_embeddings"
+    assert parts[-1][-2:] == ["norm", "output"]
+    assert sum(name.startswith("layers.") for part in parts for name in part) == 32
+    assert table["training"]["local_batch_size"] == 16
+    assert table["training"]["global_batch_size"] == 64
+    assert table["activation_checkpoint"]["mode"] == "selective"
+
+
+def test_torchtitan_without_a_pipeline_accumulates(plan: Callable[..., Plan]) -> None:
+    table = tomllib.loads(export(plan("dp=8,tp=2,zero=2,shard=4,micro_batch=2", precision="fp8"), "torchtitan"))
+    assert table["training"]["local_batch_size"] == 2
+    assert table["parallelism"]["data_parallel_replicate_degree"] == 2
+    assert table["parallelism"]["fsdp_reshard_after_forward"] == "never"
+    assert table["model"]["converters"] == ["quantize.linear.float8"]
+
+
+def test_nanotron(plan: Callable[..., Plan]) -> None:
+    table = yaml.safe_load(export(plan("dp=4,tp=2,pp=2,zero=1,recompute=full"), "nanotron"))
+    assert table["parallelism"] == {
+        "dp": 4,
+        "tp": 2,
+        "pp": 2,
+        "pp_engine": "1f1b",
+        "tp_mode": "REDUCE_SCATTER",
+        "tp_linear_async_communication": True,
+        "expert_parallel_size": 1,
+        "context_parallel_size": 1,
+        "recompute_layer": True,
+    }
+    assert table["tokens"]["batch_accumulation_per_replica"] == 16
+    assert table["optimizer"]["zero_stage"] == 1
+    assert table["optimizer"]["optimizer_factory"]["adam_eps"] == 1e-8
+    assert table["model"]["model_config"]["num_hidden_layers"] == 32
+    assert table["model"]["model_config"]["rms_norm_eps"] == 1e-5
+    assert (
+        yaml.safe_load(export(plan("dp=8,tp=1,pp=2,schedule=gpipe"), "nanotron"))["parallelism"]["pp_engine"] == "afab"
+    )
+
+
+@pytest.mark.parametrize(
+    ("target", "layout", "model", "lost"),
+    [
+        ("megatron", "dp=4,tp=2,pp=2,schedule=zbv", "llama3-8b", "schedule=zbv"),
+        ("megatron", "dp=4,tp=2,pp=2,zero=2", "llama3-8b", "zero=2"),
+        ("deepspeed", "dp=8,tp=2", "llama3-8b", "sequence_parallel=true"),
+        ("deepspeed", "dp=4,tp=1,pp=4,schedule=interleaved", "llama3-8b", "schedule=interleaved"),
+        ("deepspeed", "dp=8,pp=2,zero=2", "llama3-8b", "zero=2"),
+        ("deepspeed", "dp=8,cp=2", "llama3-8b", "cp=2"),
+        ("deepspeed", "dp=16,recompute=selective", "llama3-8b", "recompute=selective"),
+        ("torchtitan", "dp=16,zero=3", "gpt-22b", "model=gpt-22b"),
+        ("torchtitan", "dp=8,tp=2,zero=1", "llama3-8b", "zero=1"),
+        ("torchtitan", "dp=8,tp=2", "llama3-8b", "zero=0"),
+        ("torchtitan", "dp=8,pp=2,zero=3,schedule=zb1p", "llama3-8b", "schedule=zb1p"),
+        ("nanotron", "dp=16,zero=3", "llama3-8b", "zero=3"),
+        ("nanotron", "dp=8,pp=2,schedule=interleaved", "llama3-8b", "schedule=interleaved"),
+        ("nanotron", "dp=16", "gpt-22b", "model=gpt-22b"),
+        ("nanotron", "dp=16,recompute=selective", "llama3-8b", "recompute=selective"),
+    ],
+)
+def test_what_a_target_cannot_say_is_named(
+    plan: Callable[..., Plan], target: str, layout: str, model: str, lost: str
+) -> None:
+    with pytest.raises(UserError, match="has no key for") as error:
+        export(plan(layout, model, sequence=2048), target)
+    assert lost in str(error.value)
+
+
+def test_an_unknown_target_is_refused(plan: Callable[..., Plan]) -> None:
+    with pytest.raises(UserError, match="unknown target to=megatrn; use --to megatron"):
+        export(plan("dp=16"), "megatrn")
+    assert set(TARGETS) == {"megatron", "deepspeed", "torchtitan", "nanotron"}
