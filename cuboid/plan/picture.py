@@ -13,16 +13,17 @@ INK, PALE, GRID = "#1b1b1b", "#f4f4f2", "#c9c9c4"
 MARGIN, TOP, ROW, GAP = 70, 64, 22, 4
 
 
-def svg(timeline: Timeline, title: str, subtitle: str = "", width: int = 1200) -> str:
-    """The picture as text of an SVG file."""
+def svg(timeline: Timeline, title: str, subtitle: str = "") -> str:
+    """The picture as text of an SVG file; as wide as shows the numbers, within reason."""
     schedule = timeline.schedule
+    width = _width(timeline)
     inner = width - MARGIN - 20
     scale = inner / timeline.makespan if timeline.makespan else 0.0
     bottom = TOP + schedule.ranks * (ROW + GAP)
     used = [kind for kind in Kind if any(event.action.kind is kind for event in timeline.events)]
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{bottom + 56}" '
-        f'viewBox="0 0 {width} {bottom + 56}" font-family="Helvetica, Arial, sans-serif">',
+        f'viewBox="0 0 {width} {bottom + 56}" font-family="Helvetica, Arial, DejaVu Sans, sans-serif">',
         f'<rect width="{width}" height="{bottom + 56}" fill="white"/>',
         _text(MARGIN, 24, title, 16, "bold"),
         _text(MARGIN, 44, subtitle, 12),
@@ -36,6 +37,12 @@ def svg(timeline: Timeline, title: str, subtitle: str = "", width: int = 1200) -
     parts += _axis(timeline.makespan, scale, bottom)
     parts += _legend(used, schedule.stages > schedule.ranks, bottom + 40)
     return "\n".join([*parts, "</svg>", ""])
+
+
+def _width(timeline: Timeline) -> int:
+    shortest = min((event.end - event.start for event in timeline.events if event.end > event.start), default=0.0)
+    wanted = 18 * timeline.makespan / shortest if shortest else 0.0
+    return int(min(max(wanted, 1100), 3000)) + MARGIN + 20
 
 
 def _box(event: Event, chunk: int, scale: float) -> str:
