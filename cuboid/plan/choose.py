@@ -22,8 +22,8 @@ from cuboid.spec.layout import Layout, check
 
 SCORED = 96
 """Best layouts in closed form from which finalists are taken."""
-FINALISTS = 12
-BUDGET = 60_000
+FINALISTS = 8
+BUDGET = 40_000
 """Actions of schedules simulated in all: what keeps an answer within a second."""
 
 
@@ -51,7 +51,7 @@ def finalists(question: Question, scores: Scores, top: int) -> list[Refined]:
     for index in _different(scores):
         layout = scores.space.layout(index)
         cost = actions(layout, question.global_batch)
-        if len(found) >= top and (len(found) >= max(FINALISTS, top) or spent + cost > BUDGET):
+        if len(found) >= top and (len(found) >= max(FINALISTS, top + 3) or spent + cost > BUDGET):
             break
         entry = refine(question, scores, index)
         spent += cost

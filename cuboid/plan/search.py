@@ -110,7 +110,7 @@ def _least_memory(question: Question, space: Space) -> Array:
 
 def _plain_allowed(question: Question, space: Space) -> bool:
     """Whether 1F1B is open to every number of pipeline ranks, so that its times bound those of the best schedule."""
-    return all((PLAIN, 1) in schedules(question, int(pp)) for pp in np.unique(space.columns["pp"]))
+    return all((PLAIN, 1) in schedules(question, pp) for pp in space.pipelines)
 
 
 def _chunks(space: Space) -> Iterator[Space]:

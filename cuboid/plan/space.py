@@ -44,6 +44,11 @@ class Space:
         """The layouts as the cost model reads them."""
         return Jobs.make(**self.columns, global_batch=self.global_batch, sequence=self.sequence)
 
+    @property
+    def pipelines(self) -> list[int]:
+        """The numbers of pipeline ranks that occur."""
+        return sorted(set(self.columns["pp"].tolist()))
+
     def layout(self, index: int) -> Layout:
         """One of them."""
         values: dict[str, Any] = {name: int(column[index]) for name, column in self.columns.items()}
@@ -147,8 +152,8 @@ def scheduled(question: Question, space: Space) -> Space:
     """Every base with every schedule."""
     parts: list[NDArray[np.int64]] = []
     options: list[NDArray[np.int64]] = []
-    for pp in np.unique(space.columns["pp"]):
-        pairs = np.array(schedules(question, int(pp)), dtype=np.int64).reshape(-1, 2)
+    for pp in space.pipelines:
+        pairs = np.array(schedules(question, pp), dtype=np.int64).reshape(-1, 2)
         where = np.flatnonzero(space.columns["pp"] == pp)
         parts.append(np.repeat(where, len(pairs)))
         options.append(np.tile(pairs, (len(where), 1)))

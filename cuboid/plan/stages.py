@@ -1,5 +1,6 @@
 """What each pipeline rank holds under the engine's own partition, and how long its layers take."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -21,38 +22,40 @@ from cuboid.spec.model import ModelSpec
 class Held:
     """Layers of every stage, and which rank it is on."""
 
-    dense: Array
+    dense: tuple[int, ...]
     """Layers without experts, per stage."""
-    mixture: Array
+    mixture: tuple[int, ...]
     """Layers with experts, per stage."""
     rank: tuple[int, ...]
-
-    def by_rank(self, per_stage: Array) -> Array:
-        """Sums over the stages of each rank."""
-        return np.asarray(np.bincount(self.rank, weights=per_stage), dtype=np.float64)
 
     @property
     def counts(self) -> tuple[int, ...]:
         """Layers per stage."""
-        return tuple(int(count) for count in self.dense + self.mixture)
+        return tuple(dense + mixture for dense, mixture in zip(self.dense, self.mixture, strict=True))
+
+    def by_rank(self, per_stage: Sequence[float]) -> Array:
+        """Sums over the stages of each rank."""
+        return np.asarray(np.bincount(self.rank, weights=per_stage), dtype=np.float64)
 
     @property
     def layers(self) -> Array:
         """Layers per rank."""
-        return self.by_rank(self.dense + self.mixture)
-
-    @cached_property
-    def different_ranks(self) -> Array:
-        """Layers without and with experts, embedding and head of each rank, ranks that are alike once."""
-        first, last = self.ends()
-        ranks = zip(self.by_rank(self.dense), self.by_rank(self.mixture), first, last, strict=True)
-        return np.array(sorted(set(ranks))).T
+        return self.by_rank(self.counts)
 
     def ends(self) -> tuple[Array, Array]:
         """Per rank 1 where it holds the embedding, and 1 where it holds the head."""
-        first, last = np.zeros(len(self.rank)), np.zeros(len(self.rank))
-        first[0] = last[-1] = 1.0
-        return self.by_rank(first), self.by_rank(last)
+        none = [0.0] * (len(self.rank) - 1)
+        return self.by_rank([1.0, *none]), self.by_rank([*none, 1.0])
+
+    @cached_property
+    def different_ranks(self) -> Array:
+        """Layers without and with experts, embedding and head of each rank in columns, ranks that are alike once."""
+        rows = [[0, 0, 0, 0] for _ in range(max(self.rank) + 1)]
+        for rank, dense, mixture in zip(self.rank, self.dense, self.mixture, strict=True):
+            rows[rank][0] += dense
+            rows[rank][1] += mixture
+        rows[self.rank[0]][2] = rows[self.rank[-1]][3] = 1
+        return np.array(sorted(set(map(tuple, rows))), dtype=np.float64).T
 
 
 @lru_cache(maxsize=1024)
@@ -61,11 +64,11 @@ def held(model: ModelSpec, schedule: str, pp: int, vpp: int, sequence: int) -> H
     stages = pp * vpp
     leading = model.layers if model.mixture is None else model.mixture.first_dense_layers
     parts = partition(model, stages, sequence)
-    dense = np.array([len(range(part.start, min(part.stop, leading))) for part in parts], dtype=np.float64)
-    layers = np.array([len(part) for part in parts], dtype=np.float64)
+    dense = tuple(max(min(part.stop, leading) - part.start, 0) for part in parts)
+    mixture = tuple(len(part) - count for part, count in zip(parts, dense, strict=True))
     vee = schedule in V_SHAPED
     rank = tuple(min(stage, 2 * pp - 1 - stage) if vee else stage % pp for stage in range(stages))
-    return Held(dense, layers - dense, rank)
+    return Held(dense, mixture, rank)
 
 
 @dataclass(frozen=True)
@@ -128,9 +131,11 @@ def real_slowest(question: Question, space: Space, seconds: LayerSeconds) -> Arr
     slowest = np.zeros(len(space))
     kinds = (columns["pp"] * 1_000 + columns["vpp"]) * len(SCHEDULES) + columns["schedule"]
     order = np.argsort(kinds, kind="stable")
-    found, starts = np.unique(kinds[order], return_index=True)
+    # Sorting groups the layouts; numpy's unique() would, too, and import a hundred milliseconds of masked arrays.
+    ordered = kinds[order]
+    starts = np.flatnonzero(np.diff(ordered, prepend=-1))
     seconds_of = np.stack([dense, mixture, embedding, head], axis=1)
-    for kind, where in zip(found.tolist(), np.split(order, starts)[1:], strict=True):
+    for kind, where in zip(ordered[starts].tolist(), np.split(order, starts)[1:], strict=True):
         stages, schedule = divmod(kind, len(SCHEDULES))
         part = held(question.model, SCHEDULES[schedule], *divmod(stages, 1_000), question.sequence)
         slowest[where] = (seconds_of[where] @ part.different_ranks).max(axis=1)
