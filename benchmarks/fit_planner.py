@@ -40,6 +40,12 @@ BOUNDS: tuple[tuple[str, float, float], ...] = (
     (".*attention_(forward|backward)", 0.2, 0.65),
     (".*_overlap", 0.001, 0.97),
     (".*::inner_bandwidth", 4e10, 9e11),
+    # What the network ports can carry at most.
+    ("fabric:(vtrain|jean-zay-v100)::outer_bandwidth", 1e9, 12.5e9),
+    ("fabric:jean-zay-a100::outer_bandwidth", 1e9, 6.25e9),
+    ("fabric:roce-a100::outer_bandwidth", 1e9, 6.25e9),
+    ("fabric:mosaic-a100::outer_bandwidth", 1e9, 25e9),
+    ("fabric:(h100|b200|playbook)::outer_bandwidth", 1e9, 47e9),
     (".*::narrow", 2, 120),
     (".*::inner_latency", 1e-6, 2e-5),
     (".*::partial", 0.15, 1.0),

@@ -120,6 +120,8 @@ class Engine:
     """Share of gathering parameters (ZeRO 1 and 2 after the step) that is hidden."""
     shard_overlap: float = 0.9
     """Share of the compute of a layer that ZeRO 3 traffic can hide behind."""
+    shard_contention: float = 0.12
+    """Share of hidden ZeRO 3 traffic that the kernels above it lose."""
     shard_decay: float = 0.0
     """Power of the number of nodes by which ZeRO 3 traffic slows down beyond what the fabric does."""
     reduce_every_micro_batch: bool = False

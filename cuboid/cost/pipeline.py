@@ -110,13 +110,16 @@ def bubble(jobs: Jobs, forward: Array, backward: Array, weight: Array, others: A
     gaps = np.maximum(jobs.pp - 1, 0)
     inputs = backward - weight
     uneven = np.maximum(others - gaps * (forward + backward), 0.0)
-    zero_bubble = gaps * np.maximum(forward + inputs - weight, 0.0) + uneven
-    # The V-shaped tables fill up with twice as many micro-batches as ranks; with fewer they wait longer.
+    # With fewer micro-batches than ranks there is less to fill the waiting with.
+    short = np.maximum(jobs.pp - jobs.micro_batches, 0.0)
+    interleaved = others / jobs.vpp + short * (forward + backward) * (1 - 1 / jobs.vpp)
+    zero_bubble = gaps * np.maximum(forward + inputs - weight, 0.0) + short * weight + uneven
+    # The V-shaped tables fill up with twice as many micro-batches as ranks.
     few = np.clip(2 - jobs.micro_batches / jobs.pp, 0.0, 1.0)
     vee_full = np.maximum(inputs / 2, inputs - weight)
-    vee = gaps * (vee_full + few * np.maximum(inputs - vee_full, 0.0)) + uneven
+    vee = gaps * (vee_full + few * np.maximum(inputs - vee_full, 0.0)) + short * forward + uneven
     dual_full = np.maximum(inputs - weight / 2, 0.0)
-    dual = gaps * (dual_full + few * (inputs + weight / 2 - dual_full)) + uneven
+    dual = gaps * (dual_full + few * (inputs + weight / 2 - dual_full)) + short * forward + uneven
     return np.select(
         [
             jobs.schedule == INTERLEAVED,
@@ -124,6 +127,6 @@ def bubble(jobs: Jobs, forward: Array, backward: Array, weight: Array, others: A
             jobs.schedule == ZERO_BUBBLE_V,
             jobs.schedule == DUAL_PIPE_V,
         ],
-        [others / jobs.vpp, zero_bubble, vee, dual],
+        [interleaved, zero_bubble, vee, dual],
         others,
     )

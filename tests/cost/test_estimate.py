@@ -133,9 +133,10 @@ def test_a_hundred_thousand_layouts_take_less_than_a_second() -> None:
         global_batch=1536,
         sequence=2048,
     )
-    start = time.perf_counter()
+    # Processor time, because the machine may be shared.
+    start = time.process_time()
     result = estimate_many(GPT, SELENE, jobs)
-    assert time.perf_counter() - start < 1.5
+    assert time.process_time() - start < 1.0
     assert result.seconds.shape == (count,)
     assert np.all(np.isfinite(result.seconds))
 
