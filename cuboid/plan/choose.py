@@ -17,11 +17,11 @@ from cuboid.plan.reasons import reasons
 from cuboid.plan.refine import Refined, actions, refine
 from cuboid.plan.search import Scores, score, search
 from cuboid.plan.sizes import resized, sizes
-from cuboid.plan.space import Space
+from cuboid.plan.space import DEGREES, Space
 from cuboid.spec.layout import Layout, check
 
-SCORED = 96
-"""Best layouts in closed form from which finalists are taken."""
+SCORED = 32
+"""Best different layouts in closed form, from which finalists are taken."""
 FINALISTS = 8
 BUDGET = 40_000
 """Actions of schedules simulated in all: what keeps an answer within a second."""
@@ -30,7 +30,7 @@ BUDGET = 40_000
 def plans(question: Question, *, top: int = 5, objective: str = "time") -> list[Plan]:
     """The best plans for the whole cluster, best first, the first one with reasons."""
     world_size = question.cluster.accelerators
-    scores = search(question, world_size, keep=max(SCORED, 8 * top), objective=objective)
+    scores = search(question, world_size, keep=max(SCORED, 4 * top), objective=objective, distinct=True)
     if not len(scores.space):
         raise explain_nothing(question)
     refined = finalists(question, scores, top)
@@ -61,18 +61,16 @@ def finalists(question: Question, scores: Scores, top: int) -> list[Refined]:
 
 
 def _different(scores: Scores) -> Iterator[int]:
-    """Positions, best first, the best of every schedule for the same ranks and micro-batch; then all the others."""
+    """Positions, best first, but no more than three schedules for the same ranks and micro-batch before all others."""
     seen: Counter[tuple[int, ...]] = Counter()
     later = []
-    degrees = np.stack([scores.space.columns[name] for name in ("dp", "tp", "pp", "cp", "ep", "micro_batch")])
-    for index, (key, schedule) in enumerate(zip(degrees.T.tolist(), scores.space.columns["schedule"], strict=True)):
-        same, alike = tuple(key), (*key, int(schedule))
-        if seen[alike] or seen[same] >= 3:
+    degrees = np.stack([scores.space.columns[name] for name in DEGREES], axis=1)
+    for index, row in enumerate(degrees.tolist()):
+        seen[tuple(row)] += 1
+        if seen[tuple(row)] > 3:
             later.append(index)
-            continue
-        seen[same] += 1
-        seen[alike] += 1
-        yield index
+        else:
+            yield index
     yield from later
 
 

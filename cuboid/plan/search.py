@@ -16,7 +16,7 @@ from cuboid.cost.inputs import Array, Shape
 from cuboid.cost.memory import peak_memory
 from cuboid.cost.step import PARTS
 from cuboid.plan.question import Question
-from cuboid.plan.space import PLAIN, Space, bases, scheduled, schedules
+from cuboid.plan.space import DEGREES, PLAIN, Space, bases, scheduled, schedules
 from cuboid.plan.stages import LayerSeconds, assumed_slowest, everything, real_slowest
 
 BUSY = ("compute", "tensor", "context", "expert", "host")
@@ -53,6 +53,20 @@ class Scores:
         rounded = [np.round(key / max(key.max(), 1e-300), 9) if len(key) else key for key in keys]
         return np.lexsort(rounded)
 
+    def best(self, keep: int, objective: str, distinct: bool) -> "Scores":
+        """The best of those that fit, best first."""
+        fitting = np.flatnonzero(self.fits)
+        order = fitting[self.take(fitting).order(objective)]
+        if not distinct:
+            return self.take(order[:keep])
+        keys = np.stack([self.space.columns[name] for name in (*DEGREES, "schedule")], axis=1)
+        firsts: dict[tuple[int, ...], int] = {}
+        for index in order.tolist():
+            firsts.setdefault(tuple(keys[index].tolist()), index)
+            if len(firsts) == keep:
+                break
+        return self.take(np.array(list(firsts.values()), dtype=np.intp))
+
 
 def score(question: Question, space: Space) -> Scores:
     """Closed-form costs of layouts, with the slowest rank as the engine's partition makes it."""
@@ -80,24 +94,24 @@ def score(question: Question, space: Space) -> Scores:
     return Scores(space, parts, memory, np.broadcast_to(fits, size), even * (1 + straggling) + fixed + others)
 
 
-def search(question: Question, world_size: int, *, keep: int, objective: str = "time") -> Scores:
-    """The `keep` best layouts that fit, best first; none when none fits."""
+def search(
+    question: Question, world_size: int, *, keep: int, objective: str = "time", distinct: bool = False
+) -> Scores:
+    """The `keep` best layouts that fit, best first; none when none fits.
+
+    `distinct`: of layouts with the same ranks, micro-batch and schedule only the best counts."""
     space = bases(question, world_size)
     space = space.take(np.flatnonzero(_least_memory(question, space) <= question.limit))
     if not len(space):
         return score(question, space)
     plain = _concatenate([score(question, part) for part in _chunks(space)])
-    if objective == "memory":
-        bound, reached = plain.memory, plain.memory[plain.fits]
-    else:
-        bound, reached = plain.even, plain.seconds[plain.fits]
-    if _plain_allowed(question, space) and len(reached) > keep:
+    best = plain.best(keep, objective, distinct)
+    if _plain_allowed(question, space) and len(best.space) == keep:
         # A layout that is worse than so many others even at its best cannot be among those kept.
-        worst = np.partition(reached, keep - 1)[keep - 1] * (1 + 1e-9)
-        space = space.take(np.flatnonzero(bound <= worst))
+        bound, reached = (plain.memory, best.memory) if objective == "memory" else (plain.even, best.seconds)
+        space = space.take(np.flatnonzero(bound <= reached[-1] * (1 + 1e-8)))
     found = _concatenate([score(question, part) for part in _chunks(scheduled(question, space))])
-    found = found.take(np.flatnonzero(found.fits))
-    return found.take(found.order(objective)[:keep])
+    return found.best(keep, objective, distinct)
 
 
 def _least_memory(question: Question, space: Space) -> Array:

@@ -122,6 +122,19 @@ def test_answers_are_in_order(ask: Callable[..., Question]) -> None:
     assert np.all(np.diff(search(question, 64, keep=100, objective="memory").memory) >= -1e-3)
 
 
+def test_distinct_answers_are_the_best_of_their_kind(ask: Callable[..., Question]) -> None:
+    question = ask(sequence=2048)
+    every, _ = brute(question, 8)
+    best: dict[tuple[object, ...], float] = {}
+    for index, seconds in enumerate(every.seconds):
+        layout = every.space.layout(index)
+        if kept(layout):
+            key = (layout.dp, layout.tp, layout.pp, layout.micro_batch, layout.schedule)
+            best.setdefault(key, float(seconds))
+    found = search(question, 8, keep=12, distinct=True)
+    assert found.seconds == pytest.approx(sorted(best.values())[:12], rel=1e-8)
+
+
 def test_divisors() -> None:
     assert divisors(1) == [1]
     assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
