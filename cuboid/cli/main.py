@@ -23,6 +23,7 @@ VERBS = {
     "verify": "Prove that a layout computes what one process computes.",
     "map": "Draw which rank sits where, and which links each group's traffic crosses.",
     "estimate": "Estimate step time and memory of published runs, row by row.",
+    "data": "Build, show and verify stores of tokens.",
     "models": "List the models Cuboid knows by name.",
     "import-deepspeed": "Turn a DeepSpeed-style JSON into a run file.",
 }

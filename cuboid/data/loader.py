@@ -1,10 +1,11 @@
-"""The micro-batches of one data-parallel replica at one step."""
+"""The micro-batches of one data-parallel replica: those of a training step, and those of an evaluation."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
-from cuboid.data.order import sample_at
 from cuboid.data.source import Source
 from cuboid.parallel.pipeline import MicroBatch
 from cuboid.spec.run import Run
@@ -14,10 +15,22 @@ def micro_batches(source: Source, run: Run, step: int, replica: int, device: tor
     """Replica r takes the r-th run of consecutive positions in the global batch."""
     share = run.training.global_batch // run.layout.dp
     first = step * run.training.global_batch + replica * share
-    samples = [source.sample(sample_at(first + place, source.size, run.training.seed)) for place in range(share)]
+    samples = [source.at(first + place) for place in range(share)]
     width = run.layout.micro_batch
     batches = []
     for start in range(0, share, width):
         tokens, labels = zip(*samples[start : start + width], strict=True)
         batches.append(MicroBatch(torch.stack(tokens).to(device), torch.stack(labels).to(device)))
     return batches
+
+
+def evaluation_batches(
+    source: Source, length: int, run: Run, replica: int, device: torch.device
+) -> Iterator[list[MicroBatch]]:
+    """The micro-batches of this replica, one global batch after another: the same on every call, whatever the layout.
+
+    `source` and `length` come from `make_validation_source`. No sample comes twice: what the last global batch has too
+    many counts for nothing, so that the sum of losses over labelled tokens is exact."""
+    needed = -(-length // run.training.global_batch)
+    for batch in range(min(run.evaluation.batches, needed)):
+        yield micro_batches(source, run, batch, replica, device)

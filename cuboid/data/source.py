@@ -1,79 +1,90 @@
-"""Sources of samples: a sample is (tokens, labels), each of the sequence's length, labels one token ahead."""
+"""Sources: the sample at each position of the global order, for training and for evaluation. A position is all the
+state there is."""
 
 from __future__ import annotations
 
-import hashlib
-import sysconfig
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Protocol
 
-import torch
-from torch import Tensor
-
+from cuboid.data.corpus import Corpus, Packed, Padded, Sample, Synthetic, blank
+from cuboid.data.mixture import Pattern
+from cuboid.data.opened import check_samples, check_vocabulary, open_source
+from cuboid.data.order import sample_at
+from cuboid.data.split import split_documents
 from cuboid.errors import UserError
-from cuboid.model.transformer import IGNORED
 from cuboid.spec.run import Run
-
-END_OF_DOCUMENT = 256
-"""The token after each file; 0 to 255 are bytes."""
 
 
 class Source(Protocol):
-    size: int
-    """How many samples one epoch has."""
-
-    def sample(self, index: int) -> tuple[Tensor, Tensor]: ...
+    def at(self, position: int) -> Sample: ...
 
 
-class PythonLibrary:
-    """Byte-level text of the Python standard library's own source, which is on every machine."""
+class Shuffled:
+    """Every sample of a corpus once in each epoch, in an order of that epoch's own."""
 
-    def __init__(self, sequence: int) -> None:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"}
-        paths = sorted(path.relative_to(root) for path in root.rglob("*.py"))
-        documents = [(root / path).read_bytes() for path in paths if not skipped.intersection(path.parts)]
-        pieces: list[Tensor] = []
-        for document in filter(None, documents):
-            pieces += [torch.frombuffer(bytearray(document), dtype=torch.uint8).short()]
-            pieces += [torch.tensor([END_OF_DOCUMENT], dtype=torch.short)]
-        self._tokens = torch.cat(pieces)
-        self._sequence = sequence
-        self.size = (len(self._tokens) - 1) // sequence
+    def __init__(self, corpus: Corpus, seed: int) -> None:
+        self.corpus, self._seed = corpus, seed
 
-    def sample(self, index: int) -> tuple[Tensor, Tensor]:
-        start = index * self._sequence
-        window = self._tokens[start : start + self._sequence + 1].long()
-        return window[:-1], window[1:]
+    def at(self, position: int) -> Sample:
+        return self.corpus.sample(sample_at(position, self.corpus.size, self._seed))
 
 
-class Synthetic:
-    """Random tokens, and labels masked at a rate that differs from sample to sample: some samples have none at all."""
+class HeldOut:
+    """Every sample of a corpus once, then samples that count for nothing."""
 
-    size = 1 << 20
+    def __init__(self, corpus: Corpus, seed: int, sequence: int) -> None:
+        self.corpus, self._seed, self._sequence = corpus, seed, sequence
 
-    def __init__(self, vocabulary: int, sequence: int, seed: int) -> None:
-        self._vocabulary, self._sequence, self._seed = vocabulary, sequence, seed
+    def at(self, position: int) -> Sample:
+        if position >= self.corpus.size:
+            return blank(self._sequence)
+        return self.corpus.sample(sample_at(position, self.corpus.size, self._seed))
 
-    def sample(self, index: int) -> tuple[Tensor, Tensor]:
-        digest = hashlib.sha256(f"synthetic/{self._seed}/{index}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-        window = torch.randint(0, self._vocabulary, (self._sequence + 1,), generator=generator)
-        rate = (digest[8] % 5) / 4
-        masked = torch.rand(self._sequence, generator=generator) < rate
-        return window[:-1], window[1:].masked_fill(masked, IGNORED)
+
+class Mixture:
+    """Several sources, each with its share of the positions and an order and epochs of its own."""
+
+    def __init__(self, sources: Sequence[Source], weights: Sequence[float]) -> None:
+        self._sources, self.pattern = sources, Pattern(weights)
+
+    def at(self, position: int) -> Sample:
+        source, before = self.pattern.at(position)
+        return self._sources[source].at(before)
 
 
 def make_source(run: Run) -> Source:
-    if run.data.source == "synthetic":
-        return Synthetic(run.model.vocab, run.training.sequence, run.training.seed)
-    check_vocabulary(run)
-    return PythonLibrary(run.training.sequence)
+    """What the run trains on."""
+    sources = [Shuffled(_corpus(run, name), run.training.seed) for name in run.data.sources]
+    return sources[0] if len(sources) == 1 else Mixture(sources, list(run.data.weights.values()))
 
 
-def check_vocabulary(run: Run) -> None:
-    if run.data.source == "python-stdlib" and run.model.vocab <= END_OF_DOCUMENT:
-        raise UserError(
-            f"model.vocab={run.model.vocab} is smaller than the {END_OF_DOCUMENT + 1} tokens of "
-            f"data.source=python-stdlib; use vocab={END_OF_DOCUMENT + 1} or more"
-        )
+def make_validation_source(run: Run) -> tuple[Source, int]:
+    """What the run is evaluated on, and after how many positions all of it has been met."""
+    data, training = run.data, run.training
+    if data.validation:
+        held = [HeldOut(_corpus(run, data.validation), training.seed, training.sequence)]
+    elif data.validation_fraction:
+        corpora = [_corpus(run, name, held_out=True) for name in data.sources]
+        held = [HeldOut(corpus, training.seed, training.sequence) for corpus in corpora]
+    else:
+        raise UserError("data has no held-out part; use data.validation_fraction=0.01 or name data.validation")
+    if len(held) == 1:
+        return held[0], held[0].corpus.size
+    mixture = Mixture(held, list(data.weights.values()))
+    return mixture, mixture.pattern.positions([source.corpus.size for source in held])
+
+
+def _corpus(run: Run, name: str, held_out: bool = False) -> Corpus:
+    data, vocabulary, sequence = run.data, run.model.vocab, run.training.sequence
+    if name == "synthetic":
+        return Synthetic(vocabulary, sequence, run.training.seed)
+    opened = open_source(name)
+    fraction = data.validation_fraction if name in data.sources else 0.0
+    split = split_documents(opened.tokens.documents, fraction, name)
+    if opened.vocabulary is not None:
+        check_vocabulary(run, opened)
+    check_samples(run, opened, split)
+    ranges = split.held_out if held_out else split.training
+    if data.packing == "padded":
+        return Padded(opened, vocabulary, sequence, ranges)
+    return Packed(opened, vocabulary, sequence, ranges, data.mask_across_documents)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from cuboid.errors import UserError
 from cuboid.spec.coding import check_types, decode, encode, field_types, require_known
+from cuboid.spec.data import DataSpec, EvaluationSpec
 from cuboid.spec.layout import Layout, check, parse_layout_fields
 from cuboid.spec.load import build_model, dump_model, read_toml
 from cuboid.spec.model import ModelSpec
@@ -82,17 +83,6 @@ class LearningRateSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataSpec:
-    """Where tokens come from."""
-
-    source: Literal["python-stdlib", "synthetic"] = "python-stdlib"
-    """python-stdlib: bytes of the standard library's own source; synthetic: random tokens with masked labels."""
-
-    def __post_init__(self) -> None:
-        check_types(self, "data")
-
-
-@dataclass(frozen=True, kw_only=True)
 class OutputSpec:
     """What a run leaves behind."""
 
@@ -118,6 +108,7 @@ class Run:
     optimizer: OptimizerSpec = field(default_factory=OptimizerSpec)
     learning_rate: LearningRateSpec = field(default_factory=LearningRateSpec)
     data: DataSpec = field(default_factory=DataSpec)
+    evaluation: EvaluationSpec = field(default_factory=EvaluationSpec)
     output: OutputSpec = field(default_factory=OutputSpec)
     plan: dict[str, object] = field(default_factory=dict, hash=False)
     """What a planner predicted for this run; training keeps it and does not read it."""
@@ -125,6 +116,11 @@ class Run:
     def __post_init__(self) -> None:
         check_types(self)
         check(self.layout, self.model, global_batch=self.training.global_batch, sequence=self.training.sequence)
+        if self.evaluation.every and not self.data.holds_out:
+            raise UserError(
+                f"evaluation.every={self.evaluation.every} has no held-out data; "
+                "use data.validation_fraction=0.01 or name a source in data.validation"
+            )
 
     @property
     def micro_batches(self) -> int:
@@ -156,7 +152,7 @@ def build_run(table: Mapping[str, object], overrides: Sequence[str] = (), *, fol
 def dump_run(run: Run) -> str:
     """TOML text from which `build_run` makes an equal run."""
     table: dict[str, Any] = {"layout": str(run.layout), "model": dump_model(run.model)}
-    for name in ("training", "optimizer", "learning_rate", "data", "output"):
+    for name in ("training", "optimizer", "learning_rate", "data", "evaluation", "output"):
         table[name] = encode(getattr(run, name))
     return dumps({**table, "plan": run.plan} if run.plan else table)
 

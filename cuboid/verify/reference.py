@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cuboid.data.order import sample_at
 from cuboid.data.source import make_source
 from cuboid.model.initialize import initialize
 from cuboid.model.transformer import IGNORED, Transformer
@@ -52,7 +51,7 @@ def reference_trace(run: Run) -> Trace:
         optimizer.zero_grad()
         first = step * run.training.global_batch
         positions = range(first, first + run.training.global_batch)
-        samples = [source.sample(sample_at(position, source.size, run.training.seed)) for position in positions]
+        samples = [source.at(position) for position in positions]
         tokens = sum(int((labels != IGNORED).sum()) for _, labels in samples)
         loss = 0.0
         for inputs, labels in samples:

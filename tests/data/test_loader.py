@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuboid.data.loader import micro_batches
-from cuboid.data.order import sample_at
 from cuboid.data.source import make_source
 from cuboid.spec.run import Run, build_run
 
@@ -57,5 +56,4 @@ def test_micro_batches_have_their_width_and_follow_the_order() -> None:
     assert len(batches) == run.micro_batches == 3
     assert all(batch.tokens.shape == batch.labels.shape == (4, 8) for batch in batches)
     for place, row in enumerate(torch.cat([batch.tokens for batch in batches])):
-        sample = sample_at(7 * 24 + 12 + place, source.size, 5)
-        assert torch.equal(row, source.sample(sample)[0])
+        assert torch.equal(row, source.at(7 * 24 + 12 + place)[0])

@@ -1,0 +1,124 @@
+"""Corpora: numbered samples. A sample is (tokens, labels), each of the sequence's length, labels one token ahead."""
+
+from __future__ import annotations
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cuboid.data.opened import OpenedSource
+from cuboid.errors import UserError
+from cuboid.model.transformer import IGNORED
+
+Sample = tuple[Tensor, Tensor]
+
+
+class Corpus(Protocol):
+    size: int
+    """How many samples there are."""
+
+    def sample(self, index: int) -> Sample: ...
+
+
+class _Documents:
+    """What packed and padded samples share: labels, and which of them count."""
+
+    def __init__(self, opened: OpenedSource, vocabulary: int, sequence: int, mask_across_documents: bool) -> None:
+        self._opened = opened
+        self._vocabulary = vocabulary
+        self._sequence = sequence
+        self._mask_across_documents = mask_across_documents
+
+    def _window(self, start: int, stop: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Tokens start..stop-2, and the labels one ahead."""
+        window = self._opened.tokens.tokens[start:stop].astype(np.int64)
+        if window.min() < 0 or window.max() >= self._vocabulary:
+            raise UserError(
+                f"data.source={self._opened.name} holds token {window.max()} near {start:,}, which is not in "
+                f"model.vocab={self._vocabulary}; run `cuboid data verify {self._opened.name}`"
+            )
+        labels = window[1:].copy()
+        if self._mask_across_documents:
+            labels[self._opened.tokens.document_starts(start + 1, stop) - (start + 1)] = IGNORED
+        if self._opened.completions:
+            first, starts = self._opened.tokens.sequence_starts(start + 1, stop)
+            sequence = first - 1 + np.searchsorted(starts, np.arange(start + 1, stop), side="right")
+            labels[sequence % 2 == 0] = IGNORED
+        return window[:-1], labels
+
+
+class Packed(_Documents):
+    """Documents one after another, cut into windows; the label of a window's last token is the next one's first."""
+
+    def __init__(
+        self,
+        opened: OpenedSource,
+        vocabulary: int,
+        sequence: int,
+        ranges: Sequence[tuple[int, int]],
+        mask_across_documents: bool = False,
+    ) -> None:
+        """`ranges`: of documents; no window reaches over the end of one."""
+        super().__init__(opened, vocabulary, sequence, mask_across_documents)
+        start = opened.tokens.document_start
+        self._starts = [start(first) for first, _ in ranges]
+        windows = [max(start(last) - start(first) - 1, 0) // sequence for first, last in ranges]
+        self._ends = list(accumulate(windows))
+        self.size = self._ends[-1]
+
+    def sample(self, index: int) -> Sample:
+        place = bisect_right(self._ends, index)
+        within = index - (self._ends[place - 1] if place else 0)
+        start = self._starts[place] + within * self._sequence
+        tokens, labels = self._window(start, start + self._sequence + 1)
+        return torch.from_numpy(tokens), torch.from_numpy(labels)
+
+
+class Padded(_Documents):
+    """One document per sample, cut when it is longer than the sequence, filled up with labels that do not count."""
+
+    def __init__(self, opened: OpenedSource, vocabulary: int, sequence: int, ranges: Sequence[tuple[int, int]]) -> None:
+        super().__init__(opened, vocabulary, sequence, mask_across_documents=False)
+        self._firsts = [first for first, _ in ranges]
+        self._ends = list(accumulate(last - first for first, last in ranges))
+        self.size = self._ends[-1]
+
+    def sample(self, index: int) -> Sample:
+        place = bisect_right(self._ends, index)
+        document = self._firsts[place] + index - (self._ends[place - 1] if place else 0)
+        start, stop = (self._opened.tokens.document_start(document + after) for after in (0, 1))
+        tokens, labels = blank(self._sequence)
+        if stop - start > 1:
+            held, following = self._window(start, min(stop, start + self._sequence + 1))
+            tokens[: len(held)] = torch.from_numpy(held)
+            labels[: len(held)] = torch.from_numpy(following)
+        return tokens, labels
+
+
+class Synthetic:
+    """Random tokens, and labels masked at a rate that differs from sample to sample: some samples have none at all."""
+
+    size = 1 << 20
+
+    def __init__(self, vocabulary: int, sequence: int, seed: int) -> None:
+        self._vocabulary, self._sequence, self._seed = vocabulary, sequence, seed
+
+    def sample(self, index: int) -> Sample:
+        digest = hashlib.sha256(f"synthetic/{self._seed}/{index}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        window = torch.randint(0, self._vocabulary, (self._sequence + 1,), generator=generator)
+        rate = (digest[8] % 5) / 4
+        masked = torch.rand(self._sequence, generator=generator) < rate
+        return window[:-1], window[1:].masked_fill(masked, IGNORED)
+
+
+def blank(sequence: int) -> Sample:
+    """A sample that counts for nothing."""
+    return torch.zeros(sequence, dtype=torch.long), torch.full((sequence,), IGNORED)

@@ -1,0 +1,118 @@
+"""Opens what `data.source` names: a store, a Megatron pair, or Python's own source. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from cuboid.data.indexed import IndexedTokens, Tokens, check_pair, in_memory, largest_token, open_pair, pair_paths
+from cuboid.data.split import Split, split_documents
+from cuboid.data.store import check_store, is_store, open_store
+from cuboid.data.tokenizer import END_OF_DOCUMENT
+from cuboid.errors import UserError
+from cuboid.spec.run import Run
+
+READ_WHOLE = 1 << 30
+"""Data up to so many bytes is read and verified before a training starts; `cuboid data verify` reads any amount."""
+
+
+@dataclass(frozen=True)
+class OpenedSource:
+    name: str
+    tokens: IndexedTokens
+    vocabulary: int | None
+    """Every token is below; None where nobody wrote it down."""
+    completions: bool = False
+    """Every second sequence is a completion, and only these are learned."""
+    identity: str = ""
+    """Equal for equal data."""
+
+
+def open_source(name: str) -> OpenedSource:
+    path = Path(name)
+    if name == "python-stdlib":
+        return OpenedSource(name, in_memory(name, _python_files()), END_OF_DOCUMENT + 1, identity=name)
+    if is_store(path):
+        store = open_store(path)
+        manifest = store.manifest
+        identity = json.dumps([manifest.kind, {file: entry.sha256 for file, entry in manifest.files.items()}])
+        return OpenedSource(name, store.tokens, manifest.vocabulary, manifest.kind == "completions", identity)
+    if any(half.is_file() for half in pair_paths(path)):
+        pair = open_pair(path)
+        return OpenedSource(name, pair, None, identity=json.dumps([len(pair.tokens), pair.sequences, pair.documents]))
+    if path.exists():
+        option = " --completions" if ".jsonl" in path.suffixes else ""
+        raise UserError(
+            f"data.source={name} is not made of tokens; run `cuboid data build {name} -o {path.stem}-tokens` "
+            + (f"(with{option} for prompts and completions) " if option else "")
+            + f"and use data.source={path.stem}-tokens"
+        )
+    raise UserError(f"data.source={name} does not exist; use python-stdlib, synthetic, or the path of a store")
+
+
+def _python_files() -> Iterator[Tokens]:
+    """Bytes of the standard library's own source, which is on every machine."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"}
+    for path in sorted(path.relative_to(root) for path in root.rglob("*.py")):
+        if not skipped.intersection(path.parts) and (data := (root / path).read_bytes()):
+            yield np.append(np.frombuffer(data, dtype=np.uint8).astype(np.uint16), np.uint16(END_OF_DOCUMENT))
+
+
+def check_data(run: Run) -> None:
+    """Refuses what could not be trained on, before any process starts: once, not on every rank."""
+    names = {*run.data.sources, run.data.validation} - {"", "synthetic"}
+    for name in sorted(names):
+        opened = open_source(name)
+        _verify(opened)
+        check_vocabulary(run, opened)
+        fraction = run.data.validation_fraction if name in run.data.sources else 0.0
+        check_samples(run, opened, split_documents(opened.tokens.documents, fraction, name))
+
+
+def check_vocabulary(run: Run, opened: OpenedSource) -> None:
+    needed = opened.vocabulary
+    if needed is None:
+        needed = largest_token(opened.tokens, READ_WHOLE // opened.tokens.tokens.itemsize) + 1
+    if run.model.vocab < needed:
+        raise UserError(
+            f"model.vocab={run.model.vocab} is smaller than the {needed} tokens of "
+            f"data.source={opened.name}; use vocab={needed} or more"
+        )
+
+
+def check_samples(run: Run, opened: OpenedSource, split: Split) -> None:
+    """Each side must have at least one sample."""
+    if run.data.packing == "padded":
+        return
+    for ranges in filter(None, (split.training, split.held_out)):
+        spans = [opened.tokens.document_start(last) - opened.tokens.document_start(first) for first, last in ranges]
+        if max(spans) <= run.training.sequence:
+            raise UserError(
+                f"training.sequence={run.training.sequence} is longer than the {max(spans):,} tokens that data.source="
+                f"{opened.name} has in one piece; use sequence={max(max(spans) - 1, 1)} or less, or data.packing=padded"
+            )
+
+
+def _verify(opened: OpenedSource) -> None:
+    path = Path(opened.name)
+    if opened.tokens.tokens.nbytes > READ_WHOLE or opened.name == "python-stdlib":
+        return
+    if is_store(path):
+        check_store(path)
+    else:
+        check_pair(path)
+
+
+def data_identity(run: Run) -> str:
+    """Equal for runs that meet the same samples in the same order: what a resumed run must share with its past."""
+    held = {name: "" if name == "synthetic" else open_source(name).identity for name in run.data.sources}
+    facts = [held, list(run.data.weights.values()), run.data.packing, run.data.mask_across_documents]
+    facts += [run.data.validation_fraction, run.training.sequence, run.training.seed, run.training.global_batch]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
