@@ -29,7 +29,7 @@ def command(
     max_memory: Annotated[str | None, typer.Option(help="Most a rank may hold: 60GiB or 90%; left out: 95%.")] = None,
     engine: Annotated[str, typer.Option(help="Profile of costs: cuboid, megatron, nanotron, torchtitan, …")] = "cuboid",
     beyond: Annotated[bool, typer.Option("--beyond", help="Also layouts Cuboid's engine cannot train yet.")] = False,
-    tokens: Annotated[float | None, typer.Option(help="Tokens to train on, for --objective gpus.")] = None,
+    tokens: Annotated[float | None, typer.Option(help="Tokens to train on; says how many days that takes.")] = None,
     days: Annotated[float | None, typer.Option(help="Days to train in, for --objective gpus.")] = None,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the best plan as a run file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -59,13 +59,14 @@ def command(
                 f"output={output} cannot be written: {problem.strerror}; name a file in a folder that exists"
             ) from None
     if as_json:
-        print(json.dumps({"model": found[0].question.model.name, "plans": [as_row(plan) for plan in found]}))
+        answer = {"model": question.model.name, "plans": [as_row(plan) for plan in found]}
+        print(json.dumps(answer | ({"days": found[0].days(tokens)} if tokens else {})))
         return
     from rich.console import Console
 
     from cuboid.cli.plan_table import show
 
-    show(Console(highlight=False), found, output)
+    show(Console(highlight=False), found, output, tokens)
 
 
 def _answer(question: Question, objective: str, top: int, tokens: float | None, days: float | None) -> list[Plan]:
@@ -87,6 +88,7 @@ def as_row(plan: Plan) -> dict[str, object]:
         "cluster": plan.question.cluster.name,
         "step_seconds": plan.seconds,
         "tokens_per_second_per_gpu": plan.tokens,
+        "gpu_hours_per_billion_tokens": plan.hours,
         "mfu": plan.utilization,
         "memory_gib": plan.peak / GIB,
         "memory_share": plan.share,

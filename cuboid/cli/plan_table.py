@@ -9,7 +9,7 @@ from cuboid.plan.plan import GIB, Plan
 from cuboid.plan.reasons import amount, losses
 
 
-def show(console: Console, plans: list[Plan], written: Path | None = None) -> None:
+def show(console: Console, plans: list[Plan], written: Path | None = None, tokens: float | None = None) -> None:
     """The table of all of them, and why the first one is first."""
     first = plans[0]
     question = first.question
@@ -36,6 +36,8 @@ def show(console: Console, plans: list[Plan], written: Path | None = None) -> No
     console.print(table)
     for reason in first.reasons:
         console.print(f"· {reason}")
+    days = f"; {amount(tokens)} take {first.days(tokens):.3g} days on {question.cluster.name}" if tokens else ""
+    console.print(f"· 1 B tokens cost {first.hours:,.4g} GPU-hours{days}")
     if first.alternatives:
         other = first.alternatives[0]
         slower = other.step_seconds / first.seconds - 1

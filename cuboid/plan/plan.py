@@ -78,6 +78,15 @@ class Plan:
         question = self.question
         return question.global_batch * question.sequence / (self.seconds * self.layout.world_size)
 
+    def days(self, tokens: float) -> float:
+        """Days to train on so many tokens."""
+        return tokens / (self.tokens * self.layout.world_size) / 86400
+
+    @property
+    def hours(self) -> float:
+        """Accelerator-hours per billion tokens: what a training costs."""
+        return 1e9 / self.tokens / 3600
+
     @property
     def micro_batches(self) -> int:
         """Micro-batches each replica runs per step."""

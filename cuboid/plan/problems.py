@@ -32,9 +32,8 @@ def _no_degrees(question: Question, world_size: int) -> UserError:
     model, replicas = question.model, sorted(_replicas(question, world_size))
     if not replicas:
         try:
-            check_model(
-                Layout(**{name: question.fixed[name] for name in ("tp", "pp") if name in question.fixed}), model
-            )
+            fixed = {name: question.fixed[name] for name in ("tp", "pp", "ep") if name in question.fixed}
+            check_model(Layout(dp=fixed.get("ep", 1), **fixed), model)
         except UserError as reason:
             return reason
         return UserError(f"{_fixed(question)} fits no layout of {world_size} accelerators; fix less")

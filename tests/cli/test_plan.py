@@ -49,7 +49,11 @@ def test_other_objectives(objective: str, capsys: pytest.CaptureFixture[str]) ->
 def test_the_fewest_accelerators_for_a_deadline(capsys: pytest.CaptureFixture[str]) -> None:
     wanted = ["--objective", "gpus", "--tokens", "1e10", "--days", "5", "--json"]
     assert main(["plan", *QUESTION, *wanted]) == 0
-    assert json.loads(capsys.readouterr().out)["plans"][0]["cluster"] != "h100x32"
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["plans"][0]["cluster"] != "h100x32"
+    assert answer["days"] <= 5
+    assert main(["plan", *QUESTION, "--tokens", "1e10"]) == 0
+    assert "10 B take" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_plan_file_holds_what_was_fixed(plan_file: str) -> None:
