@@ -2,8 +2,8 @@
 
     python benchmarks/layouts.py [--steps 3] [--rounds 2] [--layouts dp=8 pp=8] [--json]
 
-An 8M-parameter Llama, one thread per rank, float32. Every round runs one process and each layout in turn, so that all of them meet
-the same state of a shared machine; the median over all timed steps is reported."""
+An 8M-parameter Llama, one thread per rank, float32. Every round runs one process and each layout in turn, so that all
+of them meet the same state of a shared machine; the median over all timed steps is reported."""
 
 from __future__ import annotations
 

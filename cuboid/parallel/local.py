@@ -87,8 +87,8 @@ class LocalExchange:
         return peers
 
     def exchange(self, tensor: Tensor) -> Tensor:
-        """Show a tensor of at most `slot_bytes` to all ranks; returns a view of all of theirs, (ranks, elements), that holds
-        until this rank's next exchange but one."""
+        """Show a tensor of at most `slot_bytes` to all ranks; returns a view of all of theirs, (ranks, elements),
+        that holds until this rank's next exchange but one."""
         self._turn += 1
         slots = torch.frombuffer(self._map, dtype=tensor.dtype).view(self._size, 2, -1)
         slots = slots[:, self._turn & 1, : tensor.numel()]
@@ -119,7 +119,8 @@ class LocalExchange:
         return into
 
     def all_reduce(self, x: Tensor, combine: Callable[[Tensor], Tensor]) -> Tensor:
-        """In place. Small tensors are combined by every rank; of large ones each rank combines its part and shows it."""
+        """In place. Small tensors are combined by every rank; of large ones each rank combines its part and shows
+        it."""
         flat = x.view(-1)
         for piece in self._pieces(flat.numel(), x.element_size()):
             shown = self.exchange(flat[piece])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ def timed_actions(rank: int, run: Run) -> list[str]:
     batches = micro_batches(make_source(run), run, 0, engine.groups.coordinates.dp, CPU)
     train_step(engine, Optimizer(engine, run.optimizer), batches, 1e-3)
     timing = engine.pipeline.timing
-    assert all(earlier.end <= later.start for earlier, later in zip(timing, timing[1:], strict=False))
+    assert all(earlier.end <= later.start for earlier, later in pairwise(timing))
     return [str(timed.action) for timed in timing]
 
 

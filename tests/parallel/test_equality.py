@@ -9,7 +9,8 @@ import pytest
 from cuboid.launch.pool import Pool
 from tests.parallel.cases import assert_equal, small_run
 
-# Chosen so that every schedule meets every ZeRO stage, and each of both meets every tensor degree and kind of recomputation.
+# Chosen so that every schedule meets every ZeRO stage, and each of both meets every tensor degree and kind of
+# recomputation.
 CROSSED = [
     "dp=2,tp=2,pp=2,zero=0,schedule=gpipe,recompute=selective",
     "dp=4,pp=2,zero=1,schedule=gpipe,recompute=full",
