@@ -83,8 +83,8 @@ def loss_drawing(one: list[float], eight: list[float]) -> list[str]:
         return f'<polyline points="{points}" fill="none" stroke-linejoin="round" {style}/>'
 
     return [
-        f'<path d="M{left},{top - 8} V{top + height + 6} H{left + width}" fill="none" stroke="{LINE}"
-        stroke-width="1.5"/>', curve(one, 'stroke="#fdba74" stroke-width="9" stroke-linecap="round"'),
+        f'<path d="M{left},{top - 8} V{top + height + 6} H{left + width}" fill="none" stroke="{LINE}"/>',
+        curve(one, 'stroke="#fdba74" stroke-width="9" stroke-linecap="round"'),
         curve(eight, 'stroke="#0284c7" stroke-width="2.5"'),
         text(left - 8, top + 5, f"{highest:.1f}", "end", PALE, 13),
         text(left - 8, top + height + 5, f"{lowest:.1f}", "end", PALE, 13),
@@ -93,7 +93,7 @@ def loss_drawing(one: list[float], eight: list[float]) -> list[str]:
         f'<path d="M{left + 120},{top + 6} h30" stroke="#fdba74" stroke-width="9"/>',
         text(left + 160, top + 11, "loss on one process", "start", INK, 14),
         f'<path d="M{left + 120},{top + 30} h30" stroke="#0284c7" stroke-width="2.5"/>',
-        stroke-width="2.5"/>', text(left + 160, top + 35, "loss on 2 × 2 × 2 ranks", "start", INK, 14),
+        text(left + 160, top + 35, "loss on 2 × 2 × 2 ranks", "start", INK, 14),
     ]
 
 
