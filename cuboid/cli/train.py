@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from cuboid.launch.place import find_place
+from cuboid.launch.training import check_machine, start_training
 from cuboid.plan.partition import partition
 from cuboid.spec.load import read_toml
 from cuboid.spec.run import Run, build_run
@@ -30,18 +31,20 @@ def command(
     Example: cuboid train examples/demo.toml --layout dp=4,pp=2 --set training.steps=20
     """
     table: dict[str, Any] = dict(read_toml(file)) if file is not None else {"model": "tiny-llama"}
-    given = {"layout": layout, "model": model}
-    table.update({key: value for key, value in given.items() if value is not None})
+    if layout is not None:
+        table["layout"] = layout
+    if model is not None:  # what the run file names lies beside it, what the command line names lies here
+        here = Path(model).is_file() or (Path(model) / "config.json").is_file()
+        table["model"] = str(Path(model).absolute()) if here else model
     run = build_run(table, overrides or [], folder=file.parent if file is not None else Path())
     check_supported(run)
     place = find_place(os.environ)
+    check_machine(run, place)
     speaks = place is None or place.rank == 0
     if speaks:
         prepare_folder(run, overwrite)
         if not as_json:
             _announce(run)
-    from cuboid.launch.training import start_training
-
     start_training(run, quiet=as_json)
     if speaks:
         _conclude(run, as_json)

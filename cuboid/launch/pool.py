@@ -18,6 +18,7 @@ from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 from cuboid.errors import RankError, UserError
+from cuboid.launch.orphan import follow_parent
 
 PRELOADED = ["cuboid.launch.preload"]
 
@@ -45,6 +46,7 @@ def _serve(connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    follow_parent()
     torch.set_num_threads(1)
     while True:
         try:
@@ -64,7 +66,7 @@ def _serve(connection: Connection) -> None:
             connection.send(Answer("refused", str(error), time.monotonic()))
         except BaseException:
             connection.send(Answer("failed", traceback.format_exc(), time.monotonic()))
-            raise
+            return
 
 
 def _receive(connection: Connection) -> Answer:

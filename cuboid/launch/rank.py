@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import os
+import time
 import traceback
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from cuboid.launch.orphan import follow_parent
 from cuboid.launch.place import Place, find_place
 from cuboid.parallel.device import choose_device
 from cuboid.spec.run import Run
 from cuboid.train.trainer import train
+
+LINGER = 1.0
+"""Seconds a failing rank stays after its report, so that one killed without a word, for which it fails, is missed
+first."""
 
 
 def join(place: Place, device: torch.device) -> None:
@@ -39,8 +45,16 @@ def run_rank(run: Run, quiet: bool = False) -> float:
         if place.world_size > 1:
             dist.destroy_process_group()
         return loss
-    except BaseException:
+    except Exception:
         folder = Path(run.output.folder)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"failure-{place.rank:05d}.txt").write_text(traceback.format_exc())
+        if place.world_size > 1:
+            time.sleep(LINGER)
         raise
+
+
+def run_started_rank(run: Run, quiet: bool = False) -> float:
+    """A rank that the launcher of this machine started, and that ends with it."""
+    follow_parent()
+    return run_rank(run, quiet)

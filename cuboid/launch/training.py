@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import signal
 import sys
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import NoReturn
 
 from cuboid.errors import RankError, UserError
-from cuboid.launch.place import find_place
+from cuboid.launch.place import Place, find_place
 from cuboid.launch.pool import fork_server
-from cuboid.spec.layout import check
+from cuboid.spec.layout import check_world_size
 from cuboid.spec.run import Run
+
+
+def check_machine(run: Run, place: Place | None) -> None:
+    """What depends on where the run starts, refused before it does: the ranks there are, the GPU that is asked for."""
+    if place is not None:
+        check_world_size(run.layout, place.world_size)
+    if run.training.device == "cuda":
+        from cuboid.parallel.device import choose_device
+
+        choose_device("cuda", 0)
 
 
 def start_training(run: Run, quiet: bool = False) -> float:
     """Train and return the last loss."""
-    place = find_place(os.environ)
-    if place is None and run.layout.world_size > 1:
+    if find_place(os.environ) is None and run.layout.world_size > 1:
         return _launch(run, quiet)
-    if place is not None:
-        training = run.training
-        check(
-            run.layout,
-            run.model,
-            global_batch=training.global_batch,
-            sequence=training.sequence,
-            world_size=place.world_size,
-        )
     from cuboid.launch.rank import run_rank
 
     return run_rank(run, quiet)
@@ -39,10 +42,11 @@ def _launch(run: Run, quiet: bool) -> float:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     fork_server()
     forkserver.ensure_running()  # it imports torch for all ranks while this process imports it for the agent
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    from cuboid.launch.rank import run_rank
+    from cuboid.launch.rank import run_started_rank
 
     config = LaunchConfig(
         min_nodes=1,
@@ -51,19 +55,47 @@ def _launch(run: Run, quiet: bool) -> float:
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         local_addr="127.0.0.1",
+        run_id=f"cuboid-{os.getpid()}",
         max_restarts=0,
         monitor_interval=0.1,
         start_method="forkserver",
     )
+    logging.disable(logging.ERROR)  # the agent tells at length what is said below in one sentence
     try:
-        losses = elastic_launch(config, run_rank)(run, quiet)
+        losses = elastic_launch(config, run_started_rank)(run, quiet)
+    except SignalException as stop:
+        _stopped_by(stop.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
-        report = Path(run.output.folder) / f"failure-{rank:05d}.txt"
-        lines = report.read_text().strip().splitlines() if report.exists() else []
-        reason = lines[-1] if lines else f"it ended with exit code {failure.exitcode}"
-        if reason.startswith("cuboid.errors.UserError: "):
-            raise UserError(reason.partition(": ")[2]) from None
-        where = f"; its traceback is in {report}" if lines else ""
-        raise RankError(f"rank {rank} failed: {reason}{where}") from None
+        if failure.exitcode == -signal.SIGINT:  # Ctrl-C reaches ranks and agent alike, and a rank was seen first
+            _stopped_by(signal.SIGINT)
+        _explain_failure(run, rank, failure.exitcode)
+    finally:
+        logging.disable(logging.NOTSET)
     return float(losses[0])
+
+
+def _stopped_by(sent: signal.Signals) -> NoReturn:
+    print(f"stopped by {sent.name}", file=sys.stderr)
+    raise SystemExit(128 + sent)
+
+
+def _explain_failure(run: Run, rank: int, exit_code: int) -> NoReturn:
+    """`rank` is the first that was seen to end. If it left no report it was killed, else the first report is the cause:
+    whoever fails because another has failed reports later."""
+    folder = Path(run.output.folder)
+    if not (folder / f"failure-{rank:05d}.txt").exists():
+        raise RankError(f"rank {rank} failed: {_ending(exit_code)}") from None
+    report = min(folder.glob("failure-*.txt"), key=lambda path: path.stat().st_mtime_ns)
+    lines = report.read_text().strip().splitlines() or ["it left an empty report"]
+    if lines[-1].startswith("cuboid.errors.UserError: "):
+        raise UserError(lines[-1].partition(": ")[2]) from None
+    rank = int(report.stem.partition("-")[2])
+    raise RankError(f"rank {rank} failed: {lines[-1]}; its traceback is in {report}") from None
+
+
+def _ending(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"it ended with exit code {exit_code}"
+    name = signal.Signals(-exit_code).name
+    return f"it was ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")

@@ -58,6 +58,8 @@ def model_table(text: str, folder: Path = Path()) -> Table:
     if path.is_dir():
         path = path / "config.json"
         if not path.is_file():
+            if text in catalog_models():  # a folder of outputs, say, that happens to be called like a model
+                return catalog_table(text)
             raise UserError(f"model={text} is a folder without config.json; name a folder, a file or a catalog model")
     elif path.suffix not in (".toml", ".json"):
         return catalog_table(text)
@@ -91,6 +93,8 @@ def read_toml(path: Path) -> Table:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; name an existing TOML file") from None
+    except OSError as problem:
+        raise UserError(f"{path} cannot be read: {problem.strerror}; name a readable TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
         raise UserError(f"{path} is not TOML: {problem}") from None
 
@@ -101,6 +105,8 @@ def read_json(path: Path) -> Table:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; name an existing JSON file") from None
+    except OSError as problem:
+        raise UserError(f"{path} cannot be read: {problem.strerror}; name a readable JSON file") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as problem:
         raise UserError(f"{path} is not JSON: {problem}") from None
     if not isinstance(value, dict):
