@@ -39,16 +39,18 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
             master_address=environment.get("MASTER_ADDR", "127.0.0.1"),
             master_port=int(environment.get("MASTER_PORT", "29500")),
         )
-    if "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
+    # Only srun sets the variables of a step; a batch script that it did not start has those of the job, and is no rank.
+    if "SLURM_PROCID" in environment and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
         nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or "127.0.0.1"
-        world = int(environment["SLURM_NTASKS"])
+        world = int(environment["SLURM_STEP_NUM_TASKS"])
+        on_nodes = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", str(world))
         # A port that two jobs sharing a node rarely both take.
         port = 20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000
         return Place(
             rank=int(environment["SLURM_PROCID"]),
             world_size=world,
             local_rank=int(environment.get("SLURM_LOCALID", "0")),
-            local_world_size=int(re.split(r"\D", environment.get("SLURM_TASKS_PER_NODE", str(world)))[0]),
+            local_world_size=int(re.split(r"\D", on_nodes)[0]),
             master_address=environment.get("MASTER_ADDR", first_host(nodes)),
             master_port=int(environment.get("MASTER_PORT", str(port))),
         )

@@ -15,6 +15,7 @@ TORCHRUN = {
 SLURM = {
     "SLURM_PROCID": "5",
     "SLURM_NTASKS": "8",
+    "SLURM_STEP_NUM_TASKS": "8",
     "SLURM_LOCALID": "1",
     "SLURM_TASKS_PER_NODE": "4(x2)",
     "SLURM_JOB_NODELIST": "gpu[03-04]",
@@ -68,7 +69,19 @@ def test_torchrun_inside_slurm_is_torchrun() -> None:
     assert find_place({**SLURM, **TORCHRUN}) == find_place(TORCHRUN)
 
 
-@pytest.mark.parametrize("tasks", [{}, {"SLURM_NTASKS": "1"}])
+def test_a_step_may_be_smaller_than_the_job() -> None:
+    place = find_place({**SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_PROCID": "1"})
+    assert place is not None
+    assert (place.rank, place.world_size, place.local_world_size) == (1, 2, 2)
+
+
+def test_a_batch_script_without_srun_is_no_rank() -> None:
+    # sbatch -n 8 runs the script once, with the number of tasks that srun would start.
+    batch = {key: value for key, value in SLURM.items() if key != "SLURM_STEP_NUM_TASKS"}
+    assert find_place({**batch, "SLURM_PROCID": "0"}) is None
+
+
+@pytest.mark.parametrize("tasks", [{}, {"SLURM_NTASKS": "1"}, {"SLURM_STEP_NUM_TASKS": "1"}])
 def test_a_single_task_is_not_a_job_of_ranks(tasks: dict[str, str]) -> None:
     # One shell in an allocation: the ranks of this host are still to be started.
     assert find_place({"SLURM_PROCID": "0", "SLURM_JOB_NODELIST": "gpu03", **tasks}) is None
