@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from cuboid.errors import UserError
 from cuboid.launch.pool import Pool
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run, build_run
@@ -42,6 +43,12 @@ def verification_run(
     return build_run(table, overrides)
 
 
+def check_provable(run: Run) -> None:
+    """bf16 rounds to three digits: a difference of layouts would hide in them."""
+    if run.training.precision == "bf16":
+        raise UserError("training.precision=bf16 is too coarse for a proof; use --dtype float64 or float32")
+
+
 def command(
     layout: Annotated[str, typer.Option(help="The layout to prove, e.g. dp=2,tp=2,pp=2,zero=1.")] = "dp=2,tp=2,pp=2",
     model: Annotated[str, typer.Option(help="A model's name, a TOML file or a Hugging Face folder.")] = "tiny-llama",
@@ -58,6 +65,7 @@ def command(
     """
     run = verification_run(layout, model, tuple(overrides or ()), steps, dtype, seed)
     check_supported(run)
+    check_provable(run)
     if not as_json:
         processes = f"{run.layout.world_size} processes"
         print(f"{run.model.name} on {run.layout} ({processes}) against one process, {run.training.precision}")

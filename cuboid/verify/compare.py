@@ -39,7 +39,10 @@ class Verdict:
 
 
 def relative_error(value: float, reference: float) -> float:
-    return abs(value - reference) / abs(reference) if reference else abs(value)
+    error = abs(value - reference) / abs(reference) if reference else abs(value)
+    return (
+        error if error == error else float("inf")
+    )  # what is not a number equals nothing, and no maximum would show it
 
 
 def tensor_error(value: Tensor, reference: Tensor, floor: float) -> float:
