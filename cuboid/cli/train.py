@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cuboid.data.opened import check_data
 from cuboid.launch.place import find_place
 from cuboid.launch.training import check_machine, start_training
 from cuboid.plan.partition import partition
@@ -42,6 +43,7 @@ def command(
     check_machine(run, place)
     speaks = place is None or place.rank == 0
     if speaks:
+        check_data(run)
         prepare_folder(run, overwrite)
         if not as_json:
             _announce(run)
