@@ -80,4 +80,5 @@ def _conclude(run: Run, as_json: bool) -> None:
     if as_json:
         print(json.dumps(summary))
     else:
-        print(f"loss {summary['first_loss']:.4f} → {summary['last_loss']:.4f} in {len(rows)} steps")
+        first, last = ("not finite" if row["loss"] is None else f"{row['loss']:.4f}" for row in (rows[0], rows[-1]))
+        print(f"loss {first} → {last} in {len(rows)} steps")

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from cuboid.data.opened import check_data
 from cuboid.errors import UserError
 from cuboid.launch.pool import Pool
 from cuboid.spec.layout import Layout
@@ -66,6 +67,7 @@ def command(
     run = verification_run(layout, model, tuple(overrides or ()), steps, dtype, seed)
     check_supported(run)
     check_provable(run)
+    check_data(run)
     if not as_json:
         processes = f"{run.layout.world_size} processes"
         print(f"{run.model.name} on {run.layout} ({processes}) against one process, {run.training.precision}")

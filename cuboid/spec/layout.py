@@ -199,7 +199,8 @@ def check_world_size(layout: Layout, world_size: int) -> None:
     others = layout.world_size // layout.dp
     works = f"use dp={world_size // others} or " if world_size % others == 0 else ""
     needed = layout.world_size
-    raise UserError(f"{degrees or 'dp=1'} needs world_size={needed}, not {world_size}; {works}start {needed} ranks")
+    start = f"start {needed} rank{'s' if needed > 1 else ''}"
+    raise UserError(f"{degrees or 'dp=1'} needs world_size={needed}, not {world_size}; {works}{start}")
 
 
 def _check_tensor(layout: Layout, model: ModelSpec) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any, TextIO
@@ -68,7 +69,9 @@ class Metrics:
             "tokens_per_second": training.global_batch * training.sequence / seconds,
             "finite": result.is_finite,
         }
-        self._file.write(json.dumps(row) + "\n")
+        # JSON has no word for what is not a number.
+        kept = {key: value if math.isfinite(value) else None for key, value in row.items()}
+        self._file.write(json.dumps(kept) + "\n")
         self._file.flush()
         if not self._quiet:
             self._show(row)

@@ -1,0 +1,157 @@
+"""`cuboid train` on bad input: one sentence, status 2, nothing started, no folder made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cuboid.cli.main import main
+
+MIXTURE = [f"model.mixture.{field}" for field in ("experts=4", "top_k=2", "expert_ffn=64")]
+
+
+@pytest.fixture(autouse=True)
+def _alone_in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The sentence. The folder of the run is claimed before any process starts, so without it none has."""
+    before = sorted(Path().rglob("*"))
+    assert main(["train", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("error: ") and shown.err.count("\n") == 1
+    assert sorted(Path().rglob("*")) == before
+    return shown.err.removeprefix("error: ").strip()
+
+
+def overrides(*fields: str) -> list[str]:
+    return [argument for field in fields for argument in ("--set", field)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--layout", "tp=3"], "tp=3 does not divide heads=8; use tp=2 or tp=4"),
+        (["--layout", "tp=8", *overrides("model.ffn=100")], "tp=8 does not divide ffn=100; use tp=4"),
+        (
+            ["--layout", "dp=3"],
+            "global_batch=16 does not divide by dp=3 × micro_batch=1; use global_batch=15 or global_batch=18",
+        ),
+        (
+            ["--layout", "dp=2,micro_batch=3"],
+            "global_batch=16 does not divide by dp=2 × micro_batch=3; use global_batch=12 or global_batch=18",
+        ),
+        (["--layout", "pp=2,schedule=2f2b"], "unknown schedule=2f2b; use schedule=1f1b"),
+        (["--model", "tiny-lama"], "unknown model=tiny-lama; did you mean tiny-llama"),
+        (["--model", "absent.toml"], "model=absent.toml is not a file; name a TOML file, a config.json"),
+        (["--layout", "dq=2"], "unknown key dq; did you mean dp"),
+        (overrides("training.step=3"), "unknown key training.step; did you mean training.steps"),
+        (
+            ["--layout", "pp=2,vpp=2"],
+            "vpp=2 needs an interleaved schedule and schedule=1f1b is not one; use schedule=interleaved or vpp=1",
+        ),
+        (["--layout", "pp=16"], "pp=16 makes more stages than layers=8; use pp=8"),
+        (
+            ["--layout", "pp=8,schedule=interleaved"],
+            "pp=8 × vpp=2 makes more stages than layers=8; use pp=4",
+        ),
+        (["--layout", "dp=2,cp=2"], "layout.cp=2 cannot be trained yet; use cp=1"),
+        (["--layout", "dp=2,ep=2", *overrides(*MIXTURE)], "layout.ep=2 cannot be trained yet; use ep=1"),
+        (
+            overrides(*MIXTURE),
+            "model=tiny-llama has a mixture of experts, which cannot be trained yet",
+        ),
+        (
+            overrides("model.vocab=256"),
+            "model.vocab=256 is smaller than the 257 tokens of data.source=python-stdlib",
+        ),
+        (
+            ["--model", "tiny-gpt2", *overrides("training.sequence=2048")],
+            "sequence=2048 is longer than max_positions=1024 of tiny-gpt2; use sequence=1024 or less",
+        ),
+        (
+            ["--layout", "tp=2", *overrides("training.sequence=7")],
+            "micro_batch=1 × sequence=7 tokens do not divide by tp=2 under sequence_parallel; use sequence=6",
+        ),
+        (["absent.toml"], "absent.toml does not exist; name an existing TOML file"),
+        (["."], ". cannot be read: Is a directory; name a readable TOML file"),
+        (["--stps", "3"], "No such option: --stps"),
+    ],
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
+)
+def test_bad_arguments(arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, *arguments).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            'model = "tiny-llama"\n[training]\nsteps = "ten"\n',
+            'training.steps="ten" is a string; it must be an int',
+        ),
+        ('model = "tiny-llama"\n[training]\nsteps = 1.5\n', "training.steps=1.5 is a number; it must be an integer"),
+        ('model = "tiny-llama"\nlayout = 3\n', "layout=3 is not a table; write it as [layout]"),
+        ("model = 3\n", "model=3 is not a table"),
+        ('modle = "tiny-llama"\n', "unknown key modle; did you mean model"),
+        ("[training]\nsteps = 3\n", 'model is missing; write model = "tiny-llama" or a [model] table'),
+        ("model = \n", "run.toml is not TOML: Invalid value (at line 1"),
+        ('model = "tiny-llama"\nmodel = "tiny-gpt2"\n', "run.toml is not TOML: Cannot overwrite a value"),
+    ],
+)
+def test_bad_run_files(text: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.toml").write_text(text)
+    assert refused(capsys, "run.toml").startswith(sentence)
+
+
+def test_a_run_file_that_is_no_text(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.toml").write_bytes(b"\xff\xfe\x00")
+    assert refused(capsys, "run.toml").startswith("run.toml is not TOML: ")
+
+
+@pytest.mark.parametrize("rank", ["0", "3"])
+@pytest.mark.parametrize(
+    ("layout", "sentence"),
+    [
+        ("dp=2,tp=2,pp=2", "dp=2 × tp=2 × pp=2 needs world_size=8, not 4; use dp=1 or start 8 ranks"),
+        ("tp=8", "tp=8 needs world_size=8, not 4; start 8 ranks"),
+        ("dp=1", "dp=1 needs world_size=1, not 4; use dp=4 or start 1 rank"),
+    ],
+)
+def test_degrees_whose_product_is_not_the_world_size(
+    layout: str, sentence: str, rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert refused(capsys, "--layout", layout) == sentence
+
+
+def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    sentence = refused(capsys, "--layout", "dp=2", "--set", "training.device=cuda")
+    assert sentence == "training.device=cuda but this machine has no usable GPU; use device=cpu or device=auto"
+
+
+def test_a_folder_that_holds_another_run(capsys: pytest.CaptureFixture[str]) -> None:
+    held = Path("runs/default/run.toml")
+    held.parent.mkdir(parents=True)
+    held.write_text("# another run\n")
+    sentence = refused(capsys, "--layout", "dp=2")
+    assert sentence == (
+        "output.folder=runs/default already holds a run; use another folder, or --overwrite to start it anew"
+    )
+    assert held.read_text() == "# another run\n"
+
+
+def test_a_folder_that_is_a_file_or_below_one(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("taken").write_text("mine\n")
+    assert refused(capsys, "--set", "output.folder=taken") == "output.folder=taken is a file; use the name of a folder"
+    assert refused(capsys, "--set", "output.folder=taken/run") == (
+        "output.folder=taken/run cannot be written: Not a directory; use another folder"
+    )
+    assert Path("taken").read_text() == "mine\n"
