@@ -6,7 +6,7 @@ import hashlib
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -36,22 +36,22 @@ class _Documents:
         self._sequence = sequence
         self._mask_across_documents = mask_across_documents
 
-    def _window(self, start: int, stop: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Tokens start..stop-2, and the labels one ahead."""
-        window = self._opened.tokens.tokens[start:stop].astype(np.int64)
-        if window.min() < 0 or window.max() >= self._vocabulary:
+    def _piece(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Tokens start..stop-1, and which of them count as labels."""
+        tokens = self._opened.tokens.tokens[start:stop].astype(np.int64)
+        if tokens.min() < 0 or tokens.max() >= self._vocabulary:
             raise UserError(
-                f"data.source={self._opened.name} holds token {window.max()} near {start:,}, which is not in "
+                f"data.source={self._opened.name} holds token {tokens.max()} near {start:,}, which is not in "
                 f"model.vocab={self._vocabulary}; run `cuboid data verify {self._opened.name}`"
             )
-        labels = window[1:].copy()
+        counts = np.ones(len(tokens), dtype=np.bool_)
         if self._mask_across_documents:
-            labels[self._opened.tokens.document_starts(start + 1, stop) - (start + 1)] = IGNORED
+            counts[self._opened.tokens.document_starts(start, stop) - start] = False
         if self._opened.completions:
-            first, starts = self._opened.tokens.sequence_starts(start + 1, stop)
-            sequence = first - 1 + np.searchsorted(starts, np.arange(start + 1, stop), side="right")
-            labels[sequence % 2 == 0] = IGNORED
-        return window[:-1], labels
+            first, starts = self._opened.tokens.sequence_starts(start, stop)
+            sequence = first - 1 + np.searchsorted(starts, np.arange(start, stop), side="right")
+            counts &= sequence % 2 == 1
+        return tokens, counts
 
 
 class Packed(_Documents):
@@ -65,20 +65,26 @@ class Packed(_Documents):
         ranges: Sequence[tuple[int, int]],
         mask_across_documents: bool = False,
     ) -> None:
-        """`ranges`: of documents; no window reaches over the end of one."""
+        """`ranges`: of documents; they follow one another as if they were neighbours."""
         super().__init__(opened, vocabulary, sequence, mask_across_documents)
         start = opened.tokens.document_start
         self._starts = [start(first) for first, _ in ranges]
-        windows = [max(start(last) - start(first) - 1, 0) // sequence for first, last in ranges]
-        self._ends = list(accumulate(windows))
-        self.size = self._ends[-1]
+        self._ends = list(accumulate(start(last) - start(first) for first, last in ranges))
+        self.size = max(self._ends[-1] - 1, 0) // sequence
 
     def sample(self, index: int) -> Sample:
-        place = bisect_right(self._ends, index)
-        within = index - (self._ends[place - 1] if place else 0)
-        start = self._starts[place] + within * self._sequence
-        tokens, labels = self._window(start, start + self._sequence + 1)
-        return torch.from_numpy(tokens), torch.from_numpy(labels)
+        place, last = index * self._sequence, (index + 1) * self._sequence + 1
+        pieces = []
+        for number in range(bisect_right(self._ends, place), len(self._ends)):
+            before = self._ends[number - 1] if number else 0
+            start, stop = place - before, min(last, self._ends[number]) - before
+            if start < stop:
+                pieces.append(self._piece(self._starts[number] + start, self._starts[number] + stop))
+                place = before + stop
+            if place == last:
+                break
+        tokens, counts = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
+        return torch.from_numpy(tokens[:-1]), torch.from_numpy(np.where(counts, tokens, IGNORED)[1:])
 
 
 class Padded(_Documents):
@@ -96,9 +102,9 @@ class Padded(_Documents):
         start, stop = (self._opened.tokens.document_start(document + after) for after in (0, 1))
         tokens, labels = blank(self._sequence)
         if stop - start > 1:
-            held, following = self._window(start, min(stop, start + self._sequence + 1))
-            tokens[: len(held)] = torch.from_numpy(held)
-            labels[: len(held)] = torch.from_numpy(following)
+            held, counts = self._piece(start, min(stop, start + self._sequence + 1))
+            tokens[: len(held) - 1] = torch.from_numpy(held[:-1])
+            labels[: len(held) - 1] = torch.from_numpy(np.where(counts, held, IGNORED)[1:])
         return tokens, labels
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from cuboid.data.indexed import IndexedTokens, Tokens, check_pair, in_memory, largest_token, open_pair, pair_paths
 from cuboid.data.split import Split, split_documents
-from cuboid.data.store import check_store, is_store, open_store
+from cuboid.data.store import PREFIX, check_store, is_store, open_store
 from cuboid.data.tokenizer import END_OF_DOCUMENT
 from cuboid.errors import UserError
 from cuboid.spec.run import Run
@@ -69,8 +69,8 @@ def check_data(run: Run) -> None:
     """Refuses what could not be trained on, before any process starts: once, not on every rank."""
     names = {*run.data.sources, run.data.validation} - {"", "synthetic"}
     for name in sorted(names):
+        _verify(name)
         opened = open_source(name)
-        _verify(opened)
         check_vocabulary(run, opened)
         fraction = run.data.validation_fraction if name in run.data.sources else 0.0
         check_samples(run, opened, split_documents(opened.tokens.documents, fraction, name))
@@ -92,17 +92,21 @@ def check_samples(run: Run, opened: OpenedSource, split: Split) -> None:
     if run.data.packing == "padded":
         return
     for ranges in filter(None, (split.training, split.held_out)):
-        spans = [opened.tokens.document_start(last) - opened.tokens.document_start(first) for first, last in ranges]
-        if max(spans) <= run.training.sequence:
+        start = opened.tokens.document_start
+        held = sum(start(last) - start(first) for first, last in ranges)
+        if held <= run.training.sequence:
+            side = "trained on" if ranges is split.training else "held out"
             raise UserError(
-                f"training.sequence={run.training.sequence} is longer than the {max(spans):,} tokens that data.source="
-                f"{opened.name} has in one piece; use sequence={max(max(spans) - 1, 1)} or less, or data.packing=padded"
+                f"training.sequence={run.training.sequence} is too long for the {held:,} tokens of data.source="
+                f"{opened.name} that are {side}; use sequence={max(held - 1, 1)} or less, or data.packing=padded"
             )
 
 
-def _verify(opened: OpenedSource) -> None:
-    path = Path(opened.name)
-    if opened.tokens.tokens.nbytes > READ_WHOLE or opened.name == "python-stdlib":
+def _verify(name: str) -> None:
+    """Reads stores and pairs that are not too large; what is neither is left to `open_source` to refuse."""
+    path = Path(name)
+    tokens = path / f"{PREFIX}.bin" if is_store(path) else pair_paths(path)[0]
+    if name == "python-stdlib" or not tokens.is_file() or tokens.stat().st_size > READ_WHOLE:
         return
     if is_store(path):
         check_store(path)

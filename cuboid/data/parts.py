@@ -103,14 +103,19 @@ def partial_folder(output: Path, plan: Mapping[str, Any], restart: bool) -> Iter
         except OSError:
             raise UserError(f"output={output} is being built by another process; wait for it, or use another") from None
         _claim(folder, output, plan)
-        yield folder
+        try:
+            yield folder
+        except BaseException:
+            if not _has_parts(folder):
+                shutil.rmtree(folder)  # nothing to go on from
+            raise
         shutil.rmtree(folder)
 
 
 def _claim(folder: Path, output: Path, plan: Mapping[str, Any]) -> None:
     path = folder / PLAN
     text = json.dumps(plan, indent=1, sort_keys=True)
-    if not path.exists():
+    if not path.exists() or not _has_parts(folder):
         aside = folder / f"{PLAN}.{os.getpid()}"
         aside.write_text(text)
         aside.replace(path)
@@ -119,3 +124,7 @@ def _claim(folder: Path, output: Path, plan: Mapping[str, Any]) -> None:
             f"{folder} holds parts of {output} from other sources or another tokenizer; "
             "use --restart to do without them, or another output"
         )
+
+
+def _has_parts(folder: Path) -> bool:
+    return any((folder / "parts").glob("*.json"))

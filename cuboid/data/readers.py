@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 from cuboid.data.inputs import InputFile
+from cuboid.data.zstd_stream import ZstdStream
 from cuboid.errors import UserError
 from cuboid.spec.suggest import either
 
@@ -117,11 +118,7 @@ def _open(file: InputFile) -> tuple[BinaryIO, BinaryIO]:
     if file.path.suffix == ".gz":
         return raw, io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20)
     if file.path.suffix == ".zst":
-        try:
-            import zstandard
-        except ImportError:
-            raise UserError(f"{file.path} needs a package that is not installed; pip install zstandard") from None
-        return raw, io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True), 1 << 20)
+        return raw, io.BufferedReader(ZstdStream(raw, file.path), 1 << 20)
     return raw, raw
 
 

@@ -34,7 +34,7 @@ def split_documents(documents: int, fraction: float, name: str) -> Split:
     training, held_out = [], []
     for stripe in range(stripes):
         first, last = documents * stripe // stripes, documents * (stripe + 1) // stripes
-        cut = last - (held * (stripe + 1) // stripes - held * stripe // stripes)
+        cut = last - (held * last // documents - held * first // documents)
         training.append((first, cut))
         held_out.append((cut, last))
     return Split(tuple(training), tuple(held_out))

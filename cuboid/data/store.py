@@ -100,11 +100,7 @@ def open_store(folder: str | Path) -> Store:
     """Maps the tokens. Files have the sizes the manifest says; that their bytes are right, only `check_store` knows."""
     folder = Path(folder)
     manifest = read_manifest(folder)
-    for name, entry in manifest.files.items():
-        path = folder / name
-        _require_inside(path, folder)
-        if path.stat().st_size != entry.size:
-            raise damaged(path, f"it has {path.stat().st_size:,} bytes, not {entry.size:,}")
+    _check_sizes(folder, manifest)
     pair = open_pair(folder / PREFIX)
     counts: dict[str, object] = {"tokens": len(pair.tokens), "documents": pair.documents, "sequences": pair.sequences}
     counts |= {"type": pair.tokens.dtype.name}
@@ -118,16 +114,27 @@ def open_store(folder: str | Path) -> Store:
 
 def check_store(folder: str | Path) -> Store:
     """Reads every byte: checksums, the index, and that every token is in the vocabulary."""
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    _check_sizes(folder, manifest)
+    # Before the index is believed, which may blame the tokens for its own damage.
+    for name, entry in manifest.files.items():
+        if (found := checksum(folder / name)) != entry.sha256:
+            raise damaged(folder / name, f"its checksum is {found[:12]}…, not {entry.sha256[:12]}…")
     store = open_store(folder)
-    for name, entry in store.manifest.files.items():
-        path = store.folder / name
-        if (found := checksum(path)) != entry.sha256:
-            raise damaged(path, f"its checksum is {found[:12]}…, not {entry.sha256[:12]}…")
     check_pair(store.folder / PREFIX)
     largest = largest_token(store.tokens, len(store.tokens.tokens))
     if largest >= store.manifest.vocabulary:
         raise damaged(store.folder / f"{PREFIX}.bin", f"token {largest} is not in {store.manifest.vocabulary} tokens")
     return store
+
+
+def _check_sizes(folder: Path, manifest: Manifest) -> None:
+    for name, entry in manifest.files.items():
+        path = folder / name
+        _require_inside(path, folder)
+        if path.stat().st_size != entry.size:
+            raise damaged(path, f"it has {path.stat().st_size:,} bytes, not {entry.size:,}")
 
 
 def is_store(path: Path) -> bool:
