@@ -1,0 +1,205 @@
+"""`cuboid train` as a user runs it: real processes, started by the command itself or by torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from cuboid.schedule.make import make_schedule
+from cuboid.spec.run import build_run, load_run
+
+SHORT = ["training.steps=3", "training.global_batch=4", "training.sequence=16", "training.device=cpu"]
+MARK = "CUBOID_TEST_MARK"
+"""A variable whose value tells the processes of one test from all others."""
+
+
+def train(*arguments: str, fields: list[str] | None = None) -> list[str]:
+    settings = [argument for field in fields or SHORT for argument in ("--set", field)]
+    return ["-m", "cuboid.cli.main", "train", *arguments, *settings]
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {
+        key: value for key, value in os.environ.items() if not re.match("RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_", key)
+    }
+    return {**kept, "PYTHONPATH": str(Path(__file__).parents[2]), **more}
+
+
+def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment(), capture_output=True, text=True, timeout=300
+    )
+
+
+def rows(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_four_ranks(tmp_path: Path) -> None:
+    finished = run(train("--layout", "dp=2,pp=2", fields=[*SHORT, "output.keep_timing=true"]), tmp_path)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    lines = finished.stdout.splitlines()
+    assert lines[0] == "tiny-llama: 427,456 parameters on 4 ranks, dp=2,tp=1,pp=2"
+    assert lines[1] == "layers per stage: 4 4"
+    assert lines[2] == "64 tokens a step in 2 micro-batches per replica; runs/default/metrics.jsonl"
+    for step, line in enumerate(lines[3:6], start=1):
+        assert re.fullmatch(rf"step {step}/3  loss \d\.\d{{4}}  norm [\d.]+  lr \d\.\d\de-\d\d  [\d,]+ tokens/s", line)
+    assert re.fullmatch(r"loss \d\.\d{4} → \d\.\d{4} in 3 steps", lines[6])
+    assert len(lines) == 7, "one rank speaks for all"
+
+    folder = tmp_path / "runs" / "default"
+    metrics = rows(folder / "metrics.jsonl")
+    assert [row["step"] for row in metrics] == [1, 2, 3]
+    for row, line in zip(metrics, lines[3:6], strict=True):
+        assert f"loss {row['loss']:.4f}" in line
+        assert (row["tokens"], row["labelled_tokens"], row["finite"]) == (64, 64, True)
+        assert row["gradient_norm"] > 0 and row["seconds"] > 0
+        assert row["tokens_per_second"] == pytest.approx(row["tokens"] / row["seconds"])
+    asked = build_run({"model": "tiny-llama", "layout": "dp=2,pp=2"}, [*SHORT, "output.keep_timing=true"])
+    assert load_run(folder / "run.toml") == asked
+
+    schedule = make_schedule("1f1b", 2, 2)
+    for rank in range(4):
+        timing = rows(folder / f"timing-{rank:05d}.jsonl")
+        assert [row["step"] for row in timing] == [1, 2, 3]
+        for row in timing:
+            actions: list[tuple[str, float, float]] = row["actions"]  # type: ignore[assignment]
+            assert [name for name, _, _ in actions] == [str(action) for action in schedule.actions[rank // 2]]
+            assert all(start <= end for _, start, end in actions)
+
+
+def test_json_and_a_run_file_from_another_folder(tmp_path: Path) -> None:
+    """The file the run left behind trains again, elsewhere, to the same loss; --overwrite starts it anew."""
+    first = run(train("--layout", "tp=2", "--json"), tmp_path)
+    assert (first.returncode, first.stderr) == (0, "")
+    summary = json.loads(first.stdout)
+    metrics = rows(tmp_path / "runs/default/metrics.jsonl")
+    assert summary.pop("tokens_per_second") > 0
+    assert summary == {
+        "model": "tiny-llama",
+        "layout": "dp=1,tp=2,pp=1",
+        "world_size": 2,
+        "steps": 3,
+        "first_loss": metrics[0]["loss"],
+        "last_loss": metrics[-1]["loss"],
+        "folder": "runs/default",
+    }
+    again = [*train("runs/default/run.toml", "--json", fields=["training.steps=2"])]
+    refused = run(again, tmp_path)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "already holds a run" in refused.stderr
+    assert len(rows(tmp_path / "runs/default/metrics.jsonl")) == 3
+    assert run([*again, "--overwrite"], tmp_path).returncode == 0
+    repeated = rows(tmp_path / "runs/default/metrics.jsonl")
+    assert [row["loss"] for row in repeated] == [row["loss"] for row in metrics[:1]] + [repeated[1]["loss"]]
+    assert len(repeated) == 2
+
+
+def test_joins_the_ranks_of_torchrun(tmp_path: Path) -> None:
+    alone = run(train("--layout", "pp=2", "--json", "--set", "output.folder=started"), tmp_path)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    joined = run([*launcher, *train("--layout", "pp=2")], tmp_path)
+    assert joined.returncode == 0, joined.stderr
+    assert joined.stdout.count("step 3/3") == 1, "one rank speaks for all"
+    assert joined.stdout.startswith("tiny-llama: 427,456 parameters on 2 ranks")
+    assert rows(tmp_path / "runs/default/metrics.jsonl")[-1]["loss"] == json.loads(alone.stdout)["last_loss"]
+    assert sorted(path.name for path in (tmp_path / "runs/default").iterdir()) == ["metrics.jsonl", "run.toml"]
+
+
+class Training:
+    """A long training under way, and all its processes."""
+
+    def __init__(self, folder: Path, layout: str) -> None:
+        self.mark = uuid4().hex
+        self.folder = folder
+        fields = ["training.steps=100000", *SHORT[1:]]
+        self.command = subprocess.Popen(
+            [sys.executable, *train("--layout", layout, fields=fields)],
+            cwd=folder,
+            env=environment(**{MARK: self.mark}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            # A shell that runs this in the background leaves Ctrl-C ignored, which children inherit.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+
+    def wait_for_a_step(self) -> None:
+        metrics = self.folder / "runs/default/metrics.jsonl"
+        limit = time.monotonic() + 240
+        while not (metrics.exists() and metrics.stat().st_size):
+            assert self.command.poll() is None, self.command.communicate()
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+
+    def processes(self) -> dict[int, int]:
+        """Process -> its parent, of all that live."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes():
+                    state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+                    if state != "Z":
+                        found[int(folder.name)] = int(parent)
+            except OSError:
+                continue
+        return found
+
+    def ranks(self) -> list[int]:
+        """Rank processes, which are children of a child of the command, in the order they were started."""
+        found = self.processes()
+        return sorted(process for process, parent in found.items() if found.get(parent) == self.command.pid)
+
+    def end(self) -> tuple[int, str]:
+        _, errors = self.command.communicate(timeout=120)
+        return self.command.returncode, errors
+
+    def assert_nothing_is_left(self) -> None:
+        limit = time.monotonic() + 30
+        while self.processes():
+            assert time.monotonic() < limit, self.processes()
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[Training]:
+    under_way = Training(tmp_path, "dp=2,pp=2")
+    try:
+        under_way.wait_for_a_step()
+        yield under_way
+    finally:
+        for process in under_way.processes():
+            os.kill(process, signal.SIGKILL)
+        under_way.command.communicate()
+
+
+def test_a_rank_that_dies_is_named_and_takes_all_with_it(training: Training) -> None:
+    ranks = training.ranks()
+    assert len(ranks) == 4
+    os.kill(ranks[2], signal.SIGKILL)
+    assert training.end() == (1, "error: rank 2 failed: it was ended by SIGKILL (out of memory?)\n")
+    training.assert_nothing_is_left()
+
+
+def test_control_c_leaves_nothing_behind(training: Training) -> None:
+    os.killpg(training.command.pid, signal.SIGINT)  # as a terminal does: to every process at once
+    assert training.end() == (130, "stopped by SIGINT\n")
+    training.assert_nothing_is_left()
+    assert sorted(path.name for path in (training.folder / "runs/default").iterdir()) == ["metrics.jsonl", "run.toml"]
+
+
+def test_ranks_end_when_the_command_is_killed(training: Training) -> None:
+    training.command.kill()
+    training.end()
+    training.assert_nothing_is_left()
