@@ -1,0 +1,65 @@
+"""A run of elements of a flattened tensor as boxes of the whole tensor, which is what a checkpoint stores.
+
+>>> boxes_of_range((3, 4), 2, 9)
+[Box(offsets=(0, 2), lengths=(1, 2), start=2), Box(offsets=(1, 0), lengths=(1, 4), start=4), \
+Box(offsets=(2, 0), lengths=(1, 1), start=8)]
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from cuboid.parallel.unit import Part
+
+
+@dataclass(frozen=True)
+class Box:
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    start: int
+    """Where its first element stands in the flattened tensor; the others follow it without a gap."""
+
+    @property
+    def size(self) -> int:
+        return prod(self.lengths)
+
+
+def boxes_of_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    """Whole slabs of the first dimension in one box, the ragged ends one dimension further down."""
+    if start >= stop:
+        return []
+    if len(shape) == 1:
+        return [Box((start,), (stop - start,), start)]
+    slab = prod(shape[1:])
+    first, last = -(-start // slab), stop // slab
+    if first > last:  # inside one slab
+        return _inside(shape, start // slab, start, stop)
+    boxes = _inside(shape, first - 1, start, first * slab) if start < first * slab else []
+    if first < last:
+        rest = (0,) * (len(shape) - 1)
+        boxes.append(Box((first, *rest), (last - first, *shape[1:]), first * slab))
+    return boxes + (_inside(shape, last, last * slab, stop) if last * slab < stop else [])
+
+
+def _inside(shape: tuple[int, ...], slab_index: int, start: int, stop: int) -> list[Box]:
+    base = slab_index * prod(shape[1:])
+    inner = boxes_of_range(shape[1:], start - base, stop - base)
+    return [Box((slab_index, *box.offsets), (1, *box.lengths), box.start + base) for box in inner]
+
+
+def boxes_of_piece(part: Part, start: int, stop: int) -> list[tuple[Box, int]]:
+    """Boxes of the full parameter for elements `start:stop` of a rank's part, each with its place among those elements.
+
+    Padding, which only a split vocabulary has, lies behind the real rows and is left out."""
+    cut = part.slice
+    real = cut.stop - cut.start
+    if real < cut.length:
+        stop = min(stop, real * prod(part.shape[1:]))
+    result = []
+    for box in boxes_of_range(part.shape, start, stop):
+        offsets = tuple(
+            offset + (cut.start if dimension == cut.dimension else 0) for dimension, offset in enumerate(box.offsets)
+        )
+        result.append((Box(offsets, box.lengths, box.start), box.start - start))
+    return result

@@ -1,0 +1,33 @@
+"""What the ranks of the pool do in checkpoint tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from cuboid.checkpoint.save import load, save
+from cuboid.data.loader import micro_batches
+from cuboid.data.source import make_source
+from cuboid.parallel.apply import build_engine
+from cuboid.spec.run import Run
+from cuboid.train.learning_rate import learning_rate
+from cuboid.train.optimizer import Optimizer
+from cuboid.train.step import train_step
+
+CPU = torch.device("cpu")
+
+
+def train_part(rank: int, run: Run, folder: str, start: int, stop: int, source: str | None) -> list[float]:
+    """Steps start:stop, from a checkpoint if one is given; saves at the end. Returns the losses."""
+    engine = build_engine(run, rank, CPU)
+    optimizer = Optimizer(engine, run.optimizer)
+    if source is not None:
+        load(engine, optimizer, Path(source), start)
+    losses = []
+    for step in range(start, stop):
+        batches = micro_batches(make_source(run), run, step, engine.groups.coordinates.dp, CPU)
+        rate = learning_rate(run.learning_rate, step, run.training.steps)
+        losses.append(train_step(engine, optimizer, batches, rate).loss)
+    save(engine, optimizer, Path(folder), stop)
+    return losses
