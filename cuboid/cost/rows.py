@@ -45,7 +45,14 @@ def _number(row: Row, name: str) -> float | None:
     value = float(found.group())
     if value < 0:
         raise UserError(f"{name}={text} is negative; use {name}=0 or more")
+    largest = LARGEST.get(name, 1e12)
+    if value > largest:
+        raise UserError(f"{name}={text} is beyond any run; use {name}={largest:.0f} or less")
     return value
+
+
+LARGEST = {"layers": 10_000, "tp": 1e6, "pp": 1e6, "cp": 1e6, "ep": 1e6, "dp": 1e7, "vpp": 10_000, "gpus": 1e8}
+"""Column -> the largest number that is taken for what it says."""
 
 
 @cache

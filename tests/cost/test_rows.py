@@ -180,7 +180,18 @@ def test_a_row_that_lacks_something_says_what(changes: dict[str, str], missing: 
     assert lacks(**changes) == missing
 
 
-@pytest.mark.parametrize("changes", [{"mbs": "one"}, {"tp": "2x"}, {"gbs": "-8"}, {"seq": "8k"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mbs": "one"},
+        {"tp": "2x"},
+        {"gbs": "-8"},
+        {"seq": "8k"},
+        {"seq": "nan"},
+        {"hidden": "1e400"},
+        {"layers": "1e9"},
+    ],
+)
 def test_malformed_numbers_are_refused_by_name(changes: dict[str, str]) -> None:
     with pytest.raises(UserError, match=next(iter(changes))):
         understand(row(**changes))
