@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from cuboid.errors import UserError
@@ -41,7 +41,7 @@ def question_of(model: ModelSpec, cluster: str, batch: int, sequence: int, share
     return Question(model=model, cluster=place, global_batch=batch, sequence=sequence, memory_limit=limit)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(models, clusters, batches, st.sampled_from([96, 2048]), st.sampled_from([0.08, 0.15, 0.95]))
 def test_nothing_is_better_than_the_first_answer(
     model: ModelSpec, cluster: str, batch: int, sequence: int, share: float
@@ -62,7 +62,7 @@ def test_nothing_is_better_than_the_first_answer(
         assert mine == pytest.approx(best, rel=1e-8)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(models, clusters, batches, st.sampled_from([96, 2048]))
 def test_every_plan_keeps_its_promises(model: ModelSpec, cluster: str, batch: int, sequence: int) -> None:
     question = question_of(model, cluster, batch, sequence, 0.95)
@@ -80,7 +80,7 @@ def test_every_plan_keeps_its_promises(model: ModelSpec, cluster: str, batch: in
         assert len(plan.memory) == plan.layout.pp
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(models, st.sampled_from(["h100x4", "a100x4"]), st.sampled_from([0.1, 0.2, 0.5]))
 def test_more_memory_never_makes_the_best_slower(model: ModelSpec, cluster: str, share: float) -> None:
     tight = search(question_of(model, cluster, 4, 1024, share), 4, keep=1)

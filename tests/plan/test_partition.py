@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cuboid.plan.partition import layer_costs, partition, stage_layers
@@ -23,7 +23,7 @@ def quality(costs: list[float], first: float, last: float, parts: list[range]) -
     return max(sums), sum(value**2 for value in sums)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(st.sampled_from([1.0, 1.5, 2.0]), min_size=1, max_size=8),
     st.booleans(),

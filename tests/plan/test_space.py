@@ -5,7 +5,7 @@ from math import prod
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cuboid.plan.question import Question
@@ -40,7 +40,7 @@ def test_columns_are_what_the_cost_model_reads(ask: Callable[..., Question]) -> 
     assert jobs.sequence_parallel.tolist() == [0, 1, 0, 0]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.integers(1, 5000))
 def test_divisors_divide_and_are_complete(number: int) -> None:
     found = divisors(number)
@@ -88,7 +88,7 @@ def test_an_impossible_space_is_empty(ask: Callable[..., Question]) -> None:
     assert len(space) == len(scheduled(ask(), space)) == 0
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from([2, 4, 6, 8, 12]),
     st.sampled_from([1, 2, 3, 5, 6]),
