@@ -1,0 +1,23 @@
+"""Jobs that run on the ranks of the pool, and short runs."""
+
+from __future__ import annotations
+
+import torch
+
+from cuboid.spec.run import Run, build_run
+from cuboid.train.trainer import train
+
+
+def short_run(layout: str, folder: str, *overrides: str, model: str = "tiny-llama") -> Run:
+    table = {
+        "model": model,
+        "layout": layout,
+        "training": {"steps": 20, "global_batch": 8, "sequence": 16, "device": "cpu"},
+        "learning_rate": {"peak": 2e-3, "warmup_steps": 2},
+        "output": {"folder": folder},
+    }
+    return build_run(table, overrides)
+
+
+def train_rank(rank: int, run: Run) -> float:
+    return train(run, rank, torch.device("cpu"), quiet=True)
