@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,8 +61,12 @@ def _python_files() -> Iterator[Tokens]:
     """Bytes of the standard library's own source, which is on every machine."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"}
-    for path in sorted(path.relative_to(root) for path in root.rglob("*.py")):
-        if not skipped.intersection(path.parts) and (data := (root / path).read_bytes()):
+    paths = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in skipped]
+        paths += [Path(folder, name) for name in files if name.endswith(".py")]
+    for path in sorted(paths):
+        if data := path.read_bytes():
             yield np.append(np.frombuffer(data, dtype=np.uint8).astype(np.uint16), np.uint16(END_OF_DOCUMENT))
 
 
