@@ -65,7 +65,7 @@ def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
         return Pending(None, group.local.reduce_scatter(x, part))
     if dist.get_backend(group.handle) == "gloo":
         # Its own reduce-scatter is an all-reduce in disguise; a direct exchange moves half the bytes, in one hop.
-        received = torch.empty_like(x)
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
         work = dist.all_to_all_single(received, x.contiguous(), group=group.handle, async_op=True)
         return Pending(work, received, lambda: sum_rows(received.view(group.size, *part.shape)))
     return Pending(_reduce_scatter(part, x.contiguous(), group=group.handle, async_op=True), part)
