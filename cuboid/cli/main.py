@@ -47,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except UsageError as error:
         message = error.format_message() if hasattr(error, "format_message") else str(error)
+        message = message.replace("Value error, ", "")
         return _refuse(f"{message.rstrip('.')}; see cuboid {_verb(given) or ''} --help".replace("  ", " "))
     except BrokenPipeError:
         # The reader of a pipe has seen enough; Python would complain again when it closes the stream.

@@ -1,0 +1,102 @@
+"""`cuboid verify`: the proof as a command, what it prints and how it exits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cuboid.cli.main import main
+from cuboid.cli.verify import verification_run
+
+SMALL = ["--steps", "2", "--set", "training.sequence=8", "--set", "training.global_batch=2"]
+PROMISED = [
+    "layout",
+    "world_size",
+    "steps",
+    "loss_error",
+    "gradient_error",
+    "gradient_norm_error",
+    "parameter_error",
+    "passed",
+]
+
+
+def verified(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+    assert main(["verify", *arguments, *SMALL, "--json"]) == 0
+    shown = capsys.readouterr()
+    assert (shown.out.count("\n"), shown.err) == (1, "")
+    found = json.loads(shown.out)
+    assert isinstance(found, dict)
+    return found
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    found = verified(capsys, "--layout", "dp=2", "--seed", "3", "--set", "model.layers=3")
+    assert [key for key in found if key in PROMISED] == PROMISED
+    assert (found["layout"], found["world_size"], found["steps"]) == ("dp=2,tp=1,pp=1", 2, 2)
+    assert (found["passed"], found["seed"], found["dtype"]) == (True, 3, "float64")
+    errors = [found[key] for key in found if key.endswith("_error")]
+    assert all(isinstance(error, float) and 0 <= error <= 1e-9 for error in errors)
+    assert any(errors), "the layout rounds differently, so an error of exactly zero everywhere would mean no comparison"
+
+
+def test_a_model_of_ones_own_in_float32(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "odd.toml"
+    path.write_text('base = "tiny-qwen3"\nlayers = 3\nvocab = 61\n')
+    found = verified(capsys, "--layout", "pp=2", "--model", str(path), "--dtype", "float32")
+    assert (found["model"], found["passed"], found["dtype"], found["tolerance"]) == ("odd", True, "float32", 1e-3)
+    assert found["gradient_error"] > 1e-9  # type: ignore[operator]
+
+
+def test_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--layout", "tp=2", *SMALL]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "tiny-llama on dp=1,tp=2,pp=1 (2 processes) against one process, float64"
+    assert [line.split("equal")[0].strip() for line in lines[1:5]] == ["loss", "gradient", "gradient norm", "parameter"]
+    assert lines[5] == "The layout changed nothing but speed: all within 1e-09 over 2 clipped optimizer steps."
+
+
+def test_a_difference_is_exit_status_one(capsys: pytest.CaptureFixture[str]) -> None:
+    # Float32 differs from layout to layout in the last digits; an absurd learning rate makes them the first.
+    overrides = ["--set", "optimizer.epsilon=1e-30", "--set", "learning_rate.peak=100.0"]
+    status = main(["verify", "--layout", "dp=2", "--dtype", "float32", *SMALL, *overrides])
+    lines = capsys.readouterr().out.splitlines()
+    assert status == 1, lines
+    assert any("DIFFERS" in line for line in lines)
+    assert lines[-1] == "The layout is NOT equal to one process within 1e-03 over 2 clipped optimizer steps."
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--layout", "tp=3"], "error: tp=3 does not divide heads=8; use tp=2 or tp=4"),
+        (["--layout", "dp=2,cp=2"], "error: layout.cp=2 cannot be trained yet; use cp=1"),
+        (["--steps", "0"], "error: training.steps=0 is too small; use steps=1 or more"),
+        (["--seed", "-1"], "error: training.seed=-1 is too small; use seed=0 or more"),
+        (["--dtype", "bf16"], "error: Invalid value for '--dtype': 'bf16' is not one of 'float64', 'float32'"),
+        (["--set", "training.precision=bf16"], "error: training.precision=bf16 is too coarse for a proof; use --dtype"),
+        (
+            ["--set", "data.source=python-stdlib", "--set", "model.vocab=99"],
+            "error: model.vocab=99 is smaller than the",
+        ),
+        (["--model", "tiny-lama"], "error: unknown model=tiny-lama; did you mean tiny-llama"),
+    ],
+)
+def test_what_cannot_be_proved_is_refused(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", *arguments]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith(sentence)
+    assert shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "dp=3,micro_batch=2", "tp=4,pp=2", "dp=2,tp=8,sequence_parallel=false"])
+def test_the_run_that_is_proved_fits_any_layout(layout: str) -> None:
+    run = verification_run(layout, seed=5, steps=4)
+    assert run.micro_batches == 4
+    assert run.training.sequence % run.layout.tp == 0
+    assert (run.training.seed, run.training.steps, run.data.source) == (5, 4, "synthetic")
