@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from cuboid.cost.constants import Engine, engine_named
+from cuboid.cost.constants import Engine, engine_for
 from cuboid.cost.estimate import Machine, machine_of
 from cuboid.errors import UserError
 from cuboid.spec.cluster import ClusterSpec
@@ -65,7 +65,7 @@ class Question:
     @cached_property
     def profile(self) -> Engine:
         """The engine's profile; a process on CPUs has no device context and no buffers of collectives there."""
-        profile = engine_named(self.engine)
+        profile = engine_for(self.engine, self.machine.chip)
         on_cpu = self.cluster.accelerator == "cpu"
         return replace(profile, fixed=min(profile.fixed, 0.25 * 2**30)) if on_cpu else profile
 
