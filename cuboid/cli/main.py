@@ -53,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader of a pipe has seen enough; Python would complain again when it closes the stream.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except SystemExit:
+        # Rich has met the closed pipe first, has silenced the stream and leaves by this door.
+        return 0
     except (KeyboardInterrupt, typer.Abort):
         return 130
 
