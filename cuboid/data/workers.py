@@ -58,7 +58,7 @@ def make_parts(
                     with reporting:
                         done(chunk, part)
                     chunk = following
-        except EOFError:
+        except (EOFError, ConnectionError):
             errors.append(RankError("a worker of the build died; run the same command again to go on"))
         except BaseException as error:
             errors.append(error)

@@ -1,6 +1,7 @@
 """Building a store: the same bytes with any number of workers, and after being killed at any moment."""
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -14,7 +15,7 @@ import pytest
 from cuboid.data import build as module
 from cuboid.data.build import BuildRequest, Progress, build
 from cuboid.data.store import check_store, open_store
-from cuboid.errors import UserError
+from cuboid.errors import RankError, UserError
 from tests.data.corpora import DOCUMENTS, train_tokenizer
 
 
@@ -162,6 +163,20 @@ def test_killed_without_warning_it_goes_on_and_leaves_no_process(corpus: Path, t
     build(BuildRequest(sources=(str(source),), output=tmp_path / "whole", tokenizer=str(corpus / "tokenizer.json")))
     assert contents(tmp_path / "store") == contents(tmp_path / "whole")
     check_store(tmp_path / "store")
+
+
+def test_a_worker_that_dies_is_said_and_its_work_done_later(
+    corpus: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    def kill_one(progress: Progress) -> None:
+        for worker in multiprocessing.active_children()[:1]:
+            worker.kill()
+
+    with pytest.raises(RankError, match="a worker of the build died; run the same command again to go on"):
+        build(request(corpus, tmp_path / "store", workers=2), kill_one)
+    assert not multiprocessing.active_children()
+    build(request(corpus, tmp_path / "store"))
+    assert contents(tmp_path / "store") == whole
 
 
 def test_parts_of_another_build_are_not_used(corpus: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
