@@ -5,10 +5,9 @@ https://github.com/pytorch/torchtitan
 
 from typing import Any
 
-import tomli_w
-
 from cuboid.plan.export.lost import Lost
 from cuboid.plan.plan import Plan
+from cuboid.spec.toml import dumps
 
 TARGET = "torchtitan 0.2.2"
 FLAVORS = {
@@ -69,7 +68,7 @@ def export(plan: Plan) -> str:
         "activation_checkpoint": _checkpoint(layout.recompute),
     }
     head = f"# For {TARGET}; predicted: {plan.seconds:.4g} s a step, {plan.share:.0%} of memory.\n"
-    return head + tomli_w.dumps(table)
+    return head + dumps(table)
 
 
 def _check(plan: Plan) -> None:
