@@ -39,6 +39,8 @@ def write_durably(path: Path, content: bytes) -> None:
 class Manifest:
     step: int
     """Optimizer steps done; with the global batch this is also the position in the data."""
+    updates: int
+    """Times the optimizer changed the parameters: fewer, where a step was not finite and left out."""
     position: int
     """Samples consumed, in the global order."""
     layout: str
@@ -77,11 +79,11 @@ def read_manifest(folder: Path) -> Manifest:
     if table.get("format") != FORMAT:
         raise damage(folder, f"{MANIFEST} has format {table.get('format')!r}, not {FORMAT}")
     try:
-        names = ("step", "position", "layout", "run", "version")
+        names = ("step", "updates", "position", "layout", "run", "version")
         manifest = Manifest(**{name: table[name] for name in names})
     except KeyError as error:
         raise damage(folder, f"{MANIFEST} lacks {error}") from None
-    if not isinstance(manifest.step, int) or not isinstance(manifest.position, int):
+    if not all(isinstance(number, int) for number in (manifest.step, manifest.updates, manifest.position)):
         raise damage(folder, f"{MANIFEST} has a step that is no number")
     return manifest
 

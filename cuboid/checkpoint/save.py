@@ -21,7 +21,7 @@ from cuboid.train.optimizer import Optimizer
 def save(engine: Engine, optimizer: Optimizer, folder: Path, step: int) -> Path:
     """Every rank calls this after `step` optimizer steps; when it returns the checkpoint is published."""
     run = engine.run
-    manifest = Manifest(step, step * run.training.global_batch, str(run.layout), dump_run(run))
+    manifest = Manifest(step, optimizer.steps_taken, step * run.training.global_batch, str(run.layout), dump_run(run))
     target = checkpoint_path(folder, step)
     writer = Writer(target, engine.groups.world.index, manifest)
     planner = SavePlanner(flatten_state_dict=False)
@@ -31,11 +31,11 @@ def save(engine: Engine, optimizer: Optimizer, folder: Path, step: int) -> Path:
     return target
 
 
-def load(engine: Engine, optimizer: Optimizer, checkpoint: Path, steps_taken: int) -> None:
+def load(engine: Engine, optimizer: Optimizer, checkpoint: Path, updates: int) -> None:
     """Fill this rank's state, whatever layout wrote it; every rank calls this."""
     planner = LoadPlanner(flatten_state_dict=False)
     state = state_to_load(engine, optimizer)
     load_state(state, storage_reader=Reader(checkpoint), planner=planner, no_dist=not dist.is_initialized())
-    optimizer.set_steps_taken(steps_taken)
+    optimizer.set_steps_taken(updates)
     for unit in engine.units:
         unit.publish()

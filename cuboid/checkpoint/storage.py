@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -111,8 +112,13 @@ class Writer(StorageWriter):
         files = {place.file: place.checksum for place in stored.values()}
         files[INDEX] = checksum_of(self.aside / INDEX)
         self._manifest.write(self.aside, files)
+        replaced = self.target.parent / f".{self.target.name}.replaced"
+        shutil.rmtree(replaced, ignore_errors=True)
+        if self.target.exists():  # a damaged one of the same step, since which the run went back
+            os.replace(self.target, replaced)
         os.replace(self.aside, self.target)
         _sync_folder(self.target.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -53,9 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader of a pipe has seen enough; Python would complain again when it closes the stream.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except SystemExit:
-        # Rich has met the closed pipe first, has silenced the stream and leaves by this door.
-        return 0
+    except SystemExit as leaving:
+        # By this door leave a training that a signal stopped, and rich (with 1) when it has met a closed pipe first.
+        return int(leaving.code or 0) if leaving.code != 1 else 0
     except (KeyboardInterrupt, typer.Abort):
         return 130
 

@@ -25,6 +25,7 @@ def command(
     model: Annotated[str | None, typer.Option(help="Model in place of the run file's: a name or a TOML file.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="Change one field: training.steps=20.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew in a folder that holds a run.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of the folder.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print only one JSON object, at the end.")] = False,
 ) -> None:
     """Train a model on a layout. Ranks of this machine are started here; under torchrun or Slurm this process joins.
@@ -44,10 +45,10 @@ def command(
     speaks = place is None or place.rank == 0
     if speaks:
         check_data(run)
-        prepare_folder(run, overwrite)
+        prepare_folder(run, overwrite, resume)
         if not as_json:
             _announce(run)
-    start_training(run, quiet=as_json)
+    start_training(run, quiet=as_json, resume=resume)
     if speaks:
         _conclude(run, as_json)
 

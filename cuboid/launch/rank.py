@@ -33,7 +33,7 @@ def join(place: Place, device: torch.device) -> None:
     dist.init_process_group(backend, init_method=address, rank=place.rank, world_size=place.world_size)
 
 
-def run_rank(run: Run, quiet: bool = False) -> float:
+def run_rank(run: Run, quiet: bool = False, resume: bool = False) -> float:
     """Returns the last loss. A failure is also written into the run folder, under the rank's number."""
     place = find_place(os.environ) or Place(0, 1, 0, 1, "127.0.0.1", 0)
     try:
@@ -41,7 +41,7 @@ def run_rank(run: Run, quiet: bool = False) -> float:
         device = choose_device(run.training.device, place.local_rank)
         if place.world_size > 1:
             join(place, device)
-        loss = train(run, place.rank, device, quiet)
+        loss = train(run, place.rank, device, quiet, resume)
         if place.world_size > 1:
             dist.destroy_process_group()
         return loss
@@ -54,7 +54,7 @@ def run_rank(run: Run, quiet: bool = False) -> float:
         raise
 
 
-def run_started_rank(run: Run, quiet: bool = False) -> float:
+def run_started_rank(run: Run, quiet: bool = False, resume: bool = False) -> float:
     """A rank that the launcher of this machine started, and that ends with it."""
     follow_parent()
-    return run_rank(run, quiet)
+    return run_rank(run, quiet, resume)

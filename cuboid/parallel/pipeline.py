@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,19 @@ class TimedAction:
     end: float
 
 
+def forward_only(schedule: Schedule, micro_batches: int) -> Schedule:
+    """Every rank takes all micro-batches through its first stage, then its next; sends never wait, so this ends."""
+    actions = tuple(
+        tuple(
+            Action(Kind.FORWARD, stage, micro_batch)
+            for stage in schedule.stages_of(rank)
+            for micro_batch in range(micro_batches)
+        )
+        for rank in range(schedule.ranks)
+    )
+    return replace(schedule, micro_batches=micro_batches, actions=actions)
+
+
 class Pipeline:
     def __init__(
         self,
@@ -52,6 +65,7 @@ class Pipeline:
         self._deferral = deferral
         self._like = like
         self._keep_timing = keep_timing
+        self._loss_dtype = torch.float32 if like.dtype == torch.bfloat16 else like.dtype
         self.timing: list[TimedAction] = []
         self._runners: dict[Kind, Callable[[int, int], None]] = {
             Kind.FORWARD: self._forward,
@@ -66,7 +80,7 @@ class Pipeline:
         Returns the summed loss of this rank's micro-batches, unscaled: zero on a rank without the last stage."""
         self._micro_batches = micro_batches
         self._scale = scale
-        self._loss = torch.zeros((), dtype=scale.dtype, device=scale.device)
+        self._loss = torch.zeros((), dtype=self._loss_dtype, device=scale.device)
         self._channels = Channels(self.schedule, self.rank, *self._groups, self._like)
         self._in_flight: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._postponed: dict[tuple[int, int], dict[Any, list[Callable[[], None]]]] = {}
@@ -76,6 +90,20 @@ class Pipeline:
             self._runners[action.kind](action.stage, action.micro_batch)
             if self._keep_timing:
                 self.timing.append(TimedAction(action, start, self._now()))
+        self._channels.finish()
+        return self._loss
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: list[MicroBatch]) -> Tensor:
+        """Forward only: the summed loss of this rank's micro-batches, zero on a rank without the last stage."""
+        schedule = forward_only(self.schedule, len(micro_batches))
+        self._micro_batches = micro_batches
+        self._loss = torch.zeros((), dtype=self._loss_dtype, device=self._like.device)
+        self._channels = Channels(schedule, self.rank, *self._groups, self._like)
+        self._in_flight = {}
+        for action in schedule.actions[self.rank]:
+            self._forward(action.stage, action.micro_batch)
+            self._in_flight.clear()
         self._channels.finish()
         return self._loss
 

@@ -99,6 +99,25 @@ class OutputSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CheckpointSpec:
+    """State kept on disk, from which any layout can go on: `cuboid train … --resume`."""
+
+    every: int = 0
+    """Steps between checkpoints, the last step always included; 0 is never."""
+    keep: int = 2
+    """How many of the newest stay."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "checkpoint")
+        _require_in_range(self, "checkpoint", ("every",), low=0)
+        _require_in_range(self, "checkpoint", ("keep",), low=1)
+
+    def is_due(self, done: int, steps: int) -> bool:
+        """Whether the state is kept after so many of the steps."""
+        return self.every > 0 and (done % self.every == 0 or done == steps)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """A model, a layout and a training that fit together: construction checks each against the others."""
 
@@ -109,6 +128,7 @@ class Run:
     learning_rate: LearningRateSpec = field(default_factory=LearningRateSpec)
     data: DataSpec = field(default_factory=DataSpec)
     evaluation: EvaluationSpec = field(default_factory=EvaluationSpec)
+    checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     output: OutputSpec = field(default_factory=OutputSpec)
     plan: dict[str, object] = field(default_factory=dict, hash=False)
     """What a planner predicted for this run; training keeps it and does not read it."""
@@ -152,7 +172,7 @@ def build_run(table: Mapping[str, object], overrides: Sequence[str] = (), *, fol
 def dump_run(run: Run) -> str:
     """TOML text from which `build_run` makes an equal run."""
     table: dict[str, Any] = {"layout": str(run.layout), "model": dump_model(run.model)}
-    for name in ("training", "optimizer", "learning_rate", "data", "evaluation", "output"):
+    for name in ("training", "optimizer", "learning_rate", "data", "evaluation", "checkpoint", "output"):
         table[name] = encode(getattr(run, name))
     return dumps({**table, "plan": run.plan} if run.plan else table)
 

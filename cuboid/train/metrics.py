@@ -19,10 +19,12 @@ from cuboid.train.step import StepResult
 class Metrics:
     """Rank 0 speaks for all, because every rank knows the loss; timings are kept by every rank that was asked to."""
 
-    def __init__(self, run: Run, rank: int, quiet: bool = False) -> None:
+    def __init__(self, run: Run, rank: int, quiet: bool = False, done: int = 0) -> None:
+        """`done`: steps an earlier part of the run has done; its rows are kept."""
         self._run = run
         self._rank = rank
         self._quiet = quiet
+        self._done = done
         self._file: TextIO | None = None
         self._timing: TextIO | None = None
         self._progress: Progress | None = None
@@ -33,7 +35,7 @@ class Metrics:
         if self._run.output.keep_timing:
             self._timing = (folder / f"timing-{self._rank:05d}.jsonl").open("w")
         if self._rank == 0:
-            self._file = (folder / "metrics.jsonl").open("w")
+            self._file = self._continued(folder / "metrics.jsonl")
             console = Console(file=sys.stdout)
             if console.is_terminal and not self._quiet:
                 columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -41,6 +43,13 @@ class Metrics:
                 self._progress.start()
                 self._task = self._progress.add_task("training", total=self._run.training.steps)
         return self
+
+    def _continued(self, path: Path) -> TextIO:
+        """Rows of steps that will be done again are dropped."""
+        rows = path.read_text().splitlines(keepends=True) if self._done and path.exists() else []
+        file = path.open("w")
+        file.writelines(row for row in rows if row.endswith("\n") and json.loads(row)["step"] <= self._done)
+        return file
 
     def __exit__(self, *_: object) -> None:
         if self._progress is not None:
@@ -50,8 +59,15 @@ class Metrics:
                 file.close()
 
     def record(
-        self, step: int, result: StepResult, learning_rate: float, seconds: float, timing: list[TimedAction]
+        self,
+        step: int,
+        result: StepResult,
+        learning_rate: float,
+        seconds: float,
+        timing: list[TimedAction],
+        held_out: float | None = None,
     ) -> None:
+        """`held_out`: the loss on validation data, where this step was followed by an evaluation."""
         if self._timing is not None:
             actions = [[str(timed.action), timed.start, timed.end] for timed in timing]
             self._timing.write(json.dumps({"step": step + 1, "actions": actions}) + "\n")
@@ -69,6 +85,8 @@ class Metrics:
             "tokens_per_second": training.global_batch * training.sequence / seconds,
             "finite": result.is_finite,
         }
+        if held_out is not None:
+            row["validation_loss"] = held_out
         # JSON has no word for what is not a number.
         kept = {key: value if math.isfinite(value) else None for key, value in row.items()}
         self._file.write(json.dumps(kept) + "\n")
@@ -82,9 +100,12 @@ class Metrics:
             f"step {step:>{len(str(steps))}}/{steps}  loss {row['loss']:.4f}  "
             f"norm {row['gradient_norm']:.3f}  lr {row['learning_rate']:.2e}  {row['tokens_per_second']:,.0f} tokens/s"
         )
+        if "validation_loss" in row:
+            line += f"  validation {row['validation_loss']:.4f}"
         if not row["finite"]:
             line += "  not finite: update left out on all ranks"
-        due = step % self._run.output.log_every == 0 or step == steps or not row["finite"]
+        notable = not row["finite"] or "validation_loss" in row
+        due = step % self._run.output.log_every == 0 or step == steps or notable
         if self._progress is not None:
             if due:
                 self._progress.console.print(line, highlight=False)

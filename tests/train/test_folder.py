@@ -34,7 +34,9 @@ def test_a_second_run_is_refused_and_the_first_unharmed(tmp_path: Path) -> None:
     prepare_folder(first)
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     for second in (first, run_in(tmp_path, steps=6)):
-        with pytest.raises(UserError, match="already holds a run; use another folder, or --overwrite to start it anew"):
+        with pytest.raises(
+            UserError, match="already holds a run; use another folder, --resume to go on with it, or --over"
+        ):
             prepare_folder(second)
     assert load_run(tmp_path / "run.toml") == first
     assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"

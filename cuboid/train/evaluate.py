@@ -1,0 +1,25 @@
+"""The loss on held-out data: every rank calls it, every rank gets the same number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from cuboid.model.transformer import IGNORED
+from cuboid.parallel.apply import Engine
+from cuboid.parallel.collectives import all_reduce
+from cuboid.parallel.pipeline import MicroBatch
+
+
+def evaluate(engine: Engine, batches: Iterable[list[MicroBatch]]) -> float:
+    """Sum of token losses / labelled tokens, over all batches and replicas; no state changes."""
+    loss = torch.zeros((), dtype=torch.float64, device=engine.device)
+    tokens = torch.zeros((), dtype=torch.float64, device=engine.device)
+    for micro_batches in batches:
+        summed = engine.pipeline.evaluate(micro_batches)
+        if engine.holds_loss:
+            loss += summed
+            tokens += sum(int((batch.labels != IGNORED).sum()) for batch in micro_batches)
+    total, count = all_reduce(torch.stack((loss, tokens)), engine.groups.world).tolist()
+    return total / count if count else float("nan")
