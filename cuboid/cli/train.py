@@ -56,7 +56,8 @@ def command(
 def _announce(run: Run) -> None:
     stages = partition(run.model, run.layout.stages, run.training.sequence)
     tokens = run.training.global_batch * run.training.sequence
-    print(f"{run.model.name}: {run.model.parameters:,} parameters on {run.layout.world_size} ranks, {run.layout}")
+    ranks = "1 rank" if run.layout.world_size == 1 else f"{run.layout.world_size} ranks"
+    print(f"{run.model.name}: {run.model.parameters:,} parameters on {ranks}, {run.layout}")
     if run.layout.stages > 1:
         print(f"layers per stage: {' '.join(str(len(layers)) for layers in stages)}")
     print(

@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from cuboid.errors import UserError
+
 
 @dataclass(frozen=True)
 class Place:
@@ -29,29 +31,44 @@ def first_host(node_list: str) -> str:
 
 def find_place(environment: Mapping[str, str]) -> Place | None:
     """None: nobody started ranks, so this process should."""
-    if "RANK" in environment and "WORLD_SIZE" in environment:
-        world = int(environment["WORLD_SIZE"])
-        return Place(
-            rank=int(environment["RANK"]),
-            world_size=world,
-            local_rank=int(environment.get("LOCAL_RANK", environment["RANK"])),
-            local_world_size=int(environment.get("LOCAL_WORLD_SIZE", world)),
-            master_address=environment.get("MASTER_ADDR", "127.0.0.1"),
-            master_port=int(environment.get("MASTER_PORT", "29500")),
-        )
+    try:
+        place = _torchrun(environment) or _slurm(environment)
+    except ValueError as problem:
+        raise UserError(f"the variables of torchrun or Slurm are damaged: {problem}; start the ranks anew") from None
+    if place is not None and not 0 <= place.rank < place.world_size:
+        last = place.world_size - 1
+        raise UserError(f"RANK={place.rank} is not below WORLD_SIZE={place.world_size}; use RANK=0 to RANK={last}")
+    return place
+
+
+def _torchrun(environment: Mapping[str, str]) -> Place | None:
+    if "RANK" not in environment or "WORLD_SIZE" not in environment:
+        return None
+    world = int(environment["WORLD_SIZE"])
+    return Place(
+        rank=int(environment["RANK"]),
+        world_size=world,
+        local_rank=int(environment.get("LOCAL_RANK", environment["RANK"])),
+        local_world_size=int(environment.get("LOCAL_WORLD_SIZE", world)),
+        master_address=environment.get("MASTER_ADDR", "127.0.0.1"),
+        master_port=int(environment.get("MASTER_PORT", "29500")),
+    )
+
+
+def _slurm(environment: Mapping[str, str]) -> Place | None:
     # Only srun sets the variables of a step; a batch script that it did not start has those of the job, and is no rank.
-    if "SLURM_PROCID" in environment and int(environment.get("SLURM_STEP_NUM_TASKS", "1")) > 1:
-        nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or "127.0.0.1"
-        world = int(environment["SLURM_STEP_NUM_TASKS"])
-        on_nodes = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", str(world))
-        # A port that two jobs sharing a node rarely both take.
-        port = 20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000
-        return Place(
-            rank=int(environment["SLURM_PROCID"]),
-            world_size=world,
-            local_rank=int(environment.get("SLURM_LOCALID", "0")),
-            local_world_size=int(re.split(r"\D", on_nodes)[0]),
-            master_address=environment.get("MASTER_ADDR", first_host(nodes)),
-            master_port=int(environment.get("MASTER_PORT", str(port))),
-        )
-    return None
+    if "SLURM_PROCID" not in environment or int(environment.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
+        return None
+    nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or "127.0.0.1"
+    world = int(environment["SLURM_STEP_NUM_TASKS"])
+    on_nodes = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", str(world))
+    # A port that two jobs sharing a node rarely both take.
+    port = 20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000
+    return Place(
+        rank=int(environment["SLURM_PROCID"]),
+        world_size=world,
+        local_rank=int(environment.get("SLURM_LOCALID", "0")),
+        local_world_size=int(re.split(r"\D", on_nodes)[0]),
+        master_address=environment.get("MASTER_ADDR", first_host(nodes)),
+        master_port=int(environment.get("MASTER_PORT", str(port))),
+    )

@@ -10,7 +10,8 @@ from cuboid.errors import UserError
 from cuboid.spec.run import Run, dump_run, load_run
 
 RUN_FILE = "run.toml"
-WRITTEN = ("metrics.jsonl", "timing-*.jsonl", "failure-*.txt")
+WRITTEN = ("metrics.jsonl", "timing-*.jsonl")
+REPORTS = "failure-*.txt"
 
 
 def checkpoint_folder(run: Run) -> Path:
@@ -37,12 +38,15 @@ def check_same_training(old: Run, new: Run) -> None:
 def prepare_folder(run: Run, overwrite: bool = False, resume: bool = False) -> Path:
     """Claim the run's folder before any process starts."""
     folder = Path(run.output.folder)
+    if resume and overwrite:
+        raise UserError("--resume goes on with a run and --overwrite removes it; use one of them")
     try:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"output.folder={folder} is a file; use the name of a folder")
         if (folder / RUN_FILE).exists():
             if resume:
                 check_same_training(load_run(folder / RUN_FILE), run)
+                _remove(folder, REPORTS)  # what ended the run before is not what ends it now
             elif overwrite:
                 _clear(run, folder)
             else:
@@ -60,8 +64,12 @@ def prepare_folder(run: Run, overwrite: bool = False, resume: bool = False) -> P
 
 
 def _clear(run: Run, folder: Path) -> None:
-    for pattern in WRITTEN:
-        for path in folder.glob(pattern):
-            path.unlink()
+    for pattern in (*WRITTEN, REPORTS):
+        _remove(folder, pattern)
     if checkpoint_folder(run).exists():
         shutil.rmtree(checkpoint_folder(run))
+
+
+def _remove(folder: Path, pattern: str) -> None:
+    for path in folder.glob(pattern):
+        path.unlink()

@@ -131,6 +131,21 @@ def test_degrees_whose_product_is_not_the_world_size(
     assert refused(capsys, "--layout", layout) == sentence
 
 
+@pytest.mark.parametrize(
+    ("rank", "sentence"),
+    [
+        ("4", "RANK=4 is not below WORLD_SIZE=4; use RANK=0 to RANK=3"),
+        ("first", "the variables of torchrun or Slurm are damaged: invalid literal for int() with base 10: 'first'"),
+    ],
+)
+def test_ranks_that_cannot_be(
+    rank: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert refused(capsys, "--layout", "dp=4").startswith(sentence)
+
+
 def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     sentence = refused(capsys, "--layout", "dp=2", "--set", "training.device=cuda")
@@ -143,9 +158,13 @@ def test_a_folder_that_holds_another_run(capsys: pytest.CaptureFixture[str]) -> 
     held.write_text("# another run\n")
     sentence = refused(capsys, "--layout", "dp=2")
     assert sentence == (
-        "output.folder=runs/default already holds a run; use another folder, or --overwrite to start it anew"
+        "output.folder=runs/default already holds a run; use another folder, --resume to go on with it, "
+        "or --overwrite to start it anew"
     )
     assert held.read_text() == "# another run\n"
+    assert refused(capsys, "--resume", "--overwrite").startswith(
+        "--resume goes on with a run and --overwrite removes it"
+    )
 
 
 def test_a_folder_that_is_a_file_or_below_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -78,3 +78,12 @@ def test_a_folder_that_may_not_be_written(tmp_path: Path) -> None:
                 prepare_folder(run_in(tmp_path / "run"))
     finally:
         tmp_path.chmod(0o700)
+
+
+def test_going_on_forgets_what_ended_the_run_before(tmp_path: Path) -> None:
+    prepare_folder(run_in(tmp_path))
+    for name in ("metrics.jsonl", "failure-00003.txt"):
+        (tmp_path / name).write_text("old\n")
+    prepare_folder(run_in(tmp_path, steps=9), resume=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "run.toml"]
+    assert load_run(tmp_path / "run.toml").training.steps == 9
