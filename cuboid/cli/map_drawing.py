@@ -14,6 +14,8 @@ COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "
 MANY_RANKS = 16
 """Longer rows of ranks are shown by their ends."""
 MANY_STAGES = 24
+MANY_ROWS = 72
+"""Of a node with more tensor groups, the first and last are drawn."""
 MANY_NODES = 8
 SAMPLE = 2
 """Nodes drawn of a cluster that has many."""
@@ -52,8 +54,12 @@ def _colour(pipeline_rank: int) -> str:
 
 def _node(layout: Layout, cluster: ClusterSpec, node: int, width: int) -> Panel:
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
-    for row in node_rows(layout, cluster, node):
-        table.add_row(_label(layout, row), _ranks(layout, row, width))
+    rows, half = list(node_rows(layout, cluster, node)), MANY_ROWS // 2
+    for index, row in enumerate(rows):
+        if len(rows) <= MANY_ROWS or not half <= index < len(rows) - half:
+            table.add_row(_label(layout, row), _ranks(layout, row, width))
+        elif index == half:
+            table.add_row("…", "…", style="dim")
     return Panel(table, title=f"node {node}", title_align="left", border_style="dim", expand=False)
 
 

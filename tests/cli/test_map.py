@@ -80,3 +80,12 @@ def test_a_model_checks_the_layout_and_knows_its_ties(capsys: pytest.CaptureFixt
 def test_the_layout_must_fill_the_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["map", "--layout", "dp=4", "--cluster", "h100x8"]) == 2
     assert capsys.readouterr().err == "error: dp=4 needs world_size=4, not 8; use dp=8 or start 4 ranks\n"
+
+
+def test_a_node_of_very_many_ranks_is_drawn_by_its_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    text = shown(capsys, "dp=16384", "cpux16384")
+    assert len(text.splitlines()) < 100
+    assert (
+        lines_with(text, "replica 0 ") and lines_with(text, "replica 16383 ") and not lines_with(text, "replica 8000 ")
+    )
+    assert len(lines_with(shown(capsys, "dp=64", "cpux64"), "replica")) == 64
