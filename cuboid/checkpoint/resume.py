@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from cuboid.checkpoint.folder import newest_whole
 from cuboid.checkpoint.save import load
+from cuboid.checkpoint.state import Moments
 from cuboid.parallel.apply import Engine
-from cuboid.train.folder import checkpoint_folder
-from cuboid.train.optimizer import Optimizer
 
 
-def resume(engine: Engine, optimizer: Optimizer) -> int:
-    """Load the newest whole checkpoint of the run's folder; returns the steps it has done. Every rank calls this."""
+def resume(engine: Engine, optimizer: Moments, folder: Path) -> int:
+    """Load the newest whole checkpoint of the folder; returns the steps it has done. Every rank calls this."""
     world = engine.groups.world
     answer: list[Any] = [None]
     if world.index == 0:
-        path, manifest, damaged = newest_whole(checkpoint_folder(engine.run))
+        path, manifest, damaged = newest_whole(folder)
         for sentence in damaged:
             print(f"warning: {sentence}", flush=True)
         answer = [(path, manifest)]

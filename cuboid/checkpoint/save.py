@@ -11,14 +11,13 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from cuboid.checkpoint.folder import checkpoint_path
 from cuboid.checkpoint.manifest import Manifest
 from cuboid.checkpoint.scattered import LoadPlanner, SavePlanner
-from cuboid.checkpoint.state import state_to_load, state_to_save
+from cuboid.checkpoint.state import Moments, state_to_load, state_to_save
 from cuboid.checkpoint.storage import Reader, Writer
 from cuboid.parallel.apply import Engine
 from cuboid.spec.run import dump_run
-from cuboid.train.optimizer import Optimizer
 
 
-def save(engine: Engine, optimizer: Optimizer, folder: Path, step: int) -> Path:
+def save(engine: Engine, optimizer: Moments, folder: Path, step: int) -> Path:
     """Every rank calls this after `step` optimizer steps; when it returns the checkpoint is published."""
     run = engine.run
     manifest = Manifest(step, optimizer.steps_taken, step * run.training.global_batch, str(run.layout), dump_run(run))
@@ -31,7 +30,7 @@ def save(engine: Engine, optimizer: Optimizer, folder: Path, step: int) -> Path:
     return target
 
 
-def load(engine: Engine, optimizer: Optimizer, checkpoint: Path, updates: int) -> None:
+def load(engine: Engine, optimizer: Moments, checkpoint: Path, updates: int) -> None:
     """Fill this rank's state, whatever layout wrote it; every rank calls this."""
     planner = LoadPlanner(flatten_state_dict=False)
     state = state_to_load(engine, optimizer)

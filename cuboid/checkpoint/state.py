@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
 
 from torch import Tensor
 
@@ -11,22 +12,32 @@ from cuboid.checkpoint.scattered import Scattered
 from cuboid.parallel.apply import Engine
 from cuboid.parallel.gradients import counted_pieces
 from cuboid.parallel.unit import Piece
-from cuboid.train.optimizer import Optimizer
 
 KINDS = ("parameter", "exp_avg", "exp_avg_sq")
 
 
-def state_to_save(engine: Engine, optimizer: Optimizer) -> dict[str, Scattered]:
+class Moments(Protocol):
+    """What a checkpoint needs of an optimizer."""
+
+    @property
+    def steps_taken(self) -> int: ...
+
+    def set_steps_taken(self, steps: int) -> None: ...
+
+    def moments(self, piece: Piece) -> tuple[Tensor, Tensor]: ...
+
+
+def state_to_save(engine: Engine, optimizer: Moments) -> dict[str, Scattered]:
     """What this rank answers for; over all ranks every element once."""
     return _state(counted_pieces(engine), optimizer)
 
 
-def state_to_load(engine: Engine, optimizer: Optimizer) -> dict[str, Scattered]:
+def state_to_load(engine: Engine, optimizer: Moments) -> dict[str, Scattered]:
     """Everything this rank keeps, copies of other ranks' state included."""
     return _state((piece for unit in engine.units for piece in unit.pieces()), optimizer)
 
 
-def _state(pieces: Iterable[Piece], optimizer: Optimizer) -> dict[str, Scattered]:
+def _state(pieces: Iterable[Piece], optimizer: Moments) -> dict[str, Scattered]:
     state: dict[str, Scattered] = {}
     for piece in pieces:
         tensors = dict(zip(KINDS, (piece.master, *optimizer.moments(piece)), strict=True))
