@@ -1,9 +1,14 @@
 """What the fork server imports once for all rank processes."""
 
-import torch
+import signal
 
-import cuboid.train.trainer
-import cuboid.verify.compare  # noqa: F401
+# Ctrl-C reaches the fork server too, which ends with the command; without this it would tell where its imports stood.
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+import torch  # noqa: E402
+
+import cuboid.train.trainer  # noqa: E402
+import cuboid.verify.compare  # noqa: E402, F401
 
 # The first optimizer of a process imports another thousand modules; and no thread is started by making one.
 torch.optim.AdamW([torch.zeros(1)])
