@@ -83,7 +83,7 @@ def _memory_table(found: Explanation) -> "Table":
 
     plan = found.plan
     kinds = [kind for kind in KINDS if any(row[kind] > 0.005 * GIB for row in plan.memory)]
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("rank", "layers", *(KINDS[kind] for kind in kinds), "GiB", "of all"):
         table.add_column(name, justify="right", no_wrap=True)
     shown = sorted({*range(min(4, plan.layout.pp)), plan.totals.index(plan.peak), plan.layout.pp - 1})

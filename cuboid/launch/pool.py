@@ -36,6 +36,11 @@ class Answer(NamedTuple):
 
 def fork_server() -> Any:
     """The multiprocessing context whose processes come with torch imported."""
+    # Read when torch is imported, so set before: setting torch's own number later leaves a helper thread running.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Torch's allocator gives freed memory back after ten milliseconds, in which a rank that shares a core may not run
+    # at all; taking it again page by page costs a tenth of a step.
+    os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context

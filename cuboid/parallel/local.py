@@ -50,19 +50,18 @@ def machine_identity() -> str:
 class LocalExchange:
     """One group's slots, and a stream to each other rank."""
 
-    def __init__(self, handle: dist.ProcessGroup, index: int, size: int, slot_bytes: int, name: str) -> None:
+    def __init__(
+        self, handle: dist.ProcessGroup, index: int, size: int, slot_bytes: int, folder: str, name: str
+    ) -> None:
+        """Every rank of the group makes its own; the file of all slots lies in `folder` under `name`."""
         self._index, self._size = index, size
         self.slot_bytes = slot_bytes
         """A multiple of eight bytes per rank, so that a slot divides into any dtype and any rank's part."""
-        folder = "/dev/shm" if os.path.isdir("/dev/shm") else tempfile.gettempdir()
-        path = os.path.join(folder, name)
-        total = size * 2 * slot_bytes
-        if index == 0:
-            with open(path, "xb") as file:
-                os.posix_fallocate(file.fileno(), 0, total)
+        path, total = os.path.join(folder, name), size * 2 * slot_bytes
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(f"\0{name}/{index}")
             listener.listen(size)
+            listener.settimeout(DEADLINE)
             dist.barrier(group=handle)
             with open(path, "r+b") as file:
                 self._map = mmap.mmap(file.fileno(), total)
@@ -142,11 +141,31 @@ class LocalExchange:
             connection.close()
 
 
-def connect(handle: dist.ProcessGroup, index: int, size: int) -> LocalExchange | None:
-    """An exchange for the group if all of it is on this machine; every rank of the group calls this."""
-    identities: list[Any] = [None] * size
-    dist.all_gather_object(identities, (machine_identity(), uuid4().hex), group=handle)
-    if len({machine for machine, _ in identities}) > 1:
+def _reserve(total: int, name: str) -> str | None:
+    """The folder in which a file of this size could be made: memory if there is room, else the temporary one."""
+    for folder in ("/dev/shm", tempfile.gettempdir()):
+        path = os.path.join(folder, name)
+        try:
+            with open(path, "xb") as file:
+                os.posix_fallocate(file.fileno(), 0, total)
+            return folder
+        except OSError:
+            Path(path).unlink(missing_ok=True)
+    return None
+
+
+def connect(handle: dist.ProcessGroup, index: int, size: int, slot_bytes: int = SLOT_BYTES) -> LocalExchange | None:
+    """An exchange for the group if all of it is on this machine and there is room; every rank calls this."""
+    slot_bytes = max(1, slot_bytes // (8 * size)) * 8 * size
+    name = f"cuboid-{uuid4().hex}"
+    folder = _reserve(size * 2 * slot_bytes, name) if index == 0 else None
+    known: list[Any] = [None] * size
+    dist.all_gather_object(known, (machine_identity(), folder, name), group=handle)
+    _, folder, name = known[0]
+    if folder is None:
         return None
-    slot_bytes = SLOT_BYTES // (8 * size) * (8 * size)
-    return LocalExchange(handle, index, size, slot_bytes, f"cuboid-{identities[0][1]}")
+    if len({machine for machine, _, _ in known}) > 1:
+        if index == 0:
+            os.unlink(os.path.join(folder, name))
+        return None
+    return LocalExchange(handle, index, size, slot_bytes, folder, name)

@@ -36,8 +36,8 @@ def test_512_gpus_at_8_8_8(capsys: pytest.CaptureFixture[str]) -> None:
         "dp": "infiniband-hdr",
     }
     states = [sum(row[name] for name in ("weights", "gradients", "optimizer")) for row in answer["memory"]]
-    # 16 bytes a parameter over 64 ranks, more at the ends where the embedding and the head are.
-    assert min(states) == pytest.approx(16 * 174.6e9 / 64, rel=0.05)
+    # 18 bytes a parameter (gradients are summed in float32) over 64 ranks, more where the embedding and the head are.
+    assert min(states) == pytest.approx(18 * 174.6e9 / 64, rel=0.05)
 
 
 def test_the_memory_table_names_ranks_and_kinds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cuboid.parallel import collectives
 from cuboid.parallel.groups import Group
-from cuboid.parallel.local import LocalExchange, connect, machine_identity, sum_rows
+from cuboid.parallel.local import SLOT_BYTES, connect, machine_identity, sum_rows
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "int64": torch.int64}
 NAME = "cuboid-"
@@ -35,11 +35,7 @@ def world(slot_bytes: int | None, local: bool = True) -> Group:
     group = Group(tuple(range(ranks)), rank, handle)
     if not local:
         return group
-    if slot_bytes is None:
-        return replace(group, local=connect(handle, rank, ranks))
-    identity = [os.urandom(8).hex()]
-    dist.broadcast_object_list(identity, src=0)
-    return replace(group, local=LocalExchange(handle, rank, ranks, slot_bytes, f"{NAME}test-{identity[0]}"))
+    return replace(group, local=connect(handle, rank, ranks, slot_bytes or SLOT_BYTES))
 
 
 def collect(rank: int, sizes: list[int], slot_bytes: int | None, local: bool = True) -> list[str]:
