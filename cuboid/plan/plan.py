@@ -17,7 +17,6 @@ from cuboid.plan.question import Question
 from cuboid.plan.refine import Refined
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.coding import decode, encode
-from cuboid.spec.layout import Layout
 from cuboid.spec.run import OutputSpec, Run, TrainingSpec, dump_run, load_run
 
 GIB = 2**30
@@ -34,38 +33,15 @@ class Alternative:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """A layout, what it was chosen for, and what it is predicted to cost."""
+class Plan(Refined):
+    """A layout with what it is predicted to cost, what it was chosen for, and why."""
 
     question: Question
-    layout: Layout
-    layers: tuple[int, ...]
-    """Layers per stage."""
-    parts: dict[str, float]
-    """Where the seconds of a step go; they add up to it."""
-    memory: tuple[dict[str, float], ...]
-    """For each pipeline rank bytes by kind; they add up to what the rank holds."""
-    bubble: float
     utilization: float
     """Model FLOPs over the 16-bit peak."""
     reasons: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of a step."""
-        return sum(self.parts.values())
-
-    @property
-    def totals(self) -> list[float]:
-        """Bytes on each pipeline rank."""
-        return [sum(row.values()) for row in self.memory]
-
-    @property
-    def peak(self) -> float:
-        """Bytes on the fullest rank."""
-        return max(self.totals)
 
     @property
     def share(self) -> float:
@@ -155,15 +131,7 @@ def plan_of(run: Run, where: str = "plan") -> Plan:
 
 def make_plan(question: Question, refined: Refined, utilization: float) -> Plan:
     """A plan without its reasons."""
-    return Plan(
-        question=question,
-        layout=refined.layout,
-        layers=refined.layers,
-        parts=refined.parts,
-        memory=refined.memory,
-        bubble=refined.bubble,
-        utilization=utilization,
-    )
+    return Plan(question=question, utilization=utilization, **vars(refined))
 
 
 def as_alternative(plan: Plan) -> Alternative:
