@@ -244,8 +244,10 @@ def engine_named(name: str) -> Engine:
     return Engine(**_known(Engine, _merged("engines", name)))
 
 
-def engine_for(name: str, chip: Chip) -> Engine:
+def engine_for(name: Engine | str, chip: Chip) -> Engine:
     """An engine profile on an accelerator: `name@family` where its rows on that family say something else."""
+    if isinstance(name, Engine):
+        return name
     special = f"{name}@{chip.name.split('-')[0]}"
     return engine_named(special if special in tables()["engines"] else name)
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from cuboid.cost.constants import Chip, Engine, Fabric, chip_from, default_fabric, engine_for, fabric_named
 from cuboid.cost.flops import model_flops_per_token
-from cuboid.cost.inputs import Array, Jobs, Shape
+from cuboid.cost.inputs import Array, Jobs, Shape, single
 from cuboid.cost.memory import Memory, memory_by_rank
 from cuboid.cost.pipeline import partition
 from cuboid.cost.step import PARTS, StepTime, stall_depth, step_time
@@ -117,7 +117,7 @@ def estimate_many(
     model: ModelSpec, machine: Machine, jobs: Jobs, engine: Engine | str = "cuboid", precision: str = "bf16"
 ) -> Estimates:
     """What many layouts of one model cost: the core of a search."""
-    profile = engine_for(engine, machine.chip) if isinstance(engine, str) else engine
+    profile = engine_for(engine, machine.chip)
     return estimate_shapes(Shape.of(model), jobs, machine, profile, precision)
 
 
@@ -151,20 +151,17 @@ def estimate(
     jobs = Jobs.of([layout], global_batch=global_batch, sequence=sequence)
     many = estimate_many(model, machine, jobs, engine, precision)
 
-    def one(value: Array) -> float:
-        return float(np.ravel(value)[0])
-
     table = {
-        rank: {item.name: one(getattr(memory, item.name)) for item in fields(memory)}
+        rank: {item.name: single(getattr(memory, item.name)) for item in fields(memory)}
         for rank, memory in many.memory_table.items()
     }
-    parts = {name: one(getattr(many.time, name)) for name in PARTS}
+    parts = {name: single(getattr(many.time, name)) for name in PARTS}
     return Estimate(
-        one(many.seconds),
+        single(many.seconds),
         parts,
-        one(many.memory),
+        single(many.memory),
         table,
         bool(np.ravel(many.fits)[0]),
-        one(many.tokens),
-        one(many.utilization),
+        single(many.tokens),
+        single(many.utilization),
     )

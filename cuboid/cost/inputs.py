@@ -25,6 +25,11 @@ def number(value: Any) -> Array:
     return np.asarray(value, dtype=np.float64)
 
 
+def single(value: Array) -> float:
+    """The number in an array of one entry."""
+    return float(np.ravel(value)[0])
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """The numbers of a model that its cost depends on."""

@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from cuboid.cost.communication import transfer
 from cuboid.cost.compute import kernels
 from cuboid.cost.constants import Engine, engine_for
 from cuboid.cost.estimate import Machine
-from cuboid.cost.inputs import Array, Jobs, Shape
+from cuboid.cost.inputs import Jobs, Shape, single
 from cuboid.cost.layers import layer_times, transfer_bytes
 from cuboid.schedule.simulate import StageCosts
 from cuboid.spec.layout import Layout
@@ -35,29 +33,26 @@ def stage_costs(
     layers: Sequence[int] | None = None,
 ) -> tuple[StageCosts, float]:
     """Seconds of one micro-batch on every stage, and of a transfer; `layers` says how many each stage holds."""
-    profile = engine_for(engine, machine.chip) if isinstance(engine, str) else engine
+    profile = engine_for(engine, machine.chip)
     shape, jobs = Shape.of(model), Jobs.of([layout], global_batch=global_batch, sequence=sequence)
     parts = kernels(shape, jobs, machine.chip, profile, precision)
     times = layer_times(shape, jobs, machine.fabric, profile, parts, precision)
     counts = list(layers) if layers is not None else even_layers(model.layers, layout.stages)
     dense_layers = model.mixture.first_dense_layers if model.mixture else model.layers
 
-    def one(value: Array) -> float:
-        return float(np.ravel(value)[0])
-
     forward, inputs, weights = [], [], []
     start = 0
     for stage, count in enumerate(counts):
         dense = max(min(dense_layers - start, count), 0)
         kinds = ((dense, times.dense), (count - dense, times.mixture))
-        ahead = sum(number * one(passes[0].total) for number, passes in kinds)
-        back = sum(number * one(passes[1].total) for number, passes in kinds)
-        weight = sum(number * (one(passes[0].compute) - one(parts.attention_forward)) for number, passes in kinds)
+        ahead = sum(number * single(passes[0].total) for number, passes in kinds)
+        back = sum(number * single(passes[1].total) for number, passes in kinds)
+        weight = sum(number * (single(passes[0].compute) - single(parts.attention_forward)) for number, passes in kinds)
         if stage == 0:
-            ahead, back = ahead + 0.3 * one(parts.embedding), back + 0.7 * one(parts.embedding)
+            ahead, back = ahead + 0.3 * single(parts.embedding), back + 0.7 * single(parts.embedding)
         if stage == len(counts) - 1:
-            ahead, back = ahead + one(parts.head_forward), back + one(parts.head_backward)
-            weight += one(parts.head_forward)
+            ahead, back = ahead + single(parts.head_forward), back + single(parts.head_backward)
+            weight += single(parts.head_forward)
         weight = min(weight, back / 2)
         forward.append(ahead)
         inputs.append(back - weight)
@@ -65,4 +60,4 @@ def stage_costs(
         start += count
     hop = transfer(machine.fabric, transfer_bytes(shape, jobs, profile), times.crosses)
     costs = StageCosts(forward=tuple(forward), input_backward=tuple(inputs), weight_backward=tuple(weights))
-    return costs, one(hop) if layout.pp > 1 else 0.0
+    return costs, single(hop) if layout.pp > 1 else 0.0
