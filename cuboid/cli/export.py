@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cuboid.errors import UserError
+from cuboid.cli.output import write_output
 from cuboid.plan.export.targets import export
 from cuboid.plan.plan import load_plan
 
@@ -27,12 +27,7 @@ def command(
     if to == "deepspeed" and loaded.layout.pp > 1:
         print(f"note: pass num_stages={loaded.layout.pp} to PipelineModule in your code", file=sys.stderr)
     if output is not None:
-        try:
-            output.write_text(text, encoding="utf-8")
-        except OSError as problem:
-            raise UserError(
-                f"output={output} cannot be written: {problem.strerror}; name a file in a folder that exists"
-            ) from None
+        write_output(output, text)
     if as_json:
         print(json.dumps({"to": to, "layout": str(loaded.layout), "text": text}))
     elif output is None:

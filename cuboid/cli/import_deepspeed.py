@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from cuboid.errors import UserError
+from cuboid.cli.output import write_output
 from cuboid.spec.deepspeed import run_table_from_deepspeed
 from cuboid.spec.load import read_json
 from cuboid.spec.run import build_run, dump_run
@@ -31,12 +31,7 @@ def command(
     table = {"model": model, **run_table_from_deepspeed(read_json(file), world_size)}
     text = dump_run(build_run(table, changes or []))
     if output is not None:
-        try:
-            output.write_text(text, encoding="utf-8")
-        except OSError as problem:
-            raise UserError(
-                f"output={output} cannot be written: {problem.strerror}; name a file in a folder that exists"
-            ) from None
+        write_output(output, text)
     if as_json:
         print(json.dumps(table))
     elif output is None:

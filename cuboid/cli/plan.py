@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from cuboid.cli.output import write_output
 from cuboid.errors import UserError
 from cuboid.plan.choose import cheapest, fewest, plans
 from cuboid.plan.plan import GIB, Plan, dump_plan
@@ -52,12 +53,7 @@ def command(
     )
     found = _answer(question, objective, top, tokens, days)
     if output is not None:
-        try:
-            output.write_text(dump_plan(found[0]), encoding="utf-8")
-        except OSError as problem:
-            raise UserError(
-                f"output={output} cannot be written: {problem.strerror}; name a file in a folder that exists"
-            ) from None
+        write_output(output, dump_plan(found[0]))
     if as_json:
         answer = {"model": question.model.name, "plans": [as_row(plan) for plan in found]}
         print(json.dumps(answer | ({"days": found[0].days(tokens)} if tokens else {})))
