@@ -60,27 +60,17 @@ class Segment:
                 self.collect()
 
 
-class _EndBackward(torch.autograd.Function):
+class _WhenGradientPasses(torch.autograd.Function):
+    """An identity that calls back when the gradient comes through it."""
+
     @staticmethod
-    def forward(context: Any, x: Tensor, segment: Segment) -> Tensor:
-        context.segment = segment
+    def forward(context: Any, x: Tensor, act: Callable[[], None]) -> Tensor:
+        context.act = act
         return x.view_as(x)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        context.segment.end_backward()
-        return gradient, None
-
-
-class _BeginBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, x: Tensor, segment: Segment) -> Tensor:
-        context.segment = segment
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        context.segment.begin_backward()
+        context.act()
         return gradient, None
 
 
@@ -103,8 +93,8 @@ class Stage:
             if segment.after is not None:
                 segment.after.start_gather()
             if x.requires_grad:
-                x = _EndBackward.apply(x, segment)
-            x = _BeginBackward.apply(segment.run(x), segment)
+                x = _WhenGradientPasses.apply(x, segment.end_backward)
+            x = _WhenGradientPasses.apply(segment.run(x), segment.begin_backward)
             segment.release()
         return x
 
