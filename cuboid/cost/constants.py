@@ -7,7 +7,7 @@ from importlib import resources
 from typing import Any
 
 from cuboid.errors import UserError
-from cuboid.spec.accelerators import accelerator_table
+from cuboid.spec.accelerators import accelerator_base, accelerator_table
 from cuboid.spec.suggest import nearest_names
 
 PRECISIONS = ("bf16", "fp8", "fp4", "float32")
@@ -222,12 +222,14 @@ def chip_named(name: str) -> Chip:
 
 
 def chip_from(name: str, facts: dict[str, Any]) -> Chip:
-    """An accelerator with some peaks, memory and bandwidth; one that was never calibrated runs like an H100."""
-    calibrated = name if name in tables()["chips"] else "h100-80g"
+    """An accelerator with some peaks, memory and bandwidth; one without a calibration or base runs like an H100."""
+    calibrated: str | None = name
+    while calibrated and calibrated not in tables()["chips"]:
+        calibrated = accelerator_base(calibrated)
     peaks = {precision: 1e12 * peak for precision, peak in facts["peak_tflops"].items()}
     peaks.setdefault("bf16", peaks.get("fp16", peaks.get("float32", 1e12)))
     peaks.setdefault("float32", peaks["bf16"] / 8)
-    values = _known(Chip, _merged("chips", calibrated)) | {"name": name}
+    values = _known(Chip, _merged("chips", calibrated or "h100-80g")) | {"name": name}
     memory, bandwidth = facts["memory_gib"] * 2**30, facts["memory_bandwidth"] * 1e9
     return Chip(**values, peak=peaks, memory=memory, memory_bandwidth=bandwidth)
 

@@ -68,6 +68,12 @@ def accelerator_table(name: str) -> Table:
     return {**merged, "aliases": [], **entry, "source": {**merged["source"], **entry.get("source", {})}}
 
 
+def accelerator_base(name: str) -> str | None:
+    """The accelerator of which the catalog says this one is a variant."""
+    base: str | None = _catalog()["accelerators"].get(name, {}).get("base")
+    return base
+
+
 @cache
 def accelerator_names() -> dict[str, str]:
     """Every name and alias of an accelerator -> its name in the catalog."""
