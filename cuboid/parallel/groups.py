@@ -32,10 +32,11 @@ class Groups:
     world: Group
     tensor: Group
     data: Group
+    """Ranks that hold the same dense parameters and see other tokens: dp × cp."""
     shard: Group
-    """The data-parallel ranks that split ZeRO's state among them."""
+    """The ranks of the data group that split ZeRO's state among them."""
     replicate: Group
-    """The data-parallel ranks that hold the same part of ZeRO's state."""
+    """The ranks of the data group that hold the same part of ZeRO's state."""
     kv_replicas: Group
     """The tensor ranks that hold the same key-value heads."""
     embedding: Group | None
@@ -76,7 +77,7 @@ def make_groups(layout: Layout, rank: int, kv_parts: int, embedding_on_two_ranks
             group = replace(group, local=connect(group.handle, group.index, group.size))
         return group
 
-    data = own(kinds["dp"], busy=True)
+    data = own(kinds["data"], busy=True)
     tensor = own(kinds["tp"], busy=True)
     hybrid = layout.shard not in (0, layout.dp)
     return Groups(

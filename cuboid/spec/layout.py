@@ -48,7 +48,8 @@ class Layout:
     zero: int = 0
     """ZeRO stage: 1 splits the optimizer state over data-parallel ranks, 2 the gradients too, 3 the parameters too."""
     shard: int = 0
-    """Over how many of the data-parallel ranks ZeRO splits; 0 is all of them, less is hybrid sharding."""
+    """Over how many data-parallel replicas ZeRO splits; 0 is all of them, less is hybrid sharding. The context-parallel
+    ranks of a replica, which hold the same parameters, share the splitting with it."""
     schedule: str = "1f1b"
     vpp: int = LEFT_OUT
     """Pipeline stages per rank; left out: what the schedule needs."""
@@ -117,7 +118,7 @@ class Layout:
 
     @property
     def shard_size(self) -> int:
-        """How many ranks hold different parts of what ZeRO splits."""
+        """How many replicas hold different parts of what ZeRO splits."""
         return (self.shard or self.dp) if self.zero else 1
 
     @property

@@ -14,7 +14,7 @@ CARRIES = {
     "cp": "keys and values",
     "ep": "tokens to experts",
     "pp": "stage activations",
-    "dp": "gradients",
+    "data": "gradients",
     "shard": "sharded state",
     "replicate": "gradients of shards",
     "embedding": "tied embedding",
@@ -65,11 +65,11 @@ def traffic(layout: Layout, cluster: ClusterSpec, *, tied: bool = True) -> list[
     """Every kind of group with more than one rank in it; `tied` says whether the model ties its embeddings."""
     check_world_size(layout, cluster.accelerators)
     found, kinds = groups(layout), dict(CARRIES)
-    hybrid = 1 < layout.shard_size < layout.dp
-    for kind in ("dp",) if hybrid else ("shard", "replicate"):
+    hybrid = layout.zero > 0 and layout.shard_size < layout.dp
+    for kind in ("data",) if hybrid else ("shard", "replicate"):
         del kinds[kind]
-    if layout.zero and not hybrid and layout.shard_size > 1:
-        kinds["dp"] = CARRIES["shard"]
+    if layout.zero and not hybrid:
+        kinds["data"] = CARRIES["shard"]
     if not tied:
         del kinds["embedding"]
     return [

@@ -44,17 +44,19 @@ def rank_of(place: Coordinates, layout: Layout) -> int:
 def groups(layout: Layout) -> dict[str, tuple[Group, ...]]:
     """Kind -> the groups of ranks that communicate; each kind but `embedding` puts every rank in exactly one group.
 
-    tp, cp, dp, pp: ranks that differ in that coordinate only. shard: the part of a dp group over which ZeRO splits;
-    replicate: ranks that hold the same shard. ep: ranks that share one set of experts. model: one data replica.
+    tp, cp, dp, pp: ranks that differ in that coordinate only. data: dp × cp, ranks that hold the same dense parameters
+    and see other tokens. shard: the part of a data group over which ZeRO splits; replicate: ranks of it that hold the
+    same shard. ep: ranks that share one set of experts. model: one data replica.
     embedding: holders of a tied embedding on the first and the last stage, where these are different ranks.
     """
     stride = {"tp": 1, "cp": layout.tp, "dp": layout.tp * layout.cp, "pp": layout.tp * layout.cp * layout.dp}
     found = {
         kind: tuple(_along(stride[kind], getattr(layout, kind), layout.world_size)) for kind in ("tp", "cp", "dp", "pp")
     }
-    shard = layout.shard_size
-    found["shard"] = tuple(_along(stride["dp"], shard, layout.world_size))
-    found["replicate"] = tuple(_along(stride["dp"] * shard, layout.dp // shard, layout.world_size))
+    copies, shard = layout.dp * layout.cp, layout.shard_size * layout.cp if layout.zero else 1
+    found["data"] = tuple(_along(stride["cp"], copies, layout.world_size))
+    found["shard"] = tuple(_along(stride["cp"], shard, layout.world_size))
+    found["replicate"] = tuple(_along(stride["cp"] * shard, copies // shard, layout.world_size))
     found["ep"] = tuple(_along(1, layout.ep, layout.world_size))
     last = layout.last_stage_rank
     found["embedding"] = tuple((line[0], line[last]) for line in found["pp"]) if last else ()

@@ -49,10 +49,10 @@ def test_pipeline_traffic_is_counted_by_hops() -> None:
 
 
 def test_kinds_appear_only_where_they_communicate() -> None:
-    assert list(links(Layout(dp=8), "h100x8")) == ["dp"]
-    assert list(links(Layout(dp=2, tp=2, pp=2), "h100x8")) == ["tp", "pp", "dp", "embedding"]
-    assert list(links(Layout(dp=2, tp=2, pp=2), "h100x8", tied=False)) == ["tp", "pp", "dp"]
-    assert list(links(Layout(dp=4, ep=4, cp=2), "h100x8")) == ["cp", "ep", "dp"]
+    assert list(links(Layout(dp=8), "h100x8")) == ["data"]
+    assert list(links(Layout(dp=2, tp=2, pp=2), "h100x8")) == ["tp", "pp", "data", "embedding"]
+    assert list(links(Layout(dp=2, tp=2, pp=2), "h100x8", tied=False)) == ["tp", "pp", "data"]
+    assert list(links(Layout(dp=4, ep=4, cp=2), "h100x8")) == ["cp", "ep", "data"]
     assert links(Layout(), "cpux1") == {}
 
 
@@ -60,7 +60,7 @@ def test_hybrid_sharding_shows_both_halves() -> None:
     layout = Layout(dp=16, zero=3, shard=8)
     assert links(layout, "h100x16") == {"shard": {"nvlink4": 2}, "replicate": {"infiniband-ndr": 8}}
     carries = {line.kind: line.carries for line in traffic(Layout(dp=16, zero=3), load_cluster("h100x16"))}
-    assert carries == {"dp": "sharded state"}
+    assert carries == {"data": "sharded state"}
 
 
 def test_the_slowest_tier_comes_with_its_numbers() -> None:

@@ -64,6 +64,17 @@ def test_hybrid_sharding_splits_the_data_groups() -> None:
     assert groups(Layout(dp=4, tp=2))["replicate"] == whole["dp"]
 
 
+def test_context_ranks_share_gradients_and_sharded_state() -> None:
+    """They hold the same parameters and see other tokens, as replicas do."""
+    found = groups(Layout(dp=4, tp=2, cp=2, zero=3, shard=2))
+    assert found["data"] == (tuple(range(0, 16, 2)), tuple(range(1, 16, 2)))
+    assert found["shard"] == ((0, 2, 4, 6), (1, 3, 5, 7), (8, 10, 12, 14), (9, 11, 13, 15))
+    assert found["replicate"] == tuple((rank, rank + 8) for rank in range(8))
+    plain = groups(Layout(dp=2, cp=2))
+    assert plain["shard"] == ((0,), (1,), (2,), (3,))
+    assert plain["replicate"] == plain["data"] == ((0, 1, 2, 3),)
+
+
 def test_expert_groups_borrow_ranks_inside_a_stage() -> None:
     layout = Layout(dp=4, tp=2, pp=2, ep=4)
     assert groups(layout)["ep"] == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11), (12, 13, 14, 15))
