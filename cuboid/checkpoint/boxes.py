@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from cuboid.parallel.unit import Part
+from cuboid.plan.slices import Part
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from cuboid.parallel.deferral import Deferral, deferrable_product
 from cuboid.parallel.groups import Groups, make_groups
 from cuboid.parallel.pipeline import Pipeline
 from cuboid.parallel.recompute import with_recompute
-from cuboid.parallel.slices import kv_part_count, slice_of
 from cuboid.parallel.stage import Segment, Stage
 from cuboid.parallel.tensor import Region, split_block, split_embedding, split_head
-from cuboid.parallel.unit import Unit, lay_out
+from cuboid.parallel.unit import Unit
 from cuboid.plan.partition import partition
+from cuboid.plan.slices import kv_part_count, lay_out, slice_of
 from cuboid.schedule.make import make_schedule
 from cuboid.schedule.table import Schedule
 from cuboid.spec.run import Run

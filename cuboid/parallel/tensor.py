@@ -17,7 +17,7 @@ from cuboid.model.linear import Linear
 from cuboid.model.transformer import IGNORED, Block, Embedding, Head, VocabularyEmbedding
 from cuboid.parallel.collectives import all_gather, all_reduce, all_reduce_maximum, reduce_scatter
 from cuboid.parallel.groups import Group
-from cuboid.parallel.slices import kv_part_count, vocabulary_rows
+from cuboid.plan.slices import kv_part_count, vocabulary_rows
 from cuboid.spec.model import ModelSpec
 
 

@@ -26,26 +26,7 @@ from cuboid.parallel.collectives import (
     start_reduce_scatter,
 )
 from cuboid.parallel.groups import Groups
-from cuboid.parallel.slices import Slice
-
-
-@dataclass(frozen=True)
-class Part:
-    """One parameter of a unit."""
-
-    name: str
-    full_shape: tuple[int, ...]
-    slice: Slice
-    offset: int
-    """Where it begins in the unit's flat buffer."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.slice.local_shape(self.full_shape)
-
-    @property
-    def size(self) -> int:
-        return torch.Size(self.shape).numel()
+from cuboid.plan.slices import Part
 
 
 @dataclass(frozen=True)
@@ -57,15 +38,6 @@ class Piece:
     stop: int
     master: Tensor
     gradient: Tensor
-
-
-def lay_out(shapes: dict[str, tuple[int, ...]], slice_of_name: Callable[[str, tuple[int, ...]], Slice]) -> list[Part]:
-    parts: list[Part] = []
-    offset = 0
-    for name, shape in shapes.items():
-        parts.append(Part(name, shape, slice_of_name(name, shape), offset))
-        offset += parts[-1].size
-    return parts
 
 
 class Unit:

@@ -13,7 +13,7 @@ from cuboid.data.source import make_source
 from cuboid.parallel.apply import Engine, build_engine
 from cuboid.parallel.device import choose_device
 from cuboid.parallel.gradients import counted_pieces
-from cuboid.parallel.unit import Part
+from cuboid.plan.slices import Part
 from cuboid.spec.run import Run
 from cuboid.train.learning_rate import learning_rate
 from cuboid.train.optimizer import Optimizer

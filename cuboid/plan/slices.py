@@ -1,10 +1,12 @@
 """Which part of each full parameter a tensor rank holds, and who else holds the same part.
 
-Pure arithmetic on names and shapes: initial weights, gradients, checkpoints and the proof all read this one table."""
+Pure arithmetic on names and shapes: initial weights, gradients, checkpoints, the proof and the planner's count of bytes
+all read this one table."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -28,6 +30,25 @@ class Slice:
 
     def local_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (*shape[: self.dimension], self.length, *shape[self.dimension + 1 :])
+
+
+@dataclass(frozen=True)
+class Part:
+    """One parameter of a unit: parameters that lie in one flat buffer, and are gathered and reduced together."""
+
+    name: str
+    full_shape: tuple[int, ...]
+    slice: Slice
+    offset: int
+    """Where it begins in the unit's flat buffer."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.slice.local_shape(self.full_shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
 
 
 def kv_part_count(model: ModelSpec, tensor_size: int) -> int:
@@ -68,3 +89,12 @@ def slice_of(
 def _even(dimension: int, shape: tuple[int, ...], parts: int, index: int, sharing: Sharing, partial: bool) -> Slice:
     length = shape[dimension] // parts
     return Slice(dimension, index * length, (index + 1) * length, length, sharing, partial)
+
+
+def lay_out(shapes: dict[str, tuple[int, ...]], slice_of_name: Callable[[str, tuple[int, ...]], Slice]) -> list[Part]:
+    parts: list[Part] = []
+    offset = 0
+    for name, shape in shapes.items():
+        parts.append(Part(name, shape, slice_of_name(name, shape), offset))
+        offset += parts[-1].size
+    return parts

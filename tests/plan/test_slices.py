@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cuboid.model.transformer import Transformer
-from cuboid.parallel.slices import kv_part_count, slice_of, vocabulary_rows
+from cuboid.plan.slices import kv_part_count, slice_of, vocabulary_rows
 from cuboid.spec.model import ModelSpec, load_model
 from cuboid.spec.run import build_run
 
