@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from cuboid.data.source import Source
-from cuboid.parallel.pipeline import MicroBatch
+from cuboid.model.batch import MicroBatch
 from cuboid.spec.run import Run
 
 

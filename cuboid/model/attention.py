@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from cuboid.model.linear import Linear, Norm
 from cuboid.model.rope import Positions, rotate
 from cuboid.spec.model import ModelSpec
+
+Mix = Callable[[Tensor, Tensor, Tensor, Positions], Tensor]
+"""From queries, keys and values, each (sequences, length, heads, head_dim), to what each query head sees."""
+
+
+def causal_mix(query: Tensor, key: Tensor, value: Tensor, positions: Positions) -> Tensor:
+    """Every token sees itself and those before it in its sequence. Each run of query heads shares a key-value head."""
+    mixed = functional.scaled_dot_product_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        is_causal=True,
+        enable_gqa=key.shape[2] != query.shape[2],
+    )
+    return mixed.transpose(1, 2)
 
 
 class Attention(nn.Module):
@@ -24,6 +41,7 @@ class Attention(nn.Module):
         self.key_norm = Norm(model, model.head_dim) if model.qk_norm else None
         # Which key-value head each query head reads; None: consecutive groups of equal size.
         self.kv_head_of_query: Tensor | None = None
+        self.mix: Mix = causal_mix
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         # The head counts come from the weights, so that a module holding a part of the heads works unchanged.
@@ -35,11 +53,4 @@ class Attention(nn.Module):
         query, key = rotate(query, positions), rotate(key, positions)
         if self.kv_head_of_query is not None:
             key, value = key.index_select(2, self.kv_head_of_query), value.index_select(2, self.kv_head_of_query)
-        mixed = functional.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            is_causal=True,
-            enable_gqa=key.shape[2] != query.shape[2],
-        )
-        return self.output(mixed.transpose(1, 2).reshape(x.shape[0], -1))
+        return self.output(self.mix(query, key, value, positions).reshape(x.shape[0], -1))

@@ -15,12 +15,18 @@ from cuboid.spec.model import ModelSpec, RopeScaling
 
 @dataclass(frozen=True)
 class Positions:
-    """What attention must know of the sequence: its length, and the rotation of each position (None: learned
-    positions)."""
+    """What a layer must know of the tokens it sees: where each stands in its sequence. A first dimension of one stands
+    for all sequences."""
 
-    length: int
+    index: Tensor
+    """(sequences, length)"""
     cosine: Tensor | None
+    """(sequences, length, 1, head_dim), the 1 for heads; None where positions are learned."""
     sine: Tensor | None
+
+    @property
+    def length(self) -> int:
+        return self.index.shape[1]
 
 
 def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
@@ -37,16 +43,33 @@ def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return torch.where(between, blended, slowed)
 
 
+class PositionTable:
+    """The rotation of every place in a sequence, made once."""
+
+    def __init__(self, model: ModelSpec, length: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._length, self._device = length, device
+        self._cosine: Tensor | None = None
+        self._sine: Tensor | None = None
+        if model.positions == "rope":
+            exponents = torch.arange(0, model.head_dim, 2, dtype=torch.int64).float() / model.head_dim
+            frequencies = 1.0 / (model.rope_theta**exponents)
+            if model.rope_scaling is not None:
+                frequencies = scaled_frequencies(frequencies, model.rope_scaling)
+            angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+            angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
+            self._cosine, self._sine = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+
+    def at(self, index: Tensor) -> Positions:
+        """`index`: (sequences, length)."""
+        index = index.to(self._device)
+        if self._cosine is None or self._sine is None:
+            return Positions(index, None, None)
+        return Positions(index, self._cosine[index], self._sine[index])
+
+
 def make_positions(model: ModelSpec, length: int, dtype: torch.dtype, device: torch.device) -> Positions:
-    if model.positions != "rope":
-        return Positions(length, None, None)
-    exponents = torch.arange(0, model.head_dim, 2, dtype=torch.int64).float() / model.head_dim
-    frequencies = 1.0 / (model.rope_theta**exponents)
-    if model.rope_scaling is not None:
-        frequencies = scaled_frequencies(frequencies, model.rope_scaling)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
-    angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)  # (length, 1, head_dim): broadcasts over heads
-    return Positions(length, angles.cos().to(device, dtype), angles.sin().to(device, dtype))
+    """Of whole sequences."""
+    return PositionTable(model, length, dtype, device).at(torch.arange(length).unsqueeze(0))
 
 
 def rotate(x: Tensor, positions: Positions) -> Tensor:

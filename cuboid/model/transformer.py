@@ -37,17 +37,12 @@ class Embedding(nn.Module):
         learned = model.positions == "learned"
         self.positions = VocabularyEmbedding(model.max_positions, model.hidden) if learned else None
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Positions) -> Tensor:
         """tokens: (batch, length) → (batch · length, hidden)."""
         x = self.tokens(tokens.flatten())
         if self.positions is None:
             return x
-        return x + self.positions(position_of_token(tokens))
-
-
-def position_of_token(tokens: Tensor) -> Tensor:
-    batch, length = tokens.shape
-    return torch.arange(length, device=tokens.device).repeat(batch)
+        return x + self.positions(positions.index.expand_as(tokens).flatten())
 
 
 class FeedForward(nn.Module):
@@ -112,7 +107,7 @@ class Transformer(nn.Module):
     def hidden_states(self, tokens: Tensor) -> Tensor:
         weight = self.head.norm.weight
         positions = make_positions(self.model, tokens.shape[1], weight.dtype, weight.device)
-        x = self.embedding(tokens)
+        x = self.embedding(tokens, positions)
         for block in self.layers.values():
             x = block(x, positions)
         return x

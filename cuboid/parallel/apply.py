@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from cuboid.model.batch import MicroBatch
 from cuboid.model.initialize import initial_tensor
 from cuboid.model.linear import Linear
-from cuboid.model.rope import Positions, make_positions
+from cuboid.model.rope import PositionTable
 from cuboid.model.transformer import Block, Embedding, Head
 from cuboid.parallel.deferral import Deferral, deferrable_product
 from cuboid.parallel.groups import Groups, make_groups
 from cuboid.parallel.pipeline import Pipeline
 from cuboid.parallel.recompute import with_recompute
-from cuboid.parallel.stage import Segment, Stage
+from cuboid.parallel.stage import Segment, Share, Stage
 from cuboid.parallel.tensor import Region, split_block, split_embedding, split_head
 from cuboid.parallel.unit import Unit
 from cuboid.plan.partition import partition
@@ -40,6 +40,12 @@ class Engine:
     units: list[Unit]
     pipeline: Pipeline
     partition: list[range]
+    table: PositionTable
+
+    def share(self, micro_batches: list[MicroBatch]) -> list[Share]:
+        """What this rank sees of each micro-batch of its replica."""
+        every = torch.arange(self.run.training.sequence).unsqueeze(0)
+        return [Share(batch.tokens, batch.labels, self.table.at(every)) for batch in micro_batches]
 
     @property
     def holds_loss(self) -> bool:
@@ -68,7 +74,8 @@ def build_engine(run: Run, rank: int, device: torch.device) -> Engine:
         torch.empty(tokens, model.hidden, dtype=builder.dtype, device=device),
         run.output.keep_timing,
     )
-    return Engine(run, groups, device, list(builder.units.values()), pipeline, layers)
+    table = PositionTable(model, run.training.sequence, builder.dtype, device)
+    return Engine(run, groups, device, list(builder.units.values()), pipeline, layers, table)
 
 
 class _Builder:
@@ -81,7 +88,6 @@ class _Builder:
         self.deferral = Deferral()
         self.units: dict[str, Unit] = {}
         self.region = Region(groups.tensor, self.layout.sequence_parallel) if groups.tensor.size > 1 else None
-        self.positions: Positions = make_positions(self.model, run.training.sequence, self.dtype, device)
 
     def stage(self, index: int, layers: range) -> Stage:
         stage = Stage()
@@ -90,7 +96,7 @@ class _Builder:
         for layer in layers:
             stage.append(self._block(layer))
         if index + 1 == self.schedule.stages:
-            stage.append(self._head(stage))
+            stage.append(self._head())
         return stage
 
     def _embedding(self) -> Segment:
@@ -98,29 +104,24 @@ class _Builder:
             embedding = Embedding(self.model)
             if self.region is not None:
                 split_embedding(embedding, self.model, self.region)
-        return self._segment(embedding, "embedding", embedding)
+        return self._segment(embedding, "embedding", lambda x, share: embedding(x, share.positions))
 
     def _block(self, layer: int) -> Segment:
         with torch.device("meta"):
             block = Block(self.model)
             if self.region is not None:
                 split_block(block, self.model, self.region, self.device)
-        run = with_recompute(partial(block, positions=self.positions), self.layout.recompute)
-        return self._segment(block, f"layers.{layer}", run)
+        run = with_recompute(block, self.layout.recompute)
+        return self._segment(block, f"layers.{layer}", lambda x, share: run(x, share.positions))
 
-    def _head(self, stage: Stage) -> Segment:
+    def _head(self) -> Segment:
         with torch.device("meta"):
             head = Head(self.model)
             if self.region is not None:
                 split_head(head, self.model, self.region)
+        return self._segment(head, "head", lambda x, share: head.loss(x, share.labels))
 
-        def loss(x: Tensor) -> Tensor:
-            assert stage.labels is not None
-            return head.loss(x, stage.labels)
-
-        return self._segment(head, "head", loss)
-
-    def _segment(self, module: nn.Module, prefix: str, run: Callable[[Tensor], Tensor]) -> Segment:
+    def _segment(self, module: nn.Module, prefix: str, run: Callable[[Tensor, Share], Tensor]) -> Segment:
         if self.schedule.splits_backward:
             for child in module.modules():
                 if isinstance(child, Linear):

@@ -13,16 +13,9 @@ from torch import Tensor
 from cuboid.parallel.channel import Channels
 from cuboid.parallel.deferral import Deferral
 from cuboid.parallel.groups import Group
-from cuboid.parallel.stage import Stage
+from cuboid.parallel.stage import Share, Stage
 from cuboid.schedule.program import Message
 from cuboid.schedule.table import Action, Kind, Schedule
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    tokens: Tensor
-    """(sequences, length)"""
-    labels: Tensor
 
 
 @dataclass(frozen=True)
@@ -74,7 +67,7 @@ class Pipeline:
             Kind.WEIGHT: self._weight_backward,
         }
 
-    def run(self, micro_batches: list[MicroBatch], scale: Tensor) -> Tensor:
+    def run(self, micro_batches: list[Share], scale: Tensor) -> Tensor:
         """Forward and backward of all micro-batches. `scale` multiplies the summed loss before its gradient is taken.
 
         Returns the summed loss of this rank's micro-batches, unscaled: zero on a rank without the last stage."""
@@ -94,7 +87,7 @@ class Pipeline:
         return self._loss
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: list[MicroBatch]) -> Tensor:
+    def evaluate(self, micro_batches: list[Share]) -> Tensor:
         """Forward only: the summed loss of this rank's micro-batches, zero on a rank without the last stage."""
         schedule = forward_only(self.schedule, len(micro_batches))
         self._micro_batches = micro_batches
@@ -113,14 +106,10 @@ class Pipeline:
         return time.perf_counter()
 
     def _forward(self, stage: int, index: int) -> None:
-        micro_batch = self._micro_batches[index]
-        if stage == 0:
-            x = micro_batch.tokens
-        else:
-            x = self._channels.receive(Message(stage - 1, stage, index)).requires_grad_()
-        module = self.stages[stage]
-        module.labels = micro_batch.labels
-        y = module.forward(x)
+        share = self._micro_batches[index]
+        received = stage > 0
+        x = self._channels.receive(Message(stage - 1, stage, index)).requires_grad_() if received else share.tokens
+        y = self.stages[stage].forward(x, share)
         self._in_flight[stage, index] = (x, y)
         if stage + 1 < self.schedule.stages:
             self._channels.send(Message(stage, stage + 1, index), y.detach())

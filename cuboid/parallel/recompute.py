@@ -28,7 +28,7 @@ def _policy(_: Any, operation: Any, *arguments: Any, **options: Any) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE if operation in _DEAR else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def with_recompute(run: Callable[[Tensor], Tensor], kind: str) -> Callable[[Tensor], Tensor]:
+def with_recompute(run: Callable[..., Tensor], kind: str) -> Callable[..., Tensor]:
     if kind == "none":
         return run
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}

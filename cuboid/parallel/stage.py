@@ -6,19 +6,31 @@ arrives, an identity before it releases them when the gradient leaves."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from cuboid.model.rope import Positions
 from cuboid.parallel.deferral import Deferral
 from cuboid.parallel.unit import Unit
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this rank sees of a micro-batch; every stage gets it, whichever part of it its segments read."""
+
+    tokens: Tensor
+    """(sequences, length)"""
+    labels: Tensor
+    positions: Positions
 
 
 class Segment:
     """A module and the units its parameters lie in."""
 
-    def __init__(self, run: Callable[[Tensor], Tensor], units: list[Unit], deferral: Deferral) -> None:
+    def __init__(self, run: Callable[[Tensor, Share], Tensor], units: list[Unit], deferral: Deferral) -> None:
         self.run = run
         self.units = units
         self.deferral = deferral
@@ -79,22 +91,20 @@ class Stage:
 
     def __init__(self) -> None:
         self.segments: list[Segment] = []
-        self.labels: Tensor | None = None
-        """Of the micro-batch that is about to go forward; only the head reads them."""
 
     def append(self, segment: Segment) -> None:
         if self.segments:
             segment.before, self.segments[-1].after = self.segments[-1], segment
         self.segments.append(segment)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, share: Share) -> Tensor:
         for segment in self.segments:
             segment.gather()
             if segment.after is not None:
                 segment.after.start_gather()
             if x.requires_grad:
                 x = _WhenGradientPasses.apply(x, segment.end_backward)
-            x = _WhenGradientPasses.apply(segment.run(x), segment.begin_backward)
+            x = _WhenGradientPasses.apply(segment.run(x, share), segment.begin_backward)
             segment.release()
         return x
 

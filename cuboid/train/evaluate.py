@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import torch
 
+from cuboid.model.batch import MicroBatch
 from cuboid.model.transformer import IGNORED
 from cuboid.parallel.apply import Engine
 from cuboid.parallel.collectives import all_reduce
-from cuboid.parallel.pipeline import MicroBatch
 
 
 def evaluate(engine: Engine, batches: Iterable[list[MicroBatch]]) -> float:
@@ -17,9 +17,10 @@ def evaluate(engine: Engine, batches: Iterable[list[MicroBatch]]) -> float:
     loss = torch.zeros((), dtype=torch.float64, device=engine.device)
     tokens = torch.zeros((), dtype=torch.float64, device=engine.device)
     for micro_batches in batches:
-        summed = engine.pipeline.evaluate(micro_batches)
+        shares = engine.share(micro_batches)
+        summed = engine.pipeline.evaluate(shares)
         if engine.holds_loss:
             loss += summed
-            tokens += sum(int((batch.labels != IGNORED).sum()) for batch in micro_batches)
+            tokens += sum(int((share.labels != IGNORED).sum()) for share in shares)
     total, count = all_reduce(torch.stack((loss, tokens)), engine.groups.world).tolist()
     return total / count if count else float("nan")

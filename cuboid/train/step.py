@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from cuboid.model.batch import MicroBatch
 from cuboid.model.transformer import IGNORED
 from cuboid.parallel.apply import Engine
 from cuboid.parallel.collectives import all_reduce
 from cuboid.parallel.gradients import finish_gradients, squared_norm
-from cuboid.parallel.pipeline import MicroBatch
 from cuboid.train.optimizer import Optimizer
 
 
@@ -32,13 +32,14 @@ class StepResult:
 
 def compute_gradients(engine: Engine, micro_batches: list[MicroBatch]) -> StepResult:
     """After this the pieces hold the gradient of (sum of token losses / labelled tokens) over the global batch."""
-    counted = torch.tensor(sum(int((batch.labels != IGNORED).sum()) for batch in micro_batches), device=engine.device)
+    shares = engine.share(micro_batches)
+    counted = torch.tensor(sum(int((share.labels != IGNORED).sum()) for share in shares), device=engine.device)
     tokens = int(all_reduce(counted, engine.groups.data))
     for unit in engine.units:
         unit.begin_step(len(micro_batches))
     dtype = engine.units[0].accumulate
     scale = torch.tensor(1.0 / max(tokens, 1), dtype=dtype, device=engine.device)
-    summed_loss = engine.pipeline.run(micro_batches, scale)
+    summed_loss = engine.pipeline.run(shares, scale)
     finish_gradients(engine)
     own_loss = summed_loss if engine.holds_loss else torch.zeros_like(summed_loss)
     loss, square = all_reduce(torch.stack((own_loss, squared_norm(engine))), engine.groups.world).tolist()

@@ -1,0 +1,16 @@
+"""What a model is trained on at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Whole sequences, as they are loaded."""
+
+    tokens: Tensor
+    """(sequences, length)"""
+    labels: Tensor
