@@ -106,6 +106,8 @@ class CheckpointSpec:
     """Steps between checkpoints, the last step always included; 0 is never."""
     keep: int = 2
     """How many of the newest stay."""
+    folder: str = ""
+    """A path, or a URL that fsspec reaches (s3://bucket/…); left out: `checkpoints` in the output folder."""
 
     def __post_init__(self) -> None:
         check_types(self, "checkpoint")

@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+from cuboid.checkpoint.location import Location, locate
 from cuboid.errors import UserError
 from cuboid.spec.run import Run, dump_run, load_run
 
@@ -14,8 +15,8 @@ WRITTEN = ("metrics.jsonl", "timing-*.jsonl")
 REPORTS = "failure-*.txt"
 
 
-def checkpoint_folder(run: Run) -> Path:
-    return Path(run.output.folder) / "checkpoints"
+def checkpoint_folder(run: Run) -> Location:
+    return locate(run.checkpoint.folder or Path(run.output.folder) / "checkpoints")
 
 
 def check_same_training(old: Run, new: Run) -> None:
@@ -66,8 +67,7 @@ def prepare_folder(run: Run, overwrite: bool = False, resume: bool = False) -> P
 def _clear(run: Run, folder: Path) -> None:
     for pattern in (*WRITTEN, REPORTS):
         _remove(folder, pattern)
-    if checkpoint_folder(run).exists():
-        shutil.rmtree(checkpoint_folder(run))
+    checkpoint_folder(run).remove()
 
 
 def _remove(folder: Path, pattern: str) -> None:

@@ -1,0 +1,25 @@
+"""Checksums of a checkpoint's files: XXH3, 128 bits. They find damage, and cost a tenth of what writing costs; a
+checkpoint made to deceive is met by never running anything of it, not by its checksums."""
+
+from __future__ import annotations
+
+import xxhash
+
+from cuboid.checkpoint.location import Location
+
+CHUNK = 16 << 20
+NAME = "xxh3_128"
+
+
+def checksum_of_bytes(content: bytes | memoryview) -> str:
+    return xxhash.xxh3_128(content).hexdigest()
+
+
+def checksum_of_file(place: Location, size: int) -> str:
+    digest = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(min(CHUNK, size)))
+    for position in range(0, size, CHUNK):
+        part = buffer[: min(CHUNK, size - position)]
+        place.files.read_into(place.path, position, part)
+        digest.update(part)
+    return digest.hexdigest()

@@ -1,0 +1,72 @@
+"""Host memory that holds this rank's part of a checkpoint as it will lie in its file, filled anew at every save.
+
+Copying into it is all that a training waits for: what is written is never what the optimizer changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuboid.checkpoint.scattered import Scattered
+
+ALIGNMENT = 64
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor of the host."""
+    content: Any = tensor.detach().flatten().view(torch.uint8).numpy()
+    return memoryview(content)
+
+
+class Staging:
+    def __init__(self, state: dict[str, Scattered], device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        values = [values for held in state.values() for _, values in held.boxes]
+        total = sum(_aligned(tensor.nbytes) for tensor in values)
+        # Zeroed here, so that the first save need not wait for the system to find the pages.
+        self._memory = torch.zeros(total, dtype=torch.uint8, pin_memory=self._on_gpu)
+        self.content = as_bytes(self._memory)
+        self.state = self._lay_out(state)
+        self._stream: Any = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
+        self._copied: Any = torch.cuda.Event() if self._on_gpu else None  # type: ignore[no-untyped-call]
+
+    def _lay_out(self, state: dict[str, Scattered]) -> dict[str, Scattered]:
+        laid_out: dict[str, Scattered] = {}
+        position = 0
+        for name, held in state.items():
+            boxes = []
+            for box, values in held.boxes:
+                here = self._memory[position : position + values.nbytes].view(held.dtype).view(values.shape)
+                boxes.append((box, here))
+                position += _aligned(values.nbytes)
+            laid_out[name] = Scattered(held.full_shape, held.dtype, tuple(boxes))
+        return laid_out
+
+    def position_of(self, values: Tensor) -> int:
+        """Where a staged tensor lies in the file."""
+        return values.data_ptr() - self._memory.data_ptr()
+
+    def fill(self, state: dict[str, Scattered]) -> None:
+        """Copy, or on a GPU begin to copy: `wait` before anything of it changes."""
+        if self._stream is None:
+            self._copy(state)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._copy(state)
+            self._copied.record()
+
+    def _copy(self, state: dict[str, Scattered]) -> None:
+        for name, held in state.items():
+            for (_, here), (_, values) in zip(self.state[name].boxes, held.boxes, strict=True):
+                here.copy_(values, non_blocking=self._on_gpu)
+
+    def wait(self) -> None:
+        if self._copied is not None:
+            self._copied.synchronize()
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT
