@@ -1,8 +1,8 @@
 """The command line: help, one-line errors with status 2, and nothing imported that was not asked for."""
 
+import os
 import subprocess
 import sys
-import time
 from importlib import import_module
 
 import pytest
@@ -57,11 +57,14 @@ def test_what_is_wrong_is_one_line_and_status_two(
 
 
 def test_help_is_quick() -> None:
+    """In time of its own processor: what else the machine does is not the command's fault."""
     seconds = []
     for _ in range(5):
-        start = time.perf_counter()
+        before = os.times()
         subprocess.run([sys.executable, "-m", "cuboid.cli.main", "--help"], check=True, capture_output=True)
-        seconds.append(time.perf_counter() - start)
+        after = os.times()
+        spent = after.children_user + after.children_system - before.children_user - before.children_system
+        seconds.append(spent)
     assert min(seconds) < 0.4
 
 
