@@ -3,6 +3,8 @@ checkpoint made to deceive is met by never running anything of it, not by its ch
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import xxhash
 
 from cuboid.checkpoint.location import Location
@@ -10,16 +12,21 @@ from cuboid.checkpoint.location import Location
 CHUNK = 16 << 20
 NAME = "xxh3_128"
 
+Watch = Callable[[int], None]
+"""Is told of bytes as they are read."""
+
 
 def checksum_of_bytes(content: bytes | memoryview) -> str:
     return xxhash.xxh3_128(content).hexdigest()
 
 
-def checksum_of_file(place: Location, size: int) -> str:
+def checksum_of_file(place: Location, size: int, watch: Watch | None = None) -> str:
     digest = xxhash.xxh3_128()
     buffer = memoryview(bytearray(min(CHUNK, size)))
     for position in range(0, size, CHUNK):
         part = buffer[: min(CHUNK, size - position)]
         place.files.read_into(place.path, position, part)
         digest.update(part)
+        if watch is not None:
+            watch(part.nbytes)
     return digest.hexdigest()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 
 from cuboid.checkpoint.location import Location, locate
-from cuboid.checkpoint.manifest import MANIFEST, Manifest, Place, verify
+from cuboid.checkpoint.manifest import MANIFEST, STEP_FOLDER, Manifest, Place
+from cuboid.checkpoint.verify import verify
 from cuboid.errors import UserError
 
-NAME = re.compile(r"step-(\d{8,})")
+LEFT_OVER = re.compile(r"\.step-[0-9]{8,18}\.(writing|removing)")
 
 
 def checkpoint_path(folder: Place, step: int) -> Location:
@@ -16,7 +17,7 @@ def checkpoint_path(folder: Place, step: int) -> Location:
 
 
 def step_of(checkpoint: Location) -> int:
-    match = NAME.fullmatch(checkpoint.name)
+    match = STEP_FOLDER.fullmatch(checkpoint.name)
     assert match is not None
     return int(match[1])
 
@@ -24,7 +25,7 @@ def step_of(checkpoint: Location) -> int:
 def checkpoints(folder: Place) -> list[Location]:
     """Published checkpoints, oldest first."""
     place = locate(folder)
-    found = [place / name for name in place.names() if NAME.fullmatch(name)]
+    found = [place / name for name in place.names() if STEP_FOLDER.fullmatch(name)]
     if not place.files.renames:  # without a manifest it is not published yet
         found = [path for path in found if (path / MANIFEST).exists]
     return sorted(found, key=step_of)
@@ -41,13 +42,26 @@ def newest_whole(folder: Place, contents: bool = True) -> tuple[Location | None,
     return None, None, damaged
 
 
+def superfluous(folder: Place, keep: int) -> list[Location]:
+    """All but the newest `keep`; never the newest one that verifies."""
+    older = checkpoints(folder)[:-keep]
+    newest = newest_whole(folder)[0] if older else None
+    return [path for path in older if path != newest]
+
+
 def prune(folder: Place, keep: int) -> list[Location]:
-    """Remove all but the newest `keep`; never the newest one that verifies."""
-    newest, _, _ = newest_whole(folder)
-    removed = [path for path in checkpoints(folder)[:-keep] if path != newest]
+    removed = superfluous(folder, keep)
     for path in removed:
         withdraw(path)
     return removed
+
+
+def sweep(folder: Place) -> None:
+    """Remove what a run that was killed left half-written or half-removed; only while no run writes here."""
+    place = locate(folder)
+    for name in place.names():
+        if LEFT_OVER.fullmatch(name):
+            (place / name).remove()
 
 
 def withdraw(checkpoint: Location) -> None:

@@ -1,4 +1,7 @@
-"""What a checkpoint says of itself, and whether it is true; read without running anything of it."""
+"""What a checkpoint says of itself, read without running anything of it.
+
+A checkpoint may come from a stranger: only plain files of known names are opened, nothing in them is unpickled, and
+every size is compared with the file before anything is read or allocated."""
 
 from __future__ import annotations
 
@@ -6,19 +9,36 @@ import json
 import os
 import re
 from dataclasses import asdict, dataclass, field, fields
+from importlib import metadata
 from typing import Any
 
-import torch
-
 from cuboid import __version__
-from cuboid.checkpoint.checksum import NAME, checksum_of_bytes, checksum_of_file
+from cuboid.checkpoint.checksum import NAME, checksum_of_bytes
 from cuboid.checkpoint.location import Location, locate
 from cuboid.errors import UserError
 
 MANIFEST = "manifest.json"
 INDEX = "index.json"
 FORMAT = 2
-DATA_FILE = re.compile(r"data-\d{5,}\.bin")
+STEP_FOLDER = re.compile(r"step-([0-9]{8,18})")
+DATA_FILE = re.compile(r"data-[0-9]{5,9}\.bin")
+CHECKSUM = re.compile(r"[0-9a-f]{32}")
+LARGEST = 1 << 30
+"""Bytes of JSON that are read at all; a model of a trillion parameters on ten thousand ranks needs less."""
+COUNTS = range(1 << 62)
+
+
+class Damage(UserError):
+    """A checkpoint is not what it says; names the file and the reason."""
+
+    def __init__(self, folder: object, file: str, reason: str) -> None:
+        super().__init__(f"checkpoint {folder} is damaged: {file} {reason}; use another checkpoint")
+        self.file = file
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UserError, (str(self),)  # ranks tell one another in words
+
 
 Place = str | os.PathLike[str] | Location
 
@@ -46,7 +66,7 @@ class Manifest:
     run: str
     """The run as TOML."""
     version: str = __version__
-    torch_version: str = str(torch.__version__)
+    torch_version: str = field(default_factory=lambda: metadata.version("torch"))
     files: dict[str, StoredFile] = field(default_factory=dict, hash=False)
 
     def render(self) -> bytes:
@@ -55,69 +75,66 @@ class Manifest:
         return json.dumps(table, indent=1).encode()
 
 
-def damage(folder: Location, reason: str) -> UserError:
-    return UserError(f"checkpoint {folder} is damaged: {reason}; use another checkpoint")
-
-
-def read_json(folder: Location, name: str) -> dict[str, Any]:
-    place = folder / name
+def read_json(folder: Location, name: str) -> tuple[bytes, dict[str, Any]]:
+    """A table, and the bytes that spell it."""
     try:
-        if place.size is None:
-            raise damage(folder, f"{name} is missing")
-        table = json.loads(place.read())
-    except (OSError, ValueError) as error:
-        raise damage(folder, f"{name} cannot be read ({error})") from None
+        size = require_plain(folder, name)
+        if size > LARGEST:
+            raise Damage(folder, name, f"has {size:,} bytes, more than any such file")
+        content = (folder / name).read()
+        table = json.loads(content, parse_constant=_refuse_constant)
+    except OSError as error:
+        raise Damage(folder, name, f"cannot be read ({error})") from None
+    except (ValueError, RecursionError) as error:
+        raise Damage(folder, name, f"is no JSON ({error})") from None
     if not isinstance(table, dict):
-        raise damage(folder, f"{name} is not a table")
-    return table
+        raise Damage(folder, name, "is no table")
+    return content, table
+
+
+def _refuse_constant(word: str) -> None:
+    raise ValueError(f"{word} is no number")
+
+
+def require_plain(folder: Location, name: str) -> int:
+    """The size of a file; a link may lead anywhere, and a pipe never ends."""
+    size = (folder / name).size
+    if size is None:
+        raise Damage(folder, name, "is no plain file" if name in folder.names() else "is missing")
+    return size
 
 
 def read_manifest(place: Place) -> Manifest:
-    """A UserError if a single byte of it is not what was written."""
+    """A `Damage` if a single byte of it is not what was written."""
     folder = locate(place)
-    table = read_json(folder, MANIFEST)
+    content, table = read_json(folder, MANIFEST)
     if table.get("format") != FORMAT:
-        raise damage(folder, f"{MANIFEST} has format {table.get('format')!r}, not {FORMAT}")
+        raise Damage(folder, MANIFEST, f"has format {table.get('format')!r}, not {FORMAT}")
     try:
         values = {each.name: table[each.name] for each in fields(Manifest)}
         values["files"] = {name: StoredFile(**facts) for name, facts in table["files"].items()}
         manifest = Manifest(**values)
-        whole = manifest.render() == (folder / MANIFEST).read()
-    except (KeyError, TypeError, AttributeError, OSError) as error:
-        raise damage(folder, f"{MANIFEST} lacks or misspells {error}") from None
-    if not whole:
-        raise damage(folder, f"{MANIFEST} does not match its checksum")
-    numbers = (manifest.step, manifest.updates, manifest.position, *(file.bytes for file in manifest.files.values()))
-    if not all(isinstance(number, int) for number in numbers):
-        raise damage(folder, f"{MANIFEST} has a step or size that is no number")
+    except (KeyError, TypeError, AttributeError) as error:
+        raise Damage(folder, MANIFEST, f"lacks or misspells {error}") from None
+    if manifest.render() != content:
+        raise Damage(folder, MANIFEST, "does not match its checksum")
+    _check_values(folder, manifest)
+    return manifest
+
+
+def _check_values(folder: Location, manifest: Manifest) -> None:
+    for each in fields(Manifest):
+        value = getattr(manifest, each.name)
+        if each.type == "int" and (type(value) is not int or value not in COUNTS):
+            raise Damage(folder, MANIFEST, f"has a {each.name} that is no count")
+        if each.type == "str" and not isinstance(value, str):
+            raise Damage(folder, MANIFEST, f"has a {each.name} that is no text")
     if INDEX not in manifest.files:
-        raise damage(folder, f"{MANIFEST} lists no {INDEX}")
-    for name in manifest.files:
+        raise Damage(folder, MANIFEST, f"does not name {INDEX}")
+    for name, facts in manifest.files.items():
         if name != INDEX and not DATA_FILE.fullmatch(name):
-            raise damage(folder, f"{name!r} is no name of a checkpoint's file")
-    return manifest
-
-
-def check_file(folder: Location, name: str, expected: StoredFile, contents: bool = True) -> None:
-    size = (folder / name).size
-    if size is None:
-        raise damage(folder, f"{name} is missing")
-    if size != expected.bytes:
-        raise damage(folder, f"{name} has {size} bytes, not {expected.bytes}")
-    try:
-        same = not contents or checksum_of_file(folder / name, size) == expected.checksum
-    except OSError as error:
-        raise damage(folder, f"{name} cannot be read ({error})") from None
-    if not same:
-        raise damage(folder, f"{name} does not match its checksum")
-
-
-def verify(place: Place, contents: bool = True) -> Manifest:
-    """The manifest if every file is as it says; a UserError names the file that is not, and why.
-
-    Without `contents` only names and sizes are compared."""
-    folder = locate(place)
-    manifest = read_manifest(folder)
-    for name, expected in manifest.files.items():
-        check_file(folder, name, expected, contents)
-    return manifest
+            raise Damage(folder, MANIFEST, f"names {name!r}, which is no file of a checkpoint")
+        if type(facts.bytes) is not int or facts.bytes not in COUNTS:
+            raise Damage(folder, MANIFEST, f"has a size of {name} that is none")
+        if not isinstance(facts.checksum, str) or not CHECKSUM.fullmatch(facts.checksum):
+            raise Damage(folder, MANIFEST, f"has a checksum of {name} that is none")

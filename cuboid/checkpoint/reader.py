@@ -19,10 +19,17 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from cuboid.checkpoint.index import DTYPES, check_index
+from cuboid.checkpoint.index import check_index
 from cuboid.checkpoint.location import locate
 from cuboid.checkpoint.manifest import Place
 from cuboid.checkpoint.staging import as_bytes
+
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "uint8": torch.uint8,
+}
 
 
 class Reader(StorageReader):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
@@ -17,6 +19,9 @@ from cuboid.checkpoint.writer import Writer
 from cuboid.data.opened import data_identity
 from cuboid.parallel.apply import Engine
 from cuboid.spec.run import dump_run
+
+# That a training of one rank has no process group is meant.
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
 def save(engine: Engine, optimizer: Moments, folder: Place, step: int) -> Location:

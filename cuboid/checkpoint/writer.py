@@ -23,9 +23,9 @@ from torch.futures import Future
 
 from cuboid.checkpoint.checksum import CHUNK, checksum_of_bytes
 from cuboid.checkpoint.folder import withdraw
-from cuboid.checkpoint.index import DTYPES
 from cuboid.checkpoint.location import Location
 from cuboid.checkpoint.manifest import INDEX, MANIFEST, Manifest, StoredFile
+from cuboid.checkpoint.reader import DTYPES
 from cuboid.checkpoint.staging import Staging
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -30,7 +30,7 @@ def train(run: Run, rank: int, device: torch.device, quiet: bool = False, go_on:
     source = make_source(run)
     validation = make_validation_source(run) if run.evaluation.every else None
     replica = engine.groups.coordinates.dp
-    done = resume(engine, optimizer, checkpoint_folder(run)) if go_on else 0
+    done = resume(engine, optimizer, checkpoint_folder(run), quiet) if go_on else 0
     loss = float("nan")
     with Metrics(run, rank, quiet, done) as metrics:
         for step in range(done, run.training.steps):

@@ -16,6 +16,8 @@ from cuboid.train.optimizer import Optimizer
 from cuboid.train.step import train_step
 
 CPU = torch.device("cpu")
+SMALL = ("model.layers=2", "model.hidden=16", "model.ffn=32", "model.heads=4", "model.kv_heads=2", "model.vocab=67")
+"""A model whose checkpoints are a few kilobytes, of several chunks each."""
 
 
 def train_part(rank: int, run: Run, folder: str, start: int, stop: int, source: str | None) -> list[float]:

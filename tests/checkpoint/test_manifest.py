@@ -13,24 +13,9 @@ import pytest
 from cuboid.checkpoint.folder import checkpoint_path, checkpoints, newest_whole, prune
 from cuboid.checkpoint.index import check_index
 from cuboid.checkpoint.location import locate
-from cuboid.checkpoint.manifest import INDEX, MANIFEST, read_manifest, verify
+from cuboid.checkpoint.manifest import INDEX, MANIFEST, read_manifest
+from cuboid.checkpoint.verify import damages, verify
 from cuboid.errors import UserError
-from cuboid.launch.pool import Pool
-from tests.parallel.cases import small_run
-
-
-@pytest.fixture(scope="module")
-def written(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of two steps, by four ranks."""
-    folder = tmp_path_factory.mktemp("written")
-    run = small_run("dp=2,tp=2,zero=1")
-    pool.run("tests.checkpoint.jobs:train_part", (run, str(folder), 0, 2, None), ranks=4)
-    return Path(checkpoint_path(folder, 2).path)
-
-
-@pytest.fixture
-def checkpoint(written: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(written, checkpoint_path(tmp_path, 2).path))
 
 
 def test_what_was_written_verifies(checkpoint: Path) -> None:
@@ -46,18 +31,54 @@ def test_what_was_written_verifies(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["data-00000.bin", "data-00003.bin", INDEX, MANIFEST])
-def test_one_flipped_byte_is_named(checkpoint: Path, name: str) -> None:
+@pytest.mark.parametrize("part", [0.0, 0.3, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("bit", [0x01, 0x20])
+def test_one_flipped_byte_is_named(checkpoint: Path, name: str, part: float, bit: int) -> None:
     content = bytearray((checkpoint / name).read_bytes())
-    content[len(content) // 2] ^= 0x20
+    content[round(part * (len(content) - 1))] ^= bit
     (checkpoint / name).write_bytes(content)
-    with pytest.raises(UserError, match=name):
+    assert [damage.file for damage in damages(checkpoint)] == [name]
+    with pytest.raises(UserError, match=f"is damaged: {name}"):
         verify(checkpoint)
+
+
+def test_every_byte_of_the_manifest_is_guarded(checkpoint: Path) -> None:
+    path = checkpoint / MANIFEST
+    content = path.read_bytes()
+    for place in range(len(content)):
+        changed = bytearray(content)
+        changed[place] ^= 0x01
+        path.write_bytes(changed)
+        with pytest.raises(UserError, match=MANIFEST):
+            read_manifest(checkpoint)
+    for extra in (b" ", b"\n", b"{}"):
+        path.write_bytes(content + extra)
+        with pytest.raises(UserError, match=MANIFEST):
+            read_manifest(checkpoint)
+
+
+def test_all_that_is_damaged_is_named(checkpoint: Path) -> None:
+    (checkpoint / "data-00001.bin").unlink()
+    size = (checkpoint / "data-00002.bin").stat().st_size
+    (checkpoint / "data-00002.bin").write_bytes(b"short")
+    (checkpoint / ".metadata").write_bytes(b"from elsewhere")
+    found = {damage.file: damage.reason for damage in damages(checkpoint)}
+    assert found == {
+        ".metadata": "is not one of its files",
+        "data-00001.bin": "is missing",
+        "data-00002.bin": f"has 5 bytes, not {size:,}",
+    }
+
+
+def test_under_another_step_it_is_no_checkpoint(checkpoint: Path) -> None:
+    with pytest.raises(UserError, match=r"manifest\.json is of step 2"):
+        verify(checkpoint.rename(checkpoint_path(checkpoint.parent, 8).path))
 
 
 def test_a_short_or_missing_file_is_named(checkpoint: Path) -> None:
     path = checkpoint / "data-00001.bin"
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(UserError, match=r"data-00001\.bin has \d+ bytes"):
+    with pytest.raises(UserError, match=r"data-00001\.bin has [0-9,]+ bytes"):
         verify(checkpoint, contents=False)
     path.unlink()
     with pytest.raises(UserError, match=r"data-00001\.bin is missing"):
@@ -81,6 +102,22 @@ def change_index(checkpoint: Path, change: Any) -> None:
         lambda entry: entry.update(shape=[1 << 40, 1 << 40]),
         lambda entry: entry.update(dtype="object"),
         lambda entry: entry["chunks"].pop(),
+        lambda entry: entry["chunks"].append(entry["chunks"][0]),
+        lambda entry: entry["chunks"][0].update(offsets=entry["chunks"][1]["offsets"]),
+        lambda entry: entry["chunks"][1].update(
+            file=entry["chunks"][0]["file"], position=entry["chunks"][0]["position"]
+        ),
+        lambda entry: entry["chunks"][0].update(position=-8),
+        lambda entry: entry["chunks"][0].update(position=8.0),
+        lambda entry: entry["chunks"][0].update(lengths=[2**30, 2**30], bytes=2**63),
+        lambda entry: entry.update(shape=[2**60]),
+        lambda entry: entry.update(shape=[]),
+        lambda entry: entry.update(shape=[1] * 60),
+        lambda entry: entry.update(shape="64"),
+        lambda entry: entry.update(shape=[-64, -64]),
+        lambda entry: entry.update(shape=[True, True]),
+        lambda entry: entry.update(dtype=["float64"]),
+        lambda entry: entry.update(chunks=5),
         lambda entry: entry.pop("chunks"),
     ],
 )
@@ -125,6 +162,6 @@ def test_the_newest_whole_one_is_used_and_never_pruned(checkpoint: Path) -> None
     path, manifest, sentences = newest_whole(folder)
     assert str(path) == str(checkpoint)
     assert manifest is not None
-    assert [INDEX in sentence for sentence in sentences] == [True, True]
+    assert [sentence.startswith("checkpoint ") for sentence in sentences] == [True, True]
     assert prune(folder, keep=1) == [checkpoint_path(folder, 4)]
     assert checkpoints(folder) == [locate(checkpoint), checkpoint_path(folder, 6)]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cuboid.checkpoint.folder import checkpoints
-from cuboid.checkpoint.manifest import verify
+from cuboid.checkpoint.verify import verify
 from cuboid.errors import UserError
 from cuboid.launch.pool import Pool
 from cuboid.train.folder import prepare_folder
