@@ -1,7 +1,10 @@
-"""`cuboid verify --layout …`: prove that a layout computes what one process computes."""
+"""`cuboid verify --layout …`: prove that a layout computes what one process computes; `--resume`: that a chain of
+them does."""
 
 import json
 import math
+from collections.abc import Callable, Sequence
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
 import typer
@@ -23,10 +26,11 @@ def verification_run(
     steps: int = 3,
     dtype: str = "float64",
     seed: int = 0,
+    chain: Sequence[str] = (),
 ) -> Run:
     """A short run on random tokens with labels masked differently in every sample, so that means of means would
-    show."""
-    shape = Layout.parse(layout)
+    show. With a chain of layouts its batch is one that fits them all."""
+    shapes = [Layout.parse(each) for each in chain or [layout]]
     table: dict[str, Any] = {
         "model": model,
         "layout": layout,
@@ -34,8 +38,8 @@ def verification_run(
             "steps": steps,
             "seed": seed,
             "precision": dtype,
-            "global_batch": shape.dp * shape.micro_batch * MICRO_BATCHES,
-            "sequence": math.lcm(16, shape.tp),
+            "global_batch": math.lcm(*(shape.dp * shape.micro_batch for shape in shapes)) * MICRO_BATCHES,
+            "sequence": math.lcm(16, *(shape.tp for shape in shapes)),
             "device": "cpu",
         },
         "learning_rate": {"peak": 1e-3, "schedule": "constant"},
@@ -50,21 +54,55 @@ def check_provable(run: Run) -> None:
         raise UserError("training.precision=bf16 is too coarse for a proof; use --dtype float64 or float32")
 
 
+def chain_runs(chain: str, model: str, overrides: tuple[str, ...], steps: int, dtype: str, seed: int) -> list[Run]:
+    """One run per layout of `A -> B -> C`, equal in all but the layout."""
+    layouts = [part.strip() for part in chain.split("->")]
+    if len(layouts) < 2 or not all(layouts):
+        raise UserError(f'--resume "{chain}" is no chain of layouts; write it like "dp=2,tp=2 -> pp=4,zero=3 -> dp=1"')
+
+    def named(make: Callable[[str], Any]) -> list[Any]:
+        made = []
+        for index, layout in enumerate(layouts):
+            try:
+                made.append(make(layout))
+            except UserError as error:
+                raise UserError(f"layout {index + 1} of --resume, {layout}: {error}") from None
+        return made
+
+    named(Layout.parse)  # all of them, before one is blamed for what another lacks
+    runs: list[Run] = named(
+        lambda layout: verification_run(layout, model, overrides, steps * len(layouts), dtype, seed, layouts)
+    )
+    for run in runs:
+        check_supported(run)
+    return runs
+
+
 def command(
-    layout: Annotated[str, typer.Option(help="The layout to prove, e.g. dp=2,tp=2,pp=2,zero=1.")] = "dp=2,tp=2,pp=2",
+    layout: Annotated[
+        str | None, typer.Option(help="The layout to prove; left out: dp=2,tp=2,pp=2.", show_default=False)
+    ] = None,
+    resume: Annotated[
+        str | None, typer.Option(help='Prove going on instead: "dp=2,tp=2,pp=2 -> dp=4,tp=2 -> dp=1".')
+    ] = None,
     model: Annotated[str, typer.Option(help="A model's name, a TOML file or a Hugging Face folder.")] = "tiny-llama",
     overrides: Annotated[list[str] | None, typer.Option("--set", help="Change one field: model.layers=7.")] = None,
-    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3,
+    steps: Annotated[int, typer.Option(help="Optimizer steps; with --resume on each layout.")] = 3,
     dtype: Annotated[Literal["float64", "float32"], typer.Option(help="float64 is the proof.")] = "float64",
     seed: Annotated[int, typer.Option(help="Of the weights and the data.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
     """Prove a layout: the loss, every gradient, the gradient norm and the parameters after clipped optimizer steps
-    are compared with one plain process from the same seed.
+    are compared with one plain process from the same seed. With --resume: train on each layout of a chain in turn,
+    each from the checkpoint the one before it wrote, and compare with one process that was never interrupted.
 
     Example: cuboid verify --layout dp=2,pp=4,zero=3,schedule=zbv --set model.layers=9
     """
-    run = verification_run(layout, model, tuple(overrides or ()), steps, dtype, seed)
+    if resume is not None:
+        if layout is not None:
+            raise UserError("--layout proves one layout and --resume a chain of them; use one of them")
+        return _verify_chain(chain_runs(resume, model, tuple(overrides or ()), steps, dtype, seed), as_json)
+    run = verification_run(layout or "dp=2,tp=2,pp=2", model, tuple(overrides or ()), steps, dtype, seed)
     check_supported(run)
     check_provable(run)
     check_data(run)
@@ -78,6 +116,43 @@ def command(
     else:
         _show(verdict)
     return 0 if verdict["passed"] else 1
+
+
+def _verify_chain(runs: list[Run], as_json: bool) -> int:
+    """Each layout in its own ranks; nothing passes from one to the next but what is on disk."""
+    check_provable(runs[0])
+    check_data(runs[0])
+    steps = runs[0].training.steps // len(runs)
+    if not as_json:
+        dtype = runs[0].training.precision
+        print(f"{runs[0].model.name}, {steps} steps on each layout, against one uninterrupted process, {dtype}")
+    losses = []
+    with Pool() as pool, TemporaryDirectory(prefix="cuboid-") as folder:
+        for index, run in enumerate(runs):
+            leg = (run, folder, index * steps, (index + 1) * steps)
+            losses.append(pool.run("cuboid.verify.resume:train_leg", leg, ranks=run.layout.world_size, timeout=3600)[0])
+        arguments = (runs, folder, losses)
+        verdict = pool.run("cuboid.verify.resume:judge_chain", arguments, ranks=1, timeout=3600)[0]
+    if as_json:
+        print(json.dumps(verdict))
+    else:
+        _show_chain(verdict)
+    return 0 if verdict["passed"] else 1
+
+
+def _show_chain(verdict: dict[str, Any]) -> None:
+    for leg in verdict["legs"]:
+        mark = "equal" if leg["passed"] else "DIFFERS"
+        names = {"loss": "loss", "parameter": "parameters", "first_moment": "moments", "second_moment": "and"}
+        errors = "  ".join(f"{shown} {leg[f'{name}_error']:.1e}" for name, shown in names.items())
+        print(f"  steps {leg['first_step']:>3}-{leg['last_step']:<3} {leg['layout']:<44} {mark}  {errors}")
+    if verdict["passed"]:
+        print(
+            f"The changes of layout lost nothing: all within {verdict['tolerance']:.0e} over {verdict['steps']} steps."
+        )
+        return
+    leg = next(leg for leg in verdict["legs"] if not leg["passed"])
+    print(f"The chain is NOT equal to one process within {verdict['tolerance']:.0e}, from {leg['layout']} on.")
 
 
 def _show(verdict: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import torch
@@ -29,9 +30,11 @@ class Trace:
     """Of the loss, before clipping."""
     parameters: list[Tensors] = field(default_factory=list)
     """After the update."""
+    moments: dict[int, Tensors] = field(default_factory=dict)
+    """After as many steps as the key says: `exp_avg/…` and `exp_avg_sq/…`."""
 
 
-def reference_trace(run: Run) -> Trace:
+def reference_trace(run: Run, moments_after: Collection[int] = ()) -> Trace:
     dtype = DTYPES[run.training.precision]
     device = choose_device(run.training.device, 0)
     model = Transformer(run.model).to(dtype)
@@ -68,6 +71,12 @@ def reference_trace(run: Run) -> Trace:
             group["lr"] = learning_rate(run.learning_rate, step, run.training.steps)
         optimizer.step()
         trace.parameters.append({name: parameter.detach().cpu().clone() for name, parameter in parameters.items()})
+        if step + 1 in moments_after:
+            trace.moments[step + 1] = {
+                f"{kind}/{name}": optimizer.state[parameter].get(kind, torch.zeros_like(parameter)).cpu().clone()
+                for name, parameter in parameters.items()
+                for kind in ("exp_avg", "exp_avg_sq")
+            }
     return trace
 
 

@@ -100,3 +100,53 @@ def test_the_run_that_is_proved_fits_any_layout(layout: str) -> None:
     assert run.micro_batches == 4
     assert run.training.sequence % run.layout.tp == 0
     assert (run.training.seed, run.training.steps, run.data.source) == (5, 4, "synthetic")
+
+
+CHAIN = "dp=2,tp=2 -> pp=2,dp=2,zero=3,schedule=zbv -> dp=1"
+
+
+def test_a_chain_of_layouts_goes_on_as_if_never_stopped(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--resume", CHAIN, "--model", "tiny-qwen3", "--steps", "2", "--json"]) == 0
+    shown = capsys.readouterr()
+    assert (shown.out.count("\n"), shown.err) == (1, "")
+    found = json.loads(shown.out)
+    assert (found["passed"], found["steps"], found["model"], len(found["losses"])) == (True, 6, "tiny-qwen3", 6)
+    assert [leg["layout"] for leg in found["legs"]] == [
+        "dp=2,tp=2,pp=1",
+        "dp=2,tp=1,pp=2,zero=3,schedule=zbv",
+        "dp=1,tp=1,pp=1",
+    ]
+    assert [(leg["first_step"], leg["last_step"]) for leg in found["legs"]] == [(1, 2), (3, 4), (5, 6)]
+    for leg in found["legs"]:
+        for name in ("loss", "parameter", "first_moment", "second_moment"):
+            assert 0 <= leg[f"{name}_error"] <= 1e-9
+        assert leg["parameter_error"] and leg["second_moment_error"], "zero would mean that nothing was compared"
+
+
+def test_a_chain_is_told_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--steps", "1", "--dtype", "float32", "--set", "model.layers=2", "--set", "training.sequence=8"]
+    assert main(["verify", "--resume", "dp=2 -> dp=1", *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "tiny-llama, 1 steps on each layout, against one uninterrupted process, float32"
+    assert lines[1].split()[:4] == ["steps", "1-1", "dp=2,tp=1,pp=1", "equal"]
+    assert lines[2].split()[:4] == ["steps", "2-2", "dp=1,tp=1,pp=1", "equal"]
+    assert lines[-1].startswith("The changes of layout lost nothing")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (["dp=2"], 'error: --resume "dp=2" is no chain of layouts; write it like '),
+        (["dp=2 -> "], 'error: --resume "dp=2 -> " is no chain of layouts; write it like '),
+        (["dp=2 -> pd=1"], "error: layout 2 of --resume, pd=1: unknown key pd;"),
+        (["dp=2 -> pp=16"], "error: layout 2 of --resume, pp=16: pp=16 makes more stages than layers=8; use pp=8"),
+        (["dp=2 -> dp=1", "--layout", "dp=2"], "error: --layout proves one layout and --resume a chain of them; "),
+        (["dp=2 -> dp=1", "--set", "training.precision=bf16"], "error: training.precision=bf16 is too coarse"),
+        (["dp=2 -> dp=1", "--steps", "0"], "error: layout 1 of --resume, dp=2: training.steps=0 is too small"),
+    ],
+)
+def test_a_bad_chain_is_one_sentence(options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--resume", *options]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("\n") == 1
+    assert shown.err.startswith(sentence), shown.err
