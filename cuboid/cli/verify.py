@@ -161,6 +161,8 @@ def _show(verdict: dict[str, Any]) -> None:
         worst = f"  ({verdict[f'worst_{name}']})" if f"worst_{name}" in verdict else ""
         mark = "equal" if error <= verdict["tolerance"] else "DIFFERS"
         print(f"  {name.replace('_', ' '):<14} {mark}  largest relative error {error:.1e}{worst}")
+    for line in verdict["unforeseen"][:3]:
+        print(f"  communication  not as the planner counts it: {line}")
     steps = f"{verdict['steps']} clipped optimizer steps"
     if verdict["passed"]:
         print(f"The layout changed nothing but speed: all within {verdict['tolerance']:.0e} over {steps}.")

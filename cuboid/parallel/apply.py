@@ -20,14 +20,15 @@ from cuboid.parallel.recompute import with_recompute
 from cuboid.parallel.stage import Segment, Share, Stage
 from cuboid.parallel.tensor import Region, split_block, split_embedding, split_head
 from cuboid.parallel.unit import Unit
+from cuboid.plan.parameters import TIED
 from cuboid.plan.partition import partition
 from cuboid.plan.slices import kv_part_count, lay_out, slice_of
 from cuboid.schedule.make import make_schedule
 from cuboid.schedule.table import Schedule
+from cuboid.spec.ledger import Ledger
 from cuboid.spec.run import Run
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float64": torch.float64}
-TIED = "embedding.tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,8 @@ class Engine:
     pipeline: Pipeline
     partition: list[range]
     table: PositionTable
+    ledger: Ledger | None = None
+    """What this rank exchanged, if that is counted."""
 
     def share(self, micro_batches: list[MicroBatch]) -> list[Share]:
         """What this rank sees of each micro-batch of its replica."""
@@ -60,6 +63,9 @@ def build_engine(run: Run, rank: int, device: torch.device) -> Engine:
     layers = partition(model, layout.stages, run.training.sequence)
     tied_apart = model.tie_embeddings and schedule.stage_rank[0] != schedule.stage_rank[-1]
     groups = make_groups(layout, rank, kv_part_count(model, layout.tp), tied_apart, device.type == "cpu")
+    ledger = Ledger() if run.output.count_communication else None
+    if ledger is not None:
+        groups = groups.counted(ledger)
     builder = _Builder(run, groups, device, schedule)
     stages = {index: builder.stage(index, layers[index]) for index in schedule.stages_of(groups.coordinates.pp)}
     for unit in builder.units.values():
@@ -75,7 +81,7 @@ def build_engine(run: Run, rank: int, device: torch.device) -> Engine:
         run.output.keep_timing,
     )
     table = PositionTable(model, run.training.sequence, builder.dtype, device)
-    return Engine(run, groups, device, list(builder.units.values()), pipeline, layers, table)
+    return Engine(run, groups, device, list(builder.units.values()), pipeline, layers, table, ledger)
 
 
 class _Builder:

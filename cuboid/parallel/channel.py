@@ -74,6 +74,7 @@ class Channels:
             self._kept[message] = tensor
             return
         group = self._group(self._rank, target)
+        group.count("send", tensor.nbytes)
         tag = self._sent_to[target]
         self._sent_to[target] += 1
         tensor = tensor.contiguous().to(transport_device(tensor, group))

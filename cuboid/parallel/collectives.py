@@ -40,6 +40,7 @@ def start_all_reduce(x: Tensor, group: Group) -> Pending:
     """Sum in place."""
     if group.handle is None:
         return Pending(None, x)
+    group.count("all-reduce", x.nbytes)
     if group.local is not None:
         return Pending(None, group.local.all_reduce(x, sum_rows))
     return Pending(dist.all_reduce(x, group=group.handle, async_op=True), x)
@@ -51,6 +52,7 @@ def start_all_gather(part: Tensor, group: Group, into: Tensor | None = None) -> 
         return Pending(None, part if into is None else into.copy_(part))
     if into is None:
         into = part.new_empty((part.shape[0] * group.size, *part.shape[1:]))
+    group.count("all-gather", into.nbytes)
     if group.local is not None:
         return Pending(None, group.local.all_gather(part, into))
     return Pending(_all_gather(into, part.contiguous(), group=group.handle, async_op=True), into)
@@ -60,6 +62,7 @@ def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
     """Sum over all ranks; each keeps its part along the first dimension."""
     if group.handle is None:
         return Pending(None, x)
+    group.count("reduce-scatter", x.nbytes)
     part = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
     if group.local is not None:
         return Pending(None, group.local.reduce_scatter(x, part))
@@ -78,10 +81,12 @@ def all_reduce(x: Tensor, group: Group) -> Tensor:
 
 def all_reduce_maximum(x: Tensor, group: Group) -> Tensor:
     """Largest in place."""
+    if group.handle is None:
+        return x
+    group.count("all-reduce", x.nbytes)
     if group.local is not None:
         return group.local.all_reduce(x, lambda rows: rows.amax(0))
-    if group.handle is not None:
-        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group.handle)
+    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group.handle)
     return x
 
 

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from cuboid.parallel.apply import TIED, Engine
+from cuboid.parallel.apply import Engine
 from cuboid.parallel.collectives import all_reduce
 from cuboid.parallel.groups import Group
 from cuboid.parallel.unit import Piece, Unit
+from cuboid.plan.parameters import TIED
 
 
 def finish_gradients(engine: Engine) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import torch.distributed as dist
 
 from cuboid.parallel.local import LocalExchange, connect
 from cuboid.spec.layout import Layout
+from cuboid.spec.ledger import Kind, Ledger
 from cuboid.spec.ranks import Coordinates, coordinates, groups
 
 
@@ -20,10 +21,18 @@ class Group:
     handle: dist.ProcessGroup | None = None
     local: LocalExchange | None = None
     """The short way, where all ranks of the group share a machine and compute on its CPU."""
+    dimension: str = ""
+    ledger: Ledger | None = None
+    """Where its exchanges are counted, under its dimension; None: nowhere."""
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    def count(self, kind: Kind, size: int) -> None:
+        """Enter one exchange of `size` bytes."""
+        if self.ledger is not None:
+            self.ledger.add(self.dimension, kind, self.size, size)
 
 
 @dataclass(frozen=True)
@@ -45,6 +54,18 @@ class Groups:
     """The pipeline's ranks, for messages to a higher rank."""
     descending: Group
     """The pipeline's ranks, for messages to a lower rank. Apart, so that no direction waits behind the other."""
+
+    def counted(self, ledger: Ledger) -> Groups:
+        """The same groups, whose exchanges are entered in a ledger."""
+        named = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name, group in named.items():
+            if isinstance(group, Group):
+                named[name] = replace(group, dimension=DIMENSIONS.get(name, name), ledger=ledger)
+        return Groups(**named)
+
+
+DIMENSIONS = {"tensor": "tp", "kv_replicas": "kv", "ascending": "pp", "descending": "pp"}
+"""Field of `Groups` -> the dimension its exchanges belong to, where that has another name."""
 
 
 def _own(rank: int, members: tuple[tuple[int, ...], ...]) -> Group | None:

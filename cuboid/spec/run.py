@@ -90,6 +90,8 @@ class OutputSpec:
     log_every: int = 1
     keep_timing: bool = False
     """Keep when each rank did each action of the pipeline schedule."""
+    count_communication: bool = False
+    """Count what every rank exchanges in each step, beside what the planner predicts."""
 
     def __post_init__(self) -> None:
         check_types(self, "output")

@@ -36,6 +36,8 @@ class Verdict:
     worst_parameter: str
     tolerance: float
     passed: bool
+    unforeseen: list[str]
+    """Exchanges between ranks that are not as the planner counts them, to the byte."""
 
 
 def relative_error(value: float, reference: float) -> float:
@@ -96,6 +98,7 @@ def compare(run: Run, observed: Trace, reference: Trace) -> Verdict:
         worst_parameter=worst_parameter,
         tolerance=tolerance,
         passed=max(loss_error, gradient_error, norm_error, parameter_error) <= tolerance,
+        unforeseen=observed.unforeseen,
     )
 
 

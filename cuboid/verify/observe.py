@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,9 @@ from cuboid.data.source import make_source
 from cuboid.parallel.apply import Engine, build_engine
 from cuboid.parallel.device import choose_device
 from cuboid.parallel.gradients import counted_pieces
+from cuboid.plan.exchanges import predicted_ledger
 from cuboid.plan.slices import Part
+from cuboid.spec.ledger import differences
 from cuboid.spec.run import Run
 from cuboid.train.learning_rate import learning_rate
 from cuboid.train.optimizer import Optimizer
@@ -25,11 +28,13 @@ Contribution = list[tuple[Part, int, int, Tensor]]
 
 def observed_trace(run: Run, rank: int) -> Trace | None:
     """The trace on rank 0, None elsewhere. Every rank calls this."""
+    run = replace(run, output=replace(run.output, count_communication=True))
     device = choose_device(run.training.device, rank)
     engine = build_engine(run, rank, device)
     optimizer = Optimizer(engine, run.optimizer)
     source = make_source(run)
     trace = Trace()
+    expected = predicted_ledger(run, rank)
     for step in range(run.training.steps):
         batches = micro_batches(source, run, step, engine.groups.coordinates.dp, device)
         result = compute_gradients(engine, batches)
@@ -41,6 +46,9 @@ def observed_trace(run: Run, rank: int) -> Trace | None:
             result.gradient_norm,
             run.training.gradient_clip,
         )
+        assert engine.ledger is not None
+        unforeseen = differences(engine.ledger.take(), expected)
+        trace.unforeseen += [f"rank {place} {line}" for place, lines in _gathered(engine, unforeseen) for line in lines]
         trace.parameters.append(_whole(engine, gradients=False))
     return trace if rank == 0 else None
 
@@ -50,12 +58,18 @@ def _whole(engine: Engine, gradients: bool) -> Tensors:
         (piece.part, piece.start, piece.stop, (piece.gradient if gradients else piece.master).cpu().clone())
         for piece in counted_pieces(engine)
     ]
+    gathered = _gathered(engine, own)
+    return assemble([contribution for _, contribution in gathered]) if gathered else {}
+
+
+def _gathered(engine: Engine, own: Any) -> list[tuple[int, Any]]:
+    """(rank, what it has) of all ranks on rank 0, nothing elsewhere. Beside the engine, and so not counted."""
     world = engine.groups.world
     if world.handle is None:
-        return assemble([own])
+        return [(0, own)]
     gathered: list[Any] | None = [None] * world.size if world.index == 0 else None
     dist.gather_object(own, gathered, dst=0)
-    return assemble(gathered) if gathered is not None else {}
+    return list(enumerate(gathered or ()))
 
 
 def assemble(contributions: list[Contribution]) -> Tensors:

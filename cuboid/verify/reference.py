@@ -32,6 +32,8 @@ class Trace:
     """After the update."""
     moments: dict[int, Tensors] = field(default_factory=dict)
     """After as many steps as the key says: `exp_avg/…` and `exp_avg_sq/…`."""
+    unforeseen: list[str] = field(default_factory=list)
+    """Exchanges between ranks that are not as the planner counts them."""
 
 
 def reference_trace(run: Run, moments_after: Collection[int] = ()) -> Trace:
