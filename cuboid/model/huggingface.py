@@ -18,71 +18,9 @@ import torch
 from torch import Tensor
 
 from cuboid.errors import UserError
+from cuboid.model.families import WeightNames, check_family
 from cuboid.model.transformer import Transformer
 from cuboid.spec.model import ModelSpec
-
-LLAMA_NAMES = {
-    "embedding.tokens": "model.embed_tokens",
-    "layers.*.attention_norm": "model.layers.*.input_layernorm",
-    "layers.*.attention.query": "model.layers.*.self_attn.q_proj",
-    "layers.*.attention.key": "model.layers.*.self_attn.k_proj",
-    "layers.*.attention.value": "model.layers.*.self_attn.v_proj",
-    "layers.*.attention.output": "model.layers.*.self_attn.o_proj",
-    "layers.*.attention.query_norm": "model.layers.*.self_attn.q_norm",
-    "layers.*.attention.key_norm": "model.layers.*.self_attn.k_norm",
-    "layers.*.feed_forward_norm": "model.layers.*.post_attention_layernorm",
-    "layers.*.feed_forward.gate": "model.layers.*.mlp.gate_proj",
-    "layers.*.feed_forward.up": "model.layers.*.mlp.up_proj",
-    "layers.*.feed_forward.down": "model.layers.*.mlp.down_proj",
-    "head.norm": "model.norm",
-    "head.output": "lm_head",
-}
-"""Our module -> theirs; * is the layer's number. Qwen has the names of Llama."""
-
-GPT2_NAMES = {
-    "embedding.tokens": "transformer.wte",
-    "embedding.positions": "transformer.wpe",
-    "layers.*.attention_norm": "transformer.h.*.ln_1",
-    "layers.*.attention.query": "transformer.h.*.attn.c_attn",
-    "layers.*.attention.key": "transformer.h.*.attn.c_attn",
-    "layers.*.attention.value": "transformer.h.*.attn.c_attn",
-    "layers.*.attention.output": "transformer.h.*.attn.c_proj",
-    "layers.*.feed_forward_norm": "transformer.h.*.ln_2",
-    "layers.*.feed_forward.up": "transformer.h.*.mlp.c_fc",
-    "layers.*.feed_forward.down": "transformer.h.*.mlp.c_proj",
-    "head.norm": "transformer.ln_f",
-    "head.output": "lm_head",
-}
-
-TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-"""GPT-2's products hold their weight as (in, out)."""
-
-ROTARY_BUFFER = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
-IGNORED_BUFFERS = {
-    "llama": ROTARY_BUFFER,
-    "qwen2": ROTARY_BUFFER,
-    "qwen3": ROTARY_BUFFER,
-    "gpt2": r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",
-}
-"""What older checkpoints hold besides weights: rotary frequencies and causal masks, which follow from the shape. No
-other tensor of a checkpoint is left unread."""
-
-LLAMA_LIKE: dict[str, object] = {"norm": "rmsnorm", "positions": "rope", "activation": "swiglu"}
-FIXED: dict[str, dict[str, object]] = {
-    "llama": LLAMA_LIKE | {"qk_norm": False},
-    "qwen2": LLAMA_LIKE | {"qk_norm": False, "qkv_bias": True, "output_bias": False, "mlp_bias": False},
-    "qwen3": LLAMA_LIKE | {"qk_norm": True, "mlp_bias": False},
-    "gpt2": {
-        "norm": "layernorm",
-        "positions": "learned",
-        "activation": "gelu",
-        "qk_norm": False,
-        "qkv_bias": True,
-        "output_bias": True,
-        "mlp_bias": True,
-    },
-}
-"""What Hugging Face's module of a family always has; a model that differs is another function there."""
 
 
 @dataclass(frozen=True)
@@ -96,15 +34,17 @@ class Origin:
     stop: int
     transposed: bool
 
-    @property
-    def index(self) -> tuple[slice, ...]:
-        """The part in the stored tensor's own coordinates, to read no more of a file than is needed."""
-        rows = slice(self.start, self.stop)
-        return (slice(None), rows) if self.transposed else (rows, *(slice(None) for _ in self.shape[1:]))
+    def index(self, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None) -> tuple[slice, ...]:
+        """Where a box of the parameter, or all of it, lies in the stored tensor, to read no more than is needed."""
+        sizes = (self.stop - self.start, *((self.shape[0],) if self.transposed else self.shape[1:]))
+        offsets, lengths = offsets or [0] * len(sizes), lengths or sizes
+        first, *rest = (slice(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True))
+        rows = slice(self.start + first.start, self.start + first.stop)
+        return (*rest, rows) if self.transposed else (rows, *rest)
 
     def take(self, tensor: Tensor) -> Tensor:
-        """The parameter, a view where it can be."""
-        part = tensor[self.index]
+        """The parameter, as a view: what is written into it is written into the stored tensor."""
+        part = tensor[self.index()]
         return part.t() if self.transposed else part
 
 
@@ -132,16 +72,16 @@ def parameter_shapes(model: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 def from_huggingface(model: ModelSpec) -> dict[str, Origin]:
     """Our parameter -> where it lies in their checkpoint."""
-    check_family(model)
+    family = check_family(model)
     query, key_value = model.heads * model.head_dim, model.kv_heads * model.head_dim
     joined = {"query": (0, query), "key": (query, query + key_value), "value": (query + key_value, 3 * query)}
     origins = {}
     for name, shape in parameter_shapes(model).items():
-        tensor = _their_name(model, name)
+        tensor = _their_name(family, name)
         start, stop, rows = 0, shape[0], shape[0]
-        if ".c_attn." in tensor:
+        if family.joined and family.joined in tensor:
             (start, stop), rows = joined[name.split(".")[-2]], 3 * query
-        transposed = model.family == "gpt2" and tensor.endswith(TRANSPOSED)
+        transposed = bool(family.transposed) and tensor.endswith(family.transposed)
         stored = (shape[1], rows) if transposed else (rows, *shape[1:])
         origins[name] = Origin(tensor, stored, start, stop, transposed)
     return origins
@@ -154,7 +94,7 @@ def to_huggingface(model: ModelSpec) -> dict[str, Target]:
         before = targets[origin.tensor].parameters if origin.tensor in targets else ()
         targets[origin.tensor] = Target((*before, name), origin.shape, origin.transposed)
     if model.tie_embeddings:
-        tokens = _their_name(model, "embedding.tokens.weight")
+        tokens = _their_name(check_family(model), "embedding.tokens.weight")
         targets["lm_head.weight"] = replace(targets[tokens], copy_of=tokens)
     return targets
 
@@ -162,15 +102,14 @@ def to_huggingface(model: ModelSpec) -> dict[str, Target]:
 def match_names(model: ModelSpec, names: Iterable[str]) -> dict[str, str]:
     """Their tensor -> its name among `names`, which are all the tensors of a checkpoint. A tied copy may be missing,
     and so may the prefix that checkpoints of the bare model lack."""
-    targets = to_huggingface(model)
-    prefix = "transformer." if model.family == "gpt2" else "model."
+    targets, family = to_huggingface(model), check_family(model)
     found: dict[str, str] = {}
     unknown = []
     for name in names:
-        full = name if name.startswith((prefix, "lm_head.")) else prefix + name
+        full = name if name.startswith((family.prefix, "lm_head.")) else family.prefix + name
         if full in targets and full not in found:
             found[full] = name
-        elif not re.fullmatch(IGNORED_BUFFERS[model.family], full):
+        elif not re.fullmatch(family.ignored, full):
             unknown.append(name)
     if unknown:
         raise UserError(
@@ -216,41 +155,18 @@ def state_to_huggingface(model: ModelSpec, state: Mapping[str, Tensor]) -> dict[
     }
 
 
-def check_family(model: ModelSpec) -> None:
-    """Returns when Hugging Face's module of the family computes what the model computes."""
-    for field in ("mixture", "latent"):
-        if getattr(model, field) is not None:
-            raise UserError(f"model.{field} has no weight map yet; use a dense model without it")
-    fixed = dict(FIXED[model.family])
-    if model.family in ("llama", "qwen3"):
-        fixed["output_bias"] = model.qkv_bias  # their one switch, attention_bias, is both
-    if model.family == "gpt2":
-        fixed |= {"kv_heads": model.heads, "head_dim": model.hidden // model.heads}
-    for field, value in fixed.items():
-        ours = getattr(model, field)
-        if ours != value:
-            raise UserError(
-                f"model.{field}={_show(ours)} cannot be written as family={model.family}; use {field}={_show(value)}"
-            )
-
-
 def check_shape(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> None:
     if shape != wanted:
         raise UserError(f"{name} has shape {shape}, not {wanted}; use a model of the checkpoint's sizes")
 
 
-def _their_name(model: ModelSpec, name: str) -> str:
+def _their_name(family: WeightNames, name: str) -> str:
     module, _, kind = name.rpartition(".")
     number = next((part for part in module.split(".") if part.isdigit()), "")
     ours = re.sub(r"\.\d+\.", ".*.", module)
-    theirs = (GPT2_NAMES if model.family == "gpt2" else LLAMA_NAMES)[ours]
-    return f"{theirs.replace('*', number)}.{kind}"
+    return f"{family.names[ours].replace('*', number)}.{kind}"
 
 
 def _some(names: Sequence[str]) -> str:
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
-
-
-def _show(value: object) -> str:
-    return str(value).lower()

@@ -142,7 +142,7 @@ def test_the_two_maps_can_be_followed_one_tensor_at_a_time(case: str) -> None:
     for name, origin in from_huggingface(model).items():
         assert stored[origin.tensor].shape == origin.shape
         assert torch.equal(origin.take(stored[origin.tensor]), parameters[name])
-        part = stored[origin.tensor][origin.index]  # what a file would be asked for: this parameter and no more
+        part = stored[origin.tensor][origin.index()]  # what a file would be asked for: this parameter and no more
         assert part.numel() == parameters[name].numel()
     for name, target in to_huggingface(model).items():
         made = target.make([parameters[part] for part in target.parameters])
