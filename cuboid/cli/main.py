@@ -18,7 +18,7 @@ VERBS = {
     "plan": "Find the best layouts of a model on a cluster.",
     "explain": "Explain a plan with formulae and values.",
     "simulate": "Simulate one step of a plan: drawing, trace, picture.",
-    "export": "Write a plan for Megatron-LM, DeepSpeed, torchtitan or nanotron.",
+    "export": "Write a trained model for Hugging Face, or a plan for another engine.",
     "train": "Train a model on a layout.",
     "verify": "Prove that a layout computes what one process computes.",
     "map": "Draw which rank sits where, and which links each group's traffic crosses.",

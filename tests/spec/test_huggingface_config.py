@@ -31,5 +31,5 @@ def test_a_config_is_read_back_as_the_model(model: ModelSpec) -> None:
 
 
 def test_a_mixture_is_refused() -> None:
-    with pytest.raises(UserError, match="has no config.json yet"):
+    with pytest.raises(UserError, match=r"has no config\.json yet"):
         config_from_model(load_model("mixtral-8x7b"))

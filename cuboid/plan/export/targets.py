@@ -19,5 +19,5 @@ def export(plan: Plan, target: str) -> str:
     """The plan in the words of another engine."""
     if target not in TARGETS:
         near = either(f"--to {name}" for name in nearest_names(target, TARGETS, count=4))
-        raise UserError(f"unknown target to={target}; use {near}")
+        raise UserError(f"unknown target to={target}; use {near}, or --to hf:FOLDER for a trained model")
     return TARGETS[target](plan)

@@ -1,0 +1,1 @@
+"""Models from and to folders of Hugging Face: `config.json`, sharded safetensors, tokenizer files."""

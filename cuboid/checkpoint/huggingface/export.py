@@ -1,0 +1,126 @@
+"""A checkpoint as a folder that `from_pretrained` of transformers loads; written aside, published by one rename."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cuboid.checkpoint.huggingface.shards import DTYPES, Shard, ShardBuffer, plan_shards
+from cuboid.checkpoint.manifest import Place
+from cuboid.checkpoint.scattered import Scattered
+from cuboid.checkpoint.weights import Weights, find_checkpoint, run_of, whole
+from cuboid.data.tokenizer_files import tokenizer_files
+from cuboid.errors import UserError
+from cuboid.model.huggingface import Origin, from_huggingface, to_huggingface
+from cuboid.spec.huggingface_config import config_from_model
+from cuboid.spec.run import Run
+
+SHARD_SIZE = 5_000_000_000
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    checkpoint: str
+    folder: str
+    step: int
+    parameters: int
+    dtype: str
+    files: tuple[str, ...]
+    """Those with weights."""
+    bytes: int
+    """Of the weights."""
+    tokenizer: str
+    """Which it is, or why there is none."""
+    warnings: tuple[str, ...]
+    """About newer checkpoints that are damaged."""
+
+
+def export_model(
+    source: Place,
+    target: Path,
+    dtype: str | None = None,
+    shard_size: int = SHARD_SIZE,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> ExportReport:
+    """Weights in `dtype`; left out, bf16 of a run that computed in it and float32 of every other. `progress` is told
+    how many files of all are written."""
+    if target.exists() or target.is_symlink():
+        raise UserError(f"hf:{target} exists already; name a folder that does not")
+    checkpoint, manifest, warnings = find_checkpoint(source)
+    run = run_of(checkpoint, manifest)
+    dtype = dtype or ("bf16" if run.training.precision == "bf16" else "float32")
+    aside = target.with_name(f".{target.name}.writing")
+    try:
+        shutil.rmtree(aside, ignore_errors=True)
+        aside.mkdir(parents=True)
+        shards = _write_weights(run, Weights(checkpoint, run.model), aside, dtype, shard_size, progress)
+        tokenizer = _write_rest(run, aside, dtype)
+        os.rename(aside, target)
+    except OSError as error:
+        raise UserError(f"hf:{target} cannot be written: {error.strerror}; use another folder") from None
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    names = tuple(shard.name for shard in shards)
+    size = run.model.parameters * DTYPES[dtype][1].itemsize
+    return ExportReport(
+        str(checkpoint),
+        str(target),
+        manifest.step,
+        run.model.parameters,
+        dtype,
+        names,
+        size,
+        tokenizer,
+        tuple(warnings),
+    )
+
+
+def _write_weights(
+    run: Run, weights: Weights, folder: Path, dtype: str, shard_size: int, progress: Callable[[int, int], None]
+) -> list[Shard]:
+    origins: dict[str, dict[str, Origin]] = {}
+    for parameter, origin in from_huggingface(run.model).items():
+        origins.setdefault(origin.tensor, {})[parameter] = origin
+    # A tied copy is left out, as Hugging Face itself leaves it out.
+    shapes = {name: target.shape for name, target in to_huggingface(run.model).items() if target.copy_of is None}
+    item_size = DTYPES[dtype][1].itemsize
+    shards = plan_shards(shapes, item_size, shard_size)
+    for done, shard in enumerate(shards):
+        progress(done, len(shards))
+        buffer = ShardBuffer(shard, dtype)
+        wanted: dict[str, Scattered] = {}
+        for name, values in buffer.tensors.items():
+            wanted |= {parameter: whole(origin.take(values)) for parameter, origin in origins[name].items()}
+        weights.read(wanted)
+        buffer.write(folder / shard.name)
+    progress(len(shards), len(shards))
+    if len(shards) > 1:
+        table = {
+            "metadata": {"total_size": run.model.parameters * item_size},
+            "weight_map": {name: shard.name for shard in shards for name in shard.tensors},
+        }
+        _write_json(folder / "model.safetensors.index.json", table)
+    return shards
+
+
+def _write_rest(run: Run, folder: Path, dtype: str) -> str:
+    """Configuration and tokenizer; returns what is to be said of the latter."""
+    tokenizer = tokenizer_files(run.data)
+    for name, content in tokenizer.files.items():
+        (folder / name).write_bytes(content)
+    # Every one is written out: what a family's default says belongs to another tokenizer.
+    tokens = {"bos_token_id": None, "eos_token_id": tokenizer.end_of_document, "pad_token_id": None}
+    precision = str(DTYPES[dtype][1]).removeprefix("torch.")
+    _write_json(folder / "config.json", config_from_model(run.model) | tokens | {"torch_dtype": precision})
+    if tokenizer.end_of_document is not None:
+        _write_json(folder / "generation_config.json", {"eos_token_id": tokenizer.end_of_document})
+    return tokenizer.note
+
+
+def _write_json(path: Path, table: dict[str, Any]) -> None:
+    path.write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
