@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from cuboid.checkpoint.checksum import Watch
 from cuboid.checkpoint.location import Location, locate
 from cuboid.checkpoint.manifest import MANIFEST, STEP_FOLDER, Manifest, Place
 from cuboid.checkpoint.verify import verify
@@ -31,21 +32,23 @@ def checkpoints(folder: Place) -> list[Location]:
     return sorted(found, key=step_of)
 
 
-def newest_whole(folder: Place, contents: bool = True) -> tuple[Location | None, Manifest | None, list[str]]:
+def newest_whole(
+    folder: Place, contents: bool = True, watch: Watch | None = None
+) -> tuple[Location | None, Manifest | None, list[str]]:
     """The newest checkpoint that verifies, and the sentences about newer ones that do not."""
     damaged: list[str] = []
     for path in reversed(checkpoints(folder)):
         try:
-            return path, verify(path, contents), damaged
+            return path, verify(path, contents, watch), damaged
         except UserError as error:
             damaged.append(str(error))
     return None, None, damaged
 
 
-def superfluous(folder: Place, keep: int) -> list[Location]:
+def superfluous(folder: Place, keep: int, watch: Watch | None = None) -> list[Location]:
     """All but the newest `keep`; never the newest one that verifies."""
     older = checkpoints(folder)[:-keep]
-    newest = newest_whole(folder)[0] if older else None
+    newest = newest_whole(folder, watch=watch)[0] if older else None
     return [path for path in older if path != newest]
 
 

@@ -64,11 +64,14 @@ class Location:
         self.files.rename(self.path, other.path)
 
     def remove(self, first: str = "") -> None:
-        """With all it holds, if it is a folder: what is named first goes first."""
+        """With all it holds, if it is a folder: what is named first goes first. A link goes, not what it leads to."""
+        if self.exists or self.name in self.parent.names():
+            self._remove(first)
+
+    def _remove(self, first: str = "") -> None:
         for name in sorted(self.names(), key=lambda name: name != first) if self.files.is_folder(self.path) else ():
-            (self / name).remove()
-        if self.exists:
-            self.files.remove(self.path)
+            (self / name)._remove()
+        self.files.remove(self.path)
 
 
 def locate(place: str | os.PathLike[str] | Location) -> Location:

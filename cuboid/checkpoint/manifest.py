@@ -9,6 +9,7 @@ import json
 import os
 import re
 from dataclasses import asdict, dataclass, field, fields
+from datetime import UTC, datetime
 from importlib import metadata
 from typing import Any
 
@@ -66,6 +67,8 @@ class Manifest:
     run: str
     """The run as TOML."""
     version: str = __version__
+    written: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    """When its state was taken."""
     torch_version: str = field(default_factory=lambda: metadata.version("torch"))
     files: dict[str, StoredFile] = field(default_factory=dict, hash=False)
 

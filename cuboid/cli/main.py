@@ -24,6 +24,7 @@ VERBS = {
     "map": "Draw which rank sits where, and which links each group's traffic crosses.",
     "estimate": "Estimate step time and memory of published runs, row by row.",
     "data": "Build, show and verify stores of tokens.",
+    "checkpoint": "List, verify, show, copy and prune checkpoints.",
     "models": "List the models Cuboid knows by name.",
     "import-deepspeed": "Turn a DeepSpeed-style JSON into a run file.",
 }
