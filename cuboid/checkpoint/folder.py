@@ -45,15 +45,19 @@ def newest_whole(
     return None, None, damaged
 
 
-def superfluous(folder: Place, keep: int, watch: Watch | None = None) -> list[Location]:
-    """All but the newest `keep`; never the newest one that verifies."""
-    older = checkpoints(folder)[:-keep]
-    newest = newest_whole(folder, watch=watch)[0] if older else None
+def superfluous(
+    folder: Place, keep: int, keep_every: int = 0, newest: Location | None = None, watch: Watch | None = None
+) -> list[Location]:
+    """All but the newest `keep` and each `keep_every`-th step; never the newest one that verifies, which is found by
+    reading unless it is named."""
+    older = [path for path in checkpoints(folder)[:-keep] if not keep_every or step_of(path) % keep_every]
+    if older and newest is None:
+        newest = newest_whole(folder, watch=watch)[0]
     return [path for path in older if path != newest]
 
 
-def prune(folder: Place, keep: int) -> list[Location]:
-    removed = superfluous(folder, keep)
+def prune(folder: Place, keep: int, keep_every: int = 0, newest: Location | None = None) -> list[Location]:
+    removed = superfluous(folder, keep, keep_every, newest)
     for path in removed:
         withdraw(path)
     return removed
@@ -65,6 +69,17 @@ def sweep(folder: Place) -> None:
     for name in place.names():
         if LEFT_OVER.fullmatch(name):
             (place / name).remove()
+
+
+def clear(folder: Place) -> None:
+    """Remove all checkpoints and what was left aside, and nothing else."""
+    place = locate(folder)
+    for name in place.names():
+        if STEP_FOLDER.fullmatch(name):
+            withdraw(place / name)
+    sweep(place)
+    if place.exists and not place.names():
+        place.remove()
 
 
 def withdraw(checkpoint: Location) -> None:

@@ -36,6 +36,7 @@ class Reader(StorageReader):
     def __init__(self, folder: Place) -> None:
         self._folder = locate(folder)
         self._index = check_index(self._folder)
+        self.names = self._index.keys()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass

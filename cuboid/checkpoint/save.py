@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import warnings
+from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from cuboid.checkpoint.folder import checkpoint_path
+from cuboid.checkpoint.generators import generators, restore_generators
 from cuboid.checkpoint.location import Location
-from cuboid.checkpoint.manifest import Manifest, Place
+from cuboid.checkpoint.manifest import Manifest, Place, read_manifest
 from cuboid.checkpoint.reader import Reader
-from cuboid.checkpoint.scattered import LoadPlanner, SavePlanner
+from cuboid.checkpoint.scattered import LoadPlanner, SavePlanner, Scattered
 from cuboid.checkpoint.staging import Staging
 from cuboid.checkpoint.state import Moments, state_to_load, state_to_save
 from cuboid.checkpoint.writer import Writer
@@ -20,31 +22,63 @@ from cuboid.data.opened import data_identity
 from cuboid.parallel.apply import Engine
 from cuboid.spec.run import dump_run
 
-# That a training of one rank has no process group is meant.
-warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+# That one process needs no group is no news.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+
+def deadline_group(seconds: float) -> dist.ProcessGroup | None:
+    """A group of all ranks for checkpoints alone: it never waits behind the training's collectives, nor for ever. Every
+    rank calls this; None if there is only one."""
+    if not dist.is_initialized():
+        return None
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+    return group
+
+
+def describe(engine: Engine, optimizer: Moments, step: int, data: str) -> Manifest:
+    run = engine.run
+    position = step * run.training.global_batch
+    return Manifest(step, optimizer.steps_taken, position, data, str(run.layout), dump_run(run))
+
+
+def kept_state(engine: Engine, optimizer: Moments) -> dict[str, Scattered]:
+    """What this rank answers for, as it stands now."""
+    return {**state_to_save(engine, optimizer), **generators(engine)}
+
+
+def write(staging: Staging, target: Location, rank: int, manifest: Manifest, group: dist.ProcessGroup | None) -> None:
+    """Every rank calls this with its state staged; when it returns the checkpoint is published."""
+    writer = Writer(target, rank, manifest, staging)
+    planner = SavePlanner(flatten_state_dict=False)
+    alone = not dist.is_initialized()
+    save_state(staging.state, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
 
 
 def save(engine: Engine, optimizer: Moments, folder: Place, step: int) -> Location:
-    """Every rank calls this after `step` optimizer steps; when it returns the checkpoint is published."""
-    run = engine.run
-    position = step * run.training.global_batch
-    manifest = Manifest(step, optimizer.steps_taken, position, data_identity(run), str(run.layout), dump_run(run))
+    """Once, and waiting for it; a training saves through a `Saver`."""
     target = checkpoint_path(folder, step)
-    state = state_to_save(engine, optimizer)
+    state = kept_state(engine, optimizer)
     staging = Staging(state, engine.device)
     staging.fill(state)
     staging.wait()
-    writer = Writer(target, engine.groups.world.index, manifest, staging)
-    planner = SavePlanner(flatten_state_dict=False)
-    save_state(staging.state, storage_writer=writer, planner=planner, no_dist=not dist.is_initialized())
+    manifest = describe(engine, optimizer, step, data_identity(engine.run))
+    write(staging, target, engine.groups.world.index, manifest, None)
     return target
 
 
-def load(engine: Engine, optimizer: Moments, checkpoint: Place, updates: int) -> None:
-    """Fill this rank's state, whatever layout wrote it; every rank calls this."""
-    planner = LoadPlanner(flatten_state_dict=False)
+def load(engine: Engine, optimizer: Moments, checkpoint: Place, group: dist.ProcessGroup | None = None) -> Manifest:
+    """Fill this rank's state, whatever layout wrote it; every rank calls this. Random generators go on where they were
+    if the layout is the one that wrote it: to another one their numbers would mean nothing."""
+    manifest = read_manifest(checkpoint)
+    reader = Reader(checkpoint)
     state = state_to_load(engine, optimizer)
-    load_state(state, storage_reader=Reader(checkpoint), planner=planner, no_dist=not dist.is_initialized())
-    optimizer.set_steps_taken(updates)
+    own = generators(engine) if manifest.layout == str(engine.run.layout) else {}
+    own = {name: held for name, held in own.items() if name in reader.names}
+    planner = LoadPlanner(flatten_state_dict=False)
+    alone = not dist.is_initialized()
+    load_state({**state, **own}, storage_reader=reader, planner=planner, process_group=group, no_dist=alone)
+    restore_generators(engine, own)
+    optimizer.set_steps_taken(manifest.updates)
     for unit in engine.units:
         unit.publish()
+    return manifest

@@ -11,6 +11,7 @@ from cuboid.checkpoint.boxes import Box
 from cuboid.checkpoint.manifest import Place
 from cuboid.checkpoint.reader import Reader
 from cuboid.checkpoint.scattered import LoadPlanner, Scattered
+from cuboid.checkpoint.state import KINDS
 
 
 def whole_tensors(checkpoint: Place) -> dict[str, Tensor]:
@@ -18,6 +19,8 @@ def whole_tensors(checkpoint: Place) -> dict[str, Tensor]:
     reader = Reader(checkpoint)
     state: dict[str, Scattered] = {}
     for name, entry in reader.read_metadata().state_dict_metadata.items():
+        if name.partition("/")[0] not in KINDS:  # random generators are a rank's, not the model's
+            continue
         assert isinstance(entry, TensorStorageMetadata)
         shape, dtype = tuple(entry.size), entry.properties.dtype
         whole = Box((0,) * len(shape), shape, 0)

@@ -107,10 +107,19 @@ class Writer(StorageWriter):
         files = {place.name: place.file for place in stored.values()}
         files[INDEX] = StoredFile(len(content), checksum_of_bytes(content))
         (self._aside / INDEX).write_durably(content)
+        for name, file in files.items():
+            self._require_whole(name, file)
         manifest = replace(self._manifest, files=dict(sorted(files.items())))
         (self._aside / MANIFEST).write_durably(manifest.render())
         if self._aside != self._target:
             self._publish()
+
+    def _require_whole(self, name: str, file: StoredFile) -> None:
+        """Before anything is published: the folder may be one that not all machines share."""
+        size = (self._aside / name).size
+        if size != file.bytes:
+            held = "is not there" if size is None else f"has {size} of {file.bytes} bytes"
+            raise OSError(f"{self._aside / name} {held}, as rank 0 sees it")
 
     def _publish(self) -> None:
         if self._target.exists:  # a damaged one of the same step, since which the run went back

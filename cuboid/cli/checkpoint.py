@@ -125,7 +125,7 @@ def _prune(place: str, keep: int | None, dry_run: bool, as_json: bool) -> int:
     if str(found[0]) == str(locate(place)):
         raise UserError(f"{found[0]} is one checkpoint; prune takes a folder of them, use {found[0].parent}")
     with _progress("verifying", held_bytes(found[-1]), as_json) as watch:
-        going = superfluous(found[0].parent, keep, watch)
+        going = superfluous(found[0].parent, keep, watch=watch)
     freed = sum(held_bytes(checkpoint) for checkpoint in going)
     if not dry_run:
         for checkpoint in going:

@@ -25,10 +25,11 @@ def command(
     model: Annotated[str | None, typer.Option(help="Model in place of the run file's: a name or a TOML file.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="Change one field: training.steps=20.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew in a folder that holds a run.")] = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of the folder.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print only one JSON object, at the end.")] = False,
 ) -> None:
     """Train a model on a layout. Ranks of this machine are started here; under torchrun or Slurm this process joins.
+
+    The same command again goes on from the newest whole checkpoint, on any layout.
 
     Example: cuboid train examples/demo.toml --layout dp=4,pp=2 --set training.steps=20
     """
@@ -45,10 +46,12 @@ def command(
     speaks = place is None or place.rank == 0
     if speaks:
         check_data(run)
-        prepare_folder(run, overwrite, resume)
+        past = prepare_folder(run, overwrite)
         if not as_json:
             _announce(run)
-    start_training(run, quiet=as_json, resume=resume)
+            if past:
+                print(past, flush=True)
+    start_training(run, quiet=as_json)
     if speaks:
         _conclude(run, as_json)
 
@@ -68,6 +71,8 @@ def _announce(run: Run) -> None:
 def _conclude(run: Run, as_json: bool) -> None:
     folder = Path(run.output.folder)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    if not rows:  # all steps were done, and another folder holds what was said of them
+        return
     later = rows[1:] or rows  # the first step also pays for warming up
     summary = {
         "model": run.model.name,

@@ -33,15 +33,17 @@ def join(place: Place, device: torch.device) -> None:
     dist.init_process_group(backend, init_method=address, rank=place.rank, world_size=place.world_size)
 
 
-def run_rank(run: Run, quiet: bool = False, resume: bool = False) -> float:
+def run_rank(run: Run, quiet: bool = False) -> float:
     """Returns the last loss. A failure is also written into the run folder, under the rank's number."""
     place = find_place(os.environ) or Place(0, 1, 0, 1, "127.0.0.1", 0)
     try:
         torch.set_num_threads(run.training.threads_per_rank)
+        if run.training.deterministic:  # cuBLAS reads this when it starts
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         device = choose_device(run.training.device, place.local_rank)
         if place.world_size > 1:
             join(place, device)
-        loss = train(run, place.rank, device, quiet, resume)
+        loss = train(run, place.rank, device, quiet)
         if place.world_size > 1:
             dist.destroy_process_group()
         return loss
@@ -54,7 +56,7 @@ def run_rank(run: Run, quiet: bool = False, resume: bool = False) -> float:
         raise
 
 
-def run_started_rank(run: Run, quiet: bool = False, resume: bool = False) -> float:
+def run_started_rank(run: Run, quiet: bool = False) -> float:
     """A rank that the launcher of this machine started, and that ends with it."""
     follow_parent()
-    return run_rank(run, quiet, resume)
+    return run_rank(run, quiet)

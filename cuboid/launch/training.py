@@ -27,16 +27,16 @@ def check_machine(run: Run, place: Place | None) -> None:
         choose_device("cuda", 0)
 
 
-def start_training(run: Run, quiet: bool = False, resume: bool = False) -> float:
+def start_training(run: Run, quiet: bool = False) -> float:
     """Train and return the last loss."""
     if find_place(os.environ) is None and run.layout.world_size > 1:
-        return _launch(run, quiet, resume)
+        return _launch(run, quiet)
     from cuboid.launch.rank import run_rank
 
-    return run_rank(run, quiet, resume)
+    return run_rank(run, quiet)
 
 
-def _launch(run: Run, quiet: bool, resume: bool) -> float:
+def _launch(run: Run, quiet: bool) -> float:
     os.environ["OMP_NUM_THREADS"] = str(run.training.threads_per_rank)
     # All ranks are here: loopback works whatever the host's name resolves to.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
@@ -62,7 +62,7 @@ def _launch(run: Run, quiet: bool, resume: bool) -> float:
     )
     logging.disable(logging.ERROR)  # the agent tells at length what is said below in one sentence
     try:
-        losses = elastic_launch(config, run_started_rank)(run, quiet, resume)
+        losses = elastic_launch(config, run_started_rank)(run, quiet)
     except SignalException as stop:
         _stopped_by(stop.sigval)
     except ChildFailedError as error:

@@ -102,19 +102,25 @@ class OutputSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSpec:
-    """State kept on disk, from which any layout can go on: `cuboid train … --resume`."""
+    """State kept on disk, from which the same command goes on, on any layout."""
 
     every: int = 0
     """Steps between checkpoints, the last step always included; 0 is never."""
     keep: int = 2
     """How many of the newest stay."""
+    keep_every: int = 0
+    """Steps of which each multiple stays for ever; 0 is none."""
     folder: str = ""
     """A path, or a URL that fsspec reaches (s3://bucket/…); left out: `checkpoints` in the output folder."""
+    asynchronous: bool = True
+    """Train on while the state, once copied, is written."""
+    timeout_seconds: float = 1800.0
+    """How long ranks wait for each other, and the training for a save, before that save is given up with a warning."""
 
     def __post_init__(self) -> None:
         check_types(self, "checkpoint")
-        _require_in_range(self, "checkpoint", ("every",), low=0)
-        _require_in_range(self, "checkpoint", ("keep",), low=1)
+        _require_in_range(self, "checkpoint", ("every", "keep_every"), low=0)
+        _require_in_range(self, "checkpoint", ("keep", "timeout_seconds"), low=1)
 
     def is_due(self, done: int, steps: int) -> bool:
         """Whether the state is kept after so many of the steps."""

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import tomllib
 from pathlib import Path
 
+from cuboid.checkpoint.folder import clear, newest_whole
 from cuboid.checkpoint.location import Location, locate
+from cuboid.data.opened import data_identity
 from cuboid.errors import UserError
-from cuboid.spec.run import Run, dump_run, load_run
+from cuboid.spec.run import Run, build_run, dump_run, load_run
 
 RUN_FILE = "run.toml"
 WRITTEN = ("metrics.jsonl", "timing-*.jsonl")
@@ -33,41 +36,56 @@ def check_same_training(old: Run, new: Run) -> None:
     for name, (before, now) in fixed.items():
         if before != now:
             pair = f"{name}={now} is not {before}," if isinstance(now, int | str) else f"{name} is not that"
-            raise UserError(f"{pair} of the run in {new.output.folder}; use the same {name}, or another output.folder")
+            raise UserError(
+                f"{pair} of the run in {new.output.folder}; use the same {name}, another output.folder, or --overwrite "
+                f"to start anew"
+            )
 
 
-def prepare_folder(run: Run, overwrite: bool = False, resume: bool = False) -> Path:
-    """Claim the run's folder before any process starts."""
+def prepare_folder(run: Run, overwrite: bool = False) -> str:
+    """Claim the run's folder before any process starts. Another training there is refused by name, the same one goes
+    on; returns what there is to say of its past."""
     folder = Path(run.output.folder)
-    if resume and overwrite:
-        raise UserError("--resume goes on with a run and --overwrite removes it; use one of them")
+    said = ""
     try:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"output.folder={folder} is a file; use the name of a folder")
-        if (folder / RUN_FILE).exists():
-            if resume:
-                check_same_training(load_run(folder / RUN_FILE), run)
-                _remove(folder, REPORTS)  # what ended the run before is not what ends it now
-            elif overwrite:
-                _clear(run, folder)
-            else:
-                raise UserError(
-                    f"output.folder={folder} already holds a run; use another folder, --resume to go on with it, "
-                    f"or --overwrite to start it anew"
-                )
+        if overwrite:
+            _clear(run, folder)
+        else:
+            said = _check_past(run, folder)
+            _remove(folder, REPORTS)  # what ended the run before is not what ends it now
         folder.mkdir(parents=True, exist_ok=True)
         aside = folder / f".{RUN_FILE}.{os.getpid()}"
         aside.write_text(dump_run(run))
         shutil.move(aside, folder / RUN_FILE)
     except OSError as error:
         raise UserError(f"output.folder={folder} cannot be written: {error.strerror}; use another folder") from None
-    return folder
+    return said
+
+
+def _check_past(run: Run, folder: Path) -> str:
+    """Refuse what the folder, or the checkpoints there are, cannot go on with."""
+    known = (folder / RUN_FILE).exists()
+    if known:
+        check_same_training(load_run(folder / RUN_FILE), run)
+    _, manifest, _ = newest_whole(checkpoint_folder(run), contents=False)
+    if manifest is None:
+        return f"{folder} has no whole checkpoint: starting anew from step 0" if known else ""
+    check_same_training(build_run(tomllib.loads(manifest.run)), run)
+    if manifest.data != data_identity(run):
+        sources = ", ".join(run.data.sources)
+        raise UserError(
+            f"data.source={sources} holds other samples than it did when step {manifest.step} was saved in "
+            f"{checkpoint_folder(run)}; use the same data, another output.folder, or --overwrite"
+        )
+    return ""
 
 
 def _clear(run: Run, folder: Path) -> None:
     for pattern in (*WRITTEN, REPORTS):
         _remove(folder, pattern)
-    checkpoint_folder(run).remove()
+    clear(checkpoint_folder(run))
 
 
 def _remove(folder: Path, pattern: str) -> None:

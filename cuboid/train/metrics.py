@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from cuboid.checkpoint.saver import SaveReport
 from cuboid.parallel.pipeline import TimedAction
 from cuboid.spec.run import Run
 from cuboid.train.step import StepResult
@@ -33,7 +37,7 @@ class Metrics:
         folder = Path(self._run.output.folder)
         folder.mkdir(parents=True, exist_ok=True)
         if self._run.output.keep_timing:
-            self._timing = (folder / f"timing-{self._rank:05d}.jsonl").open("w")
+            self._timing = self._continued(folder / f"timing-{self._rank:05d}.jsonl")
         if self._rank == 0:
             self._file = self._continued(folder / "metrics.jsonl")
             console = Console(file=sys.stdout)
@@ -47,9 +51,8 @@ class Metrics:
     def _continued(self, path: Path) -> TextIO:
         """Rows of steps that will be done again are dropped."""
         rows = path.read_text().splitlines(keepends=True) if self._done and path.exists() else []
-        file = path.open("w")
-        file.writelines(row for row in rows if row.endswith("\n") and json.loads(row)["step"] <= self._done)
-        return file
+        _replace(path, [row for row in rows if row.endswith("\n") and json.loads(row)["step"] <= self._done])
+        return path.open("a")
 
     def __exit__(self, *_: object) -> None:
         if self._progress is not None:
@@ -66,8 +69,10 @@ class Metrics:
         seconds: float,
         timing: list[TimedAction],
         held_out: float | None = None,
+        saves: Sequence[SaveReport] = (),
     ) -> None:
-        """`held_out`: the loss on validation data, where this step was followed by an evaluation."""
+        """`held_out`: the loss on validation data, where this step was followed by an evaluation. `saves`: those that
+        ended since the last step."""
         if self._timing is not None:
             actions = [[str(timed.action), timed.start, timed.end] for timed in timing]
             self._timing.write(json.dumps({"step": step + 1, "actions": actions}) + "\n")
@@ -89,12 +94,29 @@ class Metrics:
             row["validation_loss"] = held_out
         # JSON has no word for what is not a number.
         kept = {key: value if math.isfinite(value) else None for key, value in row.items()}
+        if saves:
+            kept["checkpoints"] = [asdict(save) for save in saves]
         self._file.write(json.dumps(kept) + "\n")
         self._file.flush()
+        _warn_of(saves)
         if not self._quiet:
-            self._show(row)
+            self._show(row, saves)
 
-    def _show(self, row: dict[str, Any]) -> None:
+    def add_saves(self, saves: Sequence[SaveReport]) -> None:
+        """Those that ended after the last row, which stands in the file already: a published checkpoint has its row."""
+        if self._file is None or not saves:
+            return
+        _warn_of(saves)
+        if not self._quiet:
+            print("".join(map(_shown, saves)).strip(), flush=True)
+        self._file.close()
+        path = Path(self._run.output.folder) / "metrics.jsonl"
+        *rows, last = path.read_text().splitlines(keepends=True)
+        row = json.loads(last)
+        row["checkpoints"] = row.get("checkpoints", []) + [asdict(save) for save in saves]
+        _replace(path, [*rows, json.dumps(row) + "\n"])
+
+    def _show(self, row: dict[str, Any], saves: Sequence[SaveReport]) -> None:
         step, steps = row["step"], self._run.training.steps
         line = (
             f"step {step:>{len(str(steps))}}/{steps}  loss {row['loss']:.4f}  "
@@ -102,9 +124,10 @@ class Metrics:
         )
         if "validation_loss" in row:
             line += f"  validation {row['validation_loss']:.4f}"
+        line += "".join(map(_shown, saves))
         if not row["finite"]:
             line += "  not finite: update left out on all ranks"
-        notable = not row["finite"] or "validation_loss" in row
+        notable = not row["finite"] or "validation_loss" in row or any(save.bytes for save in saves)
         due = step % self._run.output.log_every == 0 or step == steps or notable
         if self._progress is not None:
             if due:
@@ -112,3 +135,23 @@ class Metrics:
             self._progress.update(self._task, completed=step)
         elif due:
             print(line, flush=True)
+
+
+def _shown(save: SaveReport) -> str:
+    if not save.bytes:
+        return ""
+    size = f"{save.bytes / 1e6:,.1f} MB in {save.write_seconds:.2f} s"
+    return f"  checkpoint {save.step} ({size}, waited {save.stall_seconds:.2f} s)"
+
+
+def _warn_of(saves: Sequence[SaveReport]) -> None:
+    for save in saves:
+        if save.warning:
+            print(f"warning: {save.warning}; the training goes on", file=sys.stderr, flush=True)
+
+
+def _replace(path: Path, rows: list[str]) -> None:
+    """All at once: whoever is killed here leaves the old rows or the new ones."""
+    aside = path.with_name(f".{path.name}.writing")
+    aside.write_text("".join(rows))
+    os.replace(aside, path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -47,10 +48,16 @@ def compute_gradients(engine: Engine, micro_batches: list[MicroBatch]) -> StepRe
 
 
 def train_step(
-    engine: Engine, optimizer: Optimizer, micro_batches: list[MicroBatch], learning_rate: float
+    engine: Engine,
+    optimizer: Optimizer,
+    micro_batches: list[MicroBatch],
+    learning_rate: float,
+    before_update: Callable[[], None] | None = None,
 ) -> StepResult:
     """A step whose loss or gradient is not finite is left out on every rank alike: all see the same numbers."""
     result = compute_gradients(engine, micro_batches)
+    if before_update is not None:
+        before_update()
     if result.is_finite:
         optimizer.step(learning_rate, result.gradient_norm, engine.run.training.gradient_clip)
     return result

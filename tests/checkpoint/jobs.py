@@ -25,7 +25,7 @@ def train_part(rank: int, run: Run, folder: str, start: int, stop: int, source: 
     engine = build_engine(run, rank, CPU)
     optimizer = Optimizer(engine, run.optimizer)
     if source is not None:
-        load(engine, optimizer, Path(source), start)
+        load(engine, optimizer, source)
     losses = []
     for step in range(start, stop):
         batches = micro_batches(make_source(run), run, step, engine.groups.coordinates.dp, CPU)

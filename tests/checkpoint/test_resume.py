@@ -5,14 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from torch.distributed.checkpoint import Metadata
-from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from cuboid.checkpoint.folder import checkpoint_path
-from cuboid.checkpoint.location import Location
 from cuboid.checkpoint.manifest import MANIFEST
-from cuboid.checkpoint.reader import Reader
+from cuboid.checkpoint.whole import whole_tensors
 from cuboid.launch.pool import Pool
 from tests.parallel.cases import small_run
 
@@ -21,22 +17,6 @@ CHAINS = [
     ("tiny-qwen3", ["tp=4,zero=1,dp=2", "pp=3,schedule=zb1p", "dp=4,zero=2,shard=2"]),
     ("tiny-gpt2", ["pp=2,schedule=interleaved,dp=2,zero=3", "tp=8", "dp=3,zero=1"]),
 ]
-
-
-def whole_tensors(checkpoint: Location) -> dict[str, torch.Tensor]:
-    reader = Reader(checkpoint)
-    metadata: Metadata = reader.read_metadata()
-    result = {}
-    for name, entry in metadata.state_dict_metadata.items():
-        full = torch.full(entry.size, float("nan"), dtype=torch.float64)
-        for chunk in entry.chunks:
-            key = MetadataIndex(name, chunk.offsets)
-            file, position, lengths = metadata.storage_data[key]
-            content = bytearray((checkpoint / file).read()[position : position + 8 * lengths.numel()])
-            values = torch.frombuffer(content, dtype=torch.float64).view(chunk.sizes)
-            full[tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))] = values
-        result[name] = full
-    return result
 
 
 @pytest.mark.parametrize(("model", "chain"), CHAINS)

@@ -79,8 +79,9 @@ def test_four_ranks(tmp_path: Path) -> None:
 
 
 def test_json_and_a_run_file_from_another_folder(tmp_path: Path) -> None:
-    """The file the run left behind trains again, elsewhere, to the same loss; --overwrite starts it anew."""
-    first = run(train("--layout", "tp=2", "--json"), tmp_path)
+    """The same command again goes on, here with nothing; another training is refused; --overwrite starts anew."""
+    command = train("--layout", "tp=2", "--json", "--set", "checkpoint.every=2")
+    first = run(command, tmp_path)
     assert (first.returncode, first.stderr) == (0, "")
     summary = json.loads(first.stdout)
     metrics = rows(tmp_path / "runs/default/metrics.jsonl")
@@ -94,19 +95,25 @@ def test_json_and_a_run_file_from_another_folder(tmp_path: Path) -> None:
         "last_loss": metrics[-1]["loss"],
         "folder": "runs/default",
     }
-    again = [*train("runs/default/run.toml", "--json", fields=["training.steps=2"])]
+    done = run(command, tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, first.stdout, "")
+    again = [*train("runs/default/run.toml", "--json", fields=["training.steps=2", "training.seed=7"])]
     refused = run(again, tmp_path)
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert "already holds a run" in refused.stderr
+    assert "training.seed=7 is not 0, of the run in runs/default; use the same training.seed, ano" in refused.stderr
+    again = [*train("runs/default/run.toml", "--json", fields=["training.steps=2"])]
     assert len(rows(tmp_path / "runs/default/metrics.jsonl")) == 3
     assert run([*again, "--overwrite"], tmp_path).returncode == 0
     repeated = rows(tmp_path / "runs/default/metrics.jsonl")
     assert [row["loss"] for row in repeated] == [row["loss"] for row in metrics[:1]] + [repeated[1]["loss"]]
     assert len(repeated) == 2
+    kept = sorted(path.name for path in (tmp_path / "runs/default/checkpoints").iterdir())
+    assert kept == ["step-00000002"], "those of the old run are gone"
 
 
 def test_joins_the_ranks_of_torchrun(tmp_path: Path) -> None:
-    alone = run(train("--layout", "pp=2", "--json", "--set", "output.folder=started"), tmp_path)
+    here = ("--set", "output.folder=started", "--set", "checkpoint.every=3")
+    alone = run(train("--layout", "pp=2", "--json", *here), tmp_path)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     joined = run([*launcher, *train("--layout", "pp=2")], tmp_path)
     assert joined.returncode == 0, joined.stderr
@@ -114,6 +121,9 @@ def test_joins_the_ranks_of_torchrun(tmp_path: Path) -> None:
     assert joined.stdout.startswith("tiny-llama: 427,456 parameters on 2 ranks")
     assert rows(tmp_path / "runs/default/metrics.jsonl")[-1]["loss"] == json.loads(alone.stdout)["last_loss"]
     assert sorted(path.name for path in (tmp_path / "runs/default").iterdir()) == ["metrics.jsonl", "run.toml"]
+    longer = run([*launcher, *train("--layout", "dp=2", *here, fields=[*SHORT, "training.steps=4"])], tmp_path)
+    assert "resuming after step 3, written on dp=1,tp=1,pp=2" in longer.stdout, longer.stderr
+    assert [row["step"] for row in rows(tmp_path / "started/metrics.jsonl")] == [1, 2, 3, 4]
 
 
 class Training:

@@ -155,16 +155,13 @@ def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_a_folder_that_holds_another_run(capsys: pytest.CaptureFixture[str]) -> None:
     held = Path("runs/default/run.toml")
     held.parent.mkdir(parents=True)
-    held.write_text("# another run\n")
+    held.write_text('model = "tiny-gpt2"\n')
     sentence = refused(capsys, "--layout", "dp=2")
     assert sentence == (
-        "output.folder=runs/default already holds a run; use another folder, --resume to go on with it, "
-        "or --overwrite to start it anew"
+        "model is not that of the run in runs/default; use the same model, another output.folder, or --overwrite "
+        "to start anew"
     )
-    assert held.read_text() == "# another run\n"
-    assert refused(capsys, "--resume", "--overwrite").startswith(
-        "--resume goes on with a run and --overwrite removes it"
-    )
+    assert held.read_text() == 'model = "tiny-gpt2"\n'
 
 
 def test_a_folder_that_is_a_file_or_below_one(capsys: pytest.CaptureFixture[str]) -> None:

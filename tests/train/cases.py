@@ -21,7 +21,3 @@ def short_run(layout: str, folder: str, *overrides: str, model: str = "tiny-llam
 
 def train_rank(rank: int, run: Run) -> float:
     return train(run, rank, torch.device("cpu"), quiet=True)
-
-
-def resume_rank(rank: int, run: Run) -> float:
-    return train(run, rank, torch.device("cpu"), quiet=True, go_on=True)

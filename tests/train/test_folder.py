@@ -18,7 +18,8 @@ def run_in(folder: Path, steps: int = 5) -> Run:
 
 def test_the_folder_is_made_and_holds_the_run(tmp_path: Path) -> None:
     run = run_in(tmp_path / "a" / "b")
-    folder = prepare_folder(run)
+    assert prepare_folder(run) == ""
+    folder = tmp_path / "a" / "b"
     assert load_run(folder / "run.toml") == run
     assert [path.name for path in folder.iterdir()] == ["run.toml"], "nothing aside is left"
 
@@ -29,15 +30,13 @@ def test_a_folder_without_a_run_may_hold_other_files(tmp_path: Path) -> None:
     assert (tmp_path / "notes.txt").read_text() == "mine\n"
 
 
-def test_a_second_run_is_refused_and_the_first_unharmed(tmp_path: Path) -> None:
+def test_another_run_is_refused_and_the_first_unharmed(tmp_path: Path) -> None:
     first = run_in(tmp_path)
     prepare_folder(first)
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    for second in (first, run_in(tmp_path, steps=6)):
-        with pytest.raises(
-            UserError, match="already holds a run; use another folder, --resume to go on with it, or --over"
-        ):
-            prepare_folder(second)
+    second = build_run({"model": "tiny-gpt2"}, [f"output.folder={tmp_path}"])
+    with pytest.raises(UserError, match=r"model is not that of the run in .*, another output.folder, or --overwrite"):
+        prepare_folder(second)
     assert load_run(tmp_path / "run.toml") == first
     assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
 
@@ -72,7 +71,8 @@ def test_a_folder_that_may_not_be_written(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     try:
         if os.access(tmp_path, os.W_OK):  # root may write everywhere
-            assert prepare_folder(run_in(tmp_path / "run")).is_dir()
+            prepare_folder(run_in(tmp_path / "run"))
+            assert (tmp_path / "run").is_dir()
         else:
             with pytest.raises(UserError, match="cannot be written: Permission denied"):
                 prepare_folder(run_in(tmp_path / "run"))
@@ -84,6 +84,7 @@ def test_going_on_forgets_what_ended_the_run_before(tmp_path: Path) -> None:
     prepare_folder(run_in(tmp_path))
     for name in ("metrics.jsonl", "failure-00003.txt"):
         (tmp_path / name).write_text("old\n")
-    prepare_folder(run_in(tmp_path, steps=9), resume=True)
+    said = prepare_folder(run_in(tmp_path, steps=9))
+    assert said == f"{tmp_path} has no whole checkpoint: starting anew from step 0"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "run.toml"]
     assert load_run(tmp_path / "run.toml").training.steps == 9

@@ -29,7 +29,7 @@ def test_a_stopped_training_goes_on_in_another_layout(pool: Pool, tmp_path: Path
     with (tmp_path / "parts" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "loss": 0.0}\n{"step": 7, "lo')
     second = short_run("dp=2,pp=2,zero=3,schedule=zbv", str(tmp_path / "parts"), *common, "training.steps=7")
-    pool.run("tests.train.cases:resume_rank", (second,), ranks=4)
+    pool.run("tests.train.cases:train_rank", (second,), ranks=4)
     expected, seen = rows(tmp_path / "whole"), rows(tmp_path / "parts")
     assert [row["step"] for row in seen] == list(range(1, 8))
     assert [row["loss"] for row in seen] == pytest.approx([row["loss"] for row in expected], rel=1e-9)
@@ -44,7 +44,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_written_anew(pool: Pool, tmp_pa
     content[7] ^= 1
     victim.write_bytes(content)
     before = [row["loss"] for row in rows(tmp_path)]
-    pool.run("tests.train.cases:resume_rank", (run,), ranks=2)
+    pool.run("tests.train.cases:train_rank", (run,), ranks=2)
     assert [row["loss"] for row in rows(tmp_path)] == before
     assert verify(victim.parent).step == 4
 
@@ -60,8 +60,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_written_anew(pool: Pool, tmp_pa
 def test_another_training_cannot_go_on(tmp_path: Path, override: str, field: str) -> None:
     prepare_folder(short_run("dp=1", str(tmp_path)))
     with pytest.raises(UserError, match=field):
-        prepare_folder(short_run("dp=1", str(tmp_path), override), resume=True)
-    prepare_folder(short_run("dp=2,tp=2", str(tmp_path), "training.steps=40"), resume=True)
+        prepare_folder(short_run("dp=1", str(tmp_path), override))
+    prepare_folder(short_run("dp=2,tp=2", str(tmp_path), "training.steps=40"))
 
 
 @pytest.mark.parametrize("layout", ["dp=2,tp=2", "pp=4,schedule=interleaved", "dp=2,pp=2,schedule=zbv,zero=3"])
