@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cuboid.cli.communication_table import as_rows, show
 from cuboid.data.opened import check_data
 from cuboid.launch.place import find_place
 from cuboid.launch.training import check_machine, start_training
@@ -14,6 +15,7 @@ from cuboid.plan.partition import partition
 from cuboid.spec.load import read_toml
 from cuboid.spec.run import Run, build_run
 from cuboid.spec.supported import check_supported
+from cuboid.train.communication import summarize
 from cuboid.train.folder import prepare_folder
 
 
@@ -25,6 +27,9 @@ def command(
     model: Annotated[str | None, typer.Option(help="Model in place of the run file's: a name or a TOML file.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="Change one field: training.steps=20.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew in a folder that holds a run.")] = False,
+    count_communication: Annotated[
+        bool, typer.Option("--count-communication", help="Count what ranks exchange, beside what is predicted.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print only one JSON object, at the end.")] = False,
 ) -> None:
     """Train a model on a layout. Ranks of this machine are started here; under torchrun or Slurm this process joins.
@@ -39,7 +44,8 @@ def command(
     if model is not None:  # what the run file names lies beside it, what the command line names lies here
         here = Path(model).is_file() or (Path(model) / "config.json").is_file()
         table["model"] = str(Path(model).absolute()) if here else model
-    run = build_run(table, overrides or [], folder=file.parent if file is not None else Path())
+    changes = [*(overrides or ()), *(["output.count_communication=true"] if count_communication else ())]
+    run = build_run(table, changes, folder=file.parent if file is not None else Path())
     check_supported(run)
     place = find_place(os.environ)
     check_machine(run, place)
@@ -74,7 +80,7 @@ def _conclude(run: Run, as_json: bool) -> None:
     if not rows:  # all steps were done, and another folder holds what was said of them
         return
     later = rows[1:] or rows  # the first step also pays for warming up
-    summary = {
+    summary: dict[str, Any] = {
         "model": run.model.name,
         "layout": str(run.layout),
         "world_size": run.layout.world_size,
@@ -84,8 +90,13 @@ def _conclude(run: Run, as_json: bool) -> None:
         "tokens_per_second": sum(row["tokens"] for row in later) / sum(row["seconds"] for row in later),
         "folder": str(folder),
     }
+    exchanged = summarize(run) if run.output.count_communication else None
     if as_json:
+        if exchanged is not None:
+            summary |= {"communication": as_rows(exchanged), "unforeseen": exchanged.unforeseen}
         print(json.dumps(summary))
     else:
+        if exchanged is not None:
+            show(exchanged)
         first, last = ("not finite" if row["loss"] is None else f"{row['loss']:.4f}" for row in (rows[0], rows[-1]))
         print(f"loss {first} → {last} in {len(rows)} steps")

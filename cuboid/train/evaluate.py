@@ -23,4 +23,6 @@ def evaluate(engine: Engine, batches: Iterable[list[MicroBatch]]) -> float:
             loss += summed
             tokens += sum(int((share.labels != IGNORED).sum()) for share in shares)
     total, count = all_reduce(torch.stack((loss, tokens)), engine.groups.world).tolist()
+    if engine.ledger is not None:
+        engine.ledger.take()  # what it exchanged is no part of a step
     return total / count if count else float("nan")

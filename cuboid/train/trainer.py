@@ -13,6 +13,7 @@ from cuboid.data.loader import evaluation_batches, micro_batches
 from cuboid.data.source import make_source, make_validation_source
 from cuboid.parallel.apply import build_engine
 from cuboid.spec.run import Run
+from cuboid.train.communication import CommunicationLog
 from cuboid.train.evaluate import evaluate
 from cuboid.train.folder import checkpoint_folder
 from cuboid.train.learning_rate import learning_rate
@@ -34,12 +35,13 @@ def train(run: Run, rank: int, device: torch.device, quiet: bool = False) -> flo
     done = resume(engine, optimizer, folder, group, quiet)
     saver = Saver(engine, optimizer, folder, group) if run.checkpoint.every else None
     loss = float("nan")
-    with Metrics(run, rank, quiet, done) as metrics:
+    with Metrics(run, rank, quiet, done) as metrics, CommunicationLog(run, rank, engine.ledger) as communication:
         for step in range(done, run.training.steps):
             start = time.perf_counter()
             rate = learning_rate(run.learning_rate, step, run.training.steps)
             batches = micro_batches(source, run, step, replica, device)
             result = train_step(engine, optimizer, batches, rate, saver.before_update if saver else None)
+            communication.record(step)
             loss = result.loss
             seconds = time.perf_counter() - start
             held_out = None

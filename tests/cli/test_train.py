@@ -213,3 +213,21 @@ def test_ranks_end_when_the_command_is_killed(training: Training) -> None:
     training.command.kill()
     training.end()
     training.assert_nothing_is_left()
+
+
+def test_communication_is_counted_beside_the_prediction(tmp_path: Path) -> None:
+    """Evaluation also exchanges, and does not count."""
+    fields = [*SHORT, "evaluation.every=1", "data.validation_fraction=0.1"]
+    finished = run(train("--layout", "dp=2,tp=2,zero=1", "--count-communication", fields=fields), tmp_path)
+    assert (finished.returncode, finished.stderr) == (0, "")
+    shown = finished.stdout.splitlines()
+    assert shown[-2] == "counted as predicted, to the byte, on 4 ranks"
+    table = {tuple(line.split()[:2]): line.split()[2:] for line in shown if "all-gather" in line or "scatter" in line}
+    assert set(table) == {(group, kind) for group in ("tp", "shard") for kind in ("all-gather", "reduce-scatter")}
+    assert all(found[2] == found[4] for found in table.values()), "bytes counted and predicted"
+
+    folder = tmp_path / "runs" / "default"
+    for rank in range(4):
+        steps = rows(folder / f"communication-{rank:05d}.jsonl")
+        assert [row["step"] for row in steps] == [1, 2, 3]
+        assert steps[0]["exchanges"] == steps[1]["exchanges"] == steps[2]["exchanges"]

@@ -13,6 +13,8 @@ from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.launch.pool import Pool
 from cuboid.parallel.apply import build_engine
+from cuboid.plan.exchanges import predicted_ledger
+from cuboid.spec.ledger import differences
 from cuboid.spec.run import Run
 from cuboid.train.optimizer import Optimizer
 from cuboid.train.step import train_step
@@ -78,6 +80,30 @@ def poisoned_step(rank: int, run: Run) -> tuple[bool, bool]:
     result = train_step(engine, optimizer, batches, 1e-3)
     unchanged = all(torch.equal(old, piece.master) for old, piece in zip(before, optimizer.pieces, strict=True))
     return result.is_finite, unchanged
+
+
+def unforeseen(rank: int, run: Run) -> list[str]:
+    """Where what a rank exchanged in any step is not what the planner counts."""
+    engine = build_engine(with_output(run, count_communication=True), rank, CPU)
+    assert engine.ledger is not None
+    optimizer = Optimizer(engine, run.optimizer)
+    source = make_source(run)
+    found: list[str] = []
+    for step in range(run.training.steps):
+        train_step(engine, optimizer, micro_batches(source, run, step, engine.groups.coordinates.dp, CPU), 1e-3)
+        found += differences(engine.ledger.take(), predicted_ledger(run, rank))
+    return found
+
+
+def unledgered(rank: int, run: Run) -> bool:
+    engine = build_engine(run, rank, CPU)
+    return engine.ledger is None and engine.groups.data.ledger is None
+
+
+def unit_layout(rank: int, run: Run) -> dict[str, tuple[int, list[tuple[str, tuple[int, ...]]]]]:
+    """Unit -> how often a micro-batch uses it, and its parameters in the order of its buffer."""
+    engine = build_engine(run, rank, CPU)
+    return {unit.name: (unit.uses, [(part.name, part.full_shape) for part in unit.parts]) for unit in engine.units}
 
 
 def timed_actions(rank: int, run: Run) -> list[str]:

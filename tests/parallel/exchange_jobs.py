@@ -14,6 +14,7 @@ from torch import Tensor
 from cuboid.parallel import collectives
 from cuboid.parallel.groups import Group
 from cuboid.parallel.local import SLOT_BYTES, connect, machine_identity, sum_rows
+from cuboid.spec.ledger import Ledger
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "int64": torch.int64}
 NAME = "cuboid-"
@@ -149,3 +150,16 @@ def row_sums(rank: int) -> tuple[float, float]:
     """bf16 is summed in float32: 1 + 2^-8 + 2^-8 is lost when rounded after each addition."""
     rows = torch.tensor([[1.0], [2**-8], [2**-8]], dtype=torch.bfloat16)
     return sum_rows(rows).item(), sum_rows(rows.double()).item()
+
+
+def counted(rank: int, local: bool) -> list[dict[str, object]]:
+    """What the ledger says of one collective of each kind, twelve float32 each."""
+    ledger = Ledger()
+    group = replace(world(None, local), dimension="tp", ledger=ledger)
+    collectives.all_reduce(torch.zeros(12), group)
+    collectives.all_reduce_maximum(torch.zeros(12), group)
+    collectives.all_gather(torch.zeros(12 // group.size), group)
+    collectives.reduce_scatter(torch.zeros(12), group)
+    if group.local is not None:
+        group.local.close()
+    return ledger.rows()

@@ -1,0 +1,67 @@
+"""What the engine exchanges is what the planner counts, to the byte, on every rank.
+
+Layouts in float64 are held to it by every test of equality (`assert_equal`); here is the rest."""
+
+from __future__ import annotations
+
+import pytest
+
+from cuboid.launch.pool import Pool
+from cuboid.plan.exchanges import predicted_ledger
+from cuboid.plan.parameters import units
+from cuboid.plan.partition import partition
+from cuboid.spec.ledger import Ledger
+from tests.parallel.cases import small_run
+
+
+@pytest.mark.parametrize("precision", ["bf16", "float32"])
+@pytest.mark.parametrize(
+    ("layout", "overrides"),
+    [
+        ("dp=2,tp=2,pp=2,zero=0", ["model.tie_embeddings=true", "model.vocab=259"]),
+        ("dp=4,pp=2,zero=1,shard=2", ["model.tie_embeddings=true"]),
+        ("dp=4,tp=2,zero=2,shard=2,recompute=full", ["model.vocab=131"]),
+        ("dp=2,tp=4,zero=3,sequence_parallel=false,recompute=selective", ["model.kv_heads=2"]),
+        ("dp=2,pp=2,zero=3,schedule=dualpipev", ["model.tie_embeddings=true", "model.layers=5"]),
+        ("dp=4,zero=3,shard=1", []),
+    ],
+)
+def test_other_precisions(pool: Pool, layout: str, overrides: list[str], precision: str) -> None:
+    run = small_run(layout, f"training.precision={precision}", *overrides)
+    assert pool.run("tests.parallel.cases:unforeseen", (run,), ranks=run.layout.world_size) == [[]] * (
+        run.layout.world_size
+    )
+
+
+def test_shared_memory_and_gloo_count_alike(pool: Pool) -> None:
+    both = [pool.run("tests.parallel.exchange_jobs:counted", (local,), ranks=3) for local in (True, False)]
+    assert both[0] == both[1]
+    rows = {row["kind"]: (row["dimension"], row["ranks"], row["calls"], row["bytes"]) for row in both[0][2]}
+    assert rows == {
+        "all-gather": ("tp", 3, 1, 48),
+        "all-reduce": ("tp", 3, 2, 96),
+        "reduce-scatter": ("tp", 3, 1, 48),
+    }
+
+
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen3", "tiny-gpt2"])
+@pytest.mark.parametrize("layout", ["pp=2", "pp=2,schedule=zbv", "dp=1"])
+def test_the_planner_knows_every_parameter_and_its_place(pool: Pool, model: str, layout: str) -> None:
+    overrides = ["model.qkv_bias=true", "model.output_bias=true", "model.mlp_bias=true", "model.layers=5"]
+    run = small_run(layout, *overrides, model=model)
+    found = pool.run("tests.parallel.cases:unit_layout", (run,), ranks=run.layout.pp)
+    stages = partition(run.model, run.layout.stages, run.training.sequence)
+    for rank, held in enumerate(found):
+        mine = run.layout.stages_of(rank)
+        layers = [layer for stage in mine for layer in stages[stage]]
+        planned = units(run.model, layers, 0 in mine, run.layout.stages - 1 in mine)
+        assert {unit.name: (unit.uses, list(unit.shapes.items())) for unit in planned} == held
+
+
+def test_nothing_is_counted_unless_asked(pool: Pool) -> None:
+    run = small_run("dp=2")
+    assert pool.run("tests.parallel.cases:unledgered", (run,), ranks=2) == [True, True]
+
+
+def test_one_rank_exchanges_nothing() -> None:
+    assert predicted_ledger(small_run("dp=1"), 0) == Ledger()
