@@ -1,7 +1,7 @@
 """The calibrated numbers of the cost model, by accelerator, by fabric and by engine; each file names its sources."""
 
 import tomllib
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -141,6 +141,10 @@ class Engine:
     gradient_wire: float = 4.0
     """Bytes per gradient element on the wire."""
     parameter_wire: float = 2.0
+    activation_wire: float = 2.0
+    recompute_stops_early: bool = False
+    """Recomputation, selective too, runs a layer again up to its last product, so that every tensor-parallel exchange
+    forward but the last is repeated; else full recomputation repeats all of them, and selective none."""
     kept_hidden: float = 8.0
     """Bytes kept for backward per token and hidden element of a layer (split by sequence parallelism)."""
     kept_whole: float = 0.0
@@ -187,6 +191,10 @@ class Engine:
     """Tied embeddings in a pipeline with plain data parallelism fail at the start (nanotron's rows)."""
     usable: float = 0.97
     """Share of the accelerator's memory up to which a run survives."""
+
+    def in_precision(self, precision: str) -> "Engine":
+        """With what travels as wide as the precision makes it; narrower formats than 16 bits travel in 16."""
+        return replace(self, parameter_wire=4.0, activation_wire=4.0) if precision == "float32" else self
 
 
 def _table(file: str) -> dict[str, Any]:

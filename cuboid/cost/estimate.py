@@ -117,7 +117,7 @@ def estimate_many(
     model: ModelSpec, machine: Machine, jobs: Jobs, engine: Engine | str = "cuboid", precision: str = "bf16"
 ) -> Estimates:
     """What many layouts of one model cost: the core of a search."""
-    profile = engine_for(engine, machine.chip)
+    profile = engine_for(engine, machine.chip).in_precision(precision)
     return estimate_shapes(Shape.of(model), jobs, machine, profile, precision)
 
 

@@ -49,14 +49,14 @@ class LayerTimes:
 def _tensor(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs) -> Array:
     """Waiting for tensor-parallel collectives forward: two sums, or as much gathering and scattering."""
     members = group(fabric, jobs.tp, ONE)
-    reduced = all_reduce(fabric, 2 * jobs.tokens * shape.hidden, members)
+    reduced = all_reduce(fabric, engine.activation_wire * jobs.tokens * shape.hidden, members)
     lost = 2 * fabric.spill * (members.nodes - 1) ** 0.7
     return 2 * (reduced * (1 - engine.tensor_overlap) + lost)
 
 
 def _context(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs) -> Array:
     """Waiting for the keys and values of other context-parallel ranks."""
-    keys = 4 * jobs.tokens * jobs.cp * np.maximum(shape.kv_heads / jobs.tp, 1) * shape.head_dim
+    keys = 2 * engine.activation_wire * jobs.tokens * jobs.cp * np.maximum(shape.kv_heads / jobs.tp, 1) * shape.head_dim
     return all_gather(fabric, keys, group(fabric, jobs.cp, jobs.tp)) * (1 - engine.context_overlap)
 
 
@@ -65,7 +65,7 @@ def _expert(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs) -> Array:
     if not np.any(shape.experts > 0):
         return ZERO
     members = group(fabric, jobs.ep, ONE)
-    token = 2 * jobs.tokens / jobs.tp * shape.hidden
+    token = engine.activation_wire * jobs.tokens / jobs.tp * shape.hidden
     # Of a token's copies those to other nodes, or the other nodes that at least one of them goes to.
     apart = shape.top_k * (1 - 1 / members.nodes)
     distinct = (members.nodes - 1) * (1 - (1 - 1 / members.nodes) ** shape.top_k) if engine.expert_once else apart
@@ -90,16 +90,20 @@ def layer_times(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts:
     added = _host(engine, fabric, shape, jobs, crosses, precision)
     full, selective = jobs.recompute == 2, jobs.recompute == 1
     again = 1.0 + full
+    repeated_tensor = full * ONE
+    if engine.recompute_stops_early:
+        repeated_tensor = (full | selective) * np.where(jobs.sequence_parallel > 0, 0.75, 0.5)
 
-    def one(compute: Array, times: Array, expert: Array, floor: Array) -> Pass:
-        busy = compute + tensor * times + context * (2 * times - 1) + expert * times
-        return Pass(compute, tensor * times, context * (2 * times - 1), expert * times, np.maximum(floor - busy, 0.0))
+    def one(compute: Array, times: Array, tensor: Array, expert: Array, floor: Array) -> Pass:
+        busy = compute + tensor + context * (2 * times - 1) + expert * times
+        return Pass(compute, tensor, context * (2 * times - 1), expert * times, np.maximum(floor - busy, 0.0))
 
     def both(forward: Array, backward: Array, expert: Array, more: Array) -> tuple[Pass, Pass]:
         ahead = engine.host_forward + added + more
         back = engine.host_backward + added + more + np.where(full, ahead, 0.0)
         repeated = np.where(full, forward, np.where(selective, parts.attention_forward, 0.0))
-        return one(forward, ONE, expert, ahead), one(backward + repeated, again, expert, back)
+        backward_tensor = tensor * (1 + repeated_tensor)
+        return one(forward, ONE, tensor, expert, ahead), one(backward + repeated, again, backward_tensor, expert, back)
 
     routing = np.where(shape.experts > 0, engine.host_mixture, 0.0)
     expert = _expert(engine, fabric, shape, jobs)
@@ -114,4 +118,4 @@ def layer_times(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts:
 def transfer_bytes(shape: Shape, jobs: Jobs, engine: Engine) -> Array:
     """Bytes one rank sends to the next stage per micro-batch."""
     sliced = (jobs.sequence_parallel > 0) | engine.transfer_split
-    return np.asarray(2 * jobs.tokens * shape.hidden / np.where(sliced, jobs.tp, 1.0))
+    return np.asarray(engine.activation_wire * jobs.tokens * shape.hidden / np.where(sliced, jobs.tp, 1.0))

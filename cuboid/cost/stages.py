@@ -33,7 +33,7 @@ def stage_costs(
     layers: Sequence[int] | None = None,
 ) -> tuple[StageCosts, float]:
     """Seconds of one micro-batch on every stage, and of a transfer; `layers` says how many each stage holds."""
-    profile = engine_for(engine, machine.chip)
+    profile = engine_for(engine, machine.chip).in_precision(precision)
     shape, jobs = Shape.of(model), Jobs.of([layout], global_batch=global_batch, sequence=sequence)
     parts = kernels(shape, jobs, machine.chip, profile, precision)
     times = layer_times(shape, jobs, machine.fabric, profile, parts, precision)

@@ -65,7 +65,7 @@ class Question:
     @cached_property
     def profile(self) -> Engine:
         """The engine's profile; a process on CPUs has no device context and no buffers of collectives there."""
-        profile = engine_for(self.engine, self.machine.chip)
+        profile = engine_for(self.engine, self.machine.chip).in_precision(self.cost_precision)
         on_cpu = self.cluster.accelerator == "cpu"
         return replace(profile, fixed=min(profile.fixed, 0.25 * 2**30)) if on_cpu else profile
 
