@@ -37,6 +37,11 @@ def state_to_load(engine: Engine, optimizer: Moments) -> dict[str, Scattered]:
     return _state((piece for unit in engine.units for piece in unit.pieces()), optimizer)
 
 
+def weights_to_load(engine: Engine) -> dict[str, Scattered]:
+    """The parameters this rank keeps, by name."""
+    return {piece.part.name: _scattered(piece, piece.master) for unit in engine.units for piece in unit.pieces()}
+
+
 def _state(pieces: Iterable[Piece], optimizer: Moments) -> dict[str, Scattered]:
     state: dict[str, Scattered] = {}
     for piece in pieces:

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from keyword import iskeyword
 
 import typer
 
@@ -26,9 +27,10 @@ VERBS = {
     "data": "Build, show and verify stores of tokens.",
     "checkpoint": "List, verify, show, copy and prune checkpoints.",
     "models": "List the models Cuboid knows by name.",
+    "import": "Prepare a run that starts from a Hugging Face model.",
     "import-deepspeed": "Turn a DeepSpeed-style JSON into a run file.",
 }
-"""Verb -> what it does, in the order of the help; the file is named like the verb."""
+"""Verb -> what it does, in the order of the help; the file is named like the verb (import_ for import)."""
 
 HELP = "Plan and train language models with data × tensor × pipeline parallelism."
 
@@ -83,9 +85,13 @@ def _application(verb: str | None) -> Callable[..., object]:
     )
     application.callback(help=HELP)(_options)
     for name, summary in VERBS.items():
-        command = import_module(f"cuboid.cli.{name.replace('-', '_')}").command if name == verb else _name_only
+        command = import_module(f"cuboid.cli.{module_of(name)}").command if name == verb else _name_only
         application.command(name, help=None if name == verb else summary, short_help=summary)(command)
     return application
+
+
+def module_of(verb: str) -> str:
+    return f"{verb}_" if iskeyword(verb) else verb.replace("-", "_")
 
 
 def _name_only() -> None:

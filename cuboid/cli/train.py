@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,7 +17,7 @@ from cuboid.spec.load import read_toml
 from cuboid.spec.run import Run, build_run
 from cuboid.spec.supported import check_supported
 from cuboid.train.communication import summarize
-from cuboid.train.folder import prepare_folder
+from cuboid.train.folder import checkpoint_folder, prepare_folder
 
 
 def command(
@@ -52,7 +53,10 @@ def command(
     speaks = place is None or place.rank == 0
     if speaks:
         check_data(run)
+        notes = _check_start(run, overwrite)
         past = prepare_folder(run, overwrite)
+        for note in notes:
+            print(f"note: {note}", file=sys.stderr)
         if not as_json:
             _announce(run)
             if past:
@@ -60,6 +64,14 @@ def command(
     start_training(run, quiet=as_json)
     if speaks:
         _conclude(run, as_json)
+
+
+def _check_start(run: Run, overwrite: bool) -> list[str]:
+    if not run.training.start_from:
+        return []
+    from cuboid.checkpoint.start import check_start  # here, because it brings torch, for which others need not wait
+
+    return check_start(run, checkpoint_folder(run), overwrite)
 
 
 def _announce(run: Run) -> None:

@@ -39,6 +39,9 @@ class TrainingSpec:
     """Largest global gradient norm; 0 turns clipping off."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads_per_rank: int = 1
+    start_from: str = ""
+    """Weights to begin with: hf:FOLDER of Hugging Face, or a run of Cuboid, its checkpoints or one of them. Left out:
+    random ones."""
 
     def __post_init__(self) -> None:
         check_types(self, "training")

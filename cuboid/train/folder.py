@@ -28,6 +28,7 @@ def check_same_training(old: Run, new: Run) -> None:
         "training.global_batch": (old.training.global_batch, new.training.global_batch),
         "training.sequence": (old.training.sequence, new.training.sequence),
         "training.seed": (old.training.seed, new.training.seed),
+        "training.start_from": (old.training.start_from, new.training.start_from),
         "training.precision": (old.training.precision, new.training.precision),
         "model": (old.model, new.model),
         "data": (old.data, new.data),

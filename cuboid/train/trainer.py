@@ -9,6 +9,7 @@ import torch
 from cuboid.checkpoint.resume import resume
 from cuboid.checkpoint.save import deadline_group
 from cuboid.checkpoint.saver import Saver
+from cuboid.checkpoint.start import start
 from cuboid.data.loader import evaluation_batches, micro_batches
 from cuboid.data.source import make_source, make_validation_source
 from cuboid.parallel.apply import build_engine
@@ -34,16 +35,18 @@ def train(run: Run, rank: int, device: torch.device, quiet: bool = False) -> flo
     folder, group = checkpoint_folder(run), deadline_group(run.checkpoint.timeout_seconds)
     done = resume(engine, optimizer, folder, group, quiet)
     saver = Saver(engine, optimizer, folder, group) if run.checkpoint.every else None
+    if run.training.start_from and not done:
+        start(engine, run.training.start_from, quiet)
     loss = float("nan")
     with Metrics(run, rank, quiet, done) as metrics, CommunicationLog(run, rank, engine.ledger) as communication:
         for step in range(done, run.training.steps):
-            start = time.perf_counter()
+            began = time.perf_counter()
             rate = learning_rate(run.learning_rate, step, run.training.steps)
             batches = micro_batches(source, run, step, replica, device)
             result = train_step(engine, optimizer, batches, rate, saver.before_update if saver else None)
             communication.record(step)
             loss = result.loss
-            seconds = time.perf_counter() - start
+            seconds = time.perf_counter() - began
             held_out = None
             if validation is not None and (step + 1) % run.evaluation.every == 0:
                 held_out = evaluate(engine, evaluation_batches(*validation, run, replica, device))

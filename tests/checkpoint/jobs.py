@@ -6,7 +6,9 @@ from pathlib import Path
 
 import torch
 
+from cuboid.checkpoint.boxes import boxes_of_piece
 from cuboid.checkpoint.save import load, save
+from cuboid.checkpoint.start import Started, start
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.parallel.apply import build_engine
@@ -18,6 +20,16 @@ from cuboid.train.step import train_step
 CPU = torch.device("cpu")
 SMALL = ("model.layers=2", "model.hidden=16", "model.ffn=32", "model.heads=4", "model.kv_heads=2", "model.vocab=67")
 """A model whose checkpoints are a few kilobytes, of several chunks each."""
+
+
+def start_and_save(rank: int, run: Run, folder: str, place: str) -> tuple[Started, int, int]:
+    """What a rank read, how many parameters it keeps in all and in the largest part; saves as after step 0."""
+    engine = build_engine(run, rank, CPU)
+    started = start(engine, place)
+    pieces = [piece for unit in engine.units for piece in unit.pieces()]
+    save(engine, Optimizer(engine, run.optimizer), Path(folder), 0)
+    kept = sum(box.size for piece in pieces for box, _ in boxes_of_piece(piece.part, piece.start, piece.stop))
+    return started, kept, max(piece.master.numel() for piece in pieces)
 
 
 def train_part(rank: int, run: Run, folder: str, start: int, stop: int, source: str | None) -> list[float]:

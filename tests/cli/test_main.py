@@ -8,7 +8,7 @@ from importlib import import_module
 import pytest
 
 import cuboid
-from cuboid.cli.main import VERBS, main
+from cuboid.cli.main import VERBS, main, module_of
 
 
 def run_python(code: str) -> str:
@@ -28,7 +28,7 @@ def test_every_verb_has_help_with_an_example_and_json(verb: str, capsys: pytest.
     shown = capsys.readouterr().out
     assert f"Example: cuboid {verb}" in shown
     assert "--json" in shown
-    assert callable(import_module(f"cuboid.cli.{verb.replace('-', '_')}").command)
+    assert callable(import_module(f"cuboid.cli.{module_of(verb)}").command)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cuboid.checkpoint.huggingface.companions import companions
 from cuboid.checkpoint.huggingface.shards import DTYPES, Shard, ShardBuffer, plan_shards
 from cuboid.checkpoint.manifest import Place
 from cuboid.checkpoint.scattered import Scattered
 from cuboid.checkpoint.weights import Weights, find_checkpoint, run_of, whole
-from cuboid.data.tokenizer_files import tokenizer_files
 from cuboid.errors import UserError
 from cuboid.model.huggingface import Origin, from_huggingface, to_huggingface
 from cuboid.spec.huggingface_config import config_from_model
@@ -110,16 +110,12 @@ def _write_weights(
 
 def _write_rest(run: Run, folder: Path, dtype: str) -> str:
     """Configuration and tokenizer; returns what is to be said of the latter."""
-    tokenizer = tokenizer_files(run.data)
-    for name, content in tokenizer.files.items():
+    beside = companions(run)
+    for name, content in beside.files.items():
         (folder / name).write_bytes(content)
-    # Every one is written out: what a family's default says belongs to another tokenizer.
-    tokens = {"bos_token_id": None, "eos_token_id": tokenizer.end_of_document, "pad_token_id": None}
     precision = str(DTYPES[dtype][1]).removeprefix("torch.")
-    _write_json(folder / "config.json", config_from_model(run.model) | tokens | {"torch_dtype": precision})
-    if tokenizer.end_of_document is not None:
-        _write_json(folder / "generation_config.json", {"eos_token_id": tokenizer.end_of_document})
-    return tokenizer.note
+    _write_json(folder / "config.json", config_from_model(run.model) | beside.tokens | {"torch_dtype": precision})
+    return beside.note
 
 
 def _write_json(path: Path, table: dict[str, Any]) -> None:

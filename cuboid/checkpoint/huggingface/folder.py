@@ -1,0 +1,140 @@
+"""A model's folder from Hugging Face, opened without running anything of it: `config.json` and safetensors.
+
+It may come from a stranger. Nothing is unpickled, names inside it cannot leave it, and what its files say of sizes is
+compared with the files before anything is read: the library does so when it opens one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from cuboid.errors import UserError
+from cuboid.spec.huggingface import table_from_config
+from cuboid.spec.load import build_model
+from cuboid.spec.model import ModelSpec
+
+SINGLE, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
+LARGEST_JSON = 1 << 26
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""What weights can be; other types mean something only together with scales, which no model here has."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As the file names it."""
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class ModelFolder:
+    """The tensors of a folder, of which any part can be read."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._files: dict[str, Any] = {}
+        names = _weight_files(folder)
+        self.tensors: dict[str, StoredTensor] = {}
+        for name in names:
+            for tensor, stored in self._open(name).items():
+                if tensor in self.tensors:
+                    raise damaged(folder / name, f"{tensor} stands in {self.tensors[tensor].file} too")
+                self.tensors[tensor] = stored
+
+    def _open(self, name: str) -> dict[str, StoredTensor]:
+        from safetensors import SafetensorError, safe_open
+
+        path = require_inside(self.folder, name)
+        try:
+            file: Any = safe_open(str(path), framework="pt")
+            self._files[name] = file
+            found = {}
+            for tensor in file.keys():  # noqa: SIM118, it has no other way
+                part = file.get_slice(tensor)
+                found[tensor] = StoredTensor(name, tuple(part.get_shape()), part.get_dtype())
+        except (SafetensorError, OSError) as error:
+            raise damaged(self.folder / name, str(error)) from None
+        for tensor, stored in found.items():
+            if stored.dtype not in ITEM_BYTES:
+                raise UserError(f"{tensor} of {path} has dtype {stored.dtype}; convert it to {' or '.join(ITEM_BYTES)}")
+        return found
+
+    def read(self, tensor: str, index: Sequence[slice]) -> Tensor:
+        """A part of a tensor; no more of the file is read."""
+        part: Tensor = self._files[self.tensors[tensor].file].get_slice(tensor)[tuple(index)]
+        return part
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.bytes for tensor in self.tensors.values())
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    if not (folder / CONFIG).is_file():
+        problem = "has no config.json" if folder.is_dir() else "is no folder"
+        raise UserError(f"hf:{folder} {problem}; name a folder with config.json and model.safetensors")
+    return _read_json(folder, CONFIG)
+
+
+def model_of(folder: Path) -> ModelSpec:
+    """The model that the folder's config.json describes."""
+    return build_model(table_from_config(read_config(folder), folder.resolve().name))
+
+
+def _weight_files(folder: Path) -> list[str]:
+    if (folder / INDEX).exists():
+        table = _read_json(folder, INDEX).get("weight_map")
+        if not isinstance(table, dict) or not table:
+            raise damaged(folder / INDEX, "it has no weight_map")
+        names = sorted({str(name) for name in table.values()})
+        for name in names:
+            if Path(name).name != name or not name.endswith(".safetensors"):
+                raise damaged(folder / INDEX, f"it names {name}, which is no safetensors file of the folder")
+        return names
+    if (folder / SINGLE).exists():
+        return [SINGLE]
+    pickles = sorted(path.name for path in folder.glob("*.bin")) + sorted(path.name for path in folder.glob("*.pt*"))
+    if pickles:
+        raise UserError(
+            f"hf:{folder} holds {pickles[0]}, a pickle that could run code, and no safetensors; convert it where you "
+            "trust it, with save_pretrained of transformers"
+        )
+    raise UserError(f"hf:{folder} holds no {SINGLE}; name a folder with config.json and safetensors")
+
+
+def _read_json(folder: Path, name: str) -> dict[str, Any]:
+    path = require_inside(folder, name)
+    if path.stat().st_size > LARGEST_JSON:
+        raise damaged(folder / name, f"its {path.stat().st_size:,} bytes are more than any such file has")
+    try:
+        table = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise damaged(folder / name, f"it is not JSON ({error})") from None
+    if not isinstance(table, dict):
+        raise damaged(folder / name, "it is not a table")
+    return table
+
+
+def require_inside(folder: Path, name: str) -> Path:
+    """Where the file really lies: in the folder or, as in Hugging Face's cache, among the blobs of the same model."""
+    real, home = (folder / name).resolve(), folder.resolve()
+    homes = [home, *([home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [])]
+    if not real.is_file():
+        raise damaged(folder / name, "it is missing")
+    if real.parent not in homes:
+        raise damaged(folder / name, "it is a link that leaves the folder")
+    return real
+
+
+def damaged(path: Path, reason: str) -> UserError:
+    return UserError(f"{path} is damaged: {reason}; copy the model again")

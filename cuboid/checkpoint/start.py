@@ -1,0 +1,139 @@
+"""The weights a training begins with, where `training.start_from` names them; every rank reads what it keeps.
+
+hf:FOLDER     config.json and safetensors of Hugging Face
+FOLDER        a run of Cuboid, its checkpoints or one of them: the weights alone, the optimizer begins anew
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from filecmp import cmp
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from cuboid.checkpoint.folder import checkpoints
+from cuboid.checkpoint.huggingface.folder import ModelFolder, model_of
+from cuboid.checkpoint.location import Location, locate
+from cuboid.checkpoint.manifest import Place
+from cuboid.checkpoint.scattered import Scattered
+from cuboid.checkpoint.state import weights_to_load
+from cuboid.checkpoint.weights import Weights, find_checkpoint, run_of
+from cuboid.data.store import TOKENIZER, is_store
+from cuboid.errors import UserError
+from cuboid.model.huggingface import check_shape, from_huggingface, match_names, to_huggingface
+from cuboid.parallel.apply import Engine
+from cuboid.spec.model import ModelSpec
+from cuboid.spec.run import Run
+
+PREFIX = "hf:"
+ROWS = 4096
+"""Rows compared together, where two tensors must be equal."""
+NO_MATHS = ("name", "initial_std", "max_positions")
+
+
+@dataclass(frozen=True)
+class Started:
+    """What one rank read."""
+
+    bytes: int
+    largest: int
+    """Bytes of the largest part that was in memory at once, besides what the rank keeps."""
+
+
+def start(engine: Engine, place: str, quiet: bool = True) -> Started:
+    """Fill this rank's parameters; every rank calls it."""
+    if engine.groups.world.index == 0 and not quiet:
+        print(f"starting from {place}", flush=True)
+    weights = weights_to_load(engine)
+    if place.startswith(PREFIX):
+        started = _read_folder(ModelFolder(Path(place.removeprefix(PREFIX))), engine.run.model, weights)
+    else:
+        Weights(_agreed(engine, place), engine.run.model).read(weights)
+        sizes = [values.nbytes for held in weights.values() for _, values in held.boxes]
+        started = Started(sum(sizes), max(sizes, default=0))
+    for unit in engine.units:
+        unit.publish()
+    return started
+
+
+def _read_folder(folder: ModelFolder, model: ModelSpec, weights: dict[str, Scattered]) -> Started:
+    origins, given = from_huggingface(model), match_names(model, folder.tensors)
+    read, largest = 0, 0
+    for name, held in weights.items():
+        origin = origins[name]
+        for box, values in held.boxes:
+            part = folder.read(given[origin.tensor], origin.index(box.offsets, box.lengths))
+            values.copy_(part.t() if origin.transposed else part)
+            read, largest = read + part.nbytes, max(largest, part.nbytes)
+    return Started(read, largest)
+
+
+def _agreed(engine: Engine, place: str) -> Location:
+    """The checkpoint that rank 0 found, which verifies it for all."""
+    answer: list[str | None] = [None]
+    if engine.groups.world.index == 0:
+        answer = [str(find_checkpoint(place)[0])]
+    if engine.groups.world.handle is not None:
+        dist.broadcast_object_list(answer, src=0)
+    assert answer[0] is not None
+    return locate(answer[0])
+
+
+def check_start(run: Run, own: Place, overwrite: bool = False) -> list[str]:
+    """Refuses weights that do not fit, before any process starts; returns notes about what only looks odd. A run that
+    has checkpoints of its `own` goes on from these, and what it began with may be gone."""
+    place = run.training.start_from
+    if not place or (checkpoints(own) and not overwrite):
+        return []
+    if not place.startswith(PREFIX):
+        found, manifest, warnings = find_checkpoint(place)
+        if found in checkpoints(own):
+            raise UserError(f"training.start_from={place} is what --overwrite removes; use another output.folder")
+        Weights(found, run.model)
+        return [*warnings, *_differences(run.model, run_of(found, manifest).model, place)]
+    folder = Path(place.removeprefix(PREFIX))
+    described = model_of(folder)
+    check_weights(ModelFolder(folder), run.model)
+    return [*_differences(run.model, described, place), *_other_tokenizers(run, folder)]
+
+
+def check_weights(folder: ModelFolder, model: ModelSpec) -> None:
+    """Every tensor of the model is there with its shape, none is left over, and tied ones are equal."""
+    targets, given = to_huggingface(model), match_names(model, folder.tensors)
+    for name, found in given.items():
+        check_shape(found, folder.tensors[found].shape, targets[name].shape)
+        original = targets[name].copy_of
+        if original is not None and not _equal(folder, found, given[original]):
+            raise UserError(
+                f"{found} differs from {given[original]} and model={model.name} ties them; use tie_embeddings=false"
+            )
+
+
+def _equal(folder: ModelFolder, one: str, other: str) -> bool:
+    rows, width = folder.tensors[one].shape
+    blocks = ((slice(first, min(first + ROWS, rows)), slice(0, width)) for first in range(0, rows, ROWS))
+    return all(torch.equal(folder.read(one, block), folder.read(other, block)) for block in blocks)
+
+
+def _other_tokenizers(run: Run, folder: Path) -> list[str]:
+    """Data whose tokens mean something else to the model."""
+    own = folder / TOKENIZER
+    stores = [Path(source) for source in run.data.sources if is_store(Path(source))]
+    return [
+        f"data.source={store} was not made with the tokenizer of {PREFIX}{folder}; build it with --tokenizer {folder}"
+        for store in stores
+        if own.is_file() and not ((store / TOKENIZER).is_file() and cmp(store / TOKENIZER, own, shallow=False))
+    ]
+
+
+def _differences(ours: ModelSpec, theirs: ModelSpec, place: str) -> list[str]:
+    """The shapes agree, or the tensors would not; the rest is the user's to know."""
+    names = [field.name for field in fields(ModelSpec) if field.name not in NO_MATHS]
+    return [
+        f"model.{name}={getattr(ours, name)} is not {getattr(theirs, name)}, with which training.start_from={place} "
+        "was made"
+        for name in names
+        if getattr(ours, name) != getattr(theirs, name)
+    ]

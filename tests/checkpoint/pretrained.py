@@ -1,0 +1,69 @@
+"""Small models of transformers, saved as users have them, and their loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from cuboid.data.source import make_source
+from cuboid.model.transformer import IGNORED
+from cuboid.spec.run import Run, build_run
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": 259,
+    "max_position_embeddings": 64,
+    "head_dim": 8,
+}
+GPT2_SIZES: dict[str, Any] = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "vocab_size": 259}
+TIED: dict[str, Any] = {"tie_word_embeddings": True}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", TIED),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", TIED),
+    "gpt2": ("gpt2", {}),
+    "gpt2-untied": ("gpt2", {"tie_word_embeddings": False}),
+}
+
+
+def save_pretrained(folder: Path, case: str, shard: str = "20KB", dtype: torch.dtype = torch.float32) -> Path:
+    model_type, changes = CASES[case]
+    sizes = GPT2_SIZES if model_type == "gpt2" else SIZES
+    tokens = {"bos_token_id": None, "eos_token_id": 256, "pad_token_id": None}
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **sizes | changes | tokens))
+    with torch.no_grad():
+        for parameter in model.parameters():  # no norm is one and no bias zero, or an error in them would not show
+            parameter.add_(0.1 * torch.randn(parameter.shape))
+    model.to(dtype).save_pretrained(folder, max_shard_size=shard)
+    return folder
+
+
+def run_from(place: str, layout: str, *overrides: str, model: str = "") -> Run:
+    """`model`: the folder whose config.json is meant, where `place` does not say it."""
+    table = {
+        "model": model or place.removeprefix("hf:"),
+        "layout": layout,
+        "training": {"steps": 2, "global_batch": 8, "sequence": 16, "device": "cpu", "start_from": place},
+    }
+    return build_run(table, overrides)
+
+
+def their_loss(folder: Path, run: Run, dtype: torch.dtype) -> float:
+    """Of the first global batch."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+    source = make_source(run)
+    samples = [source.at(position) for position in range(run.training.global_batch)]
+    tokens, labels = (torch.stack(column) for column in zip(*samples, strict=True))
+    with torch.no_grad():
+        logits = model(tokens, use_cache=False).logits.double()
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED).item()
