@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import statistics
 import time
@@ -19,7 +20,7 @@ from cuboid.data.source import make_source
 from cuboid.parallel.apply import build_engine
 from cuboid.spec.run import Run, build_run
 from cuboid.train.optimizer import Optimizer
-from cuboid.train.step import train_step
+from cuboid.train.step import PendingStep, start_step
 
 SHAPES = {
     "1B": {"hidden": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "ffn": 8192},
@@ -44,19 +45,23 @@ def measure(run: Run, steps: int) -> dict[str, float]:
     optimizer = Optimizer(engine, run.optimizer)
     batches = micro_batches(make_source(run), run, 0, 0, device)
     seconds = []
-    for _ in range(steps + 3):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        train_step(engine, optimizer, batches, 1e-5)
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    median = statistics.median(seconds[3:])
+    before: PendingStep | None = None
+    for _ in range(steps + 4):  # as the trainer does: one step is launched while the one before still computes
+        now = start_step(engine, optimizer, batches, 1e-5)
+        if before is not None:
+            before.result()
+        before = now
+        seconds.append(time.perf_counter())
+    torch.cuda.synchronize()
+    seconds = [end - start for start, end in itertools.pairwise(seconds[3:])]
+    median = statistics.median(seconds)
     tokens = run.training.global_batch * run.training.sequence
     model = run.model
     counted = model.parameters - model.vocab * model.hidden  # looking tokens up is no product
     per_token = 6 * counted + 12 * model.layers * model.heads * model.head_dim * run.training.sequence
     return {
         "tokens_per_second": tokens / median,
+        "spread": (max(seconds) - min(seconds)) / median,
         "mfu": per_token * tokens / median / PEAK,
         "allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,

@@ -13,6 +13,7 @@ from cuboid.model.initialize import initial_tensor
 from cuboid.model.linear import Linear
 from cuboid.model.rope import PositionTable
 from cuboid.model.transformer import Block, Embedding, Head
+from cuboid.parallel.compiled import compiled_block, is_compiled, lean_loss
 from cuboid.parallel.deferral import Deferral, deferrable_product
 from cuboid.parallel.groups import Groups, make_groups
 from cuboid.parallel.pipeline import Pipeline
@@ -42,6 +43,7 @@ class Engine:
     pipeline: Pipeline
     partition: list[range]
     table: PositionTable
+    compiled: bool
     ledger: Ledger | None = None
     """What this rank exchanged, if that is counted."""
 
@@ -81,7 +83,8 @@ def build_engine(run: Run, rank: int, device: torch.device) -> Engine:
         run.output.keep_timing,
     )
     table = PositionTable(model, run.training.sequence, builder.dtype, device)
-    return Engine(run, groups, device, list(builder.units.values()), pipeline, layers, table, ledger)
+    units = list(builder.units.values())
+    return Engine(run, groups, device, units, pipeline, layers, table, builder.compiled, ledger)
 
 
 class _Builder:
@@ -92,6 +95,7 @@ class _Builder:
         self.model, self.layout = run.model, run.layout
         self.dtype = DTYPES[run.training.precision]
         self.deferral = Deferral()
+        self.compiled = is_compiled(run, device)
         self.units: dict[str, Unit] = {}
         self.region = Region(groups.tensor, self.layout.sequence_parallel) if groups.tensor.size > 1 else None
 
@@ -117,7 +121,11 @@ class _Builder:
             block = Block(self.model)
             if self.region is not None:
                 split_block(block, self.model, self.region, self.device)
-        run = with_recompute(block, self.layout.recompute)
+        if self.compiled:
+            whole = self.region is None and not self.schedule.splits_backward
+            run = compiled_block(block, self.layout.recompute, whole)
+        else:
+            run = with_recompute(block, self.layout.recompute)
         return self._segment(block, f"layers.{layer}", lambda x, share: run(x, share.positions))
 
     def _head(self) -> Segment:
@@ -125,6 +133,8 @@ class _Builder:
             head = Head(self.model)
             if self.region is not None:
                 split_head(head, self.model, self.region)
+        if self.compiled and self.region is None:
+            return self._segment(head, "head", lambda x, share: lean_loss(head, x, share.labels, self.deferral))
         return self._segment(head, "head", lambda x, share: head.loss(x, share.labels))
 
     def _segment(self, module: nn.Module, prefix: str, run: Callable[[Tensor, Share], Tensor]) -> Segment:

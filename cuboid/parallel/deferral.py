@@ -30,7 +30,7 @@ class Deferral:
         return postponed
 
 
-def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
+def accumulate(parameter: Tensor, gradient: Tensor) -> None:
     if parameter.grad is None:
         parameter.grad = gradient
     else:
@@ -54,9 +54,9 @@ class _DeferrableProduct(torch.autograd.Function):
             return input_gradient, gradient.t() @ x, bias_gradient, None
 
         def weight_gradient() -> None:
-            _accumulate(weight, gradient.t() @ x)
+            accumulate(weight, gradient.t() @ x)
             if bias is not None:
-                _accumulate(bias, gradient.sum(0))
+                accumulate(bias, gradient.sum(0))
 
         deferral.postpone(weight_gradient)
         return input_gradient, None, None, None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,14 @@ class Piece:
     start: int
     stop: int
     master: Tensor
-    gradient: Tensor
+    weight: Tensor | None
+    """The same elements in the precision of the products, where these are kept beside the master weights."""
+    take_gradient: Callable[[], Tensor]
+
+    @property
+    def gradient(self) -> Tensor:
+        """The unit knows only after a backward pass which tensor holds it."""
+        return self.take_gradient()
 
 
 class Unit:
@@ -64,8 +72,9 @@ class Unit:
             else self._shard(self._flat)
         )
         self._master_is_apart = own_master
-        size = self._flat.numel() if zero < 2 else self.shard_size
-        self._gradient = torch.zeros(size, dtype=self.accumulate, device=device)
+        self._summed_gradient: Tensor | None = None
+        # Nobody else adds to the gradient of one micro-batch: autograd's own result is exact without a sum in float32.
+        self._is_alone = groups.data.size == 1 and groups.tensor.size == 1 and groups.embedding is None
         # `.data` has its own version counter: gathering anew between forward and backward is not a change to autograd.
         self.parameters = {part.name: nn.Parameter(self._view(self._flat.data, part)) for part in parts}
         self._accumulates_directly = zero < 2 and compute == self.accumulate
@@ -115,21 +124,36 @@ class Unit:
         if self.zero == 3 and self._users == 0:
             self._flat.untyped_storage().resize_(0)
 
-    def publish(self) -> None:
-        """After the optimizer changed the master weights: let every rank's parameters follow."""
+    def publish(self, written: bool = False) -> None:
+        """After the optimizer changed the master weights: let every rank's parameters follow. `written`: those of this
+        rank's pieces do already."""
         if self.zero == 3:
             return
-        if self._master_is_apart:
+        if self._master_is_apart and not written:
             self._shard(self._flat).copy_(self.master)
         if self.zero:
             self._gathering = start_all_gather(self._shard(self._flat).clone(), self.groups.shard, self._flat)
 
     # Gradients: summed over micro-batches, then over data-parallel ranks.
 
+    @property
+    def _gradient(self) -> Tensor:
+        """Made when first needed: a unit that takes autograd's result as it is never does."""
+        if self._summed_gradient is None:
+            size = self._flat.numel() if self.zero < 2 else self.shard_size
+            self._summed_gradient = torch.zeros(size, dtype=self.accumulate, device=self._flat.device)
+        return self._summed_gradient
+
+    @property
+    def _takes_gradients(self) -> bool:
+        """Whether the parameters' own gradients are the result."""
+        return self._is_alone and not self._accumulates_directly and self.expected_collections == 1
+
     def begin_step(self, micro_batches: int) -> None:
-        self._gradient.zero_()
         self._collected = 0
         self.expected_collections = self.uses * micro_batches
+        if not self._takes_gradients:
+            self._gradient.zero_()
         for part in self.parts:
             view = self._view(self._gradient, part) if self._accumulates_directly else None
             self.parameters[part.name].grad = view
@@ -138,6 +162,8 @@ class Unit:
         """One use of one micro-batch has computed its weight gradients."""
         self._collected += 1
         last = self._collected == self.expected_collections
+        if self._takes_gradients:
+            return
         if self.zero >= 2:
             self._settle()
             self._reducing = start_reduce_scatter(self._take_gradients(), self.groups.shard)
@@ -172,7 +198,7 @@ class Unit:
 
     def finish_reduction(self) -> None:
         self._settle()
-        if self.zero:
+        if self.zero and not self._takes_gradients:
             all_reduce(self.shard_gradient, self.groups.replicate)
 
     @property
@@ -182,13 +208,22 @@ class Unit:
     def pieces(self) -> list[Piece]:
         """The parameters, or parts of them, whose optimizer state this rank keeps."""
         result = []
+        held = self._shard(self._flat) if self._master_is_apart and self.zero < 3 else None
         for part in self.parts:
             start, stop = max(part.offset, self.begin), min(part.offset + part.size, self.end)
             if start < stop:
                 here = slice(start - self.begin, stop - self.begin)
                 local = (start - part.offset, stop - part.offset)
-                result.append(Piece(part, *local, self.master[here], self.shard_gradient[here]))
+                weight = None if held is None else held[here]
+                take = partial(self._piece_gradient, part, here)
+                result.append(Piece(part, *local, self.master[here], weight, take))
         return result
+
+    def _piece_gradient(self, part: Part, here: slice) -> Tensor:
+        if not self._takes_gradients:
+            return self.shard_gradient[here]
+        gradient = self.parameters[part.name].grad
+        return torch.zeros_like(self.master[here]) if gradient is None else gradient.flatten()
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes really allocated now."""
@@ -196,5 +231,5 @@ class Unit:
         return {
             "parameters": self._flat.untyped_storage().nbytes(),
             "master": master,
-            "gradients": self._gradient.untyped_storage().nbytes(),
+            "gradients": 0 if self._summed_gradient is None else self._summed_gradient.untyped_storage().nbytes(),
         }

@@ -42,6 +42,8 @@ class TrainingSpec:
     start_from: str = ""
     """Weights to begin with: hf:FOLDER of Hugging Face, or a run of Cuboid, its checkpoints or one of them. Left out:
     random ones."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Let torch.compile fuse blocks, loss and optimizer; auto: on GPUs, except in float64."""
 
     def __post_init__(self) -> None:
         check_types(self, "training")

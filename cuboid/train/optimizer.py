@@ -1,64 +1,135 @@
-"""AdamW on the pieces this rank keeps, with clipping by the norm of the whole gradient."""
+"""AdamW on the pieces this rank keeps, with clipping by the norm of the whole gradient.
+
+On a GPU the update is one compiled pass over memory per piece: it reads the gradient in whatever precision it was
+computed, scales it, updates master weight and moments, and writes the weight the products use. Learning rate, clipping
+and the decision to leave a step out are numbers on the device, so the host never waits for them."""
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from cuboid.parallel.apply import Engine
 from cuboid.parallel.unit import Piece
 from cuboid.spec.run import OptimizerSpec
 
 
+def _update(
+    master: Tensor,
+    first: Tensor,
+    second: Tensor,
+    gradient: Tensor,
+    weight: Tensor | None,
+    numbers: Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+) -> None:
+    """`numbers`: clipping factor, decay factor, step size, square root of the second moment's correction, and whether
+    the step counts."""
+    scale, decay, size, correction, counts = numbers.to(master.dtype).unbind()
+    clipped = gradient.to(master.dtype) * scale
+    new_first = torch.lerp(first, clipped, 1 - beta1)
+    new_second = second * beta2 + clipped * clipped * (1 - beta2)
+    updated = master * decay - size * new_first / (new_second.sqrt() / correction + epsilon)
+    kept = counts > 0
+    master.copy_(torch.where(kept, updated, master))
+    first.copy_(torch.where(kept, new_first, first))
+    second.copy_(torch.where(kept, new_second, second))
+    if weight is not None:
+        weight.copy_(torch.where(kept, updated, master))
+
+
+@cache
+def _compiled_update() -> Any:
+    return torch.compile(_update, dynamic=True, fullgraph=True)
+
+
 class Optimizer:
     def __init__(self, engine: Engine, spec: OptimizerSpec) -> None:
         self._units = engine.units
-        self.pieces = [piece for unit in engine.units for piece in unit.pieces()]
-        self._masters = {piece.part.name: piece.master for piece in self.pieces}
-        for piece in self.pieces:
-            piece.master.grad = piece.gradient
-        # Matrices decay; norms and biases do not.
-        decayed = [piece.master for piece in self.pieces if len(piece.part.full_shape) > 1]
-        plain = [piece.master for piece in self.pieces if len(piece.part.full_shape) == 1]
-        groups = [{"params": decayed, "weight_decay": spec.weight_decay}, {"params": plain, "weight_decay": 0.0}]
-        self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]] or [{"params": [torch.zeros(0)]}],
-            betas=(spec.beta1, spec.beta2),
-            eps=spec.epsilon,
-            fused=True,
-        )
+        self._spec = spec
+        self._compiled = engine.compiled
+        pieces = [piece for unit in engine.units for piece in unit.pieces()]
+        self._moments = {
+            piece.part.name: (torch.zeros_like(piece.master), torch.zeros_like(piece.master)) for piece in pieces
+        }
+        self._steps = torch.zeros((), dtype=torch.float64, device=engine.device)
 
-    def step(self, learning_rate: float, gradient_norm: float, clip: float) -> None:
-        if clip > 0 and gradient_norm > clip:
-            torch._foreach_mul_([piece.gradient for piece in self.pieces], clip / (gradient_norm + 1e-6))
-        for group in self._adamw.param_groups:
-            group["lr"] = learning_rate
-        self._adamw.step()
+    def step(self, learning_rate: float, gradient_norm: Tensor, clip: float, finite: Tensor) -> None:
+        """`finite`: false leaves the whole step out. Both tensors are equal on all ranks."""
+        scale = (clip / (gradient_norm + 1e-6)).clamp(max=1.0) if clip > 0 else torch.ones_like(gradient_norm)
+        (self._step_on_device if self._compiled else self._step_on_host)(learning_rate, scale, finite)
         for unit in self._units:
-            unit.publish()
+            unit.publish(written=self._compiled)
+
+    def _step_on_device(self, learning_rate: float, scale: Tensor, finite: Tensor) -> None:
+        spec = self._spec
+        self._steps += finite
+        size = learning_rate / (1 - spec.beta1**self._steps)
+        correction = (1 - spec.beta2**self._steps).sqrt()
+        plain, decay = torch.ones_like(size), torch.full_like(size, 1 - learning_rate * spec.weight_decay)
+        numbers = [
+            torch.stack((scale.double(), factor, size, correction, finite.double())) for factor in (plain, decay)
+        ]
+        for piece in self.pieces:
+            update = _compiled_update()
+            chosen = numbers[_decays(piece)]
+            betas = (spec.beta1, spec.beta2, spec.epsilon)
+            update(piece.master, *self.moments(piece), piece.gradient, piece.weight, chosen, *betas)
+
+    def _step_on_host(self, learning_rate: float, scale: Tensor, finite: Tensor) -> None:
+        if not finite:
+            return
+        pieces = self.pieces
+        if scale < 1:
+            torch._foreach_mul_([piece.gradient for piece in pieces], float(scale))
+        for decays in (True, False):
+            chosen = [piece for piece in pieces if _decays(piece) == decays]
+            if not chosen:
+                continue
+            adamw(
+                [piece.master for piece in chosen],
+                [piece.gradient.to(piece.master.dtype) for piece in chosen],
+                [self.moments(piece)[0] for piece in chosen],
+                [self.moments(piece)[1] for piece in chosen],
+                [],
+                [self._steps.float() for _ in chosen],
+                fused=True,
+                amsgrad=False,
+                beta1=self._spec.beta1,
+                beta2=self._spec.beta2,
+                lr=learning_rate,
+                weight_decay=self._spec.weight_decay if decays else 0.0,
+                eps=self._spec.epsilon,
+                maximize=False,
+            )
+        self._steps += 1
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """Asked for anew each step: a piece's gradient may be another tensor each time."""
+        return [piece for unit in self._units for piece in unit.pieces()]
 
     def moments(self, piece: Piece) -> tuple[Tensor, Tensor]:
-        """Both moments of a piece, made of zeros if no step was taken yet; what is written into them counts."""
-        state = self._state_of(piece)
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=piece.master.device)
-            state["exp_avg"] = torch.zeros_like(piece.master)
-            state["exp_avg_sq"] = torch.zeros_like(piece.master)
-        return state["exp_avg"], state["exp_avg_sq"]
+        """Both moments of a piece; what is written into them counts."""
+        return self._moments[piece.part.name]
 
     @property
     def steps_taken(self) -> int:
-        return max((int(state["step"]) for state in self._adamw.state.values()), default=0)
+        return int(self._steps)
 
     def set_steps_taken(self, steps: int) -> None:
-        for piece in self.pieces:
-            self.moments(piece)
-            self._state_of(piece)["step"].fill_(steps)
-
-    def _state_of(self, piece: Piece) -> dict[str, Tensor]:
-        """By name: a unit makes its pieces anew whenever it is asked."""
-        return self._adamw.state[self._masters[piece.part.name]]  # type: ignore[no-any-return]
+        self._steps.fill_(steps)
 
     def state_bytes(self) -> int:
-        states = self._adamw.state.values()
-        return sum(value.nbytes for state in states for value in state.values() if value.ndim)
+        return sum(moment.nbytes for pair in self._moments.values() for moment in pair)
+
+
+def _decays(piece: Piece) -> bool:
+    """Matrices decay; norms and biases do not."""
+    return len(piece.part.full_shape) > 1

@@ -1,4 +1,6 @@
-"""One optimizer step of one rank: count tokens, run the pipeline, finish the gradients, clip, update."""
+"""One optimizer step of one rank: count tokens, run the pipeline, finish the gradients, clip, update.
+
+Nothing here waits for the device: losses and norms stay there until somebody asks for them."""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from cuboid.model.batch import MicroBatch
 from cuboid.model.transformer import IGNORED
@@ -31,20 +34,63 @@ class StepResult:
         return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
 
-def compute_gradients(engine: Engine, micro_batches: list[MicroBatch]) -> StepResult:
+class PendingStep:
+    """What a step computed, still on its way from the device."""
+
+    def __init__(self, loss: Tensor, gradient_norm: Tensor, tokens: Tensor) -> None:
+        self.loss = loss
+        self.gradient_norm = gradient_norm
+        values = torch.stack((loss.double(), gradient_norm.double(), tokens.double()))
+        self._arrival: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self._values = torch.empty(3, dtype=torch.float64, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrival.record()
+        else:
+            self._values = values
+
+    @property
+    def finite(self) -> Tensor:
+        return self.loss.isfinite() & self.gradient_norm.isfinite()
+
+    def result(self) -> StepResult:
+        """Waits until the device has computed it."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        loss, norm, tokens = self._values.tolist()
+        return StepResult(loss, norm, int(tokens))
+
+
+def compute_gradients(engine: Engine, micro_batches: list[MicroBatch]) -> PendingStep:
     """After this the pieces hold the gradient of (sum of token losses / labelled tokens) over the global batch."""
     shares = engine.share(micro_batches)
-    counted = torch.tensor(sum(int((share.labels != IGNORED).sum()) for share in shares), device=engine.device)
-    tokens = int(all_reduce(counted, engine.groups.data))
+    counted = torch.stack([(share.labels != IGNORED).sum() for share in shares]).sum()
+    tokens = all_reduce(counted, engine.groups.data)
     for unit in engine.units:
         unit.begin_step(len(micro_batches))
     dtype = engine.units[0].accumulate
-    scale = torch.tensor(1.0 / max(tokens, 1), dtype=dtype, device=engine.device)
+    scale = (1.0 / tokens.clamp(min=1).double()).to(dtype)
     summed_loss = engine.pipeline.run(shares, scale)
     finish_gradients(engine)
     own_loss = summed_loss if engine.holds_loss else torch.zeros_like(summed_loss)
-    loss, square = all_reduce(torch.stack((own_loss, squared_norm(engine))), engine.groups.world).tolist()
-    return StepResult(loss / max(tokens, 1), math.sqrt(square) if square >= 0 else math.nan, tokens)
+    loss, square = all_reduce(torch.stack((own_loss, squared_norm(engine))), engine.groups.world).unbind()
+    return PendingStep(loss / tokens.clamp(min=1), square.sqrt(), tokens)
+
+
+def start_step(
+    engine: Engine,
+    optimizer: Optimizer,
+    micro_batches: list[MicroBatch],
+    learning_rate: float,
+    before_update: Callable[[], None] | None = None,
+) -> PendingStep:
+    """A step whose loss or gradient is not finite is left out on every rank alike: all see the same numbers."""
+    pending = compute_gradients(engine, micro_batches)
+    if before_update is not None:
+        before_update()
+    optimizer.step(learning_rate, pending.gradient_norm, engine.run.training.gradient_clip, pending.finite)
+    return pending
 
 
 def train_step(
@@ -54,10 +100,5 @@ def train_step(
     learning_rate: float,
     before_update: Callable[[], None] | None = None,
 ) -> StepResult:
-    """A step whose loss or gradient is not finite is left out on every rank alike: all see the same numbers."""
-    result = compute_gradients(engine, micro_batches)
-    if before_update is not None:
-        before_update()
-    if result.is_finite:
-        optimizer.step(learning_rate, result.gradient_norm, engine.run.training.gradient_clip)
-    return result
+    """`start_step`, waited for."""
+    return start_step(engine, optimizer, micro_batches, learning_rate, before_update).result()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 
 import torch
 
@@ -20,7 +21,7 @@ from cuboid.train.folder import checkpoint_folder
 from cuboid.train.learning_rate import learning_rate
 from cuboid.train.metrics import Metrics
 from cuboid.train.optimizer import Optimizer
-from cuboid.train.step import train_step
+from cuboid.train.step import PendingStep, start_step
 
 
 def train(run: Run, rank: int, device: torch.device, quiet: bool = False) -> float:
@@ -38,22 +39,32 @@ def train(run: Run, rank: int, device: torch.device, quiet: bool = False) -> flo
     if run.training.start_from and not done:
         start(engine, run.training.start_from, quiet)
     loss = float("nan")
+    under_way: deque[tuple[int, float, PendingStep]] = deque()
     with Metrics(run, rank, quiet, done) as metrics, CommunicationLog(run, rank, engine.ledger) as communication:
+        clock = time.perf_counter()
         for step in range(done, run.training.steps):
-            began = time.perf_counter()
             rate = learning_rate(run.learning_rate, step, run.training.steps)
             batches = micro_batches(source, run, step, replica, device)
-            result = train_step(engine, optimizer, batches, rate, saver.before_update if saver else None)
+            pending = start_step(engine, optimizer, batches, rate, saver.before_update if saver else None)
+            under_way.append((step, rate, pending))
             communication.record(step)
-            loss = result.loss
-            seconds = time.perf_counter() - began
-            held_out = None
-            if validation is not None and (step + 1) % run.evaluation.every == 0:
-                held_out = evaluate(engine, evaluation_batches(*validation, run, replica, device))
-            saves = saver.reports() if saver else []
-            metrics.record(step, result, rate, seconds, engine.pipeline.timing, held_out, saves)
-            if saver and run.checkpoint.is_due(step + 1, run.training.steps):
+            evaluates = validation is not None and (step + 1) % run.evaluation.every == 0
+            saves = saver is not None and run.checkpoint.is_due(step + 1, run.training.steps)
+            # A GPU computes a step while the host prepares the next, and waits for nothing between them.
+            at_once = device.type == "cpu" or evaluates or saves or step + 1 == run.training.steps
+            while len(under_way) > (0 if at_once else 1):
+                number, its_rate, pending = under_way.popleft()
+                result = pending.result()
+                loss, seconds = result.loss, time.perf_counter() - clock
+                held_out = None
+                if evaluates and validation is not None and number == step:
+                    held_out = evaluate(engine, evaluation_batches(*validation, run, replica, device))
+                reports = saver.reports() if saver else []
+                metrics.record(number, result, its_rate, seconds, engine.pipeline.timing, held_out, reports)
+                clock = time.perf_counter()
+            if saves and saver is not None:
                 saver.save(step + 1)  # after the row of this step, which a resumed run will not write again
+                clock = time.perf_counter()
         if saver:
             metrics.add_saves(saver.finish())
     return loss

@@ -37,14 +37,16 @@ def observed_trace(run: Run, rank: int) -> Trace | None:
     expected = predicted_ledger(run, rank)
     for step in range(run.training.steps):
         batches = micro_batches(source, run, step, engine.groups.coordinates.dp, device)
-        result = compute_gradients(engine, batches)
+        pending = compute_gradients(engine, batches)
+        result = pending.result()
         trace.losses.append(result.loss)
         trace.gradient_norms.append(result.gradient_norm)
         trace.gradients.append(_whole(engine, gradients=True))
         optimizer.step(
             learning_rate(run.learning_rate, step, run.training.steps),
-            result.gradient_norm,
+            pending.gradient_norm,
             run.training.gradient_clip,
+            pending.finite,
         )
         assert engine.ledger is not None
         unforeseen = differences(engine.ledger.take(), expected)
