@@ -21,6 +21,9 @@ from cuboid.data.opened import data_identity
 from cuboid.parallel.apply import Engine
 from cuboid.parallel.collectives import all_reduce
 
+GRACE = 2.0
+"""Seconds by which a save's own deadline comes before that of whoever waits for it, so that it can say why."""
+
 
 @dataclass(frozen=True)
 class SaveReport:
@@ -80,7 +83,7 @@ class Saver:
         self._thread = threading.Thread(target=self._write, args=(manifest,), name="checkpoint", daemon=True)
         self._thread.start()
         if not self._spec.asynchronous:
-            self._thread.join(self._spec.timeout_seconds)
+            self._thread.join(self._spec.timeout_seconds + GRACE)
         self._stall = time.perf_counter() - start
 
     @property
@@ -111,7 +114,8 @@ class Saver:
         """Wait for the save in flight, no longer than its deadline; whether none is left."""
         if self._thread is None:
             return True
-        self._thread.join(max(0.0, self._started + self._spec.timeout_seconds - time.perf_counter()))
+        deadline = self._started + self._spec.timeout_seconds + GRACE
+        self._thread.join(max(0.0, deadline - time.perf_counter()))
         if self._thread.is_alive():
             return False
         self._thread = None

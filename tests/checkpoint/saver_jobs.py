@@ -1,0 +1,109 @@
+"""What the ranks do in tests of saving in the background: trainings on disks that are slow, full or stuck."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import threading
+from contextlib import redirect_stderr
+from unittest.mock import patch
+
+import torch
+
+from cuboid.checkpoint import location
+from cuboid.checkpoint.files import LocalFiles
+from cuboid.checkpoint.folder import checkpoints, step_of
+from cuboid.checkpoint.location import Location
+from cuboid.checkpoint.save import deadline_group
+from cuboid.checkpoint.saver import Saver, SaveReport
+from cuboid.data.loader import micro_batches
+from cuboid.data.source import make_source
+from cuboid.parallel.apply import build_engine
+from cuboid.spec.run import Run
+from cuboid.train.folder import checkpoint_folder
+from cuboid.train.optimizer import Optimizer
+from cuboid.train.step import train_step
+from cuboid.train.trainer import train
+
+CPU = torch.device("cpu")
+
+
+class FullDisk(LocalFiles):
+    """Half of what is written of the fourth step fits."""
+
+    def write(self, handle: int, content: memoryview) -> None:
+        if "step-00000004" in os.readlink(f"/proc/self/fd/{handle}"):
+            super().write(handle, content[: content.nbytes // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().write(handle, content)
+
+
+class HeldDisk(LocalFiles):
+    """Nothing of the first step is written before it is let go."""
+
+    let_go = threading.Event()
+
+    def write(self, handle: int, content: memoryview) -> None:
+        if "step-00000001.writing/data" in os.readlink(f"/proc/self/fd/{handle}"):
+            self.let_go.wait()
+        super().write(handle, content)
+
+
+def train_on_full_disk(rank: int, run: Run) -> str:
+    """The last rank's disk is full; what was said on standard error."""
+    files = FullDisk if rank + 1 == run.layout.world_size else LocalFiles
+    said = io.StringIO()
+    with redirect_stderr(said), patch.object(location, "LocalFiles", files):
+        train(run, rank, CPU, quiet=True)
+    return said.getvalue()
+
+
+class Steps:
+    """Training by hand: a step, then a save."""
+
+    def __init__(self, rank: int, run: Run, files: LocalFiles) -> None:
+        self.run = run
+        self.engine = build_engine(run, rank, CPU)
+        self.optimizer = Optimizer(self.engine, run.optimizer)
+        self.place = Location(files, checkpoint_folder(run).path)
+        self.saver = Saver(self.engine, self.optimizer, self.place, deadline_group(run.checkpoint.timeout_seconds))
+        self.done = 0
+
+    def step(self) -> float:
+        batches = micro_batches(make_source(self.run), self.run, self.done, self.engine.groups.coordinates.dp, CPU)
+        self.done += 1
+        return train_step(self.engine, self.optimizer, batches, 1e-3, self.saver.before_update).loss
+
+    def published(self) -> list[int]:
+        return [step_of(path) for path in checkpoints(self.place)]
+
+
+def save_while_training(rank: int, run: Run) -> tuple[list[int], list[SaveReport]]:
+    """Two more steps are taken while the state after the first waits to be written."""
+    HeldDisk.let_go.clear()
+    steps = Steps(rank, run, HeldDisk())
+    steps.step()
+    steps.saver.save(1)
+    steps.step()
+    steps.step()
+    published = steps.published()
+    HeldDisk.let_go.set()
+    return published, steps.saver.finish()
+
+
+def outlast_a_stuck_rank(rank: int, run: Run) -> tuple[list[int], list[str]]:
+    """The last rank does not write the first checkpoint before the second is due, deadline and all."""
+    HeldDisk.let_go.clear()
+    steps = Steps(rank, run, HeldDisk() if rank + 1 == run.layout.world_size else LocalFiles())
+    for step in (1, 2):
+        steps.step()
+        steps.saver.save(step)
+    HeldDisk.let_go.set()
+    threads = [thread for thread in threading.enumerate() if thread.name == "checkpoint"]
+    for thread in threads:
+        thread.join()
+    steps.step()
+    steps.saver.save(3)
+    warnings = [report.warning for report in steps.saver.finish()]
+    return steps.published(), warnings
