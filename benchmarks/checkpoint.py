@@ -1,8 +1,8 @@
 """Speed of checkpoints beside the disk's own: python benchmarks/checkpoint.py [--folder DIR] [--json]
 
-A state of a gigabyte on four ranks is saved and loaded; before and after, as many processes write and read as many bytes
-of plain files in the same folder, as fast as the disk lets them. The best of several rounds counts on both sides. Then
-the time a training waits for a save is taken, with and without writing in the background."""
+A state of a gigabyte on four ranks is saved and loaded; beside it, in every round, as many processes write and read as
+many bytes of plain files in the same folder, as fast as the disk lets them. The best round counts on both sides. The
+time a training waits for a save is taken with and without writing in the background."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def gigabyte_run(folder: str) -> Run:
     shape = ["model.layers=6", "model.hidden=1024", "model.ffn=2816", "model.heads=16", "model.kv_heads=16"]
     rest = ["model.vocab=4096", "training.sequence=8", f"training.global_batch={RANKS}", "training.device=cpu"]
     return build_run(
-        {"model": "tiny-llama", "layout": f"dp={RANKS},zero=1"},
+        {"model": "tiny-llama", "layout": f"dp={RANKS},zero=3"},
         [*shape, *rest, f"output.folder={folder}", "checkpoint.every=1", "training.steps=1000"],
     )
 
@@ -79,13 +79,6 @@ def plain_files(rank: int, folder: str, count: int) -> tuple[float, float]:
     read = together() - start
     path.unlink()
     return written, read
-
-
-class Holder:
-    """A rank's state, made once; a job of the pool finds it again by its class."""
-
-    engine: Engine
-    optimizer: Optimizer
 
 
 def build(rank: int, run: Run) -> tuple[Engine, Optimizer]:

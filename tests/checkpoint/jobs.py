@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from cuboid.checkpoint.boxes import boxes_of_piece
+from cuboid.checkpoint.folder import checkpoint_path
 from cuboid.checkpoint.save import load, save
 from cuboid.checkpoint.start import Started, start
 from cuboid.data.loader import micro_batches
@@ -45,3 +46,15 @@ def train_part(rank: int, run: Run, folder: str, start: int, stop: int, source: 
         losses.append(train_step(engine, optimizer, batches, rate).loss)
     save(engine, optimizer, Path(folder), stop)
     return losses
+
+
+def draw_after_loading(rank: int, run: Run, folder: str, first: bool = True) -> tuple[list[float], list[float]]:
+    """Random numbers drawn after a save, and after loading what was saved."""
+    engine = build_engine(run, rank, CPU)
+    optimizer = Optimizer(engine, run.optimizer)
+    torch.manual_seed(rank if first else 100 + rank)
+    if first:
+        save(engine, optimizer, Path(folder), 0)
+    drawn: list[float] = torch.rand(4).tolist()
+    load(engine, optimizer, checkpoint_path(folder, 0))
+    return drawn, torch.rand(4).tolist()

@@ -1,0 +1,33 @@
+"""On the same layout a training goes on bit for bit: losses, parameters, moments, random generators."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cuboid.launch.pool import Pool
+from tests.train.bit_identical import differences
+
+LAYOUTS = [
+    "dp=1",
+    "dp=2",
+    "dp=2,zero=1",
+    "dp=2,zero=2",
+    "dp=4,zero=3,shard=2",
+    "tp=2,dp=2,zero=1",
+    "pp=2,dp=2,schedule=zbv,zero=3",
+    "pp=2,tp=2,schedule=interleaved",
+]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_layout_goes_on_with_the_same_bits(pool: Pool, tmp_path: Path, layout: str) -> None:
+    precision = "bf16" if "zero=3" in layout else "float32"
+    found = differences(
+        layout,
+        tmp_path,
+        lambda run: pool.run("tests.train.cases:train_rank", (run,), ranks=run.layout.world_size),
+        f"training.precision={precision}",
+    )
+    assert found == []
