@@ -39,7 +39,7 @@ def verification_run(
             "seed": seed,
             "precision": dtype,
             "global_batch": math.lcm(*(shape.dp * shape.micro_batch for shape in shapes)) * MICRO_BATCHES,
-            "sequence": math.lcm(16, *(shape.tp for shape in shapes)),
+            "sequence": math.lcm(16, *(2 * shape.cp * shape.tp for shape in shapes)),
             "device": "cpu",
         },
         "learning_rate": {"peak": 1e-3, "schedule": "constant"},

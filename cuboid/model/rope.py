@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cuboid.model.documents import Documents
 from cuboid.spec.model import ModelSpec, RopeScaling
 
 
@@ -23,6 +24,8 @@ class Positions:
     cosine: Tensor | None
     """(sequences, length, 1, head_dim), the 1 for heads; None where positions are learned."""
     sine: Tensor | None
+    documents: Documents | None = None
+    """Of whole sequences, where attention stays inside documents."""
 
     @property
     def length(self) -> int:
@@ -59,12 +62,12 @@ class PositionTable:
             angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
             self._cosine, self._sine = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
 
-    def at(self, index: Tensor) -> Positions:
+    def at(self, index: Tensor, documents: Documents | None = None) -> Positions:
         """`index`: (sequences, length)."""
         index = index.to(self._device)
         if self._cosine is None or self._sine is None:
-            return Positions(index, None, None)
-        return Positions(index, self._cosine[index], self._sine[index])
+            return Positions(index, None, None, documents)
+        return Positions(index, self._cosine[index], self._sine[index], documents)
 
 
 def make_positions(model: ModelSpec, length: int, dtype: torch.dtype, device: torch.device) -> Positions:

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from cuboid.model.batch import MicroBatch
 from cuboid.model.initialize import initial_tensor
 from cuboid.model.linear import Linear
-from cuboid.model.rope import PositionTable
 from cuboid.model.transformer import Block, Embedding, Head
 from cuboid.parallel.compiled import compiled_block, is_compiled, lean_loss
+from cuboid.parallel.context import ContextMix
 from cuboid.parallel.deferral import Deferral, deferrable_product
 from cuboid.parallel.groups import Groups, make_groups
 from cuboid.parallel.pipeline import Pipeline
 from cuboid.parallel.recompute import with_recompute
-from cuboid.parallel.stage import Segment, Share, Stage
+from cuboid.parallel.share import Share, Sharing
+from cuboid.parallel.stage import Segment, Stage
 from cuboid.parallel.tensor import Region, split_block, split_embedding, split_head
 from cuboid.parallel.unit import Unit
 from cuboid.plan.parameters import TIED
@@ -42,15 +42,11 @@ class Engine:
     units: list[Unit]
     pipeline: Pipeline
     partition: list[range]
-    table: PositionTable
+    sharing: Sharing
+    """What this rank sees of its replica's micro-batches."""
     compiled: bool
     ledger: Ledger | None = None
     """What this rank exchanged, if that is counted."""
-
-    def share(self, micro_batches: list[MicroBatch]) -> list[Share]:
-        """What this rank sees of each micro-batch of its replica."""
-        every = torch.arange(self.run.training.sequence).unsqueeze(0)
-        return [Share(batch.tokens, batch.labels, self.table.at(every)) for batch in micro_batches]
 
     @property
     def holds_loss(self) -> bool:
@@ -72,7 +68,7 @@ def build_engine(run: Run, rank: int, device: torch.device) -> Engine:
     stages = {index: builder.stage(index, layers[index]) for index in schedule.stages_of(groups.coordinates.pp)}
     for unit in builder.units.values():
         unit.fill(lambda name, shape: initial_tensor(model, name, shape, run.training.seed))
-    tokens = layout.micro_batch * run.training.sequence // (layout.tp if layout.sequence_parallel else 1)
+    tokens = layout.micro_batch * run.training.sequence // layout.cp // (layout.tp if layout.sequence_parallel else 1)
     pipeline = Pipeline(
         schedule,
         groups.coordinates.pp,
@@ -82,13 +78,13 @@ def build_engine(run: Run, rank: int, device: torch.device) -> Engine:
         torch.empty(tokens, model.hidden, dtype=builder.dtype, device=device),
         run.output.keep_timing,
     )
-    table = PositionTable(model, run.training.sequence, builder.dtype, device)
+    sharing = Sharing(run, groups.coordinates.cp, builder.dtype, device)
     units = list(builder.units.values())
-    return Engine(run, groups, device, units, pipeline, layers, table, builder.compiled, ledger)
+    return Engine(run, groups, device, units, pipeline, layers, sharing, builder.compiled, ledger)
 
 
 class _Builder:
-    """Makes stages out of modules: tensor parallel first, then recompute, then the units of data parallelism."""
+    """Makes stages out of modules: tensor and context parallel, then recompute, then the units of data parallelism."""
 
     def __init__(self, run: Run, groups: Groups, device: torch.device, schedule: Schedule) -> None:
         self.run, self.groups, self.device, self.schedule = run, groups, device, schedule
@@ -121,8 +117,10 @@ class _Builder:
             block = Block(self.model)
             if self.region is not None:
                 split_block(block, self.model, self.region, self.device)
+        if self.layout.cp > 1:
+            block.attention.mix = ContextMix(self.groups, gathers=self.layout.cp_method == "allgather")
         if self.compiled:
-            whole = self.region is None and not self.schedule.splits_backward
+            whole = self.region is None and self.layout.cp == 1 and not self.schedule.splits_backward
             run = compiled_block(block, self.layout.recompute, whole)
         else:
             run = with_recompute(block, self.layout.recompute)

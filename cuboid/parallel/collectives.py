@@ -74,6 +74,44 @@ def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
     return Pending(_reduce_scatter(part, x.contiguous(), group=group.handle, async_op=True), part)
 
 
+def start_shift(x: Tensor, group: Group, tag: int = 0) -> Pending:
+    """Send to the next rank of the ring, return what the rank before sent. `tag` tells shifts under way apart."""
+    if group.handle is None:
+        return Pending(None, x)
+    group.count("send", x.nbytes)
+    if group.local is not None:
+        return Pending(None, group.local.shift(x))
+    # Gloo, which also serves ranks that share a GPU, sends from host memory only.
+    device = torch.device("cpu") if dist.get_backend(group.handle) == "gloo" else x.device
+    sent = x.contiguous().to(device)
+    received = torch.empty_like(sent)
+    after, before = group.ranks[(group.index + 1) % group.size], group.ranks[group.index - 1]
+    both = [
+        dist.P2POp(dist.isend, sent, after, group.handle, tag),
+        dist.P2POp(dist.irecv, received, before, group.handle, tag),
+    ]
+    works = dist.batch_isend_irecv(both)
+
+    def finish() -> Tensor:
+        for work in works:
+            work.wait()
+        return received.to(x.device)
+
+    return Pending(None, received, finish)
+
+
+def all_to_all(x: Tensor, group: Group) -> Tensor:
+    """Part r along the first dimension goes to rank r; returns the parts that came, in the order of ranks."""
+    if group.handle is None:
+        return x
+    group.count("all-to-all", x.nbytes)
+    received = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if group.local is not None:
+        return group.local.all_to_all(x, received)
+    dist.all_to_all_single(received, x.contiguous(), group=group.handle)
+    return received
+
+
 def all_reduce(x: Tensor, group: Group) -> Tensor:
     """Sum in place."""
     return start_all_reduce(x, group).wait()

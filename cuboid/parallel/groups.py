@@ -46,6 +46,10 @@ class Groups:
     """The ranks of the data group that split ZeRO's state among them."""
     replicate: Group
     """The ranks of the data group that hold the same part of ZeRO's state."""
+    context_inner: Group
+    """The context-parallel ranks that exchange heads for tokens."""
+    context_outer: Group
+    """The context-parallel ranks that exchange keys and values."""
     kv_replicas: Group
     """The tensor ranks that hold the same key-value heads."""
     embedding: Group | None
@@ -64,7 +68,14 @@ class Groups:
         return Groups(**named)
 
 
-DIMENSIONS = {"tensor": "tp", "kv_replicas": "kv", "ascending": "pp", "descending": "pp"}
+DIMENSIONS = {
+    "tensor": "tp",
+    "kv_replicas": "kv",
+    "ascending": "pp",
+    "descending": "pp",
+    "context_inner": "cp",
+    "context_outer": "cp",
+}
 """Field of `Groups` -> the dimension its exchanges belong to, where that has another name."""
 
 
@@ -108,6 +119,8 @@ def make_groups(layout: Layout, rank: int, kv_parts: int, embedding_on_two_ranks
         data=data,
         shard=own(kinds["shard"], busy=True) if hybrid else data,
         replicate=own(kinds["replicate"]) if hybrid else alone,
+        context_inner=own(kinds["cp_inner"], busy=True),
+        context_outer=own(kinds["cp_outer"], busy=True),
         kv_replicas=tensor if kv_parts == 1 else own(_kv_replica_ranks(kinds["tp"], kv_parts)),
         embedding=_own(rank, kinds["embedding"]) if embedding_on_two_ranks else None,
         ascending=own(kinds["pp"]),

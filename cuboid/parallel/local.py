@@ -117,6 +117,20 @@ class LocalExchange:
             flat[piece].copy_(sum_rows(shown[:, self._index]))
         return into
 
+    def all_to_all(self, x: Tensor, into: Tensor) -> Tensor:
+        rows, found = x.reshape(self._size, -1), into.view(self._size, -1)
+        for piece in self._pieces(rows.shape[1], x.element_size() * self._size):
+            shown = self.exchange(rows[:, piece]).unflatten(1, (self._size, -1))
+            found[:, piece].copy_(shown[:, self._index])
+        return into
+
+    def shift(self, x: Tensor) -> Tensor:
+        """What the rank before shows; the last comes before the first."""
+        flat, into = x.reshape(-1), torch.empty_like(x, memory_format=torch.contiguous_format)
+        for piece in self._pieces(flat.numel(), x.element_size()):
+            into.view(-1)[piece].copy_(self.exchange(flat[piece])[self._index - 1])
+        return into
+
     def all_reduce(self, x: Tensor, combine: Callable[[Tensor], Tensor]) -> Tensor:
         """In place. Small tensors are combined by every rank; of large ones each rank combines its part and shows
         it."""

@@ -13,7 +13,8 @@ from torch import Tensor
 from cuboid.parallel.channel import Channels
 from cuboid.parallel.deferral import Deferral
 from cuboid.parallel.groups import Group
-from cuboid.parallel.stage import Share, Stage
+from cuboid.parallel.share import Share
+from cuboid.parallel.stage import Stage
 from cuboid.schedule.program import Message
 from cuboid.schedule.table import Action, Kind, Schedule
 

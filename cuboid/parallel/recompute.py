@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from cuboid.parallel.context import KEPT
+
 _DEAR = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -21,6 +23,7 @@ _DEAR = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten.bmm.default,
+    *KEPT,
 }
 
 

@@ -6,25 +6,14 @@ arrives, an identity before it releases them when the gradient leaves."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cuboid.model.rope import Positions
 from cuboid.parallel.deferral import Deferral
+from cuboid.parallel.share import Share
 from cuboid.parallel.unit import Unit
-
-
-@dataclass(frozen=True)
-class Share:
-    """What this rank sees of a micro-batch; every stage gets it, whichever part of it its segments read."""
-
-    tokens: Tensor
-    """(sequences, length)"""
-    labels: Tensor
-    positions: Positions
 
 
 class Segment:

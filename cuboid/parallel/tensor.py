@@ -17,7 +17,7 @@ from cuboid.model.linear import Linear
 from cuboid.model.transformer import IGNORED, Block, Embedding, Head, VocabularyEmbedding
 from cuboid.parallel.collectives import all_gather, all_reduce, all_reduce_maximum, reduce_scatter
 from cuboid.parallel.groups import Group
-from cuboid.plan.slices import kv_part_count, vocabulary_rows
+from cuboid.plan.slices import kv_head_of_query, vocabulary_rows
 from cuboid.spec.model import ModelSpec
 
 
@@ -139,19 +139,6 @@ class _SplitVocabularyLoss(torch.autograd.Function):
         return result.mul_((counted * gradient).unsqueeze(1)), None, None, None, None
 
 
-def _kv_head_of_query(model: ModelSpec, group: Group) -> list[int] | None:
-    """For each query head of this rank, which of the key-value heads it holds serves it (None: equal consecutive
-    groups)."""
-    parts = kv_part_count(model, group.size)
-    held = model.kv_heads // parts
-    first = (group.index * parts // group.size) * held
-    local_heads = model.heads // group.size
-    heads = range(group.index * local_heads, (group.index + 1) * local_heads)
-    served = [head * model.kv_heads // model.heads - first for head in heads]
-    regular = local_heads % held == 0 and served == [head * held // local_heads for head in range(local_heads)]
-    return None if regular else served
-
-
 def split_embedding(embedding: Embedding, model: ModelSpec, region: Region) -> None:
     first, _ = vocabulary_rows(model.vocab, region.group.size, region.group.index)
     embedding.tokens = SplitVocabularyEmbedding(embedding.tokens, region, first)
@@ -162,7 +149,7 @@ def split_embedding(embedding: Embedding, model: ModelSpec, region: Region) -> N
 
 
 def split_block(block: Block, model: ModelSpec, region: Region, device: torch.device) -> None:
-    served = _kv_head_of_query(model, region.group)
+    served = kv_head_of_query(model, region.group.size, region.group.index)
     if served is not None:
         block.attention.kv_head_of_query = torch.tensor(served, device=device)
     region.enter_before(block.attention)

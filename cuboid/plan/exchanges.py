@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import lcm
 
 from cuboid.plan.parameters import TIED, units
 from cuboid.plan.partition import partition
-from cuboid.plan.slices import Part, kv_part_count, lay_out, slice_of
+from cuboid.plan.slices import Part, kv_head_of_query, kv_part_count, lay_out, slice_of
 from cuboid.spec.layout import V_SHAPED
 from cuboid.spec.ledger import Kind, Ledger
 from cuboid.spec.ranks import coordinates
@@ -96,6 +97,7 @@ class _Step:
     def all(self) -> Iterator[Exchange]:
         yield from self._data()
         yield from self._tensor()
+        yield from self._context()
         yield from self._partial_gradients()
         yield from self._pipeline()
         yield from self._control()
@@ -139,6 +141,29 @@ class _Step:
                 formula = f"{what}: {rows * self.wide} B × {self.tokens:,} tokens"
                 bytes_each = rows * self.wide * self.tokens
                 yield Exchange("tp", "all-reduce", layout.tp, self.micro_batches, bytes_each, formula)
+
+    def _context(self) -> Iterator[Exchange]:
+        """Heads for tokens inside, keys and values between; full recomputation runs all that is forward again."""
+        layout, width = self.layout, self.model.head_dim
+        inner, outer = layout.cp_inner, layout.cp // layout.cp_inner
+        forward = len(self.layers) * self.micro_batches * (2 if layout.recompute == "full" else 1)
+        backward = len(self.layers) * self.micro_batches
+        heads = self.model.heads // layout.tp
+        regular = kv_head_of_query(self.model, layout.tp, self.place.tp) is None
+        shared = self.model.kv_heads // kv_part_count(self.model, layout.tp) if regular else heads
+        shared = lcm(shared, inner)  # repeated, so that every rank gets those of its query heads
+        token = f"{self.element} B × {self.tokens:,} tokens × {width} per head"
+        for count, what in ((heads + 2 * shared, "query, key and value"), (heads, "output")):
+            size = self.element * self.tokens * count * width
+            yield Exchange("cp", "all-to-all", inner, forward + backward, size, f"{what} heads: {token} × {count}")
+        # After the exchange of heads a rank has the tokens of its inner group and its part of the heads.
+        size = self.element * self.tokens * 2 * shared * width
+        what = f"keys and values, and their gradients: {token} × {2 * shared}"
+        if layout.cp_method == "allgather":
+            yield Exchange("cp", "all-gather", outer, forward + backward, outer * size, what)
+            yield Exchange("cp", "reduce-scatter", outer, backward, outer * size, what)
+        else:
+            yield Exchange("cp", "send", outer, (outer - 1) * (forward + 2 * backward), size, what)
 
     @property
     def _activation(self) -> str:

@@ -82,7 +82,7 @@ class Question:
     def untrainable(self, layout: Layout) -> str:
         """Why Cuboid's engine cannot train a layout of this model yet, or nothing."""
         try:
-            sizes = TrainingSpec(global_batch=layout.dp * layout.micro_batch, sequence=layout.cp * layout.tp)
+            sizes = TrainingSpec(global_batch=layout.dp * layout.micro_batch, sequence=2 * layout.cp * layout.tp)
             check_supported(Run(model=self.model, layout=layout, training=sizes))
         except UserError as reason:
             return str(reason)

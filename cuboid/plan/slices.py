@@ -57,6 +57,19 @@ def kv_part_count(model: ModelSpec, tensor_size: int) -> int:
     return math.gcd(model.kv_heads, tensor_size)
 
 
+def kv_head_of_query(model: ModelSpec, tensor_size: int, index: int) -> list[int] | None:
+    """For each query head of a tensor rank, which of the key-value heads it holds serves it (None: equal consecutive
+    groups)."""
+    parts = kv_part_count(model, tensor_size)
+    held = model.kv_heads // parts
+    first = (index * parts // tensor_size) * held
+    local_heads = model.heads // tensor_size
+    heads = range(index * local_heads, (index + 1) * local_heads)
+    served = [head * model.kv_heads // model.heads - first for head in heads]
+    regular = local_heads % held == 0 and served == [head * held // local_heads for head in range(local_heads)]
+    return None if regular else served
+
+
 def vocabulary_rows(vocabulary: int, tensor_size: int, index: int) -> tuple[int, int]:
     """(first row, number of real rows) of this rank; every rank holds ceil(vocabulary / size) rows, padding
     included."""

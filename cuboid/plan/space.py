@@ -82,7 +82,9 @@ def degrees(question: Question, world_size: int) -> Iterator[tuple[int, int, int
     def allowed(name: str, options: list[int]) -> list[int]:
         return [value for value in options if name not in fixed or fixed[name] == value]
 
-    context = divisors(gcd(question.sequence, world_size)) if "cp" in question.explores or "cp" in fixed else [1]
+    # Every rank holds two chunks of a sequence, unless there is but one rank.
+    chunks = gcd(question.sequence // 2, world_size) if question.sequence % 2 == 0 else 1
+    context = divisors(chunks) if "cp" in question.explores or "cp" in fixed else [1]
     expert = divisors(experts) if "ep" in question.explores or "ep" in fixed else [1]
     for tp in allowed("tp", divisors(gcd(model.heads, model.ffn, world_size))):
         for pp in allowed("pp", [pp for pp in divisors(world_size // tp) if pp <= model.layers]):

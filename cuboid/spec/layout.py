@@ -27,6 +27,11 @@ SCHEDULES = tuple(STAGES_PER_RANK)
 V_SHAPED = ("zbv", "dualpipev")
 """Schedules that place stages down the ranks and up again, so that the first rank also holds the last stage."""
 
+ContextMethod = Literal["ring", "ulysses", "allgather", "hybrid"]
+CONTEXT_METHODS: tuple[ContextMethod, ...] = ("ring", "ulysses", "allgather", "hybrid")
+PLAIN = {"cp": 1, "cp_method": "ring", "schedule": "1f1b"}
+"""Fields on which the defaults of others depend, each with its own."""
+
 LEFT_OUT: Any = None
 """Stands for a value that follows from the others; `Layout` replaces it at construction."""
 
@@ -43,6 +48,11 @@ class Layout:
     """Pipeline ranks."""
     cp: int = 1
     """Ranks that split every sequence."""
+    cp_method: ContextMethod = "ring"
+    """How a rank's queries meet all keys. ring: keys and values travel from rank to rank. ulysses: ranks exchange heads
+    for tokens. allgather: every rank gathers all keys and values. hybrid: ulysses inside, ring between."""
+    cp_inner: int = LEFT_OUT
+    """Ranks that exchange heads under hybrid; left out: the largest part of cp that leaves a ring."""
     ep: int = 1
     """Ranks that split the experts; they are borrowed from dp × cp × tp."""
     zero: int = 0
@@ -69,6 +79,7 @@ class Layout:
                 raise UserError(f"{name}={value} is out of range; {use(name, [min(max(value, low), high)])}")
         self._check_shard()
         convert(self.recompute, field_types(Layout)["recompute"], "recompute")
+        self._resolve_context()
         asked = self.sequence_parallel is None or convert(self.sequence_parallel, bool, "sequence_parallel")
         # Splitting over one rank changes nothing, so one spelling is kept for it.
         object.__setattr__(self, "sequence_parallel", asked and self.tp > 1)
@@ -98,6 +109,25 @@ class Layout:
             raise UserError(
                 f"vpp={self.vpp} does not fit schedule={self.schedule}, which has two stages per rank; use vpp=2"
             )
+
+    def _resolve_context(self) -> None:
+        convert(self.cp_method, field_types(Layout)["cp_method"], "cp_method")
+        if self.cp == 1:  # Nothing is split, so one spelling is kept for it.
+            object.__setattr__(self, "cp_method", "ring")
+        inner = {"ulysses": self.cp, "hybrid": None}.get(self.cp_method, 1)
+        if inner is not None:
+            if self.cp_inner not in (None, inner) and self.cp > 1:
+                raise UserError(f"cp_inner={self.cp_inner} needs cp_method=hybrid, not {self.cp_method}; leave it out")
+            object.__setattr__(self, "cp_inner", inner)
+            return
+        parts = [number for number in range(2, self.cp) if self.cp % number == 0]
+        if not parts:
+            raise UserError(f"cp_method=hybrid has nothing to divide in cp={self.cp}; use cp=4 or cp_method=ring")
+        if self.cp_inner is None:
+            object.__setattr__(self, "cp_inner", parts[-1])
+        if convert(self.cp_inner, int, "cp_inner") not in parts:
+            whole = nearest_numbers(self.cp_inner, lambda number: number in parts, 2, self.cp)
+            raise UserError(f"cp_inner={self.cp_inner} is no part of cp={self.cp}; {use('cp_inner', whole)}")
 
     def _check_shard(self) -> None:
         if self.shard and not self.zero:
@@ -142,10 +172,10 @@ class Layout:
         return Layout(**{**parse_layout_fields(str(self)), **changes})
 
     def __str__(self) -> str:
-        plain = Layout(tp=self.tp, schedule=self.schedule)
+        plain = Layout(tp=self.tp, cp=self.cp, cp_method=self.cp_method, schedule=self.schedule)
         shown = ["dp", "tp", "pp"]
         for field in fields(self):
-            default = "1f1b" if field.name == "schedule" else getattr(plain, field.name)
+            default = PLAIN[field.name] if field.name in PLAIN else getattr(plain, field.name)
             if field.name not in shown and getattr(self, field.name) != default:
                 shown.append(field.name)
         return ",".join(f"{name}={str(getattr(self, name)).lower()}" for name in shown)
@@ -186,6 +216,7 @@ def check(layout: Layout, model: ModelSpec, *, global_batch: int, sequence: int,
 def check_model(layout: Layout, model: ModelSpec) -> None:
     """The rules of `check` that need the model only."""
     _check_tensor(layout, model)
+    _check_heads(layout, model)
     _check_stages(layout, model)
     _check_experts(layout, model)
 
@@ -213,6 +244,20 @@ def _check_tensor(layout: Layout, model: ModelSpec) -> None:
             raise UserError(f"tp={layout.tp} does not divide {name}={size}; {use('tp', near)}")
 
 
+def _check_heads(layout: Layout, model: ModelSpec) -> None:
+    """Ranks that exchange heads need a head each. Key-value heads may be fewer: they are repeated."""
+    heads = model.heads // layout.tp
+    if heads % layout.cp_inner == 0:
+        return
+    name = "cp" if layout.cp_method == "ulysses" else "cp_inner"
+    near = nearest_numbers(layout.cp_inner, lambda number: heads % number == 0, 1, heads)
+    values = either([f"{name}={number}" for number in near if number > 1] + ["cp_method=ring"])
+    each = f"heads={model.heads}" + (f" / tp={layout.tp}" if layout.tp > 1 else "")
+    raise UserError(
+        f"{name}={layout.cp_inner} does not divide {each}, which cp_method={layout.cp_method} exchanges; use {values}"
+    )
+
+
 def _check_stages(layout: Layout, model: ModelSpec) -> None:
     if layout.stages <= model.layers:
         return
@@ -238,16 +283,20 @@ def _check_sequence(layout: Layout, model: ModelSpec, sequence: int) -> None:
             f"sequence={sequence} is longer than max_positions={model.max_positions} of {model.name}; "
             f"{use('sequence', [model.max_positions])} or less"
         )
-    if sequence % layout.cp:
-        near = nearest_numbers(sequence, lambda number: number % layout.cp == 0, layout.cp, sequence + layout.cp)
-        raise UserError(f"sequence={sequence} does not divide by cp={layout.cp}; {use('sequence', near)}")
+    chunks = 2 * layout.cp if layout.cp > 1 else 1
+    if sequence % chunks:
+        near = nearest_numbers(sequence, lambda number: number % chunks == 0, chunks, sequence + chunks)
+        raise UserError(
+            f"sequence={sequence} does not divide into the 2 × cp = {chunks} chunks that give every rank equal work; "
+            f"{use('sequence', near)}"
+        )
     tokens = layout.micro_batch * sequence // layout.cp
     if layout.sequence_parallel and tokens % layout.tp:
 
         def works(number: int) -> bool:
-            return number % layout.cp == 0 and layout.micro_batch * number // layout.cp % layout.tp == 0
+            return number % chunks == 0 and layout.micro_batch * number // layout.cp % layout.tp == 0
 
-        near = nearest_numbers(sequence, works, 1, sequence + layout.cp * layout.tp)
+        near = nearest_numbers(sequence, works, 1, sequence + chunks * layout.tp)
         values = either([f"sequence={number}" for number in near] + ["sequence_parallel=false"])
         raise UserError(
             f"micro_batch={layout.micro_batch} × sequence={sequence} tokens do not divide by tp={layout.tp} "

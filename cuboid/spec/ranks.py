@@ -44,7 +44,8 @@ def rank_of(place: Coordinates, layout: Layout) -> int:
 def groups(layout: Layout) -> dict[str, tuple[Group, ...]]:
     """Kind -> the groups of ranks that communicate; each kind but `embedding` puts every rank in exactly one group.
 
-    tp, cp, dp, pp: ranks that differ in that coordinate only. data: dp × cp, ranks that hold the same dense parameters
+    tp, cp, dp, pp: ranks that differ in that coordinate only. cp_inner: the part of a cp group that exchanges heads;
+    cp_outer: ranks of it that exchange keys and values. data: dp × cp, ranks that hold the same dense parameters
     and see other tokens. shard: the part of a data group over which ZeRO splits; replicate: ranks of it that hold the
     same shard. ep: ranks that share one set of experts. model: one data replica.
     embedding: holders of a tied embedding on the first and the last stage, where these are different ranks.
@@ -53,6 +54,8 @@ def groups(layout: Layout) -> dict[str, tuple[Group, ...]]:
     found = {
         kind: tuple(_along(stride[kind], getattr(layout, kind), layout.world_size)) for kind in ("tp", "cp", "dp", "pp")
     }
+    found["cp_inner"] = tuple(_along(stride["cp"], layout.cp_inner, layout.world_size))
+    found["cp_outer"] = tuple(_along(stride["cp"] * layout.cp_inner, layout.cp // layout.cp_inner, layout.world_size))
     copies, shard = layout.dp * layout.cp, layout.shard_size * layout.cp if layout.zero else 1
     found["data"] = tuple(_along(stride["cp"], copies, layout.world_size))
     found["shard"] = tuple(_along(stride["cp"], shard, layout.world_size))

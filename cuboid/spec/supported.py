@@ -6,7 +6,7 @@ from cuboid.spec.run import Run
 
 def check_supported(run: Run) -> None:
     """Returns when the engine can train the run."""
-    for name, value in (("cp", run.layout.cp), ("ep", run.layout.ep)):
+    for name, value in (("ep", run.layout.ep),):
         if value > 1:
             raise UserError(f"layout.{name}={value} cannot be trained yet; use {name}=1")
     if run.model.mixture is not None:

@@ -17,7 +17,7 @@ def evaluate(engine: Engine, batches: Iterable[list[MicroBatch]]) -> float:
     loss = torch.zeros((), dtype=torch.float64, device=engine.device)
     tokens = torch.zeros((), dtype=torch.float64, device=engine.device)
     for micro_batches in batches:
-        shares = engine.share(micro_batches)
+        shares = [engine.sharing.of(batch) for batch in micro_batches]
         summed = engine.pipeline.evaluate(shares)
         if engine.holds_loss:
             loss += summed

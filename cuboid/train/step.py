@@ -64,7 +64,7 @@ class PendingStep:
 
 def compute_gradients(engine: Engine, micro_batches: list[MicroBatch]) -> PendingStep:
     """After this the pieces hold the gradient of (sum of token losses / labelled tokens) over the global batch."""
-    shares = engine.share(micro_batches)
+    shares = [engine.sharing.of(batch) for batch in micro_batches]
     counted = torch.stack([(share.labels != IGNORED).sum() for share in shares]).sum()
     tokens = all_reduce(counted, engine.groups.data)
     for unit in engine.units:

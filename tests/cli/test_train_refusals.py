@@ -60,7 +60,11 @@ def overrides(*fields: str) -> list[str]:
             ["--layout", "pp=8,schedule=interleaved"],
             "pp=8 × vpp=2 makes more stages than layers=8; use pp=4",
         ),
-        (["--layout", "dp=2,cp=2"], "layout.cp=2 cannot be trained yet; use cp=1"),
+        (
+            ["--layout", "cp=3"],
+            "sequence=256 does not divide into the 2 × cp = 6 chunks that give every rank equal work; "
+            "use sequence=252 or sequence=258",
+        ),
         (["--layout", "dp=2,ep=2", *overrides(*MIXTURE)], "layout.ep=2 cannot be trained yet; use ep=1"),
         (
             overrides(*MIXTURE),

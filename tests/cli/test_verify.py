@@ -72,7 +72,10 @@ def test_a_difference_is_exit_status_one(capsys: pytest.CaptureFixture[str]) -> 
     ("arguments", "sentence"),
     [
         (["--layout", "tp=3"], "error: tp=3 does not divide heads=8; use tp=2 or tp=4"),
-        (["--layout", "dp=2,cp=2"], "error: layout.cp=2 cannot be trained yet; use cp=1"),
+        (
+            ["--layout", "cp=16,cp_method=ulysses"],
+            "error: cp=16 does not divide heads=8, which cp_method=ulysses exchanges; use cp=8 or cp_method=ring",
+        ),
         (["--steps", "0"], "error: training.steps=0 is too small; use steps=1 or more"),
         (["--seed", "-1"], "error: training.seed=-1 is too small; use seed=0 or more"),
         (["--dtype", "bf16"], "error: Invalid value for '--dtype': 'bf16' is not one of 'float64', 'float32'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from itertools import pairwise
 from typing import Any
 
@@ -27,7 +28,7 @@ def small_run(layout: str, *overrides: str, model: str = "tiny-llama", micro_bat
     run = verification_run(layout, model, (), steps=2)
     replica = run.layout.dp * run.layout.micro_batch
     batch = f"training.global_batch={replica * micro_batches}"
-    sequence = f"training.sequence={max(8, run.layout.tp)}"
+    sequence = f"training.sequence={math.lcm(8, run.layout.tp * 2 * run.layout.cp)}"
     return verification_run(layout, model, (batch, sequence, *overrides), steps=2)
 
 

@@ -49,7 +49,7 @@ def test_nothing_is_better_than_the_first_answer(
     question = question_of(model, cluster, batch, sequence, share)
     world = question.cluster.accelerators
     # ZeRO with nobody to share with is the same as none.
-    layouts = [layout for layout in every_layout(question, world) if layout.dp > 1 or not layout.zero]
+    layouts = [layout for layout in every_layout(question, world) if layout.dp * layout.cp > 1 or not layout.zero]
     assume(layouts)
     scores = score(question, Space.of(layouts, question))
     for objective, values in (("time", scores.seconds), ("memory", scores.memory)):

@@ -94,7 +94,12 @@ def test_a_prediction_above_every_record_is_doubted(ask: Callable[..., Question]
     ("model", "cluster", "more", "sentence"),
     [
         ("gpt3-175b", "a100x8", {"global_batch": 64}, r"cluster=a100x8 is too small .* it takes \d+ accelerators"),
-        ("tiny-llama", "h100x1024", {"global_batch": 100}, r"global_batch=100 divides over no layout .* use global_b"),
+        (
+            "tiny-llama",
+            "h100x1024",
+            {"global_batch": 100, "fixed": {"cp": 1}},
+            r"global_batch=100 divides over no layout .* use global_b",
+        ),
         ("llama3-8b", "h100x8", {"fixed": {"tp": 3}}, r"tp=3 does not divide heads=32; use tp=2 or tp=4"),
         ("llama3-8b", "h100x8", {"fixed": {"ep": 2}}, r"ep=2 needs experts and llama3-8b has none"),
         ("llama3-8b", "h100x8", {"fixed": {"dp": 3}}, r"dp=3 fits no layout of 8 accelerators"),

@@ -79,7 +79,7 @@ def test_without_sequence_parallelism_only_where_it_cannot_be(ask: Callable[...,
     space = bases(ask(sequence=6), 8)
     for index in range(len(space)):
         layout = space.layout(index)
-        splits = layout.micro_batch * 6 % layout.tp == 0
+        splits = layout.micro_batch * 6 // layout.cp % layout.tp == 0
         assert layout.sequence_parallel == (layout.tp > 1 and splits)
 
 

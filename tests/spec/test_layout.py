@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from cuboid.errors import UserError
 from cuboid.schedule.make import make_schedule
-from cuboid.spec.layout import SCHEDULES, Layout, check
+from cuboid.spec.layout import CONTEXT_METHODS, SCHEDULES, Layout, check
 from cuboid.spec.model import load_model
 
 LLAMA = load_model("tiny-llama")
@@ -28,6 +28,7 @@ def layouts(draw: st.DrawFn) -> Layout:
         shard=draw(st.sampled_from([0, 1, dp])) if zero else 0,
         schedule=schedule,
         micro_batch=draw(degree),
+        cp_method=draw(st.sampled_from(["ring", "ulysses", "allgather"])),
         recompute=draw(st.sampled_from(["none", "selective", "full"])),
         **({"vpp": draw(st.integers(2, 4))} if schedule == "interleaved" else {}),
         **({"sequence_parallel": draw(st.booleans())} if draw(st.booleans()) else {}),
@@ -53,6 +54,10 @@ def test_left_out_fields_follow_the_others() -> None:
     assert Layout(tp=1, sequence_parallel=True).sequence_parallel is False
     assert Layout(pp=4, schedule="interleaved", vpp=3).stages == 12
     assert Layout(dp=2, cp=3, tp=5, pp=7).world_size == 210
+    assert [Layout(cp=8, cp_method=method).cp_inner for method in CONTEXT_METHODS] == [1, 8, 1, 4]
+    assert Layout(cp_method="ulysses") == Layout()
+    assert str(Layout(cp=8, cp_method="hybrid")) == "dp=1,tp=1,pp=1,cp=8,cp_method=hybrid"
+    assert str(Layout(cp=8, cp_method="hybrid", cp_inner=2)) == "dp=1,tp=1,pp=1,cp=8,cp_method=hybrid,cp_inner=2"
 
 
 def test_shard_size_says_how_many_ranks_split_state() -> None:
@@ -114,6 +119,10 @@ def test_changed_resolves_defaults_anew() -> None:
             "sequence_parallel=on",
             "sequence_parallel=on is not true or false; use sequence_parallel=true or sequence_parallel=false",
         ),
+        ("cp=4,cp_method=rings", 'cp_method="rings" is unknown; use ring, ulysses, allgather or hybrid'),
+        ("cp=3,cp_method=hybrid", "cp_method=hybrid has nothing to divide in cp=3; use cp=4 or cp_method=ring"),
+        ("cp=8,cp_method=hybrid,cp_inner=3", "cp_inner=3 is no part of cp=8; use cp_inner=2 or cp_inner=4"),
+        ("cp=8,cp_inner=4", "cp_inner=4 needs cp_method=hybrid, not ring; leave it out"),
         ("dp=4,ep=3", "ep=3 does not divide dp × cp × tp = 4; use ep=2 or ep=4"),
     ],
 )
@@ -139,7 +148,24 @@ def test_degrees_are_integers_only(value: object) -> None:
         ("dp=3", "global_batch=16 does not divide by dp=3 × micro_batch=1; use global_batch=15 or global_batch=18"),
         ("dp=32", "global_batch=16 does not divide by dp=32 × micro_batch=1; use global_batch=32"),
         ("ep=2,dp=2", "ep=2 needs experts and tiny-llama has none; use ep=1"),
-        ("cp=3", "sequence=256 does not divide by cp=3; use sequence=255 or sequence=258"),
+        (
+            "cp=3",
+            "sequence=256 does not divide into the 2 × cp = 6 chunks that give every rank equal work; "
+            "use sequence=252 or sequence=258",
+        ),
+        (
+            "cp=16,cp_method=ulysses",
+            "cp=16 does not divide heads=8, which cp_method=ulysses exchanges; use cp=8 or cp_method=ring",
+        ),
+        (
+            "cp=8,tp=2,cp_method=ulysses",
+            "cp=8 does not divide heads=8 / tp=2, which cp_method=ulysses exchanges; use cp=4 or cp_method=ring",
+        ),
+        (
+            "cp=12,cp_method=hybrid,cp_inner=3",
+            "cp_inner=3 does not divide heads=8, which cp_method=hybrid exchanges; "
+            "use cp_inner=2, cp_inner=4 or cp_method=ring",
+        ),
     ],
 )
 def test_layouts_that_do_not_fit_are_refused_in_one_sentence(text: str, sentence: str) -> None:

@@ -1,0 +1,226 @@
+"""Context parallelism: every rank holds two chunks of each sequence (see `spec.zigzag`), and attention brings its
+queries together with all keys before them.
+
+One form serves all methods. The ranks of an inner group exchange heads for tokens, so that each holds all tokens of the
+group for some of the heads (ulysses); the ranks of the outer group then bring in the keys and values of the others, in
+a ring or by gathering them. The tokens of an inner group are two chunks again, of the outer group's zigzag."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuboid.model.attention import causal_mix
+from cuboid.model.documents import Documents
+from cuboid.model.rope import Positions
+from cuboid.parallel.blocks import Block, Seen, gathered_blocks, ring_blocks
+from cuboid.parallel.collectives import all_gather, all_to_all, reduce_scatter, start_shift
+from cuboid.parallel.groups import Group, Groups
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+class ContextMix:
+    """Takes the place of `causal_mix` where sequences are split over ranks."""
+
+    def __init__(self, groups: Groups, gathers: bool) -> None:
+        self._inner, self._outer = groups.context_inner, groups.context_outer
+        self._gathers = gathers
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, positions: Positions) -> Tensor:
+        inner = self._inner
+        if inner.size > 1:
+            # Ranks with fewer key-value heads than ranks repeat them, so that each gets those of its query heads.
+            copies = math.lcm(key.shape[2], inner.size) // key.shape[2]
+            key, value = (x.repeat_interleave(copies, dim=2) if copies > 1 else x for x in (key, value))
+            query, key, value = _ExchangeHeads.apply(inner, False, query, key, value)
+        if self._outer.size > 1:
+            length = query.shape[1] * self._outer.size
+            seen = _OuterAttention.apply(query, key, value, self._exchange(positions.documents, length))
+        else:
+            seen = causal_mix(query, key, value, positions)
+        return _ExchangeHeads.apply(inner, True, seen)[0] if inner.size > 1 else seen
+
+    def _exchange(self, documents: Documents | None, length: int) -> Ring | Gathering:
+        kind = Gathering if self._gathers else Ring
+        if documents is None:
+            return kind(self._outer, length, None)
+        if kind not in documents.kept:
+            documents.kept[kind] = kind(self._outer, length, documents)
+        found: Ring | Gathering = documents.kept[kind]
+        return found
+
+
+class Ring:
+    """Keys and values travel from rank to rank while those at hand are computed with; gradients follow them."""
+
+    def __init__(self, group: Group, length: int, documents: Documents | None) -> None:
+        self._group = group
+        sources = [(group.index - step) % group.size for step in range(group.size)]
+        self._steps = [ring_blocks(group.index, source, group.size, documents, length) for source in sources]
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        seen, packed = Seen(query, value), pack(key, value)
+        for step, blocks in enumerate(self._steps):
+            coming = start_shift(packed, self._group) if step + 1 < len(self._steps) else None
+            for block in blocks:
+                seen.add(block, query, *unpack(packed, key, value))
+            if coming is not None:
+                packed = coming.wait()
+        return seen.result, seen.sums
+
+    def backward(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, seen: Tensor, sums: Tensor
+    ) -> Gradients:
+        total, packed = torch.zeros_like(query), pack(key, value)
+        own = following = None
+        for step, blocks in enumerate(self._steps):
+            coming = start_shift(packed, self._group) if step + 1 < len(self._steps) else None
+            added = torch.zeros_like(packed)
+            for block in blocks:
+                _add_gradients(
+                    block, gradient, query, *unpack(packed, key, value), seen, sums, total, *unpack(added, key, value)
+                )
+            if step == 0:
+                own = added
+            else:
+                # Travels one step behind its keys and values, and home after the last.
+                following = start_shift(added if following is None else added.add_(following.wait()), self._group, 1)
+            if coming is not None:
+                packed = coming.wait()
+        assert own is not None and following is not None
+        return total, *unpack(own.add_(following.wait()), key, value)
+
+
+class Gathering:
+    """Every rank gathers all keys and values, again for the backward pass, and scatters the sum of their gradients."""
+
+    def __init__(self, group: Group, length: int, documents: Documents | None) -> None:
+        self._group = group
+        self._blocks = gathered_blocks(group.index, group.size, documents, length)
+
+    def _whole(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        rows = all_gather(pack(key, value).unsqueeze(0), self._group)
+        apart = [torch.stack(parts) for parts in zip(*(unpack(row, key, value) for row in rows), strict=True)]
+        return in_order(apart[0]), in_order(apart[1])
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        seen, whole = Seen(query, value), self._whole(key, value)
+        for block in self._blocks:
+            seen.add(block, query, *whole)
+        return seen.result, seen.sums
+
+    def backward(
+        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, seen: Tensor, sums: Tensor
+    ) -> Gradients:
+        whole = self._whole(key, value)
+        total, keys, values = (torch.zeros_like(x) for x in (query, *whole))
+        for block in self._blocks:
+            _add_gradients(block, gradient, query, *whole, seen, sums, total, keys, values)
+        rows = zip(by_rank(keys, self._group.size), by_rank(values, self._group.size), strict=True)
+        summed = reduce_scatter(torch.stack([pack(*row) for row in rows]), self._group)
+        return total, *unpack(summed[0], key, value)
+
+
+def _add_gradients(
+    block: Block,
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Tensor,
+    sums: Tensor,
+    query_gradient: Tensor,
+    key_gradient: Tensor,
+    value_gradient: Tensor,
+) -> None:
+    parts = block.attend_backward(gradient, query, key, value, seen, sums)
+    query_gradient[block.rows, block.queries] += parts[0]
+    key_gradient[block.rows, block.keys] += parts[1]
+    value_gradient[block.rows, block.keys] += parts[2]
+
+
+def pack(key: Tensor, value: Tensor) -> Tensor:
+    """Both in one message."""
+    return torch.cat((key.flatten(), value.flatten()))
+
+
+def unpack(packed: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of a message, in the shapes of a rank's own."""
+    first, second = packed.split((key.numel(), value.numel()))
+    return first.view(key.shape), second.view(value.shape)
+
+
+def in_order(x: Tensor) -> Tensor:
+    """(ranks, sequences, length, …) as each rank holds them → (sequences, ranks · length, …) as sequences go."""
+    early, late = x.chunk(2, dim=2)
+    return torch.cat((early, late.flip(0))).movedim(0, 1).flatten(1, 2)
+
+
+def by_rank(x: Tensor, ranks: int) -> Tensor:
+    """The inverse of `in_order`."""
+    early, late = x.unflatten(1, (2 * ranks, -1)).movedim(1, 0).chunk(2)
+    return torch.cat((early, late.flip(0)), dim=2)
+
+
+# Whole exchanges are operations of their own, so that selective recomputation keeps their results, and only those.
+_calls: dict[int, Any] = {}
+
+
+@torch.library.custom_op("cuboid::context_attention", mutates_args=())
+def _context_attention(query: Tensor, key: Tensor, value: Tensor, call: int) -> tuple[Tensor, Tensor]:
+    result: tuple[Tensor, Tensor] = _calls[call].forward(query, key, value)
+    return result
+
+
+@torch.library.custom_op("cuboid::exchange_heads", mutates_args=())
+def _exchange_heads(tensors: list[Tensor], back: bool, call: int) -> list[Tensor]:
+    group: Group = _calls[call]
+    size = group.size
+    parts = [by_rank(x, size) if back else x.unflatten(2, (size, -1)).movedim(2, 0) for x in tensors]
+    sent = torch.cat([part.reshape(size, -1) for part in parts], dim=1)
+    found = all_to_all(sent, group).split([part[0].numel() for part in parts], dim=1)
+    shaped = [x.reshape(part.shape) for x, part in zip(found, parts, strict=True)]
+    return [torch.cat(tuple(x), dim=2) if back else in_order(x) for x in shaped]
+
+
+KEPT = (torch.ops.cuboid.context_attention.default, torch.ops.cuboid.exchange_heads.default)
+"""What selective recomputation keeps of context parallelism."""
+
+
+def _with(call: Any, operation: Any, *arguments: Any) -> Any:
+    _calls[id(call)] = call
+    try:
+        return operation(*arguments, id(call))
+    finally:
+        del _calls[id(call)]
+
+
+class _OuterAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, query: Tensor, key: Tensor, value: Tensor, exchange: Ring | Gathering) -> Tensor:
+        context.exchange = exchange
+        seen, sums = _with(exchange, KEPT[0], query, key, value)
+        context.save_for_backward(query, key, value, seen, sums)
+        return seen
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return *context.exchange.backward(gradient, *context.saved_tensors), None
+
+
+class _ExchangeHeads(torch.autograd.Function):
+    """Some heads of all tokens of the group for all heads of this rank's tokens, or back."""
+
+    @staticmethod
+    def forward(context: Any, group: Group, back: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
+        context.group, context.back = group, back
+        return tuple(_with(group, KEPT[1], list(tensors), back))
+
+    @staticmethod
+    def backward(context: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, None, *_with(context.group, KEPT[1], list(gradients), not context.back)

@@ -1,0 +1,38 @@
+"""What one rank sees of a micro-batch: with context parallelism, its chunks of every sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cuboid.model.batch import MicroBatch
+from cuboid.model.rope import Positions, PositionTable
+from cuboid.spec.run import Run
+from cuboid.spec.zigzag import places_of
+
+
+@dataclass(frozen=True)
+class Share:
+    """Every stage gets it, whichever part of it its segments read."""
+
+    tokens: Tensor
+    """(sequences, length)"""
+    labels: Tensor
+    positions: Positions
+
+
+class Sharing:
+    def __init__(self, run: Run, index: int, dtype: torch.dtype, device: torch.device) -> None:
+        """`index`: of this rank among the context-parallel ranks."""
+        sequence, size = run.training.sequence, run.layout.cp
+        self._places = torch.cat([torch.arange(part.start, part.stop) for part in places_of(index, size, sequence)])
+        self._positions = PositionTable(run.model, sequence, dtype, device).at(self._places.unsqueeze(0))
+        self._whole = size == 1
+
+    def of(self, batch: MicroBatch) -> Share:
+        if self._whole:
+            return Share(batch.tokens, batch.labels, self._positions)
+        places = self._places.to(batch.tokens.device)
+        return Share(batch.tokens[:, places], batch.labels[:, places], self._positions)

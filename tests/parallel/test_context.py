@@ -1,0 +1,29 @@
+"""Context parallelism equals one device, by every method, with everything else."""
+
+from __future__ import annotations
+
+import pytest
+
+from cuboid.launch.pool import Pool
+from cuboid.spec.layout import CONTEXT_METHODS
+from tests.parallel.cases import assert_equal, small_run
+
+
+@pytest.mark.parametrize("method", CONTEXT_METHODS)
+def test_each_method(pool: Pool, method: str) -> None:
+    assert_equal(pool, small_run(f"dp=2,cp=4,cp_method={method}"))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "cp=2,tp=2,pp=2",
+        "cp=2,tp=2,pp=2,schedule=zbv,recompute=selective,sequence_parallel=false,cp_method=ulysses",
+        "cp=2,dp=2,pp=2,schedule=zb1p,zero=2,cp_method=allgather",
+        "cp=4,pp=2,schedule=dualpipev,zero=3,recompute=full,cp_method=hybrid",
+        "cp=2,dp=2,pp=2,schedule=interleaved,zero=1,recompute=selective,micro_batch=2",
+        "cp=2,dp=4,zero=3,shard=2,recompute=selective,cp_method=allgather",
+    ],
+)
+def test_with_everything_else(pool: Pool, layout: str) -> None:
+    assert_equal(pool, small_run(layout))
