@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from cuboid.spec.model import ModelSpec
+
+InitialTensor = Callable[[ModelSpec, str, tuple[int, ...], int], Tensor]
+"""Draws a full tensor from the model, its name, its shape and the seed."""
 
 
 def initial_tensor(model: ModelSpec, name: str, shape: tuple[int, ...], seed: int) -> Tensor:

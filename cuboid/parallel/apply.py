@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from cuboid.model.initialize import initial_tensor
+from cuboid.model.initialize import InitialTensor, initial_tensor
 from cuboid.model.linear import Linear
 from cuboid.model.transformer import Block, Embedding, Head
 from cuboid.parallel.compiled import compiled_block, is_compiled, lean_loss
@@ -55,7 +55,8 @@ class Engine:
         return schedule.stage_rank[-1] == self.pipeline.rank and self.groups.tensor.index == 0
 
 
-def build_engine(run: Run, rank: int, device: torch.device) -> Engine:
+def build_engine(run: Run, rank: int, device: torch.device, initial: InitialTensor = initial_tensor) -> Engine:
+    """`initial`: draws a full tensor from its name, shape and the seed."""
     layout, model = run.layout, run.model
     schedule = make_schedule(layout.schedule, layout.pp, run.micro_batches, layout.vpp)
     layers = partition(model, layout.stages, run.training.sequence)
@@ -67,7 +68,7 @@ def build_engine(run: Run, rank: int, device: torch.device) -> Engine:
     builder = _Builder(run, groups, device, schedule)
     stages = {index: builder.stage(index, layers[index]) for index in schedule.stages_of(groups.coordinates.pp)}
     for unit in builder.units.values():
-        unit.fill(lambda name, shape: initial_tensor(model, name, shape, run.training.seed))
+        unit.fill(lambda name, shape: initial(model, name, shape, run.training.seed))
     tokens = layout.micro_batch * run.training.sequence // layout.cp // (layout.tp if layout.sequence_parallel else 1)
     pipeline = Pipeline(
         schedule,

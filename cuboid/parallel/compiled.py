@@ -15,9 +15,6 @@ from cuboid.parallel.deferral import Deferral, accumulate
 from cuboid.parallel.recompute import with_recompute
 from cuboid.spec.run import Run
 
-OPTIONS: dict[str, Any] = {"coordinate_descent_tuning": True}
-"""Reductions over long rows gain most from trying several shapes of kernel."""
-
 
 def is_compiled(run: Run, device: torch.device) -> bool:
     if run.training.compile == "auto":
@@ -40,7 +37,7 @@ class _Recomputed(nn.Module):
 def compiled_block(block: Block, recompute: str, whole: bool) -> Callable[..., Tensor]:
     """`whole`: the block computes alone, so one graph holds it all; else its collectives divide it."""
     module = _Recomputed(block, recompute) if recompute == "selective" else block
-    module.compile(fullgraph=whole, dynamic=False, options=OPTIONS)
+    module.compile(fullgraph=whole, dynamic=False)
     # What a full recomputation keeps is the block's input: nothing for the compiler to decide.
     return with_recompute(module, recompute) if recompute == "full" else module
 
@@ -59,7 +56,7 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor) -> Tensor:
 
 @cache
 def _compiled_loss() -> Callable[[Tensor, Tensor], Tensor]:
-    return torch.compile(_loss_and_gradient, dynamic=False, fullgraph=True, options=OPTIONS)
+    return torch.compile(_loss_and_gradient, dynamic=False, fullgraph=True)
 
 
 class _LeanLoss(torch.autograd.Function):

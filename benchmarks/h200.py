@@ -1,0 +1,158 @@
+"""A training step on one GPU beside torchtitan's own trainer, in one run: tokens per second, MFU, memory.
+
+    python benchmarks/h200.py 1B:2 3B:1 8B-16L:1                                  # shape:micro-batch[:sequence]
+    python benchmarks/h200.py --peer .peers/titan_h200.py --json results.jsonl    # with the peer, a script run alike
+
+bf16 with float32 master weights and moments, AdamW, clipping, Llama shapes with a vocabulary of 128,256, on the same
+kind of text as the peer (random letters: what is computed on changes how much power a GPU draws, and so its speed).
+Each measurement has a process of its own, the peer's and ours in turn. MFU counts 6 FLOP per parameter and token
+without the embedding, and attention in full, against 989 TFLOP/s: the peer's own formula."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuboid.data.build import BuildRequest, build
+from cuboid.data.loader import micro_batches
+from cuboid.data.source import make_source
+from cuboid.parallel.apply import build_engine
+from cuboid.spec.model import ModelSpec
+from cuboid.spec.run import Run, build_run
+from cuboid.train.optimizer import Optimizer
+from cuboid.train.step import PendingStep, start_step
+
+SHAPES = {
+    "1B": {"hidden": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "ffn": 8192},
+    "3B": {"hidden": 3072, "layers": 28, "heads": 24, "kv_heads": 8, "ffn": 8192},
+    "8B-16L": {"hidden": 4096, "layers": 16, "heads": 32, "kv_heads": 8, "ffn": 14336},
+    "8B": {"hidden": 4096, "layers": 32, "heads": 32, "kv_heads": 8, "ffn": 14336},
+}
+VOCABULARY = 128256
+PEAK = 989e12
+WARM_UP = 4
+
+
+def benchmark_run(shape: str, micro_batch: int, sequence: int, store: str, changes: list[str]) -> Run:
+    model = {**SHAPES[shape], "family": "llama", "vocab": VOCABULARY, "rope_theta": 500000.0}
+    training = {"global_batch": micro_batch, "sequence": sequence, "precision": "bf16", "device": "cuda"}
+    table = {"model": model, "layout": f"micro_batch={micro_batch}", "training": training, "data": {"source": store}}
+    return build_run(table, changes)
+
+
+def quick_weights(model: ModelSpec, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    """Drawn on the GPU: which numbers they are does not matter here, and there are billions."""
+    if len(shape) == 1:
+        return torch.ones(shape, device="cuda")
+    return torch.empty(shape, device="cuda").normal_(std=model.initial_std)
+
+
+def letters(folder: Path) -> str:
+    source = random.Random(0)
+    rows = ("".join(source.choices("abcdefgh ijklmnop qrstuvwxyz", k=3000)) for _ in range(2000))
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    store = folder / "store"
+    build(BuildRequest(sources=(str(folder / "text.jsonl"),), output=store, workers=1))
+    return str(store)
+
+
+def measure(run: Run, steps: int) -> dict[str, Any]:
+    device = torch.device("cuda")
+    engine = build_engine(run, 0, device, quick_weights)
+    optimizer = Optimizer(engine, run.optimizer)
+    source = make_source(run)
+    ends: list[float] = []
+    before: PendingStep | None = None
+    for step in range(WARM_UP + steps + 1):  # as the trainer does: one step is started while the one before computes
+        if step == WARM_UP:
+            torch.cuda.reset_peak_memory_stats()
+        now = start_step(engine, optimizer, micro_batches(source, run, step, 0, device), 1e-5)
+        if before is not None:
+            before.result()
+        before = now
+        ends.append(time.perf_counter())
+    torch.cuda.synchronize()
+    seconds = [end - start for start, end in itertools.pairwise(ends[WARM_UP:])]
+    median = statistics.median(seconds)
+    tokens = run.training.global_batch * run.training.sequence
+    return {
+        "tokens_per_second": tokens / median,
+        "mfu": flops_per_token(run) * tokens / median / PEAK,
+        "spread": (max(seconds) - min(seconds)) / median,
+        "allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
+        "loss": now.result().loss,
+    }
+
+
+def flops_per_token(run: Run) -> float:
+    model = run.model
+    counted = model.parameters - model.vocab * model.hidden  # looking tokens up is no product
+    return 6 * counted + 12 * model.layers * model.heads * model.head_dim * run.training.sequence
+
+
+def peer(script: str, shape: str, micro_batch: int, sequence: int) -> dict[str, Any]:
+    command = [sys.executable, script, shape, str(micro_batch), str(sequence), "1", "none"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    text = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr)
+    speeds = [float(found.replace(",", "")) for found in re.findall(r"tps: ([\d,]+)", text)]
+    memory = [float(found) for found in re.findall(r"memory: ([\d.]+)GiB", text)]
+    if len(speeds) < 3:
+        return {"failed": text.strip().splitlines()[-1][-200:] if text.strip() else f"exit code {done.returncode}"}
+    settled = speeds[2:]  # the first two reports hold the compilation
+    return {"tokens_per_second": max(settled), "reserved_gib": max(memory)}
+
+
+def ours(case: str, options: argparse.Namespace) -> dict[str, Any]:
+    changes = [part for change in options.set for part in ("--set", change)]
+    command = [sys.executable, __file__, case, "--one", "--steps", str(options.steps), *changes]
+    done = subprocess.run(command, capture_output=True, text=True)
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        return {"failed": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][-200:]}
+    return dict(json.loads(lines[-1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", default=["1B:2", "3B:1", "8B-16L:1"], help="shape:micro-batch[:sequence]")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--set", action="append", default=[], help="change a field of the run")
+    parser.add_argument("--peer", help="the peer's script; its arguments are shape, micro-batch, sequence, 1, none")
+    parser.add_argument("--json", type=Path, help="append a line for each case")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    for case in options.cases:
+        shape, micro_batch, sequence = (case.split(":") + ["1", "8192"][case.count(":") :])[:3]
+        if options.one:
+            with tempfile.TemporaryDirectory() as folder:
+                run = benchmark_run(shape, int(micro_batch), int(sequence), letters(Path(folder)), options.set)
+                print(json.dumps(measure(run, options.steps)))
+            return
+        row: dict[str, Any] = {"case": case, "torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
+        if options.peer:
+            row["peer"] = peer(options.peer, shape, int(micro_batch), int(sequence))
+        row["cuboid"] = ours(case, options)
+        if "tokens_per_second" in row.get("peer", {}) and "tokens_per_second" in row["cuboid"]:
+            row["ratio"] = row["cuboid"]["tokens_per_second"] / row["peer"]["tokens_per_second"]
+        print(json.dumps(row), flush=True)
+        if options.json:
+            with options.json.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()
