@@ -43,7 +43,7 @@ def verification_run(
             "device": "cpu",
         },
         "learning_rate": {"peak": 1e-3, "schedule": "constant"},
-        "data": {"source": "synthetic"},
+        "data": {"source": "synthetic", "attention_within_documents": True, "positions_within_documents": True},
     }
     return build_run(table, overrides)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -25,6 +25,10 @@ class Corpus(Protocol):
     """How many samples there are."""
 
     def sample(self, index: int) -> Sample: ...
+
+    def documents(self, index: int) -> Tensor:
+        """Which document of the sample each token belongs to: numbers that grow from 0."""
+        ...
 
 
 class _Documents:
@@ -73,18 +77,29 @@ class Packed(_Documents):
         self.size = max(self._ends[-1] - 1, 0) // sequence
 
     def sample(self, index: int) -> Sample:
-        place, last = index * self._sequence, (index + 1) * self._sequence + 1
-        pieces = []
+        last = (index + 1) * self._sequence + 1
+        pieces = [self._piece(start, stop) for start, stop in self._spans(index * self._sequence, last)]
+        tokens, counts = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
+        return torch.from_numpy(tokens[:-1]), torch.from_numpy(np.where(counts, tokens, IGNORED)[1:])
+
+    def documents(self, index: int) -> Tensor:
+        starts, seen = np.zeros(self._sequence, dtype=np.int64), 0
+        for start, stop in self._spans(index * self._sequence, (index + 1) * self._sequence):
+            starts[self._opened.tokens.document_starts(start, stop) - start + seen] = 1
+            seen += stop - start
+        starts[0] = 0
+        return torch.from_numpy(starts.cumsum())
+
+    def _spans(self, place: int, last: int) -> Iterator[tuple[int, int]]:
+        """Where the tokens place..last-1 of this corpus lie in the whole."""
         for number in range(bisect_right(self._ends, place), len(self._ends)):
             before = self._ends[number - 1] if number else 0
             start, stop = place - before, min(last, self._ends[number]) - before
             if start < stop:
-                pieces.append(self._piece(self._starts[number] + start, self._starts[number] + stop))
+                yield self._starts[number] + start, self._starts[number] + stop
                 place = before + stop
             if place == last:
                 break
-        tokens, counts = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
-        return torch.from_numpy(tokens[:-1]), torch.from_numpy(np.where(counts, tokens, IGNORED)[1:])
 
 
 class Padded(_Documents):
@@ -107,9 +122,13 @@ class Padded(_Documents):
             labels[: len(held) - 1] = torch.from_numpy(np.where(counts, held, IGNORED)[1:])
         return tokens, labels
 
+    def documents(self, index: int) -> Tensor:
+        return torch.zeros(self._sequence, dtype=torch.long)
+
 
 class Synthetic:
-    """Random tokens, and labels masked at a rate that differs from sample to sample: some samples have none at all."""
+    """Random tokens in documents of random length, and labels masked. Both rates differ from sample to sample: some are
+    one document, some have no label at all."""
 
     size = 1 << 20
 
@@ -117,12 +136,22 @@ class Synthetic:
         self._vocabulary, self._sequence, self._seed = vocabulary, sequence, seed
 
     def sample(self, index: int) -> Sample:
-        digest = hashlib.sha256(f"synthetic/{self._seed}/{index}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        digest, generator = self._draw("synthetic", index)
         window = torch.randint(0, self._vocabulary, (self._sequence + 1,), generator=generator)
         rate = (digest[8] % 5) / 4
         masked = torch.rand(self._sequence, generator=generator) < rate
         return window[:-1], window[1:].masked_fill(masked, IGNORED)
+
+    def documents(self, index: int) -> Tensor:
+        digest, generator = self._draw("synthetic documents", index)
+        rate = (digest[8] % 4) / 16
+        starts = torch.rand(self._sequence, generator=generator) < rate
+        starts[0] = False
+        return starts.cumsum(0)
+
+    def _draw(self, what: str, index: int) -> tuple[bytes, torch.Generator]:
+        digest = hashlib.sha256(f"{what}/{self._seed}/{index}".encode()).digest()
+        return digest, torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
 
 
 def blank(sequence: int) -> Sample:

@@ -16,12 +16,13 @@ def micro_batches(source: Source, run: Run, step: int, replica: int, device: tor
     """Replica r takes the r-th run of consecutive positions in the global batch."""
     share = run.training.global_batch // run.layout.dp
     first = step * run.training.global_batch + replica * share
-    samples = [source.at(first + place) for place in range(share)]
     width = run.layout.micro_batch
     batches = []
-    for start in range(0, share, width):
-        tokens, labels = zip(*samples[start : start + width], strict=True)
-        batches.append(MicroBatch(_carry(torch.stack(tokens), device), _carry(torch.stack(labels), device)))
+    for start in range(first, first + share, width):
+        places = range(start, start + width)
+        tokens, labels = (torch.stack(parts) for parts in zip(*map(source.at, places), strict=True))
+        documents = torch.stack([source.documents_at(place) for place in places]) if run.data.uses_documents else None
+        batches.append(MicroBatch(_carry(tokens, device), _carry(labels, device), documents))
     return batches
 
 

@@ -6,6 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
+from torch import Tensor
+
 from cuboid.data.corpus import Corpus, Packed, Padded, Sample, Synthetic, blank
 from cuboid.data.mixture import Pattern
 from cuboid.data.opened import check_samples, check_vocabulary, open_source
@@ -18,6 +21,10 @@ from cuboid.spec.run import Run
 class Source(Protocol):
     def at(self, position: int) -> Sample: ...
 
+    def documents_at(self, position: int) -> Tensor:
+        """Which document each token of the sample belongs to."""
+        ...
+
 
 class Shuffled:
     """Every sample of a corpus once in each epoch, in an order of that epoch's own."""
@@ -27,6 +34,9 @@ class Shuffled:
 
     def at(self, position: int) -> Sample:
         return self.corpus.sample(sample_at(position, self.corpus.size, self._seed))
+
+    def documents_at(self, position: int) -> Tensor:
+        return self.corpus.documents(sample_at(position, self.corpus.size, self._seed))
 
 
 class HeldOut:
@@ -40,6 +50,11 @@ class HeldOut:
             return blank(self._sequence)
         return self.corpus.sample(sample_at(position, self.corpus.size, self._seed))
 
+    def documents_at(self, position: int) -> Tensor:
+        if position >= self.corpus.size:
+            return torch.zeros(self._sequence, dtype=torch.long)
+        return self.corpus.documents(sample_at(position, self.corpus.size, self._seed))
+
 
 class Mixture:
     """Several sources, each with its share of the positions and an order and epochs of its own."""
@@ -50,6 +65,10 @@ class Mixture:
     def at(self, position: int) -> Sample:
         source, before = self.pattern.at(position)
         return self._sources[source].at(before)
+
+    def documents_at(self, position: int) -> Tensor:
+        source, before = self.pattern.at(position)
+        return self._sources[source].documents_at(before)
 
 
 def make_source(run: Run) -> Source:

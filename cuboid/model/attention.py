@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
+from cuboid.model.block_attention import documents_mix, has_flash
 from cuboid.model.linear import Linear, Norm
 from cuboid.model.rope import Positions, rotate
 from cuboid.spec.model import ModelSpec
@@ -16,12 +17,17 @@ Mix = Callable[[Tensor, Tensor, Tensor, Positions], Tensor]
 
 
 def causal_mix(query: Tensor, key: Tensor, value: Tensor, positions: Positions) -> Tensor:
-    """Every token sees itself and those before it in its sequence. Each run of query heads shares a key-value head."""
+    """Every token sees itself and those before it in its sequence, or document. Each run of query heads shares a
+    key-value head."""
+    documents = positions.documents
+    if documents is not None and has_flash(query):
+        return documents_mix(query, key, value, documents)
     mixed = functional.scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
-        is_causal=True,
+        attn_mask=None if documents is None else documents.mask(query.device),
+        is_causal=documents is None,
         enable_gqa=key.shape[2] != query.shape[2],
     )
     return mixed.transpose(1, 2)

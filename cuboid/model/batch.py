@@ -14,3 +14,5 @@ class MicroBatch:
     tokens: Tensor
     """(sequences, length)"""
     labels: Tensor
+    documents: Tensor | None = None
+    """Which document each token belongs to, where that matters; always in host memory."""

@@ -7,6 +7,7 @@ head. On CUDA in half precision this is the flash kernel; elsewhere plain matrix
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as functional
@@ -20,7 +21,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """(what each query sees, log of its sum of exponentials). Without `causal` every query sees every key; with it
     there are as many keys as queries, and `documents` may divide them."""
-    if _has_flash(query):
+    if has_flash(query):
         return _flash(query, key, value, causal, documents)
     scores = _scores(query, key, causal, documents)
     sums = scores.logsumexp(-1)
@@ -39,7 +40,7 @@ def attend_backward(
     documents: Documents | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What this block adds to the gradients of its queries, keys and values; `seen` and `sums` are over all blocks."""
-    if _has_flash(query):
+    if has_flash(query):
         return _flash_backward(gradient, query, key, value, seen, sums, causal, documents)
     heads = key.shape[2]
     scores = _scores(query, key, causal, documents)
@@ -52,6 +53,27 @@ def attend_backward(
     query_gradient = torch.einsum("bgrqk,bkgd->bqgrd", weights, _wide(key)).flatten(2, 3)
     key_gradient = torch.einsum("bgrqk,bqgrd->bkgd", weights, _grouped(query, heads))
     return query_gradient, key_gradient, value_gradient
+
+
+class _Documents(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
+        seen, sums = attend(query, key, value, True, documents)
+        context.save_for_backward(query, key, value, seen, sums)
+        context.documents = documents
+        return seen
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, seen, sums = context.saved_tensors
+        return *attend_backward(gradient, query, key, value, seen, sums, True, context.documents), None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def documents_mix(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
+    """Causal attention inside each document."""
+    seen: Tensor = _Documents.apply(query, key, value, documents)
+    return seen
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -74,7 +96,7 @@ def _scores(query: Tensor, key: Tensor, causal: bool, documents: Documents | Non
     return scores
 
 
-def _has_flash(query: Tensor) -> bool:
+def has_flash(query: Tensor) -> bool:
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cuboid.model.documents import Documents
+from cuboid.spec.data import DataSpec
 from cuboid.spec.model import ModelSpec, RopeScaling
 
 
@@ -68,6 +69,14 @@ class PositionTable:
         if self._cosine is None or self._sine is None:
             return Positions(index, None, None, documents)
         return Positions(index, self._cosine[index], self._sine[index], documents)
+
+    def of(self, places: Tensor, ids: Tensor | None, data: DataSpec) -> Positions:
+        """Of these places of every sequence, whose tokens belong to the documents `ids` (sequences, whole length)."""
+        if ids is None or not data.uses_documents:
+            return self.at(places.unsqueeze(0))
+        documents = Documents(ids)
+        index = documents.index[:, places] if data.positions_within_documents else places.unsqueeze(0)
+        return self.at(index, documents if data.attention_within_documents else None)
 
 
 def make_positions(model: ModelSpec, length: int, dtype: torch.dtype, device: torch.device) -> Positions:

@@ -104,9 +104,10 @@ class Transformer(nn.Module):
         if model.tie_embeddings:
             self.head.output.weight = self.embedding.tokens.weight
 
-    def hidden_states(self, tokens: Tensor) -> Tensor:
+    def hidden_states(self, tokens: Tensor, positions: Positions | None = None) -> Tensor:
+        """`positions`: left out, every sequence is one document."""
         weight = self.head.norm.weight
-        positions = make_positions(self.model, tokens.shape[1], weight.dtype, weight.device)
+        positions = positions or make_positions(self.model, tokens.shape[1], weight.dtype, weight.device)
         x = self.embedding(tokens, positions)
         for block in self.layers.values():
             x = block(x, positions)
@@ -116,6 +117,6 @@ class Transformer(nn.Module):
         """tokens: (batch, length) → logits (batch, length, vocab)."""
         return self.head(self.hidden_states(tokens)).unflatten(0, tokens.shape)
 
-    def loss(self, tokens: Tensor, labels: Tensor) -> Tensor:
+    def loss(self, tokens: Tensor, labels: Tensor, positions: Positions | None = None) -> Tensor:
         """Sum of the losses of labelled tokens; labels: (batch, length), IGNORED where a token does not count."""
-        return self.head.loss(self.hidden_states(tokens), labels)
+        return self.head.loss(self.hidden_states(tokens, positions), labels)

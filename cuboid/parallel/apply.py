@@ -121,7 +121,8 @@ class _Builder:
         if self.layout.cp > 1:
             block.attention.mix = ContextMix(self.groups, gathers=self.layout.cp_method == "allgather")
         if self.compiled:
-            whole = self.region is None and self.layout.cp == 1 and not self.schedule.splits_backward
+            apart = self.layout.cp > 1 or self.run.data.attention_within_documents or self.schedule.splits_backward
+            whole = self.region is None and not apart
             run = compiled_block(block, self.layout.recompute, whole)
         else:
             run = with_recompute(block, self.layout.recompute)

@@ -22,6 +22,7 @@ _DEAR = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._flash_attention_forward.default,
     torch.ops.aten.bmm.default,
     *KEPT,
 }

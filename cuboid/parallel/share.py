@@ -28,11 +28,15 @@ class Sharing:
         """`index`: of this rank among the context-parallel ranks."""
         sequence, size = run.training.sequence, run.layout.cp
         self._places = torch.cat([torch.arange(part.start, part.stop) for part in places_of(index, size, sequence)])
-        self._positions = PositionTable(run.model, sequence, dtype, device).at(self._places.unsqueeze(0))
-        self._whole = size == 1
+        self._table = PositionTable(run.model, sequence, dtype, device)
+        self._positions = self._table.at(self._places.unsqueeze(0))
+        self._whole, self._data = size == 1, run.data
 
     def of(self, batch: MicroBatch) -> Share:
+        positions = self._positions
+        if batch.documents is not None:
+            positions = self._table.of(self._places, batch.documents, self._data)
         if self._whole:
-            return Share(batch.tokens, batch.labels, self._positions)
+            return Share(batch.tokens, batch.labels, positions)
         places = self._places.to(batch.tokens.device)
-        return Share(batch.tokens[:, places], batch.labels[:, places], self._positions)
+        return Share(batch.tokens[:, places], batch.labels[:, places], positions)

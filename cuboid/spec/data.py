@@ -24,6 +24,11 @@ class DataSpec:
     mask_across_documents: bool = False
     """Leave out of the loss the first token of each document, which no earlier token of its own document foretells.
     Attention still sees the documents that stand before in the same sample."""
+    attention_within_documents: bool = False
+    """Tokens of a packed sample see only those of their own document."""
+    positions_within_documents: bool = False
+    """Positions count from the start of each document, as Hugging Face's packed collators and Megatron's
+    reset-position-ids do. Rotary positions are relative: to them it matters only where attention crosses documents."""
     validation: str = ""
     """A source of its own for evaluation."""
     validation_fraction: float = 0.0
@@ -68,6 +73,11 @@ class DataSpec:
     @property
     def sources(self) -> tuple[str, ...]:
         return tuple(self.weights)
+
+    @property
+    def uses_documents(self) -> bool:
+        """Whether the model must know where documents begin."""
+        return self.attention_within_documents or self.positions_within_documents
 
     @property
     def holds_out(self) -> bool:

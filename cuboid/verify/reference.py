@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cuboid.data.source import make_source
 from cuboid.model.initialize import initialize
+from cuboid.model.rope import PositionTable
 from cuboid.model.transformer import IGNORED, Transformer
 from cuboid.parallel.device import choose_device
 from cuboid.spec.run import Run
@@ -51,16 +52,19 @@ def reference_trace(run: Run, moments_after: Collection[int] = ()) -> Trace:
         eps=run.optimizer.epsilon,
     )
     source = make_source(run)
+    table = PositionTable(run.model, run.training.sequence, dtype, device)
     trace = Trace()
     for step in range(run.training.steps):
         optimizer.zero_grad()
         first = step * run.training.global_batch
-        positions = range(first, first + run.training.global_batch)
-        samples = [source.at(position) for position in positions]
+        samples = [source.at(first + place) for place in range(run.training.global_batch)]
         tokens = sum(int((labels != IGNORED).sum()) for _, labels in samples)
         loss = 0.0
-        for inputs, labels in samples:
-            part = model.loss(inputs.unsqueeze(0).to(device), labels.unsqueeze(0).to(device)) / max(tokens, 1)
+        for place, (inputs, labels) in enumerate(samples):
+            ids = source.documents_at(first + place).unsqueeze(0) if run.data.uses_documents else None
+            positions = table.of(torch.arange(run.training.sequence), ids, run.data)
+            part = model.loss(inputs.unsqueeze(0).to(device), labels.unsqueeze(0).to(device), positions)
+            part = part / max(tokens, 1)
             part.backward()
             loss += part.item()
         trace.losses.append(loss)

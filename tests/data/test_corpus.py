@@ -40,6 +40,8 @@ def test_packed_samples_are_the_stream_cut_in_pieces(lists: list[list[int]], seq
             IGNORED if mask and place in firsts else stream[place] for place in range(start + 1, start + sequence + 1)
         ]
         assert labels.tolist() == expected
+        owners = [sum(first <= place for first in firsts) for place in range(start, start + sequence)]
+        assert corpus.documents(index).tolist() == [owner - owners[0] for owner in owners]
 
 
 @given(lists=documents, sequence=st.integers(1, 9), cuts=st.lists(st.integers(0, 20), min_size=1), mask=st.booleans())
@@ -57,6 +59,7 @@ def test_ranges_are_joined_as_if_they_were_neighbours(
     assert corpus.size == alone.size
     for index in range(corpus.size):
         assert all(map(torch.equal, corpus.sample(index), alone.sample(index)))
+        assert torch.equal(corpus.documents(index), alone.documents(index))
 
 
 @given(lists=documents, sequence=st.integers(1, 9))

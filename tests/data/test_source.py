@@ -113,3 +113,14 @@ def test_synthetic_labels_are_one_ahead_and_masked_unevenly() -> None:
         counts.add(int((labels != IGNORED).sum()))
     # All, none, and much in between: a mean of means over replicas would not equal the true mean.
     assert {0, 40} < counts and len(counts) > 10
+
+
+def test_synthetic_documents_are_few_or_many() -> None:
+    source = Synthetic(50, 64, seed=0)
+    numbers = set()
+    for index in range(60):
+        documents = source.documents(index)
+        assert documents[0] == 0 and set(documents.diff().tolist()) <= {0, 1}
+        assert torch.equal(documents, source.documents(index))
+        numbers.add(int(documents[-1]) + 1)
+    assert 1 in numbers and max(numbers) > 8

@@ -27,3 +27,28 @@ def test_each_method(pool: Pool, method: str) -> None:
 )
 def test_with_everything_else(pool: Pool, layout: str) -> None:
     assert_equal(pool, small_run(layout))
+
+
+@pytest.mark.parametrize("method", CONTEXT_METHODS)
+def test_without_documents(pool: Pool, method: str) -> None:
+    assert_equal(pool, small_run(f"cp=4,cp_method={method}", "data.attention_within_documents=false"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "overrides"),
+    [
+        ("cp=4,cp_method=ulysses", ["model.kv_heads=1"]),
+        ("cp=2,tp=4,cp_method=ulysses", ["model.kv_heads=2"]),
+        ("cp=4,cp_method=ulysses,recompute=selective", ["model.heads=12", "model.kv_heads=6", "model.head_dim=8"]),
+        ("cp=2,tp=2,cp_method=allgather", ["model.heads=6", "model.kv_heads=3", "model.head_dim=8"]),
+        ("cp=3,dp=2,zero=1", ["training.sequence=18"]),
+    ],
+)
+def test_heads_and_lengths_that_do_not_divide(pool: Pool, layout: str, overrides: list[str]) -> None:
+    assert_equal(pool, small_run(layout, *overrides))
+
+
+@pytest.mark.parametrize("model", ["tiny-gpt2", "tiny-qwen3"])
+def test_other_families(pool: Pool, model: str) -> None:
+    """Learned positions follow the split; a tied embedding has holders on other stages."""
+    assert_equal(pool, small_run("cp=2,tp=2,pp=2,zero=1,recompute=full", model=model))

@@ -6,23 +6,26 @@ import random
 
 from cuboid.errors import UserError
 from cuboid.launch.pool import Pool
+from cuboid.spec.layout import CONTEXT_METHODS
 from cuboid.spec.run import Run
 from tests.parallel.cases import assert_equal, small_run
 
 
-def draw(random_source: random.Random) -> Run:
-    """A run on at most eight ranks; draws again when the rules refuse one."""
+def draw(random_source: random.Random, most: int) -> Run:
+    """A run on at most `most` ranks; draws again when the rules refuse one."""
     while True:
         pick = random_source.choice
-        dp, tp, pp = pick([1, 2, 3, 4]), pick([1, 2, 4]), pick([1, 2, 3, 4])
-        if not 1 < dp * tp * pp <= 8:
+        dp, tp, pp, cp = pick([1, 2, 3, 4]), pick([1, 2, 4]), pick([1, 2, 3, 4]), pick([1, 1, 2, 3, 4])
+        if not 1 < dp * tp * pp * cp <= most:
             continue
         schedule = pick(["gpipe", "1f1b", "interleaved", "zb1p", "zbv", "dualpipev"])
         parts = [f"dp={dp},tp={tp},pp={pp},zero={pick(range(4))},schedule={schedule}"]
         parts += [f"micro_batch={pick([1, 2])}", f"recompute={pick(['none', 'none', 'selective', 'full'])}"]
         parts += [f"sequence_parallel={pick(['true', 'false'])}"]
+        parts += [f"cp={cp},cp_method={pick(CONTEXT_METHODS)}"]
         overrides = [f"model.layers={pick(range(4, 10))}", f"model.vocab={pick(range(5, 300))}"]
         overrides += [f"model.kv_heads={pick([1, 2, 4, 8])}", f"training.seed={pick(range(1000))}"]
+        overrides += [f"data.attention_within_documents={pick(['true', 'false'])}"]
         model = pick(["tiny-llama", "tiny-qwen3", "tiny-gpt2"])
         if model == "tiny-gpt2":
             overrides = [override for override in overrides if "kv_heads" not in override]
@@ -34,5 +37,5 @@ def draw(random_source: random.Random) -> Run:
 
 def test_random_layouts_equal_one_device(pool: Pool, thorough: bool) -> None:
     random_source = random.Random(20240607)
-    for _ in range(200 if thorough else 10):
-        assert_equal(pool, draw(random_source))
+    for turn in range(200 if thorough else 10):
+        assert_equal(pool, draw(random_source, most=16 if turn % 5 == 0 else 8))

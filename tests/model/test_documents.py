@@ -1,0 +1,77 @@
+"""Packed documents that do not see one another are as good as documents trained one by one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as functional
+
+from cuboid.model.block_attention import attend, attend_backward, documents_mix
+from cuboid.model.documents import Documents
+from cuboid.model.initialize import initialize
+from cuboid.model.rope import PositionTable
+from cuboid.model.transformer import Transformer
+from cuboid.spec.data import DataSpec
+from cuboid.spec.model import load_model
+
+IDS = torch.tensor([[0, 0, 0, 1, 2, 2, 2, 2], [0, 0, 0, 0, 0, 0, 0, 1]])
+LENGTHS = [3, 1, 4, 7, 1]
+
+
+def test_lengths_places_edges_and_mask() -> None:
+    documents = Documents(IDS)
+    assert documents.lengths == LENGTHS
+    assert documents.index.tolist() == [[0, 1, 2, 0, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 0]]
+    assert documents.edges(torch.device("cpu")).tolist() == [0, 3, 4, 8, 15, 16]
+    mask = documents.mask(torch.device("cpu"))
+    assert mask.shape == (2, 1, 8, 8)
+    assert mask[0, 0].nonzero().tolist() == [
+        [query, key] for query in range(8) for key in range(query + 1) if IDS[0, query] == IDS[0, key]
+    ]
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2", "tiny-qwen3"])
+def test_packed_documents_equal_documents_one_by_one(name: str) -> None:
+    spec = load_model(name)
+    model = Transformer(spec).double()
+    initialize(spec, model, seed=3)
+    tokens = torch.randint(0, spec.vocab, IDS.shape, generator=torch.Generator().manual_seed(0))
+    labels = torch.randint(0, spec.vocab, IDS.shape, generator=torch.Generator().manual_seed(1))
+    table = PositionTable(spec, 8, torch.float64, torch.device("cpu"))
+    data = DataSpec(attention_within_documents=True, positions_within_documents=True)
+    packed = model.loss(tokens, labels, table.of(torch.arange(8), IDS, data))
+    apart = sum(
+        model.loss(inputs.unsqueeze(0), targets.unsqueeze(0))
+        for inputs, targets in zip(tokens.flatten().split(LENGTHS), labels.flatten().split(LENGTHS), strict=True)
+    )
+    assert packed.item() == pytest.approx(apart.item(), rel=1e-12)
+    assert packed.item() != pytest.approx(model.loss(tokens, labels).item(), rel=1e-6)
+    # Rotary positions are relative, up to the rounding of their float32 tables; learned ones are not.
+    going_on = table.of(torch.arange(8), IDS, DataSpec(attention_within_documents=True))
+    close = model.loss(tokens, labels, going_on).item() == pytest.approx(packed.item(), rel=1e-6)
+    assert close == (spec.positions == "rope")
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["full", "causal", "documents"])
+def test_a_block_equals_plain_attention(kind: str, kv_heads: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 8, 4, 6, dtype=torch.float64, generator=generator, requires_grad=True)
+    key = torch.randn(2, 8, kv_heads, 6, dtype=torch.float64, generator=generator, requires_grad=True)
+    value = torch.randn(2, 8, kv_heads, 3, dtype=torch.float64, generator=generator, requires_grad=True)
+    documents = Documents(IDS) if kind == "documents" else None
+    seen, sums = attend(query, key, value, kind != "full", documents)
+    mask = documents.mask(query.device) if documents else torch.ones(8, 8, dtype=torch.bool)
+    mask = mask.tril() if kind == "causal" else mask
+    expected = functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (query, key, value)), attn_mask=mask, enable_gqa=True
+    ).transpose(1, 2)
+    assert torch.allclose(seen, expected, atol=1e-12)
+    gradient = torch.randn(seen.shape, dtype=torch.float64, generator=generator)
+    wanted = torch.autograd.grad(expected, (query, key, value), gradient)
+    with torch.no_grad():
+        found = attend_backward(gradient, query, key, value, seen, sums, kind != "full", documents)
+    assert all(torch.allclose(one, two, atol=1e-12) for one, two in zip(found, wanted, strict=True))
+    if documents is not None:
+        again = torch.autograd.grad(documents_mix(query, key, value, documents), (query, key, value), gradient)
+        assert all(torch.allclose(one, two, atol=1e-12) for one, two in zip(again, wanted, strict=True))
