@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +15,7 @@ from cuboid.checkpoint.state import Moments
 from cuboid.checkpoint.verify import check_file, verify
 from cuboid.errors import UserError
 from cuboid.parallel.apply import Engine
+from cuboid.say import say
 
 
 def resume(
@@ -32,14 +32,14 @@ def resume(
         manifest, reason = _verify_together(place / name, speaks, group)
         if manifest is None:
             if speaks:
-                print(f"warning: {reason}", file=sys.stderr, flush=True)
+                say(reason, as_warning=True)
             continue
         steps = engine.run.training.steps
         if manifest.step < steps:
             load(engine, optimizer, place / name, group)
         if speaks and not quiet:
             done = f"all {steps} steps are done" if manifest.step >= steps else f"resuming after step {manifest.step}"
-            print(f"{done}, written on {manifest.layout}", flush=True)
+            say(f"{done}, written on {manifest.layout}")
         return manifest.step
     return 0
 

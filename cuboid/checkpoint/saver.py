@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from cuboid.checkpoint.folder import checkpoint_path, prune
+from cuboid.checkpoint.folder import checkpoint_path, prune, sweep
 from cuboid.checkpoint.location import Location
 from cuboid.checkpoint.manifest import Manifest
 from cuboid.checkpoint.save import deadline_group, describe, kept_state, write
@@ -20,6 +20,7 @@ from cuboid.checkpoint.state import Moments
 from cuboid.data.opened import data_identity
 from cuboid.parallel.apply import Engine
 from cuboid.parallel.collectives import all_reduce
+from cuboid.say import say
 
 GRACE = 2.0
 """Seconds by which a save's own deadline comes before that of whoever waits for it, so that it can say why."""
@@ -68,7 +69,7 @@ class Saver:
         """Every rank calls this after `step` steps. Returns when the state is copied, or on a GPU being copied."""
         start = time.perf_counter()
         if self._thread is not None and self._thread.is_alive() and self._engine.groups.world.index == 0:
-            print(f"waiting for the checkpoint after step {self._step} to be written", file=sys.stderr, flush=True)
+            say(f"the training waits for the checkpoint after step {self._step} to be written", as_warning=True)
         stuck = not self._settle()
         stuck_ranks, broken_groups = self._count(stuck, not self._group_works)
         if stuck_ranks:
@@ -138,6 +139,9 @@ class Saver:
             count = self._bytes
         except CheckpointException as error:  # the same on all ranks: some rank could not write
             warning = str(next(iter(error.failures.values()), [error])[0])
+            if rank == 0:
+                with suppress(OSError):  # no rank writes any more, and a full disk needs the room
+                    sweep(self._folder)
         except Exception as error:
             self._group_works = self._group is None
             late = time.perf_counter() - start >= self._spec.timeout_seconds

@@ -88,7 +88,12 @@ def _announce(run: Run) -> None:
 
 def _conclude(run: Run, as_json: bool) -> None:
     folder = Path(run.output.folder)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    # Where the disk is full the last row may be a part of one.
+    rows = [
+        json.loads(line)
+        for line in (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+        if line.endswith("\n")
+    ]
     if not rows:  # all steps were done, and another folder holds what was said of them
         return
     later = rows[1:] or rows  # the first step also pays for warming up

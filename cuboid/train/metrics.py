@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cuboid.checkpoint.saver import SaveReport
 from cuboid.parallel.pipeline import TimedAction
+from cuboid.say import say
 from cuboid.spec.run import Run
+from cuboid.train.rows import Rows
 from cuboid.train.step import StepResult
 
 
@@ -29,17 +29,17 @@ class Metrics:
         self._rank = rank
         self._quiet = quiet
         self._done = done
-        self._file: TextIO | None = None
-        self._timing: TextIO | None = None
+        self._rows: Rows | None = None
+        self._timing: Rows | None = None
         self._progress: Progress | None = None
 
     def __enter__(self) -> Metrics:
         folder = Path(self._run.output.folder)
         folder.mkdir(parents=True, exist_ok=True)
         if self._run.output.keep_timing:
-            self._timing = self._continued(folder / f"timing-{self._rank:05d}.jsonl")
+            self._timing = Rows(folder / f"timing-{self._rank:05d}.jsonl", self._done)
         if self._rank == 0:
-            self._file = self._continued(folder / "metrics.jsonl")
+            self._rows = Rows(folder / "metrics.jsonl", self._done)
             console = Console(file=sys.stdout)
             if console.is_terminal and not self._quiet:
                 columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -48,18 +48,12 @@ class Metrics:
                 self._task = self._progress.add_task("training", total=self._run.training.steps)
         return self
 
-    def _continued(self, path: Path) -> TextIO:
-        """Rows of steps that will be done again are dropped."""
-        rows = path.read_text().splitlines(keepends=True) if self._done and path.exists() else []
-        _replace(path, [row for row in rows if row.endswith("\n") and json.loads(row)["step"] <= self._done])
-        return path.open("a")
-
     def __exit__(self, *_: object) -> None:
         if self._progress is not None:
             self._progress.stop()
-        for file in (self._file, self._timing):
-            if file is not None:
-                file.close()
+        for rows in (self._rows, self._timing):
+            if rows is not None:
+                rows.close()
 
     def record(
         self,
@@ -75,8 +69,8 @@ class Metrics:
         ended since the last step."""
         if self._timing is not None:
             actions = [[str(timed.action), timed.start, timed.end] for timed in timing]
-            self._timing.write(json.dumps({"step": step + 1, "actions": actions}) + "\n")
-        if self._file is None:
+            self._timing.append({"step": step + 1, "actions": actions})
+        if self._rows is None:
             return
         training = self._run.training
         row: dict[str, Any] = {
@@ -93,28 +87,22 @@ class Metrics:
         if held_out is not None:
             row["validation_loss"] = held_out
         # JSON has no word for what is not a number.
-        kept = {key: value if math.isfinite(value) else None for key, value in row.items()}
+        kept: dict[str, Any] = {key: value if math.isfinite(value) else None for key, value in row.items()}
         if saves:
             kept["checkpoints"] = [asdict(save) for save in saves]
-        self._file.write(json.dumps(kept) + "\n")
-        self._file.flush()
+        self._rows.append(kept)
         _warn_of(saves)
         if not self._quiet:
             self._show(row, saves)
 
     def add_saves(self, saves: Sequence[SaveReport]) -> None:
         """Those that ended after the last row, which stands in the file already: a published checkpoint has its row."""
-        if self._file is None or not saves:
+        if self._rows is None or not saves:
             return
         _warn_of(saves)
         if not self._quiet:
-            print("".join(map(_shown, saves)).strip(), flush=True)
-        self._file.close()
-        path = Path(self._run.output.folder) / "metrics.jsonl"
-        *rows, last = path.read_text().splitlines(keepends=True)
-        row = json.loads(last)
-        row["checkpoints"] = row.get("checkpoints", []) + [asdict(save) for save in saves]
-        _replace(path, [*rows, json.dumps(row) + "\n"])
+            say("".join(map(_shown, saves)).strip())
+        self._rows.add_to_last("checkpoints", [asdict(save) for save in saves])
 
     def _show(self, row: dict[str, Any], saves: Sequence[SaveReport]) -> None:
         step, steps = row["step"], self._run.training.steps
@@ -134,7 +122,7 @@ class Metrics:
                 self._progress.console.print(line, highlight=False)
             self._progress.update(self._task, completed=step)
         elif due:
-            print(line, flush=True)
+            say(line)
 
 
 def _shown(save: SaveReport) -> str:
@@ -147,11 +135,4 @@ def _shown(save: SaveReport) -> str:
 def _warn_of(saves: Sequence[SaveReport]) -> None:
     for save in saves:
         if save.warning:
-            print(f"warning: {save.warning}; the training goes on", file=sys.stderr, flush=True)
-
-
-def _replace(path: Path, rows: list[str]) -> None:
-    """All at once: whoever is killed here leaves the old rows or the new ones."""
-    aside = path.with_name(f".{path.name}.writing")
-    aside.write_text("".join(rows))
-    os.replace(aside, path)
+            say(f"{save.warning}; the training goes on", as_warning=True)

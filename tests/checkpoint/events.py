@@ -136,6 +136,8 @@ class Watcher:
             self.happens("open", name)
             raw = Raw(file, "".join(letter for letter in mode if letter not in "bt"))
             self._open[raw.fileno()] = name
+            if buffering == 0:
+                return raw
             buffered = io.BufferedWriter(raw)
             return buffered if "b" in mode else io.TextIOWrapper(buffered, *rest, **options)
 
