@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from cuboid.checkpoint.index import check_index
 from cuboid.checkpoint.location import locate
-from cuboid.checkpoint.manifest import Place
+from cuboid.checkpoint.manifest import INDEX, Damage, Place
 from cuboid.checkpoint.staging import as_bytes
 
 DTYPES = {
@@ -37,6 +37,14 @@ class Reader(StorageReader):
         self._folder = locate(folder)
         self._index = check_index(self._folder)
         self.names = self._index.keys()
+
+    def require(self, shapes: dict[str, tuple[int, ...]]) -> None:
+        """A `Damage` if it is of another model, whatever its manifest says."""
+        for name, shape in shapes.items():
+            held = self._index.get(name, {}).get("shape")
+            if held != list(shape):
+                reason = "lacks" if held is None else f"has {'×'.join(map(str, held))} elements in"
+                raise Damage(self._folder, INDEX, f"{reason} {name}, which needs {'×'.join(map(str, shape))}")
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass

@@ -72,6 +72,7 @@ def load(engine: Engine, optimizer: Moments, checkpoint: Place, group: dist.Proc
     manifest = read_manifest(checkpoint)
     reader = Reader(checkpoint)
     state = state_to_load(engine, optimizer)
+    reader.require({name: held.full_shape for name, held in state.items()})
     own = generators(engine) if manifest.layout == str(engine.run.layout) else {}
     own = {name: held for name, held in own.items() if name in reader.names}
     planner = LoadPlanner(flatten_state_dict=False)

@@ -19,7 +19,7 @@ from cuboid.checkpoint.manifest import Damage
 from cuboid.cli.checkpoint_table import show_description, show_summaries, size_of
 from cuboid.errors import UserError
 from cuboid.spec.run import load_run
-from cuboid.train.folder import RUN_FILE, checkpoint_folder
+from cuboid.train.folder import RUN_FILE
 
 Action = Literal["ls", "verify", "show", "copy", "prune"]
 
@@ -56,9 +56,10 @@ def command(
 
 
 def _find(place: str) -> list[Location]:
-    """A run may keep its checkpoints elsewhere."""
+    """A run may keep its checkpoints elsewhere; its folder may have moved since it was written."""
     run_file = Path(place) / RUN_FILE
-    return find(checkpoint_folder(load_run(run_file)) if run_file.is_file() else place)
+    elsewhere = load_run(run_file).checkpoint.folder if run_file.is_file() else ""
+    return find(elsewhere or place)
 
 
 def _list(found: list[Location], contents: bool, judged: bool, as_json: bool) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,33 +10,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from cuboid.checkpoint.folder import newest_whole
 from cuboid.errors import RankError
 from cuboid.launch.pool import Pool
 from cuboid.spec.run import Run, dump_run, load_run
 from cuboid.train.folder import prepare_folder
-from cuboid.train.trainer import train
-from tests.checkpoint.events import Death, Event, Watcher
+from tests.checkpoint.events import Death, Event
 from tests.checkpoint.jobs import SMALL
+from tests.checkpoint.kill_jobs import RANKS
 from tests.train.cases import short_run
 
-RANKS = 4
 CUTS = (0.5, 0.99)
 """How much of a torn write reaches the file."""
-
-
-def life(rank: int, run: Run, begin: int, deaths: dict[int, Death], mark: str) -> tuple[list[Event], dict[str, int]]:
-    """Train from the newest checkpoint, which is of step `begin`, to the end of the run or of this rank."""
-    processes: list[Any] = [None] * RANKS
-    dist.all_gather_object(processes, os.getpid())
-    others = [process for process in processes if process != os.getpid()]
-    watcher = Watcher(run.output.folder, begin, deaths.get(rank), mark, others)
-    watcher.install()
-    train(run, rank, torch.device("cpu"), quiet=True)
-    return watcher.events, watcher.missed()
 
 
 class Torture:
@@ -84,7 +69,7 @@ class Torture:
         arguments = (self.run(begin + 3), begin, deaths, str(mark))
         seen: list[Any] = []
         try:
-            seen = self.pool.run("tests.checkpoint.test_kill:life", arguments, ranks=RANKS, timeout=120)
+            seen = self.pool.run("tests.checkpoint.kill_jobs:life", arguments, ranks=RANKS, timeout=120)
         except RankError as error:
             assert mark.exists(), f"it ended otherwise: {error}"
         self.pool.close()  # processes that are watched already are used no more
@@ -170,13 +155,6 @@ def test_killed_in_its_first_save_and_again_while_it_sweeps_up(torture: Torture)
     assert not [path for path in (torture.folder / "run" / "checkpoints").iterdir() if path.name.startswith(".")]
 
 
-def prepare(rank: int, run: Run, overwrite: bool, death: Death | None, mark: str) -> tuple[list[Event], dict[str, int]]:
-    watcher = Watcher(str(Path(run.output.folder).parent), 0, death, mark, [])
-    watcher.install()
-    prepare_folder(run, overwrite)
-    return watcher.events, watcher.missed()
-
-
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_killed_while_it_claims_its_folder(tmp_path: Path, written: Path, overwrite: bool) -> None:
     """The file of the run, and what stands in the way of it where it is started anew."""
@@ -193,7 +171,7 @@ def test_killed_while_it_claims_its_folder(tmp_path: Path, written: Path, overwr
 
     with Pool() as pool:
         used()
-        [(events, missed)] = pool.run("tests.checkpoint.test_kill:prepare", (run, overwrite, None, ""), ranks=1)
+        [(events, missed)] = pool.run("tests.checkpoint.kill_jobs:prepare", (run, overwrite, None, ""), ranks=1)
         assert missed == {} and len(events) >= (12 if overwrite else 4)
         pool.close()
         for number, event in enumerate(events):
@@ -201,7 +179,7 @@ def test_killed_while_it_claims_its_folder(tmp_path: Path, written: Path, overwr
             mark = tmp_path / f"mark-{number}"
             arguments = (run, overwrite, Death(event), str(mark))
             with pytest.raises(RankError):
-                pool.run("tests.checkpoint.test_kill:prepare", arguments, ranks=1)
+                pool.run("tests.checkpoint.kill_jobs:prepare", arguments, ranks=1)
             assert mark.exists()
             prepare_folder(run, overwrite)
             assert load_run(folder / "run.toml") == run
