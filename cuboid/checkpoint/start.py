@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from filecmp import cmp
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -62,11 +63,11 @@ def _read_folder(folder: ModelFolder, model: ModelSpec, weights: dict[str, Scatt
     origins, given = from_huggingface(model), match_names(model, folder.tensors)
     read, largest = 0, 0
     for name, held in weights.items():
-        origin = origins[name]
-        for box, values in held.boxes:
-            part = folder.read(given[origin.tensor], origin.index(box.offsets, box.lengths))
-            values.copy_(part.t() if origin.transposed else part)
-            read, largest = read + part.nbytes, max(largest, part.nbytes)
+        for origin, (box, values) in product(origins[name], held.boxes):
+            if origin.holds(box.offsets, box.lengths):
+                part = folder.read(given[origin.tensor], origin.index(box.offsets, box.lengths))
+                origin.part_of(values, box.offsets).copy_(part.t() if origin.transposed else part)
+                read, largest = read + part.nbytes, max(largest, part.nbytes)
     return Started(read, largest)
 
 

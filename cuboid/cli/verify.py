@@ -13,10 +13,16 @@ from cuboid.data.opened import check_data
 from cuboid.errors import UserError
 from cuboid.launch.pool import Pool
 from cuboid.spec.layout import Layout
+from cuboid.spec.model import load_model
 from cuboid.spec.run import Run, build_run
 from cuboid.spec.supported import check_supported
 
 MICRO_BATCHES = 4
+BALANCED = tuple(
+    f"model.mixture.{field}"
+    for field in ("balance_coefficient=0.01", "z_coefficient=0.001", "router_bias=true", "bias_rate=0.01")
+)
+"""A mixture is proved with every way of balancing it at once, whichever its own are."""
 
 
 def verification_run(
@@ -31,6 +37,8 @@ def verification_run(
     """A short run on random tokens with labels masked differently in every sample, so that means of means would
     show. With a chain of layouts its batch is one that fits them all."""
     shapes = [Layout.parse(each) for each in chain or [layout]]
+    if load_model(model).mixture is not None:
+        overrides = (*BALANCED, *overrides)
     table: dict[str, Any] = {
         "model": model,
         "layout": layout,
@@ -156,8 +164,10 @@ def _show_chain(verdict: dict[str, Any]) -> None:
 
 
 def _show(verdict: dict[str, Any]) -> None:
-    for name in ("loss", "gradient", "gradient_norm", "parameter"):
+    for name in ("loss", "gradient", "gradient_norm", "parameter", "router"):
         error = verdict[f"{name}_error"]
+        if error is None:
+            continue
         worst = f"  ({verdict[f'worst_{name}']})" if f"worst_{name}" in verdict else ""
         mark = "equal" if error <= verdict["tolerance"] else "DIFFERS"
         print(f"  {name.replace('_', ' '):<14} {mark}  largest relative error {error:.1e}{worst}")

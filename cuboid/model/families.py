@@ -2,8 +2,7 @@
 
 To add a family: a `WeightNames` here and its line in `FAMILIES`; its name in `Family` (spec/model.py) with what its
 tables need not say (spec/load.py); how its `config.json` is read and written (spec/huggingface.py and
-spec/huggingface_config.py). A family whose tensors lie otherwise than as rows of one tensor, like experts of which each
-is a tensor, also needs an `Origin` that says so (huggingface.py). The tests in tests/model take it from there: add a
+spec/huggingface_config.py). The tests in tests/model take it from there: add a
 case to `CASES`."""
 
 from __future__ import annotations
@@ -46,6 +45,45 @@ GPT2_NAMES = {
     "head.output": "lm_head",
 }
 
+MIXTRAL_NAMES = {
+    "layers.*.feed_forward.router": "model.layers.*.block_sparse_moe.gate",
+    "layers.*.feed_forward.experts.gate": "model.layers.*.block_sparse_moe.experts.#.w1",
+    "layers.*.feed_forward.experts.up": "model.layers.*.block_sparse_moe.experts.#.w3",
+    "layers.*.feed_forward.experts.down": "model.layers.*.block_sparse_moe.experts.#.w2",
+}
+
+EXPERT_NAMES = {
+    "layers.*.feed_forward.router": "model.layers.*.mlp.gate",
+    "layers.*.feed_forward.router.bias": "model.layers.*.mlp.gate.e_score_correction_bias",
+    "layers.*.feed_forward.experts.gate": "model.layers.*.mlp.experts.#.gate_proj",
+    "layers.*.feed_forward.experts.up": "model.layers.*.mlp.experts.#.up_proj",
+    "layers.*.feed_forward.experts.down": "model.layers.*.mlp.experts.#.down_proj",
+    "layers.*.feed_forward.shared.gate": "model.layers.*.mlp.shared_experts.gate_proj",
+    "layers.*.feed_forward.shared.up": "model.layers.*.mlp.shared_experts.up_proj",
+    "layers.*.feed_forward.shared.down": "model.layers.*.mlp.shared_experts.down_proj",
+}
+
+LATENT_NAMES = {
+    "layers.*.attention.query_down": "model.layers.*.self_attn.q_a_proj",
+    "layers.*.attention.query_down_norm": "model.layers.*.self_attn.q_a_layernorm",
+    "layers.*.attention.query_up": "model.layers.*.self_attn.q_b_proj",
+    "layers.*.attention.query": "model.layers.*.self_attn.q_proj",
+    "layers.*.attention.key_value_down": "model.layers.*.self_attn.kv_a_proj_with_mqa",
+    "layers.*.attention.key_value_down_norm": "model.layers.*.self_attn.kv_a_layernorm",
+    "layers.*.attention.key_value_up": "model.layers.*.self_attn.kv_b_proj",
+}
+
+NO_BIASES: dict[str, object] = {"qkv_bias": False, "output_bias": False, "mlp_bias": False}
+PLAIN_ROUTING: dict[str, object] = {
+    "scoring": "softmax",
+    "scaling": 1.0,
+    "groups": 1,
+    "shared_experts": 0,
+    "first_dense_layers": 0,
+    "router_bias": False,
+    "capacity_factor": 0.0,
+}
+
 LLAMA_LIKE: dict[str, object] = {"norm": "rmsnorm", "positions": "rope", "activation": "swiglu"}
 
 
@@ -54,7 +92,7 @@ class WeightNames:
     """How the checkpoints of one family are written."""
 
     names: Mapping[str, str]
-    """Our module -> theirs; * is the layer's number."""
+    """Our module -> theirs; * is the layer's number. An expert's parameter -> their module of it; # is its number."""
     fixed: Mapping[str, object]
     """What their module always has; a model that differs is another function there."""
     prefix: str = "model."
@@ -66,6 +104,10 @@ class WeightNames:
     ignored: str = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
     """What older checkpoints hold besides weights: rotary frequencies and causal masks, which follow from the shape.
     No other tensor of a checkpoint is left unread."""
+    mixture: Mapping[str, object] | None = None
+    """What its mixture always has; None: it has no experts."""
+    latent: bool = False
+    """Whether it has latent attention."""
     one_bias_switch: bool = False
     """Whether one switch, attention_bias, is for the biases of queries, keys, values and output together."""
 
@@ -86,6 +128,23 @@ FAMILIES: dict[str, WeightNames] = {
     ),
     "qwen3": WeightNames(
         names=LLAMA_NAMES, fixed=LLAMA_LIKE | {"qk_norm": True, "mlp_bias": False}, one_bias_switch=True
+    ),
+    "mixtral": WeightNames(
+        names=LLAMA_NAMES | MIXTRAL_NAMES,
+        fixed=LLAMA_LIKE | NO_BIASES | {"qk_norm": False},
+        mixture=PLAIN_ROUTING | {"normalized": True},
+    ),
+    "qwen3_moe": WeightNames(
+        names=LLAMA_NAMES | EXPERT_NAMES,
+        fixed=LLAMA_LIKE | {"qk_norm": True, "mlp_bias": False},
+        mixture=PLAIN_ROUTING,
+        one_bias_switch=True,
+    ),
+    "deepseek_v3": WeightNames(
+        names=LLAMA_NAMES | EXPERT_NAMES | LATENT_NAMES,
+        fixed=LLAMA_LIKE | NO_BIASES | {"qk_norm": False},
+        mixture={"scoring": "sigmoid", "router_bias": True, "capacity_factor": 0.0},
+        latent=True,
     ),
     "gpt2": WeightNames(
         names=GPT2_NAMES,
@@ -108,17 +167,25 @@ FAMILIES: dict[str, WeightNames] = {
 
 def check_family(model: ModelSpec) -> WeightNames:
     """The names of the model's family, if Hugging Face's module of it computes what the model computes."""
-    for name in ("mixture", "latent"):
-        if getattr(model, name) is not None:
-            raise UserError(f"model.{name} has no weight map yet; use a dense model without it")
     family = FAMILIES[model.family]
-    for name, value in family.fixed_for(model).items():
-        ours = getattr(model, name)
+    for name, wanted in (("mixture", family.mixture is not None), ("latent", family.latent)):
+        if (getattr(model, name) is not None) != wanted:
+            raise UserError(
+                f"model.{name} {'is missing in' if wanted else 'has no place in'} family={model.family}; "
+                f"use a family {'without' if wanted else 'with'} it"
+            )
+    _check_fixed(model, "model", model.family, family.fixed_for(model))
+    _check_fixed(model.mixture, "mixture", model.family, family.mixture or {})
+    return family
+
+
+def _check_fixed(instance: object, where: str, family: str, fixed: Mapping[str, object]) -> None:
+    for name, value in fixed.items():
+        ours = getattr(instance, name)
         if ours != value:
             raise UserError(
-                f"model.{name}={_show(ours)} cannot be written as family={model.family}; use {name}={_show(value)}"
+                f"{where}.{name}={_show(ours)} cannot be written as family={family}; use {name}={_show(value)}"
             )
-    return family
 
 
 def _show(value: object) -> str:

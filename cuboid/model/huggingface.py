@@ -2,8 +2,9 @@
 
 Both maps are tables of names and numbers, so that a checkpoint can be read or written one tensor at a time:
 
-    for name, origin in from_huggingface(model).items():     # reading
-        parameter = origin.take(file[origin.tensor])
+    for name, origins in from_huggingface(model).items():    # reading
+        for origin in origins:
+            parameter[origin.rows] = origin.take(file[origin.tensor])
     for name, target in to_huggingface(model).items():       # writing
         tensor = target.make([parameters[part] for part in target.parameters])
 """
@@ -25,7 +26,8 @@ from cuboid.spec.model import ModelSpec
 
 @dataclass(frozen=True)
 class Origin:
-    """A parameter is rows `start:stop` of one Hugging Face tensor, turned first where that is `transposed`."""
+    """A parameter is rows `start:stop` of one Hugging Face tensor, turned first where that is `transposed`; or, of
+    stacked experts, one expert is."""
 
     tensor: str
     shape: tuple[int, ...]
@@ -33,32 +35,62 @@ class Origin:
     start: int
     stop: int
     transposed: bool
+    expert: int | None = None
+    """Which of the experts that the parameter stacks; None: it stacks none."""
+
+    @property
+    def rows(self) -> slice:
+        """Which of the parameter's first dimension it holds."""
+        return slice(None) if self.expert is None else slice(self.expert, self.expert + 1)
+
+    @property
+    def box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Offsets and lengths of what it holds of the parameter."""
+        sizes = (self.stop - self.start, *((self.shape[0],) if self.transposed else self.shape[1:]))
+        if self.expert is None:
+            return (0,) * len(sizes), sizes
+        return (self.expert, *(0 for _ in sizes)), (1, *sizes)
+
+    def holds(self, offsets: Sequence[int], lengths: Sequence[int]) -> bool:
+        """Whether anything of a box of the parameter lies here."""
+        return self.expert is None or offsets[0] <= self.expert < offsets[0] + lengths[0]
+
+    def part_of(self, values: Tensor, offsets: Sequence[int]) -> Tensor:
+        """What lies here of a box at these offsets, in the dimensions of the stored tensor."""
+        return values if self.expert is None else values[self.expert - offsets[0]]
 
     def index(self, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None) -> tuple[slice, ...]:
         """Where a box of the parameter, or all of it, lies in the stored tensor, to read no more than is needed."""
-        sizes = (self.stop - self.start, *((self.shape[0],) if self.transposed else self.shape[1:]))
-        offsets, lengths = offsets or [0] * len(sizes), lengths or sizes
+        here = self.box
+        offsets, lengths = offsets or here[0], lengths or here[1]
+        if self.expert is not None:
+            offsets, lengths = offsets[1:], lengths[1:]
         first, *rest = (slice(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True))
         rows = slice(self.start + first.start, self.start + first.stop)
         return (*rest, rows) if self.transposed else (rows, *rest)
 
     def take(self, tensor: Tensor) -> Tensor:
-        """The parameter, as a view: what is written into it is written into the stored tensor."""
+        """Its `rows` of the parameter, as a view: what is written into it is written into the stored tensor."""
         part = tensor[self.index()]
-        return part.t() if self.transposed else part
+        part = part.t() if self.transposed else part
+        return part if self.expert is None else part.unsqueeze(0)
 
 
 @dataclass(frozen=True)
 class Target:
-    """A Hugging Face tensor is these parameters, one below the other, turned at the end where `transposed`."""
+    """A Hugging Face tensor is these parameters, one below the other, turned at the end where `transposed`; or one
+    expert of a parameter that stacks them."""
 
     parameters: tuple[str, ...]
     shape: tuple[int, ...]
     transposed: bool
     copy_of: str | None = None
     """The tensor it is tied to; files may leave it out, modules list it."""
+    expert: int | None = None
 
     def make(self, parameters: Sequence[Tensor]) -> Tensor:
+        if self.expert is not None:
+            return parameters[0][self.expert]
         whole = parameters[0] if len(parameters) == 1 else torch.cat(list(parameters))
         return whole.t() if self.transposed else whole
 
@@ -70,29 +102,37 @@ def parameter_shapes(model: ModelSpec) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
 
 
-def from_huggingface(model: ModelSpec) -> dict[str, Origin]:
-    """Our parameter -> where it lies in their checkpoint."""
+def from_huggingface(model: ModelSpec) -> dict[str, tuple[Origin, ...]]:
+    """Our parameter -> where it lies in their checkpoint: in one tensor, or each of stacked experts in its own."""
     family = check_family(model)
     query, key_value = model.heads * model.head_dim, model.kv_heads * model.head_dim
     joined = {"query": (0, query), "key": (query, query + key_value), "value": (query + key_value, 3 * query)}
-    origins = {}
+    origins: dict[str, tuple[Origin, ...]] = {}
     for name, shape in parameter_shapes(model).items():
         tensor = _their_name(family, name)
+        if "#" in tensor:
+            origins[name] = tuple(
+                Origin(tensor.replace("#", str(expert)), shape[1:], 0, shape[1], False, expert)
+                for expert in range(shape[0])
+            )
+            continue
         start, stop, rows = 0, shape[0], shape[0]
         if family.joined and family.joined in tensor:
             (start, stop), rows = joined[name.split(".")[-2]], 3 * query
         transposed = bool(family.transposed) and tensor.endswith(family.transposed)
         stored = (shape[1], rows) if transposed else (rows, *shape[1:])
-        origins[name] = Origin(tensor, stored, start, stop, transposed)
+        origins[name] = (Origin(tensor, stored, start, stop, transposed),)
     return origins
 
 
 def to_huggingface(model: ModelSpec) -> dict[str, Target]:
-    """Their tensor -> which of our parameters make it; the names are those of their module's `state_dict`."""
+    """Their tensor -> which of our parameters make it; the names are those of their files, which their module has too
+    except for experts (it stacks them itself when it loads)."""
     targets: dict[str, Target] = {}
-    for name, origin in sorted(from_huggingface(model).items(), key=lambda item: item[1].start):
+    pairs = [(name, origin) for name, origins in from_huggingface(model).items() for origin in origins]
+    for name, origin in sorted(pairs, key=lambda pair: pair[1].start):
         before = targets[origin.tensor].parameters if origin.tensor in targets else ()
-        targets[origin.tensor] = Target((*before, name), origin.shape, origin.transposed)
+        targets[origin.tensor] = Target((*before, name), origin.shape, origin.transposed, expert=origin.expert)
     if model.tie_embeddings:
         tokens = _their_name(check_family(model), "embedding.tokens.weight")
         targets["lm_head.weight"] = replace(targets[tokens], copy_of=tokens)
@@ -139,7 +179,12 @@ def state_from_huggingface(model: ModelSpec, tensors: Mapping[str, Tensor]) -> d
             raise UserError(
                 f"{given} differs from {found[original]} and model={model.name} ties them; use tie_embeddings=false"
             )
-    return {name: origin.take(tensors[found[origin.tensor]]) for name, origin in from_huggingface(model).items()}
+    return {name: _taken(origins, tensors, found) for name, origins in from_huggingface(model).items()}
+
+
+def _taken(origins: Sequence[Origin], tensors: Mapping[str, Tensor], found: Mapping[str, str]) -> Tensor:
+    parts = [origin.take(tensors[found[origin.tensor]]) for origin in origins]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def state_to_huggingface(model: ModelSpec, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -161,10 +206,14 @@ def check_shape(name: str, shape: tuple[int, ...], wanted: tuple[int, ...]) -> N
 
 
 def _their_name(family: WeightNames, name: str) -> str:
-    module, _, kind = name.rpartition(".")
-    number = next((part for part in module.split(".") if part.isdigit()), "")
-    ours = re.sub(r"\.\d+\.", ".*.", module)
-    return f"{family.names[ours].replace('*', number)}.{kind}"
+    number = next((part for part in name.split(".") if part.isdigit()), "")
+    ours = re.sub(r"\.\d+\.", ".*.", name)
+    module, _, kind = ours.rpartition(".")
+    if ours in family.names:  # a parameter that is a module of theirs, or has a name of its own
+        theirs = family.names[ours] + (".weight" if "#" in family.names[ours] else "")
+    else:
+        theirs = f"{family.names[module]}.{kind}"
+    return theirs.replace("*", number)
 
 
 def _some(names: Sequence[str]) -> str:

@@ -26,9 +26,15 @@ def initial_tensor(model: ModelSpec, name: str, shape: tuple[int, ...], seed: in
     if kind[0].endswith("norm"):
         return torch.ones(shape)
     # Projections that write into the residual stream are drawn smaller, so that its variance does not grow with depth.
-    into_residual = name.endswith(("attention.output.weight", "feed_forward.down.weight"))
+    into_residual = name != "head.output.weight" and name.endswith((".output.weight", ".down.weight", "experts.down"))
     deviation = model.initial_std / math.sqrt(2 * model.layers) if into_residual else model.initial_std
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    if kind[0] == "experts":  # each expert by itself, so that a rank need not draw all to hold a few
+        return torch.stack([_drawn(f"{seed}/{name}/{expert}", shape[1:], deviation) for expert in range(shape[0])])
+    return _drawn(f"{seed}/{name}", shape, deviation)
+
+
+def _drawn(key: str, shape: tuple[int, ...], deviation: float) -> Tensor:
+    digest = hashlib.sha256(key.encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
     return torch.empty(shape).normal_(0.0, deviation, generator=generator)
 

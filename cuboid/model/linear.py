@@ -29,10 +29,10 @@ class Linear(nn.Module):
 class Norm(nn.Module):
     """RMSNorm or LayerNorm over the last dimension."""
 
-    def __init__(self, model: ModelSpec, size: int) -> None:
+    def __init__(self, model: ModelSpec, size: int, epsilon: float | None = None) -> None:
         super().__init__()
         self.size = size
-        self.epsilon = model.norm_epsilon
+        self.epsilon = model.norm_epsilon if epsilon is None else epsilon
         self.weight = nn.Parameter(torch.empty(size))
         self.bias = nn.Parameter(torch.empty(size)) if model.norm == "layernorm" else None
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding, with the frequency scaling of Llama 3.
+"""Rotary position embedding, with the frequency scaling of Llama 3 and of YaRN.
 
 The tables are made in float32 whatever the model's precision, as every public checkpoint was trained with."""
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cuboid.model.documents import Documents
 from cuboid.spec.data import DataSpec
-from cuboid.spec.model import ModelSpec, RopeScaling
+from cuboid.spec.model import ModelSpec, RopeScaling, YarnScaling
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,45 @@ def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     return torch.where(between, blended, slowed)
 
 
+def yarn_frequencies(periods: Tensor, yarn: YarnScaling, theta: float) -> Tensor:
+    """Numbers that turn slowly are slowed by `factor`, fast ones kept, a linear ramp between."""
+    pairs = periods.shape[0]
+
+    def number_that_turns(times: float) -> float:
+        return pairs * math.log(yarn.original_positions / (times * 2 * math.pi)) / math.log(theta)
+
+    low, high = number_that_turns(yarn.beta_fast), number_that_turns(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, 2 * pairs - 1)
+    width = high - low if high != low else 0.001
+    slowed = ((torch.arange(pairs, dtype=torch.float32) - low) / width).clamp(0, 1)
+    return 1.0 / (yarn.factor * periods) * slowed + 1.0 / periods * (1 - slowed)
+
+
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def attention_factor(yarn: YarnScaling) -> float:
+    """What rotated queries and keys are multiplied by."""
+    if yarn.attention_factor:
+        return yarn.attention_factor
+    if yarn.mscale and yarn.mscale_all_dim:
+        return yarn_magnitude(yarn.factor, yarn.mscale) / yarn_magnitude(yarn.factor, yarn.mscale_all_dim)
+    return yarn_magnitude(yarn.factor)
+
+
+def rope_frequencies(model: ModelSpec) -> Tensor:
+    """By how much each pair of numbers turns from one position to the next."""
+    exponents = torch.arange(0, model.rope_dim, 2, dtype=torch.int64).float() / model.rope_dim
+    periods = model.rope_theta**exponents
+    if model.yarn is not None:
+        return yarn_frequencies(periods, model.yarn, model.rope_theta)
+    frequencies = 1.0 / periods
+    return frequencies if model.rope_scaling is None else scaled_frequencies(frequencies, model.rope_scaling)
+
+
 class PositionTable:
     """The rotation of every place in a sequence, made once."""
 
@@ -55,13 +94,12 @@ class PositionTable:
         self._cosine: Tensor | None = None
         self._sine: Tensor | None = None
         if model.positions == "rope":
-            exponents = torch.arange(0, model.head_dim, 2, dtype=torch.int64).float() / model.head_dim
-            frequencies = 1.0 / (model.rope_theta**exponents)
-            if model.rope_scaling is not None:
-                frequencies = scaled_frequencies(frequencies, model.rope_scaling)
+            frequencies = rope_frequencies(model)
+            magnitude = attention_factor(model.yarn) if model.yarn is not None else 1.0
             angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
             angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
-            self._cosine, self._sine = angles.cos().to(device, dtype), angles.sin().to(device, dtype)
+            self._cosine = (angles.cos() * magnitude).to(device, dtype)
+            self._sine = (angles.sin() * magnitude).to(device, dtype)
 
     def at(self, index: Tensor, documents: Documents | None = None) -> Positions:
         """`index`: (sequences, length)."""
@@ -90,3 +128,8 @@ def rotate(x: Tensor, positions: Positions) -> Tensor:
         return x
     first, second = x.chunk(2, dim=-1)
     return x * positions.cosine + torch.cat((-second, first), dim=-1) * positions.sine
+
+
+def neighbours_apart(x: Tensor) -> Tensor:
+    """From weights whose pairs are neighbours to pairs half a head apart, which `rotate` turns."""
+    return torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)

@@ -11,7 +11,11 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from cuboid.model.attention import Attention
+from cuboid.model.balance import Balance
+from cuboid.model.feed_forward import FeedForward
+from cuboid.model.latent import LatentAttention
 from cuboid.model.linear import Linear, Norm
+from cuboid.model.mixture import Mixture
 from cuboid.model.rope import Positions, make_positions
 from cuboid.spec.model import ModelSpec
 
@@ -45,30 +49,20 @@ class Embedding(nn.Module):
         return x + self.positions(positions.index.expand_as(tokens).flatten())
 
 
-class FeedForward(nn.Module):
-    def __init__(self, model: ModelSpec) -> None:
-        super().__init__()
-        self.gate = Linear(model.hidden, model.ffn, model.mlp_bias) if model.activation == "swiglu" else None
-        self.up = Linear(model.hidden, model.ffn, model.mlp_bias)
-        self.down = Linear(model.ffn, model.hidden, model.mlp_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.gate is None:
-            return self.down(functional.gelu(self.up(x), approximate="tanh"))
-        return self.down(functional.silu(self.gate(x)) * self.up(x))
-
-
 class Block(nn.Module):
-    def __init__(self, model: ModelSpec) -> None:
+    def __init__(self, model: ModelSpec, layer: int) -> None:
         super().__init__()
         self.attention_norm = Norm(model, model.hidden)
-        self.attention = Attention(model)
+        self.attention: Attention | LatentAttention = (
+            Attention(model) if model.latent is None else LatentAttention(model)
+        )
         self.feed_forward_norm = Norm(model, model.hidden)
-        self.feed_forward = FeedForward(model)
+        routed = model.has_experts(layer)
+        self.feed_forward: Mixture | FeedForward = Mixture(model) if routed else FeedForward(model, model.ffn)
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         x = x + self.attention(self.attention_norm(x), positions)
-        return x + self.feed_forward(self.feed_forward_norm(x))
+        return x + self.feed_forward(self.feed_forward_norm(x), positions)
 
 
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -99,10 +93,18 @@ class Transformer(nn.Module):
         super().__init__()
         self.model = model
         self.embedding = Embedding(model)
-        self.layers = nn.ModuleDict({str(index): Block(model) for index in range(model.layers)})
+        self.layers = nn.ModuleDict({str(index): Block(model, index) for index in range(model.layers)})
         self.head = Head(model)
         if model.tie_embeddings:
             self.head.output.weight = self.embedding.tokens.weight
+
+    def balance_with(self, balance: Balance) -> None:
+        """Let the routers' auxiliary losses take part in every backward pass, and count what they do."""
+        routers = [
+            block.feed_forward.router for block in self.layers.values() if isinstance(block.feed_forward, Mixture)
+        ]
+        for row, router in enumerate(routers):
+            router.balance, router.row = balance, row
 
     def hidden_states(self, tokens: Tensor, positions: Positions | None = None) -> Tensor:
         """`positions`: left out, every sequence is one document."""

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from cuboid.model.balance import Balance
 from cuboid.model.initialize import InitialTensor, initial_tensor
 from cuboid.model.linear import Linear
+from cuboid.model.mixture import Experts, Mixture
 from cuboid.model.transformer import Block, Embedding, Head
 from cuboid.parallel.compiled import compiled_block, is_compiled, lean_loss
 from cuboid.parallel.context import ContextMix
-from cuboid.parallel.deferral import Deferral, deferrable_product
+from cuboid.parallel.deferral import Deferral, deferrable_grouped_product, deferrable_product
+from cuboid.parallel.expert import join_sequences, make_balance, spread_experts, watched
 from cuboid.parallel.groups import Groups, make_groups
 from cuboid.parallel.pipeline import Pipeline
 from cuboid.parallel.recompute import with_recompute
@@ -23,13 +26,15 @@ from cuboid.parallel.tensor import Region, split_block, split_embedding, split_h
 from cuboid.parallel.unit import Unit
 from cuboid.plan.parameters import TIED
 from cuboid.plan.partition import partition
-from cuboid.plan.slices import kv_part_count, lay_out, slice_of
+from cuboid.plan.slices import Slice, expert_slice, kv_part_count, lay_out, slice_of
 from cuboid.schedule.make import make_schedule
 from cuboid.schedule.table import Schedule
 from cuboid.spec.ledger import Ledger
 from cuboid.spec.run import Run
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float64": torch.float64}
+EXPERTS = ".experts"
+BALANCE = ".balance"
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,8 @@ class Engine:
     sharing: Sharing
     """What this rank sees of its replica's micro-batches."""
     compiled: bool
+    balance: Balance | None
+    """The losses and statistics of the routers, in a model that has them."""
     ledger: Ledger | None = None
     """What this rank exchanged, if that is counted."""
 
@@ -61,7 +68,9 @@ def build_engine(run: Run, rank: int, device: torch.device, initial: InitialTens
     schedule = make_schedule(layout.schedule, layout.pp, run.micro_batches, layout.vpp)
     layers = partition(model, layout.stages, run.training.sequence)
     tied_apart = model.tie_embeddings and schedule.stage_rank[0] != schedule.stage_rank[-1]
-    groups = make_groups(layout, rank, kv_part_count(model, layout.tp), tied_apart, device.type == "cpu")
+    groups = make_groups(
+        layout, rank, kv_part_count(model, layout.tp), tied_apart, model.mixture is not None, device.type == "cpu"
+    )
     ledger = Ledger() if run.output.count_communication else None
     if ledger is not None:
         groups = groups.counted(ledger)
@@ -81,7 +90,7 @@ def build_engine(run: Run, rank: int, device: torch.device, initial: InitialTens
     )
     sharing = Sharing(run, groups.coordinates.cp, builder.dtype, device)
     units = list(builder.units.values())
-    return Engine(run, groups, device, units, pipeline, layers, sharing, builder.compiled, ledger)
+    return Engine(run, groups, device, units, pipeline, layers, sharing, builder.compiled, builder.balance, ledger)
 
 
 class _Builder:
@@ -95,6 +104,7 @@ class _Builder:
         self.compiled = is_compiled(run, device)
         self.units: dict[str, Unit] = {}
         self.region = Region(groups.tensor, self.layout.sequence_parallel) if groups.tensor.size > 1 else None
+        self.balance = make_balance(run, device) if self.model.mixture is not None else None
 
     def stage(self, index: int, layers: range) -> Stage:
         stage = Stage()
@@ -115,17 +125,22 @@ class _Builder:
 
     def _block(self, layer: int) -> Segment:
         with torch.device("meta"):
-            block = Block(self.model)
+            block = Block(self.model, layer)
             if self.region is not None:
                 split_block(block, self.model, self.region, self.device)
         if self.layout.cp > 1:
             block.attention.mix = ContextMix(self.groups, gathers=self.layout.cp_method == "allgather")
-        if self.compiled:
+        routed = isinstance(block.feed_forward, Mixture)
+        if self.compiled and not (routed and self.layout.recompute == "selective"):
             apart = self.layout.cp > 1 or self.run.data.attention_within_documents or self.schedule.splits_backward
-            whole = self.region is None and not apart
+            whole = self.region is None and not apart and not routed
             run = compiled_block(block, self.layout.recompute, whole)
         else:
             run = with_recompute(block, self.layout.recompute)
+        if isinstance(block.feed_forward, Mixture) and self.balance is not None:
+            spread_experts(block.feed_forward, self.groups.expert)
+            join_sequences(block.feed_forward, self.balance, self.groups, self.run)
+            run = watched(block.feed_forward, self.balance, layer, run)
         return self._segment(block, f"layers.{layer}", lambda x, share: run(x, share.positions))
 
     def _head(self) -> Segment:
@@ -142,32 +157,53 @@ class _Builder:
             for child in module.modules():
                 if isinstance(child, Linear):
                     child.product = deferrable_product(self.deferral)
-        names = {f"{prefix}.{name}": name for name, _ in module.named_parameters()}
-        shapes = {name: tuple(module.get_parameter(inner).shape) for name, inner in names.items()}
-        tied = self.model.tie_embeddings and prefix in ("embedding", "head")
-        units = []
-        if tied:  # A unit of its own, so that first and last stage lay it out alike.
-            inner = "tokens.weight" if prefix == "embedding" else "output.weight"
-            shape = shapes.pop(f"{prefix}.{inner}")
-            units.append(self._unit(TIED, {TIED: shape}))
-            _set_parameter(module, inner, units[-1].parameters[TIED])
-        if shapes:
-            units.append(self._unit(prefix, shapes))
+                if isinstance(child, Experts):
+                    child.product = deferrable_grouped_product(self.deferral)
+        inside: dict[str, str] = {}
+        members: dict[str, dict[str, tuple[int, ...]]] = {}
+        for inner, parameter in module.named_parameters():
+            tied = self.model.tie_embeddings and f"{prefix}.{inner}" in (TIED, "head.output.weight")
+            name = TIED if tied else f"{prefix}.{inner}"
+            inside[name] = inner
+            members.setdefault(_unit_of(prefix, name), {})[name] = tuple(parameter.shape)
+        used = []
+        for unit_name, shapes in members.items():
+            unit = self._unit(unit_name, shapes)
             for name in shapes:
-                _set_parameter(module, names[name], units[-1].parameters[name])
-        return Segment(run, units, self.deferral)
+                _set_parameter(module, inside[name], unit.parameters[name])
+            if not unit_name.endswith(BALANCE):  # always whole, and no gradient ever comes to it
+                used.append(unit)
+        return Segment(run, used, self.deferral)
 
     def _unit(self, name: str, shapes: dict[str, tuple[int, ...]]) -> Unit:
         if name not in self.units:
-            tensor = self.groups.tensor
-            parts = lay_out(
-                shapes,
-                lambda name, shape: slice_of(
-                    name, shape, self.model, tensor.size, tensor.index, self.layout.sequence_parallel
-                ),
+            experts, balance = name.endswith(EXPERTS), name.endswith(BALANCE)
+            wide = torch.float32 if self.dtype == torch.bfloat16 else self.dtype
+            self.units[name] = Unit(
+                name,
+                lay_out(shapes, self._slice_of),
+                0 if balance else self.layout.zero,
+                self.groups.routed if experts else self.groups,
+                wide if balance else self.dtype,
+                self.device,
             )
-            self.units[name] = Unit(name, parts, self.layout.zero, self.groups, self.dtype, self.device)
         return self.units[name]
+
+    def _slice_of(self, name: str, shape: tuple[int, ...]) -> Slice:
+        tensor, expert = self.groups.tensor, self.groups.expert
+        if EXPERTS in name:
+            return expert_slice(shape, expert.size, expert.index)
+        return slice_of(name, shape, self.model, tensor.size, tensor.index, self.layout.sequence_parallel)
+
+
+def _unit_of(prefix: str, name: str) -> str:
+    """A tied embedding is a unit of its own, so that first and last stage lay it out alike; experts are, because other
+    ranks hold the same ones; what balances a router is, because it keeps its precision and has no gradient."""
+    if name == TIED:
+        return TIED
+    if EXPERTS in name:
+        return prefix + EXPERTS
+    return prefix + BALANCE if name.endswith("router.bias") else prefix
 
 
 def _set_parameter(module: nn.Module, path: str, parameter: nn.Parameter) -> None:

@@ -23,7 +23,8 @@ class Pending:
 
     def __init__(self, work: Any, result: Tensor, finish: Callable[[], Tensor] | None = None) -> None:
         self._work = work
-        self._result = result
+        self.result = result
+        """Complete once `wait` has returned."""
         self._finish = finish
 
     def wait(self) -> Tensor:
@@ -31,9 +32,9 @@ class Pending:
             self._work.wait()
             self._work = None
         if self._finish is not None:
-            self._result = self._finish()
+            self.result = self._finish()
             self._finish = None
-        return self._result
+        return self.result
 
 
 def start_all_reduce(x: Tensor, group: Group) -> Pending:
@@ -110,6 +111,16 @@ def all_to_all(x: Tensor, group: Group) -> Tensor:
         return group.local.all_to_all(x, received)
     dist.all_to_all_single(received, x.contiguous(), group=group.handle)
     return received
+
+
+def start_all_to_all(x: Tensor, send: list[int], receive: list[int], group: Group) -> Pending:
+    """Rows of x go out, so many to each rank in order; so many come in from each. `send` sums to the rows of x."""
+    x = x.contiguous()
+    if group.handle is None:
+        return Pending(None, x)
+    result = x.new_empty((sum(receive), *x.shape[1:]))
+    work = dist.all_to_all_single(result, x, receive, send, group=group.handle, async_op=True)
+    return Pending(work, result)
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from cuboid.model.mixture import GroupedProduct, grouped_outer, grouped_product
+
 
 class Deferral:
     """Where postponed weight gradients are kept, by the owner that was current when they were postponed."""
@@ -65,5 +67,31 @@ class _DeferrableProduct(torch.autograd.Function):
 def deferrable_product(deferral: Deferral) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return _DeferrableProduct.apply(x, weight, bias, deferral)
+
+    return product
+
+
+class _DeferrableGroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor, counts: Tensor, deferral: Deferral) -> Tensor:
+        context.save_for_backward(x, counts)
+        context.weight, context.deferral = weight, deferral
+        return grouped_product(x, weight, counts)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, counts = context.saved_tensors
+        weight, deferral = context.weight, context.deferral
+        gradient = gradient.contiguous()
+        input_gradient = grouped_product(gradient, weight.transpose(1, 2), counts)
+        if not deferral.active:
+            return input_gradient, grouped_outer(gradient, x, counts), None, None
+        deferral.postpone(lambda: accumulate(weight, grouped_outer(gradient, x, counts)))
+        return input_gradient, None, None, None
+
+
+def deferrable_grouped_product(deferral: Deferral) -> GroupedProduct:
+    def product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        return _DeferrableGroupedProduct.apply(x, weight, counts, deferral)
 
     return product

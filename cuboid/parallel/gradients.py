@@ -53,9 +53,9 @@ def counted_pieces(engine: Engine) -> Iterator[Piece]:
 
 
 def _is_first_holder(engine: Engine, unit: Unit) -> bool:
-    groups = engine.groups
-    replicas = groups.replicate if unit.zero else groups.data
-    second_copy = unit.name == TIED and groups.embedding is not None and groups.embedding.index > 0
+    embedding = engine.groups.embedding
+    replicas = unit.groups.replicate if unit.zero else unit.groups.data
+    second_copy = unit.name == TIED and embedding is not None and embedding.index > 0
     return replicas.index == 0 and not second_copy
 
 

@@ -36,16 +36,35 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Groups:
-    coordinates: Coordinates
-    world: Group
-    tensor: Group
+class Holders:
+    """Who holds the same parameters."""
+
     data: Group
-    """Ranks that hold the same dense parameters and see other tokens: dp × cp."""
+    """Ranks that hold the same parameters and see other tokens."""
     shard: Group
     """The ranks of the data group that split ZeRO's state among them."""
     replicate: Group
     """The ranks of the data group that hold the same part of ZeRO's state."""
+
+    @property
+    def nobody_adds(self) -> bool:
+        """Whether a rank's own gradients are all there is."""
+        return self.data.size == 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Groups(Holders):
+    """The holders of dense parameters, dp × cp, and every other group."""
+
+    coordinates: Coordinates
+    world: Group
+    tensor: Group
+    sequence: Group
+    """Ranks that hold pieces of the same sequences: cp × tp."""
+    expert: Group
+    """Ranks over which the experts of a layer are spread."""
+    routed: Holders
+    """The holders of the same experts: dp × cp × tp / ep."""
     context_inner: Group
     """The context-parallel ranks that exchange heads for tokens."""
     context_outer: Group
@@ -59,17 +78,26 @@ class Groups:
     descending: Group
     """The pipeline's ranks, for messages to a lower rank. Apart, so that no direction waits behind the other."""
 
+    @property
+    def nobody_adds(self) -> bool:
+        return self.data.size == 1 and self.tensor.size == 1 and self.embedding is None
+
     def counted(self, ledger: Ledger) -> Groups:
         """The same groups, whose exchanges are entered in a ledger."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, group in named.items():
             if isinstance(group, Group):
                 named[name] = replace(group, dimension=DIMENSIONS.get(name, name), ledger=ledger)
-        return Groups(**named)
+        routed = {
+            field.name: replace(getattr(self.routed, field.name), dimension=f"expert_{field.name}", ledger=ledger)
+            for field in fields(Holders)
+        }
+        return Groups(**named | {"routed": Holders(**routed)})
 
 
 DIMENSIONS = {
     "tensor": "tp",
+    "expert": "ep",
     "kv_replicas": "kv",
     "ascending": "pp",
     "descending": "pp",
@@ -97,7 +125,9 @@ def _kv_replica_ranks(tensor_groups: tuple[tuple[int, ...], ...], parts: int) ->
     return tuple(result)
 
 
-def make_groups(layout: Layout, rank: int, kv_parts: int, embedding_on_two_ranks: bool, on_cpu: bool) -> Groups:
+def make_groups(
+    layout: Layout, rank: int, kv_parts: int, embedding_on_two_ranks: bool, experts: bool, on_cpu: bool
+) -> Groups:
     """`kv_parts`: into how many parts the key-value heads are split over the tensor ranks."""
     kinds = groups(layout)
     world = tuple(range(layout.world_size))
@@ -109,13 +139,31 @@ def make_groups(layout: Layout, rank: int, kv_parts: int, embedding_on_two_ranks
             group = replace(group, local=connect(group.handle, group.index, group.size))
         return group
 
-    data = own(kinds["data"], busy=True)
-    tensor = own(kinds["tp"], busy=True)
+    made: dict[tuple[tuple[int, ...], ...], Group] = {}
+
+    def shared(kind: str) -> Group:
+        """Kinds that come to the same ranks share one group."""
+        members = kinds[kind]
+        if members not in made:
+            made[members] = own(members, busy=True)
+        return made[members]
+
+    data, tensor = shared("data"), shared("tp")
     hybrid = layout.shard not in (0, layout.dp)
+    routed = Holders(alone, alone, alone)
+    if experts:
+        routed = Holders(
+            shared("expert_data"),
+            shared("expert_shard") if layout.zero else alone,
+            shared("expert_replicate") if layout.zero else alone,
+        )
     return Groups(
         coordinates=coordinates(rank, layout),
         world=Group(world, rank, dist.group.WORLD if len(world) > 1 else None),
         tensor=tensor,
+        sequence=shared("sequence") if experts else alone,
+        expert=own(kinds["ep"]) if experts else alone,
+        routed=routed,
         data=data,
         shard=own(kinds["shard"], busy=True) if hybrid else data,
         replicate=own(kinds["replicate"]) if hybrid else alone,

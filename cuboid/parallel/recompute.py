@@ -24,6 +24,7 @@ _DEAR = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._flash_attention_forward.default,
     torch.ops.aten.bmm.default,
+    torch.ops.aten._grouped_mm.default,
     *KEPT,
 }
 

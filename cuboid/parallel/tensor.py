@@ -13,7 +13,10 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
+from cuboid.model.feed_forward import FeedForward
+from cuboid.model.latent import LatentAttention
 from cuboid.model.linear import Linear
+from cuboid.model.mixture import Mixture
 from cuboid.model.transformer import IGNORED, Block, Embedding, Head, VocabularyEmbedding
 from cuboid.parallel.collectives import all_gather, all_reduce, all_reduce_maximum, reduce_scatter
 from cuboid.parallel.groups import Group
@@ -148,14 +151,62 @@ def split_embedding(embedding: Embedding, model: ModelSpec, region: Region) -> N
         )
 
 
+class _TakePart(torch.autograd.Function):
+    """Whole → this rank's part of the tokens; the gradient is put together again."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, group: Group) -> Tensor:
+        context.group = group
+        return x.chunk(group.size)[group.index]
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_gather(gradient.contiguous(), context.group), None
+
+
+class _PutTogether(torch.autograd.Function):
+    """Parts of the tokens → whole; every rank has the whole gradient and takes its part."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, group: Group) -> Tensor:
+        context.group = group
+        return all_gather(x, group)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.chunk(context.group.size)[context.group.index], None
+
+
 def split_block(block: Block, model: ModelSpec, region: Region, device: torch.device) -> None:
-    served = kv_head_of_query(model, region.group.size, region.group.index)
-    if served is not None:
-        block.attention.kv_head_of_query = torch.tensor(served, device=device)
-    region.enter_before(block.attention)
-    block.attention.output = RowLinear(block.attention.output, region)
-    region.enter_before(block.feed_forward)
-    block.feed_forward.down = RowLinear(block.feed_forward.down, region)
+    attention, feed_forward = block.attention, block.feed_forward
+    if isinstance(attention, LatentAttention):
+        attention.enter = region.enter  # behind the latents, which are shorter than what they are made of
+    else:
+        served = kv_head_of_query(model, region.group.size, region.group.index)
+        if served is not None:
+            attention.kv_head_of_query = torch.tensor(served, device=device)
+        region.enter_before(attention)
+    attention.output = RowLinear(attention.output, region)
+    if isinstance(feed_forward, Mixture):
+        _split_mixture(feed_forward, region)
+    else:
+        _split_feed_forward(feed_forward, region)
+
+
+def _split_feed_forward(feed_forward: FeedForward, region: Region) -> None:
+    region.enter_before(feed_forward)
+    feed_forward.down = RowLinear(feed_forward.down, region)
+
+
+def _split_mixture(mixture: Mixture, region: Region) -> None:
+    """Routed experts are not split: each tensor rank routes its part of the tokens."""
+    group = region.group
+    mixture.part = (group.index, group.size)
+    if not region.sequence_parallel:
+        mixture.take_part = lambda x: _TakePart.apply(x, group)
+        mixture.put_together = lambda x: _PutTogether.apply(x, group)
+    if mixture.shared is not None:
+        _split_feed_forward(mixture.shared, region)
 
 
 def split_head(head: Head, model: ModelSpec, region: Region) -> None:

@@ -26,7 +26,7 @@ from cuboid.parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from cuboid.parallel.groups import Groups
+from cuboid.parallel.groups import Holders
 from cuboid.plan.slices import Part
 
 
@@ -50,7 +50,7 @@ class Piece:
 
 class Unit:
     def __init__(
-        self, name: str, parts: list[Part], zero: int, groups: Groups, compute: torch.dtype, device: torch.device
+        self, name: str, parts: list[Part], zero: int, groups: Holders, compute: torch.dtype, device: torch.device
     ) -> None:
         self.name = name
         self.parts = parts
@@ -74,7 +74,7 @@ class Unit:
         self._master_is_apart = own_master
         self._summed_gradient: Tensor | None = None
         # Nobody else adds to the gradient of one micro-batch: autograd's own result is exact without a sum in float32.
-        self._is_alone = groups.data.size == 1 and groups.tensor.size == 1 and groups.embedding is None
+        self._is_alone = groups.nobody_adds
         # `.data` has its own version counter: gathering anew between forward and backward is not a change to autograd.
         self.parameters = {part.name: nn.Parameter(self._view(self._flat.data, part)) for part in parts}
         self._accumulates_directly = zero < 2 and compute == self.accumulate

@@ -85,7 +85,7 @@ def slice_of(
         start, rows = vocabulary_rows(shape[0], tensor_size, index)
         return Slice(0, start, start + rows, -(-shape[0] // tensor_size), "own", False)
     module, kind = name.rsplit(".", 2)[-2:]
-    if module in ("query", "gate", "up"):
+    if module in ("query", "query_up", "key_value_up", "gate", "up"):
         return _even(0, shape, tensor_size, index, "own", False)
     if module in ("key", "value"):
         parts = kv_part_count(model, tensor_size)
@@ -94,9 +94,14 @@ def slice_of(
     if module in ("output", "down") and kind == "weight":
         return _even(1, shape, tensor_size, index, "own", False)
     # Norms, biases added after the sum, learned positions: whole on every rank. Their gradient is a part where a rank
-    # sees a part of the tokens (sequence parallelism) or of the heads (norms of queries and keys).
-    partial = tensor_size > 1 and (sequence_parallel or module in ("query_norm", "key_norm"))
+    # sees a part of the tokens (sequence parallelism, and a router always) or of the heads (norms of queries and keys).
+    partial = tensor_size > 1 and (sequence_parallel or module in ("query_norm", "key_norm", "router"))
     return Slice(0, 0, shape[0], shape[0], "tensor", partial)
+
+
+def expert_slice(shape: tuple[int, ...], ranks: int, index: int) -> Slice:
+    """Routed experts are spread whole over the ranks of an expert-parallel group, and not split by tensor ranks."""
+    return _even(0, shape, ranks, index, "own", False)
 
 
 def _even(dimension: int, shape: tuple[int, ...], parts: int, index: int, sharing: Sharing, partial: bool) -> Slice:

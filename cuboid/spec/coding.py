@@ -1,7 +1,7 @@
 """Dataclasses from and to plain tables (TOML, JSON), with every key and type checked by name."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -119,6 +119,13 @@ def check_types(instance: Any, where: str = "") -> None:
     for name, hint in field_types(type(instance)).items():
         value = getattr(instance, name)
         object.__setattr__(instance, name, convert(value, hint, prefix + name))
+
+
+def require_at_least(low: int, instance: object, where: str, names: Iterable[str]) -> None:
+    """Refuses numbers below `low`, by name."""
+    for name in names:
+        if getattr(instance, name) < low:
+            raise UserError(f"{where}.{name}={getattr(instance, name)} is too small; use {name}={low} or more")
 
 
 def encode(instance: Any) -> dict[str, Any]:

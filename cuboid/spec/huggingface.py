@@ -21,10 +21,11 @@ DROPOUT = frozenset("attention_dropout attn_pdrop embd_pdrop resid_pdrop".split(
 """Dropout belongs to a training, not to a model, and Cuboid trains without it."""
 
 ROUTING = frozenset(
-    """aux_loss_alpha ep_size n_group norm_topk_prob num_nextn_predict_layers output_router_logits quantization_config
-    routed_scaling_factor rope_interleave router_aux_loss_coef scoring_func seq_aux topk_group topk_method""".split()
+    """aux_loss_alpha ep_size num_mtp_layers num_nextn_predict_layers output_router_logits quantization_config
+    router_aux_loss_coef seq_aux""".split()
 )
-"""Keys of mixtures that decide values and not sizes: a mixture is planned by its sizes, and refused for training."""
+"""Keys of mixtures about training (its auxiliary losses are Cuboid's own, in `mixture.balance_coefficient`), storage,
+and layers that predict further tokens, which are no part of the language model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,11 +89,12 @@ def _read_rope(left: Table, table: Table) -> None:
     parameters.pop("type", None)
     if kind == "llama3":
         table["rope_scaling"] = _take(parameters, LLAMA3_SCALING)
-    elif kind == "yarn" and "latent" in table:
-        parameters.clear()  # a value, not a size, like ROUTING
+    elif kind == "yarn":
+        table["yarn"] = _take(parameters, YARN_SCALING)
     elif kind != "default":
         raise UserError(
-            f"rope_type={show(kind)} of {table['name']} is unknown; use rope_type=default or rope_type=llama3"
+            f"rope_type={show(kind)} of {table['name']} is unknown; use rope_type=default, rope_type=llama3 or "
+            "rope_type=yarn"
         )
     if parameters:
         key, value = next(iter(parameters.items()))
@@ -104,6 +106,18 @@ LLAMA3_SCALING = {
     "low_freq_factor": "low_frequency_factor",
     "high_freq_factor": "high_frequency_factor",
     "original_max_position_embeddings": "original_positions",
+}
+
+
+YARN_SCALING = {
+    "factor": "factor",
+    "original_max_position_embeddings": "original_positions",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "attention_factor": "attention_factor",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+    "truncate": "truncate",
 }
 
 
@@ -128,9 +142,9 @@ def _read_gpt2_width(left: Table, table: Table) -> None:
     table["ffn"] = left.pop("n_inner", None) or 4 * table.get("hidden", 0)
 
 
-def _read_mixture(keys: Mapping[str, str]) -> Callable[[Table, Table], None]:
+def _read_mixture(keys: Mapping[str, str], defaults: Table) -> Callable[[Table, Table], None]:
     def read(left: Table, table: Table) -> None:
-        mixture = _take(left, keys)
+        mixture = {**defaults, **_take(left, keys)}
         if "experts" not in mixture or "top_k" not in mixture:
             raise UserError(
                 f"{table['name']} does not say how many experts it has and uses; name both in its config.json"
@@ -139,6 +153,8 @@ def _read_mixture(keys: Mapping[str, str]) -> Callable[[Table, Table], None]:
         mixture.setdefault("expert_ffn", table.get("ffn"))
         if mixture.get("shared_experts"):
             mixture["shared_ffn"] = mixture["shared_experts"] * mixture["expert_ffn"]
+        if left.pop("topk_method", None) == "greedy":
+            mixture |= {"groups": 1, "top_groups": 1}
         table["mixture"] = mixture
 
     return read
@@ -148,10 +164,6 @@ def _read_latent(left: Table, table: Table) -> None:
     table["latent"] = {"q_rank": 0, **_take(left, LATENT_KEYS)}
     for derived in ("head_dim", "qk_head_dim"):
         left.pop(derived, None)
-
-
-def _router_bias(left: Table, table: Table) -> None:
-    table["mixture"]["router_bias"] = True
 
 
 COMMON = {
@@ -176,6 +188,15 @@ LATENT_KEYS = {
     "qk_nope_head_dim": "qk_nope_dim",
     "qk_rope_head_dim": "qk_rope_dim",
     "v_head_dim": "v_dim",
+    "rope_interleave": "interleaved",
+}
+MIXTRAL_KEYS = {"num_local_experts": "experts", "num_experts_per_tok": "top_k"}
+QWEN_KEYS = {
+    "num_experts": "experts",
+    "num_local_experts": "experts",
+    "num_experts_per_tok": "top_k",
+    "moe_intermediate_size": "expert_ffn",
+    "norm_topk_prob": "normalized",
 }
 DEEPSEEK_KEYS = {
     "n_routed_experts": "experts",
@@ -183,6 +204,18 @@ DEEPSEEK_KEYS = {
     "moe_intermediate_size": "expert_ffn",
     "n_shared_experts": "shared_experts",
     "first_k_dense_replace": "first_dense_layers",
+    "norm_topk_prob": "normalized",
+    "routed_scaling_factor": "scaling",
+    "n_group": "groups",
+    "topk_group": "top_groups",
+}
+DEEPSEEK_V3_ROUTING: Table = {
+    "scoring": "sigmoid",
+    "router_bias": True,
+    "scaling": 2.5,
+    "groups": 8,
+    "top_groups": 4,
+    "shared_experts": 1,
 }
 WITHOUT_HEAD_DIM = {key: ours for key, ours in COMMON.items() if key != "head_dim"}
 
@@ -231,19 +264,19 @@ READERS: dict[Any, Reader] = {
         finish=(_read_gpt2_width,),
     ),
     "mixtral": Reader(
-        family="llama",
+        family="mixtral",
         defaults={"norm_epsilon": 1e-5, "rope_theta": 1000000.0},
         fields=COMMON,
         only={**SILU, "router_jitter_noise": (0.0,)},
         ignored=ROUTING,
         finish=(
             _read_windows,
-            _read_mixture({"num_local_experts": "experts", "num_experts_per_tok": "top_k"}),
+            _read_mixture(MIXTRAL_KEYS, {}),
             _read_rope,
         ),
     ),
     "qwen3_moe": Reader(
-        family="qwen3",
+        family="qwen3_moe",
         defaults=QWEN_DEFAULTS,
         fields=COMMON,
         only={**SILU, "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
@@ -251,14 +284,7 @@ READERS: dict[Any, Reader] = {
         finish=(
             _read_windows,
             _read_attention_bias,
-            _read_mixture(
-                {
-                    "num_experts": "experts",
-                    "num_local_experts": "experts",
-                    "num_experts_per_tok": "top_k",
-                    "moe_intermediate_size": "expert_ffn",
-                }
-            ),
+            _read_mixture(QWEN_KEYS, {"normalized": False}),
             _read_rope,
         ),
     ),
@@ -266,16 +292,28 @@ READERS: dict[Any, Reader] = {
         family="llama",
         defaults=LLAMA_DEFAULTS,
         fields=WITHOUT_HEAD_DIM,
-        only={**SILU, "moe_layer_freq": (1,), "attention_bias": (False,), "mlp_bias": (False,)},
+        only={
+            **SILU,
+            "moe_layer_freq": (1,),
+            "attention_bias": (False,),
+            "mlp_bias": (False,),
+            "scoring_func": ("softmax",),
+        },
         ignored=ROUTING,
-        finish=(_read_latent, _read_mixture(DEEPSEEK_KEYS), _read_rope),
+        finish=(_read_latent, _read_mixture(DEEPSEEK_KEYS, {"normalized": False}), _read_rope),
     ),
     "deepseek_v3": Reader(
-        family="llama",
+        family="deepseek_v3",
         defaults={**LLAMA_DEFAULTS, "max_positions": 4096},
         fields=WITHOUT_HEAD_DIM,
-        only={**SILU, "moe_layer_freq": (1,), "attention_bias": (False,)},
+        only={
+            **SILU,
+            "moe_layer_freq": (1,),
+            "attention_bias": (False,),
+            "scoring_func": ("sigmoid",),
+            "topk_method": ("noaux_tc",),
+        },
         ignored=ROUTING,
-        finish=(_read_latent, _read_mixture(DEEPSEEK_KEYS), _router_bias, _read_rope),
+        finish=(_read_latent, _read_mixture(DEEPSEEK_KEYS, DEEPSEEK_V3_ROUTING), _read_rope),
     ),
 }

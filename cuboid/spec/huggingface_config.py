@@ -4,7 +4,15 @@
 from typing import Any
 
 from cuboid.errors import UserError
-from cuboid.spec.huggingface import LLAMA3_SCALING, READERS
+from cuboid.spec.huggingface import (
+    DEEPSEEK_KEYS,
+    LATENT_KEYS,
+    LLAMA3_SCALING,
+    MIXTRAL_KEYS,
+    QWEN_KEYS,
+    READERS,
+    YARN_SCALING,
+)
 from cuboid.spec.model import ModelSpec
 
 Config = dict[str, Any]
@@ -14,14 +22,24 @@ MODULES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 """Family, which is also their model_type -> their class."""
+
+MIXTURES = {"mixtral": MIXTRAL_KEYS, "qwen3_moe": QWEN_KEYS, "deepseek_v3": DEEPSEEK_KEYS}
+"""Family -> their key -> our field of its mixture."""
 
 
 def config_from_model(model: ModelSpec) -> Config:
     """Every field that `table_from_config` reads, written out: what a config leaves unsaid differs by version."""
-    if model.mixture is not None or model.latent is not None:
-        raise UserError(f"model={model.name} has no config.json yet; use a dense model without latent attention")
+    if (model.mixture is not None) != (model.family in MIXTURES) or (model.latent is not None) != (
+        model.family == "deepseek_v3"
+    ):
+        raise UserError(
+            f"model={model.name} is none of family={model.family} to Hugging Face; use a family with its parts"
+        )
     reader = READERS[model.family]
     config: Config = {"model_type": model.family, "architectures": [MODULES[model.family]]}
     config |= {theirs: getattr(model, ours) for theirs, ours in reader.fields.items()}
@@ -30,13 +48,22 @@ def config_from_model(model: ModelSpec) -> Config:
         return config | {"n_inner": model.ffn, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     if model.family == "qwen2":
         config["use_sliding_window"] = False
-    else:
+    elif model.family != "mixtral":
         config["attention_bias"] = model.qkv_bias
+    if model.mixture is not None:
+        config |= {theirs: getattr(model.mixture, ours) for theirs, ours in MIXTURES[model.family].items()}
+    if model.latent is not None:
+        config |= {theirs: getattr(model.latent, ours) for theirs, ours in LATENT_KEYS.items()}
+        config["q_lora_rank"] = model.latent.q_rank or None
     return config | _rope(model) | {"attention_dropout": 0.0}
 
 
 def _rope(model: ModelSpec) -> Config:
     """As version 4 writes it, which version 5 reads."""
+    if model.yarn is not None:
+        scaling = {theirs: getattr(model.yarn, ours) for theirs, ours in YARN_SCALING.items()}
+        kept = {key: value for key, value in scaling.items() if value}
+        return {"rope_theta": model.rope_theta, "rope_scaling": {"rope_type": "yarn", **kept}}
     if model.rope_scaling is None:
         return {"rope_theta": model.rope_theta, "rope_scaling": None}
     scaling = {theirs: getattr(model.rope_scaling, ours) for theirs, ours in LLAMA3_SCALING.items()}

@@ -87,6 +87,10 @@ class Layout:
         if borrowed % self.ep:
             near = nearest_numbers(self.ep, lambda number: borrowed % number == 0, 1, borrowed)
             raise UserError(f"ep={self.ep} does not divide dp × cp × tp = {borrowed}; {use('ep', near)}")
+        split = self.shard_size * self.cp * self.tp
+        if self.zero and split % self.ep and self.ep % split:
+            near = nearest_numbers(self.ep, lambda number: borrowed % number == 0 and split % number == 0, 1, split)
+            raise UserError(f"ep={self.ep} does not divide shard × cp × tp = {split}; {use('ep', near)}")
 
     def _resolve_schedule(self) -> None:
         if self.schedule not in STAGES_PER_RANK:
@@ -150,6 +154,11 @@ class Layout:
     def shard_size(self) -> int:
         """How many replicas hold different parts of what ZeRO splits."""
         return (self.shard or self.dp) if self.zero else 1
+
+    @property
+    def expert_shard_size(self) -> int:
+        """As `shard_size`, of the state of routed experts: their holders are borrowed from dp × cp × tp."""
+        return max(1, self.shard_size * self.cp * self.tp // self.ep) if self.zero else 1
 
     @property
     def last_stage_rank(self) -> int:
@@ -236,7 +245,11 @@ def check_world_size(layout: Layout, world_size: int) -> None:
 
 
 def _check_tensor(layout: Layout, model: ModelSpec) -> None:
-    split = {"heads": model.heads, "ffn": model.ffn}
+    split = {"heads": model.heads}
+    if not model.has_experts(0):
+        split["ffn"] = model.ffn
+    if model.mixture is not None and model.mixture.shared_ffn:
+        split["mixture.shared_ffn"] = model.mixture.shared_ffn
     common = gcd(*split.values())
     for name, size in split.items():
         if size % layout.tp:
@@ -291,16 +304,17 @@ def _check_sequence(layout: Layout, model: ModelSpec, sequence: int) -> None:
             f"{use('sequence', near)}"
         )
     tokens = layout.micro_batch * sequence // layout.cp
-    if layout.sequence_parallel and tokens % layout.tp:
+    if (layout.sequence_parallel or model.mixture is not None) and tokens % layout.tp:
 
         def works(number: int) -> bool:
             return number % chunks == 0 and layout.micro_batch * number // layout.cp % layout.tp == 0
 
         near = nearest_numbers(sequence, works, 1, sequence + chunks * layout.tp)
-        values = either([f"sequence={number}" for number in near] + ["sequence_parallel=false"])
+        dense = model.mixture is None
+        values = either([f"sequence={number}" for number in near] + ["sequence_parallel=false"] * dense)
         raise UserError(
             f"micro_batch={layout.micro_batch} × sequence={sequence} tokens do not divide by tp={layout.tp} "
-            f"under sequence_parallel; use {values}"
+            f"{'under sequence_parallel' if dense else 'to be routed'}; use {values}"
         )
 
 

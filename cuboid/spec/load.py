@@ -20,6 +20,9 @@ FAMILY_DEFAULTS: dict[str, Table] = {
     "llama": {},
     "qwen2": {"qkv_bias": True, "norm_epsilon": 1e-6, "rope_theta": 1000000.0},
     "qwen3": {"qk_norm": True, "norm_epsilon": 1e-6, "rope_theta": 1000000.0},
+    "mixtral": {},
+    "qwen3_moe": {"qk_norm": True, "norm_epsilon": 1e-6, "rope_theta": 1000000.0},
+    "deepseek_v3": {},
     "gpt2": {
         "norm": "layernorm",
         "positions": "learned",

@@ -5,81 +5,14 @@ from pathlib import Path
 from typing import Literal
 
 from cuboid.errors import UserError
-from cuboid.spec.coding import check_types
+from cuboid.spec.attention import LatentAttentionSpec, RopeScaling, YarnScaling
+from cuboid.spec.coding import check_types, require_at_least
+from cuboid.spec.mixture import MixtureSpec
 from cuboid.spec.suggest import nearest_numbers, use
 
-Family = Literal["llama", "qwen2", "qwen3", "gpt2"]
+__all__ = ["Family", "LatentAttentionSpec", "MixtureSpec", "ModelSpec", "RopeScaling", "YarnScaling", "load_model"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Llama 3's stretch of rotary frequencies beyond the length the model was first trained on."""
-
-    factor: float
-    low_frequency_factor: float
-    high_frequency_factor: float
-    original_positions: int
-
-    def __post_init__(self) -> None:
-        check_types(self, "rope_scaling")
-        _require_at_least(1, self, "rope_scaling", ("original_positions",))
-        if self.factor < 1:
-            raise UserError(f"rope_scaling.factor={self.factor} shrinks the positions; use factor=1.0 or more")
-        if not 0 < self.low_frequency_factor < self.high_frequency_factor:
-            raise UserError(
-                f"rope_scaling.high_frequency_factor={self.high_frequency_factor} is not above "
-                f"low_frequency_factor={self.low_frequency_factor}; "
-                f"{use('high_frequency_factor', [4 * self.low_frequency_factor])}"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class MixtureSpec:
-    """Routed experts in place of the feed-forward block."""
-
-    experts: int
-    top_k: int
-    """Experts each token goes to."""
-    expert_ffn: int
-    """Width of one routed expert."""
-    shared_experts: int = 0
-    shared_ffn: int = 0
-    """Total width of the experts every token goes to."""
-    first_dense_layers: int = 0
-    """Leading layers with a plain feed-forward block of width `ModelSpec.ffn`."""
-    router_bias: bool = False
-    """One learned number per expert that balances the routing (DeepSeek-V3)."""
-
-    def __post_init__(self) -> None:
-        check_types(self, "mixture")
-        _require_at_least(1, self, "mixture", ("experts", "top_k", "expert_ffn"))
-        _require_at_least(0, self, "mixture", ("shared_experts", "shared_ffn", "first_dense_layers"))
-        if self.top_k > self.experts:
-            raise UserError(
-                f"mixture.top_k={self.top_k} is more than experts={self.experts}; use top_k={self.experts} or less"
-            )
-        if (self.shared_experts > 0) != (self.shared_ffn > 0):
-            raise UserError(
-                f"mixture.shared_ffn={self.shared_ffn} does not fit shared_experts={self.shared_experts}; "
-                f"use shared_ffn={self.shared_experts * self.expert_ffn}"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentAttentionSpec:
-    """Attention through low-rank latents (DeepSeek's MLA)."""
-
-    q_rank: int
-    """Rank of the query latent; 0 means queries are projected directly."""
-    kv_rank: int
-    qk_nope_dim: int
-    qk_rope_dim: int
-    v_dim: int
-
-    def __post_init__(self) -> None:
-        check_types(self, "latent")
-        _require_at_least(0, self, "latent", ("q_rank",))
-        _require_at_least(1, self, "latent", ("kv_rank", "qk_nope_dim", "qk_rope_dim", "v_dim"))
+Family = Literal["llama", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +38,7 @@ class ModelSpec:
     positions: Literal["rope", "learned"] = "rope"
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    yarn: YarnScaling | None = None
     activation: Literal["swiglu", "gelu"] = "swiglu"
     """gelu is the tanh approximation, as in GPT-2."""
     qkv_bias: bool = False
@@ -117,18 +51,22 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         check_types(self, "model")
-        _require_at_least(1, self, "model", ("hidden", "layers", "heads", "ffn", "vocab", "max_positions"))
-        _require_at_least(0, self, "model", ("kv_heads", "head_dim"))
+        require_at_least(1, self, "model", ("hidden", "layers", "heads", "ffn", "vocab", "max_positions"))
+        require_at_least(0, self, "model", ("kv_heads", "head_dim"))
         self._resolve_heads()
         for name in ("norm_epsilon", "rope_theta", "initial_std"):
             if getattr(self, name) <= 0:
                 raise UserError(f"model.{name}={getattr(self, name)} is not positive; use a number above 0")
-        if self.positions == "rope" and self.head_dim % 2:
+        if self.positions == "rope" and self.rope_dim % 2:
+            name = "latent.qk_rope_dim" if self.latent else "head_dim"
             raise UserError(
-                f"model.head_dim={self.head_dim} is odd and rope turns pairs; {use('head_dim', [self.head_dim + 1])}"
+                f"model.{name}={self.rope_dim} is odd and rope turns pairs; {use(name, [self.rope_dim + 1])}"
             )
-        if self.rope_scaling and self.positions != "rope":
-            raise UserError(f"model.rope_scaling does nothing with positions={self.positions}; use positions=rope")
+        for name in ("rope_scaling", "yarn"):
+            if getattr(self, name) and self.positions != "rope":
+                raise UserError(f"model.{name} does nothing with positions={self.positions}; use positions=rope")
+        if self.rope_scaling and self.yarn:
+            raise UserError("model.yarn and model.rope_scaling stretch the same positions; keep one of them")
         if self.mixture and self.mixture.first_dense_layers > self.layers:
             raise UserError(
                 f"mixture.first_dense_layers={self.mixture.first_dense_layers} is more than layers={self.layers}; "
@@ -154,6 +92,15 @@ class ModelSpec:
         object.__setattr__(self, "head_dim", self.hidden // self.heads)
 
     @property
+    def rope_dim(self) -> int:
+        """Numbers of a head that positions turn."""
+        return self.latent.qk_rope_dim if self.latent else self.head_dim
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether a layer routes its tokens to experts."""
+        return self.mixture is not None and layer >= self.mixture.first_dense_layers
+
+    @property
     def parameters(self) -> int:
         """Exact number of parameters, learned positions included, a tied embedding counted once."""
         return self._outside_parameters() + sum(self.layer_parameters(layer) for layer in range(self.layers))
@@ -169,7 +116,7 @@ class ModelSpec:
     def layer_parameters(self, layer: int) -> int:
         """Parameters of one transformer layer; they differ where leading layers of a mixture are dense."""
         mixture = self.mixture
-        if mixture is None or layer < mixture.first_dense_layers:
+        if mixture is None or not self.has_experts(layer):
             feed_forward = self._feed_forward_parameters(self.ffn)
         else:
             feed_forward = mixture.experts * self._feed_forward_parameters(mixture.expert_ffn)
@@ -211,9 +158,3 @@ def load_model(text: str, folder: Path = Path()) -> ModelSpec:
     from cuboid.spec.load import build_model, model_table  # here, because loading builds on this file
 
     return build_model(model_table(text, folder), folder)
-
-
-def _require_at_least(low: int, instance: object, where: str, names: tuple[str, ...]) -> None:
-    for name in names:
-        if getattr(instance, name) < low:
-            raise UserError(f"{where}.{name}={getattr(instance, name)} is too small; use {name}={low} or more")

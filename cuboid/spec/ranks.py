@@ -47,7 +47,9 @@ def groups(layout: Layout) -> dict[str, tuple[Group, ...]]:
     tp, cp, dp, pp: ranks that differ in that coordinate only. cp_inner: the part of a cp group that exchanges heads;
     cp_outer: ranks of it that exchange keys and values. data: dp × cp, ranks that hold the same dense parameters
     and see other tokens. shard: the part of a data group over which ZeRO splits; replicate: ranks of it that hold the
-    same shard. ep: ranks that share one set of experts. model: one data replica.
+    same shard. sequence: ranks that hold pieces of the same sequences. ep: ranks that share one set of experts;
+    expert_data, expert_shard, expert_replicate: as data, shard and replicate for ranks with the same experts. model:
+    one data replica.
     embedding: holders of a tied embedding on the first and the last stage, where these are different ranks.
     """
     stride = {"tp": 1, "cp": layout.tp, "dp": layout.tp * layout.cp, "pp": layout.tp * layout.cp * layout.dp}
@@ -60,7 +62,12 @@ def groups(layout: Layout) -> dict[str, tuple[Group, ...]]:
     found["data"] = tuple(_along(stride["cp"], copies, layout.world_size))
     found["shard"] = tuple(_along(stride["cp"], shard, layout.world_size))
     found["replicate"] = tuple(_along(stride["cp"] * shard, copies // shard, layout.world_size))
+    found["sequence"] = tuple(_along(1, layout.cp * layout.tp, layout.world_size))
     found["ep"] = tuple(_along(1, layout.ep, layout.world_size))
+    copies, shard = copies * layout.tp // layout.ep, layout.expert_shard_size
+    found["expert_data"] = tuple(_along(layout.ep, copies, layout.world_size))
+    found["expert_shard"] = tuple(_along(layout.ep, shard, layout.world_size))
+    found["expert_replicate"] = tuple(_along(layout.ep * shard, copies // shard, layout.world_size))
     last = layout.last_stage_rank
     found["embedding"] = tuple((line[0], line[last]) for line in found["pp"]) if last else ()
     found["model"] = tuple(

@@ -17,6 +17,7 @@ from cuboid.parallel.apply import Engine
 from cuboid.parallel.collectives import all_reduce
 from cuboid.parallel.gradients import finish_gradients, squared_norm
 from cuboid.train.optimizer import Optimizer
+from cuboid.train.routers import move_biases, summed_statistics
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,9 @@ class StepResult:
     gradient_norm: float
     tokens: int
     """Labelled tokens of the global batch."""
+    routers: Tensor | None = None
+    """A row per layer with experts: assignments of each expert and the sums of `balance.EXTRA`, over the global
+    batch."""
 
     @property
     def is_finite(self) -> bool:
@@ -37,9 +41,10 @@ class StepResult:
 class PendingStep:
     """What a step computed, still on its way from the device."""
 
-    def __init__(self, loss: Tensor, gradient_norm: Tensor, tokens: Tensor) -> None:
+    def __init__(self, loss: Tensor, gradient_norm: Tensor, tokens: Tensor, routers: Tensor | None = None) -> None:
         self.loss = loss
         self.gradient_norm = gradient_norm
+        self.routers = routers
         values = torch.stack((loss.double(), gradient_norm.double(), tokens.double()))
         self._arrival: torch.cuda.Event | None = None
         if values.is_cuda:
@@ -59,23 +64,26 @@ class PendingStep:
         if self._arrival is not None:
             self._arrival.synchronize()
         loss, norm, tokens = self._values.tolist()
-        return StepResult(loss, norm, int(tokens))
+        return StepResult(loss, norm, int(tokens), None if self.routers is None else self.routers.cpu())
 
 
 def compute_gradients(engine: Engine, micro_batches: list[MicroBatch]) -> PendingStep:
-    """After this the pieces hold the gradient of (sum of token losses / labelled tokens) over the global batch."""
+    """After this the pieces hold the gradient of (sum of token losses / labelled tokens) over the global batch, plus
+    that of the routers' auxiliary losses."""
     shares = [engine.sharing.of(batch) for batch in micro_batches]
     counted = torch.stack([(share.labels != IGNORED).sum() for share in shares]).sum()
     tokens = all_reduce(counted, engine.groups.data)
     for unit in engine.units:
         unit.begin_step(len(micro_batches))
+    if engine.balance is not None:
+        engine.balance.begin_step()
     dtype = engine.units[0].accumulate
     scale = (1.0 / tokens.clamp(min=1).double()).to(dtype)
     summed_loss = engine.pipeline.run(shares, scale)
     finish_gradients(engine)
     own_loss = summed_loss if engine.holds_loss else torch.zeros_like(summed_loss)
     loss, square = all_reduce(torch.stack((own_loss, squared_norm(engine))), engine.groups.world).unbind()
-    return PendingStep(loss / tokens.clamp(min=1), square.sqrt(), tokens)
+    return PendingStep(loss / tokens.clamp(min=1), square.sqrt(), tokens, summed_statistics(engine))
 
 
 def start_step(
@@ -89,8 +97,15 @@ def start_step(
     pending = compute_gradients(engine, micro_batches)
     if before_update is not None:
         before_update()
-    optimizer.step(learning_rate, pending.gradient_norm, engine.run.training.gradient_clip, pending.finite)
+    apply_update(engine, optimizer, pending, learning_rate)
     return pending
+
+
+def apply_update(engine: Engine, optimizer: Optimizer, pending: PendingStep, learning_rate: float) -> None:
+    """Everything a step changes."""
+    optimizer.step(learning_rate, pending.gradient_norm, engine.run.training.gradient_clip, pending.finite)
+    if pending.routers is not None:
+        move_biases(engine, pending.routers, pending.finite)
 
 
 def train_step(

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from cuboid.model.balance import EXTRA
 from cuboid.spec.run import Run
 from cuboid.verify.observe import observed_trace
 from cuboid.verify.reference import Tensors, Trace, reference_trace
@@ -32,6 +33,8 @@ class Verdict:
     gradient_error: float
     gradient_norm_error: float
     parameter_error: float
+    router_error: float | None
+    """Of statistics and auxiliary losses; None without experts."""
     worst_gradient: str
     worst_parameter: str
     tolerance: float
@@ -71,6 +74,14 @@ def _worst(observed: list[Tensors], reference: list[Tensors], floors: list[float
     return max(errors)
 
 
+def _router_error(observed: Trace, reference: Trace) -> float | None:
+    errors = []
+    for seen, expected in zip(observed.routers, reference.routers, strict=True):
+        blocks = (slice(None, -len(EXTRA)), *range(-len(EXTRA), 0))  # loads, and each of the sums on its own scale
+        errors += [tensor_error(seen[:, block], expected[:, block], floor=0.0) for block in blocks]
+    return max(errors, default=None)
+
+
 def compare(run: Run, observed: Trace, reference: Trace) -> Verdict:
     pairs = list(zip(observed.losses, reference.losses, strict=True))
     norms = list(zip(observed.gradient_norms, reference.gradient_norms, strict=True))
@@ -82,6 +93,7 @@ def compare(run: Run, observed: Trace, reference: Trace) -> Verdict:
     )
     loss_error = max(relative_error(*pair) for pair in pairs)
     norm_error = max(relative_error(*pair) for pair in norms)
+    router_error = _router_error(observed, reference)
     tolerance = TOLERANCE[run.training.precision]
     return Verdict(
         layout=str(run.layout),
@@ -94,10 +106,11 @@ def compare(run: Run, observed: Trace, reference: Trace) -> Verdict:
         gradient_error=gradient_error,
         gradient_norm_error=norm_error,
         parameter_error=parameter_error,
+        router_error=router_error,
         worst_gradient=worst_gradient,
         worst_parameter=worst_parameter,
         tolerance=tolerance,
-        passed=max(loss_error, gradient_error, norm_error, parameter_error) <= tolerance,
+        passed=max(loss_error, gradient_error, norm_error, parameter_error, router_error or 0.0) <= tolerance,
         unforeseen=observed.unforeseen,
     )
 

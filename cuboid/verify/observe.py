@@ -20,7 +20,7 @@ from cuboid.spec.ledger import differences
 from cuboid.spec.run import Run
 from cuboid.train.learning_rate import learning_rate
 from cuboid.train.optimizer import Optimizer
-from cuboid.train.step import compute_gradients
+from cuboid.train.step import apply_update, compute_gradients
 from cuboid.verify.reference import Tensors, Trace
 
 Contribution = list[tuple[Part, int, int, Tensor]]
@@ -42,12 +42,9 @@ def observed_trace(run: Run, rank: int) -> Trace | None:
         trace.losses.append(result.loss)
         trace.gradient_norms.append(result.gradient_norm)
         trace.gradients.append(_whole(engine, gradients=True))
-        optimizer.step(
-            learning_rate(run.learning_rate, step, run.training.steps),
-            pending.gradient_norm,
-            run.training.gradient_clip,
-            pending.finite,
-        )
+        if result.routers is not None:
+            trace.routers.append(result.routers)
+        apply_update(engine, optimizer, pending, learning_rate(run.learning_rate, step, run.training.steps))
         assert engine.ledger is not None
         unforeseen = differences(engine.ledger.take(), expected)
         trace.unforeseen += [f"rank {place} {line}" for place, lines in _gathered(engine, unforeseen) for line in lines]

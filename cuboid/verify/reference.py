@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from cuboid.data.source import make_source
+from cuboid.model.balance import Balance
 from cuboid.model.initialize import initialize
 from cuboid.model.rope import PositionTable
+from cuboid.model.routing import Router
 from cuboid.model.transformer import IGNORED, Transformer
 from cuboid.parallel.device import choose_device
 from cuboid.spec.run import Run
@@ -35,6 +37,8 @@ class Trace:
     """After as many steps as the key says: `exp_avg/…` and `exp_avg_sq/…`."""
     unforeseen: list[str] = field(default_factory=list)
     """Exchanges between ranks that are not as the planner counts them."""
+    routers: list[Tensor] = field(default_factory=list)
+    """Of a mixture: a row per layer, assignments of each expert and the sums of its auxiliary losses."""
 
 
 def reference_trace(run: Run, moments_after: Collection[int] = ()) -> Trace:
@@ -51,11 +55,14 @@ def reference_trace(run: Run, moments_after: Collection[int] = ()) -> Trace:
         betas=(run.optimizer.beta1, run.optimizer.beta2),
         eps=run.optimizer.epsilon,
     )
+    balance = _balance(run, model, device)
     source = make_source(run)
     table = PositionTable(run.model, run.training.sequence, dtype, device)
     trace = Trace()
     for step in range(run.training.steps):
         optimizer.zero_grad()
+        if balance is not None:
+            balance.begin_step()
         first = step * run.training.global_batch
         samples = [source.at(first + place) for place in range(run.training.global_batch)]
         tokens = sum(int((labels != IGNORED).sum()) for _, labels in samples)
@@ -76,6 +83,9 @@ def reference_trace(run: Run, moments_after: Collection[int] = ()) -> Trace:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(run.learning_rate, step, run.training.steps)
         optimizer.step()
+        if balance is not None:
+            trace.routers.append(balance.statistics.cpu().clone())
+            _move_biases(model, trace.routers[-1])
         trace.parameters.append({name: parameter.detach().cpu().clone() for name, parameter in parameters.items()})
         if step + 1 in moments_after:
             trace.moments[step + 1] = {
@@ -84,6 +94,25 @@ def reference_trace(run: Run, moments_after: Collection[int] = ()) -> Trace:
                 for kind in ("exp_avg", "exp_avg_sq")
             }
     return trace
+
+
+def _balance(run: Run, model: Transformer, device: torch.device) -> Balance | None:
+    mixture, batch = run.model.mixture, run.training.global_batch
+    if mixture is None:
+        return None
+    layers = run.model.layers - mixture.first_dense_layers
+    balance = Balance(mixture, layers, batch, batch * run.training.sequence, device)
+    model.balance_with(balance)
+    return balance
+
+
+@torch.no_grad()
+def _move_biases(model: Transformer, statistics: Tensor) -> None:
+    for module in model.modules():
+        if isinstance(module, Router) and module.bias is not None:
+            asked = statistics[module.row, : module.mixture.experts]
+            below = (asked < asked.mean()).to(module.bias) - (asked > asked.mean()).to(module.bias)
+            module.bias.add_(below, alpha=module.mixture.bias_rate)
 
 
 def _gradient(parameter: Tensor) -> Tensor:

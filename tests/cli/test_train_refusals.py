@@ -65,10 +65,24 @@ def overrides(*fields: str) -> list[str]:
             "sequence=256 does not divide into the 2 × cp = 6 chunks that give every rank equal work; "
             "use sequence=252 or sequence=258",
         ),
-        (["--layout", "dp=2,ep=2", *overrides(*MIXTURE)], "layout.ep=2 cannot be trained yet; use ep=1"),
+        (["--layout", "dp=2,ep=2"], "ep=2 needs experts and tiny-llama has none; use ep=1"),
+        (["--layout", "dp=2,ep=4", *overrides(*MIXTURE)], "ep=4 does not divide dp × cp × tp = 2; use ep=2"),
+        (["--layout", "dp=3,ep=3", *overrides(*MIXTURE)], "ep=3 does not divide experts=4; use ep=2 or ep=4"),
         (
-            overrides(*MIXTURE),
-            "model=tiny-llama has a mixture of experts, which cannot be trained yet",
+            ["--layout", "dp=6,tp=1,ep=2,zero=1,shard=3", *overrides(*MIXTURE)],
+            "ep=2 does not divide shard × cp × tp = 3; use ep=1",
+        ),
+        (
+            ["--layout", "tp=2,sequence_parallel=false", *overrides(*MIXTURE, "training.sequence=7")],
+            "micro_batch=1 × sequence=7 tokens do not divide by tp=2 to be routed; use sequence=6 or sequence=8",
+        ),
+        (
+            overrides(*MIXTURE, "model.mlp_bias=true"),
+            "model.mlp_bias=true has no place in routed experts; use mlp_bias=false",
+        ),
+        (
+            ["--model", "tiny-deepseek", *overrides("model.qk_norm=true")],
+            "model.qk_norm=true has no place in latent attention; use qk_norm=false",
         ),
         (
             overrides("model.vocab=256"),

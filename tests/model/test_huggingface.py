@@ -1,6 +1,10 @@
 """The single-device model equals Hugging Face's modules in float64 on random weights: the loss and every gradient."""
 
+import inspect
+import sys
+import textwrap
 import types
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -8,6 +12,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 from cuboid.model.huggingface import from_huggingface, state_from_huggingface, state_to_huggingface, to_huggingface
 from cuboid.model.transformer import IGNORED, Transformer
@@ -35,6 +40,30 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.8,
+    "beta_fast": 8,
+}
+DEEPSEEK = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 6,
+    "head_dim": 6,
+    "v_head_dim": 10,
+    "num_nextn_predict_layers": 0,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -47,6 +76,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {}),
     "qwen3-tied-biases": ("qwen3", {"tie_word_embeddings": True, "attention_bias": True}),
+    "llama-yarn": ("llama", {"rope_scaling": YARN_ROPE}),
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-tied": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 3, "tie_word_embeddings": True}),
+    "qwen3-moe": ("qwen3_moe", {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 24}),
+    "qwen3-moe-normalized": (
+        "qwen3_moe",
+        {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    ),
+    "deepseek-v3": ("deepseek_v3", DEEPSEEK),
+    "deepseek-v3-yarn": ("deepseek_v3", DEEPSEEK | {"rope_scaling": YARN_ROPE, "norm_topk_prob": False}),
+    "deepseek-v3-direct": (
+        "deepseek_v3",
+        DEEPSEEK | {"q_lora_rank": None, "rope_interleave": False, "n_shared_experts": 2},
+    ),
     "gpt2": ("gpt2", {}),
     "gpt2-untied": ("gpt2", {"tie_word_embeddings": False, "n_inner": 56}),
 }
@@ -69,6 +112,22 @@ def randomize(module: nn.Module) -> None:
             parameter.copy_(centre + 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
 
 
+def exact_router(router: nn.Module) -> None:
+    """Their routers compute in float32 as well: their own code, with the precision it is given."""
+    source = textwrap.dedent(inspect.getsource(type(router).forward))
+    assert ".float()" in source or "torch.float" in source
+    for narrow in ("torch.float32", "torch.float,"):
+        source = source.replace(narrow, narrow.replace("float32", "float64").replace("float,", "float64,"))
+    scope = dict(vars(sys.modules[type(router).__module__]))
+    exec(source.replace(".float()", ".double()"), scope)
+    router.forward = types.MethodType(scope["forward"], router)
+
+
+def stored_state(theirs: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As their files hold it: each expert for itself."""
+    return dict(revert_weight_conversion(theirs, dict(state)))
+
+
 def make_pair(case: str) -> tuple[ModelSpec, Transformer, nn.Module]:
     """Our model, read from their config and holding their weights, and theirs."""
     model_type, changes = CASES[case]
@@ -76,14 +135,20 @@ def make_pair(case: str) -> tuple[ModelSpec, Transformer, nn.Module]:
     tokens = {"bos_token_id": 0, "eos_token_id": 0}
     config = AutoConfig.for_model(model_type, **sizes | changes | tokens)
     # The eager attention of transformers takes its softmax in float32; sdpa keeps to float64.
-    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double().eval()
+    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", experts_implementation="eager")
+    theirs = theirs.double().eval()
     randomize(theirs)
+    for name, buffer in theirs.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.1 * torch.randn(buffer.shape, generator=torch.Generator().manual_seed(3)))
     for module in theirs.modules():
         if type(module).__name__.endswith("RMSNorm"):
             module.forward = types.MethodType(exact_norm, module)
+        if type(module).__name__.endswith(("TopKRouter", "TopkRouter")):
+            exact_router(module)
     model = build_model(table_from_config(config.to_dict(), case))
     ours = Transformer(model).double()
-    state = state_from_huggingface(model, theirs.state_dict())
+    state = state_from_huggingface(model, stored_state(theirs, theirs.state_dict()))
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
             parameter.copy_(state.pop(name))
@@ -109,15 +174,21 @@ def test_loss_and_every_gradient_equal_theirs(case: str) -> None:
     assert abs(our_loss - their_loss) / their_loss < TOLERANCE
     their_loss.backward()
     our_loss.backward()
-    gradients = {name: parameter.grad for name, parameter in ours.named_parameters()}
+    gradients = {name: _gradient(parameter) for name, parameter in ours.named_parameters()}
     as_theirs = state_to_huggingface(model, gradients)
     compared = 0
-    for name, parameter in theirs.named_parameters():
-        scale = parameter.grad.abs().max()
+    expected = stored_state(theirs, {name: parameter.grad for name, parameter in theirs.named_parameters()})
+    for name, gradient in expected.items():
+        scale = gradient.abs().max()
         assert scale > 0, name
-        assert (as_theirs[name] - parameter.grad).abs().max() / scale < TOLERANCE, name
-        compared += parameter.numel()
-    assert compared == model.parameters
+        assert (as_theirs[name] - gradient).abs().max() / scale < TOLERANCE, name
+        compared += gradient.numel()
+    biases = sum(value.numel() for name, value in as_theirs.items() if name.endswith("e_score_correction_bias"))
+    assert compared + biases == model.parameters
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -125,28 +196,31 @@ def test_weights_go_there_and_back_unchanged(case: str) -> None:
     model, ours, theirs = make_pair(case)
     state = {name: parameter.detach() for name, parameter in ours.named_parameters()}
     written = state_to_huggingface(model, state)
-    expected = theirs.state_dict()
+    expected = stored_state(theirs, theirs.state_dict())
     assert written.keys() == expected.keys()
     assert all(torch.equal(written[name], expected[name]) for name in expected)
-    theirs.load_state_dict(written, strict=True)
+    if model.mixture is None:
+        theirs.load_state_dict(written, strict=True)
     back = state_from_huggingface(model, written)
     assert back.keys() == state.keys()
     assert all(torch.equal(back[name], state[name]) for name in state)
 
 
-@pytest.mark.parametrize("case", ["qwen2-tied", "gpt2"])
+@pytest.mark.parametrize("case", ["qwen2-tied", "gpt2", "mixtral"])
 def test_the_two_maps_can_be_followed_one_tensor_at_a_time(case: str) -> None:
     model, ours, theirs = make_pair(case)
-    stored = theirs.state_dict()
+    stored = stored_state(theirs, theirs.state_dict())
     parameters = dict(ours.named_parameters())
-    for name, origin in from_huggingface(model).items():
-        assert stored[origin.tensor].shape == origin.shape
-        assert torch.equal(origin.take(stored[origin.tensor]), parameters[name])
-        part = stored[origin.tensor][origin.index()]  # what a file would be asked for: this parameter and no more
-        assert part.numel() == parameters[name].numel()
+    for name, origins in from_huggingface(model).items():
+        read = 0
+        for origin in origins:
+            assert stored[origin.tensor].shape == origin.shape
+            assert torch.equal(origin.take(stored[origin.tensor]), parameters[name][origin.rows])
+            read += stored[origin.tensor][origin.index()].numel()  # what a file would be asked for
+        assert read == parameters[name].numel()
     for name, target in to_huggingface(model).items():
         made = target.make([parameters[part] for part in target.parameters])
         assert made.shape == target.shape
         assert torch.equal(made, stored[name])
-    used = [part for target in to_huggingface(model).values() if target.copy_of is None for part in target.parameters]
-    assert sorted(used) == sorted(parameters)
+    used = {part for target in to_huggingface(model).values() if target.copy_of is None for part in target.parameters}
+    assert used == set(parameters)

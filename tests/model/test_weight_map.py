@@ -50,7 +50,7 @@ def test_queries_keys_and_values_of_gpt2_lie_transposed_in_one_tensor() -> None:
     target = to_huggingface(GPT2)["transformer.h.1.attn.c_attn.weight"]
     assert [part.split(".")[-2] for part in target.parameters] == ["query", "key", "value"]
     assert (target.shape, target.transposed) == ((8, 24), True)
-    origin = from_huggingface(GPT2)["layers.1.attention.key.weight"]
+    (origin,) = from_huggingface(GPT2)["layers.1.attention.key.weight"]
     assert (origin.index(), origin.transposed) == ((slice(0, 8), slice(8, 16)), True)
     assert origin.index((1, 2), (3, 4)) == (slice(2, 6), slice(9, 12))
     bias = from_huggingface(GPT2)["layers.1.attention.value.bias"]
@@ -150,7 +150,7 @@ def test_a_state_of_another_model_is_not_written() -> None:
         (
             LLAMA,
             {"mixture": MixtureSpec(experts=2, top_k=1, expert_ffn=4)},
-            "model.mixture has no weight map yet; use a dense model without it",
+            "model.mixture has no place in family=llama; use a family with it",
         ),
     ],
 )

@@ -56,7 +56,10 @@ def test_parameters_of_latent_attention_counted_by_hand() -> None:
         ({"head_dim": 7}, "model.head_dim=7 is odd and rope turns pairs; use head_dim=8"),
         ({"layers": 2.0}, "model.layers=2.0 is a number; it must be an integer"),
         ({"norm": "batch"}, 'model.norm="batch" is unknown; use rmsnorm or layernorm'),
-        ({"family": "bert"}, 'model.family="bert" is unknown; use llama, qwen2, qwen3 or gpt2'),
+        (
+            {"family": "bert"},
+            'model.family="bert" is unknown; use llama, qwen2, qwen3, gpt2, mixtral, qwen3_moe or deepseek_v3',
+        ),
         ({"norm_epsilon": 0}, "model.norm_epsilon=0.0 is not positive; use a number above 0"),
         ({"tie_embeddings": 1}, "model.tie_embeddings=1 is an integer; it must be true or false"),
     ],

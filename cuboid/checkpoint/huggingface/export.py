@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cuboid.checkpoint.boxes import Box
 from cuboid.checkpoint.huggingface.companions import companions
 from cuboid.checkpoint.huggingface.shards import DTYPES, Shard, ShardBuffer, plan_shards
 from cuboid.checkpoint.manifest import Place
 from cuboid.checkpoint.scattered import Scattered
-from cuboid.checkpoint.weights import Weights, find_checkpoint, run_of, whole
+from cuboid.checkpoint.weights import Weights, find_checkpoint, run_of
 from cuboid.errors import UserError
-from cuboid.model.huggingface import Origin, from_huggingface, to_huggingface
+from cuboid.model.huggingface import Origin, from_huggingface, parameter_shapes, to_huggingface
 from cuboid.spec.huggingface_config import config_from_model
 from cuboid.spec.run import Run
 
@@ -84,10 +85,12 @@ def _write_weights(
     run: Run, weights: Weights, folder: Path, dtype: str, shard_size: int, progress: Callable[[int, int], None]
 ) -> list[Shard]:
     origins: dict[str, dict[str, Origin]] = {}
-    for parameter, origin in from_huggingface(run.model).items():
-        origins.setdefault(origin.tensor, {})[parameter] = origin
+    for parameter, places in from_huggingface(run.model).items():
+        for origin in places:
+            origins.setdefault(origin.tensor, {})[parameter] = origin
     # A tied copy is left out, as Hugging Face itself leaves it out.
     shapes = {name: target.shape for name, target in to_huggingface(run.model).items() if target.copy_of is None}
+    ours = parameter_shapes(run.model)
     item_size = DTYPES[dtype][1].itemsize
     shards = plan_shards(shapes, item_size, shard_size)
     for done, shard in enumerate(shards):
@@ -95,7 +98,10 @@ def _write_weights(
         buffer = ShardBuffer(shard, dtype)
         wanted: dict[str, Scattered] = {}
         for name, values in buffer.tensors.items():
-            wanted |= {parameter: whole(origin.take(values)) for parameter, origin in origins[name].items()}
+            for parameter, origin in origins[name].items():
+                held = wanted[parameter].boxes if parameter in wanted else ()  # other experts in the same file
+                box = Box(*origin.box, 0)
+                wanted[parameter] = Scattered(ours[parameter], values.dtype, (*held, (box, origin.take(values))))
         weights.read(wanted)
         buffer.write(folder / shard.name)
     progress(len(shards), len(shards))

@@ -1,0 +1,120 @@
+"""What keeps experts equally busy: two auxiliary losses and the statistics from which the routers' biases move.
+
+Both losses are sums over tokens whose divisors are known beforehand (sequences and tokens of the global batch), so
+that the parts of all ranks, micro-batches and pieces of a sequence simply add up. The share of each expert in a
+sequence's assignments is the one thing that a rank with a piece of the sequence must ask the others for; the gradient
+does not pass through it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuboid.spec.mixture import MixtureSpec
+
+EXTRA = ("balance_loss", "z_loss", "dropped")
+"""What a row of the statistics holds behind the assignments of each expert: sums over sequences, tokens and
+assignments."""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Which tokens a router sees: the `index`-th of `parts` equal parts of some sequences, one after another."""
+
+    length: int
+    """Tokens of each sequence that the parts hold together."""
+    index: int = 0
+    parts: int = 1
+
+    def sequences(self, tokens: int) -> int:
+        return tokens * self.parts // self.length
+
+    def numbers(self, x: Tensor) -> Tensor:
+        """The number of each token in x among those of all parts."""
+        return torch.arange(self.index * x.shape[0], (self.index + 1) * x.shape[0], device=x.device)
+
+
+class _WithLoss(torch.autograd.Function):
+    """The first argument; its backward also begins that of the loss, whatever the gradient."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, loss: Tensor) -> Tensor:
+        context.save_for_backward(torch.ones_like(loss))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        (one,) = context.saved_tensors
+        return gradient, one
+
+
+class Balance:
+    """One for all routers of a rank."""
+
+    def __init__(self, mixture: MixtureSpec, layers: int, sequences: int, tokens: int, device: torch.device) -> None:
+        """`layers`: those with experts; `sequences`, `tokens`: of the global batch."""
+        self.mixture = mixture
+        self.sequences, self.tokens = sequences, tokens
+        self.statistics = torch.zeros(layers, mixture.experts + len(EXTRA), dtype=torch.float64, device=device)
+        """A row per layer: assignments of each expert, and the sums of EXTRA."""
+        self.recording = True
+        """Off while a forward pass is computed again."""
+        self.over_sequence: Callable[[Tensor], Tensor] = _itself
+        """Sums counts over the ranks that hold other pieces of the same sequences."""
+
+    def begin_step(self) -> None:
+        self.statistics.zero_()
+
+    def attach(
+        self,
+        weights: Tensor,
+        row: int,
+        logits: Tensor,
+        scores: Tensor,
+        chosen: Tensor,
+        tokens: Tokens,
+        kept: Tensor | None,
+    ) -> Tensor:
+        """The weights, whose backward also brings the gradients of the auxiliary losses of these tokens."""
+        experts, top_k = self.mixture.experts, self.mixture.top_k
+        place = tokens.numbers(chosen) // tokens.length
+        with torch.no_grad():
+            sequences = tokens.sequences(chosen.shape[0])
+            asked = (place.unsqueeze(1) * experts + chosen).flatten().bincount(minlength=sequences * experts)
+            asked = asked.view(sequences, experts).to(scores.dtype)
+        losses = []
+        balance = z = None
+        if self.mixture.balance_coefficient:
+            share = scores / scores.sum(-1, keepdim=True)
+            whole = self.over_sequence(asked.clone())
+            assignments = whole.sum(1, keepdim=True)
+            frequency = whole * (experts * top_k) / assignments.square()  # the share of each, over tokens of a sequence
+            balance = (share * frequency.index_select(0, place)).sum()
+            losses.append(balance * (self.mixture.balance_coefficient / self.sequences))
+        if self.mixture.z_coefficient:
+            z = logits.logsumexp(-1).square().sum()
+            losses.append(z * (self.mixture.z_coefficient / self.tokens))
+        if self.recording:
+            self._record(row, asked.sum(0), balance, z, kept)
+        return _WithLoss.apply(weights, torch.stack(losses).sum()) if losses else weights
+
+    @torch.no_grad()
+    def _record(self, row: int, asked: Tensor, balance: Tensor | None, z: Tensor | None, kept: Tensor | None) -> None:
+        zero = asked.new_zeros(())
+        dropped = zero if kept is None else (~kept).sum().to(asked.dtype)
+        sums = torch.stack([zero if value is None else value for value in (balance, z)] + [dropped])
+        self.statistics[row] += torch.cat((asked, sums)).double()
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+def moved_bias(bias: Tensor, asked: Tensor, rate: float) -> Tensor:
+    """A router's bias after a step in which its experts were asked for so often."""
+    lack = asked.sum() - asked * asked.numel()  # whole numbers: which side of the mean an expert is on is exact
+    return bias + rate * lack.sign().to(bias.dtype)

@@ -1,0 +1,77 @@
+"""Attention through low-rank latents (DeepSeek's MLA): queries, keys and values are made from two short vectors per
+token, and positions turn a part of each head that has a projection of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from cuboid.model.attention import Mix, causal_mix
+from cuboid.model.linear import Linear, Norm
+from cuboid.model.rope import Positions, neighbours_apart, rotate, yarn_magnitude
+from cuboid.spec.model import ModelSpec
+
+EPSILON = 1e-6
+"""Of the norms of latents, whatever the other norms have."""
+
+
+class LatentAttention(nn.Module):
+    """Input and output are (batch · length, hidden): tokens of all sequences one after another."""
+
+    def __init__(self, model: ModelSpec) -> None:
+        super().__init__()
+        assert model.latent is not None
+        self.latent = latent = model.latent
+        query = model.heads * (latent.qk_nope_dim + latent.qk_rope_dim)
+        if latent.q_rank:
+            self.query_down = Linear(model.hidden, latent.q_rank, bias=False)
+            self.query_down_norm = Norm(model, latent.q_rank, EPSILON)
+            self.query_up = Linear(latent.q_rank, query, bias=False)
+        else:
+            self.query = Linear(model.hidden, query, bias=False)
+        self.key_value_down = Linear(model.hidden, latent.kv_rank + latent.qk_rope_dim, bias=False)
+        self.key_value_down_norm = Norm(model, latent.kv_rank, EPSILON)
+        self.key_value_up = Linear(latent.kv_rank, model.heads * (latent.qk_nope_dim + latent.v_dim), bias=False)
+        self.output = Linear(model.heads * latent.v_dim, model.hidden, bias=False)
+        self.query_scale = 1.0
+        if model.yarn is not None and model.yarn.mscale_all_dim:
+            self.query_scale = yarn_magnitude(model.yarn.factor, model.yarn.mscale_all_dim) ** 2
+        self.mix: Mix = causal_mix
+        self.enter: Callable[[Tensor], Tensor] = _itself
+        """From the tokens this rank holds to those whose heads it computes."""
+
+    def forward(self, x: Tensor, positions: Positions) -> Tensor:
+        latent = self.latent
+        key_value, key_turned = self.key_value_down(x).split((latent.kv_rank, latent.qk_rope_dim), -1)
+        key_value = self.key_value_down_norm(key_value)
+        if latent.q_rank:
+            query = self.query_down_norm(self.query_down(x))
+            query, key_value, key_turned = self._enter_together(query, key_value, key_turned)
+            query = self.query_up(query)
+        else:
+            query = self.query(self.enter(x))
+            key_value, key_turned = self._enter_together(key_value, key_turned)
+        # The head counts come from the weights, so that a module holding a part of the heads works unchanged.
+        heads = self.output.weight.shape[1] // latent.v_dim
+        shape = (-1, positions.length, heads, latent.qk_nope_dim + latent.qk_rope_dim)
+        kv_shape = (-1, positions.length, heads, latent.qk_nope_dim + latent.v_dim)
+        query, query_turned = query.view(shape).split((latent.qk_nope_dim, latent.qk_rope_dim), -1)
+        key, value = self.key_value_up(key_value).view(kv_shape).split((latent.qk_nope_dim, latent.v_dim), -1)
+        key_turned = self._turn(key_turned.view(-1, positions.length, 1, latent.qk_rope_dim), positions)
+        query = torch.cat((query, self._turn(query_turned, positions)), -1)
+        key = torch.cat((key, key_turned.expand(-1, -1, heads, -1)), -1)
+        if self.query_scale != 1.0:
+            query = query * self.query_scale
+        return self.output(self.mix(query, key, value, positions).reshape(-1, heads * latent.v_dim))
+
+    def _enter_together(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        return self.enter(torch.cat(parts, -1)).split([part.shape[1] for part in parts], -1)
+
+    def _turn(self, x: Tensor, positions: Positions) -> Tensor:
+        return rotate(neighbours_apart(x) if self.latent.interleaved else x, positions)
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x

@@ -1,0 +1,119 @@
+"""A mixture of experts in place of a feed-forward block: each token goes through its few routed experts, and through
+the shared ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+from cuboid.model.balance import Tokens
+from cuboid.model.feed_forward import FeedForward
+from cuboid.model.rope import Positions
+from cuboid.model.routing import Router, places_of
+from cuboid.spec.model import ModelSpec
+
+GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def grouped_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Rows of x, `counts` consecutive ones per expert, each group times its expert's weight of shape (out, in)."""
+    if takes_one_kernel(x, weight.shape[1]):
+        return functional.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
+    groups = zip(x.split(counts.tolist()), weight.unbind(), strict=True)
+    return torch.cat([functional.linear(rows, each) for rows, each in groups])
+
+
+def grouped_outer(y: Tensor, x: Tensor, counts: Tensor) -> Tensor:
+    """(experts, out, in): the gradient of a grouped product's weight, from that of its result and its input."""
+    if takes_one_kernel(x, y.shape[1]):
+        return functional.grouped_mm(y.t(), x, offs=counts.cumsum(0, dtype=torch.int32))
+    sizes = counts.tolist()
+    return torch.stack([left.t() @ right for left, right in zip(y.split(sizes), x.split(sizes), strict=True)])
+
+
+def takes_one_kernel(x: Tensor, width: int) -> bool:
+    """Torch's grouped product takes bf16 on CUDA, with rows of whole 16 bytes."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and width % 8 == 0
+
+
+class Experts(nn.Module):
+    """The routed experts, stacked; how many it holds comes from the weights."""
+
+    def __init__(self, model: ModelSpec, experts: int, width: int) -> None:
+        super().__init__()
+        gated = model.activation == "swiglu"
+        self.gate = nn.Parameter(torch.empty(experts, width, model.hidden)) if gated else None
+        self.up = nn.Parameter(torch.empty(experts, width, model.hidden))
+        self.down = nn.Parameter(torch.empty(experts, model.hidden, width))
+        self.product: GroupedProduct = grouped_product
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """x: rows in the order of experts, `counts` of each."""
+        up = self.product(x, self.up, counts)
+        if self.gate is None:
+            inner = functional.gelu(up, approximate="tanh")
+        else:
+            inner = functional.silu(self.product(x, self.gate, counts)) * up
+        return self.product(inner, self.down, counts)
+
+
+class Journey(Protocol):
+    """Rows on their way to their experts."""
+
+    def arrive(self) -> tuple[Tensor, Tensor]:
+        """The rows for the experts held here, in their order, and how many each has."""
+
+    def go_back(self, rows: Tensor) -> Tensor:
+        """What the experts made of the rows, where these came from."""
+
+
+@dataclass(frozen=True)
+class Stay:
+    """The journey of rows whose experts are all here."""
+
+    rows: Tensor
+    counts: Tensor
+
+    def arrive(self) -> tuple[Tensor, Tensor]:
+        return self.rows, self.counts
+
+    def go_back(self, rows: Tensor) -> Tensor:
+        return rows
+
+
+class Mixture(nn.Module):
+    def __init__(self, model: ModelSpec) -> None:
+        super().__init__()
+        assert model.mixture is not None
+        mixture = model.mixture
+        self.router = Router(model.hidden, mixture)
+        self.experts = Experts(model, mixture.experts, mixture.expert_ffn)
+        self.shared = FeedForward(model, mixture.shared_ffn) if mixture.shared_ffn else None
+        self.depart: Callable[[Tensor, Tensor], Journey] = Stay
+        self.take_part: Callable[[Tensor], Tensor] = _itself
+        """The tokens that this rank routes, of those it holds."""
+        self.put_together: Callable[[Tensor], Tensor] = _itself
+        self.part = (0, 1)
+        """Index and number of the parts in which tokens of whole sequences are routed."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def forward(self, x: Tensor, positions: Positions) -> Tensor:
+        """Not for the compiler: how many rows each expert gets is another number every time."""
+        mine = self.take_part(x)
+        routing = self.router(mine, Tokens(positions.length, *self.part))
+        places = places_of(routing, self.router.mixture.experts)
+        journey = self.depart(places.spread(mine), places.counts)
+        shared = None if self.shared is None else self.shared(x, positions)  # while rows travel
+        rows, counts = journey.arrive()
+        rows = journey.go_back(self.experts(rows, counts))
+        routed = self.put_together(places.gather(rows, routing.weights))
+        return routed if shared is None else routed + shared
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x

@@ -1,0 +1,161 @@
+"""Expert parallelism: experts spread over the ranks of a group, tokens travelling to them and back.
+
+Every rank of the group routes tokens of its own. Rows leave in the order of experts, which is the order of ranks too,
+arrive rank by rank, and are sorted by expert there. Exchanges begin before shared experts compute and end after,
+forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuboid.model.balance import Balance, Tokens
+from cuboid.model.mixture import Mixture
+from cuboid.parallel.collectives import Pending, all_gather, all_reduce, start_all_to_all
+from cuboid.parallel.groups import Group, Groups
+from cuboid.spec.run import Run
+from cuboid.spec.zigzag import places_of
+
+
+class _Trip:
+    """One exchange of rows; its backward is the same the other way round."""
+
+    def __init__(self, group: Group, send: list[int], receive: list[int], home: int) -> None:
+        self.group, self.send, self.receive = group, send, receive
+        self.home = home
+        """How many rows it has where they are routed, which no routing changes: what is counted, both ways."""
+        self.there: Pending | None = None
+        self.back: Pending | None = None
+
+    def start(self, rows: Tensor, send: list[int], receive: list[int]) -> Pending:
+        self.group.count("all-to-all", self.home * rows.shape[1] * rows.element_size())
+        return start_all_to_all(rows, send, receive, self.group)
+
+    def run(self, rows: Tensor) -> Tensor:
+        return _Arrive.apply(_Depart.apply(rows, self), self)
+
+
+def _wait(pending: Pending | None) -> Tensor:
+    assert pending is not None
+    return pending.wait()
+
+
+class _Depart(torch.autograd.Function):
+    """Its result is complete only after `_Arrive`."""
+
+    @staticmethod
+    def forward(context: Any, rows: Tensor, trip: _Trip) -> Tensor:
+        context.trip = trip
+        trip.there = trip.start(rows, trip.send, trip.receive)
+        return trip.there.result
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        trip = context.trip
+        gradient, trip.back = _wait(trip.back), None
+        return gradient, None
+
+
+class _Arrive(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, rows: Tensor, trip: _Trip) -> Tensor:
+        context.trip = trip
+        _wait(trip.there)
+        trip.there = None
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        trip = context.trip
+        trip.back = trip.start(gradient, trip.receive, trip.send)
+        return gradient, None  # a place holder of the right shape: what counts is on its way
+
+
+class _Reorder(torch.autograd.Function):
+    """Rows in another order; `inverse` undoes it, and so brings the gradient back without adding anything."""
+
+    @staticmethod
+    def forward(context: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        context.save_for_backward(inverse)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = context.saved_tensors
+        return gradient.index_select(0, inverse), None, None
+
+
+class Travel:
+    """The journey of rows whose experts are spread over a group."""
+
+    def __init__(self, group: Group, rows: Tensor, counts: Tensor) -> None:
+        leaving = counts.view(group.size, -1)
+        group.count("all-to-all", leaving.nbytes)
+        arriving = start_all_to_all(leaving, [1] * group.size, [1] * group.size, group).wait()
+        send, receive = torch.stack((leaving.sum(1), arriving.sum(1))).tolist()
+        self._there, self._back = _Trip(group, send, receive, len(rows)), _Trip(group, receive, send, len(rows))
+        self._rows = _Depart.apply(rows, self._there)
+        self.counts = arriving.sum(0)
+        expert = torch.arange(counts.numel(), device=counts.device) % leaving.shape[1]
+        self._order = expert.repeat_interleave(arriving.flatten()).argsort(stable=True)
+        self._inverse = torch.empty_like(self._order)
+        self._inverse[self._order] = torch.arange(self._order.numel(), device=counts.device)
+
+    def arrive(self) -> tuple[Tensor, Tensor]:
+        rows = _Arrive.apply(self._rows, self._there)
+        return _Reorder.apply(rows, self._order, self._inverse), self.counts
+
+    def go_back(self, rows: Tensor) -> Tensor:
+        return self._back.run(_Reorder.apply(rows, self._inverse, self._order))
+
+
+def spread_experts(mixture: Mixture, group: Group) -> None:
+    if group.size > 1:
+        mixture.depart = partial(Travel, group)
+
+
+def make_balance(run: Run, device: torch.device) -> Balance:
+    assert run.model.mixture is not None
+    mixture, batch = run.model.mixture, run.training.global_batch
+    layers = run.model.layers - mixture.first_dense_layers
+    return Balance(mixture, layers, batch, batch * run.training.sequence, device)
+
+
+def watched(mixture: Mixture, balance: Balance, layer: int, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`run`, a block's forward pass, with its router's losses; statistics count it once, however often it is computed
+    again."""
+    router = mixture.router
+    router.balance, router.row = balance, layer - router.mixture.first_dense_layers
+    balance.recording = False
+
+    def recorded(*arguments: Any) -> Tensor:
+        balance.recording = True
+        result = run(*arguments)
+        balance.recording = False
+        return result
+
+    return recorded
+
+
+def join_sequences(mixture: Mixture, balance: Balance, groups: Groups, run: Run) -> None:
+    """Let routers see what concerns whole sequences, of which each context and each tensor rank holds a piece."""
+    group, length = groups.sequence, run.training.sequence
+    if group.size == 1:
+        return
+    ranges = places_of(groups.coordinates.cp, run.layout.cp, length)
+    places = torch.cat([torch.arange(part.start, part.stop) for part in ranges]).to(balance.statistics.device)
+    balance.over_sequence = partial(all_reduce, group=group)
+
+    def whole_sequences(chosen: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+        numbers = tokens.numbers(chosen)
+        place = numbers // tokens.length * length + places[numbers % tokens.length]
+        both = all_gather(torch.cat((place.unsqueeze(1), chosen), 1), group)
+        whole = torch.empty_like(both[:, 1:])
+        whole[both[:, 0]] = both[:, 1:]
+        return whole.unflatten(0, (-1, length)), place
+
+    mixture.router.whole_sequences = whole_sequences

@@ -1,0 +1,85 @@
+"""Routed experts: their sizes, how tokens are routed to them, and how they are kept in balance."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cuboid.errors import UserError
+from cuboid.spec.coding import check_types, require_at_least
+from cuboid.spec.suggest import nearest_numbers, use
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureSpec:
+    """Routed experts in place of the feed-forward block."""
+
+    experts: int
+    top_k: int
+    """Experts each token goes to."""
+    expert_ffn: int
+    """Width of one routed expert."""
+    shared_experts: int = 0
+    shared_ffn: int = 0
+    """Total width of the experts every token goes to."""
+    first_dense_layers: int = 0
+    """Leading layers with a plain feed-forward block of width `ModelSpec.ffn`."""
+    router_bias: bool = False
+    """One number per expert that is added to its score when experts are chosen, and only then (DeepSeek-V3)."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """How a router's logits become scores."""
+    normalized: bool = True
+    """Whether the weights of a token's experts sum to one before `scaling`."""
+    scaling: float = 1.0
+    """Multiplies the weights of routed experts."""
+    groups: int = 1
+    """Groups of consecutive experts; a token's experts come from its `top_groups` best groups. A group scores what its
+    two best experts sum to with sigmoid scoring (DeepSeek-V3), and what its best one has with softmax (DeepSeek-V2)."""
+    top_groups: int = 1
+    balance_coefficient: float = 0.0
+    """Of the load-balancing loss: over one sequence, experts × Σ (share of assignments × mean share of score),
+    averaged over the sequences of the global batch and summed over layers. 1 is perfect balance."""
+    z_coefficient: float = 0.0
+    """Of the router z-loss: the square of the log-sum-exp of a token's logits, averaged over the tokens of the global
+    batch and summed over layers."""
+    bias_rate: float = 0.0
+    """By how much `router_bias` moves after each step: up for experts with less than their share of the global batch,
+    down for those with more."""
+    capacity_factor: float = 0.0
+    """An expert takes at most this many times its share of one sequence's assignments, the first ones; 0 takes all."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "mixture")
+        require_at_least(1, self, "mixture", ("experts", "top_k", "expert_ffn", "groups", "top_groups"))
+        require_at_least(0, self, "mixture", ("shared_experts", "shared_ffn", "first_dense_layers", "capacity_factor"))
+        require_at_least(0, self, "mixture", ("balance_coefficient", "z_coefficient", "bias_rate"))
+        if self.top_k > self.experts:
+            raise UserError(
+                f"mixture.top_k={self.top_k} is more than experts={self.experts}; use top_k={self.experts} or less"
+            )
+        if (self.shared_experts > 0) != (self.shared_ffn > 0):
+            raise UserError(
+                f"mixture.shared_ffn={self.shared_ffn} does not fit shared_experts={self.shared_experts}; "
+                f"use shared_ffn={self.shared_experts * self.expert_ffn}"
+            )
+        if self.scaling <= 0:
+            raise UserError(f"mixture.scaling={self.scaling} is not positive; use a number above 0")
+        if self.bias_rate and not self.router_bias:
+            raise UserError(f"mixture.bias_rate={self.bias_rate} has no bias to move; use router_bias=true")
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        if self.experts % self.groups:
+            near = nearest_numbers(self.groups, lambda number: self.experts % number == 0, 1, self.experts)
+            raise UserError(
+                f"mixture.groups={self.groups} does not divide experts={self.experts}; {use('groups', near)}"
+            )
+        if self.top_groups > self.groups:
+            raise UserError(
+                f"mixture.top_groups={self.top_groups} is more than groups={self.groups}; "
+                f"use top_groups={self.groups} or less"
+            )
+        open_to_all = self.experts // self.groups * self.top_groups
+        if self.top_k > open_to_all:
+            raise UserError(
+                f"mixture.top_k={self.top_k} is more than the {open_to_all} experts of top_groups={self.top_groups}; "
+                f"use top_k={open_to_all} or less"
+            )
