@@ -128,6 +128,8 @@ def _crossed(question: Question, rows: NDArray[np.int64], recompute: list[int], 
     options = [(again, zero, shard if zero else 0) for again in recompute for zero in stages if zero or not shard]
     if shard:
         rows = rows[rows[:, 0] % shard == 0]
+        split, ep = shard * rows[:, 1] * rows[:, 3], rows[:, 4]
+        rows = rows[(split % ep == 0) | (ep % split == 0)]
     pairs = np.array(options, dtype=np.int64).reshape(-1, 3)
     return np.hstack([np.repeat(rows, len(pairs), axis=0), np.tile(pairs, (len(rows), 1))])
 

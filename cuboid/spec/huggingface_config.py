@@ -52,6 +52,8 @@ def config_from_model(model: ModelSpec) -> Config:
         config["attention_bias"] = model.qkv_bias
     if model.mixture is not None:
         config |= {theirs: getattr(model.mixture, ours) for theirs, ours in MIXTURES[model.family].items()}
+    if model.family == "mixtral" and model.mixture is not None:
+        config["intermediate_size"] = model.mixture.expert_ffn
     if model.latent is not None:
         config |= {theirs: getattr(model.latent, ours) for theirs, ours in LATENT_KEYS.items()}
         config["q_lora_rank"] = model.latent.q_rank or None

@@ -53,7 +53,7 @@ def test_queries_keys_and_values_of_gpt2_lie_transposed_in_one_tensor() -> None:
     (origin,) = from_huggingface(GPT2)["layers.1.attention.key.weight"]
     assert (origin.index(), origin.transposed) == ((slice(0, 8), slice(8, 16)), True)
     assert origin.index((1, 2), (3, 4)) == (slice(2, 6), slice(9, 12))
-    bias = from_huggingface(GPT2)["layers.1.attention.value.bias"]
+    (bias,) = from_huggingface(GPT2)["layers.1.attention.value.bias"]
     assert (bias.tensor, bias.index()) == ("transformer.h.1.attn.c_attn.bias", (slice(16, 24),))
 
 

@@ -18,14 +18,15 @@ def layouts(draw: st.DrawFn) -> Layout:
     degree = st.sampled_from([1, 2, 3, 4, 8])
     schedule = draw(st.sampled_from(SCHEDULES))
     dp, zero = draw(degree), draw(st.integers(0, 3))
+    ep = draw(st.sampled_from([1, dp]))
     return Layout(
         dp=dp,
         tp=draw(degree),
         pp=draw(degree),
         cp=draw(degree),
-        ep=draw(st.sampled_from([1, dp])),
+        ep=ep,
         zero=zero,
-        shard=draw(st.sampled_from([0, 1, dp])) if zero else 0,
+        shard=draw(st.sampled_from([0, 1, dp] if ep == 1 else [0, dp])) if zero else 0,
         schedule=schedule,
         micro_batch=draw(degree),
         cp_method=draw(st.sampled_from(["ring", "ulysses", "allgather"])),
