@@ -89,10 +89,10 @@ def build(rank: int, run: Run) -> tuple[Engine, Optimizer]:
 def measure(rank: int, run: Run, rounds: int) -> dict[str, Any]:
     """Save and load `rounds` times each way, plain files between; one process group for all of it."""
     engine, optimizer = build(rank, run)
-    place = locate(run.output.folder)
+    place = locate(run.output.folder) / "checkpoints"
     savers = {}
     for asynchronous in (False, True):
-        spec = replace(run.checkpoint, asynchronous=asynchronous, keep=1)
+        spec = replace(run.checkpoint, asynchronous=asynchronous, keep=1000)
         changed = replace(engine, run=replace(run, checkpoint=spec))
         savers[asynchronous] = Saver(changed, optimizer, place, deadline_group(600))
     count = len(savers[True]._staging.content)
@@ -118,8 +118,8 @@ def measure(rank: int, run: Run, rounds: int) -> dict[str, Any]:
         start = together()
         assert resume(engine, optimizer, place, quiet=True) == step
         found["load"].append(together() - start)
-    if rank == 0:
-        clear(place)
+        if rank == 0:
+            clear(place)
     return {"bytes": savers[True]._bytes, "seconds": found}
 
 

@@ -9,7 +9,6 @@ import xxhash
 
 from cuboid.checkpoint.location import Location
 
-CHUNK = 16 << 20
 NAME = "xxh3_128"
 
 Watch = Callable[[int], None]
@@ -22,9 +21,10 @@ def checksum_of_bytes(content: bytes | memoryview) -> str:
 
 def checksum_of_file(place: Location, size: int, watch: Watch | None = None) -> str:
     digest = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(min(CHUNK, size)))
-    for position in range(0, size, CHUNK):
-        part = buffer[: min(CHUNK, size - position)]
+    place.files.prefetch(place.path)
+    buffer = memoryview(bytearray(min(place.files.read_size, size)))
+    for position in range(0, size, place.files.read_size):
+        part = buffer[: size - position]
         place.files.read_into(place.path, position, part)
         digest.update(part)
         if watch is not None:

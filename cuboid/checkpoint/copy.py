@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from cuboid.checkpoint.checksum import CHUNK, Watch
+from cuboid.checkpoint.checksum import Watch
 from cuboid.checkpoint.folder import checkpoint_path
 from cuboid.checkpoint.location import Location, locate
 from cuboid.checkpoint.manifest import MANIFEST, STEP_FOLDER, Manifest, Place, read_manifest
@@ -52,9 +52,10 @@ def _write(source: Location, aside: Location, manifest: Manifest, watch: Watch |
 def _copy_file(source: Location, target: Location, size: int, watch: Watch | None) -> None:
     handle = target.files.open(target.path)
     try:
-        buffer = memoryview(bytearray(min(CHUNK, size)))
-        for position in range(0, size, CHUNK):
-            part = buffer[: min(CHUNK, size - position)]
+        step = source.files.read_size
+        buffer = memoryview(bytearray(min(step, size)))
+        for position in range(0, size, step):
+            part = buffer[: size - position]
             source.files.read_into(source.path, position, part)
             target.files.write(handle, part)
             if watch is not None:

@@ -15,6 +15,9 @@ class Files(Protocol):
     renames: bool
     """Whether a folder can be renamed in one event; if not, a checkpoint is published by writing its manifest last."""
 
+    read_size: int
+    """Bytes to read at a time when a whole file is read."""
+
     # What changes something.
 
     def make_folder(self, path: str) -> None: ...
@@ -45,6 +48,9 @@ class Files(Protocol):
     def size(self, path: str) -> int | None:
         """None if there is no such file, or it is a link or anything else that is no plain file."""
 
+    def prefetch(self, path: str) -> None:
+        """All of a file will be read soon."""
+
     def read_into(self, path: str, position: int, buffer: memoryview) -> None:
         """Fill the buffer; an OSError if the file is too short."""
 
@@ -55,6 +61,7 @@ class Files(Protocol):
 @dataclass(frozen=True)
 class LocalFiles:
     renames = True
+    read_size = 1 << 20  # what is read is still in the processor's cache when it is looked at
 
     def make_folder(self, path: str) -> None:
         os.makedirs(path, exist_ok=True)
@@ -103,6 +110,14 @@ class LocalFiles:
         except OSError:
             return None
         return facts.st_size if stat.S_ISREG(facts.st_mode) else None
+
+    def prefetch(self, path: str) -> None:
+        if hasattr(os, "posix_fadvise"):
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(handle)
 
     def read_into(self, path: str, position: int, buffer: memoryview) -> None:
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

@@ -24,6 +24,7 @@ class RemoteFiles:
     _system: Any
 
     renames = False
+    read_size = 16 << 20  # each costs a request
 
     def make_folder(self, path: str) -> None:
         self._system.makedirs(path, exist_ok=True)
@@ -70,6 +71,9 @@ class RemoteFiles:
         except (FileNotFoundError, NotADirectoryError):
             return None
         return int(facts["size"]) if facts["type"] == "file" and not facts.get("islink") else None
+
+    def prefetch(self, path: str) -> None:
+        pass
 
     def read_into(self, path: str, position: int, buffer: memoryview) -> None:
         content = self._system.cat_file(path, start=position, end=position + buffer.nbytes)

@@ -21,13 +21,15 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from cuboid.checkpoint.checksum import CHUNK, checksum_of_bytes
+from cuboid.checkpoint.checksum import checksum_of_bytes
 from cuboid.checkpoint.folder import withdraw
 from cuboid.checkpoint.location import Location
 from cuboid.checkpoint.manifest import INDEX, MANIFEST, Manifest, StoredFile
 from cuboid.checkpoint.reader import DTYPES
 from cuboid.checkpoint.staging import Staging
 
+CHUNK = 16 << 20
+"""Bytes written at a time: large, because between two of them a thread may wait for the interpreter."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
