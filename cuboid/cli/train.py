@@ -16,6 +16,7 @@ from cuboid.plan.partition import partition
 from cuboid.spec.load import read_toml
 from cuboid.spec.run import Run, build_run
 from cuboid.spec.supported import check_supported
+from cuboid.train.claim import claimed
 from cuboid.train.communication import summarize
 from cuboid.train.folder import checkpoint_folder, prepare_folder
 
@@ -51,9 +52,12 @@ def command(
     place = find_place(os.environ)
     check_machine(run, place)
     speaks = place is None or place.rank == 0
-    if speaks:
-        check_data(run)
-        notes = _check_start(run, overwrite)
+    if not speaks:
+        start_training(run, quiet=as_json)
+        return
+    check_data(run)
+    notes = _check_start(run, overwrite)
+    with claimed(Path(run.output.folder)):
         past = prepare_folder(run, overwrite)
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
@@ -61,8 +65,7 @@ def command(
             _announce(run)
             if past:
                 print(past, flush=True)
-    start_training(run, quiet=as_json)
-    if speaks:
+        start_training(run, quiet=as_json)
         _conclude(run, as_json)
 
 
