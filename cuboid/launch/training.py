@@ -13,8 +13,10 @@ from typing import NoReturn
 from cuboid.errors import RankError, UserError
 from cuboid.launch.place import Place, find_place
 from cuboid.launch.pool import fork_server
+from cuboid.resilience.supervisor import supervise
 from cuboid.spec.layout import check_world_size
 from cuboid.spec.run import Run
+from cuboid.train.folder import forget_reports
 
 
 def check_machine(run: Run, place: Place | None) -> None:
@@ -30,13 +32,15 @@ def check_machine(run: Run, place: Place | None) -> None:
 def start_training(run: Run, quiet: bool = False) -> float:
     """Train and return the last loss."""
     if find_place(os.environ) is None and run.layout.world_size > 1:
-        return _launch(run, quiet)
+        return supervise(run, lambda: _launch(run, quiet))
     from cuboid.launch.rank import run_rank
 
     return run_rank(run, quiet)
 
 
 def _launch(run: Run, quiet: bool) -> float:
+    """One attempt: all ranks from the newest checkpoint to the end, or to the first failure."""
+    forget_reports(run)
     os.environ["OMP_NUM_THREADS"] = str(run.training.threads_per_rank)
     # All ranks are here: loopback works whatever the host's name resolves to.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")

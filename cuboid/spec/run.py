@@ -133,6 +133,19 @@ class CheckpointSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ResilienceSpec:
+    """What a run does when a rank fails."""
+
+    restarts: int = 3
+    """How many times in a row ranks are started again from the newest checkpoint without a newer one being written; 0
+    is never. A run that keeps no checkpoints is never started again."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "resilience")
+        _require_in_range(self, "resilience", ("restarts",), low=0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """A model, a layout and a training that fit together: construction checks each against the others."""
 
@@ -144,6 +157,7 @@ class Run:
     data: DataSpec = field(default_factory=DataSpec)
     evaluation: EvaluationSpec = field(default_factory=EvaluationSpec)
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
+    resilience: ResilienceSpec = field(default_factory=ResilienceSpec)
     output: OutputSpec = field(default_factory=OutputSpec)
     plan: dict[str, object] = field(default_factory=dict, hash=False)
     """What a planner predicted for this run; training keeps it and does not read it."""
@@ -187,7 +201,7 @@ def build_run(table: Mapping[str, object], overrides: Sequence[str] = (), *, fol
 def dump_run(run: Run) -> str:
     """TOML text from which `build_run` makes an equal run."""
     table: dict[str, Any] = {"layout": str(run.layout), "model": dump_model(run.model)}
-    for name in ("training", "optimizer", "learning_rate", "data", "evaluation", "checkpoint", "output"):
+    for name in ("training", "optimizer", "learning_rate", "data", "evaluation", "checkpoint", "resilience", "output"):
         table[name] = encode(getattr(run, name))
     return dumps({**table, "plan": run.plan} if run.plan else table)
 

@@ -14,7 +14,7 @@ from cuboid.errors import UserError
 from cuboid.spec.run import Run, build_run, dump_run, load_run
 
 RUN_FILE = "run.toml"
-WRITTEN = ("metrics.jsonl", "timing-*.jsonl", "communication-*.jsonl")
+WRITTEN = ("metrics.jsonl", "timing-*.jsonl", "communication-*.jsonl", "failures.jsonl")
 REPORTS = "failure-*.txt"
 
 
@@ -55,7 +55,7 @@ def prepare_folder(run: Run, overwrite: bool = False) -> str:
             _clear(run, folder)
         else:
             said = _check_past(run, folder)
-            _remove(folder, REPORTS)  # what ended the run before is not what ends it now
+            forget_reports(run)
         folder.mkdir(parents=True, exist_ok=True)
         aside = folder / f".{RUN_FILE}.{os.getpid()}"
         aside.write_text(dump_run(run))
@@ -63,6 +63,11 @@ def prepare_folder(run: Run, overwrite: bool = False) -> str:
     except OSError as error:
         raise UserError(f"output.folder={folder} cannot be written: {error.strerror}; use another folder") from None
     return said
+
+
+def forget_reports(run: Run) -> None:
+    """What ended the run before is not what ends it now."""
+    _remove(Path(run.output.folder), REPORTS)
 
 
 def _check_past(run: Run, folder: Path) -> str:

@@ -1,0 +1,1 @@
+"""Keeps a training going: restarts, the log of failures, and a stop that can be gone on from."""

@@ -1,0 +1,95 @@
+"""`cuboid train` in a process of its own: run to its end, or under way with all its ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from uuid import uuid4
+
+SHORT = ["training.steps=3", "training.global_batch=4", "training.sequence=16", "training.device=cpu"]
+MARK = "CUBOID_TEST_MARK"
+"""A variable whose value tells the processes of one test from all others."""
+
+
+def train(*arguments: str, fields: list[str] | None = None) -> list[str]:
+    settings = [argument for field in fields or SHORT for argument in ("--set", field)]
+    return ["-m", "cuboid.cli.main", "train", *arguments, *settings]
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {
+        key: value for key, value in os.environ.items() if not re.match("RANK|WORLD_SIZE|LOCAL_|MASTER_|SLURM_", key)
+    }
+    return {**kept, "PYTHONPATH": str(Path(__file__).parents[2]), **more}
+
+
+def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment(), capture_output=True, text=True, timeout=300
+    )
+
+
+def rows(path: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+class Training:
+    """A long training under way, and all its processes."""
+
+    def __init__(self, folder: Path, layout: str, *fields: str) -> None:
+        self.mark = uuid4().hex
+        self.folder = folder
+        fields = (*SHORT, "training.steps=100000", *fields)
+        self.command = subprocess.Popen(
+            [sys.executable, *train("--layout", layout, fields=list(fields))],
+            cwd=folder,
+            env=environment(**{MARK: self.mark}),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            # A shell that runs this in the background leaves Ctrl-C ignored, which children inherit.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
+
+    def wait_for_a_step(self, step: int = 1) -> None:
+        metrics = self.folder / "runs/default/metrics.jsonl"
+        limit = time.monotonic() + 240
+        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= step):
+            assert self.command.poll() is None, self.command.communicate()
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+
+    def processes(self) -> dict[int, int]:
+        """Process -> its parent, of all that live."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if f"{MARK}={self.mark}".encode() in (folder / "environ").read_bytes():
+                    state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+                    if state != "Z":
+                        found[int(folder.name)] = int(parent)
+            except OSError:
+                continue
+        return found
+
+    def ranks(self) -> list[int]:
+        """Rank processes, which are children of a child of the command, in the order they were started."""
+        found = self.processes()
+        return sorted(process for process, parent in found.items() if found.get(parent) == self.command.pid)
+
+    def end(self) -> tuple[int, str]:
+        _, errors = self.command.communicate(timeout=120)
+        return self.command.returncode, errors
+
+    def assert_nothing_is_left(self) -> None:
+        limit = time.monotonic() + 30
+        while self.processes():
+            assert time.monotonic() < limit, self.processes()
+            time.sleep(0.05)

@@ -1,0 +1,66 @@
+"""A rank dies while a training is under way: it goes on by itself, as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from cuboid.errors import RankError
+from cuboid.resilience.failures import failures
+from cuboid.resilience.supervisor import supervise
+from cuboid.spec.run import build_run
+from tests.cli.command import SHORT, Training, rows, run, train
+
+FIELDS = ("training.steps=12", "checkpoint.every=2", "training.precision=float64")
+
+
+def test_a_killed_rank_costs_a_restart_and_changes_no_number(tmp_path: Path) -> None:
+    training = Training(tmp_path, "dp=2,pp=2", *FIELDS)
+    training.wait_for_a_step(5)
+    os.kill(training.ranks()[2], signal.SIGKILL)
+    code, errors = training.end()
+    warnings = [line for line in errors.splitlines() if line.startswith("warning")]
+    assert code == 0, errors
+    assert warnings == ["warning: rank 2 failed: it was ended by SIGKILL (out of memory?); starting again"]
+    training.assert_nothing_is_left()
+    unharmed = tmp_path / "unharmed"
+    command = train("--layout", "dp=2,pp=2", fields=[*SHORT, *FIELDS, f"output.folder={unharmed}"])
+    assert run(command, tmp_path).returncode == 0
+    killed, whole = (
+        [row["loss"] for row in rows(folder / "metrics.jsonl")] for folder in (tmp_path / "runs/default", unharmed)
+    )
+    assert killed == whole and len(whole) == 12
+    (noted,) = failures(tmp_path / "runs/default")
+    assert noted.restarted and noted.checkpoint in (2, 4)
+
+
+def test_attempts_that_get_nowhere_come_to_an_end(tmp_path: Path) -> None:
+    table = {"model": "tiny-llama", "output": {"folder": str(tmp_path)}, "checkpoint": {"every": 2}}
+    attempts = 0
+
+    def attempt() -> float:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 2:
+            (tmp_path / "checkpoints/step-00000002").mkdir(parents=True)
+        raise RankError("rank 0 failed: it always does")
+
+    with pytest.raises(RankError, match=r"^rank 0 failed: it always does; 3 attempts in a row made no checkpoint$"):
+        supervise(build_run(table, ["resilience.restarts=2"]), attempt)
+    assert attempts == 5, "one, one that got on, and three that did not"
+    assert [failure.restarted for failure in failures(tmp_path)] == [True, True, True, True, False]
+
+
+def test_without_checkpoints_there_is_nothing_to_start_again_from(tmp_path: Path) -> None:
+    calls = []
+
+    def attempt() -> float:
+        calls.append(1)
+        raise RankError("rank 1 failed")
+
+    with pytest.raises(RankError, match=r"^rank 1 failed$"):
+        supervise(build_run({"model": "tiny-llama", "output": {"folder": str(tmp_path)}}), attempt)
+    assert len(calls) == 1
