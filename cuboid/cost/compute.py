@@ -20,6 +20,7 @@ class Kernels:
     mixture_backward: Array
     attention_forward: Array
     """The attention core alone, which selective recomputation repeats."""
+    attention_backward: Array
     embedding: Array
     """The input embedding, forward and backward."""
     head_forward: Array
@@ -146,6 +147,7 @@ def kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: str
         mixture_forward,
         mixture_backward,
         attention_forward,
+        attention_backward,
         embedding,
         head + 0.5 * loss,
         2 * head + 0.5 * loss,

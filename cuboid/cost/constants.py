@@ -111,6 +111,9 @@ class Engine:
     tensor_overlap: float = 0.0
     """Share of tensor-parallel communication hidden behind compute."""
     context_overlap: float = 0.8
+    """Most that a ring hides of its messages."""
+    host_block: float = 5e-5
+    """Seconds of the host for each further block of attention that context parallelism makes."""
     expert_overlap: float = 0.0
     expert_once: bool = True
     """A token goes to another node once, however many of its experts are there (DeepEP and its like)."""

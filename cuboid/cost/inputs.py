@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuboid.spec.layout import SCHEDULES, Layout
+from cuboid.spec.layout import CONTEXT_METHODS, SCHEDULES, Layout
 from cuboid.spec.model import ModelSpec
 
 Array = NDArray[np.float64]
@@ -108,6 +108,9 @@ class Jobs:
     tp: Array
     pp: Array
     cp: Array
+    cp_method: Array
+    """Position in `spec.layout.CONTEXT_METHODS`."""
+    cp_inner: Array
     ep: Array
     zero: Array
     shard: Array
@@ -146,9 +149,9 @@ class Jobs:
         """From numbers or sequences; what is left out has the default of a plain layout."""
         given = {key: number(value) for key, value in values.items()}
         one, none = number(1), number(0)
-        for key in ("dp", "tp", "pp", "cp", "ep", "vpp", "micro_batch"):
+        for key in ("dp", "tp", "pp", "cp", "cp_inner", "ep", "vpp", "micro_batch"):
             given.setdefault(key, one)
-        for key in ("zero", "shard", "recompute", "offload"):
+        for key in ("zero", "shard", "recompute", "offload", "cp_method"):
             given.setdefault(key, none)
         given.setdefault("held", one)
         given.setdefault("schedule", number(SCHEDULES.index("1f1b")))
@@ -159,8 +162,9 @@ class Jobs:
     @classmethod
     def of(cls, layouts: Sequence[Layout], *, global_batch: int, sequence: int) -> "Jobs":
         """The given layouts, all on one batch."""
-        names = ("dp", "tp", "pp", "cp", "ep", "zero", "shard", "vpp", "micro_batch", "sequence_parallel")
+        names = ("dp", "tp", "pp", "cp", "cp_inner", "ep", "zero", "shard", "vpp", "micro_batch", "sequence_parallel")
         values: dict[str, Any] = {name: [getattr(layout, name) for layout in layouts] for name in names}
+        values["cp_method"] = [CONTEXT_METHODS.index(layout.cp_method) for layout in layouts]
         values["schedule"] = [SCHEDULES.index(layout.schedule) for layout in layouts]
         values["recompute"] = [RECOMPUTE.index(layout.recompute) for layout in layouts]
         return cls.make(**values, global_batch=global_batch, sequence=sequence)

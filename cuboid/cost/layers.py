@@ -4,9 +4,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuboid.cost.communication import all_gather, all_reduce, all_to_all, group
+from cuboid.cost.communication import all_reduce, all_to_all, group
 from cuboid.cost.compute import Kernels
 from cuboid.cost.constants import Engine, Fabric
+from cuboid.cost.context import further_blocks, waiting
 from cuboid.cost.inputs import Array, Jobs, Shape
 
 ONE = np.ones(())
@@ -54,12 +55,6 @@ def _tensor(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs) -> Array:
     return 2 * (reduced * (1 - engine.tensor_overlap) + lost)
 
 
-def _context(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs) -> Array:
-    """Waiting for the keys and values of other context-parallel ranks."""
-    keys = 2 * engine.activation_wire * jobs.tokens * jobs.cp * np.maximum(shape.kv_heads / jobs.tp, 1) * shape.head_dim
-    return all_gather(fabric, keys, group(fabric, jobs.cp, jobs.tp)) * (1 - engine.context_overlap)
-
-
 def _expert(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs) -> Array:
     """Waiting for tokens on their way to experts and back."""
     if not np.any(shape.experts > 0):
@@ -86,24 +81,26 @@ def _host(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs, crosses: Arr
 def layer_times(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts: Kernels, precision: str) -> LayerTimes:
     """Seconds of one layer of one micro-batch, by kind of layer."""
     crosses = ((jobs.pp > 1) & (jobs.world_size / jobs.pp >= fabric.node)).astype(np.float64)
-    tensor, context = _tensor(engine, fabric, shape, jobs), _context(engine, fabric, shape, jobs)
+    tensor, (context, context_back) = _tensor(engine, fabric, shape, jobs), waiting(engine, fabric, shape, jobs, parts)
     added = _host(engine, fabric, shape, jobs, crosses, precision)
+    blocks = engine.host_block * further_blocks(jobs)
     full, selective = jobs.recompute == 2, jobs.recompute == 1
     again = 1.0 + full
     repeated_tensor = full * ONE
     if engine.recompute_stops_early:
         repeated_tensor = (full | selective) * np.where(jobs.sequence_parallel > 0, 0.75, 0.5)
 
-    def one(compute: Array, times: Array, tensor: Array, expert: Array, floor: Array) -> Pass:
-        busy = compute + tensor + context * (2 * times - 1) + expert * times
-        return Pass(compute, tensor, context * (2 * times - 1), expert * times, np.maximum(floor - busy, 0.0))
+    def one(compute: Array, tensor: Array, context: Array, expert: Array, floor: Array) -> Pass:
+        busy = compute + tensor + context + expert
+        return Pass(compute, tensor, context, expert, np.maximum(floor - busy, 0.0))
 
     def both(forward: Array, backward: Array, expert: Array, more: Array) -> tuple[Pass, Pass]:
-        ahead = engine.host_forward + added + more
-        back = engine.host_backward + added + more + np.where(full, ahead, 0.0)
+        ahead = engine.host_forward + added + more + blocks
+        back = engine.host_backward + added + more + 2 * blocks + np.where(full, ahead, 0.0)
         repeated = np.where(full, forward, np.where(selective, parts.attention_forward, 0.0))
         backward_tensor = tensor * (1 + repeated_tensor)
-        return one(forward, ONE, tensor, expert, ahead), one(backward + repeated, again, backward_tensor, expert, back)
+        behind = one(backward + repeated, backward_tensor, context_back + full * context, expert * again, back)
+        return one(forward, tensor, context, expert, ahead), behind
 
     routing = np.where(shape.experts > 0, engine.host_mixture, 0.0)
     expert = _expert(engine, fabric, shape, jobs)

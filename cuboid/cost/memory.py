@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from cuboid.cost.constants import Engine
+from cuboid.cost.context import gathered_bytes
 from cuboid.cost.flops import head_parameters, layer_parameters
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.pipeline import Partition, in_flight, partition, turns_back
@@ -66,7 +67,7 @@ def _split(jobs: Jobs, held: RankParameters, bytes_each: float, from_stage: int)
 def _working(shape: Shape, jobs: Jobs, engine: Engine, layer: Array, logit: Array) -> Array:
     """Bytes alive only while a layer or the loss is computed."""
     working = np.where(jobs.recompute == 2, layer, engine.working_layer * layer)
-    working = np.maximum(working, engine.working_logit * logit)
+    working = np.maximum(working + gathered_bytes(shape, jobs, engine), engine.working_logit * logit)
     # Gathered inputs pile up where the host runs ahead of the device; a shallow pipeline, and a wide group over many
     # nodes, keep it back (nanotron's rows: all of it without a pipeline and from eight stages on, none with two).
     ahead = np.where(jobs.pp == 1, 1.0, np.clip((np.log2(jobs.pp) - 1) / 2, 0.0, 1.0) * (jobs.tp <= 16))

@@ -55,6 +55,7 @@ class Question:
             )
         # What depends on fields that are still open is left to the search.
         open_fields = {"dp", "ep", "shard"} | (set() if "schedule" in self.fixed else {"vpp"})
+        open_fields |= set() if "cp" in self.fixed else {"cp_method", "cp_inner"}
         Layout(**{name: value for name, value in self.fixed.items() if name not in open_fields})
 
     @cached_property

@@ -35,7 +35,10 @@ def reasons(plan: Plan) -> list[str]:
             f"bubble at {plan.bubble:.1%}"
         )
     if layout.cp > 1:
-        found.append(f"cp={layout.cp} leaves {question.sequence // layout.cp} tokens of a sequence to a rank")
+        found.append(
+            f"cp={layout.cp} ({layout.cp_method}) leaves {question.sequence // layout.cp} tokens of a sequence to a "
+            f"rank; bringing their keys together costs {_share(plan, 'context')} of the step"
+        )
     if layout.ep > 1:
         found.append(f"ep={layout.ep} spreads the experts; moving tokens costs {_share(plan, 'expert')} of the step")
     if layout.dp > 1:

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 
 from cuboid.cost.inputs import RECOMPUTE, Jobs
 from cuboid.plan.question import Question
-from cuboid.spec.layout import SCHEDULES, STAGES_PER_RANK, Layout
+from cuboid.spec.layout import CONTEXT_METHODS, SCHEDULES, STAGES_PER_RANK, Layout
 
 Column = NDArray[np.int64]
 DEGREES = ("dp", "tp", "pp", "cp", "ep", "micro_batch", "sequence_parallel")
-NAMES = (*DEGREES, "recompute", "zero", "shard", "schedule", "vpp")
+NAMES = (*DEGREES, "cp_method", "cp_inner", "recompute", "zero", "shard", "schedule", "vpp")
 PLAIN = SCHEDULES.index("1f1b")
 
 
@@ -52,6 +52,7 @@ class Space:
     def layout(self, index: int) -> Layout:
         """One of them."""
         values: dict[str, Any] = {name: int(column[index]) for name, column in self.columns.items()}
+        values["cp_method"] = CONTEXT_METHODS[values["cp_method"]]
         values["schedule"] = SCHEDULES[values["schedule"]]
         values["recompute"] = RECOMPUTE[values["recompute"]]
         values["sequence_parallel"] = bool(values["sequence_parallel"])
@@ -62,6 +63,7 @@ class Space:
         """Given layouts."""
         rows: list[dict[str, Any]] = [{name: getattr(layout, name) for name in NAMES} for layout in layouts]
         for row in rows:
+            row["cp_method"] = CONTEXT_METHODS.index(row["cp_method"])
             row["schedule"] = SCHEDULES.index(row["schedule"])
             row["recompute"] = RECOMPUTE.index(row["recompute"])
         columns = {name: np.array([row[name] for row in rows], dtype=np.int64) for name in NAMES}
@@ -96,6 +98,25 @@ def degrees(question: Question, world_size: int) -> Iterator[tuple[int, int, int
                     yield dp, tp, pp, cp, ep
 
 
+def context_ways(question: Question, tp: int, cp: int) -> list[tuple[int, int]]:
+    """Every (position of the method, ranks that exchange heads) for a number of context-parallel ranks."""
+    fixed, heads = question.fixed, question.model.heads // tp
+    if cp == 1:
+        return [(CONTEXT_METHODS.index("ring"), 1)]
+    inner = {
+        "ring": [1],
+        "allgather": [1],
+        "ulysses": [cp],
+        "hybrid": divisors(cp)[1:-1],
+    }
+    return [
+        (position, size)
+        for position, method in enumerate(CONTEXT_METHODS)
+        for size in inner[method]
+        if fixed.get("cp_method", method) == method and fixed.get("cp_inner", size) == size and heads % size == 0
+    ]
+
+
 def bases(question: Question, world_size: int) -> Space:
     """Everything but the schedule, which is 1F1B here where that is allowed."""
     fixed = question.fixed
@@ -107,15 +128,16 @@ def bases(question: Question, world_size: int) -> Space:
             splits = micro_batch * question.sequence // cp % tp == 0
             sequence_parallel = tp > 1 and fixed.get("sequence_parallel", splits)
             if splits or not sequence_parallel:
-                rows.append((dp, tp, pp, cp, ep, micro_batch, sequence_parallel))
-    table = np.array(rows, dtype=np.int64).reshape(len(rows), len(DEGREES))
+                same = (dp, tp, pp, cp, ep, micro_batch, sequence_parallel)
+                rows += [(*same, *way) for way in context_ways(question, tp, cp)]
+    table = np.array(rows, dtype=np.int64).reshape(len(rows), len(DEGREES) + 2)
     recompute = [RECOMPUTE.index(fixed["recompute"])] if "recompute" in fixed else list(range(len(RECOMPUTE)))
     # Copies of an expert sit on tensor-parallel ranks too, so there ZeRO has something to split even without replicas.
     tensor = table[:, 1] if question.model.mixture else 1
     replicated = table[:, 0] * table[:, 3] * tensor > 1
     shared = _crossed(question, table[replicated], recompute, alone=False)
     whole = np.concatenate([shared, _crossed(question, table[~replicated], recompute, alone=True)])
-    columns = dict(zip((*DEGREES, "recompute", "zero", "shard"), whole.T, strict=True))
+    columns = dict(zip(NAMES[: len(DEGREES) + 5], whole.T, strict=True))
     ones = np.ones(len(whole), dtype=np.int64)
     return Space({**columns, "schedule": PLAIN * ones, "vpp": ones}, question.global_batch, question.sequence)
 

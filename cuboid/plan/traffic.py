@@ -1,6 +1,7 @@
 """How many bytes each dimension of a layout moves in a step, over which links, with the formula that says so."""
 
 from dataclasses import dataclass
+from math import lcm
 
 from cuboid.plan.plan import Plan
 from cuboid.spec.cluster import LinkTier
@@ -61,14 +62,23 @@ def _tensor(plan: Plan) -> Moved:
 
 
 def _context(plan: Plan) -> Moved:
-    """Keys and values of the whole sequence gathered forward and again backward, and their gradients scattered."""
+    """Heads exchanged for tokens inside; keys and values passed on between, forward and again backward with their
+    gradients. Full recomputation repeats what is forward."""
     layout, model = plan.layout, plan.question.model
-    layers, tokens = _layers(plan), layout.micro_batch * plan.question.sequence
-    width = 2 * max(model.kv_heads // layout.tp, 1) * model.head_dim
-    size = plan.micro_batches * layers * 3 * (layout.cp - 1) / layout.cp * 2 * tokens * width
+    layers, tokens, again = _layers(plan), _micro_tokens(plan), int(layout.recompute == "full")
+    inner, outer = layout.cp_inner, layout.cp // layout.cp_inner
+    heads, shared = model.heads // layout.tp, lcm(max(model.kv_heads // layout.tp, 1), inner)
+    parts = []
+    if inner > 1:
+        parts.append((2 + again, (inner - 1) / inner, f"({inner}−1)/{inner}", 2 * heads + 2 * shared, "heads"))
+    if outer > 1:
+        parts.append((3 + again, outer - 1, f"({outer}−1)", 2 * shared, "key and value heads"))
+    each = 2 * plan.micro_batches * layers * tokens * model.head_dim
+    size = sum(each * passes * share * count for passes, share, _, count, _ in parts)
+    shown = " + ".join(f"{passes} passes × {text} × {count} {what}" for passes, _, text, count, what in parts)
     formula = (
-        f"{plan.micro_batches} micro-batches × {layers} layers × 3 passes × ({layout.cp}−1)/{layout.cp} × 2 B × "
-        f"{tokens} tokens × {width} key and value elements"
+        f"{plan.micro_batches} micro-batches × {layers} layers × 2 B × {tokens} tokens × {model.head_dim} per head × "
+        f"({shown})"
     )
     return Moved(dimension="cp", tier=_tier(plan, layout.cp, layout.tp), bytes=size, formula=formula)
 

@@ -47,19 +47,20 @@ def every_layout(question: Question, world_size: int) -> Iterator[Layout]:
         for name, fixed in STAGES_PER_RANK.items()
         for vpp in ([fixed] if fixed else range(2, question.model.layers + 1))
     ]
+    ways = [("ring", 1), ("allgather", 1), *(("ulysses", cp) for cp in extra), *(("hybrid", inner) for inner in extra)]
     names = ("dp", "tp", "pp", "cp", "ep", "micro_batch", "zero", "recompute", "sequence_parallel", "schedule", "vpp")
     recompute = ("none", "selective", "full")
     for dp, tp, pp, cp in product(degrees, degrees, degrees, extra):
         if dp * tp * pp * cp != world_size or question.global_batch % dp:
             continue
-        for ep, batch, zero, again, sequence_parallel, (schedule, vpp) in product(
-            experts, batches, range(4), recompute, (True, False), pairs
+        for ep, batch, zero, again, sequence_parallel, (schedule, vpp), (method, inner) in product(
+            experts, batches, range(4), recompute, (True, False), pairs, ways if cp > 1 else [("ring", 1)]
         ):
             if (tp == 1 and sequence_parallel) or vpp * pp > question.model.layers:
                 continue
             try:
                 values = (dp, tp, pp, cp, ep, batch, zero, again, sequence_parallel, schedule, vpp)
-                layout = Layout(**dict(zip(names, values, strict=True)))
+                layout = Layout(**dict(zip(names, values, strict=True)), cp_method=method, cp_inner=inner)
                 check(layout, question.model, global_batch=question.global_batch, sequence=question.sequence)
             except UserError:
                 continue

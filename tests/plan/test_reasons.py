@@ -21,7 +21,7 @@ def test_each_dimension_has_its_line(ask: Callable[..., Question]) -> None:
     for start in (
         "tp=2 splits every layer and stays within",
         "pp=8 (interleaved, 2 stages a rank)",
-        "cp=2 leaves 2048",
+        "cp=2 (ring) leaves 2048",
     ):
         assert start in text
     for part in ("ep=16 spreads the experts", "dp=8 replicas of", "share the optimizer state", "full recomputation"):

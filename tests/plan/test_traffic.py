@@ -62,6 +62,10 @@ def test_context_traffic_by_hand(plan: Callable[..., Plan]) -> None:
     entry = by_dimension(plan("dp=4,tp=4,cp=4,zero=1", "llama3-8b"))["cp"]
     width = 2 * (8 // 4) * 128
     assert entry.bytes == pytest.approx(16 * 32 * 3 * 3 / 4 * 2 * 4096 * width)
+    assert by_dimension(plan("dp=4,tp=4,cp=4,zero=1,cp_method=allgather", "llama3-8b"))["cp"].bytes == entry.bytes
+    heads = by_dimension(plan("dp=4,tp=4,cp=4,zero=1,cp_method=ulysses", "llama3-8b"))["cp"]
+    # Queries, outputs, and two heads for keys and values, of which each of four ranks needs its own.
+    assert heads.bytes == pytest.approx(16 * 32 * 2 * 3 / 4 * 2 * 1024 * (2 * 8 + 2 * 4) * 128)
 
 
 def test_expert_traffic_by_hand(plan: Callable[..., Plan]) -> None:

@@ -60,7 +60,10 @@ def _parallel(plan: Plan) -> Flags:
     if layout.sequence_parallel:
         flags.append("--sequence-parallel")
     if layout.cp > 1:
-        flags.append("--cp-comm-type p2p")
+        kinds = {"ring": "p2p", "ulysses": "a2a", "allgather": "all_gather", "hybrid": "a2a+p2p"}
+        flags.append(f"--cp-comm-type {kinds[layout.cp_method]}")
+    if layout.cp_method == "hybrid":
+        flags.append(f"--hierarchical-context-parallel-sizes {layout.cp_inner} {layout.cp // layout.cp_inner}")
     if len(set(plan.layers)) > 1:
         flags.append(f'--pipeline-model-parallel-layout "{stage_layout(plan.layers)}"')
     elif layout.vpp > 1:
