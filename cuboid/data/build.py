@@ -32,7 +32,7 @@ from cuboid.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from cuboid.data.workers import make_parts
 from cuboid.errors import UserError
 
-SMALLEST_CHUNK, LARGEST_CHUNK, CHUNKS = 1 << 19, 1 << 26, 2048
+SMALLEST_CHUNK, LARGEST_CHUNK, CHUNKS = 1 << 18, 1 << 26, 2048
 """A chunk is a 2,048th of the input, but not less nor more than this many characters."""
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from cuboid.data import build as module
+from cuboid.data import workers as working
 from cuboid.data.build import BuildRequest, Progress, build
 from cuboid.data.store import check_store, open_store
 from cuboid.errors import RankError, UserError
@@ -72,7 +73,11 @@ class StopAfter:
             raise Stopped
 
 
-def test_any_number_of_workers_makes_the_same_bytes(corpus: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+@pytest.mark.parametrize("threads", [8, 1])
+def test_any_number_of_workers_makes_the_same_bytes(
+    corpus: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int
+) -> None:
+    monkeypatch.setattr(working, "THREADS", threads)
     seen: list[Progress] = []
     report = build(request(corpus, tmp_path / "store", workers=3), seen.append)
     assert contents(tmp_path / "store") == whole
@@ -165,9 +170,10 @@ def test_killed_without_warning_it_goes_on_and_leaves_no_process(corpus: Path, t
     check_store(tmp_path / "store")
 
 
-def test_a_worker_that_dies_is_said_and_its_work_done_later(
-    corpus: Path, whole: dict[str, bytes], tmp_path: Path
+def test_a_process_that_dies_is_said_and_its_work_done_later(
+    corpus: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(working, "THREADS", 0)
     others = {process.pid for process in multiprocessing.active_children()}  # the ranks that serve all tests
 
     def workers() -> list[multiprocessing.Process]:
