@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Literal
@@ -71,13 +72,21 @@ def _build_with_bar(request: BuildRequest) -> BuildReport:
     from rich.progress import Progress as Bar
 
     columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TextColumn("{task.fields[tokens]:,} tokens"))
-    with Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
-        task = bar.add_task("reading", total=None, tokens=0)
+    bar = Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True))
+    task = bar.add_task("reading", total=None, tokens=0)
 
-        def report(progress: Progress) -> None:
-            bar.update(task, total=progress.total, completed=progress.read, tokens=progress.tokens)
+    def report(progress: Progress) -> None:
+        bar.start()  # not before there is something to report: what is refused at once has no bar
+        bar.update(task, total=progress.total, completed=progress.read, tokens=progress.tokens)
 
+    try:
         return build(request, report)
+    except KeyboardInterrupt:
+        print("\nstopped; the same command again goes on from here", file=sys.stderr)
+        raise
+    finally:
+        if bar.live.is_started:
+            bar.stop()
 
 
 def _show_report(report: BuildReport, as_json: bool) -> None:
