@@ -21,14 +21,15 @@ from cuboid.train.optimizer import Optimizer
 from tests.checkpoint.jobs import CPU
 from tests.parallel.cases import small_run
 
-SMALL = ("model.hidden=32", "model.ffn=64", "model.vocab=131", "training.global_batch=8")
+SMALL = ("model.layers=4", "model.hidden=32", "model.ffn=64", "model.vocab=131", "training.global_batch=8")
 WRITERS = {
     # Tied embeddings on both ends of a pipeline, two kv heads on four tensor ranks, a vocabulary that does not divide.
     "tiny-qwen3": "dp=1,tp=4,pp=2,zero=1",
     "tiny-llama": "dp=2,tp=2,pp=2,zero=3",
     "tiny-gpt2": "dp=2,tp=4",
+    "tiny-mixtral": "dp=2,tp=2,pp=2,ep=2",
 }
-READERS = ["tp=8", "dp=2,tp=4,zero=2", "pp=4,dp=2,zero=3,schedule=zbv", "dp=8,zero=1,shard=4", "dp=1"]
+READERS = ["tp=8", "dp=2,tp=4,zero=2", "pp=2,dp=4,zero=3,schedule=zbv", "dp=8,zero=1,shard=4", "dp=1"]
 
 
 def part_of(full: Tensor, cut: Slice) -> Tensor:
@@ -75,8 +76,10 @@ def test_every_element_is_where_it_belongs(pool: Pool, tmp_path: Path, model: st
     pool.run("tests.checkpoint.jobs:train_part", arguments, ranks=writer.layout.world_size)
     before = checkpoint_path(tmp_path / "first", 2)
     original = whole_tensors(before)
-    assert all(tensor.abs().max() > 0 for tensor in original.values()), "zeros would prove nothing"
-    for number, layout in enumerate(READERS):
+    zeros = [name for name, tensor in original.items() if not tensor.any()]
+    assert not zeros or (writer.model.mixture and len(zeros) < len(original) / 4), "zeros would prove nothing"
+    experts = ["dp=4,ep=4,zero=1", "dp=2,tp=4,ep=2,zero=2"] if writer.model.mixture else []
+    for number, layout in enumerate([*experts, *READERS]):
         run = small_run(layout, *SMALL, model=model)
         folder = tmp_path / str(number)
         arguments_of_load = (run, before.path, str(folder))
