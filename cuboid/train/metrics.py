@@ -16,6 +16,7 @@ from cuboid.checkpoint.saver import SaveReport
 from cuboid.parallel.pipeline import TimedAction
 from cuboid.say import say
 from cuboid.spec.run import Run
+from cuboid.train.routers import report
 from cuboid.train.rows import Rows
 from cuboid.train.step import StepResult
 
@@ -90,6 +91,10 @@ class Metrics:
         kept: dict[str, Any] = {key: value if math.isfinite(value) else None for key, value in row.items()}
         if saves:
             kept["checkpoints"] = [asdict(save) for save in saves]
+        if result.routers is not None:
+            told = report(result.routers, self._run)
+            kept["routers"] = asdict(told)
+            row["largest_load"] = max(told.largest_load)
         self._rows.append(kept)
         _warn_of(saves)
         if not self._quiet:
@@ -110,6 +115,8 @@ class Metrics:
             f"step {step:>{len(str(steps))}}/{steps}  loss {row['loss']:.4f}  "
             f"norm {row['gradient_norm']:.3f}  lr {row['learning_rate']:.2e}  {row['tokens_per_second']:,.0f} tokens/s"
         )
+        if "largest_load" in row:
+            line += f"  busiest expert {row['largest_load']:.2f}×"
         if "validation_loss" in row:
             line += f"  validation {row['validation_loss']:.4f}"
         line += "".join(map(_shown, saves))

@@ -45,7 +45,7 @@ class RouterReport:
     dropped: int
     """Assignments for which an expert had no room."""
     largest_load: list[float]
-    """By layer: assignments of the busiest expert over those of the mean one."""
+    """By layer with experts: assignments of the busiest expert over those of the mean one."""
 
 
 def report(statistics: Tensor, run: Run) -> RouterReport:
