@@ -1,7 +1,7 @@
 """Initial weights that depend on the seed and the parameter's name, and on nothing else.
 
-Each parameter is drawn as the full tensor from a generator of its own and sliced afterwards, so every layout starts
-from the same bits (invariant 1)."""
+Each parameter, and each expert of one that stacks them, is drawn as the full tensor from a generator of its own and
+sliced afterwards, so every layout starts from the same bits (invariant 1)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 from cuboid.spec.model import ModelSpec
 
-InitialTensor = Callable[[ModelSpec, str, tuple[int, ...], int], Tensor]
-"""Draws a full tensor from the model, its name, its shape and the seed."""
+InitialTensor = Callable[[ModelSpec, str, tuple[int, ...], int, range | None], Tensor]
+"""Draws a full tensor, or some of its experts, from the model, its name, its shape and the seed."""
 
 
-def initial_tensor(model: ModelSpec, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """The full initial value of the parameter `name`, float32 on the CPU."""
+def initial_tensor(
+    model: ModelSpec, name: str, shape: tuple[int, ...], seed: int, experts: range | None = None
+) -> Tensor:
+    """The full initial value of the parameter `name`, float32 on the CPU; of stacked experts only those asked for."""
     kind = name.rsplit(".", 2)[-2:]
     if kind[1] == "bias":
         return torch.zeros(shape)
@@ -28,8 +30,9 @@ def initial_tensor(model: ModelSpec, name: str, shape: tuple[int, ...], seed: in
     # Projections that write into the residual stream are drawn smaller, so that its variance does not grow with depth.
     into_residual = name != "head.output.weight" and name.endswith((".output.weight", ".down.weight", "experts.down"))
     deviation = model.initial_std / math.sqrt(2 * model.layers) if into_residual else model.initial_std
-    if kind[0] == "experts":  # each expert by itself, so that a rank need not draw all to hold a few
-        return torch.stack([_drawn(f"{seed}/{name}/{expert}", shape[1:], deviation) for expert in range(shape[0])])
+    if kind[0] == "experts":
+        wanted = range(shape[0]) if experts is None else experts
+        return torch.stack([_drawn(f"{seed}/{name}/{expert}", shape[1:], deviation) for expert in wanted])
     return _drawn(f"{seed}/{name}", shape, deviation)
 
 

@@ -26,7 +26,7 @@ from cuboid.parallel.tensor import Region, split_block, split_embedding, split_h
 from cuboid.parallel.unit import Unit
 from cuboid.plan.parameters import TIED
 from cuboid.plan.partition import partition
-from cuboid.plan.slices import Slice, expert_slice, kv_part_count, lay_out, slice_of
+from cuboid.plan.slices import Part, Slice, expert_slice, kv_part_count, lay_out, slice_of
 from cuboid.schedule.make import make_schedule
 from cuboid.schedule.table import Schedule
 from cuboid.spec.ledger import Ledger
@@ -63,7 +63,7 @@ class Engine:
 
 
 def build_engine(run: Run, rank: int, device: torch.device, initial: InitialTensor = initial_tensor) -> Engine:
-    """`initial`: draws a full tensor from its name, shape and the seed."""
+    """`initial`: draws a full tensor, or some of its experts, from its name, shape and the seed."""
     layout, model = run.layout, run.model
     schedule = make_schedule(layout.schedule, layout.pp, run.micro_batches, layout.vpp)
     layers = partition(model, layout.stages, run.training.sequence)
@@ -76,8 +76,16 @@ def build_engine(run: Run, rank: int, device: torch.device, initial: InitialTens
         groups = groups.counted(ledger)
     builder = _Builder(run, groups, device, schedule)
     stages = {index: builder.stage(index, layers[index]) for index in schedule.stages_of(groups.coordinates.pp)}
+
+    def held(part: Part) -> Tensor:
+        cut = part.slice
+        if EXPERTS in part.name:
+            return initial(model, part.name, part.full_shape, run.training.seed, range(cut.start, cut.stop))
+        whole = initial(model, part.name, part.full_shape, run.training.seed, None)
+        return whole.narrow(cut.dimension, cut.start, cut.stop - cut.start)
+
     for unit in builder.units.values():
-        unit.fill(lambda name, shape: initial(model, name, shape, run.training.seed))
+        unit.fill(held)
     tokens = layout.micro_batch * run.training.sequence // layout.cp // (layout.tp if layout.sequence_parallel else 1)
     pipeline = Pipeline(
         schedule,

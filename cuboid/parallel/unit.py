@@ -90,13 +90,12 @@ class Unit:
     def _view(self, flat: Tensor, part: Part) -> Tensor:
         return flat[part.offset : part.offset + part.size].view(part.shape)
 
-    def fill(self, full_tensor: Callable[[str, tuple[int, ...]], Tensor]) -> None:
-        """Set the parameters from their full tensors; padding stays zero."""
+    def fill(self, held: Callable[[Part], Tensor]) -> None:
+        """Set the parameters from what this rank holds of each full tensor; padding stays zero."""
         whole = torch.zeros(self._flat.numel(), dtype=self.accumulate, device=self._flat.device)
         for part in self.parts:
             cut = part.slice
-            source = full_tensor(part.name, part.full_shape).narrow(cut.dimension, cut.start, cut.stop - cut.start)
-            self._view(whole, part).narrow(cut.dimension, 0, cut.stop - cut.start).copy_(source)
+            self._view(whole, part).narrow(cut.dimension, 0, cut.stop - cut.start).copy_(held(part))
         self.master.copy_(self._shard(whole))
         self._flat.copy_(whole)
         self._free_if_unused()
