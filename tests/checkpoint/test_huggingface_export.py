@@ -27,6 +27,8 @@ from cuboid.spec.run import Run, dump_run
 from tests.parallel.cases import small_run
 
 SIZES = ("training.precision=float32", "training.steps=4", "training.global_batch=8", "model.layers=4")
+# What transformers computes of a plain batch: it is told of no documents.
+SIZES += ("data.attention_within_documents=false", "data.positions_within_documents=false")
 QWEN2 = ("model.family=qwen2", "model.qkv_bias=true")
 CASES = {
     "llama": ("tiny-llama", "tp=2,pp=2", ()),
