@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from cuboid.cli.verify import verification_run
 from cuboid.data.loader import micro_batches
@@ -28,7 +29,7 @@ def small_run(layout: str, *overrides: str, model: str = "tiny-llama", micro_bat
     run = verification_run(layout, model, (), steps=2)
     replica = run.layout.dp * run.layout.micro_batch
     batch = f"training.global_batch={replica * micro_batches}"
-    sequence = f"training.sequence={math.lcm(8, run.layout.tp * 2 * run.layout.cp)}"
+    sequence = f"training.sequence={math.lcm(8, run.layout.tp * (2 * run.layout.cp if run.layout.cp > 1 else 1))}"
     return verification_run(layout, model, (batch, sequence, *overrides), steps=2)
 
 
@@ -118,3 +119,23 @@ def timed_actions(rank: int, run: Run) -> list[str]:
 
 def with_output(run: Run, **changes: Any) -> Run:
     return dataclasses.replace(run, output=dataclasses.replace(run.output, **changes))
+
+
+def kept_bytes(rank: int, run: Run) -> int:
+    """What one micro-batch keeps between its forward and its backward pass, parameters not counted."""
+    engine = build_engine(run, rank, CPU)
+    batches = micro_batches(make_source(run), run, 0, engine.groups.coordinates.dp, CPU)
+    own = {tensor.untyped_storage().data_ptr() for unit in engine.units for tensor in unit.parameters.values()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(x: Tensor) -> Tensor:
+        if x.untyped_storage().data_ptr() not in own:
+            kept[x.untyped_storage().data_ptr()] = x
+        return x
+
+    share = engine.sharing.of(batches[0])
+    x = share.tokens
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        for stage in engine.pipeline.stages.values():
+            x = stage.forward(x, share)
+    return sum(x.untyped_storage().nbytes() for x in kept.values())

@@ -1,9 +1,13 @@
-"""What a ZeRO stage says it splits is really not held: counted on the storage each rank has allocated between steps."""
+"""What a ZeRO stage says it splits is really not held: counted on the storage each rank has allocated
+between steps; and what context parallelism leaves a rank to keep within a step."""
 
 from __future__ import annotations
 
 import pytest
 
+from cuboid.cost.constants import engine_named
+from cuboid.cost.inputs import Jobs, Shape
+from cuboid.cost.memory import memory_by_rank
 from cuboid.launch.pool import Pool
 from tests.parallel.cases import small_run
 
@@ -53,3 +57,22 @@ def test_bf16_keeps_float32_master_weights_and_gradients(pool: Pool) -> None:
     assert close(rank["gradients"], 4 * count)
     (rank, _) = held(pool, "dp=2,zero=1", "training.precision=bf16")
     assert close(rank["master"], 4 * count / 2)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("method", ["ring", "ulysses", "allgather"])
+def test_what_a_rank_keeps_of_a_micro_batch_falls_with_context_ranks_as_predicted(
+    pool: Pool, method: str, recompute: str
+) -> None:
+    """In float32, of which the planner's bf16 is half."""
+    kept, predicted = [], []
+    for cp in (1, 4):
+        layout = f"cp={cp},cp_method={method},recompute={recompute}"
+        more = ("training.sequence=512", "training.precision=float32", "data.attention_within_documents=false")
+        run = small_run(layout, *more, micro_batches=1)
+        kept.append(max(pool.run("tests.parallel.cases:kept_bytes", (run,), ranks=cp)) / 2)
+        jobs = Jobs.of([run.layout], global_batch=1, sequence=512)
+        rank = memory_by_rank(Shape.of(run.model), jobs, engine_named("cuboid"))["first"]
+        predicted.append(float((rank.activations + rank.logits).item()))
+    assert kept[0] / kept[1] == pytest.approx(predicted[0] / predicted[1], rel=0.05)
+    assert kept[1] == pytest.approx(predicted[1], rel=0.4)
