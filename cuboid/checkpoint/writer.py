@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from cuboid.checkpoint.checksum import checksum_of_bytes
+from cuboid.checkpoint.checksum import checksum_of_bytes, checksum_of_file
 from cuboid.checkpoint.folder import withdraw
 from cuboid.checkpoint.location import Location
 from cuboid.checkpoint.manifest import INDEX, MANIFEST, Manifest, StoredFile
@@ -92,7 +92,11 @@ class Writer(StorageWriter):
             files.fsync(handle)
         finally:
             files.close(handle)
-        return StoredFile(content.nbytes, digest.hexdigest())
+        written = StoredFile(content.nbytes, digest.hexdigest())
+        # A store without rename is reached over a network, which checks what it carries; here nobody else does.
+        if files.renames and checksum_of_file(place, written.bytes) != written.checksum:
+            raise OSError(f"{place} does not read back as it was written")
+        return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         stored = {result.index: result.storage_data for rank in results for result in rank}

@@ -39,6 +39,15 @@ class FullDisk(LocalFiles):
         super().write(handle, content)
 
 
+class LyingDisk(LocalFiles):
+    """Of step 4 it keeps something else than it was given, and says nothing."""
+
+    def write(self, handle: int, content: memoryview) -> None:
+        if "step-00000004.writing/data" in os.readlink(f"/proc/self/fd/{handle}"):
+            content = memoryview(bytes(content[:100]) + b"!" + bytes(content[101:]))
+        super().write(handle, content)
+
+
 class HeldDisk(LocalFiles):
     """Nothing of the first step is written before it is let go."""
 
@@ -50,9 +59,10 @@ class HeldDisk(LocalFiles):
         super().write(handle, content)
 
 
-def train_on_full_disk(rank: int, run: Run) -> str:
-    """The last rank's disk is full; what was said on standard error."""
-    files = FullDisk if rank + 1 == run.layout.world_size else LocalFiles
+def train_on_bad_disk(rank: int, run: Run, lying: bool) -> str:
+    """The last rank's disk is full, or keeps something else; what was said on standard error."""
+    bad = LyingDisk if lying else FullDisk
+    files = bad if rank + 1 == run.layout.world_size else LocalFiles
     said = io.StringIO()
     with redirect_stderr(said), patch.object(location, "LocalFiles", files):
         train(run, rank, CPU, quiet=True)
