@@ -24,7 +24,7 @@ from cuboid.parallel.share import Share, Sharing
 from cuboid.parallel.stage import Segment, Stage
 from cuboid.parallel.tensor import Region, split_block, split_embedding, split_head
 from cuboid.parallel.unit import Unit
-from cuboid.plan.parameters import TIED
+from cuboid.plan.parameters import BALANCE, EXPERTS, TIED, unit_of
 from cuboid.plan.partition import partition
 from cuboid.plan.slices import Part, Slice, expert_slice, kv_part_count, lay_out, slice_of
 from cuboid.schedule.make import make_schedule
@@ -33,8 +33,6 @@ from cuboid.spec.ledger import Ledger
 from cuboid.spec.run import Run
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float64": torch.float64}
-EXPERTS = ".experts"
-BALANCE = ".balance"
 
 
 @dataclass(frozen=True)
@@ -173,7 +171,7 @@ class _Builder:
             tied = self.model.tie_embeddings and f"{prefix}.{inner}" in (TIED, "head.output.weight")
             name = TIED if tied else f"{prefix}.{inner}"
             inside[name] = inner
-            members.setdefault(_unit_of(prefix, name), {})[name] = tuple(parameter.shape)
+            members.setdefault(unit_of(prefix, name), {})[name] = tuple(parameter.shape)
         used = []
         for unit_name, shapes in members.items():
             unit = self._unit(unit_name, shapes)
@@ -202,16 +200,6 @@ class _Builder:
         if EXPERTS in name:
             return expert_slice(shape, expert.size, expert.index)
         return slice_of(name, shape, self.model, tensor.size, tensor.index, self.layout.sequence_parallel)
-
-
-def _unit_of(prefix: str, name: str) -> str:
-    """A tied embedding is a unit of its own, so that first and last stage lay it out alike; experts are, because other
-    ranks hold the same ones; what balances a router is, because it keeps its precision and has no gradient."""
-    if name == TIED:
-        return TIED
-    if EXPERTS in name:
-        return prefix + EXPERTS
-    return prefix + BALANCE if name.endswith("router.bias") else prefix
 
 
 def _set_parameter(module: nn.Module, path: str, parameter: nn.Parameter) -> None:

@@ -1,15 +1,21 @@
 """The parameters of a model by name and shape, in the order the modules of `cuboid.model` hold them, and the units they
-lie in: a block, an embedding, a head, and a tied embedding for itself."""
+lie in: a block, an embedding, a head.
+
+The table of tokens is a unit of its own, so that first and last stage lay out a tied one alike; routed experts are, because other
+ranks hold the same ones; what balances a router is, because it keeps its precision and has no gradient."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from cuboid.spec.model import ModelSpec
+from cuboid.spec.model import LatentAttentionSpec, MixtureSpec, ModelSpec
 
 TIED = "embedding.tokens.weight"
 """The unit, and the parameter in it, that the embedding and a tied head share."""
+
+EXPERTS = ".experts"
+BALANCE = ".balance"
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -22,6 +28,16 @@ class UnitShapes:
     shapes: Shapes
     uses: int = 1
     """How many times one micro-batch uses the unit on its rank (twice when a tied embedding is first and last)."""
+    routed: bool = False
+
+
+def unit_of(prefix: str, name: str) -> str:
+    """The unit of a parameter under `prefix`: a block, the embedding or the head."""
+    if name == TIED:
+        return TIED
+    if EXPERTS in name:
+        return prefix + EXPERTS
+    return prefix + BALANCE if name.endswith("router.bias") else prefix
 
 
 def _norm(model: ModelSpec, name: str, size: int) -> Shapes:
@@ -32,7 +48,23 @@ def _linear(name: str, inputs: int, outputs: int, bias: bool) -> Shapes:
     return {f"{name}.weight": (outputs, inputs), **({f"{name}.bias": (outputs,)} if bias else {})}
 
 
+def _latent_attention(model: ModelSpec, latent: LatentAttentionSpec, name: str) -> Shapes:
+    shapes: Shapes = {}
+    if latent.q_rank:
+        shapes |= _linear(f"{name}.query_down", model.hidden, latent.q_rank, bias=False)
+        shapes |= _norm(model, f"{name}.query_down_norm", latent.q_rank)
+    query = model.heads * (latent.qk_nope_dim + latent.qk_rope_dim)
+    shapes |= _linear(f"{name}.query_up", latent.q_rank or model.hidden, query, bias=False)
+    shapes |= _linear(f"{name}.key_value_down", model.hidden, latent.kv_rank + latent.qk_rope_dim, bias=False)
+    shapes |= _norm(model, f"{name}.key_value_down_norm", latent.kv_rank)
+    both = model.heads * (latent.qk_nope_dim + latent.v_dim)
+    shapes |= _linear(f"{name}.key_value_up", latent.kv_rank, both, bias=False)
+    return shapes | _linear(f"{name}.output", model.heads * latent.v_dim, model.hidden, bias=False)
+
+
 def _attention(model: ModelSpec, name: str) -> Shapes:
+    if model.latent is not None:
+        return _latent_attention(model, model.latent, name)
     query, key_value = model.heads * model.head_dim, model.kv_heads * model.head_dim
     shapes = _linear(f"{name}.query", model.hidden, query, model.qkv_bias)
     shapes |= _linear(f"{name}.key", model.hidden, key_value, model.qkv_bias)
@@ -43,21 +75,37 @@ def _attention(model: ModelSpec, name: str) -> Shapes:
     return shapes
 
 
-def _feed_forward(model: ModelSpec, name: str) -> Shapes:
-    inner = ("gate", "up") if model.activation == "swiglu" else ("up",)
+def _inner(model: ModelSpec) -> tuple[str, ...]:
+    return ("gate", "up") if model.activation == "swiglu" else ("up",)
+
+
+def _feed_forward(model: ModelSpec, name: str, width: int) -> Shapes:
     shapes: Shapes = {}
-    for matrix in inner:
-        shapes |= _linear(f"{name}.{matrix}", model.hidden, model.ffn, model.mlp_bias)
-    return shapes | _linear(f"{name}.down", model.ffn, model.hidden, model.mlp_bias)
+    for matrix in _inner(model):
+        shapes |= _linear(f"{name}.{matrix}", model.hidden, width, model.mlp_bias)
+    return shapes | _linear(f"{name}.down", width, model.hidden, model.mlp_bias)
+
+
+def _mixture(model: ModelSpec, mixture: MixtureSpec, name: str) -> Shapes:
+    shapes = _linear(f"{name}.router", model.hidden, mixture.experts, mixture.router_bias)
+    for matrix in _inner(model):
+        shapes[f"{name}.experts.{matrix}"] = (mixture.experts, mixture.expert_ffn, model.hidden)
+    shapes[f"{name}.experts.down"] = (mixture.experts, model.hidden, mixture.expert_ffn)
+    return shapes | (_feed_forward(model, f"{name}.shared", mixture.shared_ffn) if mixture.shared_ffn else {})
 
 
 def block_shapes(model: ModelSpec, layer: int) -> Shapes:
     name = f"layers.{layer}"
+    feed_forward = f"{name}.feed_forward"
     return {
         **_norm(model, f"{name}.attention_norm", model.hidden),
         **_attention(model, f"{name}.attention"),
         **_norm(model, f"{name}.feed_forward_norm", model.hidden),
-        **_feed_forward(model, f"{name}.feed_forward"),
+        **(
+            _mixture(model, model.mixture, feed_forward)
+            if model.mixture is not None and model.has_experts(layer)
+            else _feed_forward(model, feed_forward, model.ffn)
+        ),
     }
 
 
@@ -77,12 +125,13 @@ def units(model: ModelSpec, layers: Iterable[int], first: bool, last: bool) -> l
     segments = [("embedding", embedding_shapes(model))] if first else []
     segments += [(f"layers.{layer}", block_shapes(model, layer)) for layer in layers]
     segments += [("head", head_shapes(model))] if last else []
-    found = []
-    for name, shapes in segments:
-        if model.tie_embeddings:
-            shapes.pop(TIED, None)
-        if shapes:
-            found.append(UnitShapes(name, shapes))
-    if model.tie_embeddings and (first or last):
-        found.append(UnitShapes(TIED, {TIED: (model.vocab, model.hidden)}, uses=first + last))
-    return found
+    found: dict[str, Shapes] = {}
+    uses: dict[str, int] = {}
+    for prefix, shapes in segments:
+        members: dict[str, Shapes] = {}
+        for name, shape in shapes.items():
+            members.setdefault(unit_of(prefix, name), {})[name] = shape
+        for unit, held in members.items():
+            found[unit] = held
+            uses[unit] = 0 if unit.endswith(BALANCE) else uses.get(unit, 0) + 1
+    return [UnitShapes(name, held, uses[name], name.endswith(EXPERTS)) for name, held in found.items()]

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from cuboid.model.balance import moved_bias
-from cuboid.parallel.apply import BALANCE, Engine
+from cuboid.parallel.apply import Engine
 from cuboid.parallel.collectives import all_reduce
+from cuboid.plan.parameters import BALANCE
 from cuboid.spec.run import Run
 
 

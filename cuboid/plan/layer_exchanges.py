@@ -1,0 +1,131 @@
+"""What the layers of a rank exchange while micro-batches pass through them.
+
+Recomputation runs a layer again up to its last product, so that every exchange of its forward pass before that one is
+made once more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cuboid.plan.rank_step import Exchange, RankStep
+from cuboid.spec.ledger import Kind
+
+INTEGER = 8
+"""Bytes of a count or an index."""
+
+
+class LayerExchanges:
+    """Of all layers of one kind: with routed experts, or without."""
+
+    def __init__(self, step: RankStep, routed: bool) -> None:
+        self._step, self._routed = step, routed
+        self._layout, self._model = step.layout, step.model
+        self._again = int(step.layout.recompute != "none")
+        layers = sum(step.model.has_experts(layer) is routed for layer in step.layers)
+        self._times = step.micro_batches * layers
+        self._name = "layers with experts" if routed else "layers"
+
+    def all(self) -> Iterator[Exchange]:
+        yield from self._attention()
+        yield from self._context()
+        if self._routed:
+            yield from self._routing()
+            yield from self._mixture()
+        else:
+            yield from self._enter(self._model.hidden)
+            yield from self._leave(again=0)
+
+    def _attention(self) -> Iterator[Exchange]:
+        latent = self._model.latent
+        if latent is None:
+            yield from self._enter(self._model.hidden)
+        elif latent.q_rank:
+            yield from self._enter(latent.q_rank + latent.kv_rank + latent.qk_rope_dim)
+        else:
+            yield from self._enter(self._model.hidden)
+            yield from self._enter(latent.kv_rank + latent.qk_rope_dim)
+        yield from self._leave(self._again)
+
+    def _context(self) -> Iterator[Exchange]:
+        """Heads for tokens inside, keys and values between. Selective recomputation keeps what came of them, full
+        makes all of the forward pass again."""
+        layout, model = self._layout, self._model
+        inner, outer = layout.cp_inner, layout.cp // layout.cp_inner
+        forward = 2 if layout.recompute == "full" else 1
+        heads = shared = model.heads // layout.tp
+        key = value = model.head_dim
+        if model.latent is not None:
+            key, value = model.latent.qk_nope_dim + model.latent.qk_rope_dim, model.latent.v_dim
+        elif kv_head_of_query(model, layout.tp, self._step.place.tp) is None:
+            shared = model.kv_heads // kv_part_count(model, layout.tp)
+        shared = lcm(shared, inner)  # repeated, so that every rank gets those of its query heads
+        both = (key + value) * shared
+        for width, what in ((key * heads + both, "query, key and value heads"), (value * heads, "output heads")):
+            size, formula = self._tokens(width)
+            yield self._exchange("cp", "all-to-all", inner, forward + 1, size, f"{what}: {formula}")
+        # After the exchange of heads a rank has the tokens of its inner group and its part of the heads.
+        size, formula = self._tokens(both)
+        what = f"keys and values, and their gradients: {formula}"
+        if layout.cp_method == "allgather":
+            whole = f"{what} × {outer} ranks"
+            yield self._exchange("cp", "all-gather", outer, forward + 1, outer * size, whole)
+            yield self._exchange("cp", "reduce-scatter", outer, 1, outer * size, whole)
+        else:
+            yield self._exchange("cp", "send", outer, (outer - 1) * (forward + 2), size, what)
+
+    def _mixture(self) -> Iterator[Exchange]:
+        """Each tensor rank routes its part of the tokens; shared experts are split like any feed-forward block."""
+        mixture, layout = self._model.mixture, self._layout
+        assert mixture is not None
+        if mixture.shared_ffn:
+            yield from self._enter(self._model.hidden)
+            yield from self._leave(self._again)
+        if not layout.sequence_parallel:  # parts put together: results forward, gradients backward
+            yield self._tensor("all-gather", 2, self._model.hidden)
+        rows = self._step.tokens // layout.tp * mixture.top_k
+        what = f"{self._step.element} B × {rows:,} rows × {self._model.hidden:,} hidden"
+        size = self._step.element * rows * self._model.hidden
+        yield self._exchange("ep", "all-to-all", layout.ep, 4 + 2 * self._again, size, f"to experts and back: {what}")
+        counts = INTEGER * mixture.experts
+        what = f"rows of each expert: {INTEGER} B × {mixture.experts}"
+        yield self._exchange("ep", "all-to-all", layout.ep, 1 + self._again, counts, what)
+
+    def _routing(self) -> Iterator[Exchange]:
+        """What routers must know of whole sequences."""
+        mixture, layout = self._model.mixture, self._layout
+        assert mixture is not None
+        ranks, calls = layout.cp * layout.tp, 1 + self._again
+        if mixture.balance_coefficient:
+            size = self._step.wide * layout.micro_batch * mixture.experts
+            what = f"load of experts: {self._step.wide} B × {layout.micro_batch} sequences × {mixture.experts}"
+            yield self._exchange("sequence", "all-reduce", ranks, calls, size, what)
+        if mixture.capacity_factor:
+            tokens, width = self._step.tokens * layout.cp, 1 + mixture.top_k
+            what = f"choices of tokens: {INTEGER} B × {tokens:,} tokens × {width}"
+            yield self._exchange("sequence", "all-gather", ranks, calls, INTEGER * tokens * width, what)
+
+    def _enter(self, width: int) -> Iterator[Exchange]:
+        """Into a region of split matrices: tokens gathered, or their gradient summed."""
+        if self._layout.sequence_parallel:
+            yield self._tensor("all-gather", 1 + self._again, width)
+            yield self._tensor("reduce-scatter", 1, width)
+        else:
+            yield self._tensor("all-reduce", 1, width)
+
+    def _leave(self, again: int) -> Iterator[Exchange]:
+        """Out of it: partial products summed; the gradient gathered where tokens are split."""
+        width = self._model.hidden
+        if self._layout.sequence_parallel:
+            yield self._tensor("reduce-scatter", 1 + again, width)
+            yield self._tensor("all-gather", 1, width)
+        else:
+            yield self._tensor("all-reduce", 1 + again, width)
+
+    def _tensor(self, kind: Kind, calls: int, width: int) -> Exchange:
+        step = self._step
+        size = step.element * step.tokens * width
+        what = f"activations: {step.element} B × {step.tokens:,} tokens × {width:,}"
+        return self._exchange("tp", kind, self._layout.tp, calls, size, what)
+
+    def _exchange(self, dimension: str, kind: Kind, ranks: int, calls: int, size: int, what: str) -> Exchange:
+        return Exchange(dimension, kind, ranks, self._times * calls, size, f"{self._name}, {what}")

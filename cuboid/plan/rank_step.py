@@ -1,0 +1,85 @@
+"""What one rank holds and sees in a step, as far as its exchanges depend on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cuboid.plan.parameters import UnitShapes, units
+from cuboid.plan.partition import partition
+from cuboid.plan.slices import Part, Slice, expert_slice, lay_out, slice_of
+from cuboid.spec.ledger import Kind
+from cuboid.spec.ranks import coordinates
+from cuboid.spec.run import Run
+
+ELEMENT = {"bf16": 2, "float32": 4, "float64": 8}
+"""Precision -> bytes of a parameter or an activation."""
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Equal exchanges of one step."""
+
+    dimension: str
+    kind: Kind
+    ranks: int
+    calls: int
+    size: int
+    """Bytes of each, as `spec.ledger` counts them."""
+    what: str
+    """What they carry, with the formula of their size."""
+
+
+@dataclass(frozen=True)
+class HeldUnit:
+    """A unit as one rank holds it."""
+
+    name: str
+    parts: list[Part]
+    uses: int
+    routed: bool
+    """Whether it holds routed experts, which other ranks hold alike than the rest."""
+    begin: int
+    """The first element that this rank keeps of it under ZeRO."""
+    shard: int
+    """How many it keeps, padding included."""
+    shards: int
+
+    @property
+    def flat(self) -> int:
+        """Elements of all shards."""
+        return self.shard * self.shards
+
+
+class RankStep:
+    def __init__(self, run: Run, rank: int) -> None:
+        self.run, self.layout, self.model = run, run.layout, run.model
+        self.micro_batches = run.micro_batches
+        self.element = ELEMENT[run.training.precision]
+        self.wide = max(self.element, 4)
+        """Bytes of a gradient, a logit or a loss: never less than float32."""
+        self.rank, self.place = rank, coordinates(rank, self.layout)
+        self.tokens = self.layout.micro_batch * run.training.sequence // self.layout.cp
+        """Of a micro-batch on this rank, those of its tensor-parallel neighbours included."""
+        self.stages = self.layout.stages_of(self.place.pp)
+        self.first, self.last = 0 in self.stages, self.layout.stages - 1 in self.stages
+        layers = partition(self.model, self.layout.stages, run.training.sequence)
+        self.layers = [layer for stage in self.stages for layer in layers[stage]]
+        self.units = [self._held(unit) for unit in units(self.model, self.layers, self.first, self.last)]
+
+    def _held(self, unit: UnitShapes) -> HeldUnit:
+        layout = self.layout
+        parts = lay_out(unit.shapes, self._routed_slice if unit.routed else self._slice)
+        shards, index = layout.shard_size * layout.cp, self.place.dp * layout.cp + self.place.cp
+        if unit.routed:
+            shards, index = layout.expert_shard_size, self.rank // layout.ep
+        if not layout.zero or not unit.uses:  # what no micro-batch uses is never split
+            shards = 1
+        shard = -(-(parts[-1].offset + parts[-1].size) // shards)
+        return HeldUnit(unit.name, parts, unit.uses, unit.routed, index % shards * shard, shard, shards)
+
+    def _slice(self, name: str, shape: tuple[int, ...]) -> Slice:
+        layout = self.layout
+        return slice_of(name, shape, self.model, layout.tp, self.place.tp, layout.sequence_parallel)
+
+    def _routed_slice(self, _: str, shape: tuple[int, ...]) -> Slice:
+        return expert_slice(shape, self.layout.ep, self.rank % self.layout.ep)
