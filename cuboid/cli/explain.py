@@ -104,7 +104,7 @@ def _as_json(found: Explanation) -> dict[str, object]:
         **as_row(found.plan),
         "framework": {**asdict(found.framework), "layer_fits": found.framework.layer_fits},
         "traffic": [
-            {"dimension": entry.dimension, "tier": entry.tier.name, "bytes": entry.bytes, "formula": entry.formula}
+            {"dimension": entry.dimension, "tier": entry.tier.name, "bytes": entry.bytes, "formulas": entry.formulas}
             for entry in found.moved
         ],
         "best": {"layout": str(best.layout), "step_seconds": best.seconds},

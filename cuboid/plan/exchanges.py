@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cuboid.plan.layer_exchanges import LayerExchanges
-from cuboid.plan.parameters import TIED
+from cuboid.plan.parameters import EXPERTS, TIED
 from cuboid.plan.rank_step import Exchange, RankStep
 from cuboid.plan.slices import kv_part_count
 from cuboid.spec.layout import V_SHAPED
@@ -52,13 +52,14 @@ def _data(step: RankStep) -> Iterator[Exchange]:
         if unit.routed:
             copies, prefix = copies * layout.tp // layout.ep, "expert_"
         every = unit.uses * step.micro_batches
-        gradient = f"gradients of {unit.name}: {step.wide} B × {unit.flat:,}"
+        name = _words(unit.name)
+        gradient = f"gradients of {name}: {step.wide} B × {unit.flat:,}"
         if layout.zero == 0:
             calls = min(every, 1)
             yield Exchange(f"{prefix}data", "all-reduce", copies, calls, step.wide * unit.flat, gradient)
             continue
-        parameter = f"parameters of {unit.name}: {step.element} B × {unit.flat:,}"
-        summed = f"shards of {unit.name}: {step.wide} B × {unit.shard:,}"
+        parameter = f"parameters of {name}: {step.element} B × {unit.flat:,}"
+        summed = f"shards of {name}: {step.wide} B × {unit.shard:,}"
         once = min(every, 1)
         scatters = every if layout.zero >= 2 else once
         gathers = 2 * every if layout.zero == 3 else once
@@ -66,6 +67,13 @@ def _data(step: RankStep) -> Iterator[Exchange]:
         yield Exchange(shard, "reduce-scatter", unit.shards, scatters, wide * unit.flat, gradient)
         yield Exchange(shard, "all-gather", unit.shards, gathers, step.element * unit.flat, parameter)
         yield Exchange(f"{prefix}replicate", "all-reduce", copies // unit.shards, once, wide * unit.shard, summed)
+
+
+def _words(unit: str) -> str:
+    """Layers are alike."""
+    if unit.startswith("layers."):
+        return "a layer's experts" if unit.endswith(EXPERTS) else "a layer"
+    return "the token embedding" if unit == TIED else f"the {unit}"
 
 
 def _ends(step: RankStep) -> Iterator[Exchange]:

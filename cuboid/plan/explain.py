@@ -8,7 +8,7 @@ from cuboid.plan.framework import Framework, decision_lines, framework
 from cuboid.plan.plan import GIB, Plan
 from cuboid.plan.question import Question
 from cuboid.plan.reasons import WORDS, losses
-from cuboid.plan.traffic import Moved, moved, parameters_held
+from cuboid.plan.traffic import Moved, moved, parameters_held, sent
 from cuboid.spec.layout import Layout
 
 
@@ -46,12 +46,19 @@ def decision(explanation: Explanation) -> list[str]:
 
 
 def traffic_lines(explanation: Explanation) -> list[str]:
-    """What travels where."""
-    return [
-        f"{entry.dimension} over {entry.tier.name} ({entry.tier.bandwidth:g} GB/s): {entry.bytes / 1e9:.4g} GB a rank "
-        f"and step = {entry.formula}; at least {entry.seconds:.3g} s"
-        for entry in explanation.moved
-    ]
+    """What travels where, with the formulas of all that is worth a line."""
+    lines = []
+    total = sum(entry.seconds for entry in explanation.moved)
+    for entry in explanation.moved:
+        if entry.seconds < 0.005 * total:
+            continue
+        lines.append(
+            f"{entry.dimension} over {entry.tier.name} ({entry.tier.bandwidth:g} GB/s): {entry.bytes / 1e9:.4g} GB a "
+            f"rank and step, at least {entry.seconds:.3g} s"
+        )
+        shown = [part for part in entry.parts if sent(part) > 0.01 * entry.bytes]
+        lines += [f"  {formula}" for formula in entry.formulas[: len(shown)]]
+    return lines
 
 
 def memory_lines(explanation: Explanation) -> list[str]:

@@ -23,7 +23,6 @@ class LayerExchanges:
         self._again = int(step.layout.recompute != "none")
         layers = sum(step.model.has_experts(layer) is routed for layer in step.layers)
         self._times = step.micro_batches * layers
-        self._name = "layers with experts" if routed else "layers"
 
     def all(self) -> Iterator[Exchange]:
         yield from self._attention()
@@ -124,8 +123,8 @@ class LayerExchanges:
     def _tensor(self, kind: Kind, calls: int, width: int) -> Exchange:
         step = self._step
         size = step.element * step.tokens * width
-        what = f"activations: {step.element} B × {step.tokens:,} tokens × {width:,}"
+        what = f"layer activations: {step.element} B × {step.tokens:,} tokens × {width:,}"
         return self._exchange("tp", kind, self._layout.tp, calls, size, what)
 
     def _exchange(self, dimension: str, kind: Kind, ranks: int, calls: int, size: int, what: str) -> Exchange:
-        return Exchange(dimension, kind, ranks, self._times * calls, size, f"{self._name}, {what}")
+        return Exchange(dimension, kind, ranks, self._times * calls, size, what)

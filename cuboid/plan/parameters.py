@@ -1,8 +1,8 @@
 """The parameters of a model by name and shape, in the order the modules of `cuboid.model` hold them, and the units they
 lie in: a block, an embedding, a head.
 
-The table of tokens is a unit of its own, so that first and last stage lay out a tied one alike; routed experts are, because other
-ranks hold the same ones; what balances a router is, because it keeps its precision and has no gradient."""
+The table of tokens is a unit of its own, so that first and last stage lay out a tied one alike; routed experts are,
+because other ranks hold the same ones; what balances a router is: it keeps its precision and has no gradient."""
 
 from __future__ import annotations
 

@@ -33,7 +33,9 @@ def test_512_gpus_at_8_8_8(capsys: pytest.CaptureFixture[str]) -> None:
     assert {entry["dimension"]: entry["tier"] for entry in answer["traffic"]} == {
         "tp": "nvlink3",
         "pp": "infiniband-hdr",
-        "dp": "infiniband-hdr",
+        "embedding": "infiniband-hdr",
+        "data": "infiniband-hdr",
+        "world": "infiniband-hdr",
     }
     states = [sum(row[name] for name in ("weights", "gradients", "optimizer")) for row in answer["memory"]]
     # 18 bytes a parameter (gradients are summed in float32) over 64 ranks, more where the embedding and the head are.

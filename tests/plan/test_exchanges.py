@@ -128,7 +128,7 @@ def test_the_time_of_a_layer_is_that_of_its_exchanges(sequence_parallel: bool, r
     sent = sum(
         Entry(entry.calls, entry.calls * entry.size, entry.ranks, entry.kind).sent
         for entry in exchanges(run, 0)
-        if entry.dimension == "tp" and entry.what.startswith("layers")
+        if entry.dimension == "tp" and entry.what.startswith("layer activations")
     )
     fabric = replace(fabric_named("h100"), inner_latency=0.0, curve={}, spill=0.0)
     engine = replace(engine_named("cuboid"), tensor_overlap=0.0).in_precision(precision)

@@ -7,6 +7,7 @@ import pytest
 from cuboid.plan.explain import explain, sections
 from cuboid.plan.framework import decision_lines, framework
 from cuboid.plan.question import Question
+from cuboid.plan.traffic import sent
 from cuboid.spec.layout import Layout
 
 
@@ -28,7 +29,9 @@ def test_175b_on_1024_a100(gpt3: Question) -> None:
     assert {entry.dimension: entry.tier.name for entry in found.moved} == {
         "tp": "nvlink3",
         "pp": "infiniband-hdr",
-        "dp": "infiniband-hdr",
+        "embedding": "infiniband-hdr",
+        "data": "infiniband-hdr",
+        "world": "infiniband-hdr",
     }
     # It says whether its own choice beats the example, and by how much.
     assert found.best.seconds < found.plan.seconds
@@ -59,10 +62,11 @@ def test_512_gpus_at_8_8_8(ask: Callable[..., Question]) -> None:
 
 
 def test_bytes_by_hand(gpt3: Question) -> None:
-    moved = {entry.dimension: entry.bytes for entry in explain(gpt3, Layout.parse("dp=8,tp=8,pp=16")).moved}
+    moved = {entry.dimension: entry for entry in explain(gpt3, Layout.parse("dp=8,tp=8,pp=16")).moved}
     activation = 2 * 2048 * 12288
-    assert moved["tp"] == pytest.approx(192 * 6 * 4 * 2 * 7 / 8 * activation)
-    assert moved["pp"] == pytest.approx(192 * 2 * activation / 8)
+    layers = [part for part in moved["tp"].parts if part.what.startswith("layer")]
+    assert sum(map(sent, layers)) == pytest.approx(192 * 6 * 4 * 2 * 7 / 8 * activation)
+    assert moved["pp"].bytes == pytest.approx(192 * 2 * activation / 8)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +75,11 @@ def test_bytes_by_hand(gpt3: Question) -> None:
 )
 def test_traffic_between_replicas_by_zero_stage(gpt3: Question, text: str, per_parameter: float) -> None:
     found = explain(gpt3, Layout.parse(f"dp=8,tp=8,pp=16,{text}"), rivals=1)
-    moved = {entry.dimension: entry for entry in found.moved}["dp"]
+    moved = {entry.dimension: entry for entry in found.moved}["shard" if "zero=0" not in text else "data"]
     held = max(row["weights"] for row in explain(gpt3, Layout.parse("dp=8,tp=8,pp=16")).plan.memory)
     parameters = held / gpt3.profile.weight_bytes
-    assert moved.bytes == pytest.approx(per_parameter * parameters * 7 / 8, rel=1e-6)
+    # The cost model splits learned positions, which every tensor rank holds whole.
+    assert moved.bytes == pytest.approx(per_parameter * parameters * 7 / 8, rel=0.02)
 
 
 def test_a_layout_over_the_limit_is_said_to_be(ask: Callable[..., Question]) -> None:
@@ -96,6 +101,15 @@ def test_context_and_experts_have_traffic(ask: Callable[..., Question]) -> None:
     question = ask("deepseek-v3", "h100x256", global_batch=256, sequence=4096)
     layout = Layout.parse("dp=8,tp=2,pp=8,cp=2,ep=16,zero=1")
     found = explain(question, layout, rivals=1)
-    assert [entry.dimension for entry in found.moved] == ["tp", "cp", "ep", "pp", "dp"]
+    assert [entry.dimension for entry in found.moved] == [
+        "tp",
+        "cp",
+        "ep",
+        "pp",
+        "data",
+        "shard",
+        "expert_shard",
+        "world",
+    ]
     assert all(entry.bytes > 0 and entry.seconds > 0 for entry in found.moved)
     assert any("cannot train this plan yet" in line for line in sections(found)["Notes"])

@@ -8,7 +8,7 @@ from cuboid.plan.choose import predict
 from cuboid.plan.framework import framework
 from cuboid.plan.plan import Plan
 from cuboid.plan.question import Question
-from cuboid.plan.traffic import Moved, moved
+from cuboid.plan.traffic import Moved, moved, sent
 from cuboid.spec.layout import Layout
 
 
@@ -27,15 +27,18 @@ def by_dimension(plan: Plan) -> dict[str, Moved]:
 def test_full_recomputation_repeats_the_sums_forward(plan: Callable[..., Plan]) -> None:
     plain = by_dimension(plan("dp=4,tp=8,pp=2,zero=1"))["tp"]
     again = by_dimension(plan("dp=4,tp=8,pp=2,zero=1,recompute=full"))["tp"]
-    assert again.bytes == pytest.approx(1.5 * plain.bytes)
-    assert "6 sums" in again.formula
+    # All but the last: two gathers and one scatter beside four of each.
+    assert again.bytes == pytest.approx(11 / 8 * plain.bytes, rel=0.01)
+    assert plain.formulas[0].endswith("2 B × 4,096 tokens × 8,192 × (8−1)/8")
 
 
 def test_tensor_traffic_by_hand(plan: Callable[..., Plan]) -> None:
     made = plan("dp=4,tp=8,pp=2,micro_batch=2")
     layers = max(made.layers)
     entry = by_dimension(made)["tp"]
-    assert entry.bytes == pytest.approx(8 * layers * 4 * 2 * 7 / 8 * 2 * (2 * 4096) * 8192)
+    activations = [part for part in entry.parts if part.what.startswith("layer")]
+    assert sum(map(sent, activations)) == pytest.approx(8 * layers * 4 * 2 * 7 / 8 * 2 * (2 * 4096) * 8192)
+    assert entry.bytes == pytest.approx(sum(map(sent, activations)), rel=0.05), "the rest is one embedding or head"
     assert entry.tier.name == "nvlink4"
     assert entry.seconds == pytest.approx(entry.bytes / 450e9)
 
@@ -70,11 +73,12 @@ def test_context_traffic_by_hand(plan: Callable[..., Plan]) -> None:
 
 def test_expert_traffic_by_hand(plan: Callable[..., Plan]) -> None:
     entry = by_dimension(plan("dp=32,tp=2,ep=8,zero=1", "mixtral-8x7b"))["ep"]
-    assert entry.bytes == pytest.approx(2 * 32 * 4 * 7 / 8 * 2 * 2048 * 2 * 4096)
+    assert sent(entry.parts[0]) == pytest.approx(2 * 32 * 4 * 7 / 8 * 2 * 2048 * 2 * 4096)
+    assert entry.parts[1].what.startswith("rows of each expert")
 
 
 def test_a_dimension_of_one_rank_moves_nothing(plan: Callable[..., Plan]) -> None:
-    assert [entry.dimension for entry in moved(plan("dp=8,tp=8,pp=1"))] == ["tp", "dp"]
+    assert [entry.dimension for entry in moved(plan("dp=8,tp=8,pp=1"))] == ["tp", "data", "world"]
     assert moved(plan("dp=1", "llama3-8b", "h100x1")) == []
 
 
