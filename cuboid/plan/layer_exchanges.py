@@ -6,8 +6,10 @@ made once more."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import lcm
 
 from cuboid.plan.rank_step import Exchange, RankStep
+from cuboid.plan.slices import kv_head_of_query, kv_part_count
 from cuboid.spec.ledger import Kind
 
 INTEGER = 8
@@ -121,10 +123,13 @@ class LayerExchanges:
             yield self._tensor("all-reduce", 1 + again, width)
 
     def _tensor(self, kind: Kind, calls: int, width: int) -> Exchange:
-        step = self._step
-        size = step.element * step.tokens * width
-        what = f"layer activations: {step.element} B × {step.tokens:,} tokens × {width:,}"
-        return self._exchange("tp", kind, self._layout.tp, calls, size, what)
+        size, formula = self._tokens(width)
+        return self._exchange("tp", kind, self._layout.tp, calls, size, f"layer activations: {formula}")
+
+    def _tokens(self, width: int) -> tuple[int, str]:
+        """Bytes of so many elements for each token, and their formula."""
+        element, tokens = self._step.element, self._step.tokens
+        return element * tokens * width, f"{element} B × {tokens:,} tokens × {width:,}"
 
     def _exchange(self, dimension: str, kind: Kind, ranks: int, calls: int, size: int, what: str) -> Exchange:
         return Exchange(dimension, kind, ranks, self._times * calls, size, what)

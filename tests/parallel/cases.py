@@ -42,8 +42,7 @@ def verdict(pool: Pool, run: Run) -> dict[str, Any]:
 def assert_equal(pool: Pool, run: Run) -> None:
     result = verdict(pool, run)
     assert result["passed"], result
-    if run.layout.cp == 1 and run.model.mixture is None:
-        assert not result["unforeseen"], result["unforeseen"]
+    assert not result["unforeseen"], result["unforeseen"]
 
 
 def held_bytes(rank: int, run: Run) -> dict[str, int]:

@@ -11,6 +11,7 @@ from cuboid.plan.exchanges import predicted_ledger
 from cuboid.plan.parameters import units
 from cuboid.plan.partition import partition
 from cuboid.spec.ledger import Ledger
+from cuboid.spec.model import load_model
 from tests.parallel.cases import small_run
 
 
@@ -33,6 +34,27 @@ def test_other_precisions(pool: Pool, layout: str, overrides: list[str], precisi
     )
 
 
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("tiny-mixtral", "dp=2,tp=2,ep=2,zero=1"),
+        ("tiny-mixtral", "dp=2,tp=4,ep=8,sequence_parallel=false,zero=3"),
+        ("tiny-mixtral", "cp=2,tp=2,dp=2,ep=4,zero=2,cp_method=ulysses"),
+        ("tiny-qwen3-moe", "dp=2,pp=2,ep=2,schedule=zbv,zero=3,recompute=full"),
+        ("tiny-qwen3-moe", "dp=4,ep=2"),
+        ("tiny-deepseek", "dp=2,tp=2,ep=4,zero=2,recompute=full"),
+        ("tiny-deepseek", "tp=2,pp=2,ep=2,sequence_parallel=false,recompute=selective"),
+        ("tiny-deepseek", "dp=4,ep=2,zero=1,shard=2"),
+        ("tiny-deepseek", "cp=4,ep=2,cp_method=hybrid,recompute=full"),
+        ("tiny-deepseek", "cp=2,pp=2,ep=2,cp_method=allgather,schedule=zb1p"),
+    ],
+)
+def test_mixtures_and_latent_attention(pool: Pool, model: str, layout: str) -> None:
+    run = small_run(layout, model=model)
+    ranks = run.layout.world_size
+    assert pool.run("tests.parallel.cases:unforeseen", (run,), ranks=ranks) == [[]] * ranks
+
+
 def test_shared_memory_and_gloo_count_alike(pool: Pool) -> None:
     both = [pool.run("tests.parallel.exchange_jobs:counted", (local,), ranks=3) for local in (True, False)]
     assert both[0] == both[1]
@@ -44,11 +66,14 @@ def test_shared_memory_and_gloo_count_alike(pool: Pool) -> None:
     }
 
 
-@pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen3", "tiny-gpt2"])
+@pytest.mark.parametrize(
+    "model", ["tiny-llama", "tiny-qwen3", "tiny-gpt2", "tiny-mixtral", "tiny-qwen3-moe", "tiny-deepseek"]
+)
 @pytest.mark.parametrize("layout", ["pp=2", "pp=2,schedule=zbv", "dp=1"])
 def test_the_planner_knows_every_parameter_and_its_place(pool: Pool, model: str, layout: str) -> None:
-    overrides = ["model.qkv_bias=true", "model.output_bias=true", "model.mlp_bias=true", "model.layers=5"]
-    run = small_run(layout, *overrides, model=model)
+    biases = ["model.qkv_bias=true", "model.output_bias=true", "model.mlp_bias=true"]
+    dense = load_model(model).mixture is None
+    run = small_run(layout, "model.layers=5", *(biases if dense else ()), model=model)
     found = pool.run("tests.parallel.cases:unit_layout", (run,), ranks=run.layout.pp)
     stages = partition(run.model, run.layout.stages, run.training.sequence)
     for rank, held in enumerate(found):
