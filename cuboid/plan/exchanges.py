@@ -14,7 +14,7 @@ from cuboid.plan.parameters import EXPERTS, TIED
 from cuboid.plan.rank_step import Exchange, RankStep
 from cuboid.plan.slices import kv_part_count
 from cuboid.spec.layout import V_SHAPED
-from cuboid.spec.ledger import Kind, Ledger
+from cuboid.spec.ledger import Kind, Ledger, differences
 from cuboid.spec.run import Run
 
 ROUTER_SUMS = 3
@@ -27,6 +27,16 @@ def predicted_ledger(run: Run, rank: int) -> Ledger:
     for exchange in exchanges(run, rank):
         ledger.add(exchange.dimension, exchange.kind, exchange.ranks, exchange.size, exchange.calls)
     return ledger
+
+
+def unforeseen(run: Run, rank: int, counted: Ledger) -> list[str]:
+    """Where what a rank exchanged is not what was predicted, one sentence each."""
+    predicted = predicted_ledger(run, rank)
+    if run.model.mixture is not None and run.model.mixture.capacity_factor:
+        seen, most = (ledger.entries.get(("ep", "all-to-all")) for ledger in (counted, predicted))
+        if seen and most and seen.calls == most.calls and seen.bytes <= most.bytes:
+            predicted.entries["ep", "all-to-all"] = seen
+    return differences(counted, predicted)
 
 
 def exchanges(run: Run, rank: int) -> list[Exchange]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from cuboid.plan.exchanges import predicted_ledger
-from cuboid.spec.ledger import Entry, Ledger, differences
+from cuboid.plan.exchanges import predicted_ledger, unforeseen
+from cuboid.spec.ledger import Entry, Ledger
 from cuboid.spec.run import Run
 
 FILES = "communication-*.jsonl"
@@ -63,7 +63,7 @@ def summarize(run: Run) -> Summary:
     """The last step of all ranks."""
     paths = [path for path in sorted(Path(run.output.folder).glob(FILES)) if _rank(path) < run.layout.world_size]
     largest: dict[tuple[str, str], Compared] = {}
-    unforeseen = []
+    surprises: list[str] = []
     ranks = 0
     for path in paths:
         rank, lines = _rank(path), path.read_text().splitlines()
@@ -72,11 +72,11 @@ def summarize(run: Run) -> Summary:
         ranks += 1
         counted = Ledger.from_rows(json.loads(lines[-1])["exchanges"])
         predicted = predicted_ledger(run, rank)
-        unforeseen += [f"rank {rank} {line}" for line in differences(counted, predicted)]
+        surprises += [f"rank {rank} {line}" for line in unforeseen(run, rank, counted)]
         for key in counted.entries.keys() | predicted.entries.keys():
             row = Compared(*key, counted.entries.get(key), predicted.entries.get(key))
             largest[key] = max(row, largest.get(key, row), key=_size)
-    return Summary([largest[key] for key in sorted(largest)], ranks, unforeseen)
+    return Summary([largest[key] for key in sorted(largest)], ranks, surprises)
 
 
 def _size(row: Compared) -> int:

@@ -14,9 +14,8 @@ from cuboid.data.source import make_source
 from cuboid.parallel.apply import Engine, build_engine
 from cuboid.parallel.device import choose_device
 from cuboid.parallel.gradients import counted_pieces
-from cuboid.plan.exchanges import predicted_ledger
+from cuboid.plan.exchanges import unforeseen
 from cuboid.plan.slices import Part
-from cuboid.spec.ledger import differences
 from cuboid.spec.run import Run
 from cuboid.train.learning_rate import learning_rate
 from cuboid.train.optimizer import Optimizer
@@ -34,7 +33,6 @@ def observed_trace(run: Run, rank: int) -> Trace | None:
     optimizer = Optimizer(engine, run.optimizer)
     source = make_source(run)
     trace = Trace()
-    expected = predicted_ledger(run, rank)
     for step in range(run.training.steps):
         batches = micro_batches(source, run, step, engine.groups.coordinates.dp, device)
         pending = compute_gradients(engine, batches)
@@ -46,8 +44,8 @@ def observed_trace(run: Run, rank: int) -> Trace | None:
             trace.routers.append(result.routers)
         apply_update(engine, optimizer, pending, learning_rate(run.learning_rate, step, run.training.steps))
         assert engine.ledger is not None
-        unforeseen = differences(engine.ledger.take(), expected)
-        trace.unforeseen += [f"rank {place} {line}" for place, lines in _gathered(engine, unforeseen) for line in lines]
+        surprises = _gathered(engine, unforeseen(run, rank, engine.ledger.take()))
+        trace.unforeseen += [f"rank {place} {line}" for place, lines in surprises for line in lines]
         trace.parameters.append(_whole(engine, gradients=False))
     return trace if rank == 0 else None
 

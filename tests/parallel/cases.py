@@ -15,8 +15,7 @@ from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.launch.pool import Pool
 from cuboid.parallel.apply import build_engine
-from cuboid.plan.exchanges import predicted_ledger
-from cuboid.spec.ledger import differences
+from cuboid.plan import exchanges
 from cuboid.spec.run import Run
 from cuboid.train.optimizer import Optimizer
 from cuboid.train.step import train_step
@@ -92,7 +91,7 @@ def unforeseen(rank: int, run: Run) -> list[str]:
     found: list[str] = []
     for step in range(run.training.steps):
         train_step(engine, optimizer, micro_batches(source, run, step, engine.groups.coordinates.dp, CPU), 1e-3)
-        found += differences(engine.ledger.take(), predicted_ledger(run, rank))
+        found += exchanges.unforeseen(run, rank, engine.ledger.take())
     return found
 
 

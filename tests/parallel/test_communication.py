@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from cuboid.launch.pool import Pool
-from cuboid.plan.exchanges import predicted_ledger
+from cuboid.plan.exchanges import predicted_ledger, unforeseen
 from cuboid.plan.parameters import units
 from cuboid.plan.partition import partition
 from cuboid.spec.ledger import Ledger
@@ -53,6 +53,14 @@ def test_mixtures_and_latent_attention(pool: Pool, model: str, layout: str) -> N
     run = small_run(layout, model=model)
     ranks = run.layout.world_size
     assert pool.run("tests.parallel.cases:unforeseen", (run,), ranks=ranks) == [[]] * ranks
+
+
+def test_rows_that_find_no_room_do_not_travel(pool: Pool) -> None:
+    run = small_run("dp=2,tp=2,ep=2", "model.mixture.capacity_factor=0.5", model="tiny-mixtral")
+    assert pool.run("tests.parallel.cases:unforeseen", (run,), ranks=4) == [[]] * 4
+    full = predicted_ledger(run, 0)
+    full.add("ep", "all-to-all", 2, 1)
+    assert unforeseen(run, 0, full), "more than all of them is a surprise"
 
 
 def test_shared_memory_and_gloo_count_alike(pool: Pool) -> None:
