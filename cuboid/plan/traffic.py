@@ -90,7 +90,9 @@ def _joined(parts: list[Exchange]) -> list[Exchange]:
 def _tier(plan: Plan, dimension: str, ranks: int) -> LinkTier:
     """Between the first and the last rank of the first group; neighbours, for the messages of a pipeline."""
     layout = plan.layout
-    if dimension == "pp" and (layout.vpp == 1 or layout.schedule in V_SHAPED):
+    if dimension == "cp":
+        ranks = layout.cp  # whichever part of it exchanges heads
+    elif dimension == "pp" and (layout.vpp == 1 or layout.schedule in V_SHAPED):
         ranks = 2  # stages that go round also send from the last rank to the first, the longest way of all
     return plan.question.cluster.tier_of([0, (ranks - 1) * _stride(layout, dimension)])
 
