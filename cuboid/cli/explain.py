@@ -11,7 +11,8 @@ from cuboid.plan.explain import Explanation, explain, sections
 from cuboid.plan.plan import GIB, load_plan
 from cuboid.plan.question import Question
 from cuboid.spec.cluster import load_cluster
-from cuboid.spec.layout import Layout, check_world_size
+from cuboid.spec.fitting import check_world_size
+from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model
 
 if TYPE_CHECKING:

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from cuboid.spec.cluster import ClusterSpec, load_cluster
-from cuboid.spec.layout import Layout, check_model
+from cuboid.spec.fitting import check_model
+from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model
 from cuboid.spec.placement import Traffic, traffic
 from cuboid.spec.ranks import coordinates

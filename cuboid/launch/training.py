@@ -14,7 +14,7 @@ from cuboid.errors import RankError, UserError
 from cuboid.launch.place import Place, find_place
 from cuboid.launch.pool import fork_server
 from cuboid.resilience.supervisor import supervise
-from cuboid.spec.layout import check_world_size
+from cuboid.spec.fitting import check_world_size
 from cuboid.spec.run import Run
 from cuboid.train.folder import forget_reports
 

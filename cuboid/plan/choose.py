@@ -18,7 +18,8 @@ from cuboid.plan.refine import Refined, actions, refine
 from cuboid.plan.search import Scores, score, search
 from cuboid.plan.sizes import resized, sizes
 from cuboid.plan.space import DEGREES, Space
-from cuboid.spec.layout import Layout, check
+from cuboid.spec.fitting import check
+from cuboid.spec.layout import Layout
 
 SCORED = 32
 """Best different layouts in closed form, from which finalists are taken."""

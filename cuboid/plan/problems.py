@@ -8,7 +8,8 @@ from cuboid.plan.question import Question
 from cuboid.plan.search import search
 from cuboid.plan.sizes import resized
 from cuboid.plan.space import bases, degrees, divisors
-from cuboid.spec.layout import Layout, check_model
+from cuboid.spec.fitting import check_model
+from cuboid.spec.layout import Layout
 from cuboid.spec.suggest import either
 
 MOST_ACCELERATORS = 2**20

@@ -6,9 +6,21 @@ from typing import Any
 
 from cuboid.errors import UserError
 from cuboid.spec.coding import show
+from cuboid.spec.huggingface_parts import (
+    DEEPSEEK_KEYS,
+    DEEPSEEK_V3_ROUTING,
+    MIXTRAL_KEYS,
+    QWEN_KEYS,
+    Table,
+    read_attention_bias,
+    read_gpt2_width,
+    read_latent,
+    read_mixture,
+    read_rope,
+    read_windows,
+    take,
+)
 from cuboid.spec.suggest import either, nearest_names
-
-Table = dict[str, Any]
 
 NO_MATHS = frozenset(
     """_name_or_path architectures auto_map bos_token_id chunk_size_feed_forward dtype eos_token_id id2label label2id
@@ -53,7 +65,7 @@ def table_from_config(config: Mapping[str, Any], name: str) -> Table:
     reader = READERS[model_type]
     table: Table = {"name": name, "family": reader.family, **reader.defaults}
     left = {key: value for key, value in config.items() if key not in NO_MATHS | DROPOUT | reader.ignored}
-    table.update(_take(left, reader.fields))
+    table.update(take(left, reader.fields))
     for key, allowed in reader.only.items():
         value = left.pop(key, allowed[0])
         if value not in allowed:
@@ -73,99 +85,6 @@ def _values(key: str, allowed: tuple[object, ...]) -> str:
     return either(f"{key}={'null' if value is None else show(value)}" for value in allowed)
 
 
-def _take(left: Table, keys: Mapping[str, str]) -> Table:
-    """What the config says under their keys, under ours; a null is as good as nothing."""
-    found = {ours: left.pop(key, None) for key, ours in keys.items() if key in left}
-    return {ours: value for ours, value in found.items() if value is not None}
-
-
-def _read_rope(left: Table, table: Table) -> None:
-    """Rotary positions, written as `rope_theta` and `rope_scaling` until version 4 and `rope_parameters` since."""
-    parameters = {**(left.pop("rope_scaling", None) or {}), **(left.pop("rope_parameters", None) or {})}
-    theta = parameters.pop("rope_theta", left.pop("rope_theta", None))
-    if theta is not None:
-        table["rope_theta"] = theta
-    kind = parameters.pop("rope_type", parameters.pop("type", "default"))
-    parameters.pop("type", None)
-    if kind == "llama3":
-        table["rope_scaling"] = _take(parameters, LLAMA3_SCALING)
-    elif kind == "yarn":
-        table["yarn"] = _take(parameters, YARN_SCALING)
-    elif kind != "default":
-        raise UserError(
-            f"rope_type={show(kind)} of {table['name']} is unknown; use rope_type=default, rope_type=llama3 or "
-            "rope_type=yarn"
-        )
-    if parameters:
-        key, value = next(iter(parameters.items()))
-        raise UserError(f"rope_scaling.{key}={show(value)} of {table['name']} is unknown; remove the key")
-
-
-LLAMA3_SCALING = {
-    "factor": "factor",
-    "low_freq_factor": "low_frequency_factor",
-    "high_freq_factor": "high_frequency_factor",
-    "original_max_position_embeddings": "original_positions",
-}
-
-
-YARN_SCALING = {
-    "factor": "factor",
-    "original_max_position_embeddings": "original_positions",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "attention_factor": "attention_factor",
-    "mscale": "mscale",
-    "mscale_all_dim": "mscale_all_dim",
-    "truncate": "truncate",
-}
-
-
-def _read_windows(left: Table, table: Table) -> None:
-    """Sliding windows: refused when on, whatever their other keys say."""
-    on = left.pop("use_sliding_window", "sliding_window" in left and "max_window_layers" not in left)
-    window = left.pop("sliding_window", None)
-    left.pop("max_window_layers", None)
-    if on and window is not None:
-        raise UserError(f"sliding_window={window} of {table['name']} is unknown; use sliding_window=null")
-    kinds = set(left.pop("layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        other = next(iter(sorted(kinds - {"full_attention"})))
-        raise UserError(f"layer_types of {table['name']} holds {show(other)}; use full_attention in all layers")
-
-
-def _read_attention_bias(left: Table, table: Table) -> None:
-    table["qkv_bias"] = table["output_bias"] = bool(left.pop("attention_bias", False))
-
-
-def _read_gpt2_width(left: Table, table: Table) -> None:
-    table["ffn"] = left.pop("n_inner", None) or 4 * table.get("hidden", 0)
-
-
-def _read_mixture(keys: Mapping[str, str], defaults: Table) -> Callable[[Table, Table], None]:
-    def read(left: Table, table: Table) -> None:
-        mixture = {**defaults, **_take(left, keys)}
-        if "experts" not in mixture or "top_k" not in mixture:
-            raise UserError(
-                f"{table['name']} does not say how many experts it has and uses; name both in its config.json"
-            )
-        # Mixtral has no other feed-forward width than that of its experts.
-        mixture.setdefault("expert_ffn", table.get("ffn"))
-        if mixture.get("shared_experts"):
-            mixture["shared_ffn"] = mixture["shared_experts"] * mixture["expert_ffn"]
-        if left.pop("topk_method", None) == "greedy":
-            mixture |= {"groups": 1, "top_groups": 1}
-        table["mixture"] = mixture
-
-    return read
-
-
-def _read_latent(left: Table, table: Table) -> None:
-    table["latent"] = {"q_rank": 0, **_take(left, LATENT_KEYS)}
-    for derived in ("head_dim", "qk_head_dim"):
-        left.pop(derived, None)
-
-
 COMMON = {
     "hidden_size": "hidden",
     "num_hidden_layers": "layers",
@@ -182,41 +101,6 @@ COMMON = {
 SILU: dict[str, tuple[object, ...]] = {"hidden_act": ("silu", "swish")}
 LLAMA_DEFAULTS = {"norm_epsilon": 1e-6, "rope_theta": 10000.0, "max_positions": 2048}
 QWEN_DEFAULTS = {"norm_epsilon": 1e-6, "rope_theta": 10000.0, "max_positions": 32768}
-LATENT_KEYS = {
-    "q_lora_rank": "q_rank",
-    "kv_lora_rank": "kv_rank",
-    "qk_nope_head_dim": "qk_nope_dim",
-    "qk_rope_head_dim": "qk_rope_dim",
-    "v_head_dim": "v_dim",
-    "rope_interleave": "interleaved",
-}
-MIXTRAL_KEYS = {"num_local_experts": "experts", "num_experts_per_tok": "top_k"}
-QWEN_KEYS = {
-    "num_experts": "experts",
-    "num_local_experts": "experts",
-    "num_experts_per_tok": "top_k",
-    "moe_intermediate_size": "expert_ffn",
-    "norm_topk_prob": "normalized",
-}
-DEEPSEEK_KEYS = {
-    "n_routed_experts": "experts",
-    "num_experts_per_tok": "top_k",
-    "moe_intermediate_size": "expert_ffn",
-    "n_shared_experts": "shared_experts",
-    "first_k_dense_replace": "first_dense_layers",
-    "norm_topk_prob": "normalized",
-    "routed_scaling_factor": "scaling",
-    "n_group": "groups",
-    "topk_group": "top_groups",
-}
-DEEPSEEK_V3_ROUTING: Table = {
-    "scoring": "sigmoid",
-    "router_bias": True,
-    "scaling": 2.5,
-    "groups": 8,
-    "top_groups": 4,
-    "shared_experts": 1,
-}
 WITHOUT_HEAD_DIM = {key: ours for key, ours in COMMON.items() if key != "head_dim"}
 
 READERS: dict[Any, Reader] = {
@@ -225,17 +109,15 @@ READERS: dict[Any, Reader] = {
         defaults=LLAMA_DEFAULTS,
         fields={**COMMON, "mlp_bias": "mlp_bias"},
         only=SILU,
-        finish=(_read_attention_bias, _read_rope),
+        finish=(read_attention_bias, read_rope),
     ),
-    "qwen2": Reader(
-        family="qwen2", defaults=QWEN_DEFAULTS, fields=COMMON, only=SILU, finish=(_read_windows, _read_rope)
-    ),
+    "qwen2": Reader(family="qwen2", defaults=QWEN_DEFAULTS, fields=COMMON, only=SILU, finish=(read_windows, read_rope)),
     "qwen3": Reader(
         family="qwen3",
         defaults={**QWEN_DEFAULTS, "head_dim": 128},
         fields=COMMON,
         only=SILU,
-        finish=(_read_windows, _read_attention_bias, _read_rope),
+        finish=(read_windows, read_attention_bias, read_rope),
     ),
     "gpt2": Reader(
         family="gpt2",
@@ -261,7 +143,7 @@ READERS: dict[Any, Reader] = {
             """n_ctx reorder_and_upcast_attn summary_activation summary_first_dropout summary_proj_to_labels
             summary_type summary_use_proj""".split()
         ),
-        finish=(_read_gpt2_width,),
+        finish=(read_gpt2_width,),
     ),
     "mixtral": Reader(
         family="mixtral",
@@ -270,9 +152,9 @@ READERS: dict[Any, Reader] = {
         only={**SILU, "router_jitter_noise": (0.0,)},
         ignored=ROUTING,
         finish=(
-            _read_windows,
-            _read_mixture(MIXTRAL_KEYS, {}),
-            _read_rope,
+            read_windows,
+            read_mixture(MIXTRAL_KEYS, {}),
+            read_rope,
         ),
     ),
     "qwen3_moe": Reader(
@@ -282,10 +164,10 @@ READERS: dict[Any, Reader] = {
         only={**SILU, "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
         ignored=ROUTING,
         finish=(
-            _read_windows,
-            _read_attention_bias,
-            _read_mixture(QWEN_KEYS, {"normalized": False}),
-            _read_rope,
+            read_windows,
+            read_attention_bias,
+            read_mixture(QWEN_KEYS, {"normalized": False}),
+            read_rope,
         ),
     ),
     "deepseek_v2": Reader(
@@ -300,7 +182,7 @@ READERS: dict[Any, Reader] = {
             "scoring_func": ("softmax",),
         },
         ignored=ROUTING,
-        finish=(_read_latent, _read_mixture(DEEPSEEK_KEYS, {"normalized": False}), _read_rope),
+        finish=(read_latent, read_mixture(DEEPSEEK_KEYS, {"normalized": False}), read_rope),
     ),
     "deepseek_v3": Reader(
         family="deepseek_v3",
@@ -314,6 +196,6 @@ READERS: dict[Any, Reader] = {
             "topk_method": ("noaux_tc",),
         },
         ignored=ROUTING,
-        finish=(_read_latent, _read_mixture(DEEPSEEK_KEYS, DEEPSEEK_V3_ROUTING), _read_rope),
+        finish=(read_latent, read_mixture(DEEPSEEK_KEYS, DEEPSEEK_V3_ROUTING), read_rope),
     ),
 }

@@ -4,13 +4,13 @@
 from typing import Any
 
 from cuboid.errors import UserError
-from cuboid.spec.huggingface import (
+from cuboid.spec.huggingface import READERS
+from cuboid.spec.huggingface_parts import (
     DEEPSEEK_KEYS,
     LATENT_KEYS,
     LLAMA3_SCALING,
     MIXTRAL_KEYS,
     QWEN_KEYS,
-    READERS,
     YARN_SCALING,
 )
 from cuboid.spec.model import ModelSpec

@@ -5,13 +5,11 @@
 """
 
 from dataclasses import dataclass, fields
-from math import gcd
 from typing import Any, Literal
 
 from cuboid.errors import UserError
 from cuboid.spec.coding import convert, field_types, parse_text, require_known
-from cuboid.spec.model import ModelSpec
-from cuboid.spec.suggest import either, nearest_names, nearest_numbers, use
+from cuboid.spec.suggest import nearest_names, nearest_numbers, use
 
 STAGES_PER_RANK: dict[str, int | None] = {
     "gpipe": 1,
@@ -209,121 +207,3 @@ def parse_layout_fields(text: str) -> dict[str, Any]:
             raise UserError(f"layout names {key} twice; keep one of {key}={values[key]} and {key}={value}")
         values[key] = parse_text(value, types[key], key)
     return values
-
-
-def check(layout: Layout, model: ModelSpec, *, global_batch: int, sequence: int, world_size: int | None = None) -> None:
-    """Every rule that needs the model, the batch or the number of ranks; returns when the layout works for them."""
-    require_positive("global_batch", global_batch)
-    require_positive("sequence", sequence)
-    if world_size is not None:
-        check_world_size(layout, world_size)
-    check_model(layout, model)
-    _check_batch(layout, global_batch)
-    _check_sequence(layout, model, sequence)
-
-
-def check_model(layout: Layout, model: ModelSpec) -> None:
-    """The rules of `check` that need the model only."""
-    _check_tensor(layout, model)
-    _check_heads(layout, model)
-    _check_stages(layout, model)
-    _check_experts(layout, model)
-
-
-def check_world_size(layout: Layout, world_size: int) -> None:
-    """The degrees must multiply to the number of ranks."""
-    if layout.world_size == world_size:
-        return
-    degrees = " × ".join(
-        f"{name}={getattr(layout, name)}" for name in ("dp", "cp", "tp", "pp") if getattr(layout, name) > 1
-    )
-    others = layout.world_size // layout.dp
-    works = f"use dp={world_size // others} or " if world_size % others == 0 else ""
-    needed = layout.world_size
-    start = f"start {needed} rank{'s' if needed > 1 else ''}"
-    raise UserError(f"{degrees or 'dp=1'} needs world_size={needed}, not {world_size}; {works}{start}")
-
-
-def _check_tensor(layout: Layout, model: ModelSpec) -> None:
-    split = {"heads": model.heads}
-    if not model.has_experts(0):
-        split["ffn"] = model.ffn
-    if model.mixture is not None and model.mixture.shared_ffn:
-        split["mixture.shared_ffn"] = model.mixture.shared_ffn
-    common = gcd(*split.values())
-    for name, size in split.items():
-        if size % layout.tp:
-            near = nearest_numbers(layout.tp, lambda number: common % number == 0, 1, common)
-            raise UserError(f"tp={layout.tp} does not divide {name}={size}; {use('tp', near)}")
-
-
-def _check_heads(layout: Layout, model: ModelSpec) -> None:
-    """Ranks that exchange heads need a head each. Key-value heads may be fewer: they are repeated."""
-    heads = model.heads // layout.tp
-    if heads % layout.cp_inner == 0:
-        return
-    name = "cp" if layout.cp_method == "ulysses" else "cp_inner"
-    near = nearest_numbers(layout.cp_inner, lambda number: heads % number == 0, 1, heads)
-    values = either([f"{name}={number}" for number in near if number > 1] + ["cp_method=ring"])
-    each = f"heads={model.heads}" + (f" / tp={layout.tp}" if layout.tp > 1 else "")
-    raise UserError(
-        f"{name}={layout.cp_inner} does not divide {each}, which cp_method={layout.cp_method} exchanges; use {values}"
-    )
-
-
-def _check_stages(layout: Layout, model: ModelSpec) -> None:
-    if layout.stages <= model.layers:
-        return
-    fewer = model.layers // layout.vpp
-    virtual = f" × vpp={layout.vpp}" if layout.vpp > 1 else ""
-    works = use("pp", [fewer]) if fewer else "use schedule=1f1b"
-    raise UserError(f"pp={layout.pp}{virtual} makes more stages than layers={model.layers}; {works}")
-
-
-def _check_batch(layout: Layout, global_batch: int) -> None:
-    unit = layout.dp * layout.micro_batch
-    if global_batch % unit:
-        near = nearest_numbers(global_batch, lambda number: number % unit == 0, unit, global_batch + unit)
-        raise UserError(
-            f"global_batch={global_batch} does not divide by dp={layout.dp} × micro_batch={layout.micro_batch}; "
-            f"{use('global_batch', near)}"
-        )
-
-
-def _check_sequence(layout: Layout, model: ModelSpec, sequence: int) -> None:
-    if model.positions == "learned" and sequence > model.max_positions:
-        raise UserError(
-            f"sequence={sequence} is longer than max_positions={model.max_positions} of {model.name}; "
-            f"{use('sequence', [model.max_positions])} or less"
-        )
-    chunks = 2 * layout.cp if layout.cp > 1 else 1
-    if sequence % chunks:
-        near = nearest_numbers(sequence, lambda number: number % chunks == 0, chunks, sequence + chunks)
-        raise UserError(
-            f"sequence={sequence} does not divide into the 2 × cp = {chunks} chunks that give every rank equal work; "
-            f"{use('sequence', near)}"
-        )
-    tokens = layout.micro_batch * sequence // layout.cp
-    if (layout.sequence_parallel or model.mixture is not None) and tokens % layout.tp:
-
-        def works(number: int) -> bool:
-            return number % chunks == 0 and layout.micro_batch * number // layout.cp % layout.tp == 0
-
-        near = nearest_numbers(sequence, works, 1, sequence + chunks * layout.tp)
-        dense = model.mixture is None
-        values = either([f"sequence={number}" for number in near] + ["sequence_parallel=false"] * dense)
-        raise UserError(
-            f"micro_batch={layout.micro_batch} × sequence={sequence} tokens do not divide by tp={layout.tp} "
-            f"{'under sequence_parallel' if dense else 'to be routed'}; use {values}"
-        )
-
-
-def _check_experts(layout: Layout, model: ModelSpec) -> None:
-    if layout.ep == 1:
-        return
-    if model.mixture is None:
-        raise UserError(f"ep={layout.ep} needs experts and {model.name} has none; use ep=1")
-    experts = model.mixture.experts
-    if experts % layout.ep:
-        near = nearest_numbers(layout.ep, lambda number: experts % number == 0, 1, experts)
-        raise UserError(f"ep={layout.ep} does not divide experts={experts}; {use('ep', near)}")

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from cuboid.spec.cluster import ClusterSpec, LinkTier
-from cuboid.spec.layout import V_SHAPED, Layout, check_world_size
+from cuboid.spec.fitting import check_world_size
+from cuboid.spec.layout import V_SHAPED, Layout
 from cuboid.spec.ranks import Group, coordinates, groups
 
 CARRIES = {

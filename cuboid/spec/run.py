@@ -15,7 +15,8 @@ from typing import Any, Literal
 from cuboid.errors import UserError
 from cuboid.spec.coding import check_types, decode, encode, field_types, require_known
 from cuboid.spec.data import DataSpec, EvaluationSpec
-from cuboid.spec.layout import Layout, check, parse_layout_fields
+from cuboid.spec.fitting import check
+from cuboid.spec.layout import Layout, parse_layout_fields
 from cuboid.spec.load import build_model, dump_model, read_toml
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.overrides import apply_overrides

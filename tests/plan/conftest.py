@@ -9,7 +9,8 @@ import pytest
 from cuboid.errors import UserError
 from cuboid.plan.question import Question
 from cuboid.spec.cluster import load_cluster
-from cuboid.spec.layout import STAGES_PER_RANK, Layout, check
+from cuboid.spec.fitting import check
+from cuboid.spec.layout import STAGES_PER_RANK, Layout
 from cuboid.spec.model import MixtureSpec, ModelSpec, load_model
 
 DENSE = ModelSpec(name="small", hidden=512, layers=6, heads=4, ffn=1024, vocab=1000)

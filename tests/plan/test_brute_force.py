@@ -11,7 +11,7 @@ from cuboid.plan.question import Question
 from cuboid.plan.search import score, search
 from cuboid.plan.space import Space
 from cuboid.spec.cluster import load_cluster
-from cuboid.spec.layout import check
+from cuboid.spec.fitting import check
 from cuboid.spec.model import ModelSpec
 from tests.plan.conftest import every_layout
 

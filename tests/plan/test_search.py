@@ -9,7 +9,8 @@ import pytest
 from cuboid.plan.question import Question
 from cuboid.plan.search import Scores, score, search
 from cuboid.plan.space import Space, bases, divisors, scheduled
-from cuboid.spec.layout import Layout, check
+from cuboid.spec.fitting import check
+from cuboid.spec.layout import Layout
 from tests.plan.conftest import MIXED, every_layout
 
 GIB = 2**30

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from cuboid.plan.question import Question
 from cuboid.plan.space import DEGREES, Space, bases, degrees, divisors, scheduled, schedules
 from cuboid.spec.cluster import load_cluster
-from cuboid.spec.layout import SCHEDULES, Layout, check
+from cuboid.spec.fitting import check
+from cuboid.spec.layout import SCHEDULES, Layout
 from cuboid.spec.model import ModelSpec
 from tests.plan.conftest import MIXED
 

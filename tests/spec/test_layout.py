@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from cuboid.errors import UserError
 from cuboid.schedule.make import make_schedule
-from cuboid.spec.layout import CONTEXT_METHODS, SCHEDULES, Layout, check
+from cuboid.spec.fitting import check
+from cuboid.spec.layout import CONTEXT_METHODS, SCHEDULES, Layout
 from cuboid.spec.model import load_model
 
 LLAMA = load_model("tiny-llama")
