@@ -25,12 +25,29 @@ SIZES: dict[str, Any] = {
 }
 GPT2_SIZES: dict[str, Any] = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "vocab_size": 259}
 TIED: dict[str, Any] = {"tie_word_embeddings": True}
+DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "num_nextn_predict_layers": 0,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", TIED),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", TIED),
     "gpt2": ("gpt2", {}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "deepseek-v3": ("deepseek_v3", DEEPSEEK),
     "gpt2-untied": ("gpt2", {"tie_word_embeddings": False}),
 }
 
