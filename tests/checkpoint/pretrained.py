@@ -77,7 +77,8 @@ def run_from(place: str, layout: str, *overrides: str, model: str = "") -> Run:
 
 def their_loss(folder: Path, run: Run, dtype: torch.dtype) -> float:
     """Of the first global batch."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+    plain = {"attn_implementation": "sdpa", "experts_implementation": "eager"}  # those that take float64
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **plain)
     source = make_source(run)
     samples = [source.at(position) for position in range(run.training.global_batch)]
     tokens, labels = (torch.stack(column) for column in zip(*samples, strict=True))

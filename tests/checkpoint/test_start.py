@@ -20,6 +20,8 @@ from cuboid.train.folder import checkpoint_folder, prepare_folder
 from tests.checkpoint.pretrained import CASES, run_from, save_pretrained, their_loss
 
 LAYOUTS = {
+    "mixtral": "dp=2,ep=2,tp=2",
+    "deepseek-v3": "dp=2,ep=2,pp=2,zero=3",
     "llama": "tp=2,pp=2",
     "llama-tied": "pp=2,dp=2,zero=3,schedule=zbv",
     "qwen2": "dp=4,zero=2",
