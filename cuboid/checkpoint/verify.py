@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cuboid.checkpoint.checksum import Watch, checksum_of_file
+from cuboid.checkpoint.checksum import Watch, checksum_of_file, kind_of
 from cuboid.checkpoint.index import check_index
 from cuboid.checkpoint.location import Location, locate
 from cuboid.checkpoint.manifest import (
@@ -66,7 +66,7 @@ def check_file(
         size = require_plain(folder, name)
         if size != expected.bytes:
             raise Damage(folder, name, f"has {size:,} bytes, not {expected.bytes:,}")
-        if contents and checksum_of_file(folder / name, size, watch) != expected.checksum:
+        if contents and checksum_of_file(folder / name, size, kind_of(expected.checksum), watch) != expected.checksum:
             raise Damage(folder, name, "does not match its checksum")
     except OSError as error:  # a disk that fails is damage too: an older checkpoint may lie on good ground
         raise Damage(folder, name, f"cannot be read ({error})") from None

@@ -15,13 +15,12 @@ import os
 from dataclasses import dataclass, replace
 from typing import Any
 
-import xxhash
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from cuboid.checkpoint.checksum import checksum_of_bytes, checksum_of_file
+from cuboid.checkpoint.checksum import checksum_of_bytes, checksum_of_file, kind_here, new_digest, spell
 from cuboid.checkpoint.folder import withdraw
 from cuboid.checkpoint.location import Location
 from cuboid.checkpoint.manifest import INDEX, MANIFEST, Manifest, StoredFile
@@ -82,7 +81,8 @@ class Writer(StorageWriter):
 
     def _write_file(self, place: Location) -> StoredFile:
         content, files = self._staging.content, place.files
-        digest = xxhash.xxh3_128()
+        kind = kind_here()
+        digest = new_digest(kind)
         handle = files.open(place.path)
         try:
             for start in range(0, content.nbytes, CHUNK):
@@ -92,9 +92,9 @@ class Writer(StorageWriter):
             files.fsync(handle)
         finally:
             files.close(handle)
-        written = StoredFile(content.nbytes, digest.hexdigest())
+        written = StoredFile(content.nbytes, spell(kind, digest))
         # A store without rename is reached over a network, which checks what it carries; here nobody else does.
-        if files.renames and checksum_of_file(place, written.bytes) != written.checksum:
+        if files.renames and checksum_of_file(place, written.bytes, kind) != written.checksum:
             raise OSError(f"{place} does not read back as it was written")
         return written
 

@@ -203,6 +203,6 @@ def test_help_has_an_example(said: Any) -> None:
 def test_a_file_that_is_larger_than_the_disk_is_only_a_number(run_folder: Path, said: Any) -> None:
     folder = run_folder / "checkpoints" / "step-00000006"
     manifest = read_manifest(folder)
-    files = {**manifest.files, "data-00000.bin": StoredFile(2**61, "0" * 32)}
+    files = {**manifest.files, "data-00000.bin": StoredFile(2**61, "blake2b_128:" + "0" * 32)}
     (folder / MANIFEST).write_bytes(Manifest(**{**manifest.__dict__, "files": files}).render())
     assert "data-00000.bin has" in said("verify", folder, status=1)[0]
