@@ -145,9 +145,10 @@ class Engine:
     """Bytes per gradient element on the wire."""
     parameter_wire: float = 2.0
     activation_wire: float = 2.0
-    recompute_stops_early: bool = False
-    """Recomputation, selective too, runs a layer again up to its last product, so that every tensor-parallel exchange
-    forward but the last is repeated; else full recomputation repeats all of them, and selective none."""
+    own_exchanges: bool = False
+    """Exchanges inside layers are those of this engine: tensor ranks route their parts of the tokens to whole experts,
+    and recomputation, selective too, repeats what lies before a layer's last product. Else every layer has two sums
+    each way, and full recomputation repeats those forward."""
     kept_hidden: float = 8.0
     """Bytes kept for backward per token and hidden element of a layer (split by sequence parallelism)."""
     kept_whole: float = 0.0

@@ -4,11 +4,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuboid.cost.communication import all_reduce, all_to_all, group
+from cuboid.cost.communication import all_to_all, group
 from cuboid.cost.compute import Kernels
 from cuboid.cost.constants import Engine, Fabric
 from cuboid.cost.context import further_blocks, waiting
 from cuboid.cost.inputs import Array, Jobs, Shape
+from cuboid.cost.tensor import tensor_waits
 
 ONE = np.ones(())
 ZERO = np.zeros(())
@@ -47,14 +48,6 @@ class LayerTimes:
         return np.asarray(self.dense_share * dense + (1 - self.dense_share) * mixture)
 
 
-def _tensor(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs) -> Array:
-    """Waiting for tensor-parallel collectives forward: two sums, or as much gathering and scattering."""
-    members = group(fabric, jobs.tp, ONE)
-    reduced = all_reduce(fabric, engine.activation_wire * jobs.tokens * shape.hidden, members)
-    lost = 2 * fabric.spill * (members.nodes - 1) ** 0.7
-    return 2 * (reduced * (1 - engine.tensor_overlap) + lost)
-
-
 def _expert(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs) -> Array:
     """Waiting for tokens on their way to experts and back."""
     if not np.any(shape.experts > 0):
@@ -81,32 +74,33 @@ def _host(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs, crosses: Arr
 def layer_times(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts: Kernels, precision: str) -> LayerTimes:
     """Seconds of one layer of one micro-batch, by kind of layer."""
     crosses = ((jobs.pp > 1) & (jobs.world_size / jobs.pp >= fabric.node)).astype(np.float64)
-    tensor, (context, context_back) = _tensor(engine, fabric, shape, jobs), waiting(engine, fabric, shape, jobs, parts)
+    tensor, (context, context_back) = (
+        tensor_waits(engine, fabric, shape, jobs),
+        waiting(engine, fabric, shape, jobs, parts),
+    )
     added = _host(engine, fabric, shape, jobs, crosses, precision)
     blocks = engine.host_block * further_blocks(jobs)
     full, selective = jobs.recompute == 2, jobs.recompute == 1
-    again = 1.0 + full
-    repeated_tensor = full * ONE
-    if engine.recompute_stops_early:
-        repeated_tensor = (full | selective) * np.where(jobs.sequence_parallel > 0, 0.75, 0.5)
+    again = 1.0 + (full | (selective & engine.own_exchanges))
 
     def one(compute: Array, tensor: Array, context: Array, expert: Array, floor: Array) -> Pass:
         busy = compute + tensor + context + expert
         return Pass(compute, tensor, context, expert, np.maximum(floor - busy, 0.0))
 
-    def both(forward: Array, backward: Array, expert: Array, more: Array) -> tuple[Pass, Pass]:
+    def both(
+        forward: Array, backward: Array, tensor: tuple[Array, Array], expert: Array, more: Array
+    ) -> tuple[Pass, Pass]:
         ahead = engine.host_forward + added + more + blocks
         back = engine.host_backward + added + more + 2 * blocks + np.where(full, ahead, 0.0)
         repeated = np.where(full, forward, np.where(selective, parts.attention_forward, 0.0))
-        backward_tensor = tensor * (1 + repeated_tensor)
-        behind = one(backward + repeated, backward_tensor, context_back + full * context, expert * again, back)
-        return one(forward, tensor, context, expert, ahead), behind
+        behind = one(backward + repeated, tensor[1], context_back + full * context, expert * again, back)
+        return one(forward, tensor[0], context, expert, ahead), behind
 
     routing = np.where(shape.experts > 0, engine.host_mixture, 0.0)
     expert = _expert(engine, fabric, shape, jobs)
     return LayerTimes(
-        both(parts.dense_forward, parts.dense_backward, ZERO, ZERO),
-        both(parts.mixture_forward, parts.mixture_backward, expert, routing),
+        both(parts.dense_forward, parts.dense_backward, tensor.dense, ZERO, ZERO),
+        both(parts.mixture_forward, parts.mixture_backward, tensor.mixture, expert, routing),
         np.where(shape.experts > 0, shape.dense_layers / shape.layers, 1.0),
         crosses,
     )

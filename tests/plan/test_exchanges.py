@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from cuboid.cost.communication import all_reduce, group
 from cuboid.cost.compute import kernels
 from cuboid.cost.constants import chip_named, engine_named, fabric_named
-from cuboid.cost.inputs import Jobs, Shape, number, single
+from cuboid.cost.inputs import Jobs, Shape, single
 from cuboid.cost.layers import layer_times, transfer_bytes
 from cuboid.plan.exchanges import exchanges, predicted_ledger
 from cuboid.spec.ledger import Entry
@@ -118,27 +116,44 @@ def test_a_tied_embedding_is_summed_by_its_two_holders() -> None:
     assert alone.calls == 4 * (8 + 1 + 2)
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
+LATENT = {"q_rank": 32, "kv_rank": 24, "qk_nope_dim": 8, "qk_rope_dim": 4, "v_dim": 8}
+MIXTURE = {"experts": 8, "top_k": 2, "expert_ffn": 48}
+MODELS = {
+    "dense": {},
+    "latent": {"latent": LATENT, "kv_heads": 8},
+    "short latent": {"latent": LATENT | {"q_rank": 0}, "kv_heads": 8},
+    "mixture": {"mixture": MIXTURE},
+    "shared": {"mixture": MIXTURE | {"shared_experts": 1, "shared_ffn": 48}, "latent": LATENT, "kv_heads": 8},
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("sequence_parallel", ["true", "false"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("precision", ["bf16", "float32"])
-def test_the_time_of_a_layer_is_that_of_its_exchanges(sequence_parallel: bool, recompute: str, precision: str) -> None:
+def test_the_time_of_layers_is_that_of_their_exchanges(
+    model: str, sequence_parallel: str, recompute: str, precision: str
+) -> None:
     """On links without latency the cost model waits for exactly the bytes that the engine moves."""
-    layout = f"tp=4,recompute={recompute},sequence_parallel={str(sequence_parallel).lower()}"
-    run = make_run(layout, precision)
-    sent = sum(
-        Entry(entry.calls, entry.calls * entry.size, entry.ranks, entry.kind).sent
-        for entry in exchanges(run, 0)
-        if entry.dimension == "tp" and entry.what.startswith("layer activations")
-    )
+    layout = f"dp=2,tp=4,ep={2 if 'mixture' in MODELS[model] else 1},recompute={recompute}"
+    run = make_run(f"{layout},sequence_parallel={sequence_parallel}", precision, **MODELS[model])
+    sent = {
+        dimension: sum(
+            Entry(part.calls, part.calls * part.size, part.ranks, part.kind).sent
+            for part in exchanges(run, 0)
+            if part.dimension == dimension and part.what.startswith(("layer activations", "to experts"))
+        )
+        for dimension in ("tp", "ep")
+    }
     fabric = replace(fabric_named("h100"), inner_latency=0.0, curve={}, spill=0.0)
-    engine = replace(engine_named("cuboid"), tensor_overlap=0.0).in_precision(precision)
+    engine = replace(engine_named("cuboid"), tensor_overlap=0.0, expert_overlap=0.0).in_precision(precision)
     shape, jobs = Shape.of(run.model), Jobs.of([run.layout], global_batch=16, sequence=256)
     parts = kernels(shape, jobs, chip_named("h100-80g"), engine, precision)
     times = layer_times(shape, jobs, fabric, engine, parts, precision)
-    seconds = single(times.dense[0].tensor + times.dense[1].tensor)
-    assert seconds * 8 * 8 == pytest.approx(sent / fabric.inner_bandwidth)
-    one = all_reduce(fabric, number(8.0), group(fabric, number(4.0), np.ones(())))
-    assert single(one) == pytest.approx(12 / fabric.inner_bandwidth)
+    layers = run.micro_batches * run.model.layers
+    for dimension, name in (("tp", "tensor"), ("ep", "expert")):
+        seconds = layers * single(times.mean(name, 0) + times.mean(name, 1))
+        assert seconds * fabric.inner_bandwidth == pytest.approx(sent[dimension])
 
 
 @pytest.mark.parametrize("layout", ["pp=2", "pp=2,tp=2", "pp=2,tp=2,sequence_parallel=false"])

@@ -1,0 +1,71 @@
+"""What tensor-parallel ranks wait for in a layer."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cuboid.cost.communication import all_reduce, group
+from cuboid.cost.constants import Engine, Fabric
+from cuboid.cost.inputs import Array, Jobs, Shape
+
+
+@dataclass(frozen=True)
+class TensorWaits:
+    """Seconds of a layer forward and backward, the latter with what recomputation repeats."""
+
+    dense: tuple[Array, Array]
+    mixture: tuple[Array, Array]
+
+
+@dataclass(frozen=True)
+class _Border:
+    """Seconds of the exchanges where a region of split matrices begins or ends."""
+
+    forward: Array
+    backward: Array
+
+
+def tensor_waits(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs) -> TensorWaits:
+    """Two sums forward and two backward in every layer, or as much gathering and scattering."""
+    members = group(fabric, jobs.tp, np.ones(()))
+    lost = 2 * fabric.spill * (members.nodes - 1) ** 0.7
+
+    def summed(width: Array) -> Array:
+        reduced = all_reduce(fabric, engine.activation_wire * jobs.tokens * width, members)
+        return reduced * (1 - engine.tensor_overlap) + lost
+
+    whole = summed(shape.hidden)
+    if not engine.own_exchanges:
+        layer = 2 * whole, 2 * whole * (1.0 + (jobs.recompute == 2))
+        return TensorWaits(layer, layer)
+    down = shape.kv_rank + shape.rope_dim
+    latent = np.where(shape.q_rank > 0, summed(shape.q_rank + down), whole + summed(down))
+    entered = np.where(shape.latent > 0, latent, whole)
+    return _own(jobs, shape, whole, entered)
+
+
+def _own(jobs: Jobs, shape: Shape, whole: Array, entered: Array) -> TensorWaits:
+    """As `plan.layer_exchanges` says of this engine: recomputation, selective too, runs a layer again up to its last
+    product, and tensor ranks route their parts of the tokens to whole experts."""
+    split = jobs.sequence_parallel
+    again = (jobs.recompute > 0).astype(np.float64)
+    attention_enter = _border(split, 0.5 * entered, 0.5 * entered, 0.0 * entered, entered)
+    enter = _border(split, 0.5 * whole, 0.5 * whole, 0.0 * whole, whole)
+    leave = _border(split, 0.5 * whole, 0.5 * whole, whole, 0.0 * whole)
+    together = _border(split, 0.0 * whole, 0.0 * whole, 0.5 * whole, 0.5 * whole)
+    attention = attention_enter.forward + leave.forward
+    attention_back = attention_enter.backward + leave.backward + again * attention
+    feed_forward, feed_back = enter.forward + leave.forward, enter.backward + leave.backward
+    shared = (shape.shared_ffn > 0).astype(np.float64)
+    return TensorWaits(
+        dense=(attention + feed_forward, attention_back + feed_back + again * enter.forward),
+        mixture=(
+            attention + shared * feed_forward + together.forward,
+            attention_back + shared * (feed_back + again * feed_forward) + together.backward,
+        ),
+    )
+
+
+def _border(split: Array, forward: Array, backward: Array, whole_forward: Array, whole_backward: Array) -> _Border:
+    """Where sequences are split, and where they are whole."""
+    return _Border(np.where(split > 0, forward, whole_forward), np.where(split > 0, backward, whole_backward))
