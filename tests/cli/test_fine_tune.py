@@ -18,7 +18,7 @@ from cuboid.data.source import Shuffled, make_source
 from cuboid.model.transformer import IGNORED
 from cuboid.spec.run import load_run
 from tests.checkpoint.pretrained import SIZES
-from tests.cli.test_train import environment
+from tests.cli.command import environment
 from tests.data.corpora import train_tokenizer
 
 ROOT = Path(__file__).parents[2]
