@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from cuboid.cost.communication import Group, all_gather, all_to_all, group
-from cuboid.cost.compute import Kernels
 from cuboid.cost.constants import Engine, Fabric
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.spec.layout import CONTEXT_METHODS
@@ -42,8 +41,11 @@ def outer_group(fabric: Fabric, jobs: Jobs) -> Group:
     return group(fabric, jobs.cp / jobs.cp_inner, jobs.tp * jobs.cp_inner)
 
 
-def waiting(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs, kernels: Kernels) -> tuple[Array, Array]:
-    """Seconds in one layer, forward and backward without what recomputation repeats."""
+def waiting(
+    engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs, attention: tuple[Array, Array]
+) -> tuple[Array, Array]:
+    """Seconds in one layer, forward and backward without what recomputation repeats. `attention`: the seconds that its
+    core computes in both."""
     widths, token = Widths.of(shape, jobs), engine.activation_wire * jobs.tokens
     inner, outer = group(fabric, jobs.cp_inner, jobs.tp), outer_group(fabric, jobs)
     given = token * (widths.query + widths.keys + widths.output)
@@ -53,10 +55,7 @@ def waiting(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs, kernels: K
     share = (outer.size - 1) / outer.size
     hidden = [
         np.minimum(engine.context_overlap * times * passed, share * seconds)
-        for times, seconds in (
-            (1, kernels.attention_forward),
-            (2, kernels.attention_backward),
-        )
+        for times, seconds in zip((1, 2), attention, strict=True)
     ]
     rings = (outer.size > 1) & (jobs.cp_method != GATHER)
     forward, backward = (times * passed - rings * saved for times, saved in zip((1, 2), hidden, strict=True))

@@ -74,9 +74,10 @@ def _host(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs, crosses: Arr
 def layer_times(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts: Kernels, precision: str) -> LayerTimes:
     """Seconds of one layer of one micro-batch, by kind of layer."""
     crosses = ((jobs.pp > 1) & (jobs.world_size / jobs.pp >= fabric.node)).astype(np.float64)
+    core = (parts.attention_forward, parts.attention_backward)
     tensor, (context, context_back) = (
         tensor_waits(engine, fabric, shape, jobs),
-        waiting(engine, fabric, shape, jobs, parts),
+        waiting(engine, fabric, shape, jobs, core),
     )
     added = _host(engine, fabric, shape, jobs, crosses, precision)
     blocks = engine.host_block * further_blocks(jobs)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from cuboid.model.block_attention import documents_mix, has_flash
+from cuboid.model.block_attention import documents_mix
+from cuboid.model.fused_attention import has_flash
 from cuboid.model.linear import Linear, Norm
 from cuboid.model.rope import Positions, rotate
 from cuboid.spec.model import ModelSpec

@@ -2,7 +2,7 @@
 sum of each query's exponentials, and a backward pass that takes this sum over all blocks.
 
 Tensors are (sequences, length, heads, head_dim), sums (sequences, heads, length). Runs of query heads share a key-value
-head. On CUDA in half precision this is the flash kernel; elsewhere plain matrix products, exact in float64."""
+head. Fused kernels compute them where there are any, plain matrix products elsewhere (on CUDA in float32 or 64)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as functional
 from torch import Tensor
 
 from cuboid.model.documents import Documents
+from cuboid.model.fused_attention import Gradients, cpu_backward, cpu_forward, cuda_backward, cuda_forward, has_flash
 
 
 def attend(
@@ -22,7 +22,15 @@ def attend(
     """(what each query sees, log of its sum of exponentials). Without `causal` every query sees every key; with it
     there are as many keys as queries, and `documents` may divide them."""
     if has_flash(query):
-        return _flash(query, key, value, causal, documents)
+        return cuda_forward(query, key, value, causal, documents)
+    if not query.is_cuda:
+        return cpu_forward(query, key, value, causal, documents)
+    return plain_forward(query, key, value, causal, documents)
+
+
+def plain_forward(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, documents: Documents | None
+) -> tuple[Tensor, Tensor]:
     scores = _scores(query, key, causal, documents)
     sums = scores.logsumexp(-1)
     seen = torch.einsum("bgrqk,bkgd->bqgrd", (scores - sums.unsqueeze(-1)).exp(), _wide(value))
@@ -38,10 +46,25 @@ def attend_backward(
     sums: Tensor,
     causal: bool,
     documents: Documents | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     """What this block adds to the gradients of its queries, keys and values; `seen` and `sums` are over all blocks."""
     if has_flash(query):
-        return _flash_backward(gradient, query, key, value, seen, sums, causal, documents)
+        return cuda_backward(gradient, query, key, value, seen, sums, causal, documents)
+    if not query.is_cuda:
+        return cpu_backward(gradient, query, key, value, seen, sums, causal, documents)
+    return plain_backward(gradient, query, key, value, seen, sums, causal, documents)
+
+
+def plain_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Tensor,
+    sums: Tensor,
+    causal: bool,
+    documents: Documents | None,
+) -> Gradients:
     heads = key.shape[2]
     scores = _scores(query, key, causal, documents)
     weights = (scores - sums.unflatten(1, (heads, -1)).unsqueeze(-1)).exp()
@@ -94,53 +117,3 @@ def _scores(query: Tensor, key: Tensor, causal: bool, documents: Documents | Non
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
         scores.masked_fill_(hidden, -math.inf)
     return scores
-
-
-def has_flash(query: Tensor) -> bool:
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
-
-
-def _flash(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, documents: Documents | None
-) -> tuple[Tensor, Tensor]:
-    width = value.shape[3]
-    packed, edges, longest = _packed(documents, query, key, functional.pad(value, (0, query.shape[3] - width)))
-    lengths = (longest, longest) if edges is not None else (query.shape[1], key.shape[1])
-    # The operation below `varlen_attn` and `scaled_dot_product_attention`: neither has a backward for outside sums.
-    seen, sums, *_ = torch.ops.aten._flash_attention_forward(*packed, edges, edges, *lengths, 0.0, causal, False)
-    if edges is not None:
-        seen, sums = seen.view(query.shape), sums.unflatten(1, query.shape[:2]).transpose(0, 1)
-    return seen[..., :width], sums
-
-
-def _flash_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    seen: Tensor,
-    sums: Tensor,
-    causal: bool,
-    documents: Documents | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    width, missing = value.shape[3], query.shape[3] - value.shape[3]
-    wide = [functional.pad(x, (0, missing)) for x in (value, seen.to(query.dtype))]
-    packed, edges, longest = _packed(documents, functional.pad(gradient, (0, missing)), query, key, *wide)
-    lengths = (longest, longest) if edges is not None else (query.shape[1], key.shape[1])
-    sums = sums.contiguous() if edges is None else sums.transpose(0, 1).flatten(1).contiguous()
-    random = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none
-    gradients = torch.ops.aten._flash_attention_backward(
-        *packed, sums, edges, edges, *lengths, 0.0, causal, random, torch.empty(0, device=query.device)
-    )
-    query_gradient, key_gradient, value_gradient = (
-        part.view(like.shape[:3] + part.shape[-1:]) for part, like in zip(gradients, (query, key, value), strict=True)
-    )
-    return query_gradient, key_gradient, value_gradient[..., :width]
-
-
-def _packed(documents: Documents | None, *tensors: Tensor) -> tuple[list[Tensor], Tensor | None, int]:
-    """With documents, all sequences in one row with the edges of documents in it, and the longest document."""
-    if documents is None:
-        return [x.contiguous() for x in tensors], None, 0
-    edges = documents.edges(tensors[0].device)
-    return [x.flatten(0, 1).contiguous() for x in tensors], edges, max(documents.lengths)

@@ -23,7 +23,8 @@ def jobs(*layouts: str, sequence: int = 131072) -> Jobs:
 
 
 def seconds(fabric: Fabric, work: Jobs) -> tuple[np.ndarray, np.ndarray]:
-    return waiting(ENGINE, fabric, SHAPE, work, kernels(SHAPE, work, MACHINE.chip, ENGINE, "bf16"))
+    parts = kernels(SHAPE, work, MACHINE.chip, ENGINE, "bf16")
+    return waiting(ENGINE, fabric, SHAPE, work, (parts.attention_forward, parts.attention_backward))
 
 
 def test_what_a_token_has_on_a_rank() -> None:

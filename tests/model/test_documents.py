@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as functional
 
-from cuboid.model.block_attention import attend, attend_backward, documents_mix
+from cuboid.model.block_attention import attend, attend_backward, documents_mix, plain_backward, plain_forward
 from cuboid.model.documents import Documents
 from cuboid.model.initialize import initialize
 from cuboid.model.rope import PositionTable
@@ -54,13 +56,14 @@ def test_packed_documents_equal_documents_one_by_one(name: str) -> None:
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["full", "causal", "documents"])
-def test_a_block_equals_plain_attention(kind: str, kv_heads: int) -> None:
+@pytest.mark.parametrize("kernels", [(attend, attend_backward), (plain_forward, plain_backward)])
+def test_a_block_equals_plain_attention(kernels: tuple[Any, Any], kind: str, kv_heads: int) -> None:
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 8, 4, 6, dtype=torch.float64, generator=generator, requires_grad=True)
     key = torch.randn(2, 8, kv_heads, 6, dtype=torch.float64, generator=generator, requires_grad=True)
     value = torch.randn(2, 8, kv_heads, 3, dtype=torch.float64, generator=generator, requires_grad=True)
     documents = Documents(IDS) if kind == "documents" else None
-    seen, sums = attend(query, key, value, kind != "full", documents)
+    seen, sums = kernels[0](query, key, value, kind != "full", documents)
     mask = documents.mask(query.device) if documents else torch.ones(8, 8, dtype=torch.bool)
     mask = mask.tril() if kind == "causal" else mask
     expected = functional.scaled_dot_product_attention(
@@ -70,7 +73,7 @@ def test_a_block_equals_plain_attention(kind: str, kv_heads: int) -> None:
     gradient = torch.randn(seen.shape, dtype=torch.float64, generator=generator)
     wanted = torch.autograd.grad(expected, (query, key, value), gradient)
     with torch.no_grad():
-        found = attend_backward(gradient, query, key, value, seen, sums, kind != "full", documents)
+        found = kernels[1](gradient, query, key, value, seen, sums, kind != "full", documents)
     assert all(torch.allclose(one, two, atol=1e-12) for one, two in zip(found, wanted, strict=True))
     if documents is not None:
         again = torch.autograd.grad(documents_mix(query, key, value, documents), (query, key, value), gradient)

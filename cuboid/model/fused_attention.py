@@ -1,0 +1,122 @@
+"""Blocks of attention by fused kernels of PyTorch, which never hold the matrix of scores: flash attention on CUDA in
+half precision, its counterpart on the CPU in any.
+
+These are the operations below `scaled_dot_product_attention` and `varlen_attn`, because neither of those has a backward
+pass for sums over other blocks too. Shapes and arguments are those of `block_attention`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from cuboid.model.documents import Documents
+
+Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+def has_flash(query: Tensor) -> bool:
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+
+
+def cuda_forward(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, documents: Documents | None
+) -> tuple[Tensor, Tensor]:
+    width = value.shape[3]
+    packed, edges, longest = _packed(documents, query, key, functional.pad(value, (0, query.shape[3] - width)))
+    lengths = (longest, longest) if edges is not None else (query.shape[1], key.shape[1])
+    seen, sums, *_ = torch.ops.aten._flash_attention_forward(*packed, edges, edges, *lengths, 0.0, causal, False)
+    if edges is not None:
+        seen, sums = seen.view(query.shape), sums.unflatten(1, query.shape[:2]).transpose(0, 1)
+    return seen[..., :width], sums
+
+
+def cuda_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Tensor,
+    sums: Tensor,
+    causal: bool,
+    documents: Documents | None,
+) -> Gradients:
+    width, missing = value.shape[3], query.shape[3] - value.shape[3]
+    wide = [functional.pad(x, (0, missing)) for x in (value, seen.to(query.dtype))]
+    packed, edges, longest = _packed(documents, functional.pad(gradient, (0, missing)), query, key, *wide)
+    lengths = (longest, longest) if edges is not None else (query.shape[1], key.shape[1])
+    sums = sums.contiguous() if edges is None else sums.transpose(0, 1).flatten(1).contiguous()
+    random = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none
+    gradients = torch.ops.aten._flash_attention_backward(
+        *packed, sums, edges, edges, *lengths, 0.0, causal, random, torch.empty(0, device=query.device)
+    )
+    query_gradient, key_gradient, value_gradient = (
+        part.view(like.shape[:3] + part.shape[-1:]) for part, like in zip(gradients, (query, key, value), strict=True)
+    )
+    return query_gradient, key_gradient, value_gradient[..., :width]
+
+
+def _packed(documents: Documents | None, *tensors: Tensor) -> tuple[list[Tensor], Tensor | None, int]:
+    """With documents, all sequences in one row with the edges of documents in it, and the longest document."""
+    if documents is None:
+        return [x.contiguous() for x in tensors], None, 0
+    edges = documents.edges(tensors[0].device)
+    return [x.flatten(0, 1).contiguous() for x in tensors], edges, max(documents.lengths)
+
+
+def cpu_forward(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, documents: Documents | None
+) -> tuple[Tensor, Tensor]:
+    seen, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        *_by_head(query, key, value), 0.0, causal and documents is None, attn_mask=_added(documents, query)
+    )
+    return seen.transpose(1, 2)[..., : value.shape[3]], sums
+
+
+def cpu_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Tensor,
+    sums: Tensor,
+    causal: bool,
+    documents: Documents | None,
+) -> Gradients:
+    missing, copies = query.shape[3] - value.shape[3], query.shape[2] // key.shape[2]
+    outer = [functional.pad(x, (0, missing)).transpose(1, 2) for x in (gradient, seen.to(query.dtype))]
+    parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        outer[0],
+        *_by_head(query, key, value),
+        outer[1],
+        sums,
+        0.0,
+        causal and documents is None,
+        attn_mask=_added(documents, query),
+    )
+    query_gradient, *shared = (part.transpose(1, 2) for part in parts)
+    if copies > 1:
+        shared = [part.unflatten(2, (-1, copies)).sum(3) for part in shared]
+    return query_gradient, shared[0], shared[1][..., : value.shape[3]]
+
+
+def _by_head(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+    """As the kernel wants them: heads before tokens, as many and as wide for all three."""
+    copies = query.shape[2] // key.shape[2]
+    value = functional.pad(value, (0, query.shape[3] - value.shape[3]))
+    shared = (x.repeat_interleave(copies, dim=2) if copies > 1 else x for x in (key, value))
+    return [x.transpose(1, 2) for x in (query, *shared)]
+
+
+def _added(documents: Documents | None, query: Tensor) -> Tensor | None:
+    """The mask of documents as what is added to scores."""
+    if documents is None:
+        return None
+    key = ("added", query.dtype)
+    if key not in documents.kept:
+        mask = documents.mask(query.device)
+        documents.kept[key] = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -math.inf)
+    found: Tensor = documents.kept[key]
+    return found
