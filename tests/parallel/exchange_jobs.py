@@ -71,6 +71,9 @@ def _differences(rank: int, group: Group, size: int, dtype: torch.dtype, seed: i
         "all_gather": torch.equal(collectives.all_gather(own, group), parts.flatten(0, 1)),
         "reduce_scatter": same(collectives.reduce_scatter(own, group), total[rank : rank + 1]),
         "reduce_scatter of a view": same(collectives.reduce_scatter(own.t().contiguous().t(), group), total[rank]),
+        "all_to_all": torch.equal(collectives.all_to_all(own, group), parts[:, rank]),
+        "shift": torch.equal(collectives.start_shift(own, group).wait(), parts[rank - 1]),
+        "shift of a view": torch.equal(collectives.start_shift(own.t(), group, tag=1).wait(), parts[rank - 1].t()),
         "the input": torch.equal(own, parts[rank]),
     }
     into = torch.empty(group.size * group.size, size, dtype=dtype)
