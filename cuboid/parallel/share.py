@@ -30,13 +30,13 @@ class Sharing:
         self._places = torch.cat([torch.arange(part.start, part.stop) for part in places_of(index, size, sequence)])
         self._table = PositionTable(run.model, sequence, dtype, device)
         self._positions = self._table.at(self._places.unsqueeze(0))
-        self._whole, self._data = size == 1, run.data
+        self._own = self._places.to(device) if size > 1 else None
+        self._data = run.data
 
     def of(self, batch: MicroBatch) -> Share:
         positions = self._positions
         if batch.documents is not None:
             positions = self._table.of(self._places, batch.documents, self._data)
-        if self._whole:
+        if self._own is None:
             return Share(batch.tokens, batch.labels, positions)
-        places = self._places.to(batch.tokens.device)
-        return Share(batch.tokens[:, places], batch.labels[:, places], positions)
+        return Share(batch.tokens[:, self._own], batch.labels[:, self._own], positions)

@@ -23,7 +23,7 @@ class DataSpec:
     or filled up."""
     mask_across_documents: bool = False
     """Leave out of the loss the first token of each document, which no earlier token of its own document foretells.
-    Attention still sees the documents that stand before in the same sample."""
+    What attention sees is decided below."""
     attention_within_documents: bool = False
     """Tokens of a packed sample see only those of their own document."""
     positions_within_documents: bool = False

@@ -42,6 +42,14 @@ def flags_of(script: str) -> dict[str, str]:
     return found
 
 
+def test_megatron_has_every_method_of_context_parallelism(plan: Callable[..., Plan]) -> None:
+    kinds = {"ring": "p2p", "ulysses": "a2a", "allgather": "all_gather", "hybrid": "a2a+p2p"}
+    for method, kind in kinds.items():
+        flags = flags_of(export(plan(f"dp=2,cp=8,zero=1,cp_method={method}"), "megatron"))
+        assert (flags["--context-parallel-size"], flags["--cp-comm-type"]) == ("8", kind)
+        assert flags.get("--hierarchical-context-parallel-sizes") == ("4 2" if method == "hybrid" else None)
+
+
 def test_megatron(plan: Callable[..., Plan]) -> None:
     script = export(plan("dp=2,tp=4,pp=2,zero=1,recompute=full,micro_batch=2"), "megatron")
     flags = flags_of(script)
@@ -166,6 +174,7 @@ def test_nanotron(plan: Callable[..., Plan]) -> None:
         ("torchtitan", "dp=8,pp=2,zero=3,schedule=zb1p", "llama3-8b", "schedule=zb1p"),
         ("nanotron", "dp=16,zero=3", "llama3-8b", "zero=3"),
         ("nanotron", "dp=8,pp=2,schedule=interleaved", "llama3-8b", "schedule=interleaved"),
+        ("nanotron", "dp=8,cp=2,cp_method=ulysses", "llama3-8b", "cp_method=ulysses"),
         ("nanotron", "dp=16", "gpt-22b", "model=gpt-22b"),
         ("nanotron", "dp=16,recompute=selective", "llama3-8b", "recompute=selective"),
     ],

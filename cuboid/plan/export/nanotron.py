@@ -110,6 +110,7 @@ def _check(plan: Plan) -> None:
     hybrid = layout.zero == 1 and layout.shard_size < layout.dp
     lost.unless(not hybrid, "shard", layout.shard, "leave shard out")
     lost.unless(layout.recompute != "selective", "recompute", layout.recompute, "use recompute=none or recompute=full")
+    lost.unless(layout.cp_method == "ring", "cp_method", layout.cp_method, "use cp_method=ring")
     lost.unless(layout.ep == 1, "ep", layout.ep, "use ep=1")
     precision = plan.question.precision
     lost.unless(precision in ("bf16", "float32"), "precision", precision, "use precision=bf16")
