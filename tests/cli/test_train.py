@@ -51,7 +51,8 @@ def test_four_ranks(tmp_path: Path) -> None:
 
 def test_json_and_a_run_file_from_another_folder(tmp_path: Path) -> None:
     """The same command again goes on, here with nothing; another training is refused; --overwrite starts anew."""
-    command = train("--layout", "tp=2", "--json", "--set", "checkpoint.every=2")
+    saves = ["--set", "checkpoint.every=2", "--set", "checkpoint.asynchronous=false"]  # so that none is waited for
+    command = train("--layout", "tp=2", "--json", *saves)
     first = run(command, tmp_path)
     assert (first.returncode, first.stderr) == (0, "")
     summary = json.loads(first.stdout)
