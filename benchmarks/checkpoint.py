@@ -133,7 +133,7 @@ def main() -> None:
     try:
         with Pool() as pool:
             measured = pool.run(
-                "benchmarks.checkpoint:measure", (gigabyte_run(folder), arguments.rounds), ranks=RANKS, timeout=600
+                "checkpoint:measure", (gigabyte_run(folder), arguments.rounds), ranks=RANKS, timeout=600
             )[0]
     finally:
         shutil.rmtree(folder, ignore_errors=True)

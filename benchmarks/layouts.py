@@ -58,7 +58,7 @@ def main() -> None:
     with Pool() as pool:
         for _ in range(options.rounds):
             for layout, run in runs.items():
-                measured[layout] += pool.run("benchmarks.layouts:step_seconds", (run,), ranks=run.layout.world_size)[0]
+                measured[layout] += pool.run("layouts:step_seconds", (run,), ranks=run.layout.world_size)[0]
     tokens = 16 * 256
     alone = tokens / statistics.median(measured["dp=1"])
     rows = []
