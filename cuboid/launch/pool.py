@@ -21,6 +21,8 @@ from cuboid.errors import RankError, UserError
 from cuboid.launch.orphan import follow_parent
 
 PRELOADED = ["cuboid.launch.preload"]
+LINGER = 2.0
+"""Seconds after a failure in which other ranks are still heard: one of them may have been the first to fail."""
 
 
 class Answer(NamedTuple):
@@ -122,9 +124,15 @@ class Pool:
                     f"ranks {sorted(set(range(len(connections))) - set(results))} gave no answer in {timeout} s"
                 )
             answers = {rank: _receive(c) for rank, c in enumerate(connections) if c in ready}
-            failures = [rank for rank, answer in answers.items() if answer.outcome != "done"]
-            if failures:
-                # Ranks that wait for a failed one fail in turn: the first is the cause.
+            if any(answer.outcome != "done" for answer in answers.values()):
+                # Ranks that miss a failed one fail in turn, and may be heard of sooner: the first to fail is the cause.
+                until = time.monotonic() + LINGER
+                while rest := {rank: c for rank, c in enumerate(connections) if rank not in {**results, **answers}}:
+                    ready = wait(rest.values(), max(0.0, until - time.monotonic()))
+                    if not ready:
+                        break
+                    answers |= {rank: _receive(c) for rank, c in rest.items() if c in ready}
+                failures = [rank for rank, answer in answers.items() if answer.outcome != "done"]
                 first = min(failures, key=lambda rank: answers[rank].moment)
                 self._fail(first, answers[first])
             results |= {rank: answer.value for rank, answer in answers.items()}
