@@ -1,9 +1,10 @@
-"""The training loop of one rank."""
+"""The training of one rank: set-up, steps, evaluation, saves, end."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import dataclass
 
 import torch
 
@@ -27,44 +28,98 @@ from cuboid.train.step import PendingStep, start_step
 def train(run: Run, rank: int, device: torch.device, quiet: bool = False) -> float:
     """Train to the last step, from the newest checkpoint of the run or the first step; returns the last loss, equal on
     all ranks."""
-    torch.use_deterministic_algorithms(run.training.deterministic)
-    engine = build_engine(run, rank, device)
-    optimizer = Optimizer(engine, run.optimizer)
-    source = make_source(run)
-    validation = make_validation_source(run) if run.evaluation.every else None
-    replica = engine.groups.coordinates.dp
-    folder, group = checkpoint_folder(run), deadline_group(run.checkpoint.timeout_seconds)
-    done = resume(engine, optimizer, folder, group, quiet)
-    saver = Saver(engine, optimizer, folder, group) if run.checkpoint.every else None
-    if run.training.start_from and not done:
-        start(engine, run.training.start_from, quiet)
-    loss = float("nan")
-    under_way: deque[tuple[int, float, PendingStep]] = deque()
-    with Metrics(run, rank, quiet, done) as metrics, CommunicationLog(run, rank, engine.ledger) as communication:
-        clock = time.perf_counter()
-        for step in range(done, run.training.steps):
-            rate = learning_rate(run.learning_rate, step, run.training.steps)
-            batches = micro_batches(source, run, step, replica, device)
-            pending = start_step(engine, optimizer, batches, rate, saver.before_update if saver else None)
-            under_way.append((step, rate, pending))
-            communication.record(step)
-            evaluates = validation is not None and (step + 1) % run.evaluation.every == 0
-            saves = saver is not None and run.checkpoint.is_due(step + 1, run.training.steps)
-            # A GPU computes a step while the host prepares the next, and waits for nothing between them.
-            at_once = device.type == "cpu" or evaluates or saves or step + 1 == run.training.steps
-            while len(under_way) > (0 if at_once else 1):
-                number, its_rate, pending = under_way.popleft()
-                result = pending.result()
-                loss, seconds = result.loss, time.perf_counter() - clock
-                held_out = None
-                if evaluates and validation is not None and number == step:
-                    held_out = evaluate(engine, evaluation_batches(*validation, run, replica, device))
-                reports = saver.reports() if saver else []
-                metrics.record(number, result, its_rate, seconds, engine.pipeline.timing, held_out, reports)
-                clock = time.perf_counter()
-            if saves and saver is not None:
-                saver.save(step + 1)  # after the row of this step, which a resumed run will not write again
-                clock = time.perf_counter()
-        if saver:
-            metrics.add_saves(saver.finish())
-    return loss
+    return Trainer(run, rank, device, quiet).train()
+
+
+@dataclass(frozen=True)
+class Started:
+    """A step whose result is on its way from the device."""
+
+    step: int
+    learning_rate: float
+    pending: PendingStep
+
+
+class Trainer:
+    """Every rank makes one and calls the same methods in the same order."""
+
+    def __init__(self, run: Run, rank: int, device: torch.device, quiet: bool = False) -> None:
+        """Set-up: after it the state is that of the newest checkpoint, or of the first step."""
+        torch.use_deterministic_algorithms(run.training.deterministic)
+        self.run, self.device = run, device
+        self.engine = build_engine(run, rank, device)
+        self.optimizer = Optimizer(self.engine, run.optimizer)
+        self.source = make_source(run)
+        self.validation = make_validation_source(run) if run.evaluation.every else None
+        folder, group = checkpoint_folder(run), deadline_group(run.checkpoint.timeout_seconds)
+        self.done = resume(self.engine, self.optimizer, folder, group, quiet)
+        self.saver = Saver(self.engine, self.optimizer, folder, group) if run.checkpoint.every else None
+        if run.training.start_from and not self.done:
+            start(self.engine, run.training.start_from, quiet)
+        self.metrics = Metrics(run, rank, quiet, self.done)
+        self.communication = CommunicationLog(run, rank, self.engine.ledger)
+        self.loss = float("nan")
+        self._under_way: deque[Started] = deque()
+        self._clock = 0.0
+
+    def train(self) -> float:
+        with self.metrics, self.communication:
+            self._clock = time.perf_counter()
+            while self.done < self.run.training.steps:
+                self._start_step()
+                self.done += 1
+                # A GPU computes a step while the host prepares the next, and waits for nothing between them.
+                at_once = self.device.type == "cpu" or self._evaluates or self._saves or self._is_last
+                while len(self._under_way) > (0 if at_once else 1):
+                    self._finish_step(self._under_way.popleft())
+                if self._saves:
+                    self._save()  # after the row of this step, which a resumed run will not write again
+            self._finish()
+        return self.loss
+
+    @property
+    def _is_last(self) -> bool:
+        return self.done == self.run.training.steps
+
+    @property
+    def _evaluates(self) -> bool:
+        return self.validation is not None and self.done % self.run.evaluation.every == 0
+
+    @property
+    def _saves(self) -> bool:
+        return self.saver is not None and self.run.checkpoint.is_due(self.done, self.run.training.steps)
+
+    @property
+    def _replica(self) -> int:
+        return self.engine.groups.coordinates.dp
+
+    def _start_step(self) -> None:
+        rate = learning_rate(self.run.learning_rate, self.done, self.run.training.steps)
+        batches = micro_batches(self.source, self.run, self.done, self._replica, self.device)
+        before_update = self.saver.before_update if self.saver else None
+        pending = start_step(self.engine, self.optimizer, batches, rate, before_update)
+        self._under_way.append(Started(self.done, rate, pending))
+        self.communication.record(self.done)
+
+    def _finish_step(self, started: Started) -> None:
+        """Wait for a step's numbers and write them down, with those of an evaluation that follows it."""
+        result = started.pending.result()
+        self.loss, seconds = result.loss, time.perf_counter() - self._clock
+        held_out = self._evaluate() if self._evaluates and started.step + 1 == self.done else None
+        reports = self.saver.reports() if self.saver else []
+        timing = self.engine.pipeline.timing
+        self.metrics.record(started.step, result, started.learning_rate, seconds, timing, held_out, reports)
+        self._clock = time.perf_counter()
+
+    def _evaluate(self) -> float:
+        assert self.validation is not None
+        return evaluate(self.engine, evaluation_batches(*self.validation, self.run, self._replica, self.device))
+
+    def _save(self) -> None:
+        assert self.saver is not None
+        self.saver.save(self.done)
+        self._clock = time.perf_counter()
+
+    def _finish(self) -> None:
+        if self.saver:
+            self.metrics.add_saves(self.saver.finish())
