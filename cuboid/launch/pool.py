@@ -7,6 +7,7 @@ A fork server imports torch and Cuboid once; each rank is a fork of it, so it st
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -68,6 +69,8 @@ def _serve(connection: Connection) -> None:
             result = resolve_name(function)(rank, *arguments)
             if ranks > 1:
                 dist.destroy_process_group()
+            # Engines hold on to themselves in circles, and to groups whose threads would wake a hundred times a second.
+            gc.collect()
             connection.send(Answer("done", result, time.monotonic()))
         except UserError as error:
             connection.send(Answer("refused", str(error), time.monotonic()))

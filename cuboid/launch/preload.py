@@ -1,5 +1,6 @@
 """What the fork server imports once for all rank processes."""
 
+import gc
 import signal
 
 # Ctrl-C reaches the fork server too, which ends with the command; without this it would tell where its imports stood.
@@ -12,3 +13,6 @@ import cuboid.verify.compare  # noqa: E402, F401
 
 # The first optimizer of a process imports another thousand modules; and no thread is started by making one.
 torch.optim.AdamW([torch.zeros(1)])
+# What is here now stays: a collection in a rank need not look at it, nor copy its pages by doing so.
+gc.collect()
+gc.freeze()
