@@ -23,6 +23,8 @@ from cuboid.schedule.table import Action, Kind, Schedule
 class TimedAction:
     action: Action
     start: float
+    ready: float
+    """When what it waited for from another rank was there; its start where it waits for nothing."""
     end: float
 
 
@@ -80,10 +82,10 @@ class Pipeline:
         self._postponed: dict[tuple[int, int], dict[Any, list[Callable[[], None]]]] = {}
         self.timing.clear()
         for action in self.schedule.actions[self.rank]:
-            start = self._now()
+            start = self._ready = self._now()
             self._runners[action.kind](action.stage, action.micro_batch)
             if self._keep_timing:
-                self.timing.append(TimedAction(action, start, self._now()))
+                self.timing.append(TimedAction(action, start, self._ready, self._now()))
         self._channels.finish()
         return self._loss
 
@@ -106,10 +108,15 @@ class Pipeline:
             torch.cuda.synchronize()
         return time.perf_counter()
 
+    def _receive(self, message: Message) -> Tensor:
+        received = self._channels.receive(message)
+        self._ready = self._now()
+        return received
+
     def _forward(self, stage: int, index: int) -> None:
         share = self._micro_batches[index]
         received = stage > 0
-        x = self._channels.receive(Message(stage - 1, stage, index)).requires_grad_() if received else share.tokens
+        x = self._receive(Message(stage - 1, stage, index)).requires_grad_() if received else share.tokens
         y = self.stages[stage].forward(x, share)
         self._in_flight[stage, index] = (x, y)
         if stage + 1 < self.schedule.stages:
@@ -120,7 +127,7 @@ class Pipeline:
     def _backward(self, stage: int, index: int) -> None:
         x, y = self._in_flight.pop((stage, index))
         last = stage + 1 == self.schedule.stages
-        gradient = self._scale if last else self._channels.receive(Message(stage + 1, stage, index))
+        gradient = self._scale if last else self._receive(Message(stage + 1, stage, index))
         self.stages[stage].backward(y, gradient)
         if stage > 0:
             assert x.grad is not None

@@ -14,7 +14,7 @@ from cuboid.errors import UserError
 from cuboid.spec.run import Run, build_run, dump_run, load_run
 
 RUN_FILE = "run.toml"
-WRITTEN = ("metrics.jsonl", "timing-*.jsonl", "communication-*.jsonl", "failures.jsonl")
+WRITTEN = ("metrics.jsonl", "timing-*.jsonl", "communication-*.jsonl", "memory-*.jsonl", "failures.jsonl")
 REPORTS = "failure-*.txt"
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import socket
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -69,8 +71,10 @@ class Metrics:
         """`held_out`: the loss on validation data, where this step was followed by an evaluation. `saves`: those that
         ended since the last step."""
         if self._timing is not None:
-            actions = [[str(timed.action), timed.start, timed.end] for timed in timing]
-            self._timing.append({"step": step + 1, "actions": actions})
+            actions = [[str(timed.action), timed.start, timed.ready, timed.end] for timed in timing]
+            # Clocks of one host agree; those of several are brought together by the time of day and by messages.
+            clock = {"host": socket.gethostname(), "clock": time.time() - time.perf_counter()}
+            self._timing.append({"step": step + 1, "seconds": seconds, **clock, "actions": actions})
         if self._rows is None:
             return
         training = self._run.training

@@ -20,6 +20,7 @@ from cuboid.train.communication import CommunicationLog
 from cuboid.train.evaluate import evaluate
 from cuboid.train.folder import checkpoint_folder
 from cuboid.train.learning_rate import learning_rate
+from cuboid.train.memory import MemoryLog
 from cuboid.train.metrics import Metrics
 from cuboid.train.optimizer import Optimizer
 from cuboid.train.step import PendingStep, start_step
@@ -47,6 +48,7 @@ class Trainer:
         """Set-up: after it the state is that of the newest checkpoint, or of the first step."""
         torch.use_deterministic_algorithms(run.training.deterministic)
         self.run, self.device = run, device
+        self.memory = MemoryLog(run, rank, device)
         self.engine = build_engine(run, rank, device)
         self.optimizer = Optimizer(self.engine, run.optimizer)
         self.source = make_source(run)
@@ -63,13 +65,14 @@ class Trainer:
         self._clock = 0.0
 
     def train(self) -> float:
-        with self.metrics, self.communication:
+        with self.metrics, self.communication, self.memory:
             self._clock = time.perf_counter()
             while self.done < self.run.training.steps:
                 self._start_step()
                 self.done += 1
                 # A GPU computes a step while the host prepares the next, and waits for nothing between them.
                 at_once = self.device.type == "cpu" or self._evaluates or self._saves or self._is_last
+                at_once = at_once or self.run.output.keep_timing  # the next step writes over the times of this one
                 while len(self._under_way) > (0 if at_once else 1):
                     self._finish_step(self._under_way.popleft())
                 if self._saves:
@@ -109,6 +112,7 @@ class Trainer:
         reports = self.saver.reports() if self.saver else []
         timing = self.engine.pipeline.timing
         self.metrics.record(started.step, result, started.learning_rate, seconds, timing, held_out, reports)
+        self.memory.record(started.step, self.engine, self.optimizer)
         self._clock = time.perf_counter()
 
     def _evaluate(self) -> float:

@@ -44,9 +44,13 @@ def test_four_ranks(tmp_path: Path) -> None:
         timing = rows(folder / f"timing-{rank:05d}.jsonl")
         assert [row["step"] for row in timing] == [1, 2, 3]
         for row in timing:
-            actions: list[tuple[str, float, float]] = row["actions"]  # type: ignore[assignment]
-            assert [name for name, _, _ in actions] == [str(action) for action in schedule.actions[rank // 2]]
-            assert all(start <= end for _, start, end in actions)
+            actions: list[tuple[str, float, float, float]] = row["actions"]  # type: ignore[assignment]
+            assert [name for name, *_ in actions] == [str(action) for action in schedule.actions[rank // 2]]
+            assert all(start <= ready <= end for _, start, ready, end in actions)
+        (memory,) = rows(folder / f"memory-{rank:05d}.jsonl")[-1:]
+        assert memory["peak"] > memory["before"] > 0
+        assert memory["weights"] / 4 == pytest.approx(427_456 / 2, rel=0.2), "half of the layers in float32"
+        assert memory["optimizer"] == 2 * memory["weights"]
 
 
 def test_json_and_a_run_file_from_another_folder(tmp_path: Path) -> None:

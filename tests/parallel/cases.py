@@ -112,6 +112,7 @@ def timed_actions(rank: int, run: Run) -> list[str]:
     train_step(engine, Optimizer(engine, run.optimizer), batches, 1e-3)
     timing = engine.pipeline.timing
     assert all(earlier.end <= later.start for earlier, later in pairwise(timing))
+    assert all(timed.start <= timed.ready <= timed.end for timed in timing)
     return [str(timed.action) for timed in timing]
 
 

@@ -8,6 +8,7 @@ import math
 import os
 import pty
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from cuboid.train.metrics import Metrics
 from cuboid.train.step import StepResult
 from tests.train.cases import short_run
 
-TIMING = [TimedAction(Action(Kind.FORWARD, 0, 1), 2.0, 2.5)]
+TIMING = [TimedAction(Action(Kind.FORWARD, 0, 1), 2.0, 2.25, 2.5)]
 
 
 def record(folder: Path, *results: StepResult, rank: int = 0, quiet: bool = False, **output: object) -> None:
@@ -91,7 +92,9 @@ def test_other_ranks_say_nothing_and_keep_only_their_timing(tmp_path: Path, caps
     assert capsys.readouterr().out == ""
     assert [path.name for path in tmp_path.iterdir()] == ["timing-00003.jsonl"]
     kept = json.loads((tmp_path / "timing-00003.jsonl").read_text())
-    assert kept == {"step": 1, "actions": [["F0.1", 2.0, 2.5]]}
+    assert kept.pop("clock") == pytest.approx(time.time() - time.perf_counter(), abs=60)
+    assert kept.pop("seconds") > 0 and kept.pop("host")
+    assert kept == {"step": 1, "actions": [["F0.1", 2.0, 2.25, 2.5]]}, "start, input there, end"
 
 
 @pytest.mark.parametrize("columns", [120, 20])
