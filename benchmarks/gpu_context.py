@@ -18,6 +18,7 @@ from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.model.block_attention import attend, attend_backward, plain_backward, plain_forward
 from cuboid.model.documents import Documents
+from cuboid.model.fused_attention import Attended
 from cuboid.parallel.apply import build_engine
 from cuboid.spec.run import build_run
 from cuboid.train.optimizer import Optimizer
@@ -35,10 +36,10 @@ def blocks() -> None:
             sizes = ((heads, 128), (shared, 128), (shared, value_dim), (heads, value_dim))
             coarse = [torch.randn(2, 512, *size, device=DEVICE, dtype=torch.bfloat16) for size in sizes]
             query, key, value, gradient = (x.double() for x in coarse)
-            seen, sums = plain_forward(query, key, value, causal, documents)
-            expected = (seen, sums, *plain_backward(gradient, query, key, value, seen, sums, causal, documents))
+            expected = plain_forward(query, key, value, causal, documents)
+            expected += plain_backward(gradient, Attended(query, key, value, *expected), causal, documents)
             found = attend(*coarse[:3], causal, documents)
-            found += attend_backward(coarse[3], *coarse[:3], found[0], found[1], causal, documents)
+            found += attend_backward(coarse[3], Attended(*coarse[:3], *found), causal, documents)
             errors = [float((x - y).abs().max() / y.abs().max()) for x, y in zip(found, expected, strict=True)]
             shown = " ".join(f"{error:.1e}" for error in errors)
             print(f"{name:>9} heads {heads}/{shared} value {value_dim}: {shown}", "" if max(errors) < 3e-2 else "WRONG")

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from cuboid.model.documents import Documents
-from cuboid.model.fused_attention import Gradients, cpu_backward, cpu_forward, cuda_backward, cuda_forward, has_flash
+from cuboid.model.fused_attention import (
+    Attended,
+    Gradients,
+    cpu_backward,
+    cpu_forward,
+    cuda_backward,
+    cuda_forward,
+    has_flash,
+)
 
 
 def attend(
@@ -38,33 +46,18 @@ def plain_forward(
 
 
 def attend_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    seen: Tensor,
-    sums: Tensor,
-    causal: bool,
-    documents: Documents | None = None,
+    gradient: Tensor, attended: Attended, causal: bool, documents: Documents | None = None
 ) -> Gradients:
-    """What this block adds to the gradients of its queries, keys and values; `seen` and `sums` are over all blocks."""
-    if has_flash(query):
-        return cuda_backward(gradient, query, key, value, seen, sums, causal, documents)
-    if not query.is_cuda:
-        return cpu_backward(gradient, query, key, value, seen, sums, causal, documents)
-    return plain_backward(gradient, query, key, value, seen, sums, causal, documents)
+    """What this block adds to the gradients of its queries, keys and values."""
+    if has_flash(attended.query):
+        return cuda_backward(gradient, attended, causal, documents)
+    if not attended.query.is_cuda:
+        return cpu_backward(gradient, attended, causal, documents)
+    return plain_backward(gradient, attended, causal, documents)
 
 
-def plain_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    seen: Tensor,
-    sums: Tensor,
-    causal: bool,
-    documents: Documents | None,
-) -> Gradients:
+def plain_backward(gradient: Tensor, attended: Attended, causal: bool, documents: Documents | None) -> Gradients:
+    query, key, value, seen, sums = attended
     heads = key.shape[2]
     scores = _scores(query, key, causal, documents)
     weights = (scores - sums.unflatten(1, (heads, -1)).unsqueeze(-1)).exp()
@@ -88,8 +81,7 @@ class _Documents(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, seen, sums = context.saved_tensors
-        return *attend_backward(gradient, query, key, value, seen, sums, True, context.documents), None
+        return *attend_backward(gradient, Attended(*context.saved_tensors), True, context.documents), None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

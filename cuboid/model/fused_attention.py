@@ -7,6 +7,7 @@ pass for sums over other blocks too. Shapes and arguments are those of `block_at
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as functional
@@ -15,6 +16,18 @@ from torch import Tensor
 from cuboid.model.documents import Documents
 
 Gradients = tuple[Tensor, Tensor, Tensor]
+
+
+class Attended(NamedTuple):
+    """What a backward pass needs of the forward one."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    seen: Tensor
+    """What the queries saw in all blocks, this one and others."""
+    sums: Tensor
+    """The logarithms of their sums of exponentials, over all blocks too."""
 
 
 def has_flash(query: Tensor) -> bool:
@@ -33,16 +46,8 @@ def cuda_forward(
     return seen[..., :width], sums
 
 
-def cuda_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    seen: Tensor,
-    sums: Tensor,
-    causal: bool,
-    documents: Documents | None,
-) -> Gradients:
+def cuda_backward(gradient: Tensor, attended: Attended, causal: bool, documents: Documents | None) -> Gradients:
+    query, key, value, seen, sums = attended
     width, missing = value.shape[3], query.shape[3] - value.shape[3]
     wide = [functional.pad(x, (0, missing)) for x in (value, seen.to(query.dtype))]
     packed, edges, longest = _packed(documents, functional.pad(gradient, (0, missing)), query, key, *wide)
@@ -75,16 +80,8 @@ def cpu_forward(
     return seen.transpose(1, 2)[..., : value.shape[3]], sums
 
 
-def cpu_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    seen: Tensor,
-    sums: Tensor,
-    causal: bool,
-    documents: Documents | None,
-) -> Gradients:
+def cpu_backward(gradient: Tensor, attended: Attended, causal: bool, documents: Documents | None) -> Gradients:
+    query, key, value, seen, sums = attended
     missing, copies = query.shape[3] - value.shape[3], query.shape[2] // key.shape[2]
     outer = [functional.pad(x, (0, missing)).transpose(1, 2) for x in (gradient, seen.to(query.dtype))]
     parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(

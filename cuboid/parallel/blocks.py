@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cuboid.model.block_attention import attend, attend_backward
 from cuboid.model.documents import Documents
+from cuboid.model.fused_attention import Attended, Gradients
 from cuboid.spec.zigzag import chunks_of, places_of
 
 
@@ -30,13 +31,14 @@ class Block:
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         return attend(*self._cut(query, key, value), self.causal, self.documents)
 
-    def attend_backward(
-        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, seen: Tensor, sums: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        gradient, seen = (x[self.rows, self.queries] for x in (gradient, seen))
-        sums = sums[self.rows, :, self.queries]
-        cut = self._cut(query, key, value)
-        return attend_backward(gradient, *cut, seen, sums, self.causal, self.documents)
+    def add_gradients(self, gradient: Tensor, attended: Attended, total: Gradients) -> None:
+        """What this block adds to the gradients of queries, keys and values is added to `total`."""
+        gradient, seen = (x[self.rows, self.queries] for x in (gradient, attended.seen))
+        sums = attended.sums[self.rows, :, self.queries]
+        part = Attended(*self._cut(*attended[:3]), seen, sums)
+        added = attend_backward(gradient, part, self.causal, self.documents)
+        for whole, piece in zip(self._cut(*total), added, strict=True):
+            whole += piece
 
     def _cut(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return query[self.rows, self.queries], key[self.rows, self.keys], value[self.rows, self.keys]

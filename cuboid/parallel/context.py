@@ -15,12 +15,11 @@ from torch import Tensor
 
 from cuboid.model.attention import causal_mix
 from cuboid.model.documents import Documents
+from cuboid.model.fused_attention import Attended, Gradients
 from cuboid.model.rope import Positions
-from cuboid.parallel.blocks import Block, Seen, gathered_blocks, ring_blocks
+from cuboid.parallel.blocks import Seen, gathered_blocks, ring_blocks
 from cuboid.parallel.collectives import all_gather, all_to_all, reduce_scatter, start_shift
 from cuboid.parallel.groups import Group, Groups
-
-Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class ContextMix:
@@ -73,18 +72,16 @@ class Ring:
                 packed = coming.wait()
         return seen.result, seen.sums
 
-    def backward(
-        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, seen: Tensor, sums: Tensor
-    ) -> Gradients:
+    def backward(self, gradient: Tensor, attended: Attended) -> Gradients:
+        query, key, value, seen, sums = attended
         total, packed = torch.zeros_like(query), pack(key, value)
         own = following = None
         for step, blocks in enumerate(self._steps):
             coming = start_shift(packed, self._group) if step + 1 < len(self._steps) else None
             added = torch.zeros_like(packed)
+            here = Attended(query, *unpack(packed, key, value), seen, sums)
             for block in blocks:
-                _add_gradients(
-                    block, gradient, query, *unpack(packed, key, value), seen, sums, total, *unpack(added, key, value)
-                )
+                block.add_gradients(gradient, here, (total, *unpack(added, key, value)))
             if step == 0:
                 own = added
             else:
@@ -114,34 +111,15 @@ class Gathering:
             seen.add(block, query, *whole)
         return seen.result, seen.sums
 
-    def backward(
-        self, gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, seen: Tensor, sums: Tensor
-    ) -> Gradients:
+    def backward(self, gradient: Tensor, attended: Attended) -> Gradients:
+        query, key, value, seen, sums = attended
         whole = self._whole(key, value)
         total, keys, values = (torch.zeros_like(x) for x in (query, *whole))
         for block in self._blocks:
-            _add_gradients(block, gradient, query, *whole, seen, sums, total, keys, values)
+            block.add_gradients(gradient, Attended(query, *whole, seen, sums), (total, keys, values))
         rows = zip(by_rank(keys, self._group.size), by_rank(values, self._group.size), strict=True)
         summed = reduce_scatter(torch.stack([pack(*row) for row in rows]), self._group)
         return total, *unpack(summed[0], key, value)
-
-
-def _add_gradients(
-    block: Block,
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    seen: Tensor,
-    sums: Tensor,
-    query_gradient: Tensor,
-    key_gradient: Tensor,
-    value_gradient: Tensor,
-) -> None:
-    parts = block.attend_backward(gradient, query, key, value, seen, sums)
-    query_gradient[block.rows, block.queries] += parts[0]
-    key_gradient[block.rows, block.keys] += parts[1]
-    value_gradient[block.rows, block.keys] += parts[2]
 
 
 def pack(key: Tensor, value: Tensor) -> Tensor:
@@ -210,7 +188,7 @@ class _OuterAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return *context.exchange.backward(gradient, *context.saved_tensors), None
+        return *context.exchange.backward(gradient, Attended(*context.saved_tensors)), None
 
 
 class _ExchangeHeads(torch.autograd.Function):

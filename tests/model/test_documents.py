@@ -10,6 +10,7 @@ import torch.nn.functional as functional
 
 from cuboid.model.block_attention import attend, attend_backward, documents_mix, plain_backward, plain_forward
 from cuboid.model.documents import Documents
+from cuboid.model.fused_attention import Attended
 from cuboid.model.initialize import initialize
 from cuboid.model.rope import PositionTable
 from cuboid.model.transformer import Transformer
@@ -73,7 +74,7 @@ def test_a_block_equals_plain_attention(kernels: tuple[Any, Any], kind: str, kv_
     gradient = torch.randn(seen.shape, dtype=torch.float64, generator=generator)
     wanted = torch.autograd.grad(expected, (query, key, value), gradient)
     with torch.no_grad():
-        found = kernels[1](gradient, query, key, value, seen, sums, kind != "full", documents)
+        found = kernels[1](gradient, Attended(query, key, value, seen, sums), kind != "full", documents)
     assert all(torch.allclose(one, two, atol=1e-12) for one, two in zip(found, wanted, strict=True))
     if documents is not None:
         again = torch.autograd.grad(documents_mix(query, key, value, documents), (query, key, value), gradient)
