@@ -17,6 +17,14 @@ class Place:
     local_world_size: int
     master_address: str
     master_port: int
+    attempt: str = ""
+    """Names this start of the ranks in the store that their supervisor serves at that address. Empty: somebody else
+    started them, and PyTorch's own way to meet there is used."""
+
+
+def seats(ranks: int, first: int, world_size: int, address: str, port: int, attempt: str) -> tuple[Place, ...]:
+    """The places of the ranks that one machine runs, the first of which has the number `first`."""
+    return tuple(Place(first + local, world_size, local, ranks, address, port, attempt) for local in range(ranks))
 
 
 def first_host(node_list: str) -> str:

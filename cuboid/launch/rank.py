@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from cuboid.launch.orphan import follow_parent
 from cuboid.launch.place import Place, find_place
+from cuboid.launch.rendezvous import reach_store
 from cuboid.parallel.device import choose_device
 from cuboid.spec.run import Run
 from cuboid.train.trainer import train
@@ -26,16 +27,20 @@ def join(place: Place, device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     alone = device.type == "cuda" and place.local_world_size <= torch.cuda.device_count()
-    address = f"tcp://{place.master_address}:{place.master_port}"
     backend = "nccl" if alone else "gloo"
+    if place.attempt:
+        store = reach_store(place.master_address, place.master_port, place.attempt)
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size)
+        return
+    address = f"tcp://{place.master_address}:{place.master_port}"
     if os.environ.get("TORCHELASTIC_RUN_ID"):
-        address = "env://"  # the agent's own store is already listening there
+        address = "env://"  # the store of torchrun's agent is already listening there
     dist.init_process_group(backend, init_method=address, rank=place.rank, world_size=place.world_size)
 
 
-def run_rank(run: Run, quiet: bool = False) -> float:
+def run_rank(run: Run, quiet: bool = False, place: Place | None = None) -> float:
     """Returns the last loss. A failure is also written into the run folder, under the rank's number."""
-    place = find_place(os.environ) or Place(0, 1, 0, 1, "127.0.0.1", 0)
+    place = place or find_place(os.environ) or Place(0, 1, 0, 1, "127.0.0.1", 0)
     try:
         torch.set_num_threads(run.training.threads_per_rank)
         if run.training.deterministic:  # cuBLAS reads this when it starts
@@ -56,7 +61,10 @@ def run_rank(run: Run, quiet: bool = False) -> float:
         raise
 
 
-def run_started_rank(run: Run, quiet: bool = False) -> float:
-    """A rank that the launcher of this machine started, and that ends with it."""
+def run_started_rank(run: Run, quiet: bool, places: tuple[Place, ...]) -> float:
+    """A rank that the supervisor of this machine started, and that ends with it."""
     follow_parent()
-    return run_rank(run, quiet)
+    place = places[int(os.environ["LOCAL_RANK"])]
+    # The agent counts its own machine's ranks only; what PyTorch writes for debugging carries these numbers.
+    os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size))
+    return run_rank(run, quiet, place)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import sys
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import NoReturn
 
 from cuboid.errors import RankError, UserError
-from cuboid.launch.place import Place, find_place
+from cuboid.launch.place import Place, find_place, seats
 from cuboid.launch.pool import fork_server
 from cuboid.resilience.supervisor import supervise
 from cuboid.spec.fitting import check_world_size
@@ -32,32 +33,51 @@ def check_machine(run: Run, place: Place | None) -> None:
 def start_training(run: Run, quiet: bool = False) -> float:
     """Train and return the last loss."""
     if find_place(os.environ) is None and run.layout.world_size > 1:
-        return supervise(run, lambda: _launch(run, quiet))
+        return supervise(run, lambda: _launch_here(run, quiet))
     from cuboid.launch.rank import run_rank
 
     return run_rank(run, quiet)
 
 
-def _launch(run: Run, quiet: bool) -> float:
-    """One attempt: all ranks from the newest checkpoint to the end, or to the first failure."""
+def _launch_here(run: Run, quiet: bool) -> float:
+    """One attempt with all ranks on this machine: they meet on loopback, whatever the host's name resolves to, and
+    nobody else can."""
     forget_reports(run)
-    os.environ["OMP_NUM_THREADS"] = str(run.training.threads_per_rank)
-    # All ranks are here: loopback works whatever the host's name resolves to.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    listener = socket.create_server(("127.0.0.1", 0))
+    ranks, port = run.layout.world_size, listener.getsockname()[1]
+    start_fork_server(run)
+    from cuboid.launch.rendezvous import serve_store
+
+    store = serve_store(listener)
+    try:
+        return launch(run, quiet, seats(ranks, 0, ranks, "127.0.0.1", port, "attempt"))
+    finally:
+        del store  # which served the ranks until here
+
+
+def start_fork_server(run: Run) -> None:
+    """It imports torch for all ranks while this process imports it for the agent. What ranks find in their environment
+    is what stands in it now."""
+    os.environ["OMP_NUM_THREADS"] = str(run.training.threads_per_rank)
     fork_server()
-    forkserver.ensure_running()  # it imports torch for all ranks while this process imports it for the agent
+    forkserver.ensure_running()
+
+
+def launch(run: Run, quiet: bool, places: tuple[Place, ...]) -> float:
+    """One attempt with these ranks on this machine: from the newest checkpoint to the end, or to the first failure."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from cuboid.launch.rank import run_started_rank
+    from cuboid.launch.rendezvous import BACKEND
 
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=run.layout.world_size,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        nproc_per_node=len(places),
+        rdzv_backend=BACKEND,
         local_addr="127.0.0.1",
         run_id=f"cuboid-{os.getpid()}",
         max_restarts=0,
@@ -66,14 +86,14 @@ def _launch(run: Run, quiet: bool) -> float:
     )
     logging.disable(logging.ERROR)  # the agent tells at length what is said below in one sentence
     try:
-        losses = elastic_launch(config, run_started_rank)(run, quiet)
+        losses = elastic_launch(config, run_started_rank)(run, quiet, places)
     except SignalException as stop:
         _stopped_by(stop.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode == -signal.SIGINT:  # Ctrl-C reaches ranks and agent alike, and a rank was seen first
             _stopped_by(signal.SIGINT)
-        _explain_failure(run, rank, failure.exitcode)
+        _explain_failure(run, places[rank].rank, failure.exitcode)
     finally:
         logging.disable(logging.NOTSET)
     return float(losses[0])

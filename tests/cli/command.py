@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
 
@@ -83,6 +84,18 @@ class Training:
         """Rank processes, which are children of a child of the command, in the order they were started."""
         found = self.processes()
         return sorted(process for process, parent in found.items() if found.get(parent) == self.command.pid)
+
+    def listening(self) -> set[str]:
+        """Addresses, as the system writes them in hexadecimal, on which any process of the training listens."""
+        sockets = set()
+        for process in self.processes():
+            for handle in Path(f"/proc/{process}/fd").glob("*"):
+                with suppress(OSError):
+                    sockets.add(os.readlink(handle))
+        lines = [
+            line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()
+        ]
+        return {line[1].partition(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets}
 
     def end(self) -> tuple[int, str]:
         _, errors = self.command.communicate(timeout=120)

@@ -20,6 +20,7 @@ FIELDS = ("training.steps=12", "checkpoint.every=2", "training.precision=float64
 def test_a_killed_rank_costs_a_restart_and_changes_no_number(tmp_path: Path) -> None:
     training = Training(tmp_path, "dp=2,pp=2", *FIELDS)
     training.wait_for_a_step(5)
+    assert training.listening() == {"0100007F"}, "ranks that share a machine listen on loopback only"
     os.kill(training.ranks()[2], signal.SIGKILL)
     code, errors = training.end()
     warnings = [line for line in errors.splitlines() if line.endswith("starting again")]
