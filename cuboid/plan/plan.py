@@ -177,6 +177,11 @@ def _cluster_entry(cluster: ClusterSpec) -> object:
     return {**encode(cluster), "tiers": [encode(tier) for tier in cluster.tiers]}
 
 
+def planned_cluster(run: Run) -> ClusterSpec | None:
+    """What a run was planned for; None where no planner wrote it."""
+    return _cluster(run.plan["cluster"]) if "cluster" in run.plan else None
+
+
 def _cluster(entry: object) -> ClusterSpec:
     if isinstance(entry, Mapping):
         return decode(ClusterSpec, entry, "plan.cluster")

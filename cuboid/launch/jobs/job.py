@@ -1,0 +1,168 @@
+"""`Job`: what every scheduler must be told of a run: nodes, ranks on each, how ranks meet, how long a stop may take."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+
+from cuboid.errors import UserError
+from cuboid.plan.plan import planned_cluster
+from cuboid.spec.run import Run, dump_run
+from cuboid.spec.suggest import nearest_numbers, use
+
+REQUEUE = 75
+"""The exit code of a training that was told to stop and has saved: start me again (EX_TEMPFAIL of sysexits.h)."""
+REFUSED = 2
+"""The exit code of what starting again cannot mend."""
+PORT = 29400
+"""Where supervisors meet, unless told otherwise; what torchrun uses too, so that firewalls often know it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    run: Run
+    file: str
+    """The run file, as a supervisor will find it."""
+    name: str
+    nodes: int
+    min_nodes: int
+    """With how many the training goes on when nodes are lost; equal to `nodes`: it waits for them."""
+    ranks_per_node: int
+    gpus: bool
+    accelerator: str
+    """Its name in the catalog; empty where no planner wrote the run file."""
+    grace_seconds: int
+    port: int = PORT
+    interface: str = ""
+    overrides: tuple[str, ...] = ()
+    """Changes to the run file, for the command line."""
+
+    @property
+    def summary(self) -> str:
+        """One line for the head of a file."""
+        unit = "GPU" if self.gpus else "rank"
+        each = f"{self.ranks_per_node} {unit}" + "s" * (self.ranks_per_node > 1)
+        return f"{self.run.model.name}, {self.run.layout}: {self.nodes} node{'s' * (self.nodes > 1)} of {each}"
+
+    @property
+    def placement(self) -> str:
+        """Why ranks sit where they do, in one sentence."""
+        tensor = f"tensor groups of {self.run.layout.tp}" if self.run.layout.tp > 1 else "neighbours in rank"
+        return f"Ranks fill node after node, so {tensor} share a node's links."
+
+    def command(self, host: str) -> list[str]:
+        """What a node's supervisor is started with; `host` is where the first of them runs."""
+        words = ["cuboid", "train", self.file]
+        if self.nodes > 1:
+            words += ["--nodes", str(self.nodes), "--rendezvous", f"{host}:{self.port}"]
+            if self.min_nodes < self.nodes:
+                words += ["--min-nodes", str(self.min_nodes), "--max-nodes", str(self.nodes)]
+            if self.interface:
+                words += ["--interface", self.interface]
+        return words + [word for change in self.overrides for word in ("--set", change)]
+
+    @property
+    def shell_command(self) -> str:
+        """The same as a line of shell, where `$head` holds the host."""
+        return shlex.join(self.command("HEAD")).replace(f"HEAD:{self.port}", f'"$head:{self.port}"')
+
+
+def make_job(
+    run: Run,
+    file: str,
+    *,
+    name: str = "",
+    nodes: int | None = None,
+    gpus_per_node: int | None = None,
+    min_nodes: int | None = None,
+    grace_seconds: int,
+    port: int = PORT,
+    interface: str = "",
+    overrides: tuple[str, ...] = (),
+    across_nodes: bool = False,
+) -> Job:
+    """The job of a run; what neither its plan nor an option tells is asked for."""
+    cluster = planned_cluster(run)
+    on_cpus = run.training.device == "cpu" or (cluster is not None and cluster.accelerator == "cpu")
+    per_node = _ranks_per_node(run, nodes, gpus_per_node, cluster.accelerators_per_node if cluster else None)
+    fast = max(per_node, cluster.tiers[0].size if cluster and gpus_per_node is None else 0)
+    if not across_nodes:
+        check_tensor_groups(run, fast)
+    count = run.layout.world_size // per_node
+    least = count if min_nodes is None else min_nodes
+    if least > count:
+        raise UserError(f"min-nodes={least} is more than the {count} nodes of {run.layout}; use min-nodes={count}")
+    _check_interface(interface)
+    _check_no_secrets(run)
+    return Job(
+        run=run,
+        file=file,
+        name=job_name(name or run.model.name),
+        nodes=count,
+        min_nodes=least,
+        ranks_per_node=per_node,
+        gpus=not on_cpus,
+        accelerator=cluster.accelerator if cluster else "",
+        grace_seconds=grace_seconds,
+        port=port,
+        interface=interface,
+        overrides=overrides,
+    )
+
+
+def check_tensor_groups(run: Run, domain: int) -> None:
+    """Refuse a tensor group that would cross the nodes: it exchanges activations in every layer."""
+    layout = run.layout
+    if all(first // domain == (first + layout.tp - 1) // domain for first in range(0, layout.world_size, layout.tp)):
+        return
+    near = nearest_numbers(layout.tp, lambda number: domain % number == 0, 1, domain)
+    raise UserError(
+        f"tp={layout.tp} crosses nodes of {domain}, where every layer would wait for the network; "
+        f"{use('tp', near[:1])}, another --gpus-per-node, or --across-nodes if that is meant"
+    )
+
+
+def job_name(text: str) -> str:
+    """A name every scheduler takes: small letters, digits and dashes, at most 40.
+
+    >>> job_name("Qwen3_0.6B")
+    'qwen3-0-6b'
+    """
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-")
+    if not name or not name[0].isalpha():  # a Service's name begins with a letter
+        name = f"run-{name}".strip("-")
+    return name
+
+
+def _ranks_per_node(run: Run, nodes: int | None, gpus_per_node: int | None, planned: int | None) -> int:
+    world = run.layout.world_size
+    per_node = gpus_per_node or (world // nodes if nodes and world % nodes == 0 else None)
+    if nodes and (world % nodes or (per_node is not None and per_node * nodes != world)):
+        near = nearest_numbers(nodes, lambda number: world % number == 0, 1, world)
+        raise UserError(f"nodes={nodes} cannot share the {world} ranks of {run.layout} evenly; {use('nodes', near)}")
+    per_node = min(per_node or planned or world, world)
+    if world % per_node:
+        near = nearest_numbers(per_node, lambda number: world % number == 0, 1, world)
+        raise UserError(
+            f"gpus-per-node={per_node} does not divide the {world} ranks of {run.layout}; {use('gpus-per-node', near)}"
+        )
+    if nodes is None and gpus_per_node is None and planned is None and world > 1:
+        raise UserError(f"the GPUs of a node are not known for {world} ranks; use --gpus-per-node 8 or --nodes 1")
+    return per_node
+
+
+def _check_interface(interface: str) -> None:
+    if not re.fullmatch(r"[\w.:-]*", interface):
+        raise UserError(f"interface={interface!r} is no name of a network interface; use one such as eth0")
+
+
+def _check_no_secrets(run: Run) -> None:
+    """Job files are read by many: a URL with a password in it must not get there."""
+    found = re.search(r'"[a-z0-9+]+://[^/\s"@:]+:[^/\s"@]+@', dump_run(run))
+    if found:
+        address = found[0].strip('"').partition("://")[0]
+        raise UserError(
+            f"the run file holds a {address}:// address with a password, which job files must not; use the store's own "
+            "credentials (environment, secret or role)"
+        )

@@ -1,0 +1,98 @@
+"""A run as an sbatch script."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from cuboid.errors import UserError
+from cuboid.launch.jobs.job import REQUEUE, Job
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmOptions:
+    time: str
+    """As Slurm spells it: 24:00:00, 2-12, 90."""
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    constraint: str = ""
+    setup: str = ""
+    """A line of shell before the training, such as `source .venv/bin/activate`."""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}", self.time):
+            raise UserError(f"time={self.time} is not a time of Slurm; use hours:minutes:seconds, such as 24:00:00")
+        for name in ("partition", "account", "qos", "constraint"):
+            if re.search(r"\s", getattr(self, name)):
+                raise UserError(f"{name}={getattr(self, name)!r} has a space in it; use the name {name} has in Slurm")
+
+
+def script(job: Job, options: SlurmOptions, written_by: str) -> str:
+    """The whole file; `written_by` is the command that writes it again."""
+    parts = [_head(job, written_by), _directives(job, options), _body(job, options)]
+    return "\n".join(parts)
+
+
+def _head(job: Job, written_by: str) -> str:
+    return f"""#!/bin/bash
+# {job.summary}
+# {job.placement}
+# Written by: {written_by}
+# Submit it where the run file is, on a file system that all nodes share:  sbatch FILE
+# Stop it so that it saves and can go on:  scancel --signal=TERM --batch JOB"""
+
+
+def _directives(job: Job, options: SlurmOptions) -> str:
+    named = {name: getattr(options, name) for name in ("partition", "account", "qos", "constraint")}
+    lines = [
+        f"#SBATCH --job-name={job.name}",
+        *(f"#SBATCH --{name}={value}" for name, value in named.items() if value),
+        f"#SBATCH --time={options.time}",
+        f"#SBATCH --nodes={job.nodes}",
+        "# One task a node: its supervisor, which starts the node's ranks and starts them again when one fails.",
+        "#SBATCH --ntasks-per-node=1",
+        *([f"#SBATCH --gpus-per-node={job.ranks_per_node}"] if job.gpus else []),
+        "# A training uses nodes whole: the cores that ranks share, and all the memory.",
+        "#SBATCH --exclusive",
+        "#SBATCH --mem=0",
+        f"# {job.grace_seconds} s before its time is over the script is told, and the training saves and leaves.",
+        f"#SBATCH --signal=B:TERM@{job.grace_seconds}",
+        "# Preempted, or on a failed first node, the job waits for its turn again and goes on.",
+        "#SBATCH --requeue",
+        "# Another lost node does not end the job: the supervisors that are left decide.",
+        "#SBATCH --no-kill",
+        "# A requeued job writes on in the same log.",
+        "#SBATCH --open-mode=append",
+        f"#SBATCH --output={job.name}-%j.log",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _body(job: Job, options: SlurmOptions) -> str:
+    setup = f"{options.setup}\n" if options.setup else ""
+    several = job.nodes > 1
+    host = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n' if several else ""
+    return f"""set -u
+cd "$SLURM_SUBMIT_DIR" || exit 1
+{setup}{host}
+# Supervisors outlive each other (--no-kill, --kill-on-bad-exit=0, --wait=0); ranks share all cores (--cpu-bind=none).
+srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none \\
+  {job.shell_command} &
+step=$!
+
+# srun passes USR1 on to every process of every node (TERM would end them); the wait under way ends when it comes.
+trap 'kill -USR1 "$step"' TERM
+wait "$step"
+code=$?
+while kill -0 "$step" 2>/dev/null; do
+  wait "$step"
+  code=$?
+done
+
+# {REQUEUE} means: told to stop, saved, start me again.
+if [ "$code" -eq {REQUEUE} ]; then
+  scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""
