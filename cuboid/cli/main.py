@@ -27,6 +27,7 @@ VERBS = {
     "estimate": "Estimate step time and memory of published runs, row by row.",
     "data": "Build, show and verify stores of tokens.",
     "checkpoint": "List, verify, show, copy and prune checkpoints.",
+    "report": "Write one page about a run or a plan, predicted beside measured.",
     "models": "List the models Cuboid knows by name.",
     "import": "Prepare a run that starts from a Hugging Face model.",
     "import-deepspeed": "Turn a DeepSpeed-style JSON into a run file.",

@@ -88,6 +88,7 @@ class Metrics:
             "seconds": seconds,
             "tokens_per_second": training.global_batch * training.sequence / seconds,
             "finite": result.is_finite,
+            "time": round(time.time(), 3),
         }
         if held_out is not None:
             row["validation_loss"] = held_out

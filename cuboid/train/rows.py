@@ -17,7 +17,7 @@ class Rows:
         self._path = path
         self._waiting = b""
         self._warned = False
-        kept = [row for row in _whole_rows(path) if row["step"] <= done] if done else []
+        kept = [row for row in whole_rows(path) if row["step"] <= done] if done else []
         _replace(path, kept)
         self._file = path.open("ab", buffering=0)
 
@@ -34,7 +34,7 @@ class Rows:
     def add_to_last(self, name: str, values: list[Any]) -> None:
         """More for a list of the last row, which stands in the file already."""
         try:
-            rows = _whole_rows(self._path)
+            rows = whole_rows(self._path)
             if rows:
                 rows[-1][name] = rows[-1].get(name, []) + values
                 _replace(self._path, rows)
@@ -53,7 +53,7 @@ class Rows:
         self._warned = True
 
 
-def _whole_rows(path: Path) -> list[dict[str, Any]]:
+def whole_rows(path: Path) -> list[dict[str, Any]]:
     """Up to the first that is no row: who is killed, or loses power, leaves a part of the last one, or zeros for it."""
     rows: list[dict[str, Any]] = []
     for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():

@@ -1,0 +1,34 @@
+"""`cuboid report RUN|plan.toml -o report.html`: one page about a run or a plan, predicted beside measured."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cuboid.cli.output import write_output
+from cuboid.report.collect import collect
+from cuboid.report.page import page
+from cuboid.report.source import open_source
+
+
+def command(
+    source: Annotated[Path, typer.Argument(help="The folder of a run, or a plan file.", metavar="RUN|PLAN")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where to write the page.")] = Path("report.html"),
+    cluster: Annotated[str, typer.Option(help="What to predict for, where the run was not planned: h100x64.")] = "",
+    search: Annotated[bool, typer.Option(help="Also look at the other layouts there were to choose from.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what the page shows as one JSON object.")] = False,
+) -> None:
+    """Write one page about a run or a plan: timeline, memory, traffic, curves, failures; predicted beside measured.
+
+    The page needs no network and opens from the disk.
+
+    Example: cuboid report runs/demo -o report.html
+    """
+    data = collect(open_source(source, cluster), search)
+    if as_json:
+        print(json.dumps(data, allow_nan=False))
+        return
+    text = page(data)
+    write_output(output, text)
+    print(f"{output}: {len(text.encode()) / 1e6:.2f} MB, open it in a browser")

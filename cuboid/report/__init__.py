@@ -1,0 +1,1 @@
+"""Pages, traces and comparisons of plans and of runs, without torch."""

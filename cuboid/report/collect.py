@@ -1,0 +1,35 @@
+"""Everything a page shows, as one table that JSON holds: each section from its own file, none from torch."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import cuboid
+from cuboid.report.communication import communication
+from cuboid.report.considered import considered
+from cuboid.report.curves import curves
+from cuboid.report.memory import memory
+from cuboid.report.ranks import ranks
+from cuboid.report.source import Source
+from cuboid.report.summary import summary
+from cuboid.report.timeline import timeline
+
+
+def collect(source: Source, with_search: bool = True) -> dict[str, Any]:
+    """`with_search`: also what other layouts would cost, which takes seconds on a large cluster."""
+    run = source.run
+    return {
+        "kind": "plan" if source.folder is None else "run",
+        "title": f"{run.model.name}, {run.layout}",
+        "folder": None if source.folder is None else source.folder.name,
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "version": cuboid.__version__,
+        "summary": summary(source),
+        "ranks": ranks(source),
+        "timeline": timeline(source),
+        "memory": memory(source),
+        "communication": communication(source),
+        "curves": curves(source),
+        "considered": considered(source) if with_search else None,
+    }

@@ -1,0 +1,74 @@
+"""The layouts a planner had to choose from: time against memory, and what each loses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuboid.cost.step import PARTS
+from cuboid.plan.reasons import WORDS
+from cuboid.plan.search import Scores, score
+from cuboid.plan.space import Space, bases, scheduled
+from cuboid.report.source import Source
+from cuboid.report.thin import short
+
+POINTS = 900
+CANDIDATES = 40_000
+"""Layouts scored: what takes a second or two."""
+
+
+def considered(source: Source) -> dict[str, Any] | None:
+    """Best layouts first: of the fastest all, of the rest a sample that reaches to the slowest."""
+    plan = source.plan
+    if plan is None:
+        return None
+    question = plan.question
+    space = bases(question, question.cluster.accelerators)
+    space = scheduled(question, _sample(space, CANDIDATES // 8))
+    if not len(space):
+        return None
+    scores = score(question, _sample(space, CANDIDATES))
+    chosen = _spread(scores)
+    points = [
+        {
+            "layout": str(scores.space.layout(index)),
+            "seconds": short(float(scores.seconds[index])),
+            "memory": round(float(scores.memory[index])),
+            "fits": bool(scores.fits[index]),
+            "parts": [short(float(scores.parts[name][index])) for name in PARTS],
+        }
+        for index in chosen.tolist()
+    ]
+    own = {
+        "layout": str(plan.layout),
+        "seconds": plan.seconds,
+        "memory": round(plan.peak),
+        "fits": plan.peak <= question.limit,
+        "parts": [plan.parts[name] for name in PARTS],
+    }
+    return {
+        "parts": {name: WORDS[name] for name in PARTS},
+        "limit": question.limit,
+        "capacity": question.machine.chip.memory,
+        "looked_at": len(scores.space),
+        "own": own,
+        "points": points,
+    }
+
+
+def _sample(space: Space, count: int) -> Space:
+    """Every n-th of them."""
+    if len(space) <= count:
+        return space
+    return space.take(np.linspace(0, len(space) - 1, count).astype(np.intp))
+
+
+def _spread(scores: Scores) -> NDArray[np.intp]:
+    """Half the fastest that fit, half spread evenly over all in order of time; each layout once."""
+    order = np.argsort(scores.seconds, kind="stable")
+    fitting = order[scores.fits[order]]
+    spread = order[np.linspace(0, len(order) - 1, min(POINTS // 2, len(order))).astype(np.intp)]
+    both = dict.fromkeys([*fitting[: POINTS // 2].tolist(), *spread.tolist()])
+    return np.array(list(both), dtype=np.intp)

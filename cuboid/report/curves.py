@@ -1,0 +1,88 @@
+"""What a run measured over its steps, with its checkpoints, failures and recoveries on the same axis."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Any
+
+from cuboid.report.source import Row, Source
+from cuboid.report.thin import buckets, finite, short, thinned
+from cuboid.resilience.failures import failures
+
+SERIES = {
+    "loss": ("loss", ""),
+    "learning_rate": ("learning rate", ""),
+    "gradient_norm": ("gradient norm", ""),
+    "tokens_per_second": ("throughput", "tokens/s"),
+    "seconds": ("step time", "s"),
+}
+"""Key of a row -> what it is called, its unit."""
+
+
+def curves(source: Source) -> dict[str, Any] | None:
+    rows = source.rows
+    if not rows:
+        return None
+    parts = buckets(len(rows))
+    series = [
+        {"name": name, "label": label, "unit": unit, **thinned([finite(row.get(name)) for row in rows], parts)}
+        for name, (label, unit) in SERIES.items()
+    ]
+    times = [finite(row.get("time")) for row in rows]
+    seconds = sorted(value for row in rows[1:] or rows if (value := finite(row.get("seconds"))) is not None)
+    return {
+        "steps": [rows[part[-1]]["step"] for part in parts],
+        "times": [times[part[-1]] for part in parts],
+        "rows": len(rows),
+        "each": max(len(part) for part in parts),
+        "planned_steps": source.run.training.steps,
+        "series": series,
+        "validation": [
+            [row["step"], short(value)] for row in rows if (value := finite(row.get("validation_loss"))) is not None
+        ],
+        "spread": {f"p{share}": short(seconds[_position(share, len(seconds))]) for share in (5, 50, 95, 99)}
+        if seconds
+        else None,
+        "events": events(source),
+    }
+
+
+def _position(share: int, count: int) -> int:
+    return min(count - 1, round(share / 100 * (count - 1)))
+
+
+def events(source: Source) -> list[dict[str, Any]]:
+    """Failures, restarts, checkpoints and steps left out, each at the step where it came; oldest first."""
+    found: list[dict[str, Any]] = []
+    for row in source.rows:
+        if row.get("finite") is False:
+            found.append({"step": row["step"], "kind": "skipped", "text": "not finite: the update was left out"})
+        for save in row.get("checkpoints", ()):
+            if save.get("bytes"):
+                text = (
+                    f"checkpoint of step {save['step']}: {save['bytes'] / 1e6:,.1f} MB in {save['write_seconds']:.2f} s"
+                )
+                found.append({"step": save["step"], "kind": "checkpoint", "text": text})
+    if source.folder is not None:
+        for failure in failures(source.folder):
+            after = f"started again from step {failure.checkpoint}" if failure.restarted else "the run ended"
+            step = _step_at(source.rows, failure.time)
+            found.append(
+                {
+                    "step": failure.checkpoint if step is None else step,
+                    "kind": "failure",
+                    "time": failure.time,
+                    "text": f"{failure.reason}; {after}",
+                }
+            )
+    return sorted(found, key=lambda event: event["step"])
+
+
+def _step_at(rows: list[Row], moment: str) -> int | None:
+    """The last step whose row was written before; rows of steps that were done again are younger than the failure."""
+    try:
+        when = datetime.fromisoformat(moment).timestamp()
+    except ValueError:
+        return None
+    known = [row["step"] for row in rows if isinstance(row.get("time"), int | float) and row["time"] <= when]
+    return max(known, default=None)

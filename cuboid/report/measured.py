@@ -1,0 +1,149 @@
+"""The pipeline of a real step, read from the ranks' own times (`output.keep_timing`)."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from cuboid.report.clocks import Alignment, Reading, Sent, align
+from cuboid.report.source import Source
+from cuboid.schedule.program import needed
+from cuboid.schedule.simulate import StageCosts
+from cuboid.schedule.table import Action, Kind, Schedule
+
+TAIL = 8 << 20
+"""Bytes of a rank's file that are looked at, from its end."""
+STEP = re.compile(rb'\{"step": (\d+),')
+NAME = re.compile(r"([FBIW])(\d+)\.(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """An action as it was done, in seconds since the step's first action."""
+
+    action: Action
+    start: float
+    ready: float
+    end: float
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    step: int
+    seconds: float
+    """Of the whole step, optimizer included."""
+    lanes: dict[int, list[Done]]
+    """Global rank -> what it did, in order."""
+    alignment: Alignment
+
+    @property
+    def makespan(self) -> float:
+        return max(done.end for lane in self.lanes.values() for done in lane)
+
+    @property
+    def bubble(self) -> float:
+        """The mean rank's share of the pipeline's time without work: waits for messages count."""
+        span = self.makespan
+        busy = [sum(done.end - done.ready for done in lane) for lane in self.lanes.values()]
+        return 1 - mean(busy) / span if span else 0.0
+
+
+def kept_steps(source: Source) -> list[int]:
+    """Steps of which rank 0 kept its times, oldest first."""
+    return [step for step, _ in _lines(_path(source, 0))]
+
+
+def measure(source: Source, schedule: Schedule, ranks: list[int], step: int) -> MeasuredStep | None:
+    """`ranks`: one pipeline, first rank first. None where one of them has not kept this step."""
+    rows: dict[int, dict[str, Any]] = {}
+    for rank in ranks:
+        line = next((line for number, line in _lines(_path(source, rank)) if number == step), None)
+        if line is None:
+            return None
+        rows[rank] = json.loads(line)
+    lanes = {rank: [_done(entry) for entry in row["actions"]] for rank, row in rows.items()}
+    if not all(lanes.values()):
+        return None
+    readings = {rank: Reading(str(row.get("host", "")), float(row.get("clock", 0.0))) for rank, row in rows.items()}
+    alignment = align(readings, _messages(schedule, lanes))
+    begin = min(lane[0].start + alignment.offset[rank] for rank, lane in lanes.items())
+    moved = {rank: [_moved(done, alignment.offset[rank] - begin) for done in lane] for rank, lane in lanes.items()}
+    return MeasuredStep(step, max(float(row.get("seconds", 0.0)) for row in rows.values()), moved, alignment)
+
+
+def _path(source: Source, rank: int) -> Path | None:
+    path = source.folder / f"timing-{rank:05d}.jsonl" if source.folder is not None else None
+    return path if path is not None and path.is_file() else None
+
+
+def _lines(path: Path | None) -> Iterator[tuple[int, bytes]]:
+    if path is None:
+        return
+    with path.open("rb") as file:
+        file.seek(0, 2)
+        size = file.tell()
+        file.seek(max(0, size - TAIL))
+        if size > TAIL:
+            file.readline()  # the rest of a row
+        for line in file:
+            if (found := STEP.match(line)) and line.endswith(b"\n"):
+                yield int(found[1]), line
+
+
+def _done(entry: list[Any]) -> Done:
+    found = NAME.fullmatch(entry[0])
+    assert found, entry
+    return Done(Action(Kind(found[1]), int(found[2]), int(found[3])), *map(float, entry[1:4]))
+
+
+def _moved(done: Done, by: float) -> Done:
+    return Done(done.action, done.start + by, done.ready + by, done.end + by)
+
+
+def _messages(schedule: Schedule, lanes: dict[int, list[Done]]) -> list[Sent]:
+    """Every message: sent when its action ended, there when the action that takes it could begin."""
+    ended: dict[tuple[int, int, bool], tuple[int, float]] = {}
+    for rank, lane in lanes.items():
+        for done in lane:
+            if done.action.kind is not Kind.WEIGHT:
+                forward = done.action.kind is Kind.FORWARD
+                ended[done.action.stage, done.action.micro_batch, forward] = rank, done.end
+    found = []
+    for rank, lane in lanes.items():
+        for done in lane:
+            message = needed(done.action, schedule)
+            if message is not None:
+                forward = done.action.kind is Kind.FORWARD
+                source, left = ended[message.source_stage, message.micro_batch, forward]
+                found.append(Sent(source, rank, left, done.ready))
+    return found
+
+
+def stage_costs(schedule: Schedule, step: MeasuredStep) -> tuple[StageCosts, list[float]]:
+    """What each stage took for a micro-batch, and what messages took between stages: medians of the real step."""
+    took: dict[tuple[int, Kind], list[float]] = {}
+    for lane in step.lanes.values():
+        for done in lane:
+            took.setdefault((done.action.stage, done.action.kind), []).append(done.end - done.ready)
+
+    def of(kind: Kind) -> list[float]:
+        return [median(took.get((stage, kind), [0.0])) for stage in range(schedule.stages)]
+
+    whole = of(Kind.BACKWARD)
+    costs = StageCosts(
+        forward=tuple(of(Kind.FORWARD)),
+        input_backward=tuple(first + half / 2 for first, half in zip(of(Kind.INPUT), whole, strict=True)),
+        weight_backward=tuple(second + half / 2 for second, half in zip(of(Kind.WEIGHT), whole, strict=True)),
+    )
+    delays: dict[int, list[float]] = {}
+    stages = {rank: schedule.stages_of(position) for position, rank in enumerate(step.lanes)}
+    for sent in _messages(schedule, step.lanes):
+        for boundary in range(schedule.stages - 1):
+            if {boundary, boundary + 1} <= {*stages[sent.source], *stages[sent.target]}:
+                delays.setdefault(boundary, []).append(sent.arrived - sent.left)
+    return costs, [max(0.0, min(delays.get(boundary, [0.0]))) for boundary in range(schedule.stages - 1)]

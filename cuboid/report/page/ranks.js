@@ -1,0 +1,72 @@
+// The cuboid: ranks on nodes. Above a few thousand a cell stands for several ranks.
+const KIND_WORDS = { tp: "tensor", cp: "context", ep: "expert", pp: "pipeline", data: "data", shard: "ZeRO shard", replicate: "ZeRO replica", embedding: "tied embedding" };
+const MOST_CELLS = 2048;
+function drawRanks(data) {
+  const info = data.ranks, { degrees, world_size: world } = info;
+  const place = (rank) => {
+    const tp = rank % degrees.tp, cp = Math.floor(rank / degrees.tp) % degrees.cp, above = Math.floor(rank / (degrees.tp * degrees.cp));
+    return { tp, cp, dp: above % degrees.dp, pp: Math.floor(above / degrees.dp), ep: rank % degrees.ep };
+  };
+  const groupOf = (rank, kind) => {
+    const { stride, size } = info.groups[kind], first = rank - Math.floor(rank / stride) % size * stride;
+    return Array.from({ length: size }, (_, index) => first + index * stride);
+  };
+  const tierOf = (ranks) => info.tiers.find((tier) => new Set(ranks.map((rank) => Math.floor(rank / tier.size))).size <= 1);
+  const each = Math.max(1, 2 ** Math.ceil(Math.log2(world / MOST_CELLS))), cells = Math.ceil(world / each);
+  const perNode = info.per_node, nodes = Math.ceil(world / perNode);
+  const dimensions = ["pp", "dp", "tp", "cp", "ep"].filter((name) => degrees[name] > 1);
+  let colour = dimensions[0] || "pp";
+  const size = cells <= 64 ? 34 : cells <= 256 ? 24 : cells <= 1024 ? 15 : 12;
+  const buttons = [];
+  const panel = el("div", { class: "panel", "aria-live": "polite" }, `Point at a rank, or move with the arrow keys, to see its groups and the links they cross.`);
+  const paint = () => buttons.forEach((button) => {
+    const at = place(button.rank), shade = ramp(at[colour], degrees[colour]);
+    button.style.background = shade.fill; button.style.color = shade.ink;
+    button.textContent = size >= 24 && each === 1 ? String(button.rank) : "";
+  });
+  const show = (button) => {
+    const rank = button.rank, at = place(rank), kinds = Object.keys(info.groups), members = new Set();
+    const rows = kinds.map((kind) => {
+      const ranks = groupOf(rank, kind), tier = tierOf(kind === "pp" ? ranks.slice(Math.max(0, at.pp - 1), at.pp + 2) : ranks), line = info.traffic.find((entry) => entry.kind === kind);
+      ranks.forEach((member) => members.add(Math.floor(member / each)));
+      const shown = ranks.length > 10 ? `${ranks.slice(0, 4).join(" ")} … ${ranks.at(-1)}` : ranks.join(" ");
+      return [KIND_WORDS[kind] || kind, String(ranks.length), shown, tier ? `${tier.name}, ${figures(tier.bandwidth)} GB/s` : "–", line ? line.carries : ""];
+    });
+    const stages = info.stages_of[at.pp].join(" and "), where = dimensions.map((name) => `${name} ${at[name]}`).join(", ");
+    panel.replaceChildren(el("p", {}, el("strong", {}, each > 1 ? `Ranks ${rank} to ${Math.min(rank + each, world) - 1}` : `Rank ${rank}`), ` on node ${Math.floor(rank / perNode)}${where ? `: ${where}` : ""}; stage${info.stages_of[at.pp].length > 1 ? "s" : ""} ${stages}`),
+      rows.length ? table(["group", { label: "ranks", number: true }, "members", "slowest link", "what travels"], rows) : el("p", {}, "One rank: nothing travels."));
+    buttons.forEach((other, index) => { other.classList.toggle("self", other === button); other.classList.toggle("in", other !== button && members.has(index)); other.classList.toggle("dim", other !== button && !members.has(index)); });
+  };
+  const clear = () => buttons.forEach((button) => button.classList.remove("self", "in", "dim"));
+  const columns = Math.min(perNode / each >= 1 ? perNode / each : 1, 8);
+  const move = (event, index) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns, ArrowUp: -columns, PageDown: Math.max(1, perNode / each), PageUp: -Math.max(1, perNode / each), Home: -index, End: buttons.length - 1 - index }[event.key];
+    if (step === undefined) return;
+    event.preventDefault();
+    const next = buttons[Math.max(0, Math.min(buttons.length - 1, index + step))];
+    buttons[index].tabIndex = -1; next.tabIndex = 0; next.focus();
+  };
+  const grid = el("div", { class: "nodes", role: "group", "aria-label": `${world} ranks on ${words(nodes, "node")}`, onmouseleave: clear });
+  const perBox = Math.max(1, Math.round(perNode / each)), boxes = Math.ceil(cells / perBox);
+  for (let box = 0; box < boxes; box += 1) {
+    const holder = el("div", { class: "cells", style: `grid-template-columns:repeat(${Math.min(columns, perBox)},${size}px)` });
+    for (let cell = box * perBox; cell < Math.min((box + 1) * perBox, cells); cell += 1) {
+      const button = el("button", { type: "button", class: "rank", style: `width:${size}px;height:${size}px`, tabindex: cell ? -1 : 0, "aria-label": `rank ${cell * each}`, onmouseenter: () => show(button), onfocus: () => show(button), onclick: () => show(button), onkeydown: (event) => move(event, cell) });
+      button.rank = cell * each; buttons.push(button); holder.append(button);
+    }
+    const label = perNode >= each ? `node ${box}` : `nodes ${box * Math.round(each / perNode)}–${Math.min(nodes, (box + 1) * Math.round(each / perNode)) - 1}`;
+    grid.append(el("div", { class: "node" }, cells <= 1024 ? el("span", {}, label) : null, holder));
+  }
+  paint();
+  const key = el("div", {});
+  const drawKey = () => {
+    const count = degrees[colour], picks = count <= 8 ? [...Array(count).keys()] : [0, Math.floor(count / 3), Math.floor(2 * count / 3), count - 1];
+    key.replaceChildren(legend(picks.map((index) => { const shade = ramp(index, count); return [sv("svg", { width: 26, height: 16, "aria-hidden": "true" }, sv("rect", { width: 26, height: 16, rx: 3, fill: shade.fill }), sv("text", { x: 13, y: 12, "text-anchor": "middle", style: `fill:${shade.ink};font-size:10px` }, index)), `${colour} ${index}`]; })));
+  };
+  drawKey();
+  const names = { pp: "pipeline rank (pp)", dp: "replica (dp)", tp: "tensor rank (tp)", cp: "part of the sequence (cp)", ep: "expert rank (ep)" };
+  const lead = `${words(world, "rank")}${info.tiers.length ? ` on ${words(nodes, "node")} of ${perNode}` : ""}${each > 1 ? `; each cell stands for ${each} ranks` : ""}.`;
+  return section("ranks", "The cuboid", lead,
+    dimensions.length ? el("div", { class: "controls" }, choice("Colour by", dimensions.map((name) => [name, names[name]]), colour, (value) => { colour = value; paint(); drawKey(); })) : null,
+    el("div", { style: "max-height:440px;overflow:auto;padding:3px" }, grid), key, panel);
+}

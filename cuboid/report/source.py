@@ -1,0 +1,96 @@
+"""What a report is made of: a run's folder or a plan file, and a prediction for it where the cluster is known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from cuboid.errors import UserError
+from cuboid.plan.choose import predict
+from cuboid.plan.plan import Plan, plan_of
+from cuboid.plan.question import PRECISIONS, Question
+from cuboid.plan.sizes import resized
+from cuboid.spec.cluster import ClusterSpec, load_cluster
+from cuboid.spec.run import Run, load_run
+from cuboid.train.folder import RUN_FILE
+from cuboid.train.rows import whole_rows
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A run with what its folder holds; of a plan that was not trained there is no folder."""
+
+    run: Run
+    folder: Path | None
+    cluster_name: str = ""
+    """What the user says the cluster is."""
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        return self.rows_of("metrics.jsonl")
+
+    def rows_of(self, name: str) -> list[Row]:
+        return whole_rows(self.folder / name) if self.folder is not None else []
+
+    def rank_files(self, pattern: str) -> Iterator[tuple[int, Path]]:
+        """Files of the ranks that are: a wider layout that the run had before may have left others."""
+        for path in sorted(self.folder.glob(pattern)) if self.folder is not None else ():
+            number = path.stem.partition("-")[2]
+            if number.isdigit() and int(number) < self.run.layout.world_size:
+                yield int(number), path
+
+    @cached_property
+    def memory(self) -> dict[int, Row]:
+        """Rank -> its fullest moment, measured."""
+        found = {rank: whole_rows(path) for rank, path in self.rank_files("memory-*.jsonl")}
+        return {rank: rows[-1] for rank, rows in found.items() if rows}
+
+    @cached_property
+    def cluster(self) -> ClusterSpec | None:
+        """As the user names it, as the plan has it, or as many processes of this kind as the run had."""
+        if self.cluster_name:
+            return load_cluster(self.cluster_name)
+        if self.run.plan:
+            return plan_of(self.run).question.cluster
+        devices = {str(row.get("device")) for row in self.memory.values()} or {self.run.training.device}
+        return load_cluster(f"cpux{self.run.layout.world_size}") if devices == {"cpu"} else None
+
+    @cached_property
+    def plan(self) -> Plan | None:
+        """What the planner says of the layout that the run has now, which may not be the one it was planned for."""
+        if self.cluster is None:
+            return None
+        run, asked = self.run, self.run.plan.get("precision", self.run.training.precision)
+        question = Question(
+            model=run.model,
+            cluster=self.cluster,
+            global_batch=run.training.global_batch,
+            sequence=run.training.sequence,
+            precision=str(asked) if asked in PRECISIONS else "float32",
+            engine=str(run.plan.get("engine", "cuboid")),
+        )
+        if question.cluster.accelerators != run.layout.world_size:
+            question = resized(question, run.layout.world_size)
+        return predict(question, run.layout)
+
+
+def open_source(path: str | Path, cluster: str = "") -> Source:
+    """A run's folder, its run file, or a plan."""
+    path = Path(path)
+    if path.is_dir():
+        if not (path / RUN_FILE).is_file():
+            raise UserError(f"{path} holds no {RUN_FILE}; name the folder of a run, or a plan file")
+        return Source(load_run(path / RUN_FILE), path, cluster)
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; name the folder of a run, or a plan file")
+    run = load_run(path)
+    if path.name == RUN_FILE and (path.parent / "metrics.jsonl").exists():
+        return Source(run, path.parent, cluster)
+    if not run.plan and not cluster:
+        raise UserError(f"{path} has no [plan] section; add --cluster h100x64, or write one with cuboid plan … -o")
+    return Source(run, None, cluster)
