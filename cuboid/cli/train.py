@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -13,12 +13,16 @@ from cuboid.data.opened import check_data
 from cuboid.launch.place import find_place
 from cuboid.launch.training import check_machine, start_training
 from cuboid.plan.partition import partition
+from cuboid.resilience.preemption import REQUEUE
 from cuboid.spec.load import read_toml
 from cuboid.spec.run import Run, build_run
 from cuboid.spec.supported import check_supported
 from cuboid.train.claim import claimed
 from cuboid.train.communication import summarize
 from cuboid.train.folder import checkpoint_folder, prepare_folder
+
+if TYPE_CHECKING:
+    from cuboid.train.trainer import Outcome
 
 
 def command(
@@ -53,7 +57,8 @@ def command(
     check_machine(run, place)
     speaks = place is None or place.rank == 0
     if not speaks:
-        start_training(run, quiet=as_json)
+        if start_training(run, quiet=as_json).preempted:
+            raise SystemExit(REQUEUE)
         return
     check_data(run)
     notes = _check_start(run, overwrite)
@@ -65,7 +70,10 @@ def command(
             _announce(run)
             if past:
                 print(past, flush=True)
-        start_training(run, quiet=as_json)
+        outcome = start_training(run, quiet=as_json)
+        if outcome.preempted:
+            _say_preempted(run, outcome, as_json)
+            raise SystemExit(REQUEUE)
         _conclude(run, as_json)
 
 
@@ -75,6 +83,13 @@ def _check_start(run: Run, overwrite: bool) -> list[str]:
     from cuboid.checkpoint.start import check_start  # here, because it brings torch, for which others need not wait
 
     return check_start(run, checkpoint_folder(run), overwrite)
+
+
+def _say_preempted(run: Run, outcome: "Outcome", as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"preempted": True, "saved": outcome.saved, "folder": run.output.folder}))
+    else:
+        print(f"preempted: step {outcome.saved} is saved, in {outcome.seconds:.1f} s; the same command goes on there")
 
 
 def _announce(run: Run) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 import traceback
+from collections.abc import MutableSequence
 from pathlib import Path
 
 import torch
@@ -14,8 +15,9 @@ from cuboid.launch.orphan import follow_parent
 from cuboid.launch.place import Place, find_place
 from cuboid.launch.rendezvous import reach_store
 from cuboid.parallel.device import choose_device
+from cuboid.resilience.preemption import Listener
 from cuboid.spec.run import Run
-from cuboid.train.trainer import train
+from cuboid.train.trainer import Outcome, train
 
 LINGER = 1.0
 """Seconds a failing rank stays after its report, so that one killed without a word, for which it fails, is missed
@@ -38,8 +40,8 @@ def join(place: Place, device: torch.device) -> None:
     dist.init_process_group(backend, init_method=address, rank=place.rank, world_size=place.world_size)
 
 
-def run_rank(run: Run, quiet: bool = False, place: Place | None = None) -> float:
-    """Returns the last loss. A failure is also written into the run folder, under the rank's number."""
+def run_rank(run: Run, signals: Listener, quiet: bool = False, place: Place | None = None) -> Outcome:
+    """A failure is also written into the run folder, under the rank's number."""
     place = place or find_place(os.environ) or Place(0, 1, 0, 1, "127.0.0.1", 0)
     try:
         torch.set_num_threads(run.training.threads_per_rank)
@@ -48,10 +50,10 @@ def run_rank(run: Run, quiet: bool = False, place: Place | None = None) -> float
         device = choose_device(run.training.device, place.local_rank)
         if place.world_size > 1:
             join(place, device)
-        loss = train(run, place.rank, device, quiet)
+        outcome = train(run, place.rank, device, quiet, lambda: signals.asked)
         if place.world_size > 1:
             dist.destroy_process_group()
-        return loss
+        return outcome
     except Exception:
         folder = Path(run.output.folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,10 +63,14 @@ def run_rank(run: Run, quiet: bool = False, place: Place | None = None) -> float
         raise
 
 
-def run_started_rank(run: Run, quiet: bool, places: tuple[Place, ...]) -> float:
-    """A rank that the supervisor of this machine started, and that ends with it."""
+def run_started_rank(run: Run, quiet: bool, places: tuple[Place, ...], pids: MutableSequence[int]) -> Outcome:
+    """A rank that the supervisor of this machine started, and that ends with it. `pids`: where it finds the rank."""
     follow_parent()
-    place = places[int(os.environ["LOCAL_RANK"])]
-    # The agent counts its own machine's ranks only; what PyTorch writes for debugging carries these numbers.
-    os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size))
-    return run_rank(run, quiet, place)
+    with Listener(run) as signals:
+        own = int(os.environ["LOCAL_RANK"])
+        place, pids[own] = places[own], os.getpid()
+        # The agent counts its own machine's ranks only; what PyTorch writes for debugging carries these numbers.
+        os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size))
+        outcome = run_rank(run, signals, quiet, place)
+        pids[own] = 0
+    return outcome

@@ -7,17 +7,21 @@ import os
 import signal
 import socket
 import sys
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from cuboid.errors import RankError, UserError
 from cuboid.launch.place import Place, find_place, seats
 from cuboid.launch.pool import fork_server
+from cuboid.resilience.preemption import REQUEUE, Forwarder, Listener
 from cuboid.resilience.supervisor import supervise
 from cuboid.spec.fitting import check_world_size
 from cuboid.spec.run import Run
 from cuboid.train.folder import forget_reports
+
+if TYPE_CHECKING:
+    from cuboid.train.trainer import Outcome
 
 
 def check_machine(run: Run, place: Place | None) -> None:
@@ -30,41 +34,44 @@ def check_machine(run: Run, place: Place | None) -> None:
         choose_device("cuda", 0)
 
 
-def start_training(run: Run, quiet: bool = False) -> float:
-    """Train and return the last loss."""
+def start_training(run: Run, quiet: bool = False) -> Outcome:
     if find_place(os.environ) is None and run.layout.world_size > 1:
-        return supervise(run, lambda: _launch_here(run, quiet))
-    from cuboid.launch.rank import run_rank
+        with Forwarder(run) as signals:
+            return supervise(run, lambda: _launch_here(run, quiet, signals))
+    with Listener(run) as signals:
+        from cuboid.launch.rank import run_rank
 
-    return run_rank(run, quiet)
+        return run_rank(run, signals, quiet)
 
 
-def _launch_here(run: Run, quiet: bool) -> float:
+def _launch_here(run: Run, quiet: bool, signals: Forwarder) -> Outcome:
     """One attempt with all ranks on this machine: they meet on loopback, whatever the host's name resolves to, and
     nobody else can."""
     forget_reports(run)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     listener = socket.create_server(("127.0.0.1", 0))
     ranks, port = run.layout.world_size, listener.getsockname()[1]
-    start_fork_server(run)
+    start_fork_server(run, signals)
     from cuboid.launch.rendezvous import serve_store
 
     store = serve_store(listener)
     try:
-        return launch(run, quiet, seats(ranks, 0, ranks, "127.0.0.1", port, "attempt"))
+        return launch(run, quiet, signals, seats(ranks, 0, ranks, "127.0.0.1", port, "attempt"))
     finally:
         del store  # which served the ranks until here
 
 
-def start_fork_server(run: Run) -> None:
+def start_fork_server(run: Run, signals: Forwarder) -> None:
     """It imports torch for all ranks while this process imports it for the agent. What ranks find in their environment
     is what stands in it now."""
     os.environ["OMP_NUM_THREADS"] = str(run.training.threads_per_rank)
     fork_server()
+    resource_tracker.ensure_running()  # which leaves SIGTERM unblocked
+    signals.block()
     forkserver.ensure_running()
 
 
-def launch(run: Run, quiet: bool, places: tuple[Place, ...]) -> float:
+def launch(run: Run, quiet: bool, signals: Forwarder, places: tuple[Place, ...]) -> Outcome:
     """One attempt with these ranks on this machine: from the newest checkpoint to the end, or to the first failure."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -83,20 +90,27 @@ def launch(run: Run, quiet: bool, places: tuple[Place, ...]) -> float:
         max_restarts=0,
         monitor_interval=0.1,
         start_method="forkserver",
+        signals_to_handle="SIGINT,SIGHUP,SIGQUIT" if signals.active else "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
     )
     logging.disable(logging.ERROR)  # the agent tells at length what is said below in one sentence
+    pids = fork_server().RawArray("q", len(places))
+    signals.follow(pids)
     try:
-        losses = elastic_launch(config, run_started_rank)(run, quiet, places)
+        outcomes: dict[int, Outcome] = elastic_launch(config, run_started_rank)(run, quiet, places, pids)
     except SignalException as stop:
         _stopped_by(stop.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode == -signal.SIGINT:  # Ctrl-C reaches ranks and agent alike, and a rank was seen first
             _stopped_by(signal.SIGINT)
+        code = signals.code or failure.exitcode
+        if signals.active and code in (REQUEUE, 128 + signal.SIGTERM):  # said by the process that decided it
+            raise SystemExit(code) from None
         _explain_failure(run, places[rank].rank, failure.exitcode)
     finally:
+        signals.follow([])  # the system may give their numbers to others
         logging.disable(logging.NOTSET)
-    return float(losses[0])
+    return outcomes[0]
 
 
 def _stopped_by(sent: signal.Signals) -> NoReturn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 from cuboid.checkpoint.folder import checkpoints, step_of
 from cuboid.errors import RankError
@@ -12,8 +13,11 @@ from cuboid.resilience.failures import Failure, note_failure
 from cuboid.spec.run import Run
 from cuboid.train.folder import checkpoint_folder
 
+if TYPE_CHECKING:
+    from cuboid.train.trainer import Outcome
 
-def supervise(run: Run, attempt: Callable[[], float]) -> float:
+
+def supervise(run: Run, attempt: Callable[[], Outcome]) -> Outcome:
     """`attempt` trains to the end, from the newest checkpoint; it raises `RankError` when a rank fails.
 
     What the user must mend (`UserError`) and what the user asked for (a signal) passes through."""

@@ -140,10 +140,13 @@ class ResilienceSpec:
     restarts: int = 3
     """How many times in a row ranks are started again from the newest checkpoint without a newer one being written; 0
     is never. A run that keeps no checkpoints is never started again."""
+    grace_seconds: float = 30.0
+    """How long a scheduler lets the job live after SIGTERM or SIGUSR1: in this time it saves and ends with exit code
+    75. When it is over the job ends by itself, with what was saved before."""
 
     def __post_init__(self) -> None:
         check_types(self, "resilience")
-        _require_in_range(self, "resilience", ("restarts",), low=0)
+        _require_in_range(self, "resilience", ("restarts", "grace_seconds"), low=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -12,8 +12,11 @@ from cuboid.parallel.apply import Engine
 from cuboid.parallel.collectives import all_reduce
 
 
-def evaluate(engine: Engine, batches: Iterable[list[MicroBatch]]) -> float:
-    """Sum of token losses / labelled tokens, over all batches and replicas; no state changes."""
+def evaluate(
+    engine: Engine, batches: Iterable[list[MicroBatch]], stops: Callable[[], bool] = lambda: False
+) -> float | None:
+    """Sum of token losses / labelled tokens, over all batches and replicas; no state changes. None if `stops`, asked
+    after each batch and of the same mind on all ranks, cut it short."""
     loss = torch.zeros((), dtype=torch.float64, device=engine.device)
     tokens = torch.zeros((), dtype=torch.float64, device=engine.device)
     for micro_batches in batches:
@@ -22,6 +25,8 @@ def evaluate(engine: Engine, batches: Iterable[list[MicroBatch]]) -> float:
         if engine.holds_loss:
             loss += summed
             tokens += sum(int((share.labels != IGNORED).sum()) for share in shares)
+        if stops():
+            return None
     total, count = all_reduce(torch.stack((loss, tokens)), engine.groups.world).tolist()
     if engine.ledger is not None:
         engine.ledger.take()  # what it exchanged is no part of a step

@@ -29,6 +29,8 @@ class StepResult:
     gradient_norm: float
     tokens: int
     """Labelled tokens of the global batch."""
+    stops: bool = False
+    """Whether some rank was asked to stop before this step."""
     routers: Tensor | None = None
     """A row per layer with experts: assignments of each expert and the sums of `balance.EXTRA`, over the global
     batch."""
@@ -41,14 +43,16 @@ class StepResult:
 class PendingStep:
     """What a step computed, still on its way from the device."""
 
-    def __init__(self, loss: Tensor, gradient_norm: Tensor, tokens: Tensor, routers: Tensor | None = None) -> None:
+    def __init__(
+        self, loss: Tensor, gradient_norm: Tensor, tokens: Tensor, asked: Tensor, routers: Tensor | None = None
+    ) -> None:
         self.loss = loss
         self.gradient_norm = gradient_norm
         self.routers = routers
-        values = torch.stack((loss.double(), gradient_norm.double(), tokens.double()))
+        values = torch.stack((loss.double(), gradient_norm.double(), tokens.double(), asked.double()))
         self._arrival: torch.cuda.Event | None = None
         if values.is_cuda:
-            self._values = torch.empty(3, dtype=torch.float64, pin_memory=True)
+            self._values = torch.empty(4, dtype=torch.float64, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
             self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrival.record()
@@ -63,13 +67,13 @@ class PendingStep:
         """Waits until the device has computed it."""
         if self._arrival is not None:
             self._arrival.synchronize()
-        loss, norm, tokens = self._values.tolist()
-        return StepResult(loss, norm, int(tokens), None if self.routers is None else self.routers.cpu())
+        loss, norm, tokens, asked = self._values.tolist()
+        return StepResult(loss, norm, int(tokens), asked > 0, None if self.routers is None else self.routers.cpu())
 
 
-def compute_gradients(engine: Engine, micro_batches: list[MicroBatch]) -> PendingStep:
+def compute_gradients(engine: Engine, micro_batches: list[MicroBatch], asked: bool = False) -> PendingStep:
     """After this the pieces hold the gradient of (sum of token losses / labelled tokens) over the global batch, plus
-    that of the routers' auxiliary losses."""
+    that of the routers' auxiliary losses. `asked`: this rank was asked to stop, which all ranks learn."""
     shares = [engine.sharing.of(batch) for batch in micro_batches]
     counted = torch.stack([(share.labels != IGNORED).sum() for share in shares]).sum()
     tokens = all_reduce(counted, engine.groups.data)
@@ -82,8 +86,9 @@ def compute_gradients(engine: Engine, micro_batches: list[MicroBatch]) -> Pendin
     summed_loss = engine.pipeline.run(shares, scale)
     finish_gradients(engine)
     own_loss = summed_loss if engine.holds_loss else torch.zeros_like(summed_loss)
-    loss, square = all_reduce(torch.stack((own_loss, squared_norm(engine))), engine.groups.world).unbind()
-    return PendingStep(loss / tokens.clamp(min=1), square.sqrt(), tokens, summed_statistics(engine))
+    own = torch.stack((own_loss, squared_norm(engine), torch.full_like(own_loss, asked)))
+    loss, square, ranks_asked = all_reduce(own, engine.groups.world).unbind()
+    return PendingStep(loss / tokens.clamp(min=1), square.sqrt(), tokens, ranks_asked, summed_statistics(engine))
 
 
 def start_step(
@@ -92,9 +97,10 @@ def start_step(
     micro_batches: list[MicroBatch],
     learning_rate: float,
     before_update: Callable[[], None] | None = None,
+    asked: bool = False,
 ) -> PendingStep:
     """A step whose loss or gradient is not finite is left out on every rank alike: all see the same numbers."""
-    pending = compute_gradients(engine, micro_batches)
+    pending = compute_gradients(engine, micro_batches, asked)
     if before_update is not None:
         before_update()
     apply_update(engine, optimizer, pending, learning_rate)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from cuboid.checkpoint.resume import resume
 from cuboid.checkpoint.save import deadline_group
-from cuboid.checkpoint.saver import Saver
+from cuboid.checkpoint.saver import Saver, SaveReport
 from cuboid.checkpoint.start import start
 from cuboid.data.loader import evaluation_batches, micro_batches
 from cuboid.data.source import make_source, make_validation_source
 from cuboid.parallel.apply import build_engine
+from cuboid.parallel.collectives import all_reduce
+from cuboid.say import say
 from cuboid.spec.run import Run
 from cuboid.train.communication import CommunicationLog
 from cuboid.train.evaluate import evaluate
@@ -26,10 +29,26 @@ from cuboid.train.optimizer import Optimizer
 from cuboid.train.step import PendingStep, start_step
 
 
-def train(run: Run, rank: int, device: torch.device, quiet: bool = False) -> float:
-    """Train to the last step, from the newest checkpoint of the run or the first step; returns the last loss, equal on
-    all ranks."""
-    return Trainer(run, rank, device, quiet).train()
+@dataclass(frozen=True)
+class Outcome:
+    """How a training ended; the same on all ranks."""
+
+    loss: float
+    """Of the last step."""
+    preempted: bool = False
+    """Asked to stop before the last step: the same command goes on."""
+    saved: int = 0
+    """Steps of the newest checkpoint."""
+    seconds: float = 0.0
+    """How long it took to save what was done, once all ranks knew that they are to stop."""
+
+
+def train(
+    run: Run, rank: int, device: torch.device, quiet: bool = False, asked: Callable[[], bool] = lambda: False
+) -> Outcome:
+    """Train to the last step, from the newest checkpoint of the run or the first step. `asked`: whether this rank was
+    asked to stop; if any was, all save and stop at the next step."""
+    return Trainer(run, rank, device, quiet, asked).train()
 
 
 @dataclass(frozen=True)
@@ -44,7 +63,9 @@ class Started:
 class Trainer:
     """Every rank makes one and calls the same methods in the same order."""
 
-    def __init__(self, run: Run, rank: int, device: torch.device, quiet: bool = False) -> None:
+    def __init__(
+        self, run: Run, rank: int, device: torch.device, quiet: bool = False, asked: Callable[[], bool] = lambda: False
+    ) -> None:
         """Set-up: after it the state is that of the newest checkpoint, or of the first step."""
         torch.use_deterministic_algorithms(run.training.deterministic)
         self.run, self.device = run, device
@@ -63,11 +84,17 @@ class Trainer:
         self.loss = float("nan")
         self._under_way: deque[Started] = deque()
         self._clock = 0.0
+        self._asked = asked
+        self._stops = False
+        self._saved = self._last_save = self.done
+        self._longest_step = 0.0
+        self._warned = False
 
-    def train(self) -> float:
+    def train(self) -> Outcome:
         with self.metrics, self.communication, self.memory:
+            self._agree()
             self._clock = time.perf_counter()
-            while self.done < self.run.training.steps:
+            while self.done < self.run.training.steps and not self._stops:
                 self._start_step()
                 self.done += 1
                 # A GPU computes a step while the host prepares the next, and waits for nothing between them.
@@ -77,8 +104,7 @@ class Trainer:
                     self._finish_step(self._under_way.popleft())
                 if self._saves:
                     self._save()  # after the row of this step, which a resumed run will not write again
-            self._finish()
-        return self.loss
+            return self._finish()
 
     @property
     def _is_last(self) -> bool:
@@ -100,7 +126,7 @@ class Trainer:
         rate = learning_rate(self.run.learning_rate, self.done, self.run.training.steps)
         batches = micro_batches(self.source, self.run, self.done, self._replica, self.device)
         before_update = self.saver.before_update if self.saver else None
-        pending = start_step(self.engine, self.optimizer, batches, rate, before_update)
+        pending = start_step(self.engine, self.optimizer, batches, rate, before_update, self._asked())
         self._under_way.append(Started(self.done, rate, pending))
         self.communication.record(self.done)
 
@@ -108,22 +134,63 @@ class Trainer:
         """Wait for a step's numbers and write them down, with those of an evaluation that follows it."""
         result = started.pending.result()
         self.loss, seconds = result.loss, time.perf_counter() - self._clock
+        self._stops = self._stops or result.stops
         held_out = self._evaluate() if self._evaluates and started.step + 1 == self.done else None
         reports = self.saver.reports() if self.saver else []
+        self._note(reports, seconds)
         timing = self.engine.pipeline.timing
         self.metrics.record(started.step, result, started.learning_rate, seconds, timing, held_out, reports)
         self.memory.record(started.step, self.engine, self.optimizer)
         self._clock = time.perf_counter()
 
-    def _evaluate(self) -> float:
+    def _evaluate(self) -> float | None:
+        """None if it was cut short, or did not begin, because all are to stop."""
         assert self.validation is not None
-        return evaluate(self.engine, evaluation_batches(*self.validation, self.run, self._replica, self.device))
+        if self._stops:
+            return None
+        batches = evaluation_batches(*self.validation, self.run, self._replica, self.device)
+        return evaluate(self.engine, batches, self._agree)
 
     def _save(self) -> None:
         assert self.saver is not None
+        self._last_save = self.done
         self.saver.save(self.done)
+        self._agree()
         self._clock = time.perf_counter()
 
-    def _finish(self) -> None:
-        if self.saver:
-            self.metrics.add_saves(self.saver.finish())
+    def _agree(self) -> bool:
+        """Whether some rank was asked to stop. Every rank calls this, where the next step's own sum is far."""
+        if self.saver is not None and not self._stops:
+            ranks = torch.tensor(float(self._asked()), device=self.device)
+            self._stops = all_reduce(ranks, self.engine.groups.world).item() > 0
+            if self.engine.ledger is not None:
+                self.engine.ledger.take()  # no part of a step
+        return self._stops
+
+    def _finish(self) -> Outcome:
+        """What was done is kept: all steps, or as many as were done when somebody asked to stop."""
+        start, preempted = time.perf_counter(), self.done < self.run.training.steps
+        if self.saver is not None:
+            if preempted and self._last_save != self.done:
+                self._save()
+            reports = self.saver.finish()
+            self._note(reports)
+            self.metrics.add_saves(reports)
+        return Outcome(self.loss, preempted, self._saved, time.perf_counter() - start)
+
+    def _note(self, saves: Sequence[SaveReport], step_seconds: float = 0.0) -> None:
+        """What is saved, and whether it would be in time if the job were asked to stop."""
+        self._longest_step = max(self._longest_step, step_seconds)
+        grace = self.run.resilience.grace_seconds
+        for save in saves:
+            if not save.bytes:
+                continue
+            self._saved = save.step
+            needed = self._longest_step + save.stall_seconds + save.write_seconds
+            if needed > grace and not self._warned and self.engine.groups.world.index == 0:
+                self._warned = True
+                say(
+                    f"resilience.grace_seconds={grace:g} is less than a step and a save take here, {needed:.1f} s: a "
+                    "preempted job would lose what it did since its last checkpoint",
+                    as_warning=True,
+                )

@@ -34,7 +34,7 @@ def limited(rank: int, run: Run, largest: int) -> float:
     """Larger files fail as on a full disk, with the system's own error."""
     if largest:
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
-    return train(run, rank, torch.device("cpu"), quiet=True)
+    return train(run, rank, torch.device("cpu"), quiet=True).loss
 
 
 def append(rank: int, path: str) -> tuple[str, str]:

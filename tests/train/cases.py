@@ -20,4 +20,4 @@ def short_run(layout: str, folder: str, *overrides: str, model: str = "tiny-llam
 
 
 def train_rank(rank: int, run: Run) -> float:
-    return train(run, rank, torch.device("cpu"), quiet=True)
+    return train(run, rank, torch.device("cpu"), quiet=True).loss
