@@ -66,7 +66,7 @@ def run_rank(run: Run, signals: Listener, quiet: bool = False, place: Place | No
 def run_started_rank(run: Run, quiet: bool, places: tuple[Place, ...], pids: MutableSequence[int]) -> Outcome:
     """A rank that the supervisor of this machine started, and that ends with it. `pids`: where it finds the rank."""
     follow_parent()
-    with Listener(run) as signals:
+    with Listener(run, patience=2.0) as signals:  # the supervisor comes first, if it knows
         own = int(os.environ["LOCAL_RANK"])
         place, pids[own] = places[own], os.getpid()
         # The agent counts its own machine's ranks only; what PyTorch writes for debugging carries these numbers.

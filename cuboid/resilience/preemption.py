@@ -39,9 +39,11 @@ class Listener:
     while the job still needs it. A run that keeps no checkpoints listens to nothing: signals end it as they always
     do."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, patience: float = 0.0) -> None:
+        """`patience`: seconds by which whoever else may end the job when its time is over comes first."""
         self.active = run.checkpoint.every > 0
         self.grace = run.resilience.grace_seconds
+        self._patience = patience
         self.code: int | None = None
         """With what the job ends without having saved: the time given was over, or somebody could not wait for it."""
         self._asked: float | None = None
@@ -86,7 +88,7 @@ class Listener:
                 for sent in os.read(self._reader, 64):
                     if sent in ASKING:
                         self._hear(signal.Signals(sent), time.monotonic())
-            if self._asked is not None and time.monotonic() > self._asked + self.grace:
+            if self._asked is not None and time.monotonic() > self._asked + self.grace + self._patience:
                 self._end(REQUEUE, f"resilience.grace_seconds={self.grace:g} are over and nothing new is saved")
             self._beat()
 
