@@ -19,6 +19,7 @@ VERBS = {
     "plan": "Find the best layouts of a model on a cluster.",
     "explain": "Explain a plan with formulae and values.",
     "simulate": "Simulate one step of a plan: drawing, trace, picture.",
+    "goodput": "Expect how much of the time is training, and how often to save.",
     "export": "Write a trained model for Hugging Face, or a plan for another engine.",
     "train": "Train a model on a layout.",
     "launch": "Write a job file for Slurm, Kubernetes or SkyPilot.",

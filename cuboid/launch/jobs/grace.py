@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
+from cuboid.cost.measured import measured
 from cuboid.spec.run import Run
 
 UNMEASURED = 300
@@ -17,22 +17,9 @@ MARGIN = 2.0
 
 def grace_seconds(run: Run) -> tuple[int, str]:
     """Seconds, and where they come from: the run's folder, if it has trained before."""
-    step, save = measured(Path(run.output.folder) / "metrics.jsonl")
-    if not save:
+    found = measured(Path(run.output.folder) / "metrics.jsonl")
+    if not found.saved:
         return UNMEASURED, "assumed: this run has not saved yet"
-    needed = MARGIN * (step + save)
-    return max(
-        LEAST, math.ceil(needed)
-    ), f"measured: {MARGIN:g} × ({step:.2g} s a step + {save:.2g} s a save), at least {LEAST} s"
-
-
-def measured(metrics: Path) -> tuple[float, float]:
-    """The slowest step but the first, which also warms up, and the slowest save; zeros before there were any."""
-    try:
-        lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-    except OSError:
-        return 0.0, 0.0
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be a part of one
-    saves = [save for row in rows for save in row.get("checkpoints", []) if not save.get("warning")]
-    step = max((row["seconds"] for row in rows[1:] or rows), default=0.0)
-    return step, max((save["stall_seconds"] + save["write_seconds"] for save in saves), default=0.0)
+    needed = MARGIN * (found.slowest_step + found.slowest_save)
+    why = f"{MARGIN:g} × ({found.slowest_step:.2g} s a step + {found.slowest_save:.2g} s a save), at least {LEAST} s"
+    return max(LEAST, math.ceil(needed)), f"measured: {why}"

@@ -1,0 +1,200 @@
+"""`cuboid goodput`: how much of the time will be training when machines fail, and how often to save."""
+
+import json
+import math
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from cuboid.cli.output import write_output
+from cuboid.cost.effective_time import (
+    HOUR,
+    PUBLISHED,
+    Costs,
+    MemoryCopies,
+    Recommendation,
+    curve,
+    effective_share,
+    recommend,
+    young_daly,
+)
+from cuboid.cost.failure_simulation import TimeSpent, simulate
+from cuboid.cost.measured import measured
+from cuboid.errors import UserError
+from cuboid.plan.goodput_picture import Line, svg
+from cuboid.spec.run import Run, load_run
+from cuboid.spec.suggest import either
+
+SIZES = (1024, 16384, 100000)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One size, with or without copies in memory."""
+
+    accelerators: int
+    mtbf: float
+    best: Recommendation
+    textbook: float
+    spent: TimeSpent
+
+    @property
+    def in_memory(self) -> bool:
+        return self.best.costs.memory is not None
+
+
+def command(
+    file: Annotated[
+        Path | None, typer.Argument(help="A run or plan file: its size, its steps, and its saves where it has saved.")
+    ] = None,
+    gpus: Annotated[list[int] | None, typer.Option(min=1, help="Accelerators; may be given several times.")] = None,
+    failures: Annotated[str, typer.Option(help=f"Published failure rates: {either(PUBLISHED)}.")] = "rsc",
+    mtbf_hours: Annotated[
+        float | None, typer.Option(min=0.001, help="Mean hours between failures, in place of published ones.")
+    ] = None,
+    interval: Annotated[float | None, typer.Option(min=1, help="Seconds between checkpoints; left out: best.")] = None,
+    stall: Annotated[
+        float | None, typer.Option(min=0, help="Seconds training waits for a save; 1, or measured.")
+    ] = None,
+    write: Annotated[float | None, typer.Option(min=0, help="Seconds a save is written; 67, or measured.")] = None,
+    detect: Annotated[float, typer.Option(min=0, help="Seconds until a failure is known.")] = Costs.detect,
+    restart: Annotated[float, typer.Option(min=0, help="Seconds until ranks can load.")] = Costs.restart,
+    load: Annotated[float, typer.Option(min=0, help="Seconds to load from disk.")] = Costs.load,
+    memory_stall: Annotated[float, typer.Option(min=0, help="Seconds training waits for a copy in memory.")] = 0.2,
+    memory_load: Annotated[float, typer.Option(min=0, help="Seconds to load from memory.")] = 5.0,
+    memory_survives: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of failures that leave a copy in memory.")
+    ] = 0.9,
+    seed: Annotated[int, typer.Option(min=0, help="Of the simulated failures.")] = 0,
+    picture: Annotated[Path | None, typer.Option(help="Write the share over the interval as an SVG picture.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Expect how much of the time is training, with checkpoints on disk alone and with copies in memory.
+
+    The closed form beside a simulation through 400 failures, at the checkpoint interval that makes it largest.
+
+    Example: cuboid goodput --gpus 16384 --failures llama3 --picture goodput.svg
+    Example: cuboid goodput run.toml --mtbf-hours 20
+    """
+    if failures not in PUBLISHED:
+        raise UserError(f"failures={failures} is not known; use {either(PUBLISHED)}, or --mtbf-hours")
+    run = load_run(file) if file is not None else None
+    costs = _costs(run, Costs(detect=detect, restart=restart, load=load), stall, write)
+    copies = MemoryCopies(stall=memory_stall, load=memory_load, survives=memory_survives)
+    sizes = gpus or ([run.layout.world_size] if run is not None else list(SIZES))
+    cases = [
+        _case(size, HOUR * mtbf_hours if mtbf_hours else PUBLISHED[failures].seconds(size), kind, interval, seed)
+        for size in sizes
+        for kind in (costs, replace(costs, memory=copies))
+    ]
+    source = f"a failure every {mtbf_hours:g} h" if mtbf_hours else PUBLISHED[failures].source
+    if picture is not None:
+        write_output(picture, _picture(cases, source))
+    if as_json:
+        print(json.dumps({"failures": source, "costs": asdict(costs), "cases": [_as_json(case) for case in cases]}))
+        return
+    _show(cases, costs, source, _step_seconds(run))
+    if picture is not None:
+        print(f"picture: {picture}")
+
+
+def _costs(run: Run | None, costs: Costs, stall: float | None, write: float | None) -> Costs:
+    """What the command line says, else what the run's folder shows, else what others have published."""
+    found = measured(Path(run.output.folder) / "metrics.jsonl") if run is not None else None
+    if found is not None and found.saved:
+        costs = replace(costs, stall=found.stall, write=found.write)
+    return replace(costs, stall=costs.stall if stall is None else stall, write=costs.write if write is None else write)
+
+
+def _step_seconds(run: Run | None) -> float | None:
+    if run is None:
+        return None
+    found = measured(Path(run.output.folder) / "metrics.jsonl").usual_step
+    planned = run.plan.get("step_seconds")
+    return found or (float(planned) if isinstance(planned, int | float) else None)
+
+
+def _case(size: int, mtbf: float, costs: Costs, interval: float | None, seed: int) -> Case:
+    best = recommend(mtbf, costs)
+    if interval is not None:
+        best = replace(best, interval=interval, share=effective_share(mtbf, interval, best.costs))
+    spent = simulate(mtbf, best.interval, best.costs, seed=seed)
+    return Case(size, mtbf, best, young_daly(mtbf, costs.stall), spent)
+
+
+def _picture(cases: list[Case], source: str) -> str:
+    intervals = [10 * 10 ** (exponent / 60) for exponent in range(60 * 3 + 1)]
+    sizes = list(dict.fromkeys(case.accelerators for case in cases))
+    lines = [
+        Line(
+            f"{case.accelerators:,}{', copies in memory' if case.in_memory else ' GPUs'}: {case.best.share:.1%}",
+            sizes.index(case.accelerators),
+            case.in_memory,
+            curve(case.mtbf, case.best.costs, intervals),
+            (min(max(case.best.interval, intervals[0]), intervals[-1]), case.best.share),
+        )
+        for case in cases
+    ]
+    return svg(intervals, lines, "Share of the time that is training", source)
+
+
+def _as_json(case: Case) -> dict[str, object]:
+    memory, spent = case.best.costs.memory, case.spent
+    return {
+        "accelerators": case.accelerators,
+        "mean_seconds_between_failures": case.mtbf,
+        "copies_in_memory": case.in_memory,
+        "interval_seconds": case.best.interval,
+        "memory_interval_seconds": memory.every if memory else None,
+        "young_daly_seconds": case.textbook,
+        "expected": case.best.share,
+        "simulated": spent.effective,
+        "simulated_failures": spent.failures,
+        "redone": spent.redone / spent.total,
+        "saving": spent.saving / spent.total,
+        "down": spent.down / spent.total,
+    }
+
+
+def _show(cases: list[Case], costs: Costs, source: str, step: float | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    print(f"{source}; beyond what was measured every accelerator fails as often")
+    print(
+        f"seconds: stall {costs.stall:.3g}, write {costs.write:.3g}, detect {costs.detect:g}, restart "
+        f"{costs.restart:g}, load {costs.load:g}"
+    )
+    table = Table(box=None, pad_edge=False, header_style="")
+    table.add_column("GPUs", justify="right")
+    for header in ("failure", "to disk", "to memory", "training", "simulated", "redone", "saving", "down"):
+        table.add_column(header, justify="right", no_wrap=True)
+    for case in cases:
+        memory, spent = case.best.costs.memory, case.spent
+        table.add_row(
+            f"{case.accelerators:,}",
+            *(duration(seconds) for seconds in (case.mtbf, case.best.interval)),
+            duration(memory.every) if memory else "never",
+            *(f"{share:.1%}" for share in (case.best.share, spent.effective)),
+            *(f"{part / spent.total:.1%}" for part in (spent.redone, spent.saving, spent.down)),
+        )
+    Console(highlight=False).print(table)
+    print("failure: mean time between them; to disk, to memory: training between checkpoints")
+    if step:
+        steps = max(1, round(cases[0].best.interval / step))
+        print(f"with steps of {step:.3g} s: checkpoint.every={steps}")
+
+
+def duration(seconds: float) -> str:
+    """To two or three digits, in the unit a person would use.
+
+    >>> duration(95), duration(5400)
+    ('95 s', '1.5 h')
+    """
+    for unit, size, least in (("h", 3600, 5400), ("min", 60, 100)):
+        if seconds >= least:
+            digits = 0 if seconds / size >= 10 or math.isclose(seconds / size, round(seconds / size)) else 1
+            return f"{seconds / size:.{digits}f} {unit}"
+    return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"

@@ -1,0 +1,43 @@
+"""What a run's own `metrics.jsonl` shows of its steps and saves."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds; zeros before there was anything to measure."""
+
+    usual_step: float = 0.0
+    slowest_step: float = 0.0
+    """But the first, which also warms up."""
+    saved: int = 0
+    """How many checkpoints were written whole."""
+    stall: float = 0.0
+    """How long training waited for a save, in the median."""
+    write: float = 0.0
+    slowest_save: float = 0.0
+
+
+def measured(metrics: Path) -> Measured:
+    try:
+        lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+    except OSError:
+        return Measured()
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be a part of one
+    steps = [row["seconds"] for row in rows[1:] or rows] or [0.0]
+    saves = [save for row in rows for save in row.get("checkpoints", []) if not save.get("warning")]
+    if not saves:
+        return Measured(median(steps), max(steps))
+    return Measured(
+        usual_step=median(steps),
+        slowest_step=max(steps),
+        saved=len(saves),
+        stall=median(save["stall_seconds"] for save in saves),
+        write=median(save["write_seconds"] for save in saves),
+        slowest_save=max(save["stall_seconds"] + save["write_seconds"] for save in saves),
+    )
