@@ -78,7 +78,7 @@ def test_sbatch_scripts_are_bash_with_options_slurm_has(run_file: Path) -> None:
     assert len(given_options) == text.count("\n#SBATCH ")
     srun = text[text.index("\nsrun ") :].partition("cuboid")[0]
     assert {f"srun {option}" for option in re.findall(r"--[a-z-]+", srun)} <= set(known)
-    for line in ("nodes=4", "gpus-per-node=4", "ntasks-per-node=1", "signal=B:TERM@300", "requeue", "partition=gpu"):
+    for line in ("nodes=4", "gpus-per-node=4", "ntasks-per-node=1", "signal=USR1@330", "requeue", "partition=gpu"):
         assert f"\n#SBATCH --{line}\n" in text
     assert text.index("source .venv/bin/activate") < text.index("\nsrun ")
     assert f'cuboid train {shlex.quote(str(run_file))} --nodes 4 --rendezvous "$head:29400"' in text
@@ -109,7 +109,7 @@ def test_manifests_fit_the_schemas(options: tuple[str, ...], layout: str, run_fi
     found = documents(written(run_file, *options))
     assert [message for document in found.values() for message in schema_errors(document)] == []
     assert set(found) >= {"ConfigMap", *(["TrainingRuntime", "TrainJob"] if options is TRAINJOB else ["Job"])}
-    assert found["ConfigMap"]["data"]["run.toml"] == dump_run(load_run(run_file))
+    assert found["ConfigMap"]["data"]["run.toml"] == dump_run(load_run(run_file, ["resilience.grace_seconds=300.0"]))
 
 
 def test_schemas_refuse_what_kubernetes_would() -> None:
@@ -126,7 +126,7 @@ def test_pods_run_as_nobody_special_and_name_their_port(options: tuple[str, ...]
     assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     assert container["ports"] == [{"name": "rendezvous", "containerPort": 30000}]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 4, "cpu": 64, "memory": "512Gi"}
-    assert pod["terminationGracePeriodSeconds"] == 120
+    assert pod["terminationGracePeriodSeconds"] == 150
     assert container["command"][:2] == ["cuboid", "train"]
 
 
@@ -204,7 +204,10 @@ def test_tensor_groups_stay_inside_nodes_or_are_refused(tp: int, dp: int, cp: in
     else:
         with pytest.raises(UserError, match=rf"tp={tp} crosses nodes of {per_node}"):
             make_job(run, "run.toml", gpus_per_node=per_node, grace_seconds=60)
-        assert make_job(run, "run.toml", gpus_per_node=per_node, grace_seconds=60, across_nodes=True).run is run
+        assert (
+            make_job(run, "run.toml", gpus_per_node=per_node, grace_seconds=60, across_nodes=True).ranks_per_node
+            == per_node
+        )
 
 
 def test_the_grace_period_is_measured_where_the_run_has_saved(
@@ -215,9 +218,9 @@ def test_the_grace_period_is_measured_where_the_run_has_saved(
     saves = [{"stall_seconds": 2.0, "write_seconds": 40.0, "warning": ""}, {"stall_seconds": 0.0, "write_seconds": 9.0}]
     rows = [{"seconds": 90.0}, {"seconds": 8.0, "checkpoints": saves}, {"seconds": 7.0}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"seconds": 99')
-    assert "signal=B:TERM@100\n" in written(run_file, *SLURM, "--set", f"output.folder={folder}")
+    assert "signal=USR1@130\n" in written(run_file, *SLURM, "--set", f"output.folder={folder}")
     assert "measured" in capsys.readouterr().out
-    assert "signal=B:TERM@7\n" in written(run_file, *SLURM, "--set", f"output.folder={folder}", "--grace", "7")
+    assert "signal=USR1@37\n" in written(run_file, *SLURM, "--set", f"output.folder={folder}", "--grace", "7")
 
 
 def test_names_suit_every_scheduler() -> None:

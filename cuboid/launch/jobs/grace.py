@@ -18,8 +18,9 @@ MARGIN = 2.0
 def grace_seconds(run: Run) -> tuple[int, str]:
     """Seconds, and where they come from: the run's folder, if it has trained before."""
     found = measured(Path(run.output.folder) / "metrics.jsonl")
+    asked = math.ceil(run.resilience.grace_seconds)
     if not found.saved:
-        return UNMEASURED, "assumed: this run has not saved yet"
+        return max(UNMEASURED, asked), "assumed: this run has not saved yet"
     needed = MARGIN * (found.slowest_step + found.slowest_save)
     why = f"{MARGIN:g} × ({found.slowest_step:.2g} s a step + {found.slowest_save:.2g} s a save), at least {LEAST} s"
-    return max(LEAST, math.ceil(needed)), f"measured: {why}"
+    return max(LEAST, math.ceil(needed), asked), f"measured: {why}"

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cuboid.errors import UserError
 from cuboid.plan.plan import planned_cluster
 from cuboid.spec.run import Run, dump_run
 from cuboid.spec.suggest import nearest_numbers, use
 
-REQUEUE = 75
-"""The exit code of a training that was told to stop and has saved: start me again (EX_TEMPFAIL of sysexits.h)."""
 REFUSED = 2
 """The exit code of what starting again cannot mend."""
+LEAVING = 30
+"""Seconds by which the scheduler waits longer than the training gives itself: it ends its own processes first."""
 PORT = 29400
 """Where supervisors meet, unless told otherwise; what torchrun uses too, so that firewalls often know it."""
 
@@ -32,11 +33,15 @@ class Job:
     gpus: bool
     accelerator: str
     """Its name in the catalog; empty where no planner wrote the run file."""
-    grace_seconds: int
     port: int = PORT
     interface: str = ""
     overrides: tuple[str, ...] = ()
     """Changes to the run file, for the command line."""
+
+    @property
+    def notice_seconds(self) -> int:
+        """How long before its end, at the latest, the scheduler tells the job."""
+        return math.ceil(self.run.resilience.grace_seconds) + LEAVING
 
     @property
     def summary(self) -> str:
@@ -93,6 +98,9 @@ def make_job(
     least = count if min_nodes is None else min_nodes
     if least > count:
         raise UserError(f"min-nodes={least} is more than the {count} nodes of {run.layout}; use min-nodes={count}")
+    if grace_seconds != run.resilience.grace_seconds:
+        run = replace(run, resilience=replace(run.resilience, grace_seconds=float(grace_seconds)))
+        overrides = (*overrides, f"resilience.grace_seconds={grace_seconds}")
     _check_interface(interface)
     _check_no_secrets(run)
     return Job(
@@ -104,7 +112,6 @@ def make_job(
         ranks_per_node=per_node,
         gpus=not on_cpus,
         accelerator=cluster.accelerator if cluster else "",
-        grace_seconds=grace_seconds,
         port=port,
         interface=interface,
         overrides=overrides,

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from textwrap import indent
 
 from cuboid.errors import UserError
-from cuboid.launch.jobs.job import REFUSED, REQUEUE, Job
+from cuboid.launch.jobs.job import REFUSED, Job
+from cuboid.resilience.preemption import REQUEUE
 from cuboid.spec.run import dump_run
 
 RUN_FILE = "/etc/cuboid/run.toml"
@@ -85,7 +86,7 @@ def pod_spec(job: Job, options: PodOptions, container: str, host: str, subdomain
     belongs = f"subdomain: {subdomain}\n" if subdomain else ""
     return f"""restartPolicy: Never
 # SIGTERM, then so long until SIGKILL: time for the step under way and a checkpoint.
-terminationGracePeriodSeconds: {job.grace_seconds}
+terminationGracePeriodSeconds: {job.notice_seconds}
 {belongs}# Nothing here speaks to the cluster, so no token is given away.
 automountServiceAccountToken: false
 enableServiceLinks: false

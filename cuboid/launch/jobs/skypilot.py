@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from textwrap import indent
 
 from cuboid.errors import UserError
-from cuboid.launch.jobs.job import REQUEUE, Job
+from cuboid.launch.jobs.job import Job
 from cuboid.launch.jobs.pod import quoted
+from cuboid.resilience.preemption import REQUEUE
 
 NAMES = {
     "v100-16g": "V100",

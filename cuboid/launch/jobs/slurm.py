@@ -6,7 +6,8 @@ import re
 from dataclasses import dataclass
 
 from cuboid.errors import UserError
-from cuboid.launch.jobs.job import REQUEUE, Job
+from cuboid.launch.jobs.job import Job
+from cuboid.resilience.preemption import REQUEUE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ def _head(job: Job, written_by: str) -> str:
 # {job.placement}
 # Written by: {written_by}
 # Submit it where the run file is, on a file system that all nodes share:  sbatch FILE
-# Stop it so that it saves and can go on:  scancel --signal=TERM --batch JOB"""
+# Let it save and wait for its turn again:  scancel --signal=USR1 JOB     End it:  scancel JOB"""
 
 
 def _directives(job: Job, options: SlurmOptions) -> str:
@@ -56,8 +57,8 @@ def _directives(job: Job, options: SlurmOptions) -> str:
         "# A training uses nodes whole: the cores that ranks share, and all the memory.",
         "#SBATCH --exclusive",
         "#SBATCH --mem=0",
-        f"# {job.grace_seconds} s before its time is over the script is told, and the training saves and leaves.",
-        f"#SBATCH --signal=B:TERM@{job.grace_seconds}",
+        f"# {job.notice_seconds} s before its time is over every process is told; the training saves and leaves.",
+        f"#SBATCH --signal=USR1@{job.notice_seconds}",
         "# Preempted, or on a failed first node, the job waits for its turn again and goes on.",
         "#SBATCH --requeue",
         "# Another lost node does not end the job: the supervisors that are left decide.",
@@ -78,19 +79,10 @@ cd "$SLURM_SUBMIT_DIR" || exit 1
 {setup}{host}
 # Supervisors outlive each other (--no-kill, --kill-on-bad-exit=0, --wait=0); ranks share all cores (--cpu-bind=none).
 srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none \\
-  {job.shell_command} &
-step=$!
-
-# srun passes USR1 on to every process of every node (TERM would end them); the wait under way ends when it comes.
-trap 'kill -USR1 "$step"' TERM
-wait "$step"
+  {job.shell_command}
 code=$?
-while kill -0 "$step" 2>/dev/null; do
-  wait "$step"
-  code=$?
-done
 
-# {REQUEUE} means: told to stop, saved, start me again.
+# {REQUEUE} means: told to stop, saved, start me again. (scancel ends this script too, and so the job for good.)
 if [ "$code" -eq {REQUEUE} ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
