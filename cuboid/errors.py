@@ -10,3 +10,6 @@ class UserError(Exception):
 
 class RankError(Exception):
     """A rank process failed or fell silent; the command line prints the reason and exits with 1."""
+
+    kind = "rank"
+    """As the log of failures has it."""

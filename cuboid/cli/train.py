@@ -1,7 +1,6 @@
 """`cuboid train run.toml`: train on this machine, or join the ranks that torchrun or Slurm started."""
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,8 +9,9 @@ import typer
 
 from cuboid.cli.communication_table import as_rows, show
 from cuboid.data.opened import check_data
-from cuboid.launch.place import find_place
-from cuboid.launch.training import check_machine, start_training
+from cuboid.launch.nodes import NodeOptions
+from cuboid.launch.seat import take_seat
+from cuboid.launch.training import check_machine
 from cuboid.plan.partition import partition
 from cuboid.resilience.preemption import REQUEUE
 from cuboid.spec.load import read_toml
@@ -36,11 +36,20 @@ def command(
     count_communication: Annotated[
         bool, typer.Option("--count-communication", help="Count what ranks exchange, beside what is predicted.")
     ] = False,
+    rendezvous: Annotated[str | None, typer.Option(help="HOST:PORT where nodes meet; HOST is one of them.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Nodes of the job, each started with this same command.")] = None,
+    min_nodes: Annotated[int | None, typer.Option(help="Go on with as few nodes as this, on a new layout.")] = None,
+    max_nodes: Annotated[int | None, typer.Option(help="Most nodes that are used.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(help="Left out: the layout's ranks / nodes.")] = None,
+    interface: Annotated[
+        str | None, typer.Option(help="Where this node listens: an interface or address; left out: towards HOST.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only one JSON object, at the end.")] = False,
 ) -> None:
     """Train a model on a layout. Ranks of this machine are started here; under torchrun or Slurm this process joins.
 
-    The same command again goes on from the newest whole checkpoint, on any layout.
+    The same command again goes on from the newest whole checkpoint, on any layout. On many nodes it runs on each of
+    them, with --nodes and --rendezvous.
 
     Example: cuboid train examples/demo.toml --layout dp=4,pp=2 --set training.steps=20
     """
@@ -53,11 +62,18 @@ def command(
     changes = [*(overrides or ()), *(["output.count_communication=true"] if count_communication else ())]
     run = build_run(table, changes, folder=file.parent if file is not None else Path())
     check_supported(run)
-    place = find_place(os.environ)
-    check_machine(run, place)
-    speaks = place is None or place.rank == 0
-    if not speaks:
-        if start_training(run, quiet=as_json).preempted:
+    options = NodeOptions(
+        rendezvous=rendezvous,
+        nodes=nodes,
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        ranks_per_node=ranks_per_node,
+        interface=interface,
+    )
+    seat = take_seat(run, options)
+    check_machine(run, seat.place)
+    if not seat.speaks:
+        if seat.train(quiet=as_json).preempted:
             raise SystemExit(REQUEUE)
         return
     check_data(run)
@@ -70,7 +86,7 @@ def command(
             _announce(run)
             if past:
                 print(past, flush=True)
-        outcome = start_training(run, quiet=as_json)
+        outcome = seat.train(quiet=as_json)
         if outcome.preempted:
             _say_preempted(run, outcome, as_json)
             raise SystemExit(REQUEUE)

@@ -19,6 +19,13 @@ class Failure:
     checkpoint: int
     """Steps of the newest checkpoint there was."""
     restarted: bool
+    kind: str = "rank"
+    """rank, node, or what else found that the run could not go on."""
+    node: str = ""
+    """Who told of it, or was lost; empty on one machine."""
+    layout: str = ""
+    seconds_lost: float | None = None
+    """Of training, to be done again; None in a log that did not say."""
 
 
 def note_failure(run: Run, failure: Failure) -> None:
@@ -34,3 +41,14 @@ def failures(folder: str | Path) -> list[Failure]:
     if not path.exists():
         return []
     return [Failure(**json.loads(line)) for line in path.read_text().splitlines()]
+
+
+def seconds_since(run: Run, step: int) -> float:
+    """What the steps after this one took, as far as the run has told of them."""
+    path = Path(run.output.folder) / "metrics.jsonl"
+    seconds = 0.0
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
+        if line.endswith("\n"):  # who was killed may have left a part of one
+            row = json.loads(line)
+            seconds += row["seconds"] if row["step"] > step else 0.0
+    return round(seconds, 3)

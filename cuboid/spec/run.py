@@ -143,10 +143,18 @@ class ResilienceSpec:
     grace_seconds: float = 30.0
     """How long a scheduler lets the job live after SIGTERM or SIGUSR1: in this time it saves and ends with exit code
     75. When it is over the job ends by itself, with what was saved before."""
+    contact_seconds: float = 30.0
+    """Of a job on many nodes: after so long without a word a node is lost to the others, which go on without it. It
+    ends its own ranks earlier, so that they never write beside those of the others."""
+    gather_seconds: float = 60.0
+    """How long a job that has its least number of nodes waits for more of them as it starts."""
+    rejoin_seconds: float = 3600.0
+    """How long nodes wait for the one that leads, and that one for its least number of nodes, before they give up."""
 
     def __post_init__(self) -> None:
         check_types(self, "resilience")
-        _require_in_range(self, "resilience", ("restarts", "grace_seconds"), low=0)
+        _require_in_range(self, "resilience", ("restarts", "grace_seconds", "gather_seconds", "rejoin_seconds"), low=0)
+        _require_in_range(self, "resilience", ("contact_seconds",), low=3)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
@@ -43,15 +44,17 @@ def rows(path: Path) -> list[dict[str, float]]:
 class Training:
     """A long training under way, and all its processes."""
 
-    def __init__(self, folder: Path, layout: str, *fields: str) -> None:
+    def __init__(self, folder: Path, layout: str, *fields: str, options: Sequence[str] = ()) -> None:
         self.mark = uuid4().hex
         self.folder = folder
         fields = (*SHORT, "training.steps=100000", *fields)
+        self.log = folder / f"{self.mark}.log"
+        """What it prints; a pipe that nobody reads would stop it when full."""
         self.command = subprocess.Popen(
-            [sys.executable, *train("--layout", layout, fields=list(fields))],
+            [sys.executable, *train("--layout", layout, *options, fields=list(fields))],
             cwd=folder,
             env=environment(**{MARK: self.mark}),
-            stdout=subprocess.PIPE,
+            stdout=self.log.open("w"),
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
