@@ -95,7 +95,7 @@ def measure(rank: int, run: Run, rounds: int) -> dict[str, Any]:
         spec = replace(run.checkpoint, asynchronous=asynchronous, keep=1000)
         changed = replace(engine, run=replace(run, checkpoint=spec))
         savers[asynchronous] = Saver(changed, optimizer, place, deadline_group(600))
-    count = len(savers[True]._staging.content)
+    count = len(savers[True]._own.content)
     found: dict[str, list[float]] = {name: [] for name in ("disk write", "disk read", "save", "load", "stall", "write")}
     step = 0
     for _ in range(rounds):

@@ -20,13 +20,18 @@ def as_bytes(tensor: Tensor) -> memoryview:
     return memoryview(content)
 
 
+def staged_bytes(state: dict[str, Scattered]) -> int:
+    return sum(_aligned(values.nbytes) for held in state.values() for _, values in held.boxes)
+
+
 class Staging:
-    def __init__(self, state: dict[str, Scattered], device: torch.device) -> None:
+    def __init__(self, state: dict[str, Scattered], device: torch.device, memory: Tensor | None = None) -> None:
+        """`memory`: as many bytes as the state needs; left out: its own."""
         self._on_gpu = device.type == "cuda"
-        values = [values for held in state.values() for _, values in held.boxes]
-        total = sum(_aligned(tensor.nbytes) for tensor in values)
-        # Zeroed here, so that the first save need not wait for the system to find the pages.
-        self._memory = torch.zeros(total, dtype=torch.uint8, pin_memory=self._on_gpu)
+        if memory is None:
+            # Zeroed here, so that the first save need not wait for the system to find the pages.
+            memory = torch.zeros(staged_bytes(state), dtype=torch.uint8, pin_memory=self._on_gpu)
+        self._memory = memory
         self.content = as_bytes(self._memory)
         self.state = self._lay_out(state)
         self._stream: Any = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
