@@ -70,8 +70,13 @@ class BackgroundSaver(ABC):
         self._reports: list[SaveReport] = []
 
     @abstractmethod
-    def _hinders(self, step: int) -> str:
-        """Why the state after this step cannot be kept now, on this rank; waits for what is in flight if it should."""
+    def _is_ready(self) -> bool:
+        """Whether this rank can save now; waits for what is in flight if it should."""
+
+    @property
+    @abstractmethod
+    def _hindrance(self) -> str:
+        """Why the state cannot be kept where some rank is not ready."""
 
     @abstractmethod
     def _place_for(self, kept_before: bool) -> Staging:
@@ -89,10 +94,10 @@ class BackgroundSaver(ABC):
     def save(self, step: int) -> None:
         """Every rank calls this after `step` steps. Returns when the state is copied, or on a GPU being copied."""
         start = time.perf_counter()
-        hindrance = self._hinders(step)
-        hindered, broken_groups, kept = self._count(bool(hindrance), not self._group_works, self._knows_it_is_kept)
+        ready = self._is_ready()
+        hindered, broken_groups, kept = self._count(not ready, not self._group_works, self._knows_it_is_kept)
         if hindered:
-            self._leave_out(step, hindrance, time.perf_counter() - start)
+            self._leave_out(step, time.perf_counter() - start)
             return
         if broken_groups:
             self._group, self._group_works = deadline_group(self._spec.timeout_seconds), True
@@ -107,8 +112,8 @@ class BackgroundSaver(ABC):
             self._thread.join(self._spec.timeout_seconds + GRACE)
         self._stall = time.perf_counter() - start
 
-    def _leave_out(self, step: int, hindrance: str, seconds: float) -> None:
-        warning = f"no {self.kept} after step {step}: {hindrance or 'another rank cannot'}"
+    def _leave_out(self, step: int, seconds: float) -> None:
+        warning = f"no {self.kept} after step {step}: {self._hindrance}"
         self._reports.append(SaveReport(step, seconds, 0.0, 0, warning, self.place))
 
     @property

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from itertools import pairwise, product
 from math import prod
 from typing import Any
 
 from cuboid.checkpoint.location import locate
-from cuboid.checkpoint.manifest import COUNTS, DATA_FILE, INDEX, Damage, Place, read_json, require_plain
+from cuboid.checkpoint.manifest import COUNTS, DATA_FILE, INDEX, Damage, Place, StoredFile, read_json, require_plain
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "uint8": 1}
 """Of an element, by the name of its type."""
 MOST_DIMENSIONS = 8
 
 
-def check_index(place: Place) -> dict[str, Any]:
+def check_index(place: Place, files: Mapping[str, StoredFile] | None = None) -> dict[str, Any]:
     """The index, if every tensor is made of its chunks without gap or overlap, and every chunk lies in its file alone.
 
-    Nothing else decides what is read, so nothing can be allocated that the files do not hold."""
+    Nothing else decides what is read, so nothing can be allocated that the files do not hold. `files`: what they are
+    known to be, where not all of them are here."""
     folder = locate(place)
     _, index = read_json(folder, INDEX)
     used: dict[str, list[tuple[int, int]]] = {}
@@ -31,7 +33,10 @@ def check_index(place: Place) -> dict[str, Any]:
     for file, places in used.items():
         if any(end > start for (_, end), (start, _) in pairwise(sorted(places))):
             raise Damage(folder, INDEX, f"gives the same bytes of {file} to two chunks")
-        if max(end for _, end in places) > require_plain(folder, file):
+        if files is not None and file not in files:
+            raise Damage(folder, INDEX, f"names {file}, which is none of its files")
+        size = require_plain(folder, file) if files is None else files[file].bytes
+        if max(end for _, end in places) > size:
             raise Damage(folder, INDEX, f"has chunks that lie outside {file}")
     return index
 

@@ -1,4 +1,4 @@
-"""Go on where a run stopped: the newest checkpoint that verifies, into whatever layout the run has now."""
+"""Go on where a run stopped: the newest state that verifies, in memory or on disk, into whatever layout it has now."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from cuboid.checkpoint.folder import checkpoints, sweep
+from cuboid.checkpoint.folder import checkpoints, step_of, sweep
 from cuboid.checkpoint.index import check_index
 from cuboid.checkpoint.location import Location, locate
 from cuboid.checkpoint.manifest import Manifest, Place
+from cuboid.checkpoint.memory_copies import Generation
+from cuboid.checkpoint.memory_recall import Lost, Recall
 from cuboid.checkpoint.save import load
 from cuboid.checkpoint.state import Moments
 from cuboid.checkpoint.verify import check_file, verify
@@ -19,29 +21,51 @@ from cuboid.say import say
 
 
 def resume(
-    engine: Engine, optimizer: Moments, folder: Place, group: dist.ProcessGroup | None = None, quiet: bool = False
+    engine: Engine,
+    optimizer: Moments,
+    folder: Place,
+    group: dist.ProcessGroup | None = None,
+    quiet: bool = False,
+    recall: Recall | None = None,
 ) -> int:
-    """Load the newest whole checkpoint of the folder; returns the steps it has done. Every rank calls this.
+    """Load the newest whole state, from memory or the folder; returns the steps it has done. Every rank calls this.
 
     One that has all the steps of the run is not loaded: there is nothing to go on with."""
     speaks, place = engine.groups.world.index == 0, locate(folder)
     if speaks:
         sweep(place)
-    names = [path.name for path in reversed(checkpoints(place))] if speaks else []
-    for name in _from_first(names, group):
-        manifest, reason = _verify_together(place / name, speaks, group)
-        if manifest is None:
+    names = [path.name for path in checkpoints(place)] if speaks else []
+    sources: list[Location | Generation] = [place / name for name in _from_first(names, group)]
+    sources += reversed(recall.generations) if recall is not None else ()
+    # The newest first; of the same step that in memory, which is read sooner.
+    for source in sorted(sources, key=_step)[::-1]:
+        try:
+            if isinstance(source, Location):
+                found, manifest, where = source, _verify_together(source, speaks, group), ""
+            else:
+                assert recall is not None
+                found, manifest, brought = recall.bring(source, engine, optimizer)
+                where = f" in memory ({brought})" if brought else " in memory"
+        except Lost as error:
             if speaks:
-                say(reason, as_warning=True)
+                say(str(error), as_warning=True)
             continue
         steps = engine.run.training.steps
         if manifest.step < steps:
-            load(engine, optimizer, place / name, group)
+            load(engine, optimizer, found, group, in_parts=bool(where))
         if speaks and not quiet:
-            done = f"all {steps} steps are done" if manifest.step >= steps else f"resuming after step {manifest.step}"
-            say(f"{done}, written on {manifest.layout}")
+            told = f"all {steps} steps are done" if manifest.step >= steps else f"resuming after step {manifest.step}"
+            say(f"{told}{where}, written on {manifest.layout}")
+        if recall is not None:
+            recall.settle(manifest.step if where else None)
         return manifest.step
+    if recall is not None:
+        recall.settle(None)
     return 0
+
+
+def _step(source: Location | Generation) -> int:
+    return step_of(source) if isinstance(source, Location) else source.step
 
 
 def _from_first(found: Any, group: dist.ProcessGroup | None) -> Any:
@@ -52,11 +76,9 @@ def _from_first(found: Any, group: dist.ProcessGroup | None) -> Any:
     return answer[0]
 
 
-def _verify_together(
-    checkpoint: Location, speaks: bool, group: dist.ProcessGroup | None
-) -> tuple[Manifest | None, str]:
+def _verify_together(checkpoint: Location, speaks: bool, group: dist.ProcessGroup | None) -> Manifest:
     """Every rank reads its share of the files, which then lie in its machine's memory for loading; all ranks get the
-    same answer: the manifest, or why the checkpoint is damaged."""
+    same answer: the manifest, or why the checkpoint is damaged, as `Lost`."""
     found: tuple[Manifest | None, str] = (None, "")
     if speaks:
         try:
@@ -65,7 +87,7 @@ def _verify_together(
             found = (None, str(error))
     manifest, reason = _from_first(found, group)
     if manifest is None:
-        return None, reason
+        raise Lost(reason)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     try:
         for name in list(manifest.files)[rank::ranks]:
@@ -78,5 +100,7 @@ def _verify_together(
     if ranks > 1:
         reasons = [""] * ranks
         dist.all_gather_object(reasons, reason, group=group)
-    reason = next(filter(None, reasons), "")
-    return (None if reason else manifest), reason
+    if reason := next(filter(None, reasons), ""):
+        raise Lost(reason)
+    checked: Manifest = manifest
+    return checked

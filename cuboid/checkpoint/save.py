@@ -66,11 +66,19 @@ def save(engine: Engine, optimizer: Moments, folder: Place, step: int) -> Locati
     return target
 
 
-def load(engine: Engine, optimizer: Moments, checkpoint: Place, group: dist.ProcessGroup | None = None) -> Manifest:
+def load(
+    engine: Engine,
+    optimizer: Moments,
+    checkpoint: Place,
+    group: dist.ProcessGroup | None = None,
+    in_parts: bool = False,
+) -> Manifest:
     """Fill this rank's state, whatever layout wrote it; every rank calls this. Random generators go on where they were
-    if the layout is the one that wrote it: to another one their numbers would mean nothing."""
+    if the layout is the one that wrote it: to another one their numbers would mean nothing.
+
+    `in_parts`: the files that this rank does not need may be elsewhere."""
     manifest = read_manifest(checkpoint)
-    reader = Reader(checkpoint)
+    reader = Reader(checkpoint, manifest.files if in_parts else None)
     state = state_to_load(engine, optimizer)
     reader.require({name: held.full_shape for name, held in state.items()})
     own = generators(engine) if manifest.layout == str(engine.run.layout) else {}

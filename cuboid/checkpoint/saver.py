@@ -29,10 +29,14 @@ class Saver(BackgroundSaver):
         self._own = Staging(kept_state(engine, optimizer), engine.device)
         self._bytes = self._sum_of_all(self._own.content.nbytes)
 
-    def _hinders(self, step: int) -> str:
+    def _is_ready(self) -> bool:
         if self._in_flight and self._rank == 0:
             say(f"the training waits for the checkpoint after step {self._step} to be written", as_warning=True)
-        return "" if self._settle() else f"that after step {self._step} is not written {self._deadline}"
+        return self._settle()
+
+    @property
+    def _hindrance(self) -> str:
+        return f"that after step {self._step} is not written {self._deadline}"
 
     def _place_for(self, kept_before: bool) -> Staging:
         return self._own

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cuboid.checkpoint.memory_folder import check_room
 from cuboid.cli.communication_table import as_rows, show
 from cuboid.data.opened import check_data
 from cuboid.launch.nodes import NodeOptions
@@ -72,6 +73,7 @@ def command(
     )
     seat = take_seat(run, options)
     check_machine(run, seat.place)
+    check_room(run, seat.fewest_nodes)
     if not seat.speaks:
         if seat.train(quiet=as_json).preempted:
             raise SystemExit(REQUEUE)

@@ -21,12 +21,12 @@ from cuboid.launch.training import launch, start_fork_server
 from cuboid.resilience.preemption import REQUEUE, Forwarder
 from cuboid.resilience.replan import Replanner
 from cuboid.resilience.rollcall import Order, RollCall, Rules, Status
-from cuboid.resilience.supervisor import Restarts, newest_step
+from cuboid.resilience.supervisor import Restarts
 from cuboid.resilience.wire import Contact, Desk
 from cuboid.say import say
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run
-from cuboid.train.folder import forget_reports
+from cuboid.train.folder import forget_reports, newest_kept
 
 if TYPE_CHECKING:
     from cuboid.train.trainer import Outcome
@@ -43,7 +43,7 @@ def supervise_node(run: Run, nodes: Nodes, listener: socket.socket | None, quiet
     _leave(order)
     from cuboid.train.trainer import Outcome
 
-    return Outcome(float("nan"), preempted=order.status == REQUEUE, saved=newest_step(run))
+    return Outcome(float("nan"), preempted=order.status == REQUEUE, saved=newest_kept(run))
 
 
 def _supervise(run: Run, nodes: Nodes, listener: socket.socket | None, quiet: bool, signals: Forwarder) -> Order:
@@ -94,7 +94,7 @@ def _lead(run: Run, nodes: Nodes, name: str, listener: socket.socket, quiet: boo
             say(order.reason, as_warning=True)
 
     choose = Replanner(run, nodes.ranks).choose
-    rollcall = RollCall(rules, choose, restarts.failed, lambda: newest_step(run), number=int(time.time()))
+    rollcall = RollCall(rules, choose, restarts.failed, lambda: newest_kept(run), number=int(time.time()))
     rollcall.hear(name, Status(), time.monotonic())  # so that rank 0, which tells of the steps, is here
     return Desk(listener, rollcall, nodes.fingerprint(run), announce)
 

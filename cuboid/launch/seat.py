@@ -7,6 +7,7 @@ import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cuboid.checkpoint.memory_folder import NODE
 from cuboid.launch.network import listen_if_host
 from cuboid.launch.nodes import NodeOptions, Nodes, find_nodes
 from cuboid.launch.place import Place, find_place
@@ -32,6 +33,13 @@ class Seat:
             return self.listener is not None
         return self.place is None or self.place.rank == 0
 
+    @property
+    def fewest_nodes(self) -> int:
+        """With which the job goes on."""
+        if self.nodes is not None:
+            return self.nodes.least
+        return max(1, self.place.world_size // self.place.local_world_size) if self.place else 1
+
     def train(self, quiet: bool) -> Outcome:
         if self.nodes is None:
             return start_training(self.run, quiet)
@@ -46,4 +54,5 @@ def take_seat(run: Run, options: NodeOptions) -> Seat:
     nodes = find_nodes(run, options)
     if nodes is None:
         return Seat(run, place=find_place(os.environ))
+    os.environ.setdefault(NODE, nodes.interface.address)  # which stays the same when this process is started again
     return Seat(run, nodes=nodes, listener=listen_if_host(nodes.endpoint, nodes.interface))

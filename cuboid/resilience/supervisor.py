@@ -7,11 +7,10 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from cuboid.checkpoint.folder import checkpoints, step_of
 from cuboid.errors import RankError
 from cuboid.resilience.failures import Failure, note_failure, seconds_since
 from cuboid.spec.run import Run
-from cuboid.train.folder import checkpoint_folder
+from cuboid.train.folder import newest_kept
 
 if TYPE_CHECKING:
     from cuboid.train.trainer import Outcome
@@ -23,14 +22,14 @@ class Restarts:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._fruitless = 0
-        self._reached = newest_step(run)
+        self._reached = newest_kept(run)
 
     def failed(self, kind: str, node: str, reason: str, layout: str) -> str:
         """The sentence to give up with; empty: start again."""
-        step = newest_step(self._run)
+        step = newest_kept(self._run)
         self._fruitless = 0 if step > self._reached else self._fruitless + 1
         self._reached = max(step, self._reached)
-        again = self._run.checkpoint.every > 0 and self._fruitless <= self._run.resilience.restarts
+        again = self._run.checkpoint.keeps and self._fruitless <= self._run.resilience.restarts
         now, lost = datetime.now(UTC).isoformat(timespec="seconds"), seconds_since(self._run, step)
         note_failure(self._run, Failure(now, reason, step, again, kind, node, layout, lost))
         if again:
@@ -50,7 +49,3 @@ def supervise(run: Run, attempt: Callable[[], Outcome]) -> Outcome:
             if verdict := restarts.failed(error.kind, "", str(error), str(run.layout)):
                 raise RankError(verdict) from None
             print(f"warning: {error}; starting again", file=sys.stderr, flush=True)
-
-
-def newest_step(run: Run) -> int:
-    return max((step_of(path) for path in checkpoints(checkpoint_folder(run))), default=0)

@@ -122,15 +122,29 @@ class CheckpointSpec:
     """Train on while the state, once copied, is written."""
     timeout_seconds: float = 1800.0
     """How long ranks wait for each other, and the training for a save, before that save is given up with a warning."""
+    memory_every: int = 0
+    """Steps between copies of the state in the memory of its node and of another one, from which a run whose processes
+    or nodes are lost goes on; 0 is never. They go with the run, or with the last node that has one."""
+    memory_folder: str = "/dev/shm"
+    """A folder of each node on a memory file system."""
 
     def __post_init__(self) -> None:
         check_types(self, "checkpoint")
-        _require_in_range(self, "checkpoint", ("every", "keep_every"), low=0)
+        _require_in_range(self, "checkpoint", ("every", "keep_every", "memory_every"), low=0)
         _require_in_range(self, "checkpoint", ("keep", "timeout_seconds"), low=1)
 
     def is_due(self, done: int, steps: int) -> bool:
         """Whether the state is kept after so many of the steps."""
         return self.every > 0 and (done % self.every == 0 or done == steps)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether there is ever something to go on from."""
+        return self.every > 0 or self.memory_every > 0
+
+    def is_due_in_memory(self, done: int, steps: int) -> bool:
+        """After the last step there is nothing to go on with."""
+        return self.memory_every > 0 and done % self.memory_every == 0 and done < steps
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,19 +7,32 @@ import shutil
 import tomllib
 from pathlib import Path
 
-from cuboid.checkpoint.folder import clear, newest_whole
+from cuboid.checkpoint.folder import checkpoints, clear, newest_whole, step_of
 from cuboid.checkpoint.location import Location, locate
+from cuboid.checkpoint.memory_folder import IDENTITY, forget, newest_in_memory
 from cuboid.data.opened import data_identity
 from cuboid.errors import UserError
 from cuboid.spec.run import Run, build_run, dump_run, load_run
+from cuboid.train.rows import last_step
 
 RUN_FILE = "run.toml"
-WRITTEN = ("metrics.jsonl", "timing-*.jsonl", "communication-*.jsonl", "memory-*.jsonl", "failures.jsonl")
+WRITTEN = (IDENTITY, "metrics.jsonl", "timing-*.jsonl", "communication-*.jsonl", "memory-*.jsonl", "failures.jsonl")
 REPORTS = "failure-*.txt"
 
 
 def checkpoint_folder(run: Run) -> Location:
     return locate(run.checkpoint.folder or Path(run.output.folder) / "checkpoints")
+
+
+def newest_kept(run: Run) -> int:
+    """Steps of the newest state there is to go on from, on disk or in this node's memory."""
+    on_disk = max((step_of(path) for path in checkpoints(checkpoint_folder(run))), default=0)
+    return max(on_disk, newest_in_memory(run))
+
+
+def last_row(run: Run) -> int:
+    """The last step that the run's own rows tell of."""
+    return last_step(Path(run.output.folder) / "metrics.jsonl")
 
 
 def check_same_training(old: Run, new: Run) -> None:
@@ -56,6 +69,8 @@ def prepare_folder(run: Run, overwrite: bool = False) -> str:
         else:
             said = _check_past(run, folder)
             forget_reports(run)
+        if overwrite or not run.checkpoint.memory_every:
+            forget(run)
         folder.mkdir(parents=True, exist_ok=True)
         aside = folder / f".{RUN_FILE}.{os.getpid()}"
         aside.write_text(dump_run(run))
@@ -77,6 +92,8 @@ def _check_past(run: Run, folder: Path) -> str:
         check_same_training(load_run(folder / RUN_FILE), run)
     _, manifest, _ = newest_whole(checkpoint_folder(run), contents=False)
     if manifest is None:
+        if newest_in_memory(run):
+            return ""
         return f"{folder} has no whole checkpoint: starting anew from step 0" if known else ""
     check_same_training(build_run(tomllib.loads(manifest.run)), run)
     if manifest.data != data_identity(run):

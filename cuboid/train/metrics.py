@@ -110,7 +110,7 @@ class Metrics:
         if self._rows is None or not saves:
             return
         _warn_of(saves)
-        if not self._quiet:
+        if not self._quiet and any(map(_is_checkpoint, saves)):
             say("".join(map(_shown, saves)).strip())
         self._rows.add_to_last("checkpoints", [asdict(save) for save in saves])
 
@@ -127,7 +127,7 @@ class Metrics:
         line += "".join(map(_shown, saves))
         if not row["finite"]:
             line += "  not finite: update left out on all ranks"
-        notable = not row["finite"] or "validation_loss" in row or any(save.bytes for save in saves)
+        notable = not row["finite"] or "validation_loss" in row or any(map(_is_checkpoint, saves))
         due = step % self._run.output.log_every == 0 or step == steps or notable
         if self._progress is not None:
             if due:
@@ -137,8 +137,13 @@ class Metrics:
             say(line)
 
 
+def _is_checkpoint(save: SaveReport) -> bool:
+    """Worth a line; copies in memory are made every few steps."""
+    return save.bytes > 0 and save.place == "disk"
+
+
 def _shown(save: SaveReport) -> str:
-    if not save.bytes:
+    if not _is_checkpoint(save):
         return ""
     size = f"{save.bytes / 1e6:,.1f} MB in {save.write_seconds:.2f} s"
     return f"  checkpoint {save.step} ({size}, waited {save.stall_seconds:.2f} s)"

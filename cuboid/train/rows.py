@@ -67,6 +67,12 @@ def whole_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def last_step(path: Path) -> int:
+    """Of the last whole row; 0 if there is none."""
+    rows = whole_rows(path)
+    return int(rows[-1]["step"]) if rows else 0
+
+
 def _line(row: dict[str, Any]) -> bytes:
     return json.dumps(row).encode() + b"\n"
 

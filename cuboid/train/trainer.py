@@ -9,9 +9,13 @@ from dataclasses import dataclass
 
 import torch
 
+from cuboid.checkpoint.background import SaveReport
+from cuboid.checkpoint.memory import open_memory
+from cuboid.checkpoint.memory_recall import Recall
+from cuboid.checkpoint.memory_saver import MemorySaver
 from cuboid.checkpoint.resume import resume
 from cuboid.checkpoint.save import deadline_group
-from cuboid.checkpoint.saver import Saver, SaveReport
+from cuboid.checkpoint.saver import Saver
 from cuboid.checkpoint.start import start
 from cuboid.data.loader import evaluation_batches, micro_batches
 from cuboid.data.source import make_source, make_validation_source
@@ -21,7 +25,7 @@ from cuboid.say import say
 from cuboid.spec.run import Run
 from cuboid.train.communication import CommunicationLog
 from cuboid.train.evaluate import evaluate
-from cuboid.train.folder import checkpoint_folder
+from cuboid.train.folder import checkpoint_folder, last_row
 from cuboid.train.learning_rate import learning_rate
 from cuboid.train.memory import MemoryLog
 from cuboid.train.metrics import Metrics
@@ -75,8 +79,11 @@ class Trainer:
         self.source = make_source(run)
         self.validation = make_validation_source(run) if run.evaluation.every else None
         folder, group = checkpoint_folder(run), deadline_group(run.checkpoint.timeout_seconds)
-        self.done = resume(self.engine, self.optimizer, folder, group, quiet)
+        nodes = open_memory(run, rank, group) if run.checkpoint.memory_every else None
+        recall = Recall(nodes, group, last_row(run)) if nodes else None
+        self.done = resume(self.engine, self.optimizer, folder, group, quiet, recall)
         self.saver = Saver(self.engine, self.optimizer, folder, group) if run.checkpoint.every else None
+        self.copies = MemorySaver(self.engine, self.optimizer, nodes, quiet) if nodes else None
         if run.training.start_from and not self.done:
             start(self.engine, run.training.start_from, quiet)
         self.metrics = Metrics(run, rank, quiet, self.done)
@@ -98,12 +105,15 @@ class Trainer:
                 self._start_step()
                 self.done += 1
                 # A GPU computes a step while the host prepares the next, and waits for nothing between them.
-                at_once = self.device.type == "cpu" or self._evaluates or self._saves or self._is_last
+                at_once = self.device.type == "cpu" or self._evaluates or self._saves or self._copies or self._is_last
                 at_once = at_once or self.run.output.keep_timing  # the next step writes over the times of this one
                 while len(self._under_way) > (0 if at_once else 1):
                     self._finish_step(self._under_way.popleft())
+                # After the row of this step, which a resumed run will not write again.
+                if self._copies:
+                    self._copy()
                 if self._saves:
-                    self._save()  # after the row of this step, which a resumed run will not write again
+                    self._save()
             return self._finish()
 
     @property
@@ -119,16 +129,24 @@ class Trainer:
         return self.saver is not None and self.run.checkpoint.is_due(self.done, self.run.training.steps)
 
     @property
+    def _copies(self) -> bool:
+        return self.run.checkpoint.is_due_in_memory(self.done, self.run.training.steps)
+
+    @property
     def _replica(self) -> int:
         return self.engine.groups.coordinates.dp
 
     def _start_step(self) -> None:
         rate = learning_rate(self.run.learning_rate, self.done, self.run.training.steps)
         batches = micro_batches(self.source, self.run, self.done, self._replica, self.device)
-        before_update = self.saver.before_update if self.saver else None
-        pending = start_step(self.engine, self.optimizer, batches, rate, before_update, self._asked())
+        pending = start_step(self.engine, self.optimizer, batches, rate, self._before_update, self._asked())
         self._under_way.append(Started(self.done, rate, pending))
         self.communication.record(self.done)
+
+    def _before_update(self) -> None:
+        for saver in (self.saver, self.copies):
+            if saver is not None:
+                saver.before_update()
 
     def _finish_step(self, started: Started) -> None:
         """Wait for a step's numbers and write them down, with those of an evaluation that follows it."""
@@ -138,6 +156,7 @@ class Trainer:
         held_out = self._evaluate() if self._evaluates and started.step + 1 == self.done else None
         reports = self.saver.reports() if self.saver else []
         self._note(reports, seconds)
+        reports += self.copies.reports() if self.copies else []
         timing = self.engine.pipeline.timing
         self.metrics.record(started.step, result, started.learning_rate, seconds, timing, held_out, reports)
         self.memory.record(started.step, self.engine, self.optimizer)
@@ -150,6 +169,11 @@ class Trainer:
             return None
         batches = evaluation_batches(*self.validation, self.run, self._replica, self.device)
         return evaluate(self.engine, batches, self._agree)
+
+    def _copy(self) -> None:
+        assert self.copies is not None
+        self.copies.save(self.done)
+        self._clock = time.perf_counter()
 
     def _save(self) -> None:
         assert self.saver is not None
@@ -170,12 +194,17 @@ class Trainer:
     def _finish(self) -> Outcome:
         """What was done is kept: all steps, or as many as were done when somebody asked to stop."""
         start, preempted = time.perf_counter(), self.done < self.run.training.steps
+        reports: list[SaveReport] = []
         if self.saver is not None:
             if preempted and self._last_save != self.done:
                 self._save()
             reports = self.saver.finish()
             self._note(reports)
-            self.metrics.add_saves(reports)
+        if self.copies is not None:
+            kept = not any(report.warning for report in reports)
+            reports += self.copies.finish()
+            self.copies.forget(kept)
+        self.metrics.add_saves(reports)
         return Outcome(self.loss, preempted, self._saved, time.perf_counter() - start)
 
     def _note(self, saves: Sequence[SaveReport], step_seconds: float = 0.0) -> None:

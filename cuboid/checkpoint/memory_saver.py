@@ -1,0 +1,183 @@
+"""Keeps the state in memory every few steps: each rank's part on its own node, and a copy on the next one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from cuboid.checkpoint.background import BackgroundSaver, GivenUp
+from cuboid.checkpoint.checksum import checksum_of_bytes, kind_of
+from cuboid.checkpoint.folder import checkpoints, step_of
+from cuboid.checkpoint.manifest import INDEX, Manifest, StoredFile
+from cuboid.checkpoint.memory import Memory, from_rank, gather
+from cuboid.checkpoint.memory_copies import peers
+from cuboid.checkpoint.memory_slot import Slot, chunks, data_file
+from cuboid.checkpoint.save import deadline_group, kept_state
+from cuboid.checkpoint.staging import Staging, as_bytes, staged_bytes
+from cuboid.checkpoint.state import Moments
+from cuboid.checkpoint.writer import NAMES
+from cuboid.errors import UserError
+from cuboid.parallel.apply import Engine
+from cuboid.say import say
+
+
+class MemorySaver(BackgroundSaver):
+    """Two slots take turns: the last whole generation stays untouched until all nodes have published the next.
+
+    A save that is due while the one before is under way is left out: the next is only a few steps away."""
+
+    place = "memory"
+    kept = "copy in memory"
+
+    def __init__(self, engine: Engine, optimizer: Moments, memory: Memory, quiet: bool = False) -> None:
+        super().__init__(engine, optimizer, deadline_group(engine.run.checkpoint.timeout_seconds))
+        self._memory = memory
+        chosen = peers(memory.nodes)
+        self._peer = chosen[memory.rank]
+        state = kept_state(engine, optimizer)
+        sizes = gather(staged_bytes(state), self._group)
+        self._copies = {owner: sizes[owner] for owner, keeper in enumerate(chosen) if keeper == memory.rank}
+        self._bytes = sum(sizes)
+        self._slots: list[Slot | None] = [None, None]
+        self._turn = 0
+        self._warned = False
+        try:
+            self._open_slot(0)
+        except OSError as error:
+            raise UserError(
+                f"checkpoint.memory_folder={self._spec.memory_folder} cannot hold this node's part of the state: "
+                f"{error.strerror}; use a memory file system with more room, or checkpoint.memory_every=0"
+            ) from None
+        self._index = self._make_index()
+        if self._rank == 0 and not quiet:
+            self._announce(sizes)
+
+    def _announce(self, sizes: list[int]) -> None:
+        held = 2 * sum(sizes[rank] for rank in self._memory.neighbours)
+        elsewhere = "each part with a copy on another node"
+        if self._peer is None:
+            elsewhere = "no copies elsewhere, because all ranks share it"
+        else:
+            held *= 2
+        size, folder = f"{held / 1e6:,.1f} MB", self._spec.memory_folder
+        say(f"state in memory every {self._spec.memory_every} steps: {size} of {folder} on this node, {elsewhere}")
+
+    def _open_slot(self, number: int) -> None:
+        state, device = kept_state(self._engine, self._optimizer), self._engine.device
+        self._slots[number] = Slot(self._memory.folder, number, self._rank, state, self._copies, device)
+
+    def _make_index(self) -> bytes:
+        """Where each chunk lies, the same at every save; the parts of all ranks are put together by the first."""
+        slot = self._slots[0]
+        assert slot is not None
+        own: dict[str, Any] = {}
+        for name, held in slot.staging.state.items():
+            chunks = [
+                {
+                    "offsets": list(box.offsets),
+                    "lengths": list(box.lengths),
+                    "file": data_file(self._rank),
+                    "position": slot.staging.position_of(values),
+                    "bytes": values.nbytes,
+                }
+                for box, values in held.boxes
+            ]
+            if chunks:
+                own[name] = {"dtype": NAMES[held.dtype], "shape": list(held.full_shape), "chunks": chunks}
+        parts: list[dict[str, Any]] | None = [own] * len(self._memory.nodes) if self._rank == 0 else None
+        if self._group is not None:
+            dist.gather_object(own, parts, dst=0, group=self._group)
+        whole: dict[str, Any] = {}
+        for part in parts or ():
+            for name, entry in part.items():
+                whole.setdefault(name, {**entry, "chunks": []})["chunks"] += entry["chunks"]
+        return from_rank(0, json.dumps(whole).encode(), self._group)
+
+    def _is_ready(self) -> bool:
+        return not self._in_flight and self._settle() and None not in self._slots[: 2 if self._step else 1]
+
+    @property
+    def _hindrance(self) -> str:
+        return f"that after step {self._step} is still under way, or a node has no room; use a larger memory_every"
+
+    def _leave_out(self, step: int, seconds: float) -> None:
+        if not self._warned:  # once: it will often be so
+            self._warned = True
+            super()._leave_out(step, seconds)
+
+    def _place_for(self, kept_before: bool) -> Staging:
+        self._turn = 1 - self._turn if kept_before else self._turn
+        slot = self._slots[self._turn]
+        assert slot is not None
+        slot.withdraw()  # no more than a look, unless some rank did not hear how the last save ended
+        return slot.staging
+
+    def _keep(self, staging: Staging, manifest: Manifest) -> str:
+        slot = self._slots[self._turn]
+        assert slot is not None
+        works = self._start_exchange(slot)
+        own = StoredFile(slot.own.nbytes, checksum_of_bytes(staging.content))
+        for work in works:
+            work.wait()
+        received = {owner: checksum_of_bytes(as_bytes(copy)) for owner, copy in slot.copies.items()}
+        told = gather((own, received, manifest if self._rank == 0 else None), self._group)
+        for keeper, (_, copies, _) in enumerate(told):
+            for owner, checksum in copies.items():
+                if checksum != told[owner][0].checksum:
+                    raise GivenUp(f"the part of rank {owner} did not reach rank {keeper} as it was sent")
+        files = {data_file(rank): file for rank, (file, _, _) in enumerate(told)}
+        kind = kind_of(told[0][0].checksum)  # every node spells the manifest alike
+        files[INDEX] = StoredFile(len(self._index), checksum_of_bytes(self._index, kind))
+        first = told[0][2]
+        assert first is not None
+        problem = self._publish(slot, replace(first, files=files))
+        # Only when every node has published it may what was there before go.
+        if problem := next(filter(None, gather(problem, self._group)), ""):
+            raise GivenUp(problem)
+        if self._memory.leads:
+            self._withdraw_older(manifest.step)
+        return self._open_second_slot() if None in self._slots else ""
+
+    def _open_second_slot(self) -> str:
+        """After the first save, when what an earlier attempt had left is gone from all nodes."""
+        gather(None, self._group)
+        try:
+            self._open_slot(1)
+        except OSError as error:
+            return f"no more copies in memory: {self._spec.memory_folder} holds one and not two ({error.strerror})"
+        return ""
+
+    def _start_exchange(self, slot: Slot) -> list[Any]:
+        works: list[Any] = []
+        for owner, copy in slot.copies.items():
+            works += [dist.irecv(part, owner, group=self._group) for part in chunks(copy)]
+        if self._peer is not None:
+            works += [dist.isend(part, self._peer, group=self._group) for part in chunks(slot.own)]
+        return works
+
+    def _publish(self, slot: Slot, manifest: Manifest) -> str:
+        if not self._memory.leads:
+            return ""
+        try:
+            kind = kind_of(manifest.files[INDEX].checksum)
+            slot.publish(manifest.step, self._index, manifest.render(kind))
+        except OSError as error:
+            return f"node {self._memory.node}: {error}"
+        return ""
+
+    def _withdraw_older(self, step: int) -> None:
+        other = self._slots[1 - self._turn]
+        if other is not None:
+            other.withdraw()
+        for path in checkpoints(self._memory.folder):  # what an earlier attempt left
+            if step_of(path) != step:
+                path.remove()
+
+    def forget(self, ended_well: bool = True) -> None:
+        """The run has come to its end: give the memory back, unless a rank knows why not. Every rank calls this, after
+        `finish`."""
+        if all(gather(ended_well, self._group)) and self._memory.leads:
+            self._memory.folder.parent.remove()

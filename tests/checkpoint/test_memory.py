@@ -1,0 +1,155 @@
+"""States kept in memory: what is lost with a node comes back from another, and what cannot come back is passed over."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from cuboid.checkpoint.folder import checkpoints, step_of
+from cuboid.checkpoint.memory_folder import bytes_per_node, check_room, identity_of, node_folder
+from cuboid.errors import UserError
+from cuboid.launch.pool import Pool
+from cuboid.spec.run import Run
+from cuboid.train.folder import newest_kept, prepare_folder
+from tests.checkpoint.jobs import SMALL
+from tests.checkpoint.memory_jobs import Attempt
+from tests.parallel.cases import small_run
+
+FOUR = "aabb"
+
+
+def run_in(folder: Path, layout: str, *more: str) -> Run:
+    memory = folder / "memory"
+    memory.mkdir(exist_ok=True)
+    fields = (f"output.folder={folder / 'run'}", f"checkpoint.memory_folder={memory}", "checkpoint.memory_every=1")
+    fields += ("training.steps=9", "training.global_batch=4", "checkpoint.asynchronous=false")
+    return small_run(layout, *SMALL, *fields, *more)
+
+
+def live(pool: Pool, run: Run, nodes: str, until: int, newest: int = 10**6) -> list[Attempt]:
+    arguments = (run, nodes, until, newest)
+    return pool.run("tests.checkpoint.memory_jobs:attempt", arguments, ranks=run.layout.world_size)
+
+
+def held(run: Run, node: str) -> dict[int, list[str]]:
+    """Step -> data files, of what a node has published."""
+    folder = node_folder(run, node) / identity_of(run)
+    return {
+        step_of(path): sorted(name for name in path.names() if name.startswith("data"))
+        for path in checkpoints(str(folder))
+    }
+
+
+def lose(run: Run, node: str) -> None:
+    shutil.rmtree(node_folder(run, node))
+
+
+@pytest.fixture(scope="module")
+def whole(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[Attempt]:
+    """Six steps of four ranks, never stopped."""
+    return live(pool, run_in(tmp_path_factory.mktemp("whole"), "dp=2,tp=2,zero=1"), FOUR, 6)
+
+
+def test_a_lost_node_costs_nothing_that_was_kept(pool: Pool, tmp_path: Path, whole: list[Attempt]) -> None:
+    run = run_in(tmp_path, "dp=2,tp=2,zero=1")
+    first = live(pool, run, FOUR, 4)
+    assert all(not report.warning and report.place == "memory" for report in first[0].reports)
+    assert [report.step for report in first[0].reports] == [1, 2, 3, 4]
+    everything = [f"data-{rank:05d}.bin" for rank in range(4)]
+    assert held(run, "a") == held(run, "b") == {4: everything}, "two nodes: each has all"
+    assert node_folder(run, "a").stat().st_mode & 0o777 == 0o700
+    lose(run, "b")
+    second = live(pool, run, FOUR, 6)
+    assert [life.began for life in second] == [4] * 4
+    assert "resuming after step 4 in memory (parts of ranks 2, 3 from node a), written on dp=2,tp=2" in second[0].said
+    for before, after, unbroken in zip(first, second, whole, strict=True):
+        assert before.losses + after.losses == unbroken.losses, "bit for bit"
+        assert after.drawn == unbroken.drawn, "random generators too"
+    assert held(run, "a") == held(run, "b") == {6: everything}, "what was fetched went with the first new state"
+
+
+def test_a_part_whose_copies_are_both_gone_is_named(pool: Pool, tmp_path: Path) -> None:
+    run = run_in(tmp_path, "pp=2,dp=2,zero=3")
+    live(pool, run, "abcd", 3)
+    assert held(run, "c") == {3: ["data-00001.bin", "data-00002.bin"]}
+    lose(run, "b")
+    other = run_in(tmp_path, "tp=2")
+    lives = live(pool, other, "ad", 5)
+    assert [life.began for life in lives] == [0, 0], "the copy of rank 1's part is on node c, which nobody reached"
+    assert "after step 3 cannot be used: the part of rank 1 is on no node that is left" in lives[0].said
+
+
+def test_another_layout_fetches_what_it_needs(pool: Pool, tmp_path: Path, whole: list[Attempt]) -> None:
+    run = run_in(tmp_path, "pp=2,dp=2,zero=3")
+    live(pool, run, "abcd", 3)
+    lose(run, "b")
+    other = run_in(tmp_path, "tp=2,dp=2")
+    lives = live(pool, other, "aecd", 5)
+    assert [life.began for life in lives] == [3] * 4
+    assert lives[0].losses == pytest.approx(whole[0].losses[3:5], rel=1e-9)
+
+
+def test_what_is_damaged_comes_from_the_other_copy_or_from_disk(pool: Pool, tmp_path: Path) -> None:
+    run = run_in(tmp_path, "dp=2", "checkpoint.every=2")
+    first = live(pool, run, "ab", 3)
+
+    def damage(node: str, file: str) -> None:
+        path = node_folder(run, node) / identity_of(run) / "step-00000003" / file
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 4
+        path.write_bytes(content)
+
+    damage("a", "data-00001.bin")
+    damage("b", "index.json")
+    kept = shutil.copytree(tmp_path, tmp_path / "aside")
+    second = live(pool, run, "ab", 4)
+    assert second[0].began == 3 and first[0].losses[:3]
+    shutil.rmtree(tmp_path / "memory")
+    shutil.copytree(kept / "memory", tmp_path / "memory")
+    shutil.rmtree(tmp_path / "run")
+    shutil.copytree(kept / "run", tmp_path / "run")
+    damage("b", "data-00001.bin")
+    third = live(pool, run, "ab", 4)
+    assert "warning: checkpoint " in third[0].said and "data-00001.bin does not match its checksum" in third[0].said
+    assert "resuming after step 2, written on dp=2" in third[0].said
+    assert third[0].losses[-1] == second[0].losses[-1]
+
+
+def test_only_the_past_that_the_rows_tell_of_is_gone_on_from(pool: Pool, tmp_path: Path) -> None:
+    run = run_in(tmp_path, "dp=2")
+    live(pool, run, "ab", 3)
+    assert newest_kept(run) == 0, "this node is neither a nor b"
+    assert live(pool, run, "ab", 1, newest=2)[0].began == 0
+    assert held(run, "a") == held(run, "b") == {1: ["data-00000.bin", "data-00001.bin"]}
+    prepare_folder(run, overwrite=True)
+    assert live(pool, run, "ab", 1)[0].began == 0, "started anew: it has another identity"
+    assert len(list(node_folder(run, "a").iterdir())) == 1, "and what the one before had is given back"
+
+
+def test_one_node_keeps_no_copies_elsewhere(pool: Pool, tmp_path: Path) -> None:
+    run = run_in(tmp_path, "dp=2,zero=1")
+    (first, _) = live(pool, run, "aa", 2)
+    assert "no copies elsewhere, because all ranks share it" in first.said
+    assert held(run, "a") == {2: ["data-00000.bin", "data-00001.bin"]}
+    assert live(pool, run, "aa", 3)[0].began == 2
+    alone = run_in(tmp_path, "dp=1")
+    assert live(pool, alone, "a", 4)[0].began == 3, "one process reads it too"
+
+
+def test_too_little_room_is_refused_by_name(tmp_path: Path) -> None:
+    run = run_in(tmp_path, "dp=2", "model.layers=100000", "model.hidden=8192", "model.ffn=8192")
+    assert bytes_per_node(run, 1) == 2 * 24 * run.model.parameters == bytes_per_node(run, 2)
+    with pytest.raises(UserError, match=r"^checkpoint.memory_every=1 needs .* GB in checkpoint.memory_folder=.*; use "):
+        check_room(run, 1)
+    check_room(run_in(tmp_path, "dp=2"), 1)
+    with pytest.raises(UserError, match=r"^checkpoint.memory_folder=/nowhere is no folder; use one on a memory file"):
+        check_room(run_in(tmp_path, "dp=2", "checkpoint.memory_folder=/nowhere"), 1)
+
+
+def test_a_folder_of_somebody_else_is_not_believed(pool: Pool, tmp_path: Path) -> None:
+    run = run_in(tmp_path, "dp=1")
+    node_folder(run, "a").mkdir(mode=0o755)
+    with pytest.raises(UserError, match=r"is not a folder of this user alone; remove it, or use"):
+        live(pool, run, "a", 1)
