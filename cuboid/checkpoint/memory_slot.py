@@ -35,7 +35,7 @@ def map_new_file(place: Location, size: int, device: torch.device) -> Tensor:
     mapped = torch.from_file(place.path, shared=True, size=size, dtype=torch.uint8)
     if device.type == "cuda":  # so that the GPU copies into it by itself
         library: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        library.cudaHostRegister(mapped.data_ptr(), size, 0)
+        library.cudaHostRegister(mapped.data_ptr(), size, 1)
     return mapped
 
 

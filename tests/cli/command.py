@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
@@ -44,7 +44,9 @@ def rows(path: Path) -> list[dict[str, float]]:
 class Training:
     """A long training under way, and all its processes."""
 
-    def __init__(self, folder: Path, layout: str, *fields: str, options: Sequence[str] = ()) -> None:
+    def __init__(
+        self, folder: Path, layout: str, *fields: str, options: Sequence[str] = (), variables: Mapping[str, str] = {}
+    ) -> None:
         self.mark = uuid4().hex
         self.folder = folder
         fields = (*SHORT, "training.steps=100000", *fields)
@@ -53,7 +55,7 @@ class Training:
         self.command = subprocess.Popen(
             [sys.executable, *train("--layout", layout, *options, fields=list(fields))],
             cwd=folder,
-            env=environment(**{MARK: self.mark}),
+            env=environment(**{MARK: self.mark}, **variables),
             stdout=self.log.open("w"),
             stderr=subprocess.PIPE,
             text=True,

@@ -1,14 +1,18 @@
-"""A training that keeps its state in memory alone is killed, first a rank, then all of it, and goes on bit for bit."""
+"""Trainings that keep their state in memory alone lose ranks, a node, all processes, and go on as if they had not."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
+import socket
 import time
 from pathlib import Path
 
-from cuboid.checkpoint.memory_folder import node_folder
+import pytest
+
+from cuboid.checkpoint.memory_folder import NODE, node_folder
 from cuboid.launch.pool import Pool
 from cuboid.resilience.failures import failures
 from cuboid.spec.run import build_run
@@ -37,8 +41,9 @@ def test_killed_ranks_and_a_killed_run_go_on_from_memory(pool: Pool, tmp_path: P
     os.kill(training.ranks()[2], signal.SIGKILL)
     wait_for(training, "failures.jsonl", before + 3)
     os.killpg(training.command.pid, signal.SIGKILL)
-    said, _ = training.command.communicate()
+    training.command.communicate()
     training.assert_nothing_is_left()
+    said = training.log.read_text()
     (noted,) = failures(folder)
     assert noted.restarted and noted.checkpoint >= before - 1
     assert f"resuming after step {noted.checkpoint} in memory, written on dp=2" in said
@@ -56,3 +61,39 @@ def test_killed_ranks_and_a_killed_run_go_on_from_memory(pool: Pool, tmp_path: P
     assert not (folder / "checkpoints").exists()
     absolute = build_run(table, [*fields, f"output.folder={folder}"])
     assert not node_folder(absolute).exists(), "a run that has come to its end leaves nothing in memory"
+
+
+def test_a_lost_node_is_made_good_by_the_copies_on_another(tmp_path: Path) -> None:
+    """Two supervisors; one is killed and its memory is gone. The other goes on alone, on a layout planned for it."""
+    memory, folder = tmp_path / "memory", tmp_path / "runs/default"
+    memory.mkdir()
+    fields = (*FIELDS, f"checkpoint.memory_folder={memory}", "resilience.contact_seconds=8")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        options = ("--nodes", "2", "--min-nodes", "1", "--rendezvous", f"127.0.0.1:{free.getsockname()[1]}")
+    leader = Training(tmp_path, "dp=4,zero=1", *fields, options=options, variables={NODE: "a"})
+    try:
+        while "roll call at" not in leader.log.read_text():
+            assert leader.command.poll() is None, leader.command.communicate()
+            time.sleep(0.05)
+        other = Training(tmp_path, "dp=4,zero=1", *fields, options=options, variables={NODE: "b"})
+        leader.wait_for_a_step(4)
+        other.command.kill()  # its ranks end with it
+        other.command.communicate()
+        other.assert_nothing_is_left()
+        before = len(rows(folder / "metrics.jsonl"))
+        table = {"model": "tiny-llama", "output": {"folder": str(folder)}, "checkpoint": {"memory_folder": str(memory)}}
+        shutil.rmtree(node_folder(build_run(table), "b"))
+        wait_for(leader, "failures.jsonl", before + 3)
+    finally:
+        os.killpg(leader.command.pid, signal.SIGKILL)
+        leader.command.communicate()
+    leader.assert_nothing_is_left()
+    said = leader.log.read_text()
+    assert "each part with a copy on another node" in said and "no copies elsewhere, because all ranks share it" in said
+    (noted,) = failures(folder)
+    assert noted.kind == "node" and noted.checkpoint >= before - 1
+    assert f"resuming after step {noted.checkpoint} in memory, written on dp=4" in said
+    survived = [row["loss"] for row in rows(folder / "metrics.jsonl")]
+    alone = [*SHORT, *FIELDS, f"training.steps={len(survived)}", f"output.folder={tmp_path / 'alone'}"]
+    assert run(train(fields=[*alone, "checkpoint.memory_every=0"]), tmp_path).returncode == 0
+    assert survived == pytest.approx([row["loss"] for row in rows(tmp_path / "alone/metrics.jsonl")], rel=1e-9)
