@@ -24,12 +24,13 @@ CPU = torch.device("cpu")
 
 
 def small_run(layout: str, *overrides: str, model: str = "tiny-llama", micro_batches: int = 2) -> Run:
-    """Two steps of short sequences; enough micro-batches to accumulate."""
+    """Two steps of short sequences and a layer more than there are stages; enough micro-batches to accumulate."""
     run = verification_run(layout, model, (), steps=2)
+    layers = f"model.layers={min(max(3, run.layout.stages + 1), run.model.layers)}"
     replica = run.layout.dp * run.layout.micro_batch
     batch = f"training.global_batch={replica * micro_batches}"
     sequence = f"training.sequence={math.lcm(8, run.layout.tp * (2 * run.layout.cp if run.layout.cp > 1 else 1))}"
-    return verification_run(layout, model, (batch, sequence, *overrides), steps=2)
+    return verification_run(layout, model, (batch, sequence, layers, *overrides), steps=2)
 
 
 def verdict(pool: Pool, run: Run) -> dict[str, Any]:
