@@ -84,22 +84,30 @@ def test_sbatch_scripts_are_bash_with_options_slurm_has(run_file: Path) -> None:
     assert f'cuboid train {shlex.quote(str(run_file))} --nodes 4 --rendezvous "$head:29400"' in text
 
 
+@pytest.mark.parametrize("elastic", [False, True], ids=["fixed", "elastic"])
 @pytest.mark.parametrize(
     ("ended", "requeued"), [(0, False), (1, False), (75, True)], ids=["finished", "failed", "told to stop"]
 )
 def test_the_script_requeues_after_75_and_ends_as_the_training_did(
-    ended: int, requeued: bool, run_file: Path, tmp_path: Path
+    ended: int, requeued: bool, elastic: bool, run_file: Path, tmp_path: Path
 ) -> None:
-    """With stand-ins for Slurm's own commands; `benchmarks/slurm.py` does the same with a real Slurm."""
-    commands = {"srun": f"exit {ended}", "scontrol": 'echo "$@" | tee -a asked', "cuboid": "exit 9"}
+    """With stand-ins for Slurm's own commands; `benchmarks/slurm.py` does the same with a real Slurm. In an elastic job
+    srun ends as a lost node did."""
+    run_here = 'while [[ "$1" == --* ]]; do shift; done; SLURM_NODEID=0 "$@"'
+    commands = {
+        "srun": f"{run_here}; exit 137" if elastic else run_here,
+        "scontrol": 'echo "$@" | tee -a asked',
+        "cuboid": f"exit {ended}",
+    }
     for name, body in commands.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / name).chmod(0o755)
     variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-4]"}
-    text = written(run_file, *SLURM)
+    text = written(run_file, *SLURM, *(["--min-nodes", "2"] if elastic else []))
     done = subprocess.run(["bash", "-c", text], env={**variables, "SLURM_SUBMIT_DIR": str(tmp_path)}, check=False)
     assert done.returncode == ended
     assert ("requeue 7" in (tmp_path / "asked").read_text()) is requeued
+    assert list(tmp_path.glob(".*.code")) == []
 
 
 @pytest.mark.parametrize("options", [JOB, TRAINJOB], ids=["job", "trainjob"])
@@ -173,6 +181,8 @@ def test_files_are_the_same_each_time_and_know_how_they_were_written(options: tu
 def test_elastic_jobs_say_with_how_few_they_go_on(options: tuple[str, ...], run_file: Path) -> None:
     text = written(run_file, *options, "--min-nodes", "2", "--interface", "eth0").replace('", "', " ")
     assert "--min-nodes 2 --max-nodes 4 --interface eth0" in text
+    assert ("--no-kill" in text) is (options is SLURM)
+    assert ("gather_seconds" in text) is (options is not SLURM)
 
 
 def test_a_plan_knows_its_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

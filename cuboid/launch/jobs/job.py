@@ -6,10 +6,11 @@ import math
 import re
 import shlex
 from dataclasses import dataclass, replace
+from typing import Any
 
 from cuboid.errors import UserError
 from cuboid.plan.plan import planned_cluster
-from cuboid.spec.run import Run, dump_run
+from cuboid.spec.run import ResilienceSpec, Run, dump_run
 from cuboid.spec.suggest import nearest_numbers, use
 
 REFUSED = 2
@@ -55,6 +56,16 @@ class Job:
         """Why ranks sit where they do, in one sentence."""
         tensor = f"tensor groups of {self.run.layout.tp}" if self.run.layout.tp > 1 else "neighbours in rank"
         return f"Ranks fill node after node, so {tensor} share a node's links."
+
+    def waiting(self, **seconds: float) -> Job:
+        """With other time-outs of `resilience`, but for those that the run file has changed itself."""
+        spec, usual = self.run.resilience, ResilienceSpec()
+        changed: dict[str, Any] = {
+            key: value for key, value in seconds.items() if getattr(spec, key) == getattr(usual, key)
+        }
+        said = tuple(f"resilience.{key}={value:g}" for key, value in changed.items())
+        run = replace(self.run, resilience=replace(spec, **changed))
+        return replace(self, run=run, overrides=(*self.overrides, *said))
 
     def command(self, host: str) -> list[str]:
         """What a node's supervisor is started with; `host` is where the first of them runs."""

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from textwrap import indent
 
 from cuboid.launch.jobs.job import Job
 from cuboid.launch.jobs.pod import (
-    RUN_FILE,
     PodOptions,
     configuration,
     failure_policy,
+    in_pods,
     labels,
     metadata,
     pod_spec,
@@ -21,7 +20,7 @@ CONTAINER = "cuboid"
 
 def manifest(job: Job, options: PodOptions, written_by: str) -> str:
     """The whole file: run file, Service, Job."""
-    job = replace(job, file=RUN_FILE, overrides=())  # what is changed stands in the ConfigMap
+    job = in_pods(job)
     parts = [configuration(job, options), *([_service(job, options)] if job.nodes > 1 else []), _job(job, options)]
     head = f"""# {job.summary}
 # {job.placement}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from textwrap import indent
 
 from cuboid.errors import UserError
@@ -14,6 +14,9 @@ from cuboid.spec.run import dump_run
 
 RUN_FILE = "/etc/cuboid/run.toml"
 """Where the run file lies in a pod: it comes with the job, in a ConfigMap."""
+
+GATHER = 600.0
+"""Seconds an elastic job waits for all its nodes as it starts: images are pulled at different speeds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,13 @@ class PodOptions:
             raise UserError(f"mount={self.mount} is not an absolute path; use one such as /workspace")
         if self.memory and not re.fullmatch(r"\d+(\.\d+)?([KMGTP]i?)?", self.memory):
             raise UserError(f"memory={self.memory} is not an amount of Kubernetes; use one such as 512Gi")
+
+
+def in_pods(job: Job) -> Job:
+    """The job as pods see it: the run file, with what the command line changes, comes in the ConfigMap."""
+    if job.min_nodes < job.nodes:
+        job = job.waiting(gather_seconds=GATHER)
+    return replace(job, file=RUN_FILE, overrides=())
 
 
 def quoted(text: str) -> str:

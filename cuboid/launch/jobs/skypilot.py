@@ -8,7 +8,7 @@ from textwrap import indent
 
 from cuboid.errors import UserError
 from cuboid.launch.jobs.job import Job
-from cuboid.launch.jobs.pod import quoted
+from cuboid.launch.jobs.pod import GATHER, quoted
 from cuboid.resilience.preemption import REQUEUE
 
 NAMES = {
@@ -43,6 +43,8 @@ def task(job: Job, options: SkyOptions, written_by: str) -> str:
     address = _store(job, options)
     if options.bucket:
         job = replace(job, overrides=(*job.overrides, f"checkpoint.folder={address}"))
+    if job.min_nodes < job.nodes:
+        job = job.waiting(gather_seconds=GATHER)
     setup = options.setup or f"pip install cuboid {DRIVERS.get(address.partition('://')[0], '')}".strip()
     meet = 'head=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)\n' if job.nodes > 1 else ""
     return f"""# {job.summary}

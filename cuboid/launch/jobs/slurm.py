@@ -9,6 +9,9 @@ from cuboid.errors import UserError
 from cuboid.launch.jobs.job import Job
 from cuboid.resilience.preemption import REQUEUE
 
+REJOIN = 300.0
+"""Seconds that nodes wait for one that is gone: Slurm brings none back before the job is queued again."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmOptions:
@@ -31,6 +34,8 @@ class SlurmOptions:
 
 def script(job: Job, options: SlurmOptions, written_by: str) -> str:
     """The whole file; `written_by` is the command that writes it again."""
+    if job.nodes > 1:
+        job = job.waiting(rejoin_seconds=REJOIN)
     parts = [_head(job, written_by), _directives(job, options), _body(job, options)]
     return "\n".join(parts)
 
@@ -46,6 +51,7 @@ def _head(job: Job, written_by: str) -> str:
 
 def _directives(job: Job, options: SlurmOptions) -> str:
     named = {name: getattr(options, name) for name in ("partition", "account", "qos", "constraint")}
+    lost = "without its first" if job.min_nodes < job.nodes else "without a"
     lines = [
         f"#SBATCH --job-name={job.name}",
         *(f"#SBATCH --{name}={value}" for name, value in named.items() if value),
@@ -59,10 +65,13 @@ def _directives(job: Job, options: SlurmOptions) -> str:
         "#SBATCH --mem=0",
         f"# {job.notice_seconds} s before its time is over every process is told; the training saves and leaves.",
         f"#SBATCH --signal=USR1@{job.notice_seconds}",
-        "# Preempted, or on a failed first node, the job waits for its turn again and goes on.",
+        f"# Preempted, or {lost} node, the job waits for its turn again and goes on from its checkpoint.",
         "#SBATCH --requeue",
-        "# Another lost node does not end the job: the supervisors that are left decide.",
-        "#SBATCH --no-kill",
+        *(
+            ["# Another lost node does not end the job: those that are left go on.", "#SBATCH --no-kill"]
+            if job.min_nodes < job.nodes
+            else []
+        ),
         "# A requeued job writes on in the same log.",
         "#SBATCH --open-mode=append",
         f"#SBATCH --output={job.name}-%j.log",
@@ -72,19 +81,36 @@ def _directives(job: Job, options: SlurmOptions) -> str:
 
 def _body(job: Job, options: SlurmOptions) -> str:
     setup = f"{options.setup}\n" if options.setup else ""
-    several = job.nodes > 1
-    host = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n' if several else ""
+    host = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n' if job.nodes > 1 else ""
     return f"""set -u
 cd "$SLURM_SUBMIT_DIR" || exit 1
 {setup}{host}
-# Supervisors outlive each other (--no-kill, --kill-on-bad-exit=0, --wait=0); ranks share all cores (--cpu-bind=none).
-srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none \\
-  {job.shell_command}
-code=$?
-
+# Supervisors end when they agree to, not with the first of them; ranks share all cores of a node (--cpu-bind=none).
+{_elastic_step(job) if job.min_nodes < job.nodes else _step(job)}
 # {REQUEUE} means: told to stop, saved, start me again. (scancel ends this script too, and so the job for good.)
 if [ "$code" -eq {REQUEUE} ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$code"
+"""
+
+
+def _step(job: Job) -> str:
+    return f"""srun --ntasks-per-node=1 --kill-on-bad-exit=0 --wait=0 --cpu-bind=none \\
+  {job.shell_command}
+code=$?
+"""
+
+
+def _elastic_step(job: Job) -> str:
+    return f"""# The first node's supervisor leads and says how the job ended; srun would say how a lost one did.
+verdict="$PWD/.{job.name}-$SLURM_JOB_ID.code"
+rm -f "$verdict"
+# shellcheck disable=SC2016  # the words in quotes are for the shell of each node
+srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none \\
+  bash -c 'trap : TERM USR1; "${{@:2}}"; code=$?; [ "$SLURM_NODEID" -gt 0 ] || echo "$code" >"$1"; exit "$code"' \\
+  supervisor "$verdict" \\
+  {job.shell_command}
+code=$(cat "$verdict" || echo 1)
+rm -f "$verdict"
 """

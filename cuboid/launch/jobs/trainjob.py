@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from textwrap import indent
 
 from cuboid.launch.jobs.job import Job
-from cuboid.launch.jobs.pod import RUN_FILE, PodOptions, configuration, failure_policy, labels, metadata, pod_spec
+from cuboid.launch.jobs.pod import PodOptions, configuration, failure_policy, in_pods, labels, metadata, pod_spec
 
 CONTAINER = "node"
 """The name Kubeflow gives the trainer's replicated job and its container."""
@@ -14,7 +13,7 @@ CONTAINER = "node"
 
 def manifest(job: Job, options: PodOptions, written_by: str) -> str:
     """The whole file: run file, TrainingRuntime, TrainJob."""
-    job = replace(job, file=RUN_FILE, overrides=())  # what is changed stands in the ConfigMap
+    job = in_pods(job)
     head = f"""# {job.summary}
 # {job.placement}
 # Written by: {written_by}
