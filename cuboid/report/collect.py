@@ -9,6 +9,7 @@ import cuboid
 from cuboid.report.communication import communication
 from cuboid.report.considered import considered
 from cuboid.report.curves import curves
+from cuboid.report.explorer import explorer
 from cuboid.report.memory import memory
 from cuboid.report.ranks import ranks
 from cuboid.report.source import Source
@@ -32,4 +33,5 @@ def collect(source: Source, with_search: bool = True) -> dict[str, Any]:
         "communication": communication(source),
         "curves": curves(source),
         "considered": considered(source) if with_search else None,
+        "explorer": explorer(source) if with_search else None,
     }

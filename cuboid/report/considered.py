@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cuboid.cost.step import PARTS
 from cuboid.plan.reasons import WORDS
@@ -15,6 +14,8 @@ from cuboid.report.source import Source
 from cuboid.report.thin import short
 
 POINTS = 900
+FAR, SLOW = 3, 30
+"""Times the accelerator's memory, and times the chosen layout's step, beyond which a layout is only counted."""
 CANDIDATES = 40_000
 """Layouts scored: what takes a second or two."""
 
@@ -30,16 +31,17 @@ def considered(source: Source) -> dict[str, Any] | None:
     if not len(space):
         return None
     scores = score(question, _sample(space, CANDIDATES))
-    chosen = _spread(scores)
+    near = (scores.memory <= FAR * question.machine.chip.memory) & (scores.seconds <= SLOW * plan.seconds)
+    chosen = _spread(scores.take(np.flatnonzero(near)))
     points = [
         {
-            "layout": str(scores.space.layout(index)),
-            "seconds": short(float(scores.seconds[index])),
-            "memory": round(float(scores.memory[index])),
-            "fits": bool(scores.fits[index]),
-            "parts": [short(float(scores.parts[name][index])) for name in PARTS],
+            "layout": str(chosen.space.layout(index)),
+            "seconds": short(float(chosen.seconds[index])),
+            "memory": round(float(chosen.memory[index])),
+            "fits": bool(chosen.fits[index]),
+            "parts": [short(float(chosen.parts[name][index])) for name in PARTS],
         }
-        for index in chosen.tolist()
+        for index in range(len(chosen.space))
     ]
     own = {
         "layout": str(plan.layout),
@@ -53,6 +55,7 @@ def considered(source: Source) -> dict[str, Any] | None:
         "limit": question.limit,
         "capacity": question.machine.chip.memory,
         "looked_at": len(scores.space),
+        "beyond": int((~near).sum()),
         "own": own,
         "points": points,
     }
@@ -65,10 +68,10 @@ def _sample(space: Space, count: int) -> Space:
     return space.take(np.linspace(0, len(space) - 1, count).astype(np.intp))
 
 
-def _spread(scores: Scores) -> NDArray[np.intp]:
+def _spread(scores: Scores) -> Scores:
     """Half the fastest that fit, half spread evenly over all in order of time; each layout once."""
     order = np.argsort(scores.seconds, kind="stable")
     fitting = order[scores.fits[order]]
     spread = order[np.linspace(0, len(order) - 1, min(POINTS // 2, len(order))).astype(np.intp)]
     both = dict.fromkeys([*fitting[: POINTS // 2].tolist(), *spread.tolist()])
-    return np.array(list(both), dtype=np.intp)
+    return scores.take(np.array(list(both), dtype=np.intp))

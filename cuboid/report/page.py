@@ -7,7 +7,18 @@ from html import escape
 from importlib import resources
 from typing import Any
 
-SCRIPTS = ("core", "summary", "ranks", "timeline", "memory", "communication", "curves", "considered", "main")
+SCRIPTS = (
+    "core",
+    "summary",
+    "ranks",
+    "timeline",
+    "memory",
+    "communication",
+    "curves",
+    "considered",
+    "explorer",
+    "main",
+)
 
 
 def page(data: dict[str, Any], live: bool = False) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 from cuboid.cost.flops import model_flops_per_token
 from cuboid.cost.inputs import Shape
 from cuboid.plan.plan import GIB
+from cuboid.plan.reasons import WORDS
 from cuboid.report.source import Source
 from cuboid.report.thin import finite
 
@@ -55,6 +56,7 @@ def summary(source: Source) -> dict[str, Any]:
             "memory_gib": plan.peak / GIB,
             "memory_share": plan.share,
             "parts": plan.parts,
+            "words": WORDS,
             "layers": list(plan.layers),
             "reasons": list(plan.reasons),
             "warnings": list(plan.warnings),

@@ -40,6 +40,6 @@ function drawConsidered(data) {
   holder.addEventListener("pointerleave", hideTip);
   holder.addEventListener("keydown", (event) => { const step = { ArrowRight: 1, ArrowLeft: -1, PageDown: 20, PageUp: -20, Home: -all.length, End: all.length }[event.key]; if (step) { event.preventDefault(); at = Math.max(0, Math.min(all.length - 1, (at ?? -1) + step)); tell(all[at]); } });
   const shape = (child, text) => [sv("svg", { width: 18, height: 18, "aria-hidden": "true" }, child), text];
-  return section("considered", "Layouts considered", `${info.looked_at.toLocaleString("en")} layouts in closed form; ${words(points.length, "point")} drawn: the fastest that fit, and a sample of the rest. The chosen one stands where its simulation puts it.`,
+  return section("considered", "Layouts considered", `${info.looked_at.toLocaleString("en")} layouts in closed form; ${words(points.length, "point")} drawn: the fastest that fit, and a sample of the rest${info.beyond ? ` (${info.beyond.toLocaleString("en")} would need more than three times the memory or thirty times the time)` : ""}. The chosen one stands where its simulation puts it.`,
     holder, legend([shape(sv("path", { d: star(9, 9), style: "fill:var(--c4);stroke:var(--ink)" }), "this layout"), shape(sv("circle", { cx: 9, cy: 9, r: 4, style: "fill:var(--c0)" }), "fits"), shape(sv("path", { d: "M5 5l8 8m0-8l-8 8", style: "stroke:var(--c1);stroke-width:1.6" }), "does not fit")]), said);
 }

@@ -17,7 +17,7 @@ const figures = (value, digits = 3) => {
   if (value === null || value === undefined) return "–";
   if (value === 0) return "0";
   const size = Math.abs(value);
-  if (size >= 1e5 || size < 1e-3) return value.toExponential(digits - 1).replace("e+", "e");
+  if (size >= 1e5 || size < 1e-3) return value.toExponential(digits - 1).replace(/\.?0*e\+?/, "e");
   return size >= 1000 ? Math.round(value).toLocaleString("en") : String(Number(value.toPrecision(digits)));
 };
 const scaled = (value, units, base, digits = 3) => {

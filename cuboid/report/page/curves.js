@@ -24,6 +24,7 @@ function drawCurves(data) {
       let floor = Math.min(...known), ceiling = Math.max(...known);
       if (!useLog && floor > 0 && floor < ceiling * 0.5) floor = 0;
       if (ceiling === floor) { ceiling += Math.abs(ceiling) * 0.1 || 1; floor -= Math.abs(floor) * 0.1; }
+      if (!useLog) { const marks = ticks(floor, ceiling, 3), step = marks.length > 1 ? marks[1] - marks[0] : (ceiling - floor) / 2; floor = Math.floor(floor / step + 1e-9) * step; ceiling = Math.ceil(ceiling / step - 1e-9) * step; }
       const f = useLog ? Math.log10 : (value) => value, y = (value) => bottom - (f(value) - f(floor)) / (f(ceiling) - f(floor)) * tall;
       picture.append(sv("text", { x: left, y: top - 6, style: "font-weight:600" }, `${series.label}${series.unit ? `, ${series.unit}` : ""}`));
       const levels = useLog ? [floor, Math.sqrt(floor * ceiling), ceiling] : ticks(floor, ceiling, 3);

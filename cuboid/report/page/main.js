@@ -1,4 +1,4 @@
-const SECTIONS = [["summary", "Summary", drawSummary], ["curves", "Over time", drawCurves], ["timeline", "Timeline", drawTimeline], ["ranks", "Ranks", drawRanks], ["memory", "Memory", drawMemory], ["communication", "Communication", drawCommunication], ["considered", "Layouts", drawConsidered]];
+const SECTIONS = [["summary", "Summary", drawSummary], ["curves", "Over time", drawCurves], ["timeline", "Timeline", drawTimeline], ["ranks", "Ranks", drawRanks], ["memory", "Memory", drawMemory], ["communication", "Communication", drawCommunication], ["considered", "Layouts", drawConsidered], ["explorer", "Explore", drawExplorer]];
 function render(data) {
   redraws.clear();
   const main = document.getElementById("main"), contents = document.getElementById("contents"), made = [];

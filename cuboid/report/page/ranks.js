@@ -38,7 +38,7 @@ function drawRanks(data) {
     buttons.forEach((other, index) => { other.classList.toggle("self", other === button); other.classList.toggle("in", other !== button && members.has(index)); other.classList.toggle("dim", other !== button && !members.has(index)); });
   };
   const clear = () => buttons.forEach((button) => button.classList.remove("self", "in", "dim"));
-  const columns = Math.min(perNode / each >= 1 ? perNode / each : 1, 8);
+  const columns = perNode / each <= 4 ? Math.max(1, perNode / each) : nodes > 4 ? 4 : 8;
   const move = (event, index) => {
     const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns, ArrowUp: -columns, PageDown: Math.max(1, perNode / each), PageUp: -Math.max(1, perNode / each), Home: -index, End: buttons.length - 1 - index }[event.key];
     if (step === undefined) return;
@@ -68,5 +68,5 @@ function drawRanks(data) {
   const lead = `${words(world, "rank")}${info.tiers.length ? ` on ${words(nodes, "node")} of ${perNode}` : ""}${each > 1 ? `; each cell stands for ${each} ranks` : ""}.`;
   return section("ranks", "The cuboid", lead,
     dimensions.length ? el("div", { class: "controls" }, choice("Colour by", dimensions.map((name) => [name, names[name]]), colour, (value) => { colour = value; paint(); drawKey(); })) : null,
-    el("div", { style: "max-height:440px;overflow:auto;padding:3px" }, grid), key, panel);
+    el("div", { style: "max-height:640px;overflow:auto;padding:3px" }, grid), key, panel);
 }

@@ -28,6 +28,6 @@ function drawSummary(data) {
   return section("summary", "Summary", null, el("dl", { class: "facts" }, facts),
     predicted?.warnings.map((text) => el("p", { class: "note warn" }, `⚠ ${text}`)),
     parts && el("h3", { style: "font-size:.98rem;margin:.4rem 0 .5rem" }, "Where the predicted step time goes"),
-    parts && el("div", { class: "bars" }, parts.map(([name, value]) => el("div", {}, el("b", {}, data.words?.[name] ?? name), el("i", { style: `width:${100 * value / longest}%` }), el("span", {}, `${seconds(value)} · ${percent(value / predicted.step_seconds)}`)))),
+    parts && el("div", { class: "bars" }, parts.map(([name, value]) => el("div", {}, el("b", {}, predicted.words[name]), el("i", { style: `width:${100 * value / longest}%` }), el("span", {}, `${seconds(value)} · ${percent(value / predicted.step_seconds)}`)))),
     predicted?.reasons.length ? el("details", {}, el("summary", {}, "Why this layout"), el("ul", {}, predicted.reasons.map((text) => el("li", {}, text)))) : null);
 }

@@ -10,6 +10,8 @@ function drawTimeline(data) {
   let above = planned || replayed, below = measured[0], stretch = false, arrows = false, picked = null;
   const spanOf = (track) => Math.max(...track.lanes.map((lane) => { let last = 0; for (let at = 5; at < lane.events.length; at += 6) last = Math.max(last, lane.events[at]); return last; })) * tick;
   tracks.forEach((track) => { track.span = spanOf(track); });
+  // Where the planner is far off, what it foresaw is a sliver on the same axis: begin with the simulation of measured times.
+  if (below && replayed && above && Math.max(above.span / below.span, below.span / above.span) > 3) above = replayed;
   const shown = () => [above, below].filter(Boolean);
   const whole = () => stretch ? 1 : Math.max(...shown().map((track) => track.span));
   let view = [0, whole()];

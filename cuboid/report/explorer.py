@@ -1,0 +1,86 @@
+"""What every neighbouring layout would cost, computed ahead: the table behind the knobs of a plan's page.
+
+Context and expert parallelism stay as they are in the plan; everything else takes every value that the model, the batch
+and the cluster allow, stages per rank in powers of two."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuboid.cost.inputs import RECOMPUTE
+from cuboid.plan.search import score
+from cuboid.plan.space import Space, bases, scheduled
+from cuboid.report.source import Source
+from cuboid.spec.layout import SCHEDULES, Layout
+
+AXES = ("tp", "pp", "micro_batch", "zero", "recompute", "schedule")
+MOST = 60_000
+"""Rows told: about one megabyte."""
+
+
+def explorer(source: Source) -> dict[str, Any] | None:
+    plan = source.plan
+    if plan is None:
+        return None
+    layout, world = plan.layout, plan.question.cluster.accelerators
+    kept = {name: getattr(layout, name) for name in ("cp", "ep")}
+    if layout.cp > 1:
+        kept |= {"cp_method": layout.cp_method, "cp_inner": layout.cp_inner}
+    question = replace(plan.question, fixed=kept)
+    space = scheduled(question, bases(question, world))
+    chunks = space.columns["vpp"]
+    space = space.take(np.flatnonzero((chunks & (chunks - 1) == 0) | (chunks == layout.vpp)))
+    if len(space) > MOST:  # micro-batches far from the plan's go first
+        far = np.abs(np.log2(space.columns["micro_batch"] / layout.micro_batch))
+        space = space.take(np.sort(np.argsort(far, kind="stable")[:MOST]))
+    if not len(space):
+        return None
+    scores = score(question, space)
+    columns = _named(space)
+    axes = {name: sorted(set(columns[name].tolist())) for name in AXES}
+    key = np.zeros(len(space), dtype=np.uint32)
+    for name in AXES:
+        key = key * len(axes[name]) + np.searchsorted(np.array(axes[name]), columns[name]).astype(np.uint32)
+    return {
+        "axes": {**axes, "recompute": [RECOMPUTE[index] for index in axes["recompute"]], "schedule": _schedules(axes)},
+        "own": _own(layout),
+        "world_size": world,
+        "cp": layout.cp,
+        "global_batch": question.global_batch,
+        "limit": question.limit,
+        "capacity": question.machine.chip.memory,
+        "rows": len(space),
+        "keys": _packed(key),
+        "seconds": _packed(scores.seconds.astype(np.float32)),
+        "memory": _packed(scores.memory.astype(np.float32)),
+        "bubble": _packed((scores.parts["bubble"] / scores.seconds).astype(np.float32)),
+    }
+
+
+def _named(space: Space) -> dict[str, NDArray[np.int64]]:
+    """The columns of the axes; schedule and stages per rank are one."""
+    schedule = space.columns["schedule"] * 1000 + space.columns["vpp"]
+    return {name: schedule if name == "schedule" else space.columns[name] for name in AXES}
+
+
+def _schedules(axes: dict[str, list[int]]) -> list[str]:
+    return [_schedule(SCHEDULES[number // 1000], number % 1000) for number in axes["schedule"]]
+
+
+def _schedule(name: str, chunks: int) -> str:
+    return f"{name}, vpp={chunks}" if name == "interleaved" else name
+
+
+def _own(layout: Layout) -> dict[str, object]:
+    found: dict[str, object] = {name: getattr(layout, name) for name in AXES}
+    return {**found, "schedule": _schedule(layout.schedule, layout.vpp)}
+
+
+def _packed(values: NDArray[Any]) -> str:
+    """Four bytes each, the lowest first, as text."""
+    return b64encode(values.astype(values.dtype.newbyteorder("<")).tobytes()).decode()
