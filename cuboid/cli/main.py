@@ -29,6 +29,7 @@ VERBS = {
     "data": "Build, show and verify stores of tokens.",
     "checkpoint": "List, verify, show, copy and prune checkpoints.",
     "report": "Write one page about a run or a plan, predicted beside measured.",
+    "watch": "Watch a run in the terminal while it goes on.",
     "models": "List the models Cuboid knows by name.",
     "import": "Prepare a run that starts from a Hugging Face model.",
     "import-deepspeed": "Turn a DeepSpeed-style JSON into a run file.",

@@ -9,6 +9,7 @@ import typer
 from cuboid.cli.output import write_output
 from cuboid.report.collect import collect
 from cuboid.report.page import page
+from cuboid.report.serve import serve
 from cuboid.report.source import open_source
 
 
@@ -17,6 +18,9 @@ def command(
     output: Annotated[Path, typer.Option("-o", "--output", help="Where to write the page.")] = Path("report.html"),
     cluster: Annotated[str, typer.Option(help="What to predict for, where the run was not planned: h100x64.")] = "",
     search: Annotated[bool, typer.Option(help="Also look at the other layouts there were to choose from.")] = True,
+    as_served: Annotated[bool, typer.Option("--serve", help="Serve the page, renewed while the run goes on.")] = False,
+    host: Annotated[str, typer.Option(help="Where to listen, for --serve.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port for --serve; 0: any that is free.")] = 8000,
     as_json: Annotated[bool, typer.Option("--json", help="Print what the page shows as one JSON object.")] = False,
 ) -> None:
     """Write one page about a run or a plan: timeline, memory, traffic, curves, failures; predicted beside measured.
@@ -25,6 +29,8 @@ def command(
 
     Example: cuboid report runs/demo -o report.html
     """
+    if as_served:
+        serve(source, host, port, cluster, search, ready=lambda address: print(f"{address} (Ctrl-C ends)", flush=True))
     data = collect(open_source(source, cluster), search)
     if as_json:
         print(json.dumps(data, allow_nan=False))

@@ -16,6 +16,9 @@ from cuboid.report.source import Source
 from cuboid.report.summary import summary
 from cuboid.report.timeline import timeline
 
+STILL = ("considered", "explorer")
+"""Sections that stay as they are while a run goes on."""
+
 
 def collect(source: Source, with_search: bool = True) -> dict[str, Any]:
     """`with_search`: also what other layouts would cost, which takes seconds on a large cluster."""

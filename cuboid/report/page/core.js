@@ -72,11 +72,12 @@ const ticks = (low, high, count) => {
   return found;
 };
 const colourOf = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-const redraws = new Set();
+let scope = "";
+const redraws = new Map();
 const onResize = (node, draw) => {
   let width = 0;
   new ResizeObserver(() => { const now = Math.floor(node.clientWidth); if (now && now !== width) { width = now; requestAnimationFrame(() => draw(now)); } }).observe(node);
-  redraws.add(() => width && draw(width));
+  redraws.set(scope, () => width && draw(width));
 };
 const redrawAll = () => redraws.forEach((draw) => draw());
 const storage = { get: () => { try { return localStorage.getItem("cuboid-theme"); } catch { return null; } }, set: (value) => { try { localStorage.setItem("cuboid-theme", value); } catch { /* a page of its own keeps nothing */ } } };
