@@ -137,8 +137,7 @@ class MemorySaver(BackgroundSaver):
         # Only when every node has published it may what was there before go.
         if problem := next(filter(None, gather(problem, self._group)), ""):
             raise GivenUp(problem)
-        if self._memory.leads:
-            self._withdraw_older(manifest.step)
+        self._withdraw_all_but(manifest.step)
         return self._open_second_slot() if None in self._slots else ""
 
     def _open_second_slot(self) -> str:
@@ -168,16 +167,23 @@ class MemorySaver(BackgroundSaver):
             return f"node {self._memory.node}: {error}"
         return ""
 
-    def _withdraw_older(self, step: int) -> None:
-        other = self._slots[1 - self._turn]
-        if other is not None:
-            other.withdraw()
-        for path in checkpoints(self._memory.folder):  # what an earlier attempt left
-            if step_of(path) != step:
-                path.remove()
+    def _withdraw_all_but(self, step: int | None) -> None:
+        if self._memory.leads:
+            for slot in self._slots:
+                if slot is not None and slot.step != step:
+                    slot.withdraw()
+            for path in checkpoints(self._memory.folder):  # what an earlier attempt left
+                if step_of(path) != step:
+                    path.remove()
+
+    def take_back(self) -> None:
+        """The run went back to a checkpoint: what is here belongs to a past that was given up. Every rank calls this,
+        after `finish`."""
+        self._withdraw_all_but(None)  # the next save fills none of it before all ranks have come to it
 
     def forget(self, ended_well: bool = True) -> None:
         """The run has come to its end: give the memory back, unless a rank knows why not. Every rank calls this, after
         `finish`."""
-        if all(gather(ended_well, self._group)) and self._memory.leads:
+        (kept_from_going,) = self._count(not ended_well)
+        if not kept_from_going and self._memory.leads:
             self._memory.folder.parent.remove()

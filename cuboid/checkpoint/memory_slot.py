@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuboid.checkpoint.folder import checkpoint_path
+from cuboid.checkpoint.folder import checkpoint_path, step_of
 from cuboid.checkpoint.location import Location
 from cuboid.checkpoint.manifest import INDEX, MANIFEST
 from cuboid.checkpoint.scattered import Scattered
@@ -70,6 +70,11 @@ class Slot:
     @property
     def aside(self) -> Location:
         return self._folder / f".slot-{self._number}"
+
+    @property
+    def step(self) -> int | None:
+        """As it is published by this rank."""
+        return None if self._published is None else step_of(self._published)
 
     def publish(self, step: int, index: bytes, manifest: bytes) -> None:
         """By one rank of the node, when all have filled it."""
