@@ -90,8 +90,8 @@ def test_a_lost_node_is_made_good_by_the_copies_on_another(tmp_path: Path) -> No
     leader.assert_nothing_is_left()
     said = leader.log.read_text()
     assert "each part with a copy on another node" in said and "no copies elsewhere, because all ranks share it" in said
-    (noted,) = failures(folder)
-    assert noted.kind == "node" and noted.checkpoint >= before - 1
+    noted = failures(folder)[-1]  # of the node, or of a rank that missed its ranks first
+    assert noted.restarted and noted.checkpoint >= before - 1
     assert f"resuming after step {noted.checkpoint} in memory, written on dp=4" in said
     survived = [row["loss"] for row in rows(folder / "metrics.jsonl")]
     alone = [*SHORT, *FIELDS, f"training.steps={len(survived)}", f"output.folder={tmp_path / 'alone'}"]
