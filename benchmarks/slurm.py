@@ -27,7 +27,7 @@ from pathlib import Path
 
 CUBOID = [sys.executable, "-m", "cuboid.cli.main"]
 HERE = Path(__file__).parents[1]
-STEPS = 150
+STEPS = 60
 RUN = f"""
 model = "tiny-llama"
 layout = "dp=2,tp=2"
