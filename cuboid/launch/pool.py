@@ -13,6 +13,7 @@ import os
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pkgutil import resolve_name
@@ -30,9 +31,9 @@ class Answer(NamedTuple):
     """What a rank says when its job is over."""
 
     outcome: str
-    """done, refused (the user's to mend), failed, or died."""
+    """done, refused (the user's to mend), failed, or died; said: its job goes on."""
     value: Any
-    """The result, the sentence, or the traceback."""
+    """The result, the sentence, the traceback, or what it said."""
     moment: float
     """On the clock all processes of the machine share."""
 
@@ -58,15 +59,18 @@ def _serve(connection: Connection) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            function, arguments, rank, ranks, folder, timeout = connection.recv()
+            function, arguments, rank, ranks, folder, timeout, backend, talks = connection.recv()
         except EOFError:
             return
         try:
             if ranks > 1:
                 store = dist.FileStore(os.path.join(folder, "store"), ranks)  # type: ignore[attr-defined]
                 limit = timedelta(seconds=timeout)
-                dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=limit)
-            result = resolve_name(function)(rank, *arguments)
+                if backend == "nccl":
+                    torch.cuda.set_device(rank)
+                dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+            say = (lambda value: connection.send(Answer("said", value, time.monotonic())),) if talks else ()
+            result = resolve_name(function)(rank, *say, *arguments)
             if ranks > 1:
                 dist.destroy_process_group()
             # Engines hold on to themselves in circles, and to groups whose threads would wake a hundred times a second.
@@ -99,9 +103,18 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def run(self, function: str, arguments: tuple[Any, ...] = (), *, ranks: int, timeout: float = 300) -> list[Any]:
+    def run(
+        self,
+        function: str,
+        arguments: tuple[Any, ...] = (),
+        *,
+        ranks: int,
+        timeout: float = 300,
+        backend: str = "gloo",
+        heard: Callable[[Any], None] | None = None,
+    ) -> list[Any]:
         """`function(rank, *arguments)` on each of `ranks` processes joined in one process group; their results in
-        order.
+        order. With `heard` it is `function(rank, say, *arguments)`: what a rank says on its way is heard here at once.
 
         The function is given by name, so that this process need not import what only the ranks use."""
         if any(connection.poll() for _, connection in self._ranks):
@@ -115,10 +128,10 @@ class Pool:
         with tempfile.TemporaryDirectory(prefix="cuboid-") as folder:
             connections = [connection for _, connection in self._ranks[:ranks]]
             for rank, connection in enumerate(connections):
-                connection.send((function, arguments, rank, ranks, folder, timeout))
-            return self._results(connections, timeout)
+                connection.send((function, arguments, rank, ranks, folder, timeout, backend, heard is not None))
+            return self._results(connections, timeout, heard)
 
-    def _results(self, connections: list[Connection], timeout: float) -> list[Any]:
+    def _results(self, connections: list[Connection], timeout: float, heard: Callable[[Any], None] | None) -> list[Any]:
         results: dict[int, Any] = {}
         while len(results) < len(connections):
             ready = wait([c for rank, c in enumerate(connections) if rank not in results], timeout)
@@ -127,6 +140,10 @@ class Pool:
                     f"ranks {sorted(set(range(len(connections))) - set(results))} gave no answer in {timeout} s"
                 )
             answers = {rank: _receive(c) for rank, c in enumerate(connections) if c in ready}
+            for rank in [rank for rank, answer in answers.items() if answer.outcome == "said"]:
+                if heard is not None:
+                    heard(answers[rank].value)
+                del answers[rank]
             if any(answer.outcome != "done" for answer in answers.values()):
                 # Ranks that miss a failed one fail in turn, and may be heard of sooner: the first to fail is the cause.
                 until = time.monotonic() + LINGER
@@ -134,7 +151,8 @@ class Pool:
                     ready = wait(rest.values(), max(0.0, until - time.monotonic()))
                     if not ready:
                         break
-                    answers |= {rank: _receive(c) for rank, c in rest.items() if c in ready}
+                    more = {rank: _receive(c) for rank, c in rest.items() if c in ready}
+                    answers |= {rank: answer for rank, answer in more.items() if answer.outcome != "said"}
                 failures = [rank for rank, answer in answers.items() if answer.outcome != "done"]
                 first = min(failures, key=lambda rank: answers[rank].moment)
                 self._fail(first, answers[first])
