@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from cuboid.checkpoint.folder import checkpoints
 from cuboid.checkpoint.huggingface.folder import ModelFolder, model_of
-from cuboid.checkpoint.location import Location, locate
+from cuboid.checkpoint.location import locate
 from cuboid.checkpoint.manifest import Place
 from cuboid.checkpoint.scattered import Scattered
 from cuboid.checkpoint.state import weights_to_load
@@ -47,16 +47,20 @@ def start(engine: Engine, place: str, quiet: bool = True) -> Started:
     """Fill this rank's parameters; every rank calls it."""
     if engine.groups.world.index == 0 and not quiet:
         print(f"starting from {place}", flush=True)
-    weights = weights_to_load(engine)
-    if place.startswith(PREFIX):
-        started = _read_folder(ModelFolder(Path(place.removeprefix(PREFIX))), engine.run.model, weights)
-    else:
-        Weights(_agreed(engine, place), engine.run.model).read(weights)
-        sizes = [values.nbytes for held in weights.values() for _, values in held.boxes]
-        started = Started(sum(sizes), max(sizes, default=0))
+    found = place if place.startswith(PREFIX) else _agreed(engine, place)
+    started = read_weights(found, engine.run.model, weights_to_load(engine))
     for unit in engine.units:
         unit.publish()
     return started
+
+
+def read_weights(place: str, model: ModelSpec, weights: dict[str, Scattered]) -> Started:
+    """Fill what a rank keeps of each parameter from a folder of Hugging Face or from one checkpoint."""
+    if place.startswith(PREFIX):
+        return _read_folder(ModelFolder(Path(place.removeprefix(PREFIX))), model, weights)
+    Weights(locate(place), model).read(weights)
+    sizes = [values.nbytes for held in weights.values() for _, values in held.boxes]
+    return Started(sum(sizes), max(sizes, default=0))
 
 
 def _read_folder(folder: ModelFolder, model: ModelSpec, weights: dict[str, Scattered]) -> Started:
@@ -71,7 +75,7 @@ def _read_folder(folder: ModelFolder, model: ModelSpec, weights: dict[str, Scatt
     return Started(read, largest)
 
 
-def _agreed(engine: Engine, place: str) -> Location:
+def _agreed(engine: Engine, place: str) -> str:
     """The checkpoint that rank 0 found, which verifies it for all."""
     answer: list[str | None] = [None]
     if engine.groups.world.index == 0:
@@ -79,7 +83,7 @@ def _agreed(engine: Engine, place: str) -> Location:
     if engine.groups.world.handle is not None:
         dist.broadcast_object_list(answer, src=0)
     assert answer[0] is not None
-    return locate(answer[0])
+    return answer[0]
 
 
 def check_start(run: Run, own: Place, overwrite: bool = False) -> list[str]:

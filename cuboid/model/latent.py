@@ -44,6 +44,20 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         latent = self.latent
+        query, query_turned, key_value, key_turned = self.queries_and_latents(x, positions)
+        heads = query.shape[2]
+        kv_shape = (-1, positions.length, heads, latent.qk_nope_dim + latent.v_dim)
+        key, value = self.key_value_up(key_value).view(kv_shape).split((latent.qk_nope_dim, latent.v_dim), -1)
+        query = torch.cat((query, query_turned), -1)
+        key = torch.cat((key, key_turned.expand(-1, -1, heads, -1)), -1)
+        if self.query_scale != 1.0:
+            query = query * self.query_scale
+        return self.output(self.mix(query, key, value, positions).reshape(-1, heads * latent.v_dim))
+
+    def queries_and_latents(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries by head, the part that does not turn and the part that did; the latents of keys and values; and the
+        part of keys that turned, the same for all heads."""
+        latent = self.latent
         key_value, key_turned = self.key_value_down(x).split((latent.kv_rank, latent.qk_rope_dim), -1)
         key_value = self.key_value_down_norm(key_value)
         if latent.q_rank:
@@ -56,15 +70,9 @@ class LatentAttention(nn.Module):
         # The head counts come from the weights, so that a module holding a part of the heads works unchanged.
         heads = self.output.weight.shape[1] // latent.v_dim
         shape = (-1, positions.length, heads, latent.qk_nope_dim + latent.qk_rope_dim)
-        kv_shape = (-1, positions.length, heads, latent.qk_nope_dim + latent.v_dim)
         query, query_turned = query.view(shape).split((latent.qk_nope_dim, latent.qk_rope_dim), -1)
-        key, value = self.key_value_up(key_value).view(kv_shape).split((latent.qk_nope_dim, latent.v_dim), -1)
         key_turned = self._turn(key_turned.view(-1, positions.length, 1, latent.qk_rope_dim), positions)
-        query = torch.cat((query, self._turn(query_turned, positions)), -1)
-        key = torch.cat((key, key_turned.expand(-1, -1, heads, -1)), -1)
-        if self.query_scale != 1.0:
-            query = query * self.query_scale
-        return self.output(self.mix(query, key, value, positions).reshape(-1, heads * latent.v_dim))
+        return query, self._turn(query_turned, positions), key_value, key_turned
 
     def _enter_together(self, *parts: Tensor) -> tuple[Tensor, ...]:
         return self.enter(torch.cat(parts, -1)).split([part.shape[1] for part in parts], -1)
