@@ -23,6 +23,8 @@ VERBS = {
     "export": "Write a trained model for Hugging Face, or a plan for another engine.",
     "train": "Train a model on a layout.",
     "launch": "Write a job file for Slurm, Kubernetes or SkyPilot.",
+    "generate": "Generate text with a trained model on a layout.",
+    "evaluate": "Measure a trained model: perplexity, bits per byte, choices.",
     "verify": "Prove that a layout computes what one process computes.",
     "map": "Draw which rank sits where, and which links each group's traffic crosses.",
     "estimate": "Estimate step time and memory of published runs, row by row.",

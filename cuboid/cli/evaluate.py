@@ -1,0 +1,108 @@
+"""`cuboid evaluate RUN --data SOURCE`: how well a trained model foretells text, on any layout."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cuboid.errors import UserError
+from cuboid.generate.batch import Request
+from cuboid.generate.evaluation import Perplexity, choice_requests, judge, read_questions, windows
+from cuboid.generate.words import Words
+from cuboid.launch.generation import start_scoring
+from cuboid.spec.generation import GenerationSpec, check_layout, parse_layout
+from cuboid.spec.model import ModelSpec
+
+
+def command(
+    target: Annotated[str, typer.Argument(help="A run's folder, a checkpoint, or hf:FOLDER.")],
+    data: Annotated[str | None, typer.Option(help="python-stdlib, a store, a Megatron pair, or a text file.")] = None,
+    choices: Annotated[Path | None, typer.Option(help="JSON Lines of prompt, choices and answer.")] = None,
+    layout: Annotated[str, typer.Option(help="Ranks to spread the model over, e.g. tp=2,pp=2,dp=2.")] = "dp=1",
+    sequence: Annotated[int | None, typer.Option(min=1, help="Tokens at a time; left out: as in training.")] = None,
+    overlap: Annotated[int, typer.Option(min=0, help="Tokens before them that are seen but not counted.")] = 0,
+    tokens: Annotated[int, typer.Option(min=2, help="How many tokens of the data, from its beginning.")] = 1 << 17,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences at a time on each replica.")] = 8,
+    precision: Annotated[str | None, typer.Option(help="float32, bf16 or float64; left out: as trained.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    tokenizer: Annotated[str | None, typer.Option(help="byte, or a tokenizer.json in place of the model's.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Evaluate a trained model: perplexity and bits per byte of text, or choices by their likelihood.
+
+    Example: cuboid evaluate runs/demo --data python-stdlib --tokens 20000 --layout tp=2,pp=2
+    """
+    if (data is None) == (choices is None):
+        raise UserError("evaluate needs one thing to measure; use --data python-stdlib or --choices questions.jsonl")
+    wanted = parse_layout(layout)
+    from cuboid.generate.target import find_target  # here, because it brings torch, for which the rest need not wait
+
+    found = find_target(target, tokenizer)
+    check_layout(wanted, found.model)
+    if choices is not None:
+        _require_words(found.words)
+        questions = read_questions(choices)
+        requests = choice_requests(questions, found.words)
+    else:
+        from cuboid.generate.given import read_tokens
+
+        assert data is not None
+        held = read_tokens(data, tokens, found.words, found.model.vocab)
+        trained = found.run.training.sequence if found.run is not None else 2048
+        requests = windows(held, sequence or min(trained, found.model.max_positions), overlap)
+    _check_length(requests, found.model)
+    spec = GenerationSpec(
+        model=found.model,
+        layout=wanted,
+        weights=found.weights,
+        precision=precision or found.precision,  # type: ignore[arg-type]
+        device=device,  # type: ignore[arg-type]
+        slots=min(batch, -(-len(requests) // wanted.dp)),
+        length=max(len(request.tokens) for request in requests),
+    )
+    start = time.perf_counter()
+    scores = start_scoring(spec, requests)
+    said: dict[str, Any] = {"seconds": time.perf_counter() - start}
+    if choices is not None:
+        accuracy = judge(questions, [score.likelihood for score in scores])
+        said |= {
+            "questions": accuracy.questions,
+            "accuracy": accuracy.right / accuracy.questions,
+            "accuracy_by_byte": accuracy.right_by_byte / accuracy.questions,
+            "chosen": list(accuracy.chosen),
+        }
+        text = f"{accuracy.right} of {accuracy.questions} right, {accuracy.right_by_byte} by likelihood per byte"
+    else:
+        count = sum(score.tokens for score in scores)
+        loss = -sum(score.likelihood for score in scores) / count
+        size = len(found.words.decode(held[1 : count + 1]).encode())
+        measured = Perplexity(count, loss, size)
+        said |= {
+            "tokens": count,
+            "loss": loss,
+            "perplexity": measured.perplexity,
+            "bytes": size,
+            "bits_per_byte": measured.bits_per_byte,
+        }
+        text = f"{count:,} tokens: loss {loss:.6f}, perplexity {measured.perplexity:.4f}"
+        text += f", {measured.bits_per_byte:.4f} bits per byte" if measured.bits_per_byte is not None else ""
+    print(json.dumps(said) if as_json else f"{text} ({said['seconds']:.1f} s)")
+    for note in found.notes:
+        print(f"warning: {note}", file=sys.stderr)
+
+
+def _require_words(words: Words) -> None:
+    if not words.tokenizer:
+        raise UserError("the model has no tokenizer for text; use --tokenizer byte or --tokenizer FOLDER")
+
+
+def _check_length(requests: list[Request], model: ModelSpec) -> None:
+    longest = max(len(request.tokens) for request in requests)
+    if longest > model.max_positions:
+        raise UserError(
+            f"{longest} tokens at a time are more than max_positions={model.max_positions} of {model.name}; "
+            f"use --sequence and --overlap with {model.max_positions} together, or shorter questions"
+        )

@@ -1,0 +1,117 @@
+"""Which tokens of which sequences go through the model next. Every rank keeps the same books from the same answers, so
+that ranks tell each other nothing but tokens."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from cuboid.generate.step import Span, Step
+
+Ending = Literal["", "end", "stop", "length"]
+"""Why a text ends: it does not yet, a token that ends texts, a string to stop at, or no room."""
+
+
+@dataclass(frozen=True)
+class Request:
+    number: int
+    """Of the prompt among all: with the place it decides random numbers."""
+    tokens: tuple[int, ...]
+    room: int = 0
+    """Most tokens that may follow."""
+    labels: tuple[int, ...] = ()
+    """What follows each of the last tokens: nothing is written, but asked how likely they are."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """What is new in a text."""
+
+    number: int
+    token: int
+    ending: Ending
+
+
+@dataclass
+class Text:
+    request: Request
+    slot: int
+    tokens: list[int]
+    """Of the prompt and what follows it."""
+    kept: int = 0
+    """How many of them are in the cache, or will be when the steps under way are done."""
+
+
+class Batch:
+    """The sequences in some slots of the cache, which go through the model together."""
+
+    def __init__(self, slots: range, chunk: int, ends: Sequence[int], waiting: deque[Request]) -> None:
+        """`ends`: tokens that end a text; `waiting`: requests for all batches, of which each takes the next one."""
+        self._free = deque(slots)
+        self._chunk, self._ends, self._waiting = chunk, frozenset(ends), waiting
+        self._texts: dict[int, Text] = {}
+        self.under_way: Step | None = None
+        """The step whose answers have not come."""
+
+    def next_step(self) -> Step | None:
+        """Prompts first, as many as fit; None when there is nothing to do."""
+        while self._free and self._waiting:
+            request = self._waiting.popleft()
+            slot = self._free.popleft()
+            self._texts[slot] = Text(request, slot, list(request.tokens))
+        texts = [self._texts[slot] for slot in sorted(self._texts)]
+        spans, left = [], self._chunk
+        for text in texts:
+            missing = len(text.request.tokens) - text.kept
+            if missing > 0 and left > 0:
+                spans.append(self._span(text, min(missing, left)))
+                left -= len(spans[-1].tokens)
+        if not spans:
+            spans = [self._span(text, 1) for text in texts]
+        self.under_way = Step(tuple(spans)) if spans else None
+        return self.under_way
+
+    def _span(self, text: Text, count: int) -> Span:
+        start, text.kept = text.kept, text.kept + count
+        asked = 1 if text.kept == len(text.tokens) else 0
+        if text.request.labels:
+            asked = max(0, text.kept - max(start, len(text.tokens) - len(text.request.labels)))
+        return Span(text.slot, start, tuple(text.tokens[start : text.kept]), asked)
+
+    def written(self) -> list[Text]:
+        """The texts that get a token from the step under way, in its order."""
+        return [text for text, span in self.taking_part() if span.asked and not text.request.labels]
+
+    def taking_part(self) -> list[tuple[Text, Span]]:
+        """The texts of the step under way, each with its part."""
+        assert self.under_way is not None
+        return [(self._texts[span.slot], span) for span in self.under_way.spans]
+
+    def take(self, answers: Sequence[int]) -> list[Event]:
+        """The next token of each text that gets one; below zero: -1 - token, and a string to stop at ends it."""
+        events, written = [], self.written()
+        for text, span in self.taking_part():
+            if text.request.labels and span.stop == len(text.tokens):
+                self._leave(text)
+        for text, answer in zip(written, answers, strict=True):
+            token = answer if answer >= 0 else -1 - answer
+            text.tokens.append(token)
+            following = len(text.tokens) - len(text.request.tokens)
+            ending: Ending = ""
+            if token in self._ends:
+                ending = "end"
+            elif answer < 0:
+                ending = "stop"
+            elif following == text.request.room:
+                ending = "length"
+            if ending:
+                self._leave(text)
+            events.append(Event(text.request.number, token, ending))
+        self.under_way = None
+        return events
+
+    def _leave(self, text: Text) -> None:
+        del self._texts[text.slot]
+        self._free.append(text.slot)

@@ -1,0 +1,162 @@
+"""The modules of one rank for generation: those of training, each with a cache in its attention, and the weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from cuboid.checkpoint.boxes import boxes_of_piece
+from cuboid.checkpoint.scattered import Scattered
+from cuboid.checkpoint.start import read_weights
+from cuboid.generate.cache import Cache
+from cuboid.generate.latent import CachedLatentAttention
+from cuboid.model.initialize import initial_tensor
+from cuboid.model.latent import LatentAttention
+from cuboid.model.mixture import Mixture
+from cuboid.model.rope import Positions
+from cuboid.model.transformer import Block, Embedding, Head
+from cuboid.parallel.apply import DTYPES
+from cuboid.parallel.collectives import all_gather
+from cuboid.parallel.expert import spread_experts
+from cuboid.parallel.groups import Group, Groups, make_groups
+from cuboid.parallel.tensor import Region, split_block, split_embedding, split_head
+from cuboid.plan.cache import cache_shape
+from cuboid.plan.parameters import BALANCE, EXPERTS, TIED, unit_of
+from cuboid.plan.partition import partition
+from cuboid.plan.slices import Part, expert_slice, kv_part_count, slice_of
+from cuboid.spec.generation import GenerationSpec
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one pipeline rank computes."""
+
+    embedding: Embedding | None
+    blocks: tuple[Block, ...]
+    head: Head | None
+    caches: tuple[Cache, ...]
+    tensor: Group
+    vocabulary: int
+
+    def hidden(self, x: Tensor, positions: Positions) -> Tensor:
+        """x: tokens (1, rows) on the first stage, what the stage before made of them (rows, hidden) on the others."""
+        if self.embedding is not None:
+            x = self.embedding(x, positions)
+        for block in self.blocks:
+            x = block(x, positions)
+        return x
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Of these rows for the whole vocabulary, in float32 or better, the same on every tensor rank."""
+        assert self.head is not None
+        part = self.head(x)
+        part = part.float() if part.element_size() < 4 else part
+        whole = all_gather(part, self.tensor).unflatten(0, (self.tensor.size, -1)).transpose(0, 1).flatten(1)
+        return whole[:, : self.vocabulary]
+
+
+def make_generation_groups(spec: GenerationSpec, rank: int, device: torch.device) -> Groups:
+    experts = spec.model.mixture is not None
+    parts = kv_part_count(spec.model, spec.layout.tp)
+    return make_groups(spec.layout, rank, parts, False, experts, device.type == "cpu")
+
+
+class Builder:
+    """Makes the stage of a rank; `weights` are what it holds of each parameter, by name."""
+
+    def __init__(self, spec: GenerationSpec, groups: Groups, device: torch.device) -> None:
+        self.spec, self.groups, self.device = spec, groups, device
+        mixture = spec.model.mixture
+        # Which tokens an expert has room for depends on how many follow, which nobody knows here: all are taken.
+        self.model = replace(spec.model, mixture=mixture and replace(mixture, capacity_factor=0.0))
+        self.dtype = DTYPES[spec.precision]
+        self.region = Region(groups.tensor, False) if groups.tensor.size > 1 else None
+        self.parameters: dict[str, tuple[Part, nn.Parameter]] = {}
+
+    def stage(self) -> Stage:
+        index, last = self.groups.coordinates.pp, self.spec.layout.pp - 1
+        layers = partition(self.model, self.spec.layout.pp, self.spec.length)[index]
+        embedding = self._embedding() if index == 0 else None
+        pairs = [self._block(layer) for layer in layers]
+        head = self._head() if index == last else None
+        self._load()
+        blocks, caches = tuple(block for block, _ in pairs), tuple(cache for _, cache in pairs)
+        return Stage(embedding, blocks, head, caches, self.groups.tensor, self.model.vocab)
+
+    def _embedding(self) -> Embedding:
+        with torch.device("meta"):
+            embedding = Embedding(self.model)
+            if self.region is not None:
+                split_embedding(embedding, self.model, self.region)
+        self._materialize(embedding, "embedding")
+        return embedding
+
+    def _block(self, layer: int) -> tuple[Block, Cache]:
+        with torch.device("meta"):
+            block = Block(self.model, layer)
+            if self.region is not None:
+                split_block(block, self.model, self.region, self.device)
+        if isinstance(block.feed_forward, Mixture):
+            spread_experts(block.feed_forward, self.groups.expert)
+        self._materialize(block, f"layers.{layer}")
+        shape = cache_shape(self.model, self.spec.layout, self.spec.slots, self.spec.length)
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        attention = block.attention
+        if isinstance(attention, LatentAttention):
+            cache = Cache(shape, self.groups.context_outer, None, like)
+            block.attention = CachedLatentAttention(attention, cache)  # type: ignore[assignment]
+        else:
+            # The cache keeps each key-value head once, whichever query heads read it.
+            cache = Cache(shape, self.groups.context_outer, attention.kv_head_of_query, like)
+            attention.kv_head_of_query, attention.mix = None, cache
+        return block, cache
+
+    def _head(self) -> Head:
+        with torch.device("meta"):
+            head = Head(self.model)
+            if self.region is not None:
+                split_head(head, self.model, self.region)
+        self._materialize(head, "head")
+        return head
+
+    def _materialize(self, module: nn.Module, prefix: str) -> None:
+        """Memory for what this rank holds of each parameter."""
+        tensor, expert = self.groups.tensor, self.groups.expert
+        for inner, whole in list(module.named_parameters()):
+            tied = self.model.tie_embeddings and f"{prefix}.{inner}" == "head.output.weight"
+            name, shape = TIED if tied else f"{prefix}.{inner}", tuple(whole.shape)
+            if name not in self.parameters:
+                if EXPERTS in name:
+                    cut = expert_slice(shape, expert.size, expert.index)
+                else:
+                    cut = slice_of(name, shape, self.model, tensor.size, tensor.index, False)
+                part = Part(name, shape, cut, 0)
+                wide = self.dtype if self.dtype == torch.float64 else torch.float32
+                dtype = wide if unit_of(prefix, name).endswith(BALANCE) else self.dtype
+                values = torch.zeros(part.shape, dtype=dtype, device=self.device)
+                self.parameters[name] = part, nn.Parameter(values, requires_grad=False)
+            owner, _, field = inner.rpartition(".")
+            setattr(module.get_submodule(owner), field, self.parameters[name][1])
+
+    def _load(self) -> None:
+        if self.spec.weights:
+            wanted = {name: _scattered(part, held.data) for name, (part, held) in self.parameters.items()}
+            read_weights(self.spec.weights, self.model, wanted)
+            return
+        for name, (part, held) in self.parameters.items():
+            cut = part.slice
+            experts = range(cut.start, cut.stop) if EXPERTS in name else None
+            drawn = initial_tensor(self.model, name, part.full_shape, 0, experts)
+            if experts is None:
+                drawn = drawn.narrow(cut.dimension, cut.start, cut.stop - cut.start)
+            held.data.narrow(cut.dimension, 0, cut.stop - cut.start).copy_(drawn)
+
+
+def _scattered(part: Part, values: Tensor) -> Scattered:
+    flat = values.flatten()
+    boxes = tuple(
+        (box, flat[place : place + box.size].view(box.lengths)) for box, place in boxes_of_piece(part, 0, part.size)
+    )
+    return Scattered(part.full_shape, values.dtype, boxes)

@@ -1,0 +1,147 @@
+"""Generation on one rank: batches take turns, so that while one is at the last stage the next is at the one before."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from cuboid.generate.batch import Batch, Event, Request
+from cuboid.generate.build import Builder, make_generation_groups
+from cuboid.generate.evaluation import Score
+from cuboid.generate.rows import Rower, Rows
+from cuboid.generate.sampling import choose, uniform
+from cuboid.generate.score import scores
+from cuboid.generate.step import Step
+from cuboid.generate.wires import Wires
+from cuboid.generate.words import Words
+from cuboid.model.rope import PositionTable
+from cuboid.parallel.collectives import all_reduce, all_reduce_maximum
+from cuboid.spec.generation import GenerationSpec, SamplingSpec
+
+
+class Generator:
+    """Every rank makes one and calls the same methods in the same order."""
+
+    def __init__(self, spec: GenerationSpec, rank: int, device: torch.device) -> None:
+        self.spec, self.device = spec, device
+        self.groups = make_generation_groups(spec, rank, device)
+        builder = Builder(spec, self.groups, device)
+        self.stage = builder.stage()
+        layout, context = spec.layout, self.groups.context_outer
+        table = PositionTable(spec.model, spec.length, builder.dtype, device)
+        # Each tensor rank routes an equal part of the tokens.
+        multiple = layout.tp if spec.model.mixture is not None else 1
+        self._rower = Rower(table, context.index, context.size, multiple, device)
+        self._wires = Wires(self.groups.ascending, self.groups.descending)
+        self._like = torch.empty(0, dtype=builder.dtype, device=device)
+        # Experts of one layer lie on ranks of several replicas: all of them compute, or none does.
+        self._in_step = layout.ep > 1 and layout.dp > 1
+
+    @property
+    def is_leader(self) -> bool:
+        """Of its replica: the one rank that says what it has written."""
+        return self._wires.is_last and self.groups.tensor.index == 0 and self.groups.context_outer.index == 0
+
+    @property
+    def cache_bytes(self) -> int:
+        return sum(cache.bytes for cache in self.stage.caches)
+
+    def generate(
+        self, requests: Sequence[Request], sampling: SamplingSpec, words: Words, heard: Callable[[list[Event]], None]
+    ) -> None:
+        """`requests`: of all replicas; `heard` is told what the leader has written."""
+
+        def answer(logits: Tensor, batch: Batch) -> list[int]:
+            return self._choose(logits, batch, sampling, words)
+
+        self._run(requests, words.ends, answer, heard)
+
+    def score(self, requests: Sequence[Request], heard: Callable[[list[Score]], None]) -> None:
+        """How likely the labels of each request are; `heard` is told by the leader, a piece of a text at a time."""
+
+        def answer(logits: Tensor, batch: Batch) -> list[int]:
+            found = scores(logits, batch.taking_part())
+            if self.is_leader:
+                heard(found)
+            return []
+
+        self._run(requests, (), answer, lambda _: None)
+
+    @torch.inference_mode()
+    def _run(
+        self,
+        requests: Sequence[Request],
+        ends: Sequence[int],
+        answer: Callable[[Tensor, Batch], list[int]],
+        heard: Callable[[list[Event]], None],
+    ) -> None:
+        waiting = deque(requests[self.groups.coordinates.dp :: self.spec.layout.dp])
+        batches = [
+            Batch(slots, self.spec.chunk, ends, waiting) for slots in _equal_parts(self.spec.slots, self.spec.batches)
+        ]
+        answers: dict[Batch, list[int]] = {}  # of the last stage to itself
+        busy = True
+        while busy:
+            busy = False
+            for batch in batches:
+                if batch.under_way is not None:
+                    events = batch.take(self._answer_of(batch, answers))
+                    if self.is_leader and events:
+                        heard(events)
+                step = batch.next_step()
+                if not self._anybody(step is not None):
+                    continue
+                busy = True
+                logits = self._forward(step or Step(()))
+                if logits is not None:
+                    answers[batch] = answer(logits, batch)
+                    if answers[batch]:
+                        self._wires.answer(answers[batch], self.device)
+        self._wires.finish()
+
+    def _answer_of(self, batch: Batch, own: dict[Batch, list[int]]) -> list[int]:
+        """The tokens that the step under way gave."""
+        if self._wires.is_last:
+            return own.pop(batch, [])
+        count = len(batch.written())
+        return self._wires.receive_answer(count, self.device) if count else []
+
+    def _anybody(self, busy: bool) -> bool:
+        if not self._in_step:
+            return busy
+        return bool(all_reduce_maximum(torch.tensor([int(busy)], device=self.device), self.groups.data).item())
+
+    def _forward(self, step: Step) -> Tensor | None:
+        """The logits that were asked for, on the last stage."""
+        rows = self._rower.rows(step)
+        x = rows.tokens
+        if self._wires.index:
+            x = self._wires.receive_from_below(self._like.new_empty(rows.tokens.shape[1], self.spec.model.hidden))
+        x = self.stage.hidden(x, rows.positions)
+        if not self._wires.is_last:
+            self._wires.send_up(x)
+            return None
+        return self.stage.logits(self._asked(x, rows, step.asked)) if step.asked else None
+
+    def _asked(self, x: Tensor, rows: Rows, count: int) -> Tensor:
+        """The rows whose logits are wanted, on every context rank all of them."""
+        if self.groups.context_outer.size == 1:
+            return x.index_select(0, rows.asked)
+        whole = x.new_zeros(count, x.shape[1]).index_copy_(0, rows.answers, x.index_select(0, rows.asked))
+        return all_reduce(whole, self.groups.context_outer)
+
+    def _choose(self, logits: Tensor, batch: Batch, sampling: SamplingSpec, words: Words) -> list[int]:
+        texts = batch.written()
+        numbers = [uniform(sampling.seed, text.request.number, len(text.tokens)) for text in texts]
+        chosen = choose(logits, sampling, numbers, [text.tokens for text in texts])
+        for place, (text, token) in enumerate(zip(texts, chosen, strict=True)):
+            if sampling.stop and words.stops([*text.tokens[len(text.request.tokens) :], token], sampling.stop):
+                chosen[place] = -1 - token
+        return chosen
+
+
+def _equal_parts(count: int, parts: int) -> list[range]:
+    return [range(count * part // parts, count * (part + 1) // parts) for part in range(parts)]

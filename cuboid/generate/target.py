@@ -1,0 +1,63 @@
+"""What a generation is asked of: a run, a checkpoint or a folder of Hugging Face, as a model, its weights and its
+words."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from cuboid.checkpoint.huggingface.companions import COPIED, companions
+from cuboid.checkpoint.huggingface.folder import CONFIG, ModelFolder, model_of, require_inside
+from cuboid.checkpoint.start import PREFIX, check_weights
+from cuboid.checkpoint.weights import Weights, find_checkpoint, run_of
+from cuboid.data.store import TOKENIZER
+from cuboid.data.tokenizer import BYTES, load_tokenizer
+from cuboid.data.tokenizer_files import byte_tokenizer
+from cuboid.errors import UserError
+from cuboid.generate.words import Words, words_of
+from cuboid.spec.model import ModelSpec
+from cuboid.spec.run import Run
+
+
+@dataclass(frozen=True)
+class Target:
+    model: ModelSpec
+    weights: str
+    """hf:FOLDER, or the one checkpoint that was meant."""
+    precision: str
+    """In which it was trained; float32 where that is unknown."""
+    words: Words
+    run: Run | None
+    """That wrote the checkpoint."""
+    notes: tuple[str, ...] = ()
+    """About newer checkpoints that are damaged."""
+
+
+def find_target(place: str, tokenizer: str | None = None) -> Target:
+    """`tokenizer`: byte, a tokenizer.json or a folder with one, in place of what the model brings."""
+    if place.startswith(PREFIX):
+        folder = Path(place.removeprefix(PREFIX))
+        model = model_of(folder)
+        check_weights(ModelFolder(folder), model)
+        names = [name for name in (*COPIED, CONFIG) if (folder / name).is_file()]
+        words = words_of({name: require_inside(folder, name).read_bytes() for name in names}, begins=True)
+        return Target(model, place, "float32", _other(words, tokenizer), None)
+    if "://" not in place and not Path(place).is_dir():
+        problem = "is a file" if Path(place).exists() else "does not exist"
+        raise UserError(f"{place} {problem}; name a run's folder, one of its checkpoints, or hf:FOLDER")
+    found, manifest, damaged = find_checkpoint(place)
+    run = run_of(found, manifest)
+    Weights(found, run.model)
+    words = words_of(companions(run).files, begins=False)
+    return Target(run.model, str(found), run.training.precision, _other(words, tokenizer), run, tuple(damaged))
+
+
+def _other(words: Words, tokenizer: str | None) -> Words:
+    if tokenizer is None:
+        return words
+    ends = (load_tokenizer(tokenizer).end_of_document,)
+    if tokenizer == BYTES:
+        return Words(json.dumps(byte_tokenizer()), ends)
+    path = Path(tokenizer) / TOKENIZER if Path(tokenizer).is_dir() else Path(tokenizer)
+    return Words(path.read_text(encoding="utf-8"), words.ends or ends, words.begins)

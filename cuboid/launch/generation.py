@@ -1,0 +1,84 @@
+"""Start the ranks of a generation on this machine, and hear what they write."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cuboid.generate.batch import Event, Request
+from cuboid.generate.evaluation import Score
+from cuboid.generate.words import Words
+from cuboid.launch.pool import Pool
+from cuboid.spec.generation import GenerationSpec, SamplingSpec
+
+PATIENCE = 24 * 3600.0
+"""Seconds after which ranks that say nothing are given up: a large model is read for minutes, and nobody waits idly."""
+
+
+def start_generation(
+    spec: GenerationSpec,
+    requests: Sequence[Request],
+    sampling: SamplingSpec,
+    words: Words,
+    heard: Callable[[list[Event]], None],
+) -> None:
+    """Returns when every request has its text."""
+    run_ranks("generate_rank", spec, (list(requests), sampling, words), heard)
+
+
+def run_ranks(name: str, spec: GenerationSpec, arguments: tuple[Any, ...], heard: Callable[[Any], None]) -> None:
+    """`name`, a function of this file, on every rank of the layout: here where that is one."""
+    ranks = spec.layout.world_size
+    if ranks == 1:
+        globals()[name](0, heard, spec, *arguments)
+        return
+    from cuboid.parallel.device import choose_device
+
+    alone = False
+    if choose_device(spec.device, 0).type == "cuda":
+        import torch
+
+        alone = ranks <= torch.cuda.device_count()
+    with Pool() as pool:
+        job = f"{__name__}:{name}"
+        backend = "nccl" if alone else "gloo"
+        pool.run(job, (spec, *arguments), ranks=ranks, timeout=PATIENCE, backend=backend, heard=heard)
+
+
+def _generator(spec: GenerationSpec, rank: int) -> Any:
+    import torch
+
+    from cuboid.generate.engine import Generator
+    from cuboid.parallel.device import choose_device
+
+    if spec.layout.world_size > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // spec.layout.world_size))
+    return Generator(spec, rank, choose_device(spec.device, rank))
+
+
+def generate_rank(
+    rank: int,
+    say: Callable[[Any], None],
+    spec: GenerationSpec,
+    requests: list[Request],
+    sampling: SamplingSpec,
+    words: Words,
+) -> None:
+    _generator(spec, rank).generate(requests, sampling, words, say)
+
+
+def start_scoring(spec: GenerationSpec, requests: Sequence[Request]) -> list[Score]:
+    """How likely the labels of each request are, in order."""
+    found: dict[int, Score] = {}
+
+    def heard(scores: list[Score]) -> None:
+        for score in scores:
+            found[score.number] = found[score.number] + score if score.number in found else score
+
+    run_ranks("score_rank", spec, (list(requests),), heard)
+    return [found[request.number] for request in requests]
+
+
+def score_rank(rank: int, say: Callable[[Any], None], spec: GenerationSpec, requests: list[Request]) -> None:
+    _generator(spec, rank).score(requests, say)

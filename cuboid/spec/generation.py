@@ -1,0 +1,91 @@
+"""What a generation is asked for: which model on which layout, and how each next token is chosen."""
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from cuboid.errors import UserError
+from cuboid.spec.coding import check_types, require_at_least
+from cuboid.spec.fitting import check_model
+from cuboid.spec.layout import Layout
+from cuboid.spec.model import ModelSpec
+
+DIMENSIONS = ("dp", "tp", "pp", "cp", "ep")
+"""What a layout for generation can say; the rest belongs to training."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSpec:
+    """How the next token is chosen from a model's logits, in the order of the fields."""
+
+    max_tokens: int = 64
+    """Most tokens that follow a prompt."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens that stand in the text so far are divided by it, or multiplied where negative."""
+    temperature: float = 0.0
+    """Divides logits; 0 is greedy, the likeliest token, of equals the first."""
+    top_k: int = 0
+    """Only the k likeliest tokens; 0 is all."""
+    top_p: float = 1.0
+    """Only the likeliest tokens that together have this probability."""
+    min_p: float = 0.0
+    """Only tokens with at least this part of the likeliest one's probability."""
+    stop: tuple[str, ...] = ()
+    """Text before which a result ends."""
+    seed: int = 0
+    """With the number of the prompt and the place in the text it decides every random number."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "sampling")
+        require_at_least(1, self, "sampling", ("max_tokens",))
+        require_at_least(0, self, "sampling", ("temperature", "top_k", "seed"))
+        if self.repetition_penalty <= 0:
+            raise UserError(f"repetition-penalty={self.repetition_penalty} is not positive; use 1.0 for none, or 1.1")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top-p={self.top_p} is no probability above 0; use 1.0 for all tokens, or 0.9")
+        if not 0 <= self.min_p <= 1:
+            raise UserError(f"min-p={self.min_p} is no probability; use 0 for all tokens, or 0.05")
+        if "" in self.stop:
+            raise UserError('stop="" stands everywhere; name the text that ends a result')
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationSpec:
+    """Everything a rank needs but the prompts."""
+
+    model: ModelSpec
+    layout: Layout
+    weights: str
+    """hf:FOLDER or a checkpoint; empty: random ones."""
+    precision: Literal["float32", "bf16", "float64"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    slots: int
+    """Sequences in the cache of one replica at a time."""
+    length: int
+    """Tokens of each, prompt and result together."""
+    chunk: int = 512
+    """Most tokens of prompts in one forward pass."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "generation")
+        require_at_least(1, self, "generation", ("slots", "length", "chunk"))
+        check_layout(self.layout, self.model)
+
+    @property
+    def batches(self) -> int:
+        """Batches in flight: one for each stage, so that none waits, where there are slots enough."""
+        return min(self.layout.pp, self.slots)
+
+
+def parse_layout(text: str) -> Layout:
+    """A layout for generation, from its string."""
+    return Layout.parse(text).changed(sequence_parallel=False)
+
+
+def check_layout(layout: Layout, model: ModelSpec) -> None:
+    plain = Layout(**{name: getattr(layout, name) for name in DIMENSIONS}, sequence_parallel=False)
+    for field in fields(Layout):
+        if getattr(layout, field.name) != getattr(plain, field.name):
+            raise UserError(
+                f"{field.name}={getattr(layout, field.name)} belongs to training; use {', '.join(DIMENSIONS)} only"
+            )
+    check_model(layout, model)
