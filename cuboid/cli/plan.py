@@ -21,11 +21,17 @@ OBJECTIVES = ("time", "cost", "memory", "gpus")
 def command(
     model: Annotated[str, typer.Argument(help="A catalog name, a TOML file or a Hugging Face config.json.")],
     cluster: Annotated[str, typer.Argument(help="A name such as h100x1024, or a TOML file.")],
-    global_batch: Annotated[int, typer.Option(help="Sequences per optimizer step.")],
-    seq: Annotated[int, typer.Option(help="Tokens per sequence.")],
+    global_batch: Annotated[int | None, typer.Option(help="Sequences per optimizer step.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
+    purpose: Annotated[str, typer.Option("--for", help="train, or generate.")] = "train",
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of a prompt, for --for generate.")] = 512,
+    output_tokens: Annotated[int, typer.Option(help="Tokens that follow it.")] = 128,
     precision: Annotated[str, typer.Option(help="bf16, fp16, fp8 or float32.")] = "bf16",
     top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 5,
-    objective: Annotated[str, typer.Option(help="time, cost, memory, or gpus (the fewest that meet --days).")] = "time",
+    objective: Annotated[
+        str | None,
+        typer.Option(help="time, cost, memory, gpus (the fewest that meet --days); to generate: throughput, latency."),
+    ] = None,
     fix: Annotated[list[str] | None, typer.Option(help="Decide a field yourself: tp=8, or tp=8,pp=4.")] = None,
     max_memory: Annotated[str | None, typer.Option(help="Most a rank may hold: 60GiB or 90%; left out: 95%.")] = None,
     engine: Annotated[str, typer.Option(help="Profile of costs: cuboid, megatron, nanotron, torchtitan, …")] = "cuboid",
@@ -38,8 +44,20 @@ def command(
     """Find the best layouts of a model on a cluster.
 
     Example: cuboid plan gpt3-175b a100-80gx1024 --global-batch 1536 --seq 2048 -o plan.toml
+    Example: cuboid plan llama3-70b h100x8 --for generate --prompt-tokens 1024 --output-tokens 256
     """
     place = load_cluster(cluster)
+    if purpose == "generate":
+        from cuboid.cli.plan_generation import answer_generation
+
+        sizes = (prompt_tokens, output_tokens)
+        answer_generation(load_model(model), place, sizes, precision, objective or "throughput", top, as_json)
+        return
+    if purpose != "train":
+        raise UserError(f"unknown for={purpose}; use train or generate")
+    if global_batch is None or seq is None:
+        missing = "--global-batch 512" if global_batch is None else "--seq 4096"
+        raise UserError(f"a plan for training needs the batch; add {missing}")
     question = Question(
         model=load_model(model),
         cluster=place,
@@ -51,7 +69,7 @@ def command(
         memory_limit=parse_memory(max_memory, place.memory_gib * GIB) if max_memory else None,
         beyond_engine=beyond,
     )
-    found = _answer(question, objective, top, tokens, days)
+    found = _answer(question, objective or "time", top, tokens, days)
     if output is not None:
         write_output(output, dump_plan(found[0]))
     if as_json:

@@ -81,7 +81,7 @@ def test_what_cannot_work_is_refused_in_one_sentence(
         ("--prompt", "x", "--layout", "dp=2,zero=1"): "zero=1 belongs to training",
         ("--prompt", "x", "--temperature", "-1"): "temperature=-1",
         ("--prompt", "x", "--top-p", "0"): "top-p=0.0 is no probability above 0",
-        ("--prompt", "x", "--precision", "int3"): "precision=int3 is unknown; use float32",
+        ("--prompt", "x", "--precision", "int3"): 'precision="int3" is unknown; use float32',
         ("--prompt", "x", "-o", str(tmp_path / "no" / "where")): "cannot be written",
     }
     for arguments, sentence in cases.items():
