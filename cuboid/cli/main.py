@@ -32,6 +32,7 @@ VERBS = {
     "checkpoint": "List, verify, show, copy and prune checkpoints.",
     "report": "Write one page about a run or a plan, predicted beside measured.",
     "watch": "Watch a run in the terminal while it goes on.",
+    "compare": "Compare runs: losses, speed, memory, settings that differ.",
     "models": "List the models Cuboid knows by name.",
     "import": "Prepare a run that starts from a Hugging Face model.",
     "import-deepspeed": "Turn a DeepSpeed-style JSON into a run file.",

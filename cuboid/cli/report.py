@@ -11,6 +11,7 @@ from cuboid.report.collect import collect
 from cuboid.report.page import page
 from cuboid.report.serve import serve
 from cuboid.report.source import open_source
+from cuboid.report.trace import merged_trace
 
 
 def command(
@@ -18,6 +19,9 @@ def command(
     output: Annotated[Path, typer.Option("-o", "--output", help="Where to write the page.")] = Path("report.html"),
     cluster: Annotated[str, typer.Option(help="What to predict for, where the run was not planned: h100x64.")] = "",
     search: Annotated[bool, typer.Option(help="Also look at the other layouts there were to choose from.")] = True,
+    trace: Annotated[
+        Path | None, typer.Option(help="Also write measured and simulated steps for Perfetto or chrome://tracing.")
+    ] = None,
     as_served: Annotated[bool, typer.Option("--serve", help="Serve the page, renewed while the run goes on.")] = False,
     host: Annotated[str, typer.Option(help="Where to listen, for --serve.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port for --serve; 0: any that is free.")] = 8000,
@@ -31,10 +35,15 @@ def command(
     """
     if as_served:
         serve(source, host, port, cluster, search, ready=lambda address: print(f"{address} (Ctrl-C ends)", flush=True))
-    data = collect(open_source(source, cluster), search)
+    opened = open_source(source, cluster)
+    if trace is not None:
+        write_output(trace, json.dumps(merged_trace(opened)))
+    data = collect(opened, search)
     if as_json:
         print(json.dumps(data, allow_nan=False))
         return
     text = page(data)
     write_output(output, text)
     print(f"{output}: {len(text.encode()) / 1e6:.2f} MB, open it in a browser")
+    if trace is not None:
+        print(f"{trace}: open it at ui.perfetto.dev or chrome://tracing")

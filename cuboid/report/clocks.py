@@ -58,18 +58,25 @@ def align(readings: Mapping[int, Reading], messages: Iterable[Sent]) -> Alignmen
 
 
 def _shift(offset: dict[str, float], quickest: dict[tuple[str, str], float]) -> float:
-    """Moves the clocks of hosts, neighbour by neighbour from the first; returns the largest error that may be left."""
-    first = next(iter(offset))
-    moved, waiting, error = {first: 0.0}, deque([first]), {first: 0.0}
-    while waiting:
-        known = waiting.popleft()
-        for host in offset:
-            there, back = quickest.get((known, host)), quickest.get((host, known))
-            if host in moved or there is None or back is None:
-                continue
-            moved[host] = moved[known] + (back - there) / 2
-            error[host] = error[known] + abs(there + back) / 2
-            waiting.append(host)
+    """Moves the clocks of hosts, neighbour by neighbour; returns the largest error that may be left. Hosts that no
+    message joins stay on the time of day, each lot with its first."""
+    moved: dict[str, float] = {}
+    error: dict[str, float] = {}
+    lots = 0
+    for first in offset:
+        if first in moved:
+            continue
+        lots += 1
+        moved[first], error[first], waiting = 0.0, 0.0, deque([first])
+        while waiting:
+            known = waiting.popleft()
+            for host in offset:
+                there, back = quickest.get((known, host)), quickest.get((host, known))
+                if host in moved or there is None or back is None:
+                    continue
+                moved[host] = moved[known] + (back - there) / 2
+                error[host] = error[known] + abs(there + back) / 2
+                waiting.append(host)
     for host, shift in moved.items():
         offset[host] += shift
-    return max(error.values()) if len(moved) == len(offset) else float("inf")
+    return max(error.values()) if lots == 1 else float("inf")

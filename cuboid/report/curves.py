@@ -7,7 +7,6 @@ from typing import Any
 
 from cuboid.report.source import Row, Source
 from cuboid.report.thin import buckets, finite, short, thinned
-from cuboid.resilience.failures import failures
 
 SERIES = {
     "loss": ("loss", ""),
@@ -63,18 +62,14 @@ def events(source: Source) -> list[dict[str, Any]]:
                     f"checkpoint of step {save['step']}: {save['bytes'] / 1e6:,.1f} MB in {save['write_seconds']:.2f} s"
                 )
                 found.append({"step": save["step"], "kind": "checkpoint", "text": text})
-    if source.folder is not None:
-        for failure in failures(source.folder):
-            after = f"started again from step {failure.checkpoint}" if failure.restarted else "the run ended"
-            step = _step_at(source.rows, failure.time)
-            found.append(
-                {
-                    "step": failure.checkpoint if step is None else step,
-                    "kind": "failure",
-                    "time": failure.time,
-                    "text": f"{failure.reason}; {after}",
-                }
-            )
+    for failure in source.failures:
+        checkpoint, time = int(failure.get("checkpoint", 0)), str(failure.get("time", ""))
+        after = f"started again from step {checkpoint}" if failure.get("restarted") else "the run ended"
+        where = f" on {failure['node']}" if failure.get("node") else ""
+        lost = f", {failure['seconds_lost']:.3g} s to be done again" if failure.get("seconds_lost") else ""
+        step = _step_at(source.rows, time)
+        text = f"{failure.get('reason', 'failed')}{where}; {after}{lost}"
+        found.append({"step": checkpoint if step is None else step, "kind": "failure", "time": time, "text": text})
     return sorted(found, key=lambda event: event["step"])
 
 

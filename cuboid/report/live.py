@@ -15,7 +15,6 @@ from cuboid.report.measured import MeasuredStep, kept_steps, measure
 from cuboid.report.source import Row, Source, open_source
 from cuboid.report.summary import utilization
 from cuboid.report.thin import finite
-from cuboid.resilience.failures import failures
 from cuboid.schedule.make import make_schedule
 
 RECENT = 50
@@ -102,7 +101,7 @@ class Watched:
             "mfu": utilization(self.source, tokens / each) if each else None,
             "seconds_left": (run.training.steps - done) * each if each else None,
             "memory_peak_bytes": max((row["peak"] for row in self.source.memory.values()), default=None),
-            "failures": len(failures(self.folder)),
+            "failures": len(self.source.failures),
         }
 
     def _status(self, done: int) -> str:

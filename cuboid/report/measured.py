@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -40,6 +40,15 @@ class MeasuredStep:
     lanes: dict[int, list[Done]]
     """Global rank -> what it did, in order."""
     alignment: Alignment
+    begin: float
+    """The first action's start, in seconds of the time of day."""
+    hosts: dict[int, str]
+    """Global rank -> where it ran."""
+
+    def pipeline(self, stride: int) -> MeasuredStep:
+        """Only the first pipeline, whose ranks are so far apart."""
+        lanes = {rank: lane for rank, lane in self.lanes.items() if rank % stride == 0}
+        return replace(self, lanes=lanes)
 
     @property
     def makespan(self) -> float:
@@ -59,7 +68,7 @@ def kept_steps(source: Source) -> list[int]:
 
 
 def measure(source: Source, schedule: Schedule, ranks: list[int], step: int) -> MeasuredStep | None:
-    """`ranks`: one pipeline, first rank first. None where one of them has not kept this step."""
+    """`ranks`: those of one pipeline or of several. None where one of them has not kept this step."""
     rows: dict[int, dict[str, Any]] = {}
     for rank in ranks:
         line = next((line for number, line in _lines(_path(source, rank)) if number == step), None)
@@ -70,10 +79,21 @@ def measure(source: Source, schedule: Schedule, ranks: list[int], step: int) -> 
     if not all(lanes.values()):
         return None
     readings = {rank: Reading(str(row.get("host", "")), float(row.get("clock", 0.0))) for rank, row in rows.items()}
-    alignment = align(readings, _messages(schedule, lanes))
+    alignment = align(readings, _messages(schedule, lanes, _stride(source)))
     begin = min(lane[0].start + alignment.offset[rank] for rank, lane in lanes.items())
     moved = {rank: [_moved(done, alignment.offset[rank] - begin) for done in lane] for rank, lane in lanes.items()}
-    return MeasuredStep(step, max(float(row.get("seconds", 0.0)) for row in rows.values()), moved, alignment)
+    seconds = max(float(row.get("seconds", 0.0)) for row in rows.values())
+    return MeasuredStep(step, seconds, moved, alignment, begin, {rank: told.host for rank, told in readings.items()})
+
+
+def measure_all(source: Source, schedule: Schedule, step: int) -> MeasuredStep | None:
+    """All ranks of a step."""
+    return measure(source, schedule, list(range(source.run.layout.world_size)), step)
+
+
+def _stride(source: Source) -> int:
+    """How far apart the ranks of a pipeline are."""
+    return source.run.layout.world_size // source.run.layout.pp
 
 
 def _path(source: Source, rank: int) -> Path | None:
@@ -105,27 +125,28 @@ def _moved(done: Done, by: float) -> Done:
     return Done(done.action, done.start + by, done.ready + by, done.end + by)
 
 
-def _messages(schedule: Schedule, lanes: dict[int, list[Done]]) -> list[Sent]:
+def _messages(schedule: Schedule, lanes: dict[int, list[Done]], stride: int) -> list[Sent]:
     """Every message: sent when its action ended, there when the action that takes it could begin."""
-    ended: dict[tuple[int, int, bool], tuple[int, float]] = {}
+    ended: dict[tuple[int, int, int, bool], tuple[int, float]] = {}
     for rank, lane in lanes.items():
         for done in lane:
             if done.action.kind is not Kind.WEIGHT:
                 forward = done.action.kind is Kind.FORWARD
-                ended[done.action.stage, done.action.micro_batch, forward] = rank, done.end
+                ended[rank % stride, done.action.stage, done.action.micro_batch, forward] = rank, done.end
     found = []
     for rank, lane in lanes.items():
         for done in lane:
             message = needed(done.action, schedule)
             if message is not None:
                 forward = done.action.kind is Kind.FORWARD
-                source, left = ended[message.source_stage, message.micro_batch, forward]
+                source, left = ended[rank % stride, message.source_stage, message.micro_batch, forward]
                 found.append(Sent(source, rank, left, done.ready))
     return found
 
 
 def stage_costs(schedule: Schedule, step: MeasuredStep) -> tuple[StageCosts, list[float]]:
-    """What each stage took for a micro-batch, and what messages took between stages: medians of the real step."""
+    """What each stage of one pipeline took for a micro-batch: the median; what messages between stages took: the
+    least."""
     took: dict[tuple[int, Kind], list[float]] = {}
     for lane in step.lanes.values():
         for done in lane:
@@ -142,7 +163,7 @@ def stage_costs(schedule: Schedule, step: MeasuredStep) -> tuple[StageCosts, lis
     )
     delays: dict[int, list[float]] = {}
     stages = {rank: schedule.stages_of(position) for position, rank in enumerate(step.lanes)}
-    for sent in _messages(schedule, step.lanes):
+    for sent in _messages(schedule, step.lanes, stride=1):
         for boundary in range(schedule.stages - 1):
             if {boundary, boundary + 1} <= {*stages[sent.source], *stages[sent.target]}:
                 delays.setdefault(boundary, []).append(sent.arrived - sent.left)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,7 @@ from cuboid.plan.choose import predict
 from cuboid.plan.plan import Plan, plan_of
 from cuboid.plan.question import PRECISIONS, Question
 from cuboid.plan.sizes import resized
+from cuboid.resilience.failures import FILE as FAILURES
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.run import Run, load_run
 from cuboid.train.folder import RUN_FILE
@@ -36,6 +38,24 @@ class Source:
 
     def rows_of(self, name: str) -> list[Row]:
         return whole_rows(self.folder / name) if self.folder is not None else []
+
+    @cached_property
+    def failures(self) -> list[Row]:
+        """Oldest first."""
+        return self.lines_of(FAILURES)
+
+    def lines_of(self, name: str) -> list[Row]:
+        """Rows that belong to no step; what is no row, because its writer was killed, is left out."""
+        path = self.folder / name if self.folder is not None else None
+        found = []
+        for line in path.read_text(errors="replace").splitlines() if path is not None and path.is_file() else ():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict):
+                found.append(row)
+        return found
 
     def rank_files(self, pattern: str) -> Iterator[tuple[int, Path]]:
         """Files of the ranks that are: a wider layout that the run had before may have left others."""
