@@ -21,7 +21,7 @@ from cuboid.cost.effective_time import (
     young_daly,
 )
 from cuboid.cost.failure_simulation import TimeSpent, simulate
-from cuboid.cost.measured import measured
+from cuboid.cost.measured import Measured, measured
 from cuboid.errors import UserError
 from cuboid.plan.goodput_picture import Line, svg
 from cuboid.spec.run import Run, load_run
@@ -62,7 +62,9 @@ def command(
     detect: Annotated[float, typer.Option(min=0, help="Seconds until a failure is known.")] = Costs.detect,
     restart: Annotated[float, typer.Option(min=0, help="Seconds until ranks can load.")] = Costs.restart,
     load: Annotated[float, typer.Option(min=0, help="Seconds to load from disk.")] = Costs.load,
-    memory_stall: Annotated[float, typer.Option(min=0, help="Seconds training waits for a copy in memory.")] = 0.2,
+    memory_stall: Annotated[
+        float | None, typer.Option(min=0, help="Seconds training waits for a copy in memory; 0.2, or measured.")
+    ] = None,
     memory_load: Annotated[float, typer.Option(min=0, help="Seconds to load from memory.")] = 5.0,
     memory_survives: Annotated[
         float, typer.Option(min=0, max=1, help="Share of failures that leave a copy in memory.")
@@ -81,8 +83,20 @@ def command(
     if failures not in PUBLISHED:
         raise UserError(f"failures={failures} is not known; use {either(PUBLISHED)}, or --mtbf-hours")
     run = load_run(file) if file is not None else None
-    costs = _costs(run, Costs(detect=detect, restart=restart, load=load), stall, write)
-    copies = MemoryCopies(stall=memory_stall, load=memory_load, survives=memory_survives)
+    seen = measured(Path(run.output.folder) / "metrics.jsonl") if run is not None else Measured()
+    costs = Costs(
+        stall=_first(stall, seen.stall if seen.saved else None, Costs.stall),
+        write=_first(write, seen.write if seen.saved else None, Costs.write),
+        detect=detect,
+        restart=restart,
+        load=load,
+    )
+    copies = MemoryCopies(
+        stall=_first(memory_stall, seen.copy_stall if seen.copied else None, MemoryCopies.stall),
+        write=_first(seen.copy_write if seen.copied else None, MemoryCopies.write),
+        load=memory_load,
+        survives=memory_survives,
+    )
     sizes = gpus or ([run.layout.world_size] if run is not None else list(SIZES))
     cases = [
         _case(size, HOUR * mtbf_hours if mtbf_hours else PUBLISHED[failures].seconds(size), kind, interval, seed)
@@ -95,25 +109,19 @@ def command(
     if as_json:
         print(json.dumps({"failures": source, "costs": asdict(costs), "cases": [_as_json(case) for case in cases]}))
         return
-    _show(cases, costs, source, _step_seconds(run))
+    _show(cases, costs, source, _step_seconds(run, seen))
     if picture is not None:
         print(f"picture: {picture}")
 
 
-def _costs(run: Run | None, costs: Costs, stall: float | None, write: float | None) -> Costs:
+def _first(*values: float | None) -> float:
     """What the command line says, else what the run's folder shows, else what others have published."""
-    found = measured(Path(run.output.folder) / "metrics.jsonl") if run is not None else None
-    if found is not None and found.saved:
-        costs = replace(costs, stall=found.stall, write=found.write)
-    return replace(costs, stall=costs.stall if stall is None else stall, write=costs.write if write is None else write)
+    return next(value for value in values if value is not None)
 
 
-def _step_seconds(run: Run | None) -> float | None:
-    if run is None:
-        return None
-    found = measured(Path(run.output.folder) / "metrics.jsonl").usual_step
-    planned = run.plan.get("step_seconds")
-    return found or (float(planned) if isinstance(planned, int | float) else None)
+def _step_seconds(run: Run | None, seen: Measured) -> float | None:
+    planned = run.plan.get("step_seconds") if run is not None else None
+    return seen.usual_step or (float(planned) if isinstance(planned, int | float) else None)
 
 
 def _case(size: int, mtbf: float, costs: Costs, interval: float | None, seed: int) -> Case:

@@ -21,6 +21,10 @@ class Measured:
     """How long training waited for a save, in the median."""
     write: float = 0.0
     slowest_save: float = 0.0
+    copied: int = 0
+    """How many copies were made in memory."""
+    copy_stall: float = 0.0
+    copy_write: float = 0.0
 
 
 def measured(metrics: Path) -> Measured:
@@ -31,13 +35,20 @@ def measured(metrics: Path) -> Measured:
     rows = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be a part of one
     steps = [row["seconds"] for row in rows[1:] or rows] or [0.0]
     saves = [save for row in rows for save in row.get("checkpoints", []) if not save.get("warning")]
-    if not saves:
-        return Measured(median(steps), max(steps))
+    disk = [save for save in saves if save.get("place", "disk") == "disk"]
+    memory = [save for save in saves if save not in disk]
     return Measured(
         usual_step=median(steps),
         slowest_step=max(steps),
-        saved=len(saves),
-        stall=median(save["stall_seconds"] for save in saves),
-        write=median(save["write_seconds"] for save in saves),
-        slowest_save=max(save["stall_seconds"] + save["write_seconds"] for save in saves),
+        saved=len(disk),
+        stall=_usual(disk, "stall_seconds"),
+        write=_usual(disk, "write_seconds"),
+        slowest_save=max((save["stall_seconds"] + save["write_seconds"] for save in disk), default=0.0),
+        copied=len(memory),
+        copy_stall=_usual(memory, "stall_seconds"),
+        copy_write=_usual(memory, "write_seconds"),
     )
+
+
+def _usual(saves: list[dict[str, float]], field: str) -> float:
+    return median(save[field] for save in saves) if saves else 0.0

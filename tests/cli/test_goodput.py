@@ -32,15 +32,18 @@ def test_a_run_is_asked_for_its_own_saves_and_steps(tmp_path: Path, capsys: pyte
     folder, run = tmp_path / "folder", tmp_path / "run.toml"
     folder.mkdir()
     run.write_text(f'model = "tiny-llama"\nlayout = "dp=8"\n[output]\nfolder = "{folder}"\n')
-    save = {"stall_seconds": 0.5, "write_seconds": 20.0, "warning": ""}
-    rows = [{"seconds": 30.0}, {"seconds": 2.0, "checkpoints": [save]}, {"seconds": 2.0}]
+    save = {"stall_seconds": 0.5, "write_seconds": 20.0, "warning": "", "place": "disk"}
+    copy = {"stall_seconds": 0.02, "write_seconds": 0.1, "warning": "", "place": "memory"}
+    rows = [{"seconds": 30.0}, {"seconds": 2.0, "checkpoints": [copy, save, copy]}, {"seconds": 2.0}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main(["goodput", str(run), "--mtbf-hours", "1"]) == 0
     shown = capsys.readouterr().out
     assert "stall 0.5, write 20," in shown
     assert "checkpoint.every=30" in shown  # √(2 × 0.5 × 3600) s
     assert main(["goodput", str(run), "--mtbf-hours", "1", "--write", "5", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["costs"]["write"] == 5
+    said = json.loads(capsys.readouterr().out)
+    assert said["costs"]["write"] == 5
+    assert said["cases"][1]["memory_interval_seconds"] < 20  # about √(2 × 0.02 × 3600 / 0.9) s
 
 
 def test_what_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
