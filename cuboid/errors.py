@@ -13,3 +13,9 @@ class RankError(Exception):
 
     kind = "rank"
     """As the log of failures has it."""
+
+
+class HangError(RankError):
+    """Ranks stood still and were ended."""
+
+    kind = "hang"

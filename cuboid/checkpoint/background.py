@@ -17,6 +17,7 @@ from cuboid.checkpoint.state import Moments
 from cuboid.data.opened import data_identity
 from cuboid.parallel.apply import Engine
 from cuboid.parallel.collectives import all_reduce
+from cuboid.resilience.pulse import PULSE
 
 GRACE = 2.0
 """Seconds by which a save's own deadline comes before that of whoever waits for it, so that it can say why."""
@@ -109,7 +110,7 @@ class BackgroundSaver(ABC):
         self._thread = threading.Thread(target=self._work, args=arguments, name="checkpoint", daemon=True)
         self._thread.start()
         if not self._spec.asynchronous:
-            self._thread.join(self._spec.timeout_seconds + GRACE)
+            self._join(self._spec.timeout_seconds + GRACE)
         self._stall = time.perf_counter() - start
 
     def _leave_out(self, step: int, seconds: float) -> None:
@@ -150,13 +151,20 @@ class BackgroundSaver(ABC):
         if self._thread is None:
             return True
         deadline = self._started + self._spec.timeout_seconds + GRACE
-        self._thread.join(max(0.0, deadline - time.perf_counter()))
+        self._join(max(0.0, deadline - time.perf_counter()))
         if self._thread.is_alive():
             return False
         self._thread = None
         assert self._result is not None
+        PULSE.learn("save", int(self._result.write_seconds * 1e9))
         self._reports.append(replace(self._result, stall_seconds=self._stall))
         return True
+
+    def _join(self, seconds: float) -> None:
+        assert self._thread is not None
+        PULSE.everybody(self.kept).wait("save", self._step)
+        self._thread.join(seconds)
+        PULSE.go_on()
 
     def _count(self, *facts: bool) -> list[int]:
         """On how many ranks each is true."""
@@ -180,4 +188,5 @@ class BackgroundSaver(ABC):
             late = time.perf_counter() - start >= self._spec.timeout_seconds
             reason = f"a rank did not answer {self._deadline}" if late else str(error)
             warning = f"no {self.kept} after step {manifest.step}: {reason}"
+        PULSE.everybody(self.kept).reach(manifest.step)
         self._result = SaveReport(manifest.step, 0.0, time.perf_counter() - start, count, warning, self.place)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -10,9 +12,16 @@ import torch.distributed as dist
 from cuboid.checkpoint.location import Location
 from cuboid.checkpoint.memory_copies import ranks_by_node
 from cuboid.checkpoint.memory_folder import identity_of, node_name, open_folder
+from cuboid.resilience.pulse import PULSE
 from cuboid.spec.run import Run
 
 Answer = TypeVar("Answer")
+
+
+def _noted() -> AbstractContextManager[None]:
+    """That this rank waits, unless it is only the thread of a save."""
+    alone = threading.current_thread() is not threading.main_thread()
+    return nullcontext() if alone else PULSE.everybody().joined("agreement")
 
 
 def gather(own: Answer, group: dist.ProcessGroup | None) -> list[Answer]:
@@ -20,7 +29,8 @@ def gather(own: Answer, group: dist.ProcessGroup | None) -> list[Answer]:
     if group is None:
         return [own]
     answers: list[Answer] = [own] * dist.get_world_size(group)
-    dist.all_gather_object(answers, own, group=group)
+    with _noted():
+        dist.all_gather_object(answers, own, group=group)
     return answers
 
 
@@ -28,7 +38,8 @@ def from_rank(source: int, own: Answer, group: dist.ProcessGroup | None) -> Answ
     """What one rank says."""
     answer = [own]
     if group is not None:
-        dist.broadcast_object_list(answer, src=source, group=group)
+        with _noted():
+            dist.broadcast_object_list(answer, src=source, group=group)
     return answer[0]
 
 

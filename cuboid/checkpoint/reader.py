@@ -24,6 +24,7 @@ from cuboid.checkpoint.index import check_index
 from cuboid.checkpoint.location import locate
 from cuboid.checkpoint.manifest import INDEX, Damage, Place, StoredFile
 from cuboid.checkpoint.staging import as_bytes
+from cuboid.resilience.pulse import PULSE
 
 DTYPES = {
     "float64": torch.float64,
@@ -75,8 +76,11 @@ class Reader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        PULSE.do("reading")
         for item in plan.items:
             self._read_item(item, planner.resolve_tensor(item))
+            PULSE.do("reading")
+        PULSE.everybody().wait("load", PULSE.everybody().advance())
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -17,6 +17,7 @@ from cuboid.checkpoint.state import Moments
 from cuboid.checkpoint.verify import check_file, verify
 from cuboid.errors import UserError
 from cuboid.parallel.apply import Engine
+from cuboid.resilience.pulse import PULSE
 from cuboid.say import say
 
 
@@ -72,7 +73,8 @@ def _from_first(found: Any, group: dist.ProcessGroup | None) -> Any:
     """What rank 0 found, on all ranks: a folder may look different to each while somebody writes in it."""
     answer = [found]
     if dist.is_initialized():
-        dist.broadcast_object_list(answer, src=0, group=group)
+        with PULSE.everybody().joined("agreement"):
+            dist.broadcast_object_list(answer, src=0, group=group)
     return answer[0]
 
 
@@ -91,6 +93,7 @@ def _verify_together(checkpoint: Location, speaks: bool, group: dist.ProcessGrou
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     try:
         for name in list(manifest.files)[rank::ranks]:
+            PULSE.do("reading")
             check_file(checkpoint, name, manifest.files[name])
         if speaks:
             check_index(checkpoint)
@@ -99,7 +102,8 @@ def _verify_together(checkpoint: Location, speaks: bool, group: dist.ProcessGrou
     reasons = [reason]
     if ranks > 1:
         reasons = [""] * ranks
-        dist.all_gather_object(reasons, reason, group=group)
+        with PULSE.everybody().joined("agreement"):
+            dist.all_gather_object(reasons, reason, group=group)
     if reason := next(filter(None, reasons), ""):
         raise Lost(reason)
     checked: Manifest = manifest

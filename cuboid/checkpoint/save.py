@@ -20,6 +20,7 @@ from cuboid.checkpoint.state import Moments, state_to_load, state_to_save
 from cuboid.checkpoint.writer import Writer
 from cuboid.data.opened import data_identity
 from cuboid.parallel.apply import Engine
+from cuboid.resilience.pulse import PULSE
 from cuboid.spec.run import dump_run
 
 # That one process needs no group is no news.
@@ -31,7 +32,8 @@ def deadline_group(seconds: float) -> dist.ProcessGroup | None:
     rank calls this; None if there is only one."""
     if not dist.is_initialized():
         return None
-    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
+    with PULSE.everybody().joined("new group"):
+        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
     return group
 
 
@@ -85,7 +87,8 @@ def load(
     own = {name: held for name, held in own.items() if name in reader.names}
     planner = LoadPlanner(flatten_state_dict=False)
     alone = not dist.is_initialized()
-    load_state({**state, **own}, storage_reader=reader, planner=planner, process_group=group, no_dist=alone)
+    with PULSE.everybody().joined("load"):
+        load_state({**state, **own}, storage_reader=reader, planner=planner, process_group=group, no_dist=alone)
     restore_generators(engine, own)
     optimizer.set_steps_taken(manifest.updates)
     for unit in engine.units:

@@ -25,6 +25,7 @@ from cuboid.data.store import TOKENIZER, is_store
 from cuboid.errors import UserError
 from cuboid.model.huggingface import check_shape, from_huggingface, match_names, to_huggingface
 from cuboid.parallel.apply import Engine
+from cuboid.resilience.pulse import PULSE
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.run import Run
 
@@ -81,7 +82,8 @@ def _agreed(engine: Engine, place: str) -> str:
     if engine.groups.world.index == 0:
         answer = [str(find_checkpoint(place)[0])]
     if engine.groups.world.handle is not None:
-        dist.broadcast_object_list(answer, src=0)
+        with PULSE.everybody().joined("agreement"):
+            dist.broadcast_object_list(answer, src=0)
     assert answer[0] is not None
     return answer[0]
 

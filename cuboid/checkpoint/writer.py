@@ -26,6 +26,7 @@ from cuboid.checkpoint.location import Location
 from cuboid.checkpoint.manifest import INDEX, MANIFEST, Manifest, StoredFile
 from cuboid.checkpoint.reader import DTYPES
 from cuboid.checkpoint.staging import Staging
+from cuboid.resilience.pulse import PULSE
 
 CHUNK = 16 << 20
 """Bytes written at a time: large, because between two of them a thread may wait for the interpreter."""
@@ -75,6 +76,7 @@ class Writer(StorageWriter):
                 values: Any = planner.resolve_data(item)
                 stored = Stored(name, self._staging.position_of(values), values.nbytes, file)
                 results.append(WriteResult(item.index, values.nbytes, stored))
+        PULSE.everybody("checkpoint").reach(self._manifest.step)
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future

@@ -1,6 +1,7 @@
 """`cuboid train run.toml`: train on this machine, or join the ranks that torchrun or Slurm started."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,10 +11,13 @@ import typer
 from cuboid.checkpoint.memory_folder import check_room
 from cuboid.cli.communication_table import as_rows, show
 from cuboid.data.opened import check_data
+from cuboid.errors import UserError
 from cuboid.launch.nodes import NodeOptions
 from cuboid.launch.seat import take_seat
 from cuboid.launch.training import check_machine
 from cuboid.plan.partition import partition
+from cuboid.resilience.faults import VARIABLE, parse_faults
+from cuboid.resilience.goodput import read_spent
 from cuboid.resilience.preemption import REQUEUE
 from cuboid.spec.load import read_toml
 from cuboid.spec.run import Run, build_run
@@ -37,6 +41,9 @@ def command(
     count_communication: Annotated[
         bool, typer.Option("--count-communication", help="Count what ranks exchange, beside what is predicted.")
     ] = False,
+    inject: Annotated[
+        str | None, typer.Option(help='Faults to rehearse, e.g. "kill rank=1 step=7; hang rank=0 step=12".')
+    ] = None,
     rendezvous: Annotated[str | None, typer.Option(help="HOST:PORT where nodes meet; HOST is one of them.")] = None,
     nodes: Annotated[int | None, typer.Option(help="Nodes of the job, each started with this same command.")] = None,
     min_nodes: Annotated[int | None, typer.Option(help="Go on with as few nodes as this, on a new layout.")] = None,
@@ -63,6 +70,7 @@ def command(
     changes = [*(overrides or ()), *(["output.count_communication=true"] if count_communication else ())]
     run = build_run(table, changes, folder=file.parent if file is not None else Path())
     check_supported(run)
+    _rehearse(run, inject)
     options = NodeOptions(
         rendezvous=rendezvous,
         nodes=nodes,
@@ -93,6 +101,16 @@ def command(
             _say_preempted(run, outcome, as_json)
             raise SystemExit(REQUEUE)
         _conclude(run, as_json)
+
+
+def _rehearse(run: Run, inject: str | None) -> None:
+    """Ranks find the faults in their environment, however they are started."""
+    if inject is not None:
+        os.environ[VARIABLE] = inject
+    for fault in parse_faults(os.environ.get(VARIABLE, "")):
+        if not 0 <= fault.rank < run.layout.world_size:
+            last = run.layout.world_size - 1
+            raise UserError(f"fault {fault.kind} rank={fault.rank} is outside {run.layout}; use rank=0 to rank={last}")
 
 
 def _check_start(run: Run, overwrite: bool) -> list[str]:
@@ -143,6 +161,9 @@ def _conclude(run: Run, as_json: bool) -> None:
         "tokens_per_second": sum(row["tokens"] for row in later) / sum(row["seconds"] for row in later),
         "folder": str(folder),
     }
+    spent = read_spent(folder)
+    if spent is not None:
+        summary |= {"goodput": round(spent.goodput, 4), "spent": spent.as_row()}
     exchanged = summarize(run) if run.output.count_communication else None
     if as_json:
         if exchanged is not None:
@@ -153,3 +174,5 @@ def _conclude(run: Run, as_json: bool) -> None:
             show(exchanged)
         first, last = ("not finite" if row["loss"] is None else f"{row['loss']:.4f}" for row in (rows[0], rows[-1]))
         print(f"loss {first} → {last} in {len(rows)} steps")
+        if spent is not None:
+            print(spent.told())

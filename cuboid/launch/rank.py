@@ -15,7 +15,10 @@ from cuboid.launch.orphan import follow_parent
 from cuboid.launch.place import Place, find_place
 from cuboid.launch.rendezvous import reach_store
 from cuboid.parallel.device import choose_device
+from cuboid.resilience.faults import arm
 from cuboid.resilience.preemption import Listener
+from cuboid.resilience.pulse import PULSE
+from cuboid.resilience.stacks import offer_stack
 from cuboid.spec.run import Run
 from cuboid.train.trainer import Outcome, train
 
@@ -44,12 +47,14 @@ def run_rank(run: Run, signals: Listener, quiet: bool = False, place: Place | No
     """A failure is also written into the run folder, under the rank's number."""
     place = place or find_place(os.environ) or Place(0, 1, 0, 1, "127.0.0.1", 0)
     try:
+        arm(PULSE, place.rank, run.output.folder)
         torch.set_num_threads(run.training.threads_per_rank)
         if run.training.deterministic:  # cuBLAS reads this when it starts
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         device = choose_device(run.training.device, place.local_rank)
         if place.world_size > 1:
-            join(place, device)
+            with PULSE.everybody("world", place.world_size).joined("join"):
+                join(place, device)
         outcome = train(run, place.rank, device, quiet, lambda: signals.asked)
         if place.world_size > 1:
             dist.destroy_process_group()
@@ -63,14 +68,19 @@ def run_rank(run: Run, signals: Listener, quiet: bool = False, place: Place | No
         raise
 
 
-def run_started_rank(run: Run, quiet: bool, places: tuple[Place, ...], pids: MutableSequence[int]) -> Outcome:
-    """A rank that the supervisor of this machine started, and that ends with it. `pids`: where it finds the rank."""
+def run_started_rank(
+    run: Run, quiet: bool, places: tuple[Place, ...], pids: MutableSequence[int], pulses: str
+) -> Outcome:
+    """A rank that the supervisor of this machine started, and that ends with it. `pids`: where it finds the rank;
+    `pulses`: the folder in which it sees what the rank does."""
     follow_parent()
     with Listener(run, patience=2.0) as signals:  # the supervisor comes first, if it knows
         own = int(os.environ["LOCAL_RANK"])
         place, pids[own] = places[own], os.getpid()
         # The agent counts its own machine's ranks only; what PyTorch writes for debugging carries these numbers.
         os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size))
+        offer_stack(pulses, place.rank)
+        PULSE.open(pulses, place.rank)
         outcome = run_rank(run, signals, quiet, place)
         pids[own] = 0
     return outcome

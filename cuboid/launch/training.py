@@ -16,6 +16,7 @@ from cuboid.launch.place import Place, find_place, seats
 from cuboid.launch.pool import fork_server
 from cuboid.resilience.preemption import REQUEUE, Forwarder, Listener
 from cuboid.resilience.supervisor import supervise
+from cuboid.resilience.watchdog import Watchdog
 from cuboid.spec.fitting import check_world_size
 from cuboid.spec.run import Run
 from cuboid.train.folder import forget_reports
@@ -95,11 +96,15 @@ def launch(run: Run, quiet: bool, signals: Forwarder, places: tuple[Place, ...])
     logging.disable(logging.ERROR)  # the agent tells at length what is said below in one sentence
     pids = fork_server().RawArray("q", len(places))
     signals.follow(pids)
+    watchdog = Watchdog(run, [place.rank for place in places])
     try:
-        outcomes: dict[int, Outcome] = elastic_launch(config, run_started_rank)(run, quiet, places, pids)
+        with watchdog:
+            ranks = elastic_launch(config, run_started_rank)
+            outcomes: dict[int, Outcome] = ranks(run, quiet, places, pids, str(watchdog.folder))
     except SignalException as stop:
         _stopped_by(stop.sigval)
     except ChildFailedError as error:
+        watchdog.explain()
         rank, failure = error.get_first_failure()
         if failure.exitcode == -signal.SIGINT:  # Ctrl-C reaches ranks and agent alike, and a rank was seen first
             _stopped_by(signal.SIGINT)

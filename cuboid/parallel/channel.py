@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cuboid.parallel.groups import Group
+from cuboid.resilience.pulse import PULSE, Track
 from cuboid.schedule.program import Message, channels
 from cuboid.schedule.table import Schedule
 
@@ -25,23 +26,35 @@ class _Inbox:
         self._source = source
         self._group = group
         self._like = like
-        self._posted: dict[Message, tuple[Any, Tensor]] = {}
+        self._posted: dict[Message, tuple[Any, Tensor, int]] = {}
+        self._track = _track(source, group.ranks[group.index])
+        self._earlier = self._track.count
+        """Messages of steps before this one."""
         self._post()
 
     def _post(self) -> None:
         if self._expected:
             tag, message = self._expected.popleft()
             buffer = torch.empty_like(self._like, device=transport_device(self._like, self._group))
-            self._posted[message] = (dist.irecv(buffer, self._source, group=self._group.handle, tag=tag), buffer)
+            work = dist.irecv(buffer, self._source, group=self._group.handle, tag=tag)
+            self._posted[message] = (work, buffer, self._earlier + tag + 1)
 
     def take(self, message: Message) -> Tensor:
         while message not in self._posted:
             self._post()
-        work, buffer = self._posted.pop(message)
+        work, buffer, number = self._posted.pop(message)
         if not self._posted:
             self._post()
+        self._track.wait("message", number)
         work.wait()
+        PULSE.go_on()
+        self._track.advance()
         return buffer.to(self._like.device)
+
+
+def _track(source: int, target: int) -> Track:
+    """How far messages of one rank to another have come: as sent at the one, as received at the other."""
+    return PULSE.track("message", (source, target))
 
 
 def transport_device(like: Tensor, group: Group) -> torch.device:
@@ -62,7 +75,7 @@ class Channels:
                 group = self._group(source, target)
                 self._inboxes[source] = _Inbox(messages, group.ranks[source], group, like)
         self._kept: dict[Message, Tensor] = {}
-        self._sent: deque[tuple[Any, Tensor]] = deque()
+        self._sent: deque[tuple[Any, Tensor, Track, int]] = deque()
         self._sent_to = [0] * schedule.ranks
 
     def _group(self, source: int, target: int) -> Group:
@@ -78,7 +91,9 @@ class Channels:
         tag = self._sent_to[target]
         self._sent_to[target] += 1
         tensor = tensor.contiguous().to(transport_device(tensor, group))
-        self._sent.append((dist.isend(tensor, group.ranks[target], group=group.handle, tag=tag), tensor))
+        track = _track(group.ranks[self._rank], group.ranks[target])
+        work = dist.isend(tensor, group.ranks[target], group=group.handle, tag=tag)
+        self._sent.append((work, tensor, track, track.advance()))
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
 
@@ -89,4 +104,7 @@ class Channels:
     def finish(self) -> None:
         """Wait until everything sent has left."""
         while self._sent:
-            self._sent.popleft()[0].wait()
+            work, _, track, number = self._sent.popleft()
+            track.wait("send", number)
+            work.wait()
+            PULSE.go_on()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cuboid.parallel.groups import Group
 from cuboid.parallel.local import sum_rows
+from cuboid.resilience.pulse import PULSE, Track, Wait
 
 # Renamed in torch 2.13; the old names only warn there and are the only ones in 2.11.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -21,19 +22,34 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 class Pending:
     """A collective under way; `wait` returns its result."""
 
-    def __init__(self, work: Any, result: Tensor, finish: Callable[[], Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        work: Any,
+        result: Tensor,
+        finish: Callable[[], Tensor] | None = None,
+        awaited: tuple[Track, Wait] | None = None,
+    ) -> None:
+        """`awaited`: what a rank that waits for it says that it waits in."""
         self._work = work
+        self._awaited = awaited
+        self._sequence = 0 if awaited is None else awaited[0].advance()
         self.result = result
         """Complete once `wait` has returned."""
         self._finish = finish
 
     def wait(self) -> Tensor:
+        if self._awaited is not None:
+            track, kind = self._awaited
+            track.wait(kind, self._sequence)
         if self._work is not None:
             self._work.wait()
             self._work = None
         if self._finish is not None:
             self.result = self._finish()
             self._finish = None
+        if self._awaited is not None:
+            PULSE.go_on()
+            self._awaited = None
         return self.result
 
 
@@ -43,8 +59,9 @@ def start_all_reduce(x: Tensor, group: Group) -> Pending:
         return Pending(None, x)
     group.count("all-reduce", x.nbytes)
     if group.local is not None:
-        return Pending(None, group.local.all_reduce(x, sum_rows))
-    return Pending(dist.all_reduce(x, group=group.handle, async_op=True), x)
+        with group.track.joined("all-reduce"):
+            return Pending(None, group.local.all_reduce(x, sum_rows))
+    return Pending(dist.all_reduce(x, group=group.handle, async_op=True), x, None, (group.track, "all-reduce"))
 
 
 def start_all_gather(part: Tensor, group: Group, into: Tensor | None = None) -> Pending:
@@ -55,8 +72,10 @@ def start_all_gather(part: Tensor, group: Group, into: Tensor | None = None) -> 
         into = part.new_empty((part.shape[0] * group.size, *part.shape[1:]))
     group.count("all-gather", into.nbytes)
     if group.local is not None:
-        return Pending(None, group.local.all_gather(part, into))
-    return Pending(_all_gather(into, part.contiguous(), group=group.handle, async_op=True), into)
+        with group.track.joined("all-gather"):
+            return Pending(None, group.local.all_gather(part, into))
+    work = _all_gather(into, part.contiguous(), group=group.handle, async_op=True)
+    return Pending(work, into, None, (group.track, "all-gather"))
 
 
 def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
@@ -66,13 +85,15 @@ def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
     group.count("reduce-scatter", x.nbytes)
     part = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
     if group.local is not None:
-        return Pending(None, group.local.reduce_scatter(x, part))
+        with group.track.joined("reduce-scatter"):
+            return Pending(None, group.local.reduce_scatter(x, part))
+    awaited: tuple[Track, Wait] = (group.track, "reduce-scatter")
     if dist.get_backend(group.handle) == "gloo":
         # Its own reduce-scatter is an all-reduce in disguise; a direct exchange moves half the bytes, in one hop.
         received = torch.empty_like(x, memory_format=torch.contiguous_format)
         work = dist.all_to_all_single(received, x.contiguous(), group=group.handle, async_op=True)
-        return Pending(work, received, lambda: sum_rows(received.view(group.size, *part.shape)))
-    return Pending(_reduce_scatter(part, x.contiguous(), group=group.handle, async_op=True), part)
+        return Pending(work, received, lambda: sum_rows(received.view(group.size, *part.shape)), awaited)
+    return Pending(_reduce_scatter(part, x.contiguous(), group=group.handle, async_op=True), part, None, awaited)
 
 
 def start_shift(x: Tensor, group: Group, tag: int = 0) -> Pending:
@@ -81,7 +102,8 @@ def start_shift(x: Tensor, group: Group, tag: int = 0) -> Pending:
         return Pending(None, x)
     group.count("send", x.nbytes)
     if group.local is not None:
-        return Pending(None, group.local.shift(x))
+        with group.track.joined("shift"):
+            return Pending(None, group.local.shift(x))
     # Gloo, which also serves ranks that share a GPU, sends from host memory only.
     device = torch.device("cpu") if dist.get_backend(group.handle) == "gloo" else x.device
     sent = x.contiguous().to(device)
@@ -98,7 +120,7 @@ def start_shift(x: Tensor, group: Group, tag: int = 0) -> Pending:
             work.wait()
         return received.to(x.device)
 
-    return Pending(None, received, finish)
+    return Pending(None, received, finish, (group.track, "shift"))
 
 
 def all_to_all(x: Tensor, group: Group) -> Tensor:
@@ -107,10 +129,11 @@ def all_to_all(x: Tensor, group: Group) -> Tensor:
         return x
     group.count("all-to-all", x.nbytes)
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if group.local is not None:
-        return group.local.all_to_all(x, received)
-    dist.all_to_all_single(received, x.contiguous(), group=group.handle)
-    return received
+    with group.track.joined("all-to-all"):
+        if group.local is not None:
+            return group.local.all_to_all(x, received)
+        dist.all_to_all_single(received, x.contiguous(), group=group.handle)
+        return received
 
 
 def start_all_to_all(x: Tensor, send: list[int], receive: list[int], group: Group) -> Pending:
@@ -120,7 +143,7 @@ def start_all_to_all(x: Tensor, send: list[int], receive: list[int], group: Grou
         return Pending(None, x)
     result = x.new_empty((sum(receive), *x.shape[1:]))
     work = dist.all_to_all_single(result, x, receive, send, group=group.handle, async_op=True)
-    return Pending(work, result)
+    return Pending(work, result, None, (group.track, "all-to-all"))
 
 
 def all_reduce(x: Tensor, group: Group) -> Tensor:
@@ -133,10 +156,11 @@ def all_reduce_maximum(x: Tensor, group: Group) -> Tensor:
     if group.handle is None:
         return x
     group.count("all-reduce", x.nbytes)
-    if group.local is not None:
-        return group.local.all_reduce(x, lambda rows: rows.amax(0))
-    dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group.handle)
-    return x
+    with group.track.joined("all-reduce"):
+        if group.local is not None:
+            return group.local.all_reduce(x, lambda rows: rows.amax(0))
+        dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group.handle)
+        return x
 
 
 def all_gather(part: Tensor, group: Group) -> Tensor:

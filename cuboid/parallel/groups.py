@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields, replace
 import torch.distributed as dist
 
 from cuboid.parallel.local import LocalExchange, connect
+from cuboid.resilience.pulse import NOWHERE, PULSE, Track
 from cuboid.spec.layout import Layout
 from cuboid.spec.ledger import Kind, Ledger
 from cuboid.spec.ranks import Coordinates, coordinates, groups
@@ -24,6 +25,8 @@ class Group:
     dimension: str = ""
     ledger: Ledger | None = None
     """Where its exchanges are counted, under its dimension; None: nowhere."""
+    track: Track = NOWHERE
+    """Where this rank notes that it waits for the others."""
 
     @property
     def size(self) -> int:
@@ -107,13 +110,16 @@ DIMENSIONS = {
 """Field of `Groups` -> the dimension its exchanges belong to, where that has another name."""
 
 
-def _own(rank: int, members: tuple[tuple[int, ...], ...]) -> Group | None:
+def _own(kind: str, rank: int, members: tuple[tuple[int, ...], ...], world: Track) -> Group | None:
     """Make all groups of one kind (every rank of the job calls this in the same order) and return this rank's."""
     mine: Group | None = None
     for ranks in members:
-        handle = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+        handle: dist.ProcessGroup | None = None
+        if len(ranks) > 1:
+            with world.joined("new group"):
+                handle = dist.new_group(list(ranks))
         if rank in ranks:
-            mine = Group(ranks, ranks.index(rank), handle)
+            mine = Group(ranks, ranks.index(rank), handle, track=PULSE.track(kind, ranks) if handle else NOWHERE)
     return mine
 
 
@@ -131,12 +137,14 @@ def make_groups(
     """`kv_parts`: into how many parts the key-value heads are split over the tensor ranks."""
     kinds = groups(layout)
     world = tuple(range(layout.world_size))
+    everybody = PULSE.everybody("world", len(world))
     alone = Group((rank,), 0)
 
-    def own(members: tuple[tuple[int, ...], ...], busy: bool = False) -> Group:
-        group = _own(rank, members) or alone
+    def own(kind: str, members: tuple[tuple[int, ...], ...], busy: bool = False) -> Group:
+        group = _own(kind, rank, members, everybody) or alone
         if busy and on_cpu and group.handle is not None:
-            group = replace(group, local=connect(group.handle, group.index, group.size))
+            with group.track.joined("new group"):
+                group = replace(group, local=connect(group.handle, group.index, group.size))
         return group
 
     made: dict[tuple[tuple[int, ...], ...], Group] = {}
@@ -145,7 +153,7 @@ def make_groups(
         """Kinds that come to the same ranks share one group."""
         members = kinds[kind]
         if members not in made:
-            made[members] = own(members, busy=True)
+            made[members] = own(kind, members, busy=True)
         return made[members]
 
     data, tensor = shared("data"), shared("tp")
@@ -159,18 +167,18 @@ def make_groups(
         )
     return Groups(
         coordinates=coordinates(rank, layout),
-        world=Group(world, rank, dist.group.WORLD if len(world) > 1 else None),
+        world=Group(world, rank, dist.group.WORLD if len(world) > 1 else None, track=everybody),
         tensor=tensor,
         sequence=shared("sequence") if experts else alone,
-        expert=own(kinds["ep"]) if experts else alone,
+        expert=own("ep", kinds["ep"]) if experts else alone,
         routed=routed,
         data=data,
-        shard=own(kinds["shard"], busy=True) if hybrid else data,
-        replicate=own(kinds["replicate"]) if hybrid else alone,
-        context_inner=own(kinds["cp_inner"], busy=True),
-        context_outer=own(kinds["cp_outer"], busy=True),
-        kv_replicas=tensor if kv_parts == 1 else own(_kv_replica_ranks(kinds["tp"], kv_parts)),
-        embedding=_own(rank, kinds["embedding"]) if embedding_on_two_ranks else None,
-        ascending=own(kinds["pp"]),
-        descending=own(kinds["pp"]),
+        shard=own("shard", kinds["shard"], busy=True) if hybrid else data,
+        replicate=own("replicate", kinds["replicate"]) if hybrid else alone,
+        context_inner=own("cp_inner", kinds["cp_inner"], busy=True),
+        context_outer=own("cp_outer", kinds["cp_outer"], busy=True),
+        kv_replicas=tensor if kv_parts == 1 else own("kv", _kv_replica_ranks(kinds["tp"], kv_parts)),
+        embedding=_own("embedding", rank, kinds["embedding"], everybody) if embedding_on_two_ranks else None,
+        ascending=own("ascending", kinds["pp"]),
+        descending=own("descending", kinds["pp"]),
     )

@@ -15,6 +15,7 @@ from cuboid.parallel.deferral import Deferral
 from cuboid.parallel.groups import Group
 from cuboid.parallel.share import Share
 from cuboid.parallel.stage import Stage
+from cuboid.resilience.pulse import PULSE, Activity
 from cuboid.schedule.program import Message
 from cuboid.schedule.table import Action, Kind, Schedule
 
@@ -39,6 +40,14 @@ def forward_only(schedule: Schedule, micro_batches: int) -> Schedule:
         for rank in range(schedule.ranks)
     )
     return replace(schedule, micro_batches=micro_batches, actions=actions)
+
+
+ACTIVITIES: dict[Kind, Activity] = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT: "input backward",
+    Kind.WEIGHT: "weight backward",
+}
 
 
 class Pipeline:
@@ -83,6 +92,7 @@ class Pipeline:
         self.timing.clear()
         for action in self.schedule.actions[self.rank]:
             start = self._ready = self._now()
+            PULSE.do(ACTIVITIES[action.kind], action.stage, action.micro_batch)
             self._runners[action.kind](action.stage, action.micro_batch)
             if self._keep_timing:
                 self.timing.append(TimedAction(action, start, self._ready, self._now()))
@@ -98,6 +108,7 @@ class Pipeline:
         self._channels = Channels(schedule, self.rank, *self._groups, self._like)
         self._in_flight = {}
         for action in schedule.actions[self.rank]:
+            PULSE.do("forward", action.stage, action.micro_batch)
             self._forward(action.stage, action.micro_batch)
             self._in_flight.clear()
         self._channels.finish()

@@ -20,7 +20,7 @@ class Failure:
     """Steps of the newest checkpoint there was."""
     restarted: bool
     kind: str = "rank"
-    """rank, node, or what else found that the run could not go on."""
+    """rank, node, hang (the watchdog ended ranks that stood still), or what else found that the run could not go on."""
     node: str = ""
     """Who told of it, or was lost; empty on one machine."""
     layout: str = ""

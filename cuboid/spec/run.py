@@ -164,10 +164,19 @@ class ResilienceSpec:
     """How long a job that has its least number of nodes waits for more of them as it starts."""
     rejoin_seconds: float = 3600.0
     """How long nodes wait for the one that leads, and that one for its least number of nodes, before they give up."""
+    hang_factor: float = 10.0
+    """A job in which no rank gets on for so many times the median step (evaluation, save), and for twice the longest,
+    hangs: its ranks are ended and started again. 0: it may stand still for ever."""
+    hang_floor_seconds: float = 30.0
+    """No job that stands still for less than this hangs."""
+    setup_seconds: float = 1800.0
+    """How long it may stand still where nothing is learned yet: while it sets up, in its first steps, its first
+    evaluation and its first save. 0: for ever."""
 
     def __post_init__(self) -> None:
         check_types(self, "resilience")
-        _require_in_range(self, "resilience", ("restarts", "grace_seconds", "gather_seconds", "rejoin_seconds"), low=0)
+        seconds = ("grace_seconds", "gather_seconds", "rejoin_seconds", "hang_floor_seconds", "setup_seconds")
+        _require_in_range(self, "resilience", ("restarts", "hang_factor", *seconds), low=0)
         _require_in_range(self, "resilience", ("contact_seconds",), low=3)
 
 

@@ -16,7 +16,18 @@ from cuboid.spec.run import Run, build_run, dump_run, load_run
 from cuboid.train.rows import last_step
 
 RUN_FILE = "run.toml"
-WRITTEN = (IDENTITY, "metrics.jsonl", "timing-*.jsonl", "communication-*.jsonl", "memory-*.jsonl", "failures.jsonl")
+WRITTEN = (
+    IDENTITY,
+    "metrics.jsonl",
+    "timing-*.jsonl",
+    "communication-*.jsonl",
+    "memory-*.jsonl",
+    "failures.jsonl",
+    "fault-*.json",
+    "hang-*",
+    "goodput.json",
+    "ranks-*.jsonl",
+)
 REPORTS = "failure-*.txt"
 
 
@@ -113,4 +124,7 @@ def _clear(run: Run, folder: Path) -> None:
 
 def _remove(folder: Path, pattern: str) -> None:
     for path in folder.glob(pattern):
-        path.unlink()
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()

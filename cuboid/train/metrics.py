@@ -16,10 +16,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cuboid.checkpoint.background import SaveReport
 from cuboid.parallel.pipeline import TimedAction
+from cuboid.resilience.goodput import Goodput
+from cuboid.resilience.pulse import PULSE
+from cuboid.resilience.stragglers import read_slowest
 from cuboid.say import say
 from cuboid.spec.run import Run
 from cuboid.train.routers import report
-from cuboid.train.rows import Rows
+from cuboid.train.rows import Rows, whole_rows
 from cuboid.train.step import StepResult
 
 
@@ -33,6 +36,7 @@ class Metrics:
         self._quiet = quiet
         self._done = done
         self._rows: Rows | None = None
+        self._goodput: Goodput | None = None
         self._timing: Rows | None = None
         self._progress: Progress | None = None
 
@@ -42,7 +46,9 @@ class Metrics:
         if self._run.output.keep_timing:
             self._timing = Rows(folder / f"timing-{self._rank:05d}.jsonl", self._done)
         if self._rank == 0:
-            self._rows = Rows(folder / "metrics.jsonl", self._done)
+            path = folder / "metrics.jsonl"
+            self._goodput = Goodput(folder, whole_rows(path), self._done, PULSE)
+            self._rows = Rows(path, self._done)
             console = Console(file=sys.stdout)
             if console.is_terminal and not self._quiet:
                 columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -54,6 +60,8 @@ class Metrics:
     def __exit__(self, *_: object) -> None:
         if self._progress is not None:
             self._progress.stop()
+        if self._goodput is not None:
+            self._goodput.write()
         for rows in (self._rows, self._timing):
             if rows is not None:
                 rows.close()
@@ -94,6 +102,11 @@ class Metrics:
             row["validation_loss"] = held_out
         # JSON has no word for what is not a number.
         kept: dict[str, Any] = {key: value if math.isfinite(value) else None for key, value in row.items()}
+        if self._goodput is not None:
+            spent = self._goodput.now()
+            kept |= {"goodput": round(spent.goodput, 4), "spent": spent.as_row()}
+        if slowest := read_slowest(PULSE.folder):
+            kept["slowest"] = slowest
         if saves:
             kept["checkpoints"] = [asdict(save) for save in saves]
         if result.routers is not None:

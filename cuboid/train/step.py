@@ -16,6 +16,7 @@ from cuboid.model.transformer import IGNORED
 from cuboid.parallel.apply import Engine
 from cuboid.parallel.collectives import all_reduce
 from cuboid.parallel.gradients import finish_gradients, squared_norm
+from cuboid.resilience.pulse import PULSE
 from cuboid.train.optimizer import Optimizer
 from cuboid.train.routers import move_biases, summed_statistics
 
@@ -66,7 +67,9 @@ class PendingStep:
     def result(self) -> StepResult:
         """Waits until the device has computed it."""
         if self._arrival is not None:
+            PULSE.wait("device")
             self._arrival.synchronize()
+            PULSE.go_on()
         loss, norm, tokens, asked = self._values.tolist()
         return StepResult(loss, norm, int(tokens), asked > 0, None if self.routers is None else self.routers.cpu())
 
@@ -84,6 +87,7 @@ def compute_gradients(engine: Engine, micro_batches: list[MicroBatch], asked: bo
     dtype = engine.units[0].accumulate
     scale = (1.0 / tokens.clamp(min=1).double()).to(dtype)
     summed_loss = engine.pipeline.run(shares, scale)
+    PULSE.do("gradients")
     finish_gradients(engine)
     own_loss = summed_loss if engine.holds_loss else torch.zeros_like(summed_loss)
     own = torch.stack((own_loss, squared_norm(engine), torch.full_like(own_loss, asked)))
@@ -109,6 +113,7 @@ def start_step(
 
 def apply_update(engine: Engine, optimizer: Optimizer, pending: PendingStep, learning_rate: float) -> None:
     """Everything a step changes."""
+    PULSE.do("update")
     optimizer.step(learning_rate, pending.gradient_norm, engine.run.training.gradient_clip, pending.finite)
     if pending.routers is not None:
         move_biases(engine, pending.routers, pending.finite)

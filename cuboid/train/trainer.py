@@ -21,6 +21,7 @@ from cuboid.data.loader import evaluation_batches, micro_batches
 from cuboid.data.source import make_source, make_validation_source
 from cuboid.parallel.apply import build_engine
 from cuboid.parallel.collectives import all_reduce
+from cuboid.resilience.pulse import PULSE
 from cuboid.say import say
 from cuboid.spec.run import Run
 from cuboid.train.communication import CommunicationLog
@@ -137,6 +138,8 @@ class Trainer:
         return self.engine.groups.coordinates.dp
 
     def _start_step(self) -> None:
+        PULSE.enter("step", self.done + 1)
+        PULSE.do("data")
         rate = learning_rate(self.run.learning_rate, self.done, self.run.training.steps)
         batches = micro_batches(self.source, self.run, self.done, self._replica, self.device)
         pending = start_step(self.engine, self.optimizer, batches, rate, self._before_update, self._asked())
@@ -167,6 +170,7 @@ class Trainer:
         assert self.validation is not None
         if self._stops:
             return None
+        PULSE.enter("evaluation")
         batches = evaluation_batches(*self.validation, self.run, self._replica, self.device)
         return evaluate(self.engine, batches, self._agree)
 
@@ -178,6 +182,7 @@ class Trainer:
     def _save(self) -> None:
         assert self.saver is not None
         self._last_save = self.done
+        PULSE.enter("save")
         self.saver.save(self.done)
         self._agree()
         self._clock = time.perf_counter()
@@ -198,6 +203,7 @@ class Trainer:
         if self.saver is not None:
             if preempted and self._last_save != self.done:
                 self._save()
+            PULSE.enter("finish")
             reports = self.saver.finish()
             self._note(reports)
         if self.copies is not None:

@@ -26,7 +26,8 @@ def test_four_ranks(tmp_path: Path) -> None:
     for step, line in enumerate(lines[3:6], start=1):
         assert re.fullmatch(rf"step {step}/3  loss \d\.\d{{4}}  norm [\d.]+  lr \d\.\d\de-\d\d  [\d,]+ tokens/s", line)
     assert re.fullmatch(r"loss \d\.\d{4} → \d\.\d{4} in 3 steps", lines[6])
-    assert len(lines) == 7, "one rank speaks for all"
+    assert re.fullmatch(r"goodput [\d.]+ %: [\d.]+ of [\d.]+ s in steps that count \(.* set up.*\)", lines[7])
+    assert len(lines) == 8, "one rank speaks for all"
 
     folder = tmp_path / "runs" / "default"
     metrics = rows(folder / "metrics.jsonl")

@@ -1,0 +1,229 @@
+"""Who holds up a job that stands still: a pure function of what the ranks noted last.
+
+A rank that waits on a track waits for those that have not come as far. Followed to its roots, this graph ends at the
+ranks that nobody keeps from going on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from cuboid.resilience.pulse import Activity, Phase
+from cuboid.resilience.reading import Reading, Waiting
+
+STOPPED = ("T", "t")
+GONE = ("", "Z", "X")
+NOT_BEGUN = "?"
+GROUPS = {
+    "data": "the data-parallel ranks",
+    "tp": "the tensor-parallel ranks",
+    "sequence": "the ranks of one sequence",
+    "shard": "the ranks that share ZeRO's state",
+    "replicate": "the replicas of ZeRO's shards",
+    "ep": "the expert-parallel ranks",
+    "expert_data": "the holders of the same experts",
+    "cp_inner": "the context-parallel ranks",
+    "cp_outer": "the context-parallel ranks",
+    "world": "all ranks",
+}
+ACTIVITIES: dict[Activity, str] = {
+    "data": "reading data",
+    "forward": "in its forward pass",
+    "backward": "in its backward pass",
+    "input backward": "in its backward pass (inputs)",
+    "weight backward": "in its backward pass (weights)",
+    "gradients": "finishing the gradients",
+    "update": "in the optimizer's update",
+    "reading": "reading a checkpoint",
+    "writing": "writing a checkpoint",
+}
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    culprits: tuple[int, ...]
+    """The ranks that keep the others waiting, most likely first; empty: all stand at the same place, and no rank can be
+    told from the others."""
+    sentence: str
+    """Who, where, and who waits for it in what."""
+
+
+def diagnose(readings: Sequence[Reading]) -> Diagnosis:
+    """`readings`: of as many ranks as can be read; a rank that others wait for may be missing."""
+    known = {reading.rank: reading for reading in readings if not (reading.phase == "finish" and reading.state in GONE)}
+    edges = {rank: _waits_for(reading, known) for rank, reading in known.items()}
+    behind = {rank: _dependents(rank, edges) for rank in {*known, *(one for ones in edges.values() for one in ones)}}
+    culprits = _culprits(known, edges, behind)
+    if not culprits:
+        return Diagnosis((), _together(readings))
+    first = culprits[0]
+    if first in known:
+        text = f"{_who(culprits)} {_state(known[first], edges, len(culprits))}"
+    else:
+        text = f"{_who(culprits)} of another node did not come"
+    all_behind = set().union(*(behind[rank] for rank in culprits)) - set(culprits)
+    direct = sorted(rank for rank in all_behind if edges[rank] & set(culprits))
+    return Diagnosis(culprits, text + _waiters(direct, sorted(all_behind - set(direct)), known))
+
+
+def _waits_for(reading: Reading, known: Mapping[int, Reading]) -> set[int]:
+    """Ranks of other nodes whose pulses are not known count as not come, unless a known one did not come."""
+    waiting = reading.waiting
+    if waiting is None:
+        return set()
+    if waiting.place is None:
+        if waiting.kind != "device":
+            return set()
+        # The host waits for its device, where everything it has begun may be what is waited for.
+        tracks = list(reading.counts.items())
+    else:
+        tracks = [(waiting.place, waiting.sequence)]
+    late = {
+        rank
+        for place, sequence in tracks
+        for rank in place.ranks
+        if rank in known and known[rank].counts.get(place, 0) < sequence
+        # Its own thread may be what writes the checkpoint it waits for; of messages it counts those that have come.
+        if rank != reading.rank or waiting.kind == "save"
+    }
+    if late or waiting.place is None:
+        return late
+    return {rank for rank in waiting.place.ranks if rank not in known}
+
+
+def _dependents(rank: int, edges: Mapping[int, set[int]]) -> set[int]:
+    """All that wait for a rank, at first or second hand."""
+    found: set[int] = set()
+    latest = {rank}
+    while latest:
+        latest = {one for one, ones in edges.items() if ones & latest} - found - {rank}
+        found |= latest
+    return found
+
+
+def _culprits(
+    known: Mapping[int, Reading], edges: Mapping[int, set[int]], behind: Mapping[int, set[int]]
+) -> tuple[int, ...]:
+    for states in (GONE, STOPPED, (NOT_BEGUN,)):
+        if found := [rank for rank, reading in known.items() if reading.state in states]:
+            return _ordered(found, known, behind)
+    roots = [rank for rank in behind if not edges.get(rank, set()) - {rank}]
+    working = [rank for rank in roots if rank not in known or known[rank].waiting is None or rank in edges[rank]]
+    if working:
+        most = max(len(behind[rank]) for rank in working)
+        return _ordered([rank for rank in working if len(behind[rank]) == most], known, behind)
+    if held_up := [rank for rank in roots if behind[rank]]:
+        return _ordered(held_up, known, behind)
+    return _ordered([rank for rank in edges if _in_circle(rank, edges)], known, behind)
+
+
+def _in_circle(rank: int, edges: Mapping[int, set[int]]) -> bool:
+    seen: set[int] = set()
+    latest = set(edges[rank])
+    while latest:
+        if rank in latest:
+            return True
+        seen |= latest
+        latest = {one for other in latest for one in edges.get(other, ())} - seen
+    return False
+
+
+def _ordered(ranks: Iterable[int], known: Mapping[int, Reading], behind: Mapping[int, set[int]]) -> tuple[int, ...]:
+    """Whom most wait for first, then who fell silent first."""
+    return tuple(
+        sorted(ranks, key=lambda rank: (-len(behind[rank]), known[rank].changed if rank in known else 0.0, rank))
+    )
+
+
+def _who(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {spans(ranks)}"
+
+
+def spans(ranks: Iterable[int]) -> str:
+    """Ranks in order, those in a row by first and last.
+
+    >>> spans([5, 0, 1, 2])
+    '0–2, 5'
+    """
+    parts: list[list[int]] = []
+    for rank in sorted(ranks):
+        if parts and rank == parts[-1][-1] + 1:
+            parts[-1].append(rank)
+        else:
+            parts.append([rank])
+    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}–{part[-1]}" for part in parts)
+
+
+def where(reading: Reading) -> str:
+    """The place of a rank in words, as they follow "hangs"."""
+    phases: dict[Phase, str] = {
+        "set-up": "while it sets up",
+        "step": f"in step {reading.step}",
+        "evaluation": f"in the evaluation after step {reading.step}",
+        "save": f"in the save after step {reading.step}",
+        "finish": "as it finishes",
+    }
+    parts = [phases[reading.phase]]
+    if doing := ACTIVITIES.get(reading.activity):
+        parts.append(doing + (f" of stage {reading.stage}" if reading.stage >= 0 else ""))
+    return ", ".join(parts)
+
+
+def _state(reading: Reading, edges: Mapping[int, set[int]], number: int) -> str:
+    """What is the matter with a culprit, as a verb and a place."""
+    place = where(reading)
+    if reading.state == NOT_BEGUN:
+        return "did not begin" if number == 1 else "did not begin, all of them"
+    if reading.state in GONE:
+        return f"ended {place}"
+    if reading.state in STOPPED:
+        return f"{'is' if number == 1 else 'are'} stopped by a signal {place}"
+    verb = "hangs" if number == 1 else "hang"
+    waiting = reading.waiting
+    if waiting is not None and waiting.kind == "save" and reading.rank in edges[reading.rank]:
+        return f"{verb} writing a checkpoint, {place}"
+    if waiting is not None and edges[reading.rank]:
+        return f"wait for each other in a circle, {place}"
+    if waiting is not None:
+        return f"{verb} {place}, {_in(waiting)}, to which all have come"
+    return f"{verb} {place}"
+
+
+def _in(waiting: Waiting) -> str:
+    """What a rank waits in."""
+    place = waiting.place
+    if waiting.kind == "device":
+        return "on the device"
+    if waiting.kind == "save":
+        return "in the save of a checkpoint"
+    if waiting.kind == "message" and place is not None:
+        return f"in the receive of a message from rank {place.ranks[0]}"
+    if waiting.kind == "send" and place is not None:
+        return f"in the send of a message to rank {place.ranks[-1]}"
+    if place is None or not place.ranks:
+        return f"in {waiting.kind}"
+    group = GROUPS.get(place.name, place.name)
+    return f"in the {waiting.kind} of {group}" + ("" if place.name == "world" else f" {spans(place.ranks)}")
+
+
+def _waiters(direct: Sequence[int], others: Sequence[int], known: Mapping[int, Reading]) -> str:
+    """Who waits for the culprits, grouped by what in; then those that wait for these."""
+    groups: dict[str, list[int]] = {}
+    for rank in direct:
+        waiting = known[rank].waiting
+        if waiting is not None:
+            groups.setdefault(_in(waiting), []).append(rank)
+    told = sorted(groups.items(), key=lambda item: -len(item[1]))
+    texts = [f"{_who(members)} wait{'s' if len(members) == 1 else ''} for it {what}" for what, members in told]
+    if others:
+        texts.append(f"{_who(others)} wait{'s' if len(others) == 1 else ''} behind")
+    return ": " + ", ".join(texts) if texts else ""
+
+
+def _together(readings: Sequence[Reading]) -> str:
+    places = {_in(reading.waiting) for reading in readings if reading.waiting is not None}
+    where_all = places.pop() if len(places) == 1 else "at places that do not depend on each other"
+    return (
+        f"all ranks have come to the same point and none goes on, {where_all}: a device or a link may be at fault, in "
+        f"step {max((reading.step for reading in readings), default=0)}"
+    )

@@ -1,0 +1,170 @@
+"""Watches the ranks of this machine during one attempt, from a thread of their supervisor, and ends them when they
+hang."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cuboid.errors import HangError
+from cuboid.resilience.diagnosis import GONE, NOT_BEGUN, diagnose
+from cuboid.resilience.goodput import Attempt, note_attempt
+from cuboid.resilience.limits import Limit, Silence, limit_of_all
+from cuboid.resilience.pulse import CHANGES, PID, SIZE, STEP, VERSION, pulse_path
+from cuboid.resilience.reading import Reading, process_state, read_pulse
+from cuboid.resilience.stacks import collect_stacks
+from cuboid.resilience.stragglers import Stragglers
+from cuboid.spec.run import Run
+
+STARTED = time.time()
+"""When this command began, or near enough."""
+TICK = 0.2
+"""Seconds between two looks at the pulses."""
+PREFIX = "cuboid-pulses-"
+REPORTS = "hang-*"
+
+
+@dataclass(frozen=True)
+class Hang:
+    culprits: tuple[int, ...]
+    sentence: str
+
+
+class Watchdog:
+    """Used in a `with` statement around an attempt; ranks write their pulses into `folder`."""
+
+    def __init__(self, run: Run, ranks: Sequence[int], share: Callable[[list[Reading]], list[Reading]] = list) -> None:
+        """`share` shows the readings of this machine to the other nodes and returns those of all."""
+        self._run = run
+        self._ranks = ranks
+        self._share = share
+        self._words: dict[int, memoryview[int]] = {}
+        self._waited_for_a_core: dict[int, int] = {}
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self.folder = Path()
+        self.hang: Hang | None = None
+
+    def __enter__(self) -> Watchdog:
+        _sweep()
+        self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=_memory()))
+        note_attempt(self.folder, Attempt(STARTED, time.time()))
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def explain(self) -> None:
+        """Raises what the ranks were ended for, if it was the watchdog that ended them."""
+        if self.hang is not None:
+            raise HangError(self.hang.sentence) from None
+
+    def readings(self) -> list[Reading]:
+        self._open()
+        return [
+            read_pulse(self._words[rank]) if rank in self._words else Reading(rank, state=NOT_BEGUN)
+            for rank in self._ranks
+        ]
+
+    def _open(self) -> None:
+        for rank in self._ranks:
+            if rank not in self._words and pulse_path(self.folder, rank).exists():
+                with pulse_path(self.folder, rank).open("rb") as file:
+                    words = memoryview(mmap.mmap(file.fileno(), SIZE, access=mmap.ACCESS_READ)).cast("q")
+                if words[VERSION]:
+                    self._words[rank] = words
+
+    def _watch(self) -> None:
+        spec = self._run.resilience
+        silence = Silence(TICK)
+        stragglers = Stragglers(self._run.layout, Path(self._run.output.folder), self.folder)
+        while not self._over.wait(TICK):
+            self._open()
+            all_there = len(self._words) == len(self._ranks)
+            if all_there and stragglers.is_due(self._words[self._ranks[0]][STEP]):
+                stragglers.look(self.readings())
+            noted = tuple(words[CHANGES] for words in self._words.values())
+            seconds = silence.look(time.monotonic(), noted, self._starved())
+            if not spec.hang_factor or seconds < spec.hang_floor_seconds:
+                continue
+            readings = self.readings()
+            limit = limit_of_all(readings, spec)
+            if limit.seconds and seconds >= limit.seconds and not any(_has_ended(reading) for reading in readings):
+                self._end(readings, limit, seconds)
+                return
+
+    def _starved(self) -> float:
+        """The share of the last tick in which some rank could have run and had no core."""
+        share = 0.0
+        for rank, words in self._words.items():
+            with suppress(OSError, IndexError, ValueError):
+                delay = int(Path(f"/proc/{words[PID]}/schedstat").read_text().split()[1])
+                share = max(share, (delay - self._waited_for_a_core.get(rank, delay)) / 1e9 / TICK)
+                self._waited_for_a_core[rank] = delay
+        return share
+
+    def _end(self, readings: list[Reading], limit: Limit, seconds: float) -> None:
+        """Say who hangs, keep what tells why, and end all ranks: the attempt fails with what is said here."""
+        target = _next_report(Path(self._run.output.folder))
+        try:
+            found = diagnose(self._share(readings))
+            sentence = (
+                f"{found.sentence}; silent for {seconds:.1f} s, limit {limit.seconds:.1f} s ({limit.origin}); "
+                f"stacks in {target}"
+            )
+            self.hang = Hang(found.culprits, sentence)
+            report: dict[str, Any] = {
+                "time": time.time(),
+                "culprits": list(found.culprits),
+                "sentence": sentence,
+                "silent_seconds": seconds,
+                "limit_seconds": limit.seconds,
+                "limit_origin": limit.origin,
+                "ranks": [reading.as_json() for reading in readings],
+            }
+            with suppress(OSError):  # a disk that is full keeps nobody from going on
+                target.mkdir(parents=True)
+                (target / "report.json").write_text(json.dumps(report, indent=1))
+                collect_stacks(readings, self.folder, target)
+        finally:
+            for reading in readings:
+                if reading.pid:
+                    with suppress(ProcessLookupError):
+                        os.kill(reading.pid, signal.SIGKILL)
+
+
+def _has_ended(reading: Reading) -> bool:
+    """Its agent sees that by itself, and says why; those that have finished are no reason not to look at the others."""
+    return reading.state in GONE and reading.phase != "finish"
+
+
+def _next_report(folder: Path) -> Path:
+    number = 1 + max((int(path.name.partition("-")[2]) for path in folder.glob(REPORTS)), default=0)
+    return folder / f"hang-{number:05d}"
+
+
+def _memory() -> str:
+    """A folder that is never written to a disk, if there is one."""
+    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+
+
+def _sweep() -> None:
+    """What supervisors that were killed left behind."""
+    for path in Path(_memory()).glob(f"{PREFIX}*"):
+        pid = path.name.removeprefix(PREFIX).partition("-")[0]
+        if pid.isdigit() and not process_state(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)
