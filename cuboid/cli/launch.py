@@ -13,7 +13,7 @@ from cuboid.cli.output import write_output
 from cuboid.errors import UserError
 from cuboid.launch.jobs import kubernetes, skypilot, slurm, trainjob
 from cuboid.launch.jobs.grace import grace_seconds
-from cuboid.launch.jobs.job import PORT, Job, make_job
+from cuboid.launch.jobs.job import PORT, Job, make_job, one_line
 from cuboid.launch.jobs.pod import PodOptions
 from cuboid.spec.run import load_run
 
@@ -148,7 +148,7 @@ def _command_line(scheduler: Scheduler, file: Path, said: Mapping[str, Any]) -> 
         flag = "--set" if option == "overrides" else f"--{option.replace('_', '-')}"
         for each in value if option == "overrides" else [value]:
             words += [flag] if each is True else [flag, str(each)]
-    return shlex.join(words)
+    return one_line(shlex.join(words))
 
 
 def _write(scheduler: Scheduler, job: Job, given: dict[str, Any], written_by: str) -> str:

@@ -182,6 +182,7 @@ def test_elastic_jobs_say_with_how_few_they_go_on(options: tuple[str, ...], run_
     text = written(run_file, *options, "--min-nodes", "2", "--interface", "eth0").replace('", "', " ")
     assert "--min-nodes 2 --max-nodes 4 --interface eth0" in text
     assert ("--no-kill" in text) is (options is SLURM)
+    assert "With 2 of the nodes: dp=" in text
     assert ("gather_seconds" in text) is (options is not SLURM)
 
 
@@ -238,6 +239,16 @@ def test_names_suit_every_scheduler() -> None:
     assert job_name("7b") == "run-7b"
     assert job_name("ü" * 3) == "run"
     assert re.fullmatch("[a-z]([a-z0-9-]*[a-z0-9])?", job_name("a" * 39 + "--b")) is not None
+
+
+def test_nothing_breaks_out_of_a_comment(tmp_path: Path) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text(dumps({"model": {"base": "tiny-llama", "name": "x\nrm -rf /\n#SBATCH --exclusive=user"}}))
+    for options in (SLURM, JOB, TRAINJOB, SKY):
+        text = written(run, *options, "--set", "output.folder=a\nb", "--name", "x")
+        assert not [line for line in text.splitlines() if line.startswith(("rm", "#SBATCH --exclusive="))]
+        if options is SKY:
+            assert "output.folder=a\nb" in shlex.split(yaml.safe_load(text)["run"])
 
 
 def test_a_password_never_gets_into_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

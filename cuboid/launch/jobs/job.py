@@ -10,6 +10,7 @@ from typing import Any
 
 from cuboid.errors import UserError
 from cuboid.plan.plan import planned_cluster
+from cuboid.resilience.replan import Replanner
 from cuboid.spec.run import ResilienceSpec, Run, dump_run
 from cuboid.spec.suggest import nearest_numbers, use
 
@@ -30,6 +31,8 @@ class Job:
     nodes: int
     min_nodes: int
     """With how many the training goes on when nodes are lost; equal to `nodes`: it waits for them."""
+    smallest: str
+    """The layout it goes on with then."""
     ranks_per_node: int
     gpus: bool
     accelerator: str
@@ -49,13 +52,16 @@ class Job:
         """One line for the head of a file."""
         unit = "GPU" if self.gpus else "rank"
         each = f"{self.ranks_per_node} {unit}" + "s" * (self.ranks_per_node > 1)
-        return f"{self.run.model.name}, {self.run.layout}: {self.nodes} node{'s' * (self.nodes > 1)} of {each}"
+        return (
+            f"{one_line(self.run.model.name)}, {self.run.layout}: {self.nodes} node{'s' * (self.nodes > 1)} of {each}"
+        )
 
     @property
     def placement(self) -> str:
         """Why ranks sit where they do, in one sentence."""
         tensor = f"tensor groups of {self.run.layout.tp}" if self.run.layout.tp > 1 else "neighbours in rank"
-        return f"Ranks fill node after node, so {tensor} share a node's links."
+        lost = f" With {self.min_nodes} of the nodes: {self.smallest}." if self.min_nodes < self.nodes else ""
+        return f"Ranks fill node after node, so {tensor} share a node's links.{lost}"
 
     def waiting(self, **seconds: float) -> Job:
         """With other time-outs of `resilience`, but for those that the run file has changed itself."""
@@ -112,6 +118,7 @@ def make_job(
     if grace_seconds != run.resilience.grace_seconds:
         run = replace(run, resilience=replace(run.resilience, grace_seconds=float(grace_seconds)))
         overrides = (*overrides, f"resilience.grace_seconds={grace_seconds}")
+    smallest = Replanner(run, per_node).choose(least).layout
     _check_interface(interface)
     _check_no_secrets(run)
     return Job(
@@ -120,6 +127,7 @@ def make_job(
         name=job_name(name or run.model.name),
         nodes=count,
         min_nodes=least,
+        smallest=smallest,
         ranks_per_node=per_node,
         gpus=not on_cpus,
         accelerator=cluster.accelerator if cluster else "",
@@ -139,6 +147,11 @@ def check_tensor_groups(run: Run, domain: int) -> None:
         f"tp={layout.tp} crosses nodes of {domain}, where every layer would wait for the network; "
         f"{use('tp', near[:1])}, another --gpus-per-node, or --across-nodes if that is meant"
     )
+
+
+def one_line(text: str) -> str:
+    """For comments, which a line break would end."""
+    return " ".join(text.split())
 
 
 def job_name(text: str) -> str:

@@ -66,7 +66,7 @@ resources:
 setup: |
 {indent(setup, "  ")}
 run: |
-{indent(meet, "  ")}  exec {job.shell_command}
+{indent(f"{meet}exec {job.shell_command}", "  ")}
 """
 
 
