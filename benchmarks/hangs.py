@@ -32,7 +32,7 @@ FIELDS = [
     "training.device=cpu",
     "checkpoint.every=2",
     "resilience.hang_floor_seconds=2",
-    "resilience.setup_seconds=20",
+    "resilience.setup_seconds=60",
     "evaluation.every=1",
     "evaluation.batches=1",
     "data.validation_fraction=0.1",
@@ -50,7 +50,7 @@ class Job:
 JOBS = [
     Job("dp=4", ALWAYS),
     Job("dp=2,tp=2", [*ALWAYS, "all-gather", "reduce-scatter"]),
-    Job("dp=2,pp=2", [*ALWAYS, "message"]),
+    Job("dp=2,pp=2", [*ALWAYS, "message", "set-up"]),
     Job("dp=4,zero=3", [*ALWAYS, "all-gather", "reduce-scatter"]),
     Job("dp=2,cp=2", [*ALWAYS, "shift"]),
     Job("dp=2,tp=2,ep=4", [*ALWAYS, "all-to-all"], "tiny-mixtral"),
@@ -117,14 +117,14 @@ def judge(folder: Path, job: Job, faults: list[Fault]) -> list[Found]:
 
 
 def campaign(draw: random.Random, job: Job, kinds: list[str], count: int) -> list[Found]:
-    places = [draw.choice(job.places) for _ in range(count)] if count < len(job.places) else job.places[:count]
+    places = draw.sample(job.places, min(count, len(job.places)))
     faults = [
         Fault(draw.choice(kinds), draw.randrange(4), FIRST + APART * index, place)  # type: ignore[arg-type]
         for index, place in enumerate(places)
     ]
     with TemporaryDirectory() as name:
         folder = Path(name) / "run"
-        code = train(folder, job, faults, FIRST + APART * count)
+        code = train(folder, job, faults, FIRST + APART * len(faults))
         assert code == 0, f"{job.layout} did not come to its end: {faults}"
         return judge(folder, job, faults)
 

@@ -29,9 +29,9 @@ def serve_store(listener: socket.socket) -> Any:
     return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def reach_store(address: str, port: int, attempt: str) -> Any:
+def reach_store(address: str, port: int, attempt: str, patience: timedelta = PATIENCE) -> Any:
     """As a rank sees it; `attempt` keeps apart what earlier attempts have said there."""
-    served = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=PATIENCE)
+    served = TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=patience)
     return PrefixStore(attempt, served)
 
 

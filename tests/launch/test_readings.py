@@ -1,0 +1,47 @@
+"""Nodes of a job that stands still show each other what their ranks noted."""
+
+from __future__ import annotations
+
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+from cuboid.launch.place import seats
+from cuboid.launch.readings import share_with_all
+from cuboid.launch.rendezvous import serve_store
+from cuboid.resilience.diagnosis import diagnose
+from cuboid.resilience.reading import Place, Reading, Waiting
+
+DATA = Place("data", (0, 1, 2, 3))
+
+
+def noted(rank: int) -> Reading:
+    """Rank 2 did not come to the collective the others wait in."""
+    if rank == 2:
+        return Reading(2, 12, "step", 5, "data", counts={DATA: 7})
+    return Reading(rank, 10 + rank, "step", 5, waiting=Waiting("all-reduce", DATA, 8), counts={DATA: 8})
+
+
+def test_all_nodes_come_to_the_same_judgement() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = serve_store(listener)
+    nodes = [seats(2, first, 4, "127.0.0.1", port, "order-1") for first in (0, 2)]
+    with ThreadPoolExecutor() as threads:
+        shares = [share_with_all(places, patience=60) for places in nodes]
+        own = [[noted(place.rank) for place in places] for places in nodes]
+        found = list(threads.map(lambda share, readings: share(readings), shares, own))
+    for readings in found:
+        assert sorted(reading.rank for reading in readings) == [0, 1, 2, 3]
+        assert diagnose(readings).culprits == (2,)
+    assert diagnose(own[0]).culprits == (2, 3), "alone it cannot tell those of the other node apart"
+    alone = share_with_all(seats(2, 0, 4, "127.0.0.1", port, "order-2"), patience=0.2)
+    assert alone(own[0]) == own[0], "the other node has not come, or judges another attempt"
+    del store
+
+
+def test_who_is_cut_off_judges_by_itself() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    own = [noted(0), noted(1)]
+    assert share_with_all(seats(2, 0, 4, "127.0.0.1", port, "order-1"), patience=0.2)(own) == own
+    assert share_with_all(seats(2, 0, 2, "127.0.0.1", port, "order-1"))(own) == own, "all ranks are here"
