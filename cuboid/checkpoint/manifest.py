@@ -17,6 +17,7 @@ from cuboid import __version__
 from cuboid.checkpoint.checksum import FAST, PLAIN, checksum_of_bytes, kind_of
 from cuboid.checkpoint.location import Location, locate
 from cuboid.errors import UserError
+from cuboid.spec.course import from_table
 
 MANIFEST = "manifest.json"
 INDEX = "index.json"
@@ -71,10 +72,15 @@ class Manifest:
     """When its state was taken."""
     torch_version: str = field(default_factory=lambda: metadata.version("torch"))
     files: dict[str, StoredFile] = field(default_factory=dict, hash=False)
+    course: dict[str, Any] = field(default_factory=dict, hash=False)
+    """`spec.course.Course`: batches left out and the numbers of the latest steps; left out where nothing of it
+    matters."""
 
     def render(self, kind: str = "") -> bytes:
         """`kind`: of its own checksum; left out: the best there is here."""
         table = {"format": FORMAT, **asdict(self)}
+        if not self.course:
+            del table["course"]
         table["checksum"] = checksum_of_bytes(json.dumps(table).encode(), kind)
         return json.dumps(table, indent=1).encode()
 
@@ -115,7 +121,8 @@ def read_manifest(place: Place) -> Manifest:
     if table.get("format") != FORMAT:
         raise Damage(folder, MANIFEST, f"has format {table.get('format')!r}, not {FORMAT}")
     try:
-        values = {each.name: table[each.name] for each in fields(Manifest)}
+        values = {each.name: table[each.name] for each in fields(Manifest) if each.name != "course"}
+        values["course"] = table.get("course", {})
         values["files"] = {name: StoredFile(**facts) for name, facts in table["files"].items()}
         manifest = Manifest(**values)
     except (KeyError, TypeError, AttributeError) as error:
@@ -134,6 +141,10 @@ def _check_values(folder: Location, manifest: Manifest) -> None:
             raise Damage(folder, MANIFEST, f"has a {each.name} that is no count")
         if each.type == "str" and not isinstance(value, str):
             raise Damage(folder, MANIFEST, f"has a {each.name} that is no text")
+    try:
+        from_table(manifest.course)
+    except ValueError as error:
+        raise Damage(folder, MANIFEST, f"has a course that {error}") from None
     if INDEX not in manifest.files:
         raise Damage(folder, MANIFEST, f"does not name {INDEX}")
     for name, facts in manifest.files.items():

@@ -39,8 +39,9 @@ def deadline_group(seconds: float) -> dist.ProcessGroup | None:
 
 def describe(engine: Engine, optimizer: Moments, step: int, data: str) -> Manifest:
     run = engine.run
-    position = step * run.training.global_batch
-    return Manifest(step, optimizer.steps_taken, position, data, str(run.layout), dump_run(run))
+    position = engine.course.batch(step) * run.training.global_batch
+    taken, layout, course = optimizer.steps_taken, str(run.layout), engine.course.table()
+    return Manifest(step, taken, position, data, layout, dump_run(run), course=course)
 
 
 def kept_state(engine: Engine, optimizer: Moments) -> dict[str, Scattered]:
@@ -91,6 +92,7 @@ def load(
         load_state({**state, **own}, storage_reader=reader, planner=planner, process_group=group, no_dist=alone)
     restore_generators(engine, own)
     optimizer.set_steps_taken(manifest.updates)
+    engine.course.restore(manifest.course)
     for unit in engine.units:
         unit.publish()
     return manifest

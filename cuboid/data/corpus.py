@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cuboid.data.opened import OpenedSource
+from cuboid.data.origin import Origin, document_of
 from cuboid.errors import UserError
 from cuboid.model.transformer import IGNORED
 
@@ -29,6 +30,8 @@ class Corpus(Protocol):
     def documents(self, index: int) -> Tensor:
         """Which document of the sample each token belongs to: numbers that grow from 0."""
         ...
+
+    def origin(self, index: int) -> Origin: ...
 
 
 class _Documents:
@@ -90,6 +93,12 @@ class Packed(_Documents):
         starts[0] = 0
         return torch.from_numpy(starts.cumsum())
 
+    def origin(self, index: int) -> Origin:
+        spans = list(self._spans(index * self._sequence, (index + 1) * self._sequence + 1))
+        tokens = self._opened.tokens
+        documents = document_of(tokens, spans[0][0]), document_of(tokens, spans[-1][1] - 1)
+        return Origin(self._opened.name, index, documents)
+
     def _spans(self, place: int, last: int) -> Iterator[tuple[int, int]]:
         """Where the tokens place..last-1 of this corpus lie in the whole."""
         for number in range(bisect_right(self._ends, place), len(self._ends)):
@@ -112,8 +121,7 @@ class Padded(_Documents):
         self.size = self._ends[-1]
 
     def sample(self, index: int) -> Sample:
-        place = bisect_right(self._ends, index)
-        document = self._firsts[place] + index - (self._ends[place - 1] if place else 0)
+        document = self._document(index)
         start, stop = (self._opened.tokens.document_start(document + after) for after in (0, 1))
         tokens, labels = blank(self._sequence)
         if stop - start > 1:
@@ -124,6 +132,13 @@ class Padded(_Documents):
 
     def documents(self, index: int) -> Tensor:
         return torch.zeros(self._sequence, dtype=torch.long)
+
+    def origin(self, index: int) -> Origin:
+        return Origin(self._opened.name, index, (self._document(index),) * 2)
+
+    def _document(self, index: int) -> int:
+        place = bisect_right(self._ends, index)
+        return self._firsts[place] + index - (self._ends[place - 1] if place else 0)
 
 
 class Synthetic:
@@ -148,6 +163,9 @@ class Synthetic:
         starts = torch.rand(self._sequence, generator=generator) < rate
         starts[0] = False
         return starts.cumsum(0)
+
+    def origin(self, index: int) -> Origin:
+        return Origin("synthetic", index)
 
     def _draw(self, what: str, index: int) -> tuple[bytes, torch.Generator]:
         digest = hashlib.sha256(f"{what}/{self._seed}/{index}".encode()).digest()

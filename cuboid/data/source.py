@@ -13,6 +13,7 @@ from cuboid.data.corpus import Corpus, Packed, Padded, Sample, Synthetic, blank
 from cuboid.data.mixture import Pattern
 from cuboid.data.opened import check_samples, check_vocabulary, open_source
 from cuboid.data.order import sample_at
+from cuboid.data.origin import Origin
 from cuboid.data.split import split_documents
 from cuboid.errors import UserError
 from cuboid.spec.run import Run
@@ -23,6 +24,10 @@ class Source(Protocol):
 
     def documents_at(self, position: int) -> Tensor:
         """Which document each token of the sample belongs to."""
+        ...
+
+    def origin(self, position: int) -> Origin | None:
+        """Where the sample comes from; None for one that counts for nothing."""
         ...
 
 
@@ -37,6 +42,9 @@ class Shuffled:
 
     def documents_at(self, position: int) -> Tensor:
         return self.corpus.documents(sample_at(position, self.corpus.size, self._seed))
+
+    def origin(self, position: int) -> Origin | None:
+        return self.corpus.origin(sample_at(position, self.corpus.size, self._seed))
 
 
 class HeldOut:
@@ -55,6 +63,11 @@ class HeldOut:
             return torch.zeros(self._sequence, dtype=torch.long)
         return self.corpus.documents(sample_at(position, self.corpus.size, self._seed))
 
+    def origin(self, position: int) -> Origin | None:
+        if position >= self.corpus.size:
+            return None
+        return self.corpus.origin(sample_at(position, self.corpus.size, self._seed))
+
 
 class Mixture:
     """Several sources, each with its share of the positions and an order and epochs of its own."""
@@ -69,6 +82,10 @@ class Mixture:
     def documents_at(self, position: int) -> Tensor:
         source, before = self.pattern.at(position)
         return self._sources[source].documents_at(before)
+
+    def origin(self, position: int) -> Origin | None:
+        source, before = self.pattern.at(position)
+        return self._sources[source].origin(before)
 
 
 def make_source(run: Run) -> Source:

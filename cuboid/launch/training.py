@@ -132,8 +132,9 @@ def _explain_failure(run: Run, rank: int, exit_code: int) -> NoReturn:
         raise RankError(f"rank {rank} failed: {_ending(exit_code)}") from None
     report = min(folder.glob("failure-*.txt"), key=lambda path: path.stat().st_mtime_ns)
     lines = report.read_text().strip().splitlines() or ["it left an empty report"]
-    if lines[-1].startswith("cuboid.errors.UserError: "):
-        raise UserError(lines[-1].partition(": ")[2]) from None
+    for kind in (UserError, RankError):  # whose sentences say it all
+        if lines[-1].startswith(f"cuboid.errors.{kind.__name__}: "):
+            raise kind(lines[-1].partition(": ")[2]) from None
     rank = int(report.stem.partition("-")[2])
     raise RankError(f"rank {rank} failed: {lines[-1]}; its traceback is in {report}") from None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from cuboid.plan.partition import partition
 from cuboid.plan.slices import Part, Slice, expert_slice, kv_part_count, lay_out, slice_of
 from cuboid.schedule.make import make_schedule
 from cuboid.schedule.table import Schedule
+from cuboid.spec.course import Course
 from cuboid.spec.ledger import Ledger
 from cuboid.spec.run import Run
 
@@ -52,6 +53,8 @@ class Engine:
     """The losses and statistics of the routers, in a model that has them."""
     ledger: Ledger | None = None
     """What this rank exchanged, if that is counted."""
+    course: Course = field(default_factory=Course)
+    """Which batches are left out, and what the latest steps were like."""
 
     @property
     def holds_loss(self) -> bool:

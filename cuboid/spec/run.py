@@ -172,12 +172,27 @@ class ResilienceSpec:
     setup_seconds: float = 1800.0
     """How long it may stand still where nothing is learned yet: while it sets up, in its first steps, its first
     evaluation and its first save. 0: for ever."""
+    bad_steps: Literal["skip", "rollback", "stop"] = "skip"
+    """What is done about a step whose loss or gradient norm is not finite, or a spike: leave its update out, go back to
+    the newest checkpoint and leave its batch out of the data, or stop the run."""
+    most_bad_steps: int = 10
+    """How many bad steps, with no good one further on, a run goes on after."""
+    spike_score: float = 0.0
+    """A loss or gradient norm this many deviations (median absolute, as standard ones) above the median of the latest
+    good steps is a spike; 0 looks for none, 8 is a good number. The host then waits for each step."""
+    spike_window: int = 128
+    """How many of the latest good steps say what is usual."""
+    check_replicas_every: int = 0
+    """Steps between comparisons of what several ranks should hold alike, also before each checkpoint then; 0 is
+    never."""
 
     def __post_init__(self) -> None:
         check_types(self, "resilience")
         seconds = ("grace_seconds", "gather_seconds", "rejoin_seconds", "hang_floor_seconds", "setup_seconds")
-        _require_in_range(self, "resilience", ("restarts", "hang_factor", *seconds), low=0)
+        counts = ("restarts", "hang_factor", "most_bad_steps", "spike_score", "check_replicas_every")
+        _require_in_range(self, "resilience", (*counts, *seconds), low=0)
         _require_in_range(self, "resilience", ("contact_seconds",), low=3)
+        _require_in_range(self, "resilience", ("spike_window",), low=4)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +220,9 @@ class Run:
                 f"evaluation.every={self.evaluation.every} has no held-out data; "
                 "use data.validation_fraction=0.01 or name a source in data.validation"
             )
+
+        if self.resilience.bad_steps == "rollback" and not self.checkpoint.every:
+            raise UserError("resilience.bad_steps=rollback has no checkpoints to go back to; use checkpoint.every=100")
 
     @property
     def micro_batches(self) -> int:

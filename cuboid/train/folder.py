@@ -27,6 +27,7 @@ WRITTEN = (
     "hang-*",
     "goodput.json",
     "ranks-*.jsonl",
+    "bad_steps.jsonl",
 )
 REPORTS = "failure-*.txt"
 

@@ -109,6 +109,8 @@ class Metrics:
             kept["slowest"] = slowest
         if saves:
             kept["checkpoints"] = [asdict(save) for save in saves]
+        if result.left_out:
+            kept["left_out"] = row["left_out"] = result.left_out
         if result.routers is not None:
             told = report(result.routers, self._run)
             kept["routers"] = asdict(told)
@@ -117,6 +119,17 @@ class Metrics:
         _warn_of(saves)
         if not self._quiet:
             self._show(row, saves)
+
+    def rewind(self, done: int) -> None:
+        """The run went back: what comes after so many steps will be written again."""
+        self._done = done
+        folder = Path(self._run.output.folder)
+        if self._rows is not None:
+            self._rows.close()
+            self._rows = Rows(folder / "metrics.jsonl", done)
+        if self._timing is not None:
+            self._timing.close()
+            self._timing = Rows(folder / f"timing-{self._rank:05d}.jsonl", done)
 
     def add_saves(self, saves: Sequence[SaveReport]) -> None:
         """Those that ended after the last row, which stands in the file already: a published checkpoint has its row."""
@@ -140,7 +153,9 @@ class Metrics:
         line += "".join(map(_shown, saves))
         if not row["finite"]:
             line += "  not finite: update left out on all ranks"
-        notable = not row["finite"] or "validation_loss" in row or any(map(_is_checkpoint, saves))
+        elif "left_out" in row:
+            line += f"  {row['left_out']}: update left out on all ranks"
+        notable = not row["finite"] or row.keys() & {"left_out", "validation_loss"} or any(map(_is_checkpoint, saves))
         due = step % self._run.output.log_every == 0 or step == steps or notable
         if self._progress is not None:
             if due:

@@ -32,6 +32,8 @@ class StepResult:
     """Labelled tokens of the global batch."""
     stops: bool = False
     """Whether some rank was asked to stop before this step."""
+    left_out: str = ""
+    """Why its update was left out; empty if it was not."""
     routers: Tensor | None = None
     """A row per layer with experts: assignments of each expert and the sums of `balance.EXTRA`, over the global
     batch."""
@@ -41,15 +43,28 @@ class StepResult:
         return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
 
 
+LeavesOut = Callable[[StepResult], str]
+"""Why the update of a step must be left out, the same on all ranks; empty if it need not."""
+
+
 class PendingStep:
     """What a step computed, still on its way from the device."""
 
     def __init__(
-        self, loss: Tensor, gradient_norm: Tensor, tokens: Tensor, asked: Tensor, routers: Tensor | None = None
+        self,
+        loss: Tensor,
+        gradient_norm: Tensor,
+        tokens: Tensor,
+        asked: Tensor,
+        own_square: Tensor,
+        routers: Tensor | None = None,
     ) -> None:
         self.loss = loss
         self.gradient_norm = gradient_norm
+        self.own_square = own_square
+        """This rank's share of the squared gradient norm."""
         self.routers = routers
+        self.left_out = ""
         values = torch.stack((loss.double(), gradient_norm.double(), tokens.double(), asked.double()))
         self._arrival: torch.cuda.Event | None = None
         if values.is_cuda:
@@ -61,7 +76,10 @@ class PendingStep:
             self._values = values
 
     @property
-    def finite(self) -> Tensor:
+    def counts(self) -> Tensor:
+        """False leaves the update out."""
+        if self.left_out:
+            return torch.zeros((), dtype=torch.bool, device=self.loss.device)
         return self.loss.isfinite() & self.gradient_norm.isfinite()
 
     def result(self) -> StepResult:
@@ -71,7 +89,8 @@ class PendingStep:
             self._arrival.synchronize()
             PULSE.go_on()
         loss, norm, tokens, asked = self._values.tolist()
-        return StepResult(loss, norm, int(tokens), asked > 0, None if self.routers is None else self.routers.cpu())
+        routers = None if self.routers is None else self.routers.cpu()
+        return StepResult(loss, norm, int(tokens), asked > 0, self.left_out, routers)
 
 
 def compute_gradients(engine: Engine, micro_batches: list[MicroBatch], asked: bool = False) -> PendingStep:
@@ -90,9 +109,11 @@ def compute_gradients(engine: Engine, micro_batches: list[MicroBatch], asked: bo
     PULSE.do("gradients")
     finish_gradients(engine)
     own_loss = summed_loss if engine.holds_loss else torch.zeros_like(summed_loss)
-    own = torch.stack((own_loss, squared_norm(engine), torch.full_like(own_loss, asked)))
+    own_square = squared_norm(engine)
+    own = torch.stack((own_loss, own_square, torch.full_like(own_loss, asked)))
     loss, square, ranks_asked = all_reduce(own, engine.groups.world).unbind()
-    return PendingStep(loss / tokens.clamp(min=1), square.sqrt(), tokens, ranks_asked, summed_statistics(engine))
+    loss, norm = loss / tokens.clamp(min=1), square.sqrt()
+    return PendingStep(loss, norm, tokens, ranks_asked, own_square, summed_statistics(engine))
 
 
 def start_step(
@@ -102,9 +123,13 @@ def start_step(
     learning_rate: float,
     before_update: Callable[[], None] | None = None,
     asked: bool = False,
+    judge: LeavesOut | None = None,
 ) -> PendingStep:
-    """A step whose loss or gradient is not finite is left out on every rank alike: all see the same numbers."""
+    """A step whose loss or gradient is not finite is left out on every rank alike: all see the same numbers. `judge`:
+    decides before the update, for which the host then waits."""
     pending = compute_gradients(engine, micro_batches, asked)
+    if judge is not None:
+        pending.left_out = judge(pending.result())
     if before_update is not None:
         before_update()
     apply_update(engine, optimizer, pending, learning_rate)
@@ -114,9 +139,9 @@ def start_step(
 def apply_update(engine: Engine, optimizer: Optimizer, pending: PendingStep, learning_rate: float) -> None:
     """Everything a step changes."""
     PULSE.do("update")
-    optimizer.step(learning_rate, pending.gradient_norm, engine.run.training.gradient_clip, pending.finite)
+    optimizer.step(learning_rate, pending.gradient_norm, engine.run.training.gradient_clip, pending.counts)
     if pending.routers is not None:
-        move_biases(engine, pending.routers, pending.finite)
+        move_biases(engine, pending.routers, pending.counts)
 
 
 def train_step(

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -19,11 +20,13 @@ from cuboid.checkpoint.saver import Saver
 from cuboid.checkpoint.start import start
 from cuboid.data.loader import evaluation_batches, micro_batches
 from cuboid.data.source import make_source, make_validation_source
+from cuboid.errors import RankError
 from cuboid.parallel.apply import build_engine
 from cuboid.parallel.collectives import all_reduce
 from cuboid.resilience.pulse import PULSE
 from cuboid.say import say
 from cuboid.spec.run import Run
+from cuboid.train.bad_steps import BadSteps
 from cuboid.train.communication import CommunicationLog
 from cuboid.train.evaluate import evaluate
 from cuboid.train.folder import checkpoint_folder, last_row
@@ -82,39 +85,44 @@ class Trainer:
         folder, group = checkpoint_folder(run), deadline_group(run.checkpoint.timeout_seconds)
         nodes = open_memory(run, rank, group) if run.checkpoint.memory_every else None
         recall = Recall(nodes, group, last_row(run)) if nodes else None
-        self.done = resume(self.engine, self.optimizer, folder, group, quiet, recall)
+        self._resume = partial(resume, self.engine, self.optimizer, folder, group, quiet)
+        self.done = self._resume(recall)
         self.saver = Saver(self.engine, self.optimizer, folder, group) if run.checkpoint.every else None
         self.copies = MemorySaver(self.engine, self.optimizer, nodes, quiet) if nodes else None
         if run.training.start_from and not self.done:
             start(self.engine, run.training.start_from, quiet)
         self.metrics = Metrics(run, rank, quiet, self.done)
         self.communication = CommunicationLog(run, rank, self.engine.ledger)
+        self.bad_steps = BadSteps(self.engine, self.source, self.done)
         self.loss = float("nan")
         self._under_way: deque[Started] = deque()
         self._clock = 0.0
         self._asked = asked
         self._stops = False
-        self._saved = self._last_save = self.done
+        self._saved = self.done
+        self._last_save = -1 if nodes else self.done  # what was found in memory may not be on disk
+        self._can_go_back = self.done > 0
         self._longest_step = 0.0
         self._warned = False
 
     def train(self) -> Outcome:
         with self.metrics, self.communication, self.memory:
             self._agree()
+            if self.run.resilience.bad_steps == "rollback" and not self.done:
+                self._save()  # so that there is something to go back to
             self._clock = time.perf_counter()
             while self.done < self.run.training.steps and not self._stops:
                 self._start_step()
                 self.done += 1
                 # A GPU computes a step while the host prepares the next, and waits for nothing between them.
                 at_once = self.device.type == "cpu" or self._evaluates or self._saves or self._copies or self._is_last
+                at_once = at_once or self._compares
                 at_once = at_once or self.run.output.keep_timing  # the next step writes over the times of this one
                 while len(self._under_way) > (0 if at_once else 1):
-                    self._finish_step(self._under_way.popleft())
-                # After the row of this step, which a resumed run will not write again.
-                if self._copies:
-                    self._copy()
-                if self._saves:
-                    self._save()
+                    if not self._finish_step(self._under_way.popleft()):
+                        break
+                else:
+                    self._keep()  # after the row of this step, which a resumed run will not write again
             return self._finish()
 
     @property
@@ -134,6 +142,11 @@ class Trainer:
         return self.run.checkpoint.is_due_in_memory(self.done, self.run.training.steps)
 
     @property
+    def _compares(self) -> bool:
+        every = self.run.resilience.check_replicas_every
+        return every > 0 and (self.done % every == 0 or self._saves)
+
+    @property
     def _replica(self) -> int:
         return self.engine.groups.coordinates.dp
 
@@ -141,8 +154,10 @@ class Trainer:
         PULSE.enter("step", self.done + 1)
         PULSE.do("data")
         rate = learning_rate(self.run.learning_rate, self.done, self.run.training.steps)
-        batches = micro_batches(self.source, self.run, self.done, self._replica, self.device)
-        pending = start_step(self.engine, self.optimizer, batches, rate, self._before_update, self._asked())
+        batch = self.engine.course.batch(self.done)
+        batches = micro_batches(self.source, self.run, batch, self._replica, self.device)
+        judge = self.bad_steps.before_update(self.done)
+        pending = start_step(self.engine, self.optimizer, batches, rate, self._before_update, self._asked(), judge)
         self._under_way.append(Started(self.done, rate, pending))
         self.communication.record(self.done)
 
@@ -151,11 +166,17 @@ class Trainer:
             if saver is not None:
                 saver.before_update()
 
-    def _finish_step(self, started: Started) -> None:
-        """Wait for a step's numbers and write them down, with those of an evaluation that follows it."""
+    def _finish_step(self, started: Started) -> bool:
+        """Wait for a step's numbers and write them down, with those of an evaluation that follows it. False if the run
+        goes back instead."""
         result = started.pending.result()
-        self.loss, seconds = result.loss, time.perf_counter() - self._clock
+        seconds = time.perf_counter() - self._clock
         self._stops = self._stops or result.stops
+        result = self.bad_steps.judged(started.step, started.pending, result)
+        if result.left_out and self.run.resilience.bad_steps == "rollback":
+            self._roll_back(started.step)
+            return False
+        self.loss = result.loss
         held_out = self._evaluate() if self._evaluates and started.step + 1 == self.done else None
         reports = self.saver.reports() if self.saver else []
         self._note(reports, seconds)
@@ -163,6 +184,26 @@ class Trainer:
         timing = self.engine.pipeline.timing
         self.metrics.record(started.step, result, started.learning_rate, seconds, timing, held_out, reports)
         self.memory.record(started.step, self.engine, self.optimizer)
+        self._clock = time.perf_counter()
+        return True
+
+    def _roll_back(self, step: int) -> None:
+        """To the newest checkpoint, from which the run goes on without the batch of that step."""
+        PULSE.enter("set-up")
+        batch = self.engine.course.batch(step)
+        for started in self._under_way:
+            started.pending.result()
+        self._under_way.clear()
+        self._settle_saves()
+        if not self._can_go_back:
+            raise RankError(f"step {step + 1} is bad and no checkpoint could be written to go back to")
+        skipped = self.engine.course.skipped
+        self.done = self._last_save = self._resume()
+        for each in (*skipped, batch):
+            self.engine.course.skip(each)
+        self.metrics.rewind(self.done)
+        if self.engine.groups.world.index == 0:
+            say(f"step {step + 1} is bad: back to step {self.done}, without batch {batch + 1} of the data", True)
         self._clock = time.perf_counter()
 
     def _evaluate(self) -> float | None:
@@ -174,10 +215,16 @@ class Trainer:
         batches = evaluation_batches(*self.validation, self.run, self._replica, self.device)
         return evaluate(self.engine, batches, self._agree)
 
-    def _copy(self) -> None:
-        assert self.copies is not None
-        self.copies.save(self.done)
-        self._clock = time.perf_counter()
+    def _keep(self) -> None:
+        """What is due after a step: compared first, so that nothing is kept of copies that differ."""
+        if self._compares:
+            self.bad_steps.compare_replicas(self.done, self.optimizer)
+            self._clock = time.perf_counter()
+        if self._copies and self.copies is not None:
+            self.copies.save(self.done)
+            self._clock = time.perf_counter()
+        if self._saves:
+            self._save()
 
     def _save(self) -> None:
         assert self.saver is not None
@@ -198,20 +245,28 @@ class Trainer:
 
     def _finish(self) -> Outcome:
         """What was done is kept: all steps, or as many as were done when somebody asked to stop."""
-        start, preempted = time.perf_counter(), self.done < self.run.training.steps
+        start = time.perf_counter()
+        while self._under_way:
+            self._finish_step(self._under_way.popleft())
+        preempted = self.done < self.run.training.steps
+        if preempted and self._last_save != self.done:
+            self._save()
+        PULSE.enter("finish")
+        kept = self._settle_saves()
+        if self.copies is not None:
+            self.copies.forget(kept)
+        return Outcome(self.loss, preempted, self._saved, time.perf_counter() - start)
+
+    def _settle_saves(self) -> bool:
+        """Wait for what is being saved; whether all of it is."""
         reports: list[SaveReport] = []
         if self.saver is not None:
-            if preempted and self._last_save != self.done:
-                self._save()
-            PULSE.enter("finish")
             reports = self.saver.finish()
             self._note(reports)
-        if self.copies is not None:
-            kept = not any(report.warning for report in reports)
-            reports += self.copies.finish()
-            self.copies.forget(kept)
+        kept = not any(report.warning for report in reports)
+        reports += self.copies.finish() if self.copies is not None else []
         self.metrics.add_saves(reports)
-        return Outcome(self.loss, preempted, self._saved, time.perf_counter() - start)
+        return kept
 
     def _note(self, saves: Sequence[SaveReport], step_seconds: float = 0.0) -> None:
         """What is saved, and whether it would be in time if the job were asked to stop."""
@@ -220,7 +275,7 @@ class Trainer:
         for save in saves:
             if not save.bytes:
                 continue
-            self._saved = save.step
+            self._saved, self._can_go_back = save.step, True
             needed = self._longest_step + save.stall_seconds + save.write_seconds
             if needed > grace and not self._warned and self.engine.groups.world.index == 0:
                 self._warned = True
