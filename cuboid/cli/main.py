@@ -26,6 +26,7 @@ VERBS = {
     "generate": "Generate text with a trained model on a layout.",
     "evaluate": "Measure a trained model: perplexity, bits per byte, choices.",
     "verify": "Prove that a layout computes what one process computes.",
+    "replay": "Rerun one step of a run to tell bad data from bad hardware.",
     "map": "Draw which rank sits where, and which links each group's traffic crosses.",
     "estimate": "Estimate step time and memory of published runs, row by row.",
     "data": "Build, show and verify stores of tokens.",
