@@ -14,7 +14,7 @@ from typing import Any
 from cuboid.errors import UserError
 from cuboid.say import say
 from cuboid.spec.course import Course
-from cuboid.spec.run import ResilienceSpec, Run
+from cuboid.spec.run import Run
 
 FILE = "bad_steps.jsonl"
 SCALE = 1.4826
@@ -26,8 +26,8 @@ LEAST_HISTORY = 16
 
 
 class Judge:
-    def __init__(self, spec: ResilienceSpec, course: Course, done: int) -> None:
-        self._spec, self._course = spec, course
+    def __init__(self, run: Run, course: Course, done: int) -> None:
+        self._spec, self._folder, self._course = run.resilience, run.output.folder, course
         self._furthest = done
         self._bad = 0
 
@@ -52,7 +52,7 @@ class Judge:
 
     def require_progress(self, step: int, reason: str) -> None:
         """Stop where the policy says so, and where bad steps do not end."""
-        replay = f"run `cuboid replay RUN --step {step + 1}` to tell data from hardware"
+        replay = f"run `cuboid replay {self._folder} --step {step + 1}` to tell data from hardware"
         if self._spec.bad_steps == "stop":
             raise UserError(f"step {step + 1} is bad ({reason}) and resilience.bad_steps=stop; {replay}")
         if self._bad > self._spec.most_bad_steps:

@@ -20,8 +20,7 @@ class BadSteps:
 
     def __init__(self, engine: Engine, source: Source, done: int) -> None:
         self._engine, self._source = engine, source
-        self._spec = engine.run.resilience
-        self._judge = Judge(self._spec, engine.course, done)
+        self._judge = Judge(engine.run, engine.course, done)
 
     def before_update(self, step: int) -> LeavesOut | None:
         """For a step that must be judged before its update; others are when their numbers are there."""
@@ -54,7 +53,7 @@ class BadSteps:
         row = {
             "step": step + 1,
             "reason": reason,
-            "action": self._spec.bad_steps,
+            "action": run.resilience.bad_steps,
             "loss": number(result.loss),
             "gradient_norm": number(result.gradient_norm),
             "layout": str(run.layout),
