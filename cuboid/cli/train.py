@@ -25,6 +25,7 @@ from cuboid.spec.supported import check_supported
 from cuboid.train.claim import claimed
 from cuboid.train.communication import summarize
 from cuboid.train.folder import checkpoint_folder, prepare_folder
+from cuboid.train.trackers import check_trackers
 
 if TYPE_CHECKING:
     from cuboid.train.trainer import Outcome
@@ -70,6 +71,7 @@ def command(
     changes = [*(overrides or ()), *(["output.count_communication=true"] if count_communication else ())]
     run = build_run(table, changes, folder=file.parent if file is not None else Path())
     check_supported(run)
+    check_trackers(run)
     _rehearse(run, inject)
     options = NodeOptions(
         rendezvous=rendezvous,

@@ -20,6 +20,7 @@ from cuboid.spec.layout import Layout, parse_layout_fields
 from cuboid.spec.load import build_model, dump_model, read_toml
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.overrides import apply_overrides
+from cuboid.spec.suggest import either, nearest_names
 from cuboid.spec.toml import dumps
 
 
@@ -88,6 +89,10 @@ class LearningRateSpec:
         _require_in_range(self, "learning_rate", ("minimum_ratio",), low=0, high=1)
 
 
+TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "wandb-offline": "wandb", "trackio": "trackio", "jsonl": ""}
+"""Name in `output.track` -> the package it needs, if any."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OutputSpec:
     """What a run leaves behind."""
@@ -98,9 +103,22 @@ class OutputSpec:
     """Keep when each rank did each action of the pipeline schedule."""
     count_communication: bool = False
     """Count what every rank exchanges in each step, beside what the planner predicts."""
+    track: str = ""
+    """Trackers to tell besides `metrics.jsonl`, commas between them: tensorboard, wandb, wandb-offline, trackio or
+    jsonl (flat rows of numbers in `tracked.jsonl`)."""
+    project: str = "cuboid"
+    """The project's name at a tracker that has projects."""
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        """Those of `track`."""
+        return tuple(dict.fromkeys(name.strip() for name in self.track.split(",") if name.strip()))
 
     def __post_init__(self) -> None:
         check_types(self, "output")
+        for name in self.trackers:
+            if name not in TRACKERS:
+                raise UserError(f"output.track={name} is unknown; use {either(nearest_names(name, TRACKERS))}")
         _require_in_range(self, "output", ("log_every",), low=1)
         if not self.folder:
             raise UserError('output.folder="" names no folder; use folder="runs/default"')

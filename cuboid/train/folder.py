@@ -28,6 +28,7 @@ WRITTEN = (
     "goodput.json",
     "ranks-*.jsonl",
     "bad_steps.jsonl",
+    "tracked.jsonl",
 )
 REPORTS = "failure-*.txt"
 

@@ -24,6 +24,7 @@ from cuboid.spec.run import Run
 from cuboid.train.routers import report
 from cuboid.train.rows import Rows, whole_rows
 from cuboid.train.step import StepResult
+from cuboid.train.trackers import Tracking
 
 
 class Metrics:
@@ -49,6 +50,7 @@ class Metrics:
             path = folder / "metrics.jsonl"
             self._goodput = Goodput(folder, whole_rows(path), self._done, PULSE)
             self._rows = Rows(path, self._done)
+            self._tracking = Tracking(self._run, self._done)
             console = Console(file=sys.stdout)
             if console.is_terminal and not self._quiet:
                 columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -65,6 +67,8 @@ class Metrics:
         for rows in (self._rows, self._timing):
             if rows is not None:
                 rows.close()
+        if self._rows is not None:
+            self._tracking.close()
 
     def record(
         self,
@@ -116,6 +120,7 @@ class Metrics:
             kept["routers"] = asdict(told)
             row["largest_load"] = max(told.largest_load)
         self._rows.append(kept)
+        self._tracking.log(step + 1, kept)
         _warn_of(saves)
         if not self._quiet:
             self._show(row, saves)

@@ -1,4 +1,6 @@
 const MEMORY_COLOURS = { weights: "--c0", gradients: "--c5", optimizer: "--c2", activations: "--c4", logits: "--c8", transient: "--c1", buffers: "--c6", reserve: "--c7", rest: "--c3" };
+// Pale colours want dark letters in both themes.
+const DARK_ON = new Set(["gradients", "activations", "rest", "reserve"]);
 function drawMemory(data) {
   const info = data.memory;
   if (!info) return null;
@@ -27,7 +29,7 @@ function drawMemory(data) {
         const wide = x(at + value) - x(at);
         const text = `${told}\n${name}: ${bytes(value)} (${percent(value / bar.total)})\n${info.categories[name]}`;
         picture.append(sv("rect", { x: x(at), y, width: Math.max(wide - 0.7, 0.4), height: tall, style: `fill:var(${MEMORY_COLOURS[name]})`, onpointermove: (event) => showTip(text, event.clientX, event.clientY), onpointerleave: hideTip }));
-        if (wide > 64) picture.append(sv("text", { x: x(at) + wide / 2, y: y + tall - 4, "text-anchor": "middle", style: "fill:var(--on-colour);font-size:11px;pointer-events:none" }, name));
+        if (wide > 64) picture.append(sv("text", { x: x(at) + wide / 2, y: y + tall - 4, "text-anchor": "middle", style: `fill:${DARK_ON.has(name) ? "#111" : "var(--on-colour)"};font-size:11px;pointer-events:none` }, name));
         at += value;
       }
       picture.append(sv("text", { x: x(at) + 6, y: y + tall - 3 }, bytes(bar.total)));
