@@ -165,7 +165,7 @@ def _conclude(run: Run, as_json: bool) -> None:
     }
     spent = read_spent(folder)
     if spent is not None:
-        summary |= {"goodput": round(spent.goodput, 4), "spent": spent.as_row()}
+        summary |= {"goodput": round(spent.goodput, 4), "spent": spent.as_row(), "slowest": rows[-1].get("slowest")}
     exchanged = summarize(run) if run.output.count_communication else None
     if as_json:
         if exchanged is not None:
@@ -178,3 +178,8 @@ def _conclude(run: Run, as_json: bool) -> None:
         print(f"loss {first} → {last} in {len(rows)} steps")
         if spent is not None:
             print(spent.told())
+        if slowest := rows[-1].get("slowest"):
+            print(
+                f"slowest rank {slowest['rank']}: {slowest['seconds']:.2f} s of its own in a step, the others of its "
+                f"stage {slowest['peers']:.2f} s ({slowest['because']})"
+            )

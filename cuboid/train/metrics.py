@@ -48,7 +48,8 @@ class Metrics:
             self._timing = Rows(folder / f"timing-{self._rank:05d}.jsonl", self._done)
         if self._rank == 0:
             path = folder / "metrics.jsonl"
-            self._goodput = Goodput(folder, whole_rows(path), self._done, PULSE)
+            if self._done < self._run.training.steps:  # else it is written already, and nothing is spent
+                self._goodput = Goodput(folder, whole_rows(path), self._done, PULSE)
             self._rows = Rows(path, self._done)
             self._tracking = Tracking(self._run, self._done)
             console = Console(file=sys.stdout)

@@ -63,6 +63,10 @@ def test_json_and_a_run_file_from_another_folder(tmp_path: Path) -> None:
     summary = json.loads(first.stdout)
     metrics = rows(tmp_path / "runs/default/metrics.jsonl")
     assert summary.pop("tokens_per_second") > 0
+    goodput, spent = summary.pop("goodput"), summary.pop("spent")
+    assert 0 < goodput < 1 and spent["set_up"] > 0 and spent["saves"] > 0
+    spans = sum(seconds for name, seconds in spent.items() if name != "until")
+    assert goodput == pytest.approx(spent["steps"] / spans, abs=2e-3)
     assert summary == {
         "model": "tiny-llama",
         "layout": "dp=1,tp=2,pp=1",
@@ -71,6 +75,7 @@ def test_json_and_a_run_file_from_another_folder(tmp_path: Path) -> None:
         "first_loss": metrics[0]["loss"],
         "last_loss": metrics[-1]["loss"],
         "folder": "runs/default",
+        "slowest": None,
     }
     done = run(command, tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, first.stdout, "")
