@@ -12,6 +12,7 @@ from cuboid.report.curves import curves
 from cuboid.report.explorer import explorer
 from cuboid.report.memory import memory
 from cuboid.report.ranks import ranks
+from cuboid.report.shares import shares
 from cuboid.report.source import Source
 from cuboid.report.summary import summary
 from cuboid.report.timeline import timeline
@@ -35,6 +36,7 @@ def collect(source: Source, with_search: bool = True) -> dict[str, Any]:
         "memory": memory(source),
         "communication": communication(source),
         "curves": curves(source),
+        "shares": shares(source),
         "considered": considered(source) if with_search else None,
         "explorer": explorer(source) if with_search else None,
     }

@@ -7,6 +7,7 @@ from typing import Any
 
 from cuboid.report.source import Row, Source
 from cuboid.report.thin import buckets, finite, short, thinned
+from cuboid.resilience.bad_steps import FILE as BAD_STEPS
 
 SERIES = {
     "loss": ("loss", ""),
@@ -62,6 +63,12 @@ def events(source: Source) -> list[dict[str, Any]]:
                     f"checkpoint of step {save['step']}: {save['bytes'] / 1e6:,.1f} MB in {save['write_seconds']:.2f} s"
                 )
                 found.append({"step": save["step"], "kind": "checkpoint", "text": text})
+    known = {event["step"] for event in found if event["kind"] == "skipped"}
+    for bad in source.lines_of(BAD_STEPS):
+        at = int(bad.get("step", 0))
+        did = f": {bad['action']}" if isinstance(bad.get("action"), str) else ""
+        if at not in known:
+            found.append({"step": at, "kind": "skipped", "text": f"bad step, {bad.get('reason', '')}{did}"})
     for failure in source.failures:
         checkpoint, time = int(failure.get("checkpoint", 0)), str(failure.get("time", ""))
         after = f"started again from step {checkpoint}" if failure.get("restarted") else "the run ended"

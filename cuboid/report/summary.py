@@ -37,6 +37,7 @@ def summary(source: Source) -> dict[str, Any]:
         "cluster": None,
         "predicted": None,
         "measured": measured(source),
+        "goodput": goodput(source),
     }
     if plan is not None:
         cluster = plan.question.cluster
@@ -62,6 +63,16 @@ def summary(source: Source) -> dict[str, Any]:
             "warnings": list(plan.warnings),
         }
     return found
+
+
+def goodput(source: Source) -> dict[str, Any] | None:
+    """The share of all time that went into steps that stand, as the run's last row has it, and where the rest went."""
+    row = source.rows[-1] if source.rows else {}
+    share, spent = finite(row.get("goodput")), row.get("spent")
+    if share is None or not isinstance(spent, dict):
+        return None
+    seconds = {name: finite(value) or 0.0 for name, value in spent.items() if name not in ("until", "stopped", "steps")}
+    return {"share": share, "spent": dict(sorted(seconds.items(), key=lambda item: -item[1]))}
 
 
 def measured(source: Source) -> dict[str, Any] | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from cuboid.resilience.failures import Failure
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.model import load_model
 from cuboid.spec.ranks import groups
+from tests.cli.command import environment
 from tests.report.cases import make_run, row, write_memory, write_rows
 
 
@@ -63,6 +66,38 @@ def test_failures_stand_at_the_step_they_came_after(tmp_path: Path) -> None:
     (event,) = collect(open_source(tmp_path), False)["curves"]["events"]
     assert (event["step"], event["kind"], event["time"]) == (2, "failure", failure.time)
     assert event["text"] == "rank 1 failed: it was ended by SIGKILL; started again from step 2"
+
+
+def test_goodput_slow_ranks_and_bad_steps(tmp_path: Path) -> None:
+    """What supervisors and the judge of steps leave in the folder."""
+    make_run(tmp_path, "dp=2,pp=2")
+    spent = {"steps": 8.0, "set_up": 1.5, "restarts": 0.5, "stopped": 99.0, "until": 123.0}
+    slow = {"rank": 1, "because": "data", "seconds": 2.0, "peers": 1.0}
+    write_rows(tmp_path / "metrics.jsonl", [row(1), row(2, goodput=0.8, spent=spent, slowest=slow)])
+    ranks = [{"rank": rank, "compute": 1.0, "wait": 0.5 * rank, "data": 0.25, "save": 0.0} for rank in range(4)]
+    windows = [{"step": 1, "ranks": []}, {"step": 2, "ranks": [*ranks, {"rank": 7, "compute": 9.0}]}]
+    write_rows(tmp_path / "ranks-00000.jsonl", windows)
+    write_rows(tmp_path / "bad_steps.jsonl", [{"step": 2, "reason": "loss is not finite", "action": "skip"}])
+    with (tmp_path / "bad_steps.jsonl").open("a") as file:
+        file.write('{"step": 3, "rea')
+    data = collect(open_source(tmp_path, "cpux4"), False)
+    assert data["summary"]["goodput"] == {"share": 0.8, "spent": {"set_up": 1.5, "restarts": 0.5}}
+    told = data["shares"]
+    assert (told["step"], told["of"], told["slowest"]) == (2, 4, slow), "not rank 7, which an earlier layout had"
+    assert [entry["parts"]["wait"] for entry in told["ranks"]] == [0.0, 0.5, 1.0, 1.5]
+    (event,) = data["curves"]["events"]
+    assert event == {"step": 2, "kind": "skipped", "text": "bad step, loss is not finite: skip"}
+
+
+def test_nothing_here_needs_torch(tmp_path: Path) -> None:
+    make_run(tmp_path)
+    code = (
+        "import sys; from cuboid.cli.main import main; "
+        f"status = main(['report', {str(tmp_path)!r}, '--no-search', '-o', {str(tmp_path / 'page.html')!r}]); "
+        "sys.exit(status or ('torch' in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], env=environment(), timeout=300).returncode == 0
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
 
 
 def test_counted_communication_stands_beside_the_prediction(tmp_path: Path) -> None:
