@@ -4,7 +4,7 @@
 
 kill    the process ends without a word        stop    it is stopped by SIGSTOP
 raise   an exception in its training loop      hang    it sleeps for ever
-nan     one of its gradients becomes NaN       spin    it computes for ever
+nan     its gradients' norm becomes NaN        spin    it computes for ever
 slow    it sleeps `seconds` at each such place, from `step` on for `steps` steps (left out: all)
 
 `at` names the place: a phase (set-up, step, evaluation, save, finish), what the rank does (data, forward, backward,
@@ -160,6 +160,6 @@ def arm(pulse: Pulse, rank: int, folder: str | Path) -> None:
         pulse.hook = Injector(faults, rank, pulse, Path(folder))
 
 
-def poisons_gradient(pulse: Pulse, step: int) -> bool:
-    """Whether the gradient of this step, counted from one, is to become NaN on this rank."""
-    return isinstance(pulse.hook, Injector) and pulse.hook.poisons(step)
+def poisons_gradient(pulse: Pulse) -> bool:
+    """Whether the gradient of the step under way is to become NaN on this rank."""
+    return isinstance(pulse.hook, Injector) and pulse.hook.poisons(pulse.words[STEP])

@@ -124,11 +124,8 @@ class Goodput:
     def __init__(self, folder: str | Path, rows: Sequence[Mapping[str, Any]], done: int, pulse: Pulse) -> None:
         """`rows`: those of the run so far, before rows of steps beyond `done` are dropped."""
         self._folder, self._pulse = Path(folder), pulse
-        told = [(row["step"], _spent_of(row)) for row in rows]
-        written = read_spent(folder) or Spent()
-        newest = max([written, *(spent for _, spent in told)], key=lambda spent: spent.until)
-        kept = next((spent for step, spent in reversed(told) if step <= done), Spent()) if done else Spent()
-        self._before = carry_over(newest, kept, find_attempt(pulse))
+        newest = max([read_spent(folder) or Spent(), *map(_spent_of, rows)], key=lambda spent: spent.until)
+        self._before = carry_over(newest, _kept(rows, done), find_attempt(pulse))
         self._others = _beside_set_up(pulse)
         self.write()
 
@@ -148,6 +145,14 @@ class Goodput:
             until=now,
         )
 
+    def rewind(self, rows: Sequence[Mapping[str, Any]], done: int) -> None:
+        """Steps after `done` of those told in `rows` will be done again."""
+        now = self.now()
+        lost = max(0.0, now.steps - _kept(rows, done).steps)
+        self._before = replace(now, steps=now.steps - lost, lost_steps=now.lost_steps + lost)
+        self._others = _beside_set_up(self._pulse)
+        self.write()
+
     def write(self) -> None:
         """All at once; a full disk costs the book, and nothing else."""
         aside = self._folder / f".{FILE}.writing"
@@ -159,6 +164,11 @@ class Goodput:
 def _beside_set_up(pulse: Pulse) -> tuple[float, float, float]:
     seconds = spent(pulse)
     return seconds["step"], seconds["save"] + seconds["finish"], seconds["evaluation"]
+
+
+def _kept(rows: Sequence[Mapping[str, Any]], done: int) -> Spent:
+    """Of the last step that stands."""
+    return next((_spent_of(row) for row in reversed(rows) if row["step"] <= done), Spent())
 
 
 def _spent_of(row: Mapping[str, Any]) -> Spent:

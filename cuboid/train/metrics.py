@@ -132,6 +132,8 @@ class Metrics:
         folder = Path(self._run.output.folder)
         if self._rows is not None:
             self._rows.close()
+            if self._goodput is not None:
+                self._goodput.rewind(whole_rows(folder / "metrics.jsonl"), done)
             self._rows = Rows(folder / "metrics.jsonl", done)
         if self._timing is not None:
             self._timing.close()

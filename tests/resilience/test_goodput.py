@@ -83,6 +83,8 @@ def test_the_book_is_kept_from_attempt_to_attempt(tmp_path: Path) -> None:
     assert written is not None and written.lost_steps == pytest.approx(35, abs=0.1)
     third = Goodput(tmp_path, rows[:1], 1, pulse)
     assert third.now().lost_steps == pytest.approx(35, abs=0.1), "also where no row was written in between"
+    third.rewind(rows[:1], 0)
+    assert third.now().lost_steps == pytest.approx(60, abs=0.1) and third.now().steps == pytest.approx(0, abs=0.1)
 
 
 def test_ranks_without_a_supervisor_count_from_their_own_start() -> None:

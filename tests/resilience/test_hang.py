@@ -17,10 +17,11 @@ FIELDS = [*SHORT, "training.steps=12", "checkpoint.every=3", "resilience.hang_fl
 
 
 def test_hung_and_stopped_ranks_are_named_and_the_job_comes_to_its_end(tmp_path: Path) -> None:
-    faults = "spin rank=2 step=5 at=backward; stop rank=1 step=8 at=all-reduce"
+    faults = "spin rank=2 step=5 at=backward; stop rank=1 step=8 at=all-reduce; nan rank=3 step=10"
     result = run(train("--layout", "dp=2,pp=2", "--inject", faults, fields=FIELDS), tmp_path)
     folder = tmp_path / "runs/default"
     assert result.returncode == 0, result.stderr
+    assert [row["step"] for row in rows(folder / "metrics.jsonl") if not row["finite"]] == [10]
     assert len(rows(folder / "metrics.jsonl")) == 12
     spun, stopped = failures(folder)
     assert (spun.kind, stopped.kind) == ("hang", "hang")
@@ -32,7 +33,7 @@ def test_hung_and_stopped_ranks_are_named_and_the_job_comes_to_its_end(tmp_path:
     )
     reports = [json.loads((folder / f"hang-0000{number}/report.json").read_text()) for number in (1, 2)]
     assert [report["culprits"] for report in reports] == [[2], [1]]
-    for number, (report, struck) in enumerate(zip(reports, sorted(folder.glob("fault-*.json")), strict=True), 1):
+    for number, (report, struck) in enumerate(zip(reports, sorted(folder.glob("fault-*.json")), strict=False), 1):
         waited = report["time"] - json.loads(struck.read_text())["time"]
         assert report["limit_seconds"] <= waited, f"hang {number} was reported before it could be one"
     stacks = (folder / "hang-00001/rank-00002.txt").read_text()
