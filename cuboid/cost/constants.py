@@ -33,6 +33,9 @@ class Chip:
     attention_forward: float = 0.5
     """Share of the bf16 peak fused causal attention reaches, counting the causal half."""
     attention_backward: float = 0.4
+    together: float = 1.0
+    """Share of its speed a rank has while all compute, where ranks share cores; these figures are for that case, and
+    a rank that others wait for runs faster."""
     memory_efficiency: float = 0.8
     """Share of the memory bandwidth element-wise kernels reach."""
     best_utilization: dict[str, float] = field(default_factory=dict)
@@ -62,6 +65,11 @@ class Fabric:
     """Power of the number of nodes by which the bandwidth between them falls."""
     curve: dict[str, list[float]] = field(default_factory=dict)
     """Measured bus bandwidth (GB/s) of a collective over 1, 2, 4, … whole nodes, where someone measured it."""
+    delay: dict[str, list[float]] = field(default_factory=dict)
+    """Measured seconds of a collective over 1, 2, 4, … whole nodes before its bytes count, likewise."""
+    alone: float = 0.0
+    """Bytes per second between two nodes for a rank whose neighbours are silent; 0: nobody measured it, ports are each
+    rank's own, and a pipeline with several ranks on a node stays inside it."""
     straggler: float = 0.0
     """Share a step grows by with every doubling of nodes: the slowest rank decides."""
     source: str = ""

@@ -4,14 +4,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuboid.cost.communication import all_to_all, group
+from cuboid.cost.communication import ONE, all_to_all, group, transfer
 from cuboid.cost.compute import Kernels
 from cuboid.cost.constants import Engine, Fabric
 from cuboid.cost.context import further_blocks, waiting
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.tensor import tensor_waits
 
-ONE = np.ones(())
 ZERO = np.zeros(())
 
 
@@ -111,3 +110,13 @@ def transfer_bytes(shape: Shape, jobs: Jobs, engine: Engine) -> Array:
     """Bytes one rank sends to the next stage per micro-batch."""
     sliced = (jobs.sequence_parallel > 0) | engine.transfer_split
     return np.asarray(engine.activation_wire * jobs.tokens * shape.hidden / np.where(sliced, jobs.tp, 1.0))
+
+
+def hop(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, crosses: Array) -> Array:
+    """Seconds a micro-batch is on its way to the next stage, on average over the stages."""
+    size = transfer_bytes(shape, jobs, engine)
+    if not fabric.alone:
+        return transfer(fabric, size, crosses)
+    apart = jobs.world_size / jobs.pp
+    between = np.clip((jobs.world_size / fabric.node - 1) / np.maximum(jobs.pp - 1, 1), 0.0, 1.0)
+    return transfer(fabric, size, between, np.minimum(apart, fabric.node))

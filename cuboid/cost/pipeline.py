@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuboid.cost.constants import Engine
+from cuboid.cost.constants import Chip, Engine
 from cuboid.cost.flops import head_parameters, layer_parameters
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.spec.layout import SCHEDULES
@@ -74,6 +74,11 @@ def partition(shape: Shape, jobs: Jobs, engine: Engine) -> Partition:
     if engine.partition == "head":
         return _head(shape.layers, jobs.pp)
     return _even(shape.layers, jobs.pp)
+
+
+def with_shared_cores(chip: Chip, slowest: Array, mean: Array) -> Array:
+    """Seconds of the slowest rank; where ranks share cores, it has more of them while the others wait for it."""
+    return np.maximum(mean, chip.together * slowest) if chip.together < 1 else slowest
 
 
 def turns_back(jobs: Jobs) -> Array:

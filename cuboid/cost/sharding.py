@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuboid.cost.communication import all_gather, all_reduce, group
+from cuboid.cost.communication import all_gather, all_reduce, group, reduce_scatter
 from cuboid.cost.constants import Chip, Engine, Fabric
 from cuboid.cost.flops import embedding_parameters, head_parameters, layer_parameters
 from cuboid.cost.inputs import Array, Jobs, Shape
@@ -59,8 +59,8 @@ def reduction(jobs: Jobs, fabric: Fabric, engine: Engine, held: RankParameters, 
     members = group(fabric, jobs.dp * jobs.cp, jobs.tp)
     copies = np.maximum(jobs.dp * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1), 1)
     expert_members = group(fabric, copies, np.maximum(jobs.ep, 1))
-    scatter_expert = all_gather(fabric, engine.gradient_wire * held.routed, expert_members)
-    scatter = all_gather(fabric, engine.gradient_wire * held.plain, members) + scatter_expert
+    scatter_expert = reduce_scatter(fabric, engine.gradient_wire * held.routed, expert_members)
+    scatter = reduce_scatter(fabric, engine.gradient_wire * held.plain, members) + scatter_expert
     whole = all_reduce(fabric, engine.gradient_wire * held.plain, members) + 2 * scatter_expert
     reduce = np.where(jobs.zero > 0, scatter, whole)
     gather = all_gather(fabric, engine.parameter_wire * held.plain, members)
@@ -79,7 +79,7 @@ def fully_sharded(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, time
     mean = (times.dense_share * each.dense + (1 - times.dense_share) * (each.mixture + routed)) / jobs.tp
     members = group(fabric, jobs.shard * jobs.cp, jobs.tp)
     gather = all_gather(fabric, engine.parameter_wire * mean, members)
-    scatter = all_gather(fabric, engine.gradient_wire * mean, members)
+    scatter = reduce_scatter(fabric, engine.gradient_wire * mean, members)
     replicas = group(fabric, jobs.dp / jobs.shard, jobs.tp * jobs.shard)
     scatter = scatter + all_reduce(fabric, engine.gradient_wire * mean / jobs.shard, replicas)
     slowed = np.maximum(members.nodes / 2, 1.0) ** engine.shard_decay

@@ -2,12 +2,11 @@
 
 from collections.abc import Sequence
 
-from cuboid.cost.communication import transfer
 from cuboid.cost.compute import kernels
 from cuboid.cost.constants import Engine, engine_for
 from cuboid.cost.estimate import Machine
 from cuboid.cost.inputs import Jobs, Shape, single
-from cuboid.cost.layers import layer_times, transfer_bytes
+from cuboid.cost.layers import hop, layer_times
 from cuboid.schedule.simulate import StageCosts
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import ModelSpec
@@ -58,6 +57,6 @@ def stage_costs(
         inputs.append(back - weight)
         weights.append(weight)
         start += count
-    hop = transfer(machine.fabric, transfer_bytes(shape, jobs, profile), times.crosses)
+    message = hop(shape, jobs, machine.fabric, profile, times.crosses)
     costs = StageCosts(forward=tuple(forward), input_backward=tuple(inputs), weight_backward=tuple(weights))
-    return costs, single(hop) if layout.pp > 1 else 0.0
+    return costs, single(message) if layout.pp > 1 else 0.0

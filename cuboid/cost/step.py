@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuboid.cost.communication import transfer
+from cuboid.cost.communication import ONE
 from cuboid.cost.compute import Kernels, kernels
 from cuboid.cost.constants import Chip, Engine, Fabric
 from cuboid.cost.inputs import Array, Jobs, Shape
-from cuboid.cost.layers import ONE, LayerTimes, layer_times, transfer_bytes
-from cuboid.cost.pipeline import Partition, bubble, partition, turns_back
+from cuboid.cost.layers import LayerTimes, hop, layer_times
+from cuboid.cost.pipeline import Partition, bubble, partition, turns_back, with_shared_cores
 from cuboid.cost.sharding import fully_sharded, optimizer_time, rank_parameters, reduction
 
 PARTS = ("compute", "tensor", "context", "expert", "host", "bubble", "transfer", "data", "optimizer", "straggler")
@@ -85,7 +85,8 @@ def step_time(shape: Shape, jobs: Jobs, chip: Chip, fabric: Fabric, engine: Engi
     times = layer_times(shape, jobs, fabric, engine, parts, precision)
     stage = partition(shape, jobs, engine)
     layer = times.mean("total", 0) + times.mean("total", 1)
-    slowest, everything = _slowest(shape, jobs, stage, layer, parts)
+    alone, everything = _slowest(shape, jobs, stage, layer, parts)
+    slowest = with_shared_cores(chip, alone, everything / jobs.pp)
     fullest = np.maximum(stage.first, np.maximum(stage.middle, stage.last))
     # The slowest rank may be one with fewer layers and the head: its other parts count as compute.
     layers = np.minimum(np.where(stage.first >= shape.layers, shape.layers, fullest), slowest / layer)
@@ -93,9 +94,11 @@ def step_time(shape: Shape, jobs: Jobs, chip: Chip, fabric: Fabric, engine: Engi
     names = ("tensor", "context", "expert", "host")
     waits = {name: count * layers * (times.mean(name, 0) + times.mean(name, 1)) for name in names}
     compute = count * slowest - sum(waits.values())
-    idle = _idle(shape, jobs, times, parts, everything - slowest)
-    hop = transfer(fabric, transfer_bytes(shape, jobs, engine), times.crosses) * (jobs.pp > 1)
-    moving = 2 * hop * (count * jobs.vpp * engine.transfer_exposed + jobs.pp - 1)
+    idle = _idle(shape, jobs, times, parts, everything - alone)
+    if chip.together < 1:
+        idle = np.maximum(chip.together * (count * alone + idle) - count * slowest, 0.0)
+    message = hop(shape, jobs, fabric, engine, times.crosses) * (jobs.pp > 1)
+    moving = 2 * message * (count * jobs.vpp * engine.transfer_exposed + jobs.pp - 1)
     held = rank_parameters(shape, jobs, stage.first, ONE, turns_back(jobs))
     data = reduction(jobs, fabric, engine, held, stage.first * times.mean("total", 1))
     data = data + count * fully_sharded(shape, jobs, fabric, engine, times)

@@ -7,6 +7,7 @@ from typing import Any
 
 from cuboid.cost.constants import Engine, engine_for
 from cuboid.cost.estimate import Machine, machine_of
+from cuboid.cost.measured import measured
 from cuboid.errors import UserError
 from cuboid.spec.cluster import ClusterSpec
 from cuboid.spec.coding import convert
@@ -68,7 +69,8 @@ class Question:
         """The engine's profile; a process on CPUs has no device context and no buffers of collectives there."""
         profile = engine_for(self.engine, self.machine.chip).in_precision(self.cost_precision)
         on_cpu = self.cluster.accelerator == "cpu"
-        return replace(profile, fixed=min(profile.fixed, 0.25 * 2**30)) if on_cpu else profile
+        profile = replace(profile, fixed=min(profile.fixed, 0.25 * 2**30)) if on_cpu else profile
+        return measured(profile, self.cluster, "engine") if self.engine == "cuboid" else profile
 
     @property
     def cost_precision(self) -> str:

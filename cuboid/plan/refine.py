@@ -6,7 +6,7 @@ import numpy as np
 
 from cuboid.cost.inputs import Shape
 from cuboid.cost.memory import Memory, rank_memory
-from cuboid.cost.pipeline import in_flight
+from cuboid.cost.pipeline import in_flight, with_shared_cores
 from cuboid.cost.stages import stage_costs
 from cuboid.cost.step import PARTS
 from cuboid.plan.question import Question
@@ -119,9 +119,13 @@ def refine(question: Question, scores: Scores, index: int) -> Refined:
         seconds = stage_seconds(question, layout)
         costs = seconds.costs
         totals = np.array(costs.forward) + np.array(costs.input_backward) + np.array(costs.weight_backward)
+        chip = question.machine.chip
         each = part.by_rank(totals)
-        work = micro_batches * each
-        alone, delayed = makespans(layout, seconds, micro_batches, float(each.max()))
+        work = micro_batches * with_shared_cores(chip, each, each.mean())
+        # A schedule's critical path runs at the speed of ranks that others wait for.
+        quick = StageSeconds(costs.scaled(chip.together), seconds.message)
+        spans = makespans(layout, quick, micro_batches, chip.together * float(each.max()))
+        alone, delayed = (max(span, float(work.max())) for span in spans)
         share = parts["straggler"] / max(sum(parts[name] for name in (*BUSY, "bubble")), 1e-300)
         parts["bubble"] = max(alone - float(work.max()), 0.0)
         parts["transfer"] = max(delayed - alone, 0.0)

@@ -10,7 +10,7 @@ from cuboid.cost.compute import Kernels, kernels
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.layers import LayerTimes, layer_times
 from cuboid.cost.pipeline import partition as assumed_partition
-from cuboid.cost.pipeline import turns_back
+from cuboid.cost.pipeline import turns_back, with_shared_cores
 from cuboid.plan.partition import partition
 from cuboid.plan.question import Question
 from cuboid.plan.space import Space
@@ -112,7 +112,8 @@ def assumed_slowest(question: Question, space: Space, seconds: LayerSeconds) -> 
     first = stage.first * layer + seconds.parts.embedding + folded * seconds.head
     ends = np.maximum(first, stage.last * layer + (1 - folded) * seconds.head)
     alone = shape.layers * layer + seconds.parts.embedding + seconds.head
-    return np.where(stage.first >= shape.layers, alone, np.maximum(ends, stage.middle * layer))
+    slowest = np.where(stage.first >= shape.layers, alone, np.maximum(ends, stage.middle * layer))
+    return with_shared_cores(question.machine.chip, slowest, alone / space.jobs.pp)
 
 
 def everything(question: Question, seconds: LayerSeconds) -> Array:
@@ -139,4 +140,4 @@ def real_slowest(question: Question, space: Space, seconds: LayerSeconds) -> Arr
         stages, schedule = divmod(kind, len(SCHEDULES))
         part = held(question.model, SCHEDULES[schedule], *divmod(stages, 1_000), question.sequence)
         slowest[where] = (seconds_of[where] @ part.different_ranks).max(axis=1)
-    return slowest
+    return with_shared_cores(question.machine.chip, slowest, everything(question, seconds) / space.jobs.pp)

@@ -36,6 +36,12 @@ class StageCosts:
             weight_backward=(weight_backward,) * stages,
         )
 
+    def scaled(self, factor: float) -> StageCosts:
+        """All of them so many times as long."""
+        parts = (self.forward, self.input_backward, self.weight_backward)
+        forward, inputs, weights = (tuple(factor * cost for cost in part) for part in parts)
+        return StageCosts(forward=forward, input_backward=inputs, weight_backward=weights)
+
     def by_kind(self) -> list[float]:
         """Costs at 4 × stage + position of the kind in `Kind`, as `Program.steps` refers to them."""
         halves = zip(self.forward, self.input_backward, self.weight_backward, strict=True)

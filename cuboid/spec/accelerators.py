@@ -51,6 +51,7 @@ def cluster_from_text(text: str) -> ClusterSpec:
 def cluster_from_file(path: Path) -> ClusterSpec:
     """A cluster from a TOML file; what it leaves out is as in the catalog."""
     table = read_toml(path)
+    table.pop("probe", None)  # the measurements behind a profile, for readers
     for key in table:
         require_known(key, field_types(ClusterSpec), "cluster")
     if "accelerator" not in table:

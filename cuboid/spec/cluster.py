@@ -48,6 +48,8 @@ class ClusterSpec:
     """What one process can see of its accelerator's memory."""
     memory_bandwidth: float
     """GB/s."""
+    measured: dict[str, dict[str, object]] = field(default_factory=dict, hash=False)
+    """What `cuboid probe` found here in place of the planner's calibration: chip, fabric, engine -> constant -> value."""
 
     def __post_init__(self) -> None:
         check_types(self, "cluster")

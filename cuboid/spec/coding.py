@@ -64,10 +64,11 @@ def convert(value: object, hint: Any, where: str) -> Any:
         if isinstance(value, Mapping):
             return decode(hint, value, where)
         raise UserError(f"{where}={show(value)} is {type_name(value)}; it must be a table")
-    if get_origin(hint) is tuple:
+    if get_origin(hint) in (tuple, list):
         if not isinstance(value, list | tuple):
             raise UserError(f"{where}={show(value)} is {type_name(value)}; it must be a list")
-        return tuple(convert(item, get_args(hint)[0], f"{where}[{index}]") for index, item in enumerate(value))
+        items = (convert(item, get_args(hint)[0], f"{where}[{index}]") for index, item in enumerate(value))
+        return get_origin(hint)(items)
     if get_origin(hint) is dict:
         if not isinstance(value, Mapping):
             raise UserError(f"{where}={show(value)} is {type_name(value)}; it must be a table")
