@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from cuboid.cost.constants import Chip, Engine, Fabric, chip_from, default_fabric, engine_for, fabric_named
 from cuboid.cost.flops import model_flops_per_token
 from cuboid.cost.inputs import Array, Jobs, Shape, single
-from cuboid.cost.measured import measured
+from cuboid.cost.profiled import profiled
 from cuboid.cost.memory import Memory, memory_by_rank
 from cuboid.cost.pipeline import partition
 from cuboid.cost.step import PARTS, StepTime, stall_depth, step_time
@@ -49,7 +49,7 @@ def machine_of(cluster: ClusterSpec) -> Machine:
         outside = fabric.outer_bandwidth * (outer.bandwidth / links[-1] if len(cluster.tiers) > 1 else 1.0)
     wired = replace(fabric, node=max(node, 1), inner_bandwidth=inside, outer_bandwidth=outside)
     chip = chip_from(cluster.accelerator, facts)
-    return Machine(measured(chip, cluster, "chip"), measured(wired, cluster, "fabric"))
+    return Machine(profiled(chip, cluster, "chip"), profiled(wired, cluster, "fabric"))
 
 
 def _catalog_links(accelerator: str) -> list[float]:

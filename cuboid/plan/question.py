@@ -7,7 +7,7 @@ from typing import Any
 
 from cuboid.cost.constants import Engine, engine_for
 from cuboid.cost.estimate import Machine, machine_of
-from cuboid.cost.measured import measured
+from cuboid.cost.profiled import profiled
 from cuboid.errors import UserError
 from cuboid.spec.cluster import ClusterSpec
 from cuboid.spec.coding import convert
@@ -70,7 +70,7 @@ class Question:
         profile = engine_for(self.engine, self.machine.chip).in_precision(self.cost_precision)
         on_cpu = self.cluster.accelerator == "cpu"
         profile = replace(profile, fixed=min(profile.fixed, 0.25 * 2**30)) if on_cpu else profile
-        return measured(profile, self.cluster, "engine") if self.engine == "cuboid" else profile
+        return profiled(profile, self.cluster, "engine") if self.engine == "cuboid" else profile
 
     @property
     def cost_precision(self) -> str:
