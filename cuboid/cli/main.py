@@ -28,6 +28,7 @@ VERBS = {
     "verify": "Prove that a layout computes what one process computes.",
     "replay": "Rerun one step of a run to tell bad data from bad hardware.",
     "map": "Draw which rank sits where, and which links each group's traffic crosses.",
+    "probe": "Measure this machine or these hosts for the planner; or run one rank of any job.",
     "estimate": "Estimate step time and memory of published runs, row by row.",
     "data": "Build, show and verify stores of tokens.",
     "checkpoint": "List, verify, show, copy and prune checkpoints.",

@@ -10,6 +10,8 @@ from cuboid.errors import UserError
 from cuboid.spec.accelerators import accelerator_base, accelerator_table
 from cuboid.spec.suggest import nearest_names
 
+KEPT = ("kept_hidden", "kept_whole", "kept_query", "kept_ffn", "kept_boundary", "kept_routed")
+"""Bytes of an engine that are activations in the precision of the products."""
 PRECISIONS = ("bf16", "fp8", "fp4", "float32")
 
 
@@ -206,7 +208,14 @@ class Engine:
 
     def in_precision(self, precision: str) -> "Engine":
         """With what travels as wide as the precision makes it; narrower formats than 16 bits travel in 16."""
-        return replace(self, parameter_wire=4.0, activation_wire=4.0) if precision == "float32" else self
+        if precision != "float32" or self.activation_wire == 4.0:  # the latter: it is that already
+            return self
+        wide = replace(self, parameter_wire=4.0, activation_wire=4.0)
+        if not self.own_exchanges:
+            return wide
+        # This engine then has no master weights beside the weights, and everything it keeps is twice as wide.
+        kept = {name: 2 * getattr(self, name) for name in KEPT}
+        return replace(wide, weight_bytes=4.0, optimizer_bytes=8.0, **kept)
 
 
 def _table(file: str) -> dict[str, Any]:

@@ -224,6 +224,11 @@ class Unit:
         gradient = self.parameters[part.name].grad
         return torch.zeros_like(self.master[here]) if gradient is None else gradient.flatten()
 
+    def held_tensors(self) -> list[Tensor]:
+        """What `held_bytes` counts."""
+        gradient = [] if self._summed_gradient is None else [self._summed_gradient]
+        return [self._flat, self.master, *gradient]
+
     def held_bytes(self) -> dict[str, int]:
         """Bytes really allocated now."""
         master = self.master.untyped_storage().nbytes() if self._master_is_apart else 0

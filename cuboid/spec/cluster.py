@@ -49,7 +49,7 @@ class ClusterSpec:
     memory_bandwidth: float
     """GB/s."""
     measured: dict[str, dict[str, object]] = field(default_factory=dict, hash=False)
-    """What `cuboid probe` found here in place of the planner's calibration: chip, fabric, engine -> constant -> value."""
+    """What `cuboid probe` found, in place of the planner's calibration: chip, fabric, engine -> constant -> value."""
 
     def __post_init__(self) -> None:
         check_types(self, "cluster")

@@ -1,0 +1,163 @@
+"""`cuboid probe -o cluster.toml`: measure this machine or these hosts for the planner; or run one rank of any job."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cuboid.cli.output import write_output
+from cuboid.errors import UserError
+from cuboid.spec.cluster import load_cluster
+from cuboid.spec.run import Run, build_run
+
+GIB = 2**30
+
+
+def command(
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the profile, for plan to use.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks on this host; left out: its GPUs, or its cores where it has none.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.5, help="How long to measure, about.")] = 60.0,
+    nodes: Annotated[int, typer.Option(min=1, help="Hosts that take part; run this on each.")] = 1,
+    rendezvous: Annotated[str | None, typer.Option(help="HOST:PORT of the host that leads and writes.")] = None,
+    interface: Annotated[str | None, typer.Option(help="The network interface; left out: the one to HOST.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    rank: Annotated[int | None, typer.Option(min=0, help="Run this one rank of a job, without the others.")] = None,
+    layout: Annotated[str | None, typer.Option(help="Of the job, for --rank: dp=2,tp=2,pp=2.")] = None,
+    model: Annotated[str | None, typer.Option(help="Of the job: a catalog name, a TOML file or a config.json.")] = None,
+    sequence: Annotated[int, typer.Option(min=1, help="Of the job: tokens per sequence.")] = 256,
+    micro_batch: Annotated[int | None, typer.Option(min=1, help="Of the job: sequences per micro-batch.")] = None,
+    global_batch: Annotated[int, typer.Option(min=1, help="Of the job: sequences per step.")] = 16,
+    precision: Annotated[str | None, typer.Option(help="Of the job; left out: float32 on CPUs, bf16 on GPUs.")] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="Of the job, for the prediction: a profile or a name such as h100x8.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure products, attention, memory and collectives with all ranks busy, and write a profile for the planner.
+
+    Example: cuboid probe -o here.toml; cuboid plan tiny-llama here.toml --global-batch 16 --seq 256 --precision float32
+
+    With --rank, run one rank of a job of any size here, and show its memory and time beside what is predicted.
+
+    Example: cuboid probe --rank 5 --layout dp=2,tp=2,pp=2 --model tiny-llama
+    """
+    if rank is not None:
+        if layout is None or model is None:
+            raise UserError(f"rank={rank} needs a job; add --layout dp=2,tp=2,pp=2 --model tiny-llama")
+        wanted = layout if micro_batch is None else f"{layout},micro_batch={micro_batch}"
+        kind = _device_type(device)
+        training = {
+            "global_batch": global_batch,
+            "sequence": sequence,
+            "precision": precision or ("bf16" if kind == "cuda" else "float32"),
+            "device": device,
+        }
+        table = {"model": model, "layout": wanted, "training": training, "data": {"source": "synthetic"}}
+        _one_rank(build_run(table), rank, cluster, kind, as_json)
+        return
+    for name, value in (("layout", layout), ("model", model), ("cluster", cluster)):
+        if value is not None:
+            raise UserError(f"{name}={value} is of a job, of which one rank is run; add --rank 0")
+    _probe(output, ranks, seconds, nodes, rendezvous, interface, device, as_json)
+
+
+def _device_type(device: str) -> str:
+    from cuboid.parallel.device import choose_device
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(f"device={device} is unknown; use auto, cpu or cuda")
+    return choose_device(device, 0).type
+
+
+def _probe(
+    output: Path | None,
+    ranks: int | None,
+    seconds: float,
+    nodes: int,
+    rendezvous: str | None,
+    interface: str | None,
+    device: str,
+    as_json: bool,
+) -> None:
+    from cuboid.probe.hosts import Meeting, interface_to, parse_rendezvous, run_probe
+
+    meeting = None
+    if nodes > 1:
+        if rendezvous is None:
+            raise UserError(f"nodes={nodes} need a place to meet; add --rendezvous HOST:PORT, the same on every host")
+        host, port = parse_rendezvous(rendezvous)
+        meeting = Meeting(nodes, host, port, interface or interface_to(host, port))
+    elif rendezvous is not None:
+        raise UserError(f"rendezvous={rendezvous} is for several hosts; add --nodes 2 or leave it out")
+    if output is not None and output.suffix != ".toml":
+        raise UserError(f"output={output} is no TOML file; name it like cluster.toml, for plan to know it")
+    count = ranks or _default_ranks(_device_type(device))
+
+    def tell(text: str) -> None:
+        print(f"probe: {text}", file=sys.stderr, flush=True)
+
+    samples = run_probe(count, seconds, device, meeting, tell)
+    if samples is None:
+        tell("done; the leading host has the profile")
+        return
+    from cuboid.probe.profile import dump_profile, make_cluster
+    from cuboid.probe.session import facts
+
+    here = facts(device)
+    found = make_cluster(samples, device=here.name, memory=here.memory, local=count, nodes=nodes)
+    if output is not None:
+        import torch
+
+        about = {"device": here.name, "torch": str(torch.__version__), "seconds": seconds}
+        write_output(output, dump_profile(found, samples, about))
+    if as_json:
+        print(json.dumps({"cluster": _table(found), "samples": [sample.row() for sample in samples]}))
+        return
+    from cuboid.cli.probe_table import show
+
+    show(found, samples, output)
+
+
+def _table(cluster: Any) -> dict[str, object]:
+    from cuboid.spec.coding import encode
+
+    return {**encode(cluster), "tiers": [encode(tier) for tier in cluster.tiers]}
+
+
+def _default_ranks(kind: str) -> int:
+    if kind == "cuda":
+        import torch
+
+        return torch.cuda.device_count()
+    return os.cpu_count() or 1
+
+
+def _one_rank(run: Run, rank: int, cluster: str | None, kind: str, as_json: bool) -> None:
+    from cuboid.probe.expected import expected
+    from cuboid.probe.one_rank import check_one_rank, run_one_rank
+    from cuboid.spec.supported import check_supported
+
+    check_supported(run)
+    check_one_rank(run, rank)
+    place = load_cluster(cluster or ("cpux8" if kind == "cpu" else _accelerator_here()))
+    told = expected(run, rank, place)
+    report = run_one_rank(run, rank)
+    if as_json:
+        found = {"memory": report.memory, "seconds": min(report.seconds), "every_step": report.seconds}
+        print(json.dumps({"rank": rank, "layout": str(run.layout), "measured": found, "predicted": vars(told)}))
+        return
+    from cuboid.cli.probe_table import show_rank
+
+    show_rank(run, rank, report.memory, report.seconds, told)
+
+
+def _accelerator_here() -> str:
+    from cuboid.probe.profile import catalog_name
+    from cuboid.probe.session import facts
+
+    return f"{catalog_name(facts('cuda').name)}x8"

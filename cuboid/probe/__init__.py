@@ -1,0 +1,1 @@
+"""What this machine, or these hosts, really do, as a hardware profile that the planner takes for a cluster."""

@@ -1,0 +1,67 @@
+"""What the planner says of one rank of a job. No torch."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cuboid.cost.inputs import Shape
+from cuboid.cost.sharding import optimizer_time, rank_parameters
+from cuboid.plan.choose import predict
+from cuboid.plan.question import Question
+from cuboid.plan.space import Space
+from cuboid.plan.stages import LayerSeconds, held
+from cuboid.spec.cluster import ClusterSpec
+from cuboid.spec.ranks import coordinates
+from cuboid.spec.run import Run
+
+KINDS = {
+    "parameters": ("weights",),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer",),
+    "activations": ("activations", "logits", "transient"),
+    "buffers": ("buffers", "reserve"),
+}
+"""Kind of memory that a rank reports -> lines of the plan."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The prediction for a rank."""
+
+    memory: dict[str, float]
+    """Bytes, by the kinds a rank reports."""
+    seconds: float
+    """Of its computing in a step: layers, embedding, head, update; no communication, no waiting."""
+
+
+def expected(run: Run, rank: int, cluster: ClusterSpec) -> Expected:
+    """What one rank of a run should take on the accelerators of a cluster, whose number does not matter."""
+    training, layout = run.training, run.layout
+    precision = "float32" if training.precision == "float64" else training.precision
+    question = Question(
+        model=run.model,
+        cluster=cluster,
+        global_batch=training.global_batch,
+        sequence=training.sequence,
+        precision=precision,
+    )
+    plan = predict(question, layout)
+    stage = coordinates(rank, layout).pp
+    row = plan.memory[stage]
+    memory = {kind: sum(row[line] for line in lines) for kind, lines in KINDS.items()}
+    return Expected(memory, _seconds(question, run, stage))
+
+
+def _seconds(question: Question, run: Run, stage: int) -> float:
+    layout = run.layout
+    space = Space.of([layout], question)
+    part = held(run.model, layout.schedule, layout.pp, layout.vpp, run.training.sequence)
+    seconds = LayerSeconds.of(question, space.jobs)
+    dense, mixture = (sum(way.compute for way in passes) for passes in (seconds.times.dense, seconds.times.mixture))
+    first, last = (float(ends[stage]) for ends in part.ends())
+    layers = float(part.by_rank(part.dense)[stage]) * dense + float(part.by_rank(part.mixture)[stage]) * mixture
+    passes = space.jobs.micro_batches * (layers + first * seconds.parts.embedding + last * seconds.head)
+    shape, count = Shape.of(run.model), np.asarray(part.layers[stage])
+    owned = rank_parameters(shape, space.jobs, count, np.asarray(first), np.asarray(last))
+    update = optimizer_time(space.jobs, question.machine.chip, question.profile, owned)
+    return float(np.ravel(passes + update)[0])

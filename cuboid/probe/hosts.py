@@ -1,0 +1,213 @@
+"""Start the probe's ranks on this host and let them meet: through a file on one host, at HOST:PORT on several."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from cuboid.errors import RankError, UserError
+from cuboid.launch.orphan import follow_parent
+from cuboid.launch.pool import fork_server
+from cuboid.probe.samples import Sample
+from cuboid.probe.session import Seat, measure
+
+PATIENCE = 300.0
+"""Seconds to wait for the other hosts."""
+SIOCGIFADDR = 0x8915
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where several hosts meet."""
+
+    nodes: int
+    host: str
+    port: int
+    interface: str
+    """What the ranks talk through."""
+
+
+def parse_rendezvous(text: str) -> tuple[str, int]:
+    """HOST:PORT."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise UserError(f"rendezvous={text} is no address; write it like 10.0.0.1:29400")
+    return host.strip("[]"), int(port)
+
+
+def interface_to(host: str, port: int) -> str:
+    """The interface through which this machine reaches another, or itself under that name."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as there:
+        try:
+            there.connect((host, port))
+        except OSError as problem:
+            raise UserError(f"rendezvous={host}:{port} cannot be reached: {problem.strerror or problem}") from None
+        address = there.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            try:
+                found = fcntl.ioctl(there.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # it has no address
+            if socket.inet_ntoa(found[20:24]) == address:
+                return name
+    raise UserError(f"rendezvous={host}:{port} is reached by no interface with an address; name one with --interface")
+
+
+def is_here(host: str) -> bool:
+    """Whether a name is this machine's."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+            listener.bind((host, 0))
+    except OSError:
+        return False
+    return True
+
+
+def run_probe(
+    ranks: int, seconds: float, device: str, meeting: Meeting | None, tell: Callable[[str], None]
+) -> list[Sample] | None:
+    """The samples of all ranks on the host that leads, None on the others."""
+    if meeting is not None:
+        # Read by the ranks when they are started.
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = meeting.interface
+        store, node = _meet(meeting, ranks)
+        tell(f"host {node + 1} of {meeting.nodes}, {ranks} ranks, over {meeting.interface}")
+        found = _run_ranks(ranks, node, meeting.nodes, seconds, device, (meeting.host, meeting.port), tell)
+        del store  # the leader's server, which the ranks needed until now
+        return found
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    with tempfile.TemporaryDirectory(prefix="cuboid-") as folder:
+        return _run_ranks(ranks, 0, 1, seconds, device, folder, tell)
+
+
+def _meet(meeting: Meeting, ranks: int) -> tuple[Any, int]:
+    """The store all hosts share, and this host's number."""
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import DistError
+
+    leads = is_here(meeting.host)
+    try:
+        store = TCPStore(
+            meeting.host,
+            meeting.port,
+            is_master=leads,
+            timeout=timedelta(seconds=PATIENCE),
+            wait_for_workers=False,
+        )
+        number = 0 if leads else int(store.add("probe/hosts", 1))
+        if leads:
+            store.set("probe/ranks", str(ranks))
+        wanted = int(store.get("probe/ranks"))
+    except (DistError, RuntimeError):
+        where = f"{meeting.host}:{meeting.port}"
+        if leads:
+            raise UserError(f"rendezvous={where} is taken by another program; use another port") from None
+        raise UserError(f"rendezvous={where} does not answer; start cuboid probe on that host too") from None
+    if wanted != ranks:
+        raise UserError(f"ranks={ranks} is not what the leading host has; use --ranks {wanted} on every host")
+    if number >= meeting.nodes:
+        raise UserError(f"nodes={meeting.nodes} hosts are there already; start no more, or use --nodes {number + 1}")
+    return store, number
+
+
+def _run_ranks(
+    ranks: int,
+    node: int,
+    nodes: int,
+    seconds: float,
+    device: str,
+    meeting: str | tuple[str, int],
+    tell: Callable[[str], None],
+) -> list[Sample] | None:
+    context = fork_server()
+    started = []
+    for local in range(ranks):
+        ours, theirs = context.Pipe()
+        seat = Seat(node * ranks + local, ranks, nodes, seconds, device)
+        process = context.Process(target=_serve, args=(theirs, seat, meeting), daemon=True)
+        process.start()
+        theirs.close()
+        started.append((process, ours))
+    try:
+        return _listen([connection for _, connection in started], node * ranks, seconds, tell)
+    finally:
+        for process, connection in started:
+            connection.close()
+            process.kill()
+            process.join()
+
+
+def _listen(
+    connections: list[Connection], first: int, seconds: float, tell: Callable[[str], None]
+) -> list[Sample] | None:
+    """Pass on what rank 0 says, and wait for all to be done."""
+    result: list[Sample] | None = None
+    waiting = {connection: first + index for index, connection in enumerate(connections)}
+    until = time.monotonic() + PATIENCE + 20 * seconds
+    while waiting:
+        ready = wait(list(waiting), max(until - time.monotonic(), 0.0))
+        if not ready:
+            raise RankError(f"ranks {sorted(waiting.values())} of the probe gave no answer; is every host still there?")
+        for connection in ready:
+            assert isinstance(connection, Connection)
+            rank = waiting[connection]
+            try:
+                what, value = connection.recv()
+            except (EOFError, ConnectionResetError):
+                raise RankError(f"rank {rank} of the probe died") from None
+            if what == "doing":
+                tell(value)
+            elif what == "refused":
+                raise UserError(value)
+            elif what == "failed":
+                raise RankError(f"rank {rank} of the probe failed:\n{value}")
+            else:
+                del waiting[connection]
+                result = value if rank == 0 else result
+    return result
+
+
+def _serve(connection: Connection, seat: Seat, meeting: str | tuple[str, int]) -> None:
+    """A rank process."""
+    import torch
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
+
+    follow_parent()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # of precisions that the processor lacks: their times say so
+    try:
+        if seat.world > 1:
+            limit = timedelta(seconds=PATIENCE)
+            store: Any = (
+                FileStore(os.path.join(meeting, "store"), seat.world)
+                if isinstance(meeting, str)
+                else TCPStore(*meeting, is_master=False, timeout=limit, wait_for_workers=False)
+            )
+            backend = "gloo"
+            if seat.device != "cpu" and torch.cuda.is_available():
+                torch.cuda.set_device(seat.rank % seat.local % torch.cuda.device_count())
+                backend = "nccl" if seat.local <= torch.cuda.device_count() else "gloo"
+            prefixed = PrefixStore("probe/group", store)
+            dist.init_process_group(backend, store=prefixed, rank=seat.rank, world_size=seat.world, timeout=limit)
+        found = measure(seat, lambda text: connection.send(("doing", text)) if seat.rank == 0 else None)
+        if seat.world > 1:
+            dist.barrier()
+            dist.destroy_process_group()
+        connection.send(("done", found if seat.rank == 0 else None))
+    except UserError as error:
+        connection.send(("refused", str(error)))
+    except Exception:
+        connection.send(("failed", traceback.format_exc()))

@@ -1,0 +1,127 @@
+"""Matrix products, attention, memory and copies of one rank, timed while all ranks do the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as functional
+
+from cuboid.parallel.apply import DTYPES
+
+Shape = tuple[int, int, int]
+
+CPU_PRODUCTS: tuple[Shape, ...] = (
+    (32, 32, 32),
+    (128, 128, 128),
+    (512, 64, 512),
+    (64, 512, 512),
+    (512, 512, 64),
+    (512, 256, 768),
+    (256, 1024, 1024),
+    (512, 512, 2048),
+)
+GPU_PRODUCTS: tuple[Shape, ...] = (
+    (64, 64, 64),
+    (4096, 4096, 128),
+    (512, 4096, 4096),
+    (4096, 1024, 4096),
+    (4096, 4096, 4096),
+    (8192, 4096, 14336),
+    (8192, 8192, 8192),
+)
+LARGEST = -1
+"""Of the products: the one that says how fast a rank is alone."""
+CPU_ATTENTION: tuple[Shape, ...] = ((256, 4, 64), (1024, 4, 64))
+GPU_ATTENTION: tuple[Shape, ...] = ((2048, 32, 128), (8192, 32, 128))
+CPU_BYTES, GPU_BYTES = 32 << 20, 1 << 30
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Something to time, made ready when it is its turn."""
+
+    kind: str
+    size: tuple[int, ...]
+    precision: str
+    prepare: Callable[[], Callable[[], object]]
+
+
+def kernels(device: torch.device) -> Iterator[Kernel]:
+    """All of a device, the precision its trainings use first."""
+    gpu = device.type == "cuda"
+    shapes = GPU_PRODUCTS if gpu else CPU_PRODUCTS
+    for precision in ("bf16", "float32", "float64") if gpu else ("float32", "bf16", "float64"):
+        # A CPU without products in a precision does them a thousand times slower.
+        others = shapes[LARGEST:] if gpu else shapes[1:2]
+        chosen = shapes if precision == trained(device) else others
+        for shape in chosen:
+            yield Kernel("product", shape, precision, _product(shape, precision, device))
+    for shape in GPU_ATTENTION if gpu else CPU_ATTENTION:
+        for backward in (False, True):
+            kind = "attention_backward" if backward else "attention_forward"
+            yield Kernel(kind, shape, trained(device), _attention(shape, backward, device))
+    size = GPU_BYTES if gpu else CPU_BYTES
+    yield Kernel("memory", (size,), "", _memory(size, device))
+    if gpu:
+        for kind, there in (("to_device", True), ("to_host", False)):
+            yield Kernel(kind, (size,), "", _copy(size, device, there))
+
+
+def trained(device: torch.device) -> str:
+    """The precision in which trainings on a device compute."""
+    return "bf16" if device.type == "cuda" else "float32"
+
+
+def _product(shape: Shape, precision: str, device: torch.device) -> Callable[[], Callable[[], object]]:
+    """The three products of a linear layer, forward and backward: libraries differ in how well they do each."""
+
+    def prepare() -> Callable[[], object]:
+        rows, inner, columns = shape
+        dtype = DTYPES[precision]
+        x, weight, gradient = (
+            torch.randn(size, device=device).to(dtype) for size in ((rows, inner), (columns, inner), (rows, columns))
+        )
+        return lambda: (x @ weight.T, gradient @ weight, gradient.T @ x)
+
+    return prepare
+
+
+def _attention(shape: Shape, backward: bool, device: torch.device) -> Callable[[], Callable[[], object]]:
+    """Causal attention of one sequence; backward holds the forward pass that it needs."""
+
+    def prepare() -> Callable[[], object]:
+        tokens, heads, width = shape
+        query, key, value = parts = [
+            torch.randn(1, heads, tokens, width, device=device).to(DTYPES[trained(device)]).requires_grad_(backward)
+            for _ in range(3)
+        ]
+
+        def run() -> object:
+            seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+            return torch.autograd.grad(seen.sum(), parts) if backward else seen
+
+        return run
+
+    return prepare
+
+
+def _memory(size: int, device: torch.device) -> Callable[[], Callable[[], object]]:
+    """Read one tensor, write another: `size` bytes each way."""
+
+    def prepare() -> Callable[[], object]:
+        source = torch.zeros(size // 4, device=device)
+        target = torch.empty_like(source)
+        return lambda: torch.add(source, 1.0, out=target)
+
+    return prepare
+
+
+def _copy(size: int, device: torch.device, there: bool) -> Callable[[], Callable[[], object]]:
+    def prepare() -> Callable[[], object]:
+        host, held = torch.zeros(size // 4, pin_memory=True), torch.zeros(size // 4, device=device)
+        source, target = (host, held) if there else (held, host)
+        return lambda: target.copy_(source, non_blocking=True)
+
+    return prepare

@@ -1,0 +1,123 @@
+"""One rank of a job of any size, run for real on this machine: real computing, real memory, collectives replaced.
+
+The process group is torch's `fake`, which answers every collective at once: losses mean nothing, times and bytes do."""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from cuboid.data.loader import micro_batches
+from cuboid.data.source import make_source
+from cuboid.errors import UserError
+from cuboid.model.batch import MicroBatch
+from cuboid.parallel.apply import Engine, build_engine
+from cuboid.parallel.device import choose_device
+from cuboid.probe.clock import synchronize
+from cuboid.probe.tally import Tally
+from cuboid.spec.run import Run
+from cuboid.train.optimizer import Optimizer
+from cuboid.train.step import compute_gradients
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank of the job took."""
+
+    memory: dict[str, float]
+    """Bytes at the fullest moment: parameters, gradients, optimizer, activations (and all that lives for a moment), and
+    buffers: what the allocator of a GPU keeps beside, or what a process on a CPU has before it begins."""
+    seconds: tuple[float, ...]
+    """Of every timed step: gradients and update."""
+    device: str
+
+
+def run_one_rank(run: Run, rank: int, steps: int = 3) -> RankReport:
+    """A few steps of this rank, the first to warm up."""
+    check_one_rank(run, rank)
+    device = choose_device(run.training.device, 0)
+    torch.set_num_threads(run.training.threads_per_rank)
+    if run.layout.world_size > 1:
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.layout.world_size)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what nobody sent is not initialized
+            return _measure(run, rank, device, steps)
+    except torch.OutOfMemoryError as reason:
+        first = str(reason).splitlines()[0]
+        raise UserError(f"rank={rank} of layout={run.layout} does not fit on this device: {first}") from None
+    finally:
+        if run.layout.world_size > 1:
+            dist.destroy_process_group()
+
+
+def check_one_rank(run: Run, rank: int) -> None:
+    """Refuse what cannot be run without the others."""
+    if not 0 <= rank < run.layout.world_size:
+        raise UserError(f"rank={rank} is not in layout={run.layout}; use rank=0 to rank={run.layout.world_size - 1}")
+    if run.layout.ep > 1:
+        raise UserError(
+            f"ep={run.layout.ep} sends rows where other ranks want them, which one rank cannot know; use ep=1"
+        )
+
+
+def _measure(run: Run, rank: int, device: torch.device, steps: int) -> RankReport:
+    on_gpu = device.type == "cuda"
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    engine = build_engine(run, rank, device)
+    optimizer = Optimizer(engine, run.optimizer)
+    batches = micro_batches(make_source(run), run, 0, engine.groups.coordinates.dp, device)
+    _step(engine, optimizer, batches)
+    synchronize(device)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        _step(engine, optimizer, batches)
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    known = _held(engine, optimizer)
+    if on_gpu:
+        peak = float(torch.cuda.max_memory_allocated(device))
+        buffers = float(torch.cuda.max_memory_reserved(device)) - peak
+        beside = peak - sum(known.values())
+    else:
+        tally = Tally(_storages(engine, optimizer), lambda: int(sum(_held(engine, optimizer).values())))
+        with tally:
+            _step(engine, optimizer, batches)
+        beside, buffers = float(tally.beside), float(resident)
+        known = {**known, "parameters": tally.peak - beside - known["gradients"] - known["optimizer"]}
+    return RankReport({**known, "activations": beside, "buffers": buffers}, tuple(seconds), device.type)
+
+
+def _step(engine: Engine, optimizer: Optimizer, batches: list[MicroBatch]) -> None:
+    """As a training does it, but the update is never left out: what was not received is often not a number."""
+    compute_gradients(engine, batches)
+    one = torch.ones((), device=engine.device)
+    optimizer.step(1e-6, one, engine.run.training.gradient_clip, one > 0)
+
+
+def _held(engine: Engine, optimizer: Optimizer) -> dict[str, float]:
+    held = [unit.held_bytes() for unit in engine.units]
+    return {
+        "parameters": float(sum(part["parameters"] + part["master"] for part in held)),
+        "gradients": float(sum(part["gradients"] for part in held)),
+        "optimizer": float(optimizer.state_bytes()),
+    }
+
+
+def _storages(engine: Engine, optimizer: Optimizer) -> set[int]:
+    """What `_held` counts."""
+    found = {moment.untyped_storage()._cdata for piece in optimizer.pieces for moment in optimizer.moments(piece)}
+    for unit in engine.units:
+        found |= {tensor.untyped_storage()._cdata for tensor in unit.held_tensors()}
+    return found

@@ -1,0 +1,134 @@
+"""What every rank of a probe does: kernels, steps and collectives in turn, all ranks at once, within a given time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from cuboid.parallel.device import choose_device
+from cuboid.probe.cases import cases
+from cuboid.probe.clock import timed
+from cuboid.probe.kernels import LARGEST, Kernel, kernels, trained
+from cuboid.probe.links import circles, time_circle
+from cuboid.probe.samples import Sample, merged
+from cuboid.probe.steps import step_actions
+
+KERNELS, STEPS = 0.4, 0.25
+"""Shares of the time; collectives have the rest."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where a rank of the probe sits, and how long it has."""
+
+    rank: int
+    local: int
+    """Ranks of each node."""
+    nodes: int
+    seconds: float
+    device: str
+
+    @property
+    def world(self) -> int:
+        return self.local * self.nodes
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a device says of itself."""
+
+    name: str
+    memory: float
+    """Bytes there are for one rank."""
+
+
+def measure(seat: Seat, tell: Callable[[str], None]) -> list[Sample]:
+    """Returns all samples on rank 0, none elsewhere. `tell`: hears what is being timed."""
+    device = choose_device(seat.device, seat.rank % seat.local)
+    control = dist.new_group(backend="gloo") if seat.world > 1 else None
+
+    def agree(value: float) -> float:
+        """The largest of all ranks."""
+        if control is None:
+            return value
+        shared = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=control)
+        return float(shared)
+
+    found = _kernels(seat, device, agree, tell)
+    if device.type == "cpu":
+        found += _steps(seat, agree, tell)
+    if seat.world > 1:
+        found += _links(seat, device, agree, tell)
+    if control is None:
+        return merged(found)
+    everything: list[list[Sample]] | None = [[] for _ in range(seat.world)] if seat.rank == 0 else None
+    dist.gather_object(found, everything, group=control)
+    return merged(sample for part in everything or () for sample in part)
+
+
+def _kernels(
+    seat: Seat, device: torch.device, agree: Callable[[float], float], tell: Callable[[str], None]
+) -> list[Sample]:
+    made = list(kernels(device))
+    each = KERNELS * seat.seconds / (len(made) + 2)
+    largest = [kernel for kernel in made if kernel.kind == "product" and kernel.precision == trained(device)][LARGEST]
+    memory = next(kernel for kernel in made if kernel.kind == "memory")
+    found = []
+    for kernel in (largest, memory):
+        tell(f"{_words(kernel)}, one rank alone")
+        if seat.rank == 0:
+            windows = timed(kernel.prepare(), each, device)
+            found.append(Sample(kernel.kind, kernel.size, windows, kernel.precision, way="alone"))
+        agree(0.0)
+    for kernel in made:
+        tell(_words(kernel))
+        action = kernel.prepare()
+        agree(0.0)  # all at once, because they share cores, caches and memory
+        found.append(Sample(kernel.kind, kernel.size, timed(action, each, device), kernel.precision))
+    return found
+
+
+def _words(kernel: Kernel) -> str:
+    return f"{kernel.kind.replace('_', ' ')} {'×'.join(map(str, kernel.size))} {kernel.precision}".rstrip()
+
+
+def _steps(seat: Seat, agree: Callable[[float], float], tell: Callable[[str], None]) -> list[Sample]:
+    runs = cases()
+    each = STEPS * seat.seconds / (2 * len(runs))
+    found = []
+    for number, run in enumerate(runs):
+        tell(f"a step of {run.model.parameters / 1e6:.1f}M parameters")
+        actions = step_actions(run)
+        for kind, action in zip(("gradients", "update"), actions, strict=True):
+            agree(0.0)
+            found.append(Sample(kind, (number,), timed(action, each, torch.device("cpu")), "float32"))
+    return found
+
+
+def _links(
+    seat: Seat, device: torch.device, agree: Callable[[float], float], tell: Callable[[str], None]
+) -> list[Sample]:
+    made = list(circles(seat.rank, seat.local, seat.nodes, device))
+    each = (1 - KERNELS - STEPS) * seat.seconds / sum(len(circle.kinds) for circle in made)
+    found: list[Sample] = []
+    for circle in made:
+        where = "one node" if circle.nodes == 1 else f"{circle.nodes} nodes"
+        for kind in circle.kinds:
+            tell(f"{kind.replace('_', '-')} of {circle.ranks} ranks on {where}")
+            found += time_circle(circle, kind, each, device, agree)
+    return found
+
+
+def facts(device: str) -> Facts:
+    """Of this host's first device."""
+    chosen = choose_device(device, 0)
+    if chosen.type == "cuda":
+        properties = torch.cuda.get_device_properties(chosen)
+        return Facts(properties.name, float(properties.total_memory))
+    import os
+
+    return Facts("cpu", float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
