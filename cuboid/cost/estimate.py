@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from cuboid.cost.constants import Chip, Engine, Fabric, chip_from, default_fabric, engine_for, fabric_named
 from cuboid.cost.flops import model_flops_per_token
 from cuboid.cost.inputs import Array, Jobs, Shape, single
-from cuboid.cost.profiled import profiled
 from cuboid.cost.memory import Memory, memory_by_rank
 from cuboid.cost.pipeline import partition
+from cuboid.cost.profiled import profiled
 from cuboid.cost.step import PARTS, StepTime, stall_depth, step_time
 from cuboid.spec.accelerators import accelerator_names, accelerator_table
 from cuboid.spec.cluster import ClusterSpec

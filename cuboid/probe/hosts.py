@@ -25,6 +25,8 @@ from cuboid.probe.session import Seat, measure
 
 PATIENCE = 300.0
 """Seconds to wait for the other hosts."""
+MARK = "probe"
+"""Before everything hosts and ranks of a probe say to one another."""
 SIOCGIFADDR = 0x8915
 
 
@@ -94,26 +96,21 @@ def run_probe(
 
 def _meet(meeting: Meeting, ranks: int) -> tuple[Any, int]:
     """The store all hosts share, and this host's number."""
-    from torch._C._distributed_c10d import TCPStore
-    from torch.distributed import DistError
+    from cuboid.launch.rendezvous import reach_store, serve_store
 
-    leads = is_here(meeting.host)
+    where = f"{meeting.host}:{meeting.port}"
+    if is_here(meeting.host):
+        try:
+            store = serve_store(socket.create_server((meeting.host, meeting.port)))
+        except OSError as problem:
+            raise UserError(f"rendezvous={where} cannot be opened: {problem.strerror}; use another port") from None
+        store.set(f"{MARK}/ranks", str(ranks))
+        return store, 0
     try:
-        store = TCPStore(
-            meeting.host,
-            meeting.port,
-            is_master=leads,
-            timeout=timedelta(seconds=PATIENCE),
-            wait_for_workers=False,
-        )
-        number = 0 if leads else int(store.add("probe/hosts", 1))
-        if leads:
-            store.set("probe/ranks", str(ranks))
-        wanted = int(store.get("probe/ranks"))
-    except (DistError, RuntimeError):
-        where = f"{meeting.host}:{meeting.port}"
-        if leads:
-            raise UserError(f"rendezvous={where} is taken by another program; use another port") from None
+        store = reach_store(meeting.host, meeting.port, MARK, timedelta(seconds=PATIENCE))
+        number = int(store.add("hosts", 1))
+        wanted = int(store.get("ranks"))
+    except RuntimeError:
         raise UserError(f"rendezvous={where} does not answer; start cuboid probe on that host too") from None
     if wanted != ranks:
         raise UserError(f"ranks={ranks} is not what the leading host has; use --ranks {wanted} on every host")
@@ -183,7 +180,9 @@ def _serve(connection: Connection, seat: Seat, meeting: str | tuple[str, int]) -
     """A rank process."""
     import torch
     import torch.distributed as dist
-    from torch._C._distributed_c10d import FileStore, PrefixStore, TCPStore
+    from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
+
+    from cuboid.launch.rendezvous import reach_store
 
     follow_parent()
     torch.set_num_threads(1)
@@ -191,16 +190,16 @@ def _serve(connection: Connection, seat: Seat, meeting: str | tuple[str, int]) -
     try:
         if seat.world > 1:
             limit = timedelta(seconds=PATIENCE)
-            store: Any = (
+            store = (
                 FileStore(os.path.join(meeting, "store"), seat.world)
                 if isinstance(meeting, str)
-                else TCPStore(*meeting, is_master=False, timeout=limit, wait_for_workers=False)
+                else reach_store(*meeting, MARK)
             )
             backend = "gloo"
             if seat.device != "cpu" and torch.cuda.is_available():
                 torch.cuda.set_device(seat.rank % seat.local % torch.cuda.device_count())
                 backend = "nccl" if seat.local <= torch.cuda.device_count() else "gloo"
-            prefixed = PrefixStore("probe/group", store)
+            prefixed = PrefixStore("group", store)
             dist.init_process_group(backend, store=prefixed, rank=seat.rank, world_size=seat.world, timeout=limit)
         found = measure(seat, lambda text: connection.send(("doing", text)) if seat.rank == 0 else None)
         if seat.world > 1:

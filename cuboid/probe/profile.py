@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cuboid.cost.constants import chip_from
-from cuboid.cost.measured import measured
+from cuboid.cost.profiled import profiled
 from cuboid.probe.fit import fit_chip, fit_engine
 from cuboid.probe.fit_links import fit_fabric
 from cuboid.probe.samples import Sample
@@ -42,7 +42,7 @@ def make_cluster(samples: Sequence[Sample], *, device: str, memory: float, local
     if on_cpu:
         plain = chip_from("cpu", table)
         bare = ClusterSpec(**table, tiers=_tiers(fabric, local, nodes), measured={"chip": chip})
-        engine, floor = fit_engine(samples, measured(plain, bare, "chip"))
+        engine, floor = fit_engine(samples, profiled(plain, bare, "chip"))
         chip["kernel_floor"] = floor
         found["engine"] = engine
     rounded = {kind: {key: _rounded(value) for key, value in constants.items()} for kind, constants in found.items()}

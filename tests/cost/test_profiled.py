@@ -1,0 +1,89 @@
+"""What a measured cluster changes: ranks that share cores, and ports that ranks of a host share."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cuboid.cost.communication import all_gather, all_reduce, group, reduce_scatter, transfer
+from cuboid.cost.constants import Fabric, chip_named, engine_named
+from cuboid.cost.estimate import Machine, estimate
+from cuboid.cost.inputs import Jobs, Shape, number
+from cuboid.cost.layers import hop
+from cuboid.plan.choose import predict
+from cuboid.plan.question import Question
+from cuboid.spec.cluster import load_cluster
+from cuboid.spec.layout import Layout
+from cuboid.spec.model import load_model
+
+FABRIC = Fabric(
+    name="test",
+    node=2,
+    inner_bandwidth=1e9,
+    outer_bandwidth=5e7,
+    alone=1e8,
+    outer_latency=0.0,
+    inner_latency=0.0,
+    curve={"all_reduce": [0.1, 0.1, 0.05], "all_gather": [0.1, 0.1, 0.05], "reduce_scatter": [0.2, 0.2, 0.1]},
+    delay={"all_reduce": [1e-3, 1e-3, 3e-3], "all_gather": [1e-3, 1e-3, 3e-3], "reduce_scatter": [1e-3, 1e-3, 3e-3]},
+)
+MODEL = load_model("tiny-llama")
+
+
+def test_delays_and_curves_are_those_of_the_nodes() -> None:
+    whole = group(FABRIC, number(8), number(1))
+    assert float(all_reduce(FABRIC, number(8e6), whole)) == pytest.approx(2 * (3e-3 + 7e6 / 5e7))
+    assert float(all_gather(FABRIC, number(8e6), whole)) == pytest.approx(3e-3 + 7e6 / 5e7)
+    assert float(reduce_scatter(FABRIC, number(8e6), whole)) == pytest.approx(3e-3 + 7e6 / 1e8)
+
+
+def test_a_rank_that_sends_alone_has_the_whole_port() -> None:
+    one, two = transfer(FABRIC, number(1e8), number(1), number([1, 2]))
+    assert (one, two) == (pytest.approx(1.0), pytest.approx(2.0))
+
+
+def test_a_pipeline_inside_and_across_hosts_counts_both_kinds_of_hops() -> None:
+    layouts = [Layout(pp=8), Layout(pp=4, tp=2)]
+    jobs = Jobs.of(layouts, global_batch=8, sequence=64)
+    engine = engine_named("cuboid").in_precision("float32")
+    seconds = hop(Shape.of(MODEL), jobs, FABRIC, engine, np.zeros(2))
+    size = 4 * 64 * MODEL.hidden
+    assert seconds[0] == pytest.approx(3 / 7 * size / 1e8 + 4 / 7 * size / 1e9)
+    assert seconds[1] == pytest.approx(size / 2 / 5e7)
+
+
+def test_a_pipeline_on_shared_cores_waits_only_for_what_one_rank_cannot_do_faster() -> None:
+    """One micro-batch through eight ranks on two cores takes one core's time; dp uses both."""
+    own = chip_named("cpu")
+    layout = Layout(pp=8, micro_batch=8)
+    apart = estimate(MODEL, Machine(own, FABRIC), layout, global_batch=8, sequence=64, precision="float32")
+    shared = Machine(replace(own, together=0.25), FABRIC)
+    close = estimate(MODEL, shared, layout, global_batch=8, sequence=64, precision="float32")
+    busy, quick = (found.parts["compute"] + found.parts["bubble"] for found in (apart, close))
+    assert quick == pytest.approx(0.25 * busy, rel=0.05)
+
+
+def test_the_simulation_of_a_plan_sees_shared_cores_too() -> None:
+    cluster = load_cluster("cpux8")
+    layout = Layout(pp=8, micro_batch=8)
+
+    def seconds(together: float) -> float:
+        question = Question(
+            model=MODEL,
+            cluster=replace(cluster, measured={"chip": {"together": together}}),
+            global_batch=8,
+            sequence=64,
+            precision="float32",
+        )
+        plan = predict(question, layout)
+        return plan.parts["compute"] + plan.parts["host"] + plan.parts["bubble"]
+
+    assert seconds(0.25) == pytest.approx(0.25 * seconds(1.0), rel=0.1)
+
+
+def test_float32_keeps_no_master_weights_and_twice_the_activations() -> None:
+    narrow = engine_named("cuboid")
+    wide = narrow.in_precision("float32")
+    assert (wide.weight_bytes, wide.optimizer_bytes) == (4, 8)
+    assert wide.kept_ffn == 2 * narrow.kept_ffn
+    assert wide.in_precision("float32") == wide

@@ -1,0 +1,53 @@
+"""One rank of a larger job, run alone: its bytes are those the planner predicts, line by line."""
+
+import json
+
+import pytest
+
+from cuboid.cli.main import main
+
+JOB = ["--model", "tiny-llama", "--global-batch", "8", "--sequence", "64", "--device", "cpu"]
+
+
+def report(capsys: pytest.CaptureFixture[str], rank: int, layout: str) -> tuple[dict[str, float], dict[str, float]]:
+    assert main(["probe", "--rank", str(rank), "--layout", layout, *JOB, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert min(found["measured"]["every_step"]) > 0
+    assert found["predicted"]["seconds"] > 0
+    return found["measured"]["memory"], found["predicted"]["memory"]
+
+
+@pytest.mark.parametrize(
+    ("rank", "layout"), [(0, "dp=8"), (900, "dp=4,tp=4,pp=8,cp=8,zero=1"), (5, "dp=2,tp=2,pp=2"), (3, "dp=4,zero=2")]
+)
+def test_state_is_as_predicted(capsys: pytest.CaptureFixture[str], rank: int, layout: str) -> None:
+    measured, predicted = report(capsys, rank, layout)
+    for kind in ("parameters", "gradients", "optimizer"):
+        assert measured[kind] == pytest.approx(predicted[kind], rel=0.1, abs=20_000), kind
+    assert 0.3 * predicted["activations"] < measured["activations"] < 3 * predicted["activations"]
+
+
+def test_what_is_sharded_is_not_held(capsys: pytest.CaptureFixture[str]) -> None:
+    whole, _ = report(capsys, 1, "dp=8")
+    sharded, predicted = report(capsys, 1, "dp=8,zero=3")
+    assert sharded["optimizer"] < 0.2 * whole["optimizer"]
+    assert sharded["gradients"] < 0.2 * whole["gradients"]
+    # At its fullest moment a rank also holds a unit or two that were gathered.
+    assert predicted["parameters"] < sharded["parameters"] < 0.6 * whole["parameters"]
+
+
+def test_recomputation_keeps_less(capsys: pytest.CaptureFixture[str]) -> None:
+    kept, _ = report(capsys, 0, "dp=8")
+    again, _ = report(capsys, 0, "dp=8,recompute=full")
+    assert again["activations"] < 0.5 * kept["activations"]
+
+
+def test_what_cannot_be_run_alone_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["probe", "--rank", "8", "--layout", "dp=8", *JOB]) == 2
+    assert "use rank=0 to rank=7" in capsys.readouterr().err
+    assert main(["probe", "--rank", "0", "--layout", "dp=8,ep=8", "--model", "tiny-mixtral"]) == 2
+    assert "use ep=1" in capsys.readouterr().err
+    assert main(["probe", "--rank", "0"]) == 2
+    assert "--layout" in capsys.readouterr().err
+    assert main(["probe", "--layout", "dp=8"]) == 2
+    assert "--rank 0" in capsys.readouterr().err

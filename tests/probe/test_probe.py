@@ -1,0 +1,94 @@
+"""A probe of this machine, and what the planner makes of its profile."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from cuboid.cli.main import main
+from cuboid.errors import UserError
+from cuboid.plan.question import Question
+from cuboid.probe.hosts import interface_to, is_here, parse_rendezvous
+from cuboid.probe.profile import catalog_name
+from cuboid.spec.cluster import load_cluster
+from cuboid.spec.model import load_model
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("probe") / "here.toml"
+    assert main(["probe", "-o", str(path), "--ranks", "2", "--seconds", "2", "--device", "cpu"]) == 0
+    return path
+
+
+def test_the_profile_holds_what_was_measured_with_its_spread(profile: Path) -> None:
+    table = tomllib.loads(profile.read_text())
+    kinds = {sample["kind"] for sample in table["probe"]["samples"]}
+    assert {"product", "attention_forward", "attention_backward", "memory", "gradients", "update"} <= kinds
+    assert {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift"} <= kinds
+    for sample in table["probe"]["samples"]:
+        assert 0 < sample["low"] <= sample["seconds"] <= sample["high"]
+    assert {"bf16", "float32", "float64"} <= set(table["peak_tflops"])
+    assert 0 < table["measured"]["chip"]["together"] <= 1
+
+
+def test_it_is_a_cluster_for_every_verb(profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tmp_path / "plan.toml"
+    sizes = ["--global-batch", "16", "--seq", "256"]
+    asked = ["plan", "tiny-llama", str(profile), *sizes, "--precision", "float32"]
+    assert main([*asked, "-o", str(plan), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["plans"]
+    assert found[0]["cluster"] == "here"
+    assert found[0]["step_seconds"] > 0
+    assert main(["explain", str(plan)]) == 0
+    assert main(["simulate", str(plan)]) == 0
+    assert main(["map", "--layout", "dp=2", "--cluster", str(profile)]) == 0
+
+
+def test_the_planner_uses_it_in_place_of_the_catalog(profile: Path) -> None:
+    question = Question(
+        model=load_model("tiny-llama"),
+        cluster=load_cluster(str(profile)),
+        global_batch=16,
+        sequence=256,
+        precision="float32",
+    )
+    written = tomllib.loads(profile.read_text())["measured"]
+    assert question.machine.chip.kernel_floor == written["chip"]["kernel_floor"]
+    assert question.machine.fabric.inner_latency == written["fabric"]["inner_latency"]
+    assert question.profile.hidden_traffic == written["engine"]["hidden_traffic"]
+
+
+def test_a_broken_profile_is_refused_by_name(profile: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.toml"
+    broken.write_text(profile.read_text().replace("kernel_floor", "kernel_flor"))
+    question = Question(
+        model=load_model("tiny-llama"), cluster=load_cluster(str(broken)), global_batch=16, sequence=256
+    )
+    with pytest.raises(UserError, match=r"cluster\.measured\.chip\.kernel_floor"):
+        _ = question.machine
+
+
+def test_wrong_questions_are_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, mended in (
+        (["--nodes", "2"], "--rendezvous HOST:PORT"),
+        (["--rendezvous", "10.0.0.1:29400"], "--nodes 2"),
+        (["--nodes", "2", "--rendezvous", "nowhere"], "10.0.0.1:29400"),
+        (["-o", "profile.json"], "cluster.toml"),
+        (["--device", "tpu"], "auto, cpu or cuda"),
+    ):
+        assert main(["probe", *words]) == 2
+        assert mended in capsys.readouterr().err
+
+
+def test_hosts_find_each_other() -> None:
+    assert parse_rendezvous("node7:29400") == ("node7", 29400)
+    assert is_here("127.0.0.1") and not is_here("192.0.2.7")
+    assert interface_to("127.0.0.1", 29400) == "lo"
+
+
+def test_devices_are_found_in_the_catalog() -> None:
+    assert catalog_name("cpu") == "cpu"
+    assert catalog_name("NVIDIA H200") == "h200"
+    assert catalog_name("NVIDIA A100-SXM4-80GB").startswith("a100")
