@@ -21,9 +21,9 @@ from cuboid.cost.effective_time import (
     young_daly,
 )
 from cuboid.cost.failure_simulation import TimeSpent, simulate
-from cuboid.cost.measured import Measured, measured
 from cuboid.errors import UserError
 from cuboid.plan.goodput_picture import Line, svg
+from cuboid.resilience.measured import Measured, measured
 from cuboid.spec.run import Run, load_run
 from cuboid.spec.suggest import either
 
@@ -60,7 +60,9 @@ def command(
     ] = None,
     write: Annotated[float | None, typer.Option(min=0, help="Seconds a save is written; 67, or measured.")] = None,
     detect: Annotated[float, typer.Option(min=0, help="Seconds until a failure is known.")] = Costs.detect,
-    restart: Annotated[float, typer.Option(min=0, help="Seconds until ranks can load.")] = Costs.restart,
+    restart: Annotated[
+        float | None, typer.Option(min=0, help="Seconds until ranks can load; 180, or measured with the other two.")
+    ] = None,
     load: Annotated[float, typer.Option(min=0, help="Seconds to load from disk.")] = Costs.load,
     memory_stall: Annotated[
         float | None, typer.Option(min=0, help="Seconds training waits for a copy in memory; 0.2, or measured.")
@@ -83,12 +85,12 @@ def command(
     if failures not in PUBLISHED:
         raise UserError(f"failures={failures} is not known; use {either(PUBLISHED)}, or --mtbf-hours")
     run = load_run(file) if file is not None else None
-    seen = measured(Path(run.output.folder) / "metrics.jsonl") if run is not None else Measured()
+    seen = measured(run.output.folder) if run is not None else Measured()
     costs = Costs(
         stall=_first(stall, seen.stall if seen.saved else None, Costs.stall),
         write=_first(write, seen.write if seen.saved else None, Costs.write),
         detect=detect,
-        restart=restart,
+        restart=_first(restart, max(0.0, seen.recovery - detect - load) if seen.failures else None, Costs.restart),
         load=load,
     )
     copies = MemoryCopies(
@@ -173,7 +175,7 @@ def _show(cases: list[Case], costs: Costs, source: str, step: float | None) -> N
     print(f"{source}; beyond what was measured every accelerator fails as often")
     print(
         f"seconds: stall {costs.stall:.3g}, write {costs.write:.3g}, detect {costs.detect:g}, restart "
-        f"{costs.restart:g}, load {costs.load:g}"
+        f"{costs.restart:.3g}, load {costs.load:g}"
     )
     table = Table(box=None, pad_edge=False, header_style="")
     table.add_column("GPUs", justify="right")

@@ -36,8 +36,13 @@ def test_a_run_is_asked_for_its_own_saves_and_steps(tmp_path: Path, capsys: pyte
     copy = {"stall_seconds": 0.02, "write_seconds": 0.1, "warning": "", "place": "memory"}
     rows = [{"seconds": 30.0}, {"seconds": 2.0, "checkpoints": [copy, save, copy]}, {"seconds": 2.0}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    failure = {"time": "", "reason": "", "checkpoint": 1}
+    lines = [{**failure, "restarted": restarted} for restarted in (True, True, False)]
+    (folder / "failures.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "goodput.json").write_text(json.dumps({"restarts": 80.0, "set_up": 300.0}))
     assert main(["goodput", str(run), "--mtbf-hours", "1"]) == 0
     shown = capsys.readouterr().out
+    assert "detect 30, restart 50, load 60" in shown  # 80 / 2 + 300 / 3 s in all
     assert "stall 0.5, write 20," in shown
     assert "checkpoint.every=30" in shown  # √(2 × 0.5 × 3600) s
     assert main(["goodput", str(run), "--mtbf-hours", "1", "--write", "5", "--json"]) == 0

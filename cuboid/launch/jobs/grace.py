@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
-from cuboid.cost.measured import measured
+from cuboid.resilience.measured import measured
 from cuboid.spec.run import Run
 
 UNMEASURED = 300
@@ -17,7 +16,7 @@ MARGIN = 2.0
 
 def grace_seconds(run: Run) -> tuple[int, str]:
     """Seconds, and where they come from: the run's folder, if it has trained before."""
-    found = measured(Path(run.output.folder) / "metrics.jsonl")
+    found = measured(run.output.folder)
     asked = math.ceil(run.resilience.grace_seconds)
     if not found.saved:
         return max(UNMEASURED, asked), "assumed: this run has not saved yet"

@@ -1,4 +1,4 @@
-"""What a run's own `metrics.jsonl` shows of its steps and saves."""
+"""What a run's own folder shows of its steps, its saves and its failures."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+
+from cuboid.resilience.failures import failures
+from cuboid.resilience.goodput import Spent, read_spent
 
 
 @dataclass(frozen=True)
@@ -25,11 +28,15 @@ class Measured:
     """How many copies were made in memory."""
     copy_stall: float = 0.0
     copy_write: float = 0.0
+    failures: int = 0
+    """After which the run started its ranks again."""
+    recovery: float = 0.0
+    """From the last step before a failure to the first after it, on average."""
 
 
-def measured(metrics: Path) -> Measured:
+def measured(folder: str | Path) -> Measured:
     try:
-        lines = metrics.read_text(encoding="utf-8").splitlines(keepends=True)
+        lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     except OSError:
         return Measured()
     rows = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be a part of one
@@ -37,6 +44,8 @@ def measured(metrics: Path) -> Measured:
     saves = [save for row in rows for save in row.get("checkpoints", []) if not save.get("warning")]
     disk = [save for save in saves if save.get("place", "disk") == "disk"]
     memory = [save for save in saves if save not in disk]
+    restarted = sum(failure.restarted for failure in failures(folder))
+    spent = read_spent(folder) or Spent()
     return Measured(
         usual_step=median(steps),
         slowest_step=max(steps),
@@ -47,6 +56,8 @@ def measured(metrics: Path) -> Measured:
         copied=len(memory),
         copy_stall=_usual(memory, "stall_seconds"),
         copy_write=_usual(memory, "write_seconds"),
+        failures=restarted,
+        recovery=spent.restarts / restarted + spent.set_up / (restarted + 1) if restarted else 0.0,
     )
 
 
