@@ -12,7 +12,7 @@ from cuboid.checkpoint.background import BackgroundSaver, GivenUp
 from cuboid.checkpoint.checksum import checksum_of_bytes, kind_of
 from cuboid.checkpoint.folder import checkpoints, step_of
 from cuboid.checkpoint.manifest import INDEX, Manifest, StoredFile
-from cuboid.checkpoint.memory import Memory, from_rank, gather
+from cuboid.checkpoint.memory import Answer, Memory, from_rank, gather
 from cuboid.checkpoint.memory_copies import peers
 from cuboid.checkpoint.memory_slot import Slot, chunks, data_file
 from cuboid.checkpoint.save import deadline_group, kept_state
@@ -123,7 +123,7 @@ class MemorySaver(BackgroundSaver):
         for work in works:
             work.wait()
         received = {owner: checksum_of_bytes(as_bytes(copy)) for owner, copy in slot.copies.items()}
-        told = gather((own, received, manifest if self._rank == 0 else None), self._group)
+        told = self._agree((own, received, manifest if self._rank == 0 else None))
         for keeper, (_, copies, _) in enumerate(told):
             for owner, checksum in copies.items():
                 if checksum != told[owner][0].checksum:
@@ -135,7 +135,7 @@ class MemorySaver(BackgroundSaver):
         assert first is not None
         problem = self._publish(slot, replace(first, files=files))
         # Only when every node has published it may what was there before go.
-        if problem := next(filter(None, gather(problem, self._group)), ""):
+        if problem := next(filter(None, self._agree(problem)), ""):
             raise GivenUp(problem)
         self._withdraw_all_but(manifest.step)
         return self._open_second_slot() if None in self._slots else ""
@@ -148,6 +148,9 @@ class MemorySaver(BackgroundSaver):
         except OSError as error:
             return f"no more copies in memory: {self._spec.memory_folder} holds one and not two ({error.strerror})"
         return ""
+
+    def _agree(self, own: Answer) -> list[Answer]:
+        return gather(own, self._group)
 
     def _start_exchange(self, slot: Slot) -> list[Any]:
         works: list[Any] = []

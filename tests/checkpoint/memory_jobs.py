@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import io
-from contextlib import redirect_stderr, redirect_stdout
+import os
+import signal
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -36,6 +41,38 @@ class Attempt:
     """From the rank's random generator, after the last step."""
     reports: list[SaveReport]
     said: str
+
+
+EVENTS = 10
+"""Moments of a save: before and after each of exchange, first agreement, publishing, second agreement, withdrawing."""
+
+
+def die_in_a_save(rank: int, run: Run, nodes: str, victim: int, step: int, event: int) -> Attempt:
+    """One rank is killed while the state after this step is kept."""
+    if rank != victim:
+        return attempt(rank, run, nodes, step + 1)
+    seen = 0
+
+    def count(saver: MemorySaver) -> None:
+        nonlocal seen
+        if saver._step == step:
+            if seen == event:
+                os.kill(os.getpid(), signal.SIGKILL)
+            seen += 1
+
+    def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(saver: MemorySaver, *arguments: Any) -> Any:
+            count(saver)
+            result = function(saver, *arguments)
+            count(saver)
+            return result
+
+        return wrapper
+
+    with ExitStack() as patches:
+        for name in ("_start_exchange", "_agree", "_publish", "_withdraw_all_but"):
+            patches.enter_context(patch.object(MemorySaver, name, watched(getattr(MemorySaver, name))))
+        return attempt(rank, run, nodes, step + 1)
 
 
 def attempt(rank: int, run: Run, nodes: str, until: int, newest: int = 10**6) -> Attempt:

@@ -9,12 +9,12 @@ import pytest
 
 from cuboid.checkpoint.folder import checkpoints, step_of
 from cuboid.checkpoint.memory_folder import bytes_per_node, check_room, identity_of, node_folder
-from cuboid.errors import UserError
+from cuboid.errors import RankError, UserError
 from cuboid.launch.pool import Pool
 from cuboid.spec.run import Run
 from cuboid.train.folder import newest_kept, prepare_folder
 from tests.checkpoint.jobs import SMALL
-from tests.checkpoint.memory_jobs import Attempt
+from tests.checkpoint.memory_jobs import EVENTS, Attempt
 from tests.parallel.cases import small_run
 
 FOUR = "aabb"
@@ -22,7 +22,7 @@ FOUR = "aabb"
 
 def run_in(folder: Path, layout: str, *more: str) -> Run:
     memory = folder / "memory"
-    memory.mkdir(exist_ok=True)
+    memory.mkdir(parents=True, exist_ok=True)
     fields = (f"output.folder={folder / 'run'}", f"checkpoint.memory_folder={memory}", "checkpoint.memory_every=1")
     fields += ("training.steps=9", "training.global_batch=4", "checkpoint.asynchronous=false")
     return small_run(layout, *SMALL, *fields, *more)
@@ -89,6 +89,20 @@ def test_another_layout_fetches_what_it_needs(pool: Pool, tmp_path: Path, whole:
     lives = live(pool, other, "aecd", 5)
     assert [life.began for life in lives] == [3] * 4
     assert lives[0].losses == pytest.approx(whole[0].losses[3:5], rel=1e-9)
+
+
+def test_a_node_lost_at_any_moment_of_a_save_costs_that_save_at_most(
+    pool: Pool, tmp_path: Path, whole: list[Attempt], thorough: bool
+) -> None:
+    """Four nodes; one of them dies, memory and all, while the state after step 3 is kept."""
+    for event in range(EVENTS) if thorough else (1, 5, 7):
+        run = run_in(tmp_path / str(event), "dp=2,tp=2,zero=1")
+        with pytest.raises(RankError, match="rank 2 died"):
+            pool.run("tests.checkpoint.memory_jobs:die_in_a_save", (run, "abcd", 2, 3, event), ranks=4)
+        lose(run, "c")
+        lives = live(pool, run, "abcd", 4)
+        assert lives[0].began in ((2, 3) if event < 8 else (3,)), event
+        assert lives[0].losses == whole[0].losses[lives[0].began : 4]
 
 
 def test_what_is_damaged_comes_from_the_other_copy_or_from_disk(pool: Pool, tmp_path: Path) -> None:
