@@ -198,6 +198,8 @@ class Trainer:
         if not self._can_go_back:
             raise RankError(f"step {step + 1} is bad and no checkpoint could be written to go back to")
         skipped = self.engine.course.skipped
+        if self.copies is not None:
+            self.copies.take_back()
         self.done = self._last_save = self._resume()
         for each in (*skipped, batch):
             self.engine.course.skip(each)
@@ -221,7 +223,10 @@ class Trainer:
             self.bad_steps.compare_replicas(self.done, self.optimizer)
             self._clock = time.perf_counter()
         if self._copies and self.copies is not None:
+            PULSE.enter("save")
             self.copies.save(self.done)
+            if self.engine.ledger is not None:
+                self.engine.ledger.take()  # no part of a step
             self._clock = time.perf_counter()
         if self._saves:
             self._save()
