@@ -112,20 +112,20 @@ class Recall:
         node, neighbours = self._memory.node, self._memory.neighbours
         here = self._holdings[node].get(generation)
         share = sorted(here.present if here else ())[neighbours.index(self._memory.rank) :: len(neighbours)]
-        good, bad = set[str](), ""
+        good, bad = set[str](), dict[str, str]()
         for name in share:
             try:
                 check_file(folder, name, manifest.files[name])
                 good.add(name)
             except UserError as error:
-                bad = str(error)
+                bad[name] = str(error)
         told = gather((good, bad), self._group)
         held: dict[str, list[str]] = {}
         for one, (names, _) in zip(self._memory.nodes, told, strict=True):
             for name in names:
                 held.setdefault(name, []).append(one)
         if lacking := sorted(manifest.files.keys() - held.keys()):
-            raise Lost(next(reason for _, reason in told if lacking[0] in reason))
+            raise Lost(next(reasons[lacking[0]] for _, reasons in told if lacking[0] in reasons))
         return held
 
     def _bring(

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from cuboid.checkpoint.background import BackgroundSaver, GivenUp
-from cuboid.checkpoint.checksum import checksum_of_bytes, kind_of
+from cuboid.checkpoint.checksum import FAST, PLAIN, checksum_of_bytes, kind_here
 from cuboid.checkpoint.folder import checkpoints, step_of
 from cuboid.checkpoint.manifest import INDEX, Manifest, StoredFile
 from cuboid.checkpoint.memory import Answer, Memory, from_rank, gather
@@ -38,7 +38,10 @@ class MemorySaver(BackgroundSaver):
         chosen = peers(memory.nodes)
         self._peer = chosen[memory.rank]
         state = kept_state(engine, optimizer)
-        sizes = gather(staged_bytes(state), self._group)
+        told = gather((staged_bytes(state), kind_here()), self._group)
+        sizes = [size for size, _ in told]
+        self._kind = PLAIN if any(kind == PLAIN for _, kind in told) else FAST
+        """Of checksums, which all nodes must be able to compute."""
         self._copies = {owner: sizes[owner] for owner, keeper in enumerate(chosen) if keeper == memory.rank}
         self._bytes = sum(sizes)
         self._slots: list[Slot | None] = [None, None]
@@ -97,7 +100,8 @@ class MemorySaver(BackgroundSaver):
         return from_rank(0, json.dumps(whole).encode(), self._group)
 
     def _is_ready(self) -> bool:
-        return not self._in_flight and self._settle() and None not in self._slots[: 2 if self._step else 1]
+        no_room = self._knows_it_is_kept and None in self._slots
+        return not self._in_flight and self._settle() and not no_room
 
     @property
     def _hindrance(self) -> str:
@@ -110,6 +114,8 @@ class MemorySaver(BackgroundSaver):
 
     def _place_for(self, kept_before: bool) -> Staging:
         self._turn = 1 - self._turn if kept_before else self._turn
+        if self._slots[self._turn] is None:  # this rank did not hear how the first save ended
+            self._open_slot(self._turn)
         slot = self._slots[self._turn]
         assert slot is not None
         slot.withdraw()  # no more than a look, unless some rank did not hear how the last save ended
@@ -119,18 +125,17 @@ class MemorySaver(BackgroundSaver):
         slot = self._slots[self._turn]
         assert slot is not None
         works = self._start_exchange(slot)
-        own = StoredFile(slot.own.nbytes, checksum_of_bytes(staging.content))
+        own = StoredFile(slot.own.nbytes, checksum_of_bytes(staging.content, self._kind))
         for work in works:
             work.wait()
-        received = {owner: checksum_of_bytes(as_bytes(copy)) for owner, copy in slot.copies.items()}
+        received = {owner: checksum_of_bytes(as_bytes(copy), self._kind) for owner, copy in slot.copies.items()}
         told = self._agree((own, received, manifest if self._rank == 0 else None))
         for keeper, (_, copies, _) in enumerate(told):
             for owner, checksum in copies.items():
                 if checksum != told[owner][0].checksum:
                     raise GivenUp(f"the part of rank {owner} did not reach rank {keeper} as it was sent")
         files = {data_file(rank): file for rank, (file, _, _) in enumerate(told)}
-        kind = kind_of(told[0][0].checksum)  # every node spells the manifest alike
-        files[INDEX] = StoredFile(len(self._index), checksum_of_bytes(self._index, kind))
+        files[INDEX] = StoredFile(len(self._index), checksum_of_bytes(self._index, self._kind))
         first = told[0][2]
         assert first is not None
         problem = self._publish(slot, replace(first, files=files))
@@ -164,8 +169,7 @@ class MemorySaver(BackgroundSaver):
         if not self._memory.leads:
             return ""
         try:
-            kind = kind_of(manifest.files[INDEX].checksum)
-            slot.publish(manifest.step, self._index, manifest.render(kind))
+            slot.publish(manifest.step, self._index, manifest.render(self._kind))
         except OSError as error:
             return f"node {self._memory.node}: {error}"
         return ""
