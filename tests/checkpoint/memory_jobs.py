@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import signal
@@ -17,6 +18,7 @@ from cuboid.checkpoint.background import SaveReport
 from cuboid.checkpoint.memory import open_memory
 from cuboid.checkpoint.memory_recall import Recall
 from cuboid.checkpoint.memory_saver import MemorySaver
+from cuboid.checkpoint.memory_slot import Slot
 from cuboid.checkpoint.resume import resume
 from cuboid.checkpoint.save import deadline_group
 from cuboid.checkpoint.saver import Saver
@@ -73,6 +75,19 @@ def die_in_a_save(rank: int, run: Run, nodes: str, victim: int, step: int, event
         for name in ("_start_exchange", "_agree", "_publish", "_withdraw_all_but"):
             patches.enter_context(patch.object(MemorySaver, name, watched(getattr(MemorySaver, name))))
         return attempt(rank, run, nodes, step + 1)
+
+
+def stumble(rank: int, run: Run, nodes: str, until: int) -> Attempt:
+    """Node b cannot publish its first state and its third."""
+    real = Slot.publish
+
+    def publish(slot: Slot, step: int, index: bytes, manifest: bytes) -> None:
+        if nodes[rank] == "b" and step in (1, 3):
+            raise OSError(errno.EIO, "no luck")
+        real(slot, step, index, manifest)
+
+    with patch.object(Slot, "publish", publish):
+        return attempt(rank, run, nodes, until)
 
 
 def attempt(rank: int, run: Run, nodes: str, until: int, newest: int = 10**6) -> Attempt:

@@ -105,6 +105,20 @@ def test_a_node_lost_at_any_moment_of_a_save_costs_that_save_at_most(
         assert lives[0].losses == whole[0].losses[lives[0].began : 4]
 
 
+def test_a_save_that_fails_costs_itself_alone(pool: Pool, tmp_path: Path) -> None:
+    run = run_in(tmp_path, "dp=2")
+    (first, _) = pool.run("tests.checkpoint.memory_jobs:stumble", (run, "ab", 3), ranks=2)
+    assert [(report.step, report.warning) for report in first.reports] == [
+        (1, "no copy in memory after step 1: node b: [Errno 5] no luck"),
+        (2, ""),
+        (3, "no copy in memory after step 3: node b: [Errno 5] no luck"),
+    ]
+    assert held(run, "b").keys() == {2} and held(run, "a").keys() >= {2}
+    (second, _) = live(pool, run, "ab", 5)
+    assert second.began in (2, 3) and not any(report.warning for report in second.reports)
+    assert held(run, "a").keys() == held(run, "b").keys() == {5}
+
+
 def test_what_is_damaged_comes_from_the_other_copy_or_from_disk(pool: Pool, tmp_path: Path) -> None:
     run = run_in(tmp_path, "dp=2", "checkpoint.every=2")
     first = live(pool, run, "ab", 3)
