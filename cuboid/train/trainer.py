@@ -223,8 +223,7 @@ class Trainer:
             self.bad_steps.compare_replicas(self.done, self.optimizer)
             self._clock = time.perf_counter()
         if self._copies and self.copies is not None:
-            PULSE.enter("save")
-            self.copies.save(self.done)
+            self.copies.save(self.done)  # a moment of its step: short saves would teach that all are
             if self.engine.ledger is not None:
                 self.engine.ledger.take()  # no part of a step
             self._clock = time.perf_counter()
