@@ -90,9 +90,10 @@ def stumble(rank: int, run: Run, nodes: str, until: int) -> Attempt:
         return attempt(rank, run, nodes, until)
 
 
-def attempt(rank: int, run: Run, nodes: str, until: int, newest: int = 10**6) -> Attempt:
+def attempt(rank: int, run: Run, nodes: str, until: int, newest: int = 10**6, back_at: int = 0) -> Attempt:
     """Train by hand from what there is until so many steps are done, each kept in memory and, where that is due, on
-    disk; then this life is over, as if killed. `nodes`: one letter per rank. `newest`: the last row."""
+    disk; then this life is over, as if killed. `nodes`: one letter per rank. `newest`: the last row. `back_at`: after
+    this step what is in memory is taken back."""
     said, losses = io.StringIO(), []
     with redirect_stdout(said), redirect_stderr(said):
         engine = build_engine(run, rank, CPU)
@@ -110,5 +111,8 @@ def attempt(rank: int, run: Run, nodes: str, until: int, newest: int = 10**6) ->
             copies.save(step + 1)
             if run.checkpoint.is_due(step + 1, run.training.steps):
                 disk.save(step + 1)
+            if step + 1 == back_at:
+                copies.finish()
+                copies.take_back()
         reports = [*disk.finish(), *copies.finish()]
     return Attempt(began, losses, torch.rand(3).tolist(), reports, said.getvalue())

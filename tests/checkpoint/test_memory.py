@@ -28,8 +28,8 @@ def run_in(folder: Path, layout: str, *more: str) -> Run:
     return small_run(layout, *SMALL, *fields, *more)
 
 
-def live(pool: Pool, run: Run, nodes: str, until: int, newest: int = 10**6) -> list[Attempt]:
-    arguments = (run, nodes, until, newest)
+def live(pool: Pool, run: Run, nodes: str, until: int, newest: int = 10**6, back_at: int = 0) -> list[Attempt]:
+    arguments = (run, nodes, until, newest, back_at)
     return pool.run("tests.checkpoint.memory_jobs:attempt", arguments, ranks=run.layout.world_size)
 
 
@@ -151,6 +151,10 @@ def test_only_the_past_that_the_rows_tell_of_is_gone_on_from(pool: Pool, tmp_pat
     assert newest_kept(run) == 0, "this node is neither a nor b"
     assert live(pool, run, "ab", 1, newest=2)[0].began == 0
     assert held(run, "a") == held(run, "b") == {1: ["data-00000.bin", "data-00001.bin"]}
+    live(pool, run, "ab", 3, back_at=3)
+    assert held(run, "a") == held(run, "b") == {}, "taken back"
+    assert live(pool, run, "ab", 3, back_at=2)[0].began == 0
+    assert list(held(run, "a")) == list(held(run, "b")) == [3], "kept after what was taken back"
     prepare_folder(run, overwrite=True)
     assert live(pool, run, "ab", 1)[0].began == 0, "started anew: it has another identity"
     assert len(list(node_folder(run, "a").iterdir())) == 1, "and what the one before had is given back"
