@@ -26,7 +26,7 @@ from checkpoint import RANKS, build, drop_from_memory, gigabyte_run, together
 from cuboid.checkpoint.background import BackgroundSaver
 from cuboid.checkpoint.folder import checkpoint_path
 from cuboid.checkpoint.location import locate
-from cuboid.checkpoint.memory import open_memory
+from cuboid.checkpoint.memory import gather, open_memory
 from cuboid.checkpoint.memory_folder import forget, node_folder
 from cuboid.checkpoint.memory_recall import Recall
 from cuboid.checkpoint.memory_saver import MemorySaver
@@ -59,10 +59,10 @@ def measure(rank: int, run: Run, rounds: int) -> dict[str, Any]:
         for where, saver in savers.items():
             start = together()
             saver.save(number + 1)
-            note(f"{where} stall", start)
             (report,) = saver.finish()
             assert not report.warning, report.warning
             note(f"{where} save", start)
+            found.setdefault(f"{where} stall", []).append(max(gather(report.stall_seconds, group)))
     step = rounds + 1
     for _ in range(rounds):
         start = together()
@@ -150,6 +150,7 @@ def main() -> None:
     arguments = parser.parse_args()
     folder = Path(mkdtemp(prefix="cuboid-memory-"))
     run = gigabyte_run(str(folder / "run"))
+    run = replace(run, data=replace(run.data, source="synthetic"))
     run = replace(run, model=replace(run.model, layers=3), checkpoint=replace(run.checkpoint, memory_every=1, keep=1))
     small = replace(run, model=replace(run.model, layers=2, hidden=256, ffn=704, vocab=1024, heads=4, kv_heads=4))
     specs = {

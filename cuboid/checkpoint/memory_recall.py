@@ -16,9 +16,9 @@ from cuboid.checkpoint.folder import checkpoint_path, checkpoints, step_of
 from cuboid.checkpoint.generators import generators
 from cuboid.checkpoint.index import check_index
 from cuboid.checkpoint.location import Location
-from cuboid.checkpoint.manifest import INDEX, MANIFEST, Manifest, StoredFile, read_manifest
+from cuboid.checkpoint.manifest import INDEX, MANIFEST, Damage, Manifest, StoredFile, read_manifest
 from cuboid.checkpoint.memory import Memory, from_rank, gather
-from cuboid.checkpoint.memory_copies import Generation, Held, Transfer, known, missing, transfers
+from cuboid.checkpoint.memory_copies import Generation, Held, Transfer, holders, known, missing, transfers
 from cuboid.checkpoint.memory_folder import sweep_all_but
 from cuboid.checkpoint.memory_slot import chunks, map_new_file
 from cuboid.checkpoint.scattered import Scattered
@@ -31,7 +31,10 @@ from cuboid.parallel.apply import Engine
 
 
 class Lost(Exception):
-    """A state in memory cannot be put together, as all ranks know; says why."""
+    """A state in memory cannot be put together, as all ranks know."""
+
+    def __init__(self, step: int, reason: str) -> None:
+        super().__init__(f"the state in memory after step {step} cannot be used: {reason}")
 
 
 class Recall:
@@ -48,28 +51,27 @@ class Recall:
         self.generations = known(self._holdings, from_rank(0, newest, group))
 
     def bring(self, generation: Generation, engine: Engine, optimizer: Moments) -> tuple[Location, Manifest, str]:
-        """Verify it, and bring this node what its ranks need of it; where it lies then, and what was brought. Raises
-        `Lost`."""
+        """Bring this node what its ranks need of it, all of it verified; where it lies then, and what was brought.
+        Raises `Lost`."""
         folder = checkpoint_path(self._memory.folder, generation.step)
         if lacking := missing(self._holdings, generation):
-            state = f"the state in memory after step {generation.step} cannot be used"
-            raise Lost(f"{state}: {_part(lacking[0])} is on no node that is left")
+            raise Lost(generation.step, f"{_part(lacking[0])} is on no node that is left")
         manifest = self._bring_manifest(folder, generation)
-        held = self._verified(folder, manifest, generation)
-        first = self._bring(folder, manifest, held, {INDEX})
+        held = holders(self._holdings, generation)
+        self._bring(folder, manifest, held, {INDEX})
         problem, needed = "", set[str]()
         try:
             needed = files_for(check_index(folder, manifest.files), _wanted(engine, optimizer, manifest))
         except UserError as error:
             problem = str(error)
-        self._agree(problem)
+        self._agree(manifest.step, problem)
         if not from_rank(0, self._memory.rank > 0 or manifest.data == data_identity(engine.run), self._group):
             raise UserError(
                 f"data.source={', '.join(engine.run.data.sources)} holds other samples than it did when the state "
                 f"after step {manifest.step} was kept in memory; use the same data, another folder, or --overwrite"
             )
-        rest = self._bring(folder, manifest, held, needed)
-        return folder, manifest, _tell([*first, *rest], self._memory.nodes)
+        brought = self._bring(folder, manifest, held, needed)
+        return folder, manifest, _tell(brought, self._memory.nodes)
 
     def settle(self, step: int | None) -> None:
         """The run goes on from this step in memory, or from elsewhere: everything else is given back."""
@@ -77,9 +79,9 @@ class Recall:
         if self._memory.leads:
             sweep_all_but(self._memory.folder, [] if step is None else [step])
 
-    def _agree(self, problem: str) -> None:
+    def _agree(self, step: int, problem: str) -> None:
         if problem := next(filter(None, gather(problem, self._group)), ""):
-            raise Lost(problem)
+            raise Lost(step, problem)
 
     def _bring_manifest(self, folder: Location, generation: Generation) -> Manifest:
         """To nodes that have nothing of it, or something of another attempt at the same step."""
@@ -97,54 +99,74 @@ class Recall:
                 (folder / MANIFEST).write_durably(content)
             except OSError as error:
                 problem = str(error)
-        self._agree(problem)
+        self._agree(generation.step, problem)
         manifest: Manifest | None = None
         try:
             manifest = read_manifest(folder)
         except UserError as error:
             problem = str(error)
-        self._agree(problem)
+        self._agree(generation.step, problem)
         assert manifest is not None
         return manifest
-
-    def _verified(self, folder: Location, manifest: Manifest, generation: Generation) -> dict[str, list[str]]:
-        """File -> the nodes that have it, byte for byte; the ranks of a node share the work."""
-        node, neighbours = self._memory.node, self._memory.neighbours
-        here = self._holdings[node].get(generation)
-        share = sorted(here.present if here else ())[neighbours.index(self._memory.rank) :: len(neighbours)]
-        good, bad = set[str](), dict[str, str]()
-        for name in share:
-            try:
-                check_file(folder, name, manifest.files[name])
-                good.add(name)
-            except UserError as error:
-                bad[name] = str(error)
-        told = gather((good, bad), self._group)
-        held: dict[str, list[str]] = {}
-        for one, (names, _) in zip(self._memory.nodes, told, strict=True):
-            for name in names:
-                held.setdefault(name, []).append(one)
-        if lacking := sorted(manifest.files.keys() - held.keys()):
-            raise Lost(next(reasons[lacking[0]] for _, reasons in told if lacking[0] in reasons))
-        return held
 
     def _bring(
         self, folder: Location, manifest: Manifest, held: dict[str, list[str]], wanted: Iterable[str]
     ) -> list[Transfer]:
-        """To every node what its ranks want."""
+        """To every node what its ranks want. What a node has of that its ranks verify, each a share; what it is sent
+        is verified as it arrives; what is damaged comes from the next who has it. `held`, file -> nodes, is kept
+        true."""
         needed: dict[str, frozenset[str]] = {}
         for node, files in zip(self._memory.nodes, gather(frozenset(wanted), self._group), strict=True):
             needed[node] = needed.get(node, frozenset()) | files
-        plan = transfers(self._memory.nodes, needed, held)
-        problem = ""
+        here, neighbours = self._memory.node, self._memory.neighbours
+        present = sorted(file for file in needed[here] if here in held.get(file, ()))
+        damaged: dict[str, str] = {}
+        for name in present[neighbours.index(self._memory.rank) :: len(neighbours)]:
+            try:
+                check_file(folder, name, manifest.files[name])
+            except Damage as damage:
+                damaged[name] = f"{_part(name)} on node {here} {damage.reason}"
+        reasons: dict[str, str] = {}
+        for node, found in zip(self._memory.nodes, gather(damaged, self._group), strict=True):
+            reasons |= found
+            for name in found:
+                held[name].remove(node)
+        brought: list[Transfer] = []
+        while True:
+            for name in sorted(frozenset[str]().union(*needed.values())):
+                if not held.get(name):
+                    raise Lost(manifest.step, reasons[name])
+            plan = transfers(self._memory.nodes, needed, held)
+            if not plan:
+                return brought
+            brought += self._carry_out(plan, folder, manifest, held, reasons)
+
+    def _carry_out(
+        self,
+        plan: list[Transfer],
+        folder: Location,
+        manifest: Manifest,
+        held: dict[str, list[str]],
+        reasons: dict[str, str],
+    ) -> list[Transfer]:
+        """Those that went well."""
+        failed: dict[Transfer, str] = {}
         for transfer in plan:
-            facts = manifest.files[transfer.file]
+            place, facts = folder / transfer.file, manifest.files[transfer.file]
             if self._memory.rank == transfer.source:
-                self._send(folder / transfer.file, facts, transfer.target)
-            elif self._memory.rank == transfer.target:
-                problem = self._receive(folder / transfer.file, facts, transfer.source) or problem
-        self._agree(problem)
-        return plan
+                self._send(place, facts, transfer.target)
+            elif self._memory.rank == transfer.target and (problem := self._receive(place, facts, transfer.source)):
+                failed[transfer] = problem
+        for told in gather(failed, self._group):
+            failed |= told
+        for transfer in plan:
+            nodes = held[transfer.file]
+            if transfer not in failed:
+                nodes.append(self._memory.nodes[transfer.target])
+            elif self._memory.nodes[transfer.source] in nodes:
+                nodes.remove(self._memory.nodes[transfer.source])
+                reasons[transfer.file] = failed[transfer]
+        return [transfer for transfer in plan if transfer not in failed]
 
     def _send(self, place: Location, facts: StoredFile, target: int) -> None:
         content = torch.from_file(place.path, shared=False, size=facts.bytes, dtype=torch.uint8)
@@ -159,12 +181,12 @@ class Recall:
             aside.remove()
             content = map_new_file(aside, facts.bytes, torch.device("cpu"))
         except OSError as error:
-            problem = f"{place.name} has no room: {error.strerror}"
+            problem = f"node {self._memory.node} has no room for {_part(place.name)} ({error.strerror})"
             content = torch.empty(facts.bytes, dtype=torch.uint8)
         for part in chunks(content):
             dist.recv(part, source, group=self._group)
         if not problem and checksum_of_bytes(as_bytes(content), kind_of(facts.checksum)) != facts.checksum:
-            problem = f"{place.name} did not arrive as it was sent"
+            problem = f"{_part(place.name)} from node {self._memory.nodes[source]} does not match its checksum"
         if not problem:
             aside.rename(place)
         return problem

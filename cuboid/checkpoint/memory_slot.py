@@ -33,6 +33,7 @@ def map_new_file(place: Location, size: int, device: torch.device) -> Tensor:
     finally:
         os.close(handle)
     mapped = torch.from_file(place.path, shared=True, size=size, dtype=torch.uint8)
+    mapped.zero_()  # so that the first save need not wait for its pages to be found
     if device.type == "cuda":  # so that the GPU copies into it by itself
         library: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         library.cudaHostRegister(mapped.data_ptr(), size, 1)

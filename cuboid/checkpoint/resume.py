@@ -21,6 +21,10 @@ from cuboid.resilience.pulse import PULSE
 from cuboid.say import say
 
 
+class Damaged(Exception):
+    """A checkpoint cannot be used, as all ranks know; says why."""
+
+
 def resume(
     engine: Engine,
     optimizer: Moments,
@@ -47,7 +51,7 @@ def resume(
                 assert recall is not None
                 found, manifest, brought = recall.bring(source, engine, optimizer)
                 where = f" in memory ({brought})" if brought else " in memory"
-        except Lost as error:
+        except (Lost, Damaged) as error:
             if speaks:
                 say(str(error), as_warning=True)
             continue
@@ -80,7 +84,7 @@ def _from_first(found: Any, group: dist.ProcessGroup | None) -> Any:
 
 def _verify_together(checkpoint: Location, speaks: bool, group: dist.ProcessGroup | None) -> Manifest:
     """Every rank reads its share of the files, which then lie in its machine's memory for loading; all ranks get the
-    same answer: the manifest, or why the checkpoint is damaged, as `Lost`."""
+    same answer: the manifest, or why the checkpoint is damaged, as `Damaged`."""
     found: tuple[Manifest | None, str] = (None, "")
     if speaks:
         try:
@@ -89,7 +93,7 @@ def _verify_together(checkpoint: Location, speaks: bool, group: dist.ProcessGrou
             found = (None, str(error))
     manifest, reason = _from_first(found, group)
     if manifest is None:
-        raise Lost(reason)
+        raise Damaged(reason)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     try:
         for name in list(manifest.files)[rank::ranks]:
@@ -105,6 +109,6 @@ def _verify_together(checkpoint: Location, speaks: bool, group: dist.ProcessGrou
         with PULSE.everybody().joined("agreement"):
             dist.all_gather_object(reasons, reason, group=group)
     if reason := next(filter(None, reasons), ""):
-        raise Lost(reason)
+        raise Damaged(reason)
     checked: Manifest = manifest
     return checked
