@@ -82,7 +82,7 @@ def show(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     play, told = Show(options, folder), dict[str, Any]()
     with Hosts(options.hosts, options.rate) as hosts:
         supervisors = [play.start(hosts, host) for host in range(options.hosts)]
-        wait(lambda: "step 6/" in play.log.read_text().replace("  ", " "), "the first steps")
+        wait(lambda: re.search(r"^step +6/", play.log.read_text(), re.MULTILINE), "the first steps")
         before = len(play.log.read_text())
         whole = len(hosts.processes(options.cut))
         hosts.cut(options.cut)
@@ -104,7 +104,7 @@ def show(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         told["more"], _, seen = wait(lambda: play.training_since(seen), "the host taken back")
         told["seconds_to_all_hosts_again"] = time.monotonic() - back
         wait(lambda: play.log.read_text()[seen:].count("\nstep") > 5, "a few steps")
-        os.kill(supervisors[0].pid, signal.SIGINT)
+        os.kill(supervisors[0].pid, signal.SIGTERM)  # all save and leave
         told["exit_codes"] = [supervisor.wait(LIMIT) for supervisor in supervisors]
         told["failures"] = [json.loads(line) for line in (folder / "runs/default/failures.jsonl").open()]
     survived = play.losses(folder / "runs/default")
@@ -126,6 +126,7 @@ def main() -> None:
     parser.add_argument("--contact", type=float, default=10.0, help="seconds of silence after which a host is lost")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the hosts are removed
     with tempfile.TemporaryDirectory(prefix="cuboid-hosts-") as folder:
         told = show(options, Path(folder))
     if options.json:

@@ -50,6 +50,7 @@ def _supervise(run: Run, nodes: Nodes, listener: socket.socket | None, quiet: bo
     name = f"{nodes.interface.address}/{os.getpid()}"
     os.environ["GLOO_SOCKET_IFNAME"] = nodes.interface.name
     os.environ["NCCL_SOCKET_IFNAME"] = f"={nodes.interface.name}"
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else every rank warns of addresses that have no name
     limit, desk, where, meeting = run.resilience.contact_seconds, None, nodes.endpoint, None
     listens = (
         f"ranks of this node listen on {nodes.interface.name} ({nodes.interface.address}), at ports the system gives"
@@ -94,8 +95,7 @@ def _lead(run: Run, nodes: Nodes, name: str, listener: socket.socket, quiet: boo
             say(order.reason, as_warning=True)
 
     choose = Replanner(run, nodes.ranks).choose
-    rollcall = RollCall(rules, choose, restarts.failed, lambda: newest_kept(run), number=int(time.time()))
-    rollcall.hear(name, Status(), time.monotonic())  # so that rank 0, which tells of the steps, is here
+    rollcall = RollCall(name, rules, choose, restarts.failed, lambda: newest_kept(run), number=int(time.time()))
     return Desk(listener, rollcall, nodes.fingerprint(run), announce)
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 
 from cuboid.errors import UserError
 from cuboid.plan.plan import plan_of
 from cuboid.plan.question import PRECISIONS, Question
 from cuboid.plan.search import search
-from cuboid.spec.accelerators import accelerator_table
-from cuboid.spec.cluster import ClusterSpec, LinkTier
+from cuboid.spec.accelerators import accelerator_names, accelerator_table
+from cuboid.spec.cluster import ClusterSpec, LinkTier, load_cluster
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run
 from cuboid.spec.supported import check_supported
@@ -20,6 +22,10 @@ LOOKED_AT = 12
 """Numbers of nodes, from all of them downwards, for which a layout is sought: fewer would waste too much anyway."""
 CANDIDATES = 8
 """Layouts of the planner that are tried for one number of ranks: it may offer what this model's engine refuses."""
+
+
+UNKNOWN_GPU = "a100-80g"
+"""What a GPU that the catalog does not know is taken for: layouts are compared with each other, on any of them."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,7 @@ class Replanner:
     """Answers for one run; each number of nodes is planned once."""
 
     def __init__(self, run: Run, ranks_per_node: int, cluster: ClusterSpec | None = None) -> None:
-        """`cluster` is of what the nodes are made; left out: what the run was planned for, or CPUs and a network."""
+        """`cluster` is of what the nodes are made; left out: what the run was planned for, or this machine."""
         self._run, self._ranks = run, ranks_per_node
         self._cluster = cluster or _planned_cluster(run)
         self.choose = cache(self._choose)
@@ -95,6 +101,9 @@ class Replanner:
 def _planned_cluster(run: Run) -> ClusterSpec:
     if run.plan:
         return plan_of(run).question.cluster
+    if run.training.device != "cpu" and (name := accelerator_here()):
+        per_node = accelerator_table(name)["accelerators_per_node"] or 1
+        return load_cluster(f"{name}x{2 * per_node}")
     facts = accelerator_table("cpu")
     return ClusterSpec(
         name="cpux4",
@@ -109,6 +118,17 @@ def _planned_cluster(run: Run) -> ClusterSpec:
         memory_gib=facts["memory_gib"],
         memory_bandwidth=facts["memory_bandwidth"],
     )
+
+
+def accelerator_here(drivers: Path = Path("/proc/driver/nvidia/gpus")) -> str:
+    """This machine's GPU by its name in the catalog, as its driver spells it; empty where there is none."""
+    for file in sorted(drivers.glob("*/information")):
+        model = re.search(r"^Model:\s*(.+)$", file.read_text(), re.MULTILINE)
+        spelled = re.sub(r"[^a-z0-9]", "", model[1].lower()) if model else ""
+        known = {re.sub(r"[^a-z0-9]", "", alias): name for alias, name in accelerator_names().items()}
+        found = [alias for alias in known if alias in spelled]
+        return known[max(found, key=len)] if found else UNKNOWN_GPU
+    return ""
 
 
 def resized(cluster: ClusterSpec, nodes: int, ranks: int) -> ClusterSpec:

@@ -74,13 +74,23 @@ Judge = Callable[[str, str, str, str], str]
 
 class RollCall:
     def __init__(
-        self, rules: Rules, choose: Callable[[int], Choice], judge: Judge, newest: Callable[[], int], number: int = 0
+        self,
+        leader: str,
+        rules: Rules,
+        choose: Callable[[int], Choice],
+        judge: Judge,
+        newest: Callable[[], int],
+        number: int = 0,
     ) -> None:
         """`choose` says how so many nodes are used best, `newest` which step the newest checkpoint has; `number` is
-        that of the first order: a leader that came back must not repeat one."""
+        that of the first order: a leader that came back must not repeat one.
+
+        The leader's own node is never lost and comes first: rank 0, which alone publishes checkpoints, is always there,
+        and there the old one has ended before a new one starts. So nobody cut off can publish one."""
         self.order = Order(number, "wait", "the job starts")
         self._rules, self._choose, self._judge, self._newest = rules, choose, judge, newest
-        self._seen: dict[str, _Seen] = {}
+        self._leader = leader
+        self._seen = {leader: _Seen(Status(), 0.0)}
         self._meeting = ("", 0)
         self._since: float | None = None
         self._called = False
@@ -121,6 +131,8 @@ class RollCall:
         """Node -> why it counts as lost."""
         lost = {}
         for node, seen in list(self._seen.items()):
+            if node == self._leader:
+                continue
             if seen.left is not None and now - seen.left > min(GRACE, self._rules.lost_after):
                 lost[node] = "its supervisor ended"
             elif now - seen.heard > self._rules.lost_after:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuboid.errors import UserError
-from cuboid.resilience.replan import Replanner, resized
+from cuboid.resilience.replan import Replanner, accelerator_here, resized
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.fitting import check
 from cuboid.spec.layout import Layout
@@ -41,6 +42,23 @@ def test_a_planned_run_is_planned_again_on_its_own_accelerators() -> None:
     assert layout.world_size <= 24
     inside = resized(load_cluster("a100-80gx32"), 3, 8)
     assert [tier.size for tier in inside.tiers] == [8, 24]
+
+
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80g"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("X9", "a100-80g"),
+    ],
+)
+def test_a_run_without_a_plan_is_planned_for_the_gpus_there_are(tmp_path: Path, model: str, name: str) -> None:
+    assert accelerator_here(tmp_path) == ""
+    (tmp_path / "0000:01:00.0").mkdir()
+    (tmp_path / "0000:01:00.0/information").write_text(f"Model: \t\t {model}\nIRQ: 1\n")
+    found = accelerator_here(tmp_path)
+    assert found == name or found.startswith(name.partition("-")[0]), found
 
 
 def test_what_no_number_of_nodes_can_hold_is_refused() -> None:
