@@ -170,14 +170,17 @@ class RollCall:
         members = self.order.members
         said = {node: self._seen[node].status for node in members if node in self._seen}
         said = {node: status for node, status in said.items() if status.order == self.order.number}
-        for node, status in said.items():
+        for status in said.values():
             if status.state == "refused":
                 return self.end(2, status.reason)
-            if status.state == "failed":
-                return self._fail(status.kind, node, status.reason, now)
         for node in members:
             if node in lost:
                 return self._fail("node", node, f"node {node} is lost: {lost[node]}", now)
+        if any(self._seen[node].left is not None for node in members):
+            return None  # whether it is lost is known in a moment; ranks that fail meanwhile fail because of it
+        for node, status in said.items():
+            if status.state == "failed":
+                return self._fail(status.kind, node, status.reason, now)
         states = {said[node].state if node in said else "training" for node in members}
         if "training" not in states and "ready" not in states:
             return self.end(REQUEUE, "preempted") if "preempted" in states else self.end(0, "done")

@@ -100,6 +100,9 @@ def test_a_broken_connection_counts_sooner_unless_it_is_made_again() -> None:
     assert story.passes(5).members == ("a", "b", "c"), "it came back"
     story.silent = {"c"}
     story.rollcall.leave("c", story.now)
+    story.states["a"] = "failed"  # its ranks miss the other node's
+    story.passes(2)
+    story.states["a"] = ""
     assert story.passes(5).members == ("a", "b")
     assert story.failures[0][:3] == ("node", "c", "node c is lost: its supervisor ended")
 
