@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import socket
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 
 import psutil
@@ -62,36 +63,56 @@ def find_interface(asked: str | None, endpoint: Endpoint) -> Interface:
 
 
 def _own_address(endpoint: Endpoint) -> str:
-    """The address this machine would send from; nothing is sent. Where nodes start together the name of another one may
-    not be known yet."""
+    """The address this machine would send from. Where nodes start together the name of another one may not be known
+    yet."""
     until = time.monotonic() + NAME_PATIENCE
     while not (found := _resolve(endpoint)) and time.monotonic() < until:
         time.sleep(1)
-    for family, kind, _, _, where in found:
-        try:
-            with socket.socket(family, kind) as probe:
-                probe.connect(where)
-                return str(probe.getsockname()[0])
-        except OSError:
-            continue
-    raise UserError(f"rendezvous={endpoint} cannot be reached from here; check the host's name, or say --interface")
+    own = next(filter(None, map(_sends_from, found)), None)
+    if own is None:
+        raise UserError(f"rendezvous={endpoint} cannot be reached from here; check the host's name, or say --interface")
+    if _is_loopback(own) and not _is_loopback(endpoint.host):  # it calls itself so, and others must call it otherwise
+        own = _sends_from("192.0.2.1") or own
+    return own
 
 
-def _resolve(endpoint: Endpoint) -> list[tuple[int, int, int, str, tuple[str, int]]]:
+def _sends_from(address: str) -> str | None:
+    """Nothing is sent."""
+    with socket.socket(_family(address), socket.SOCK_DGRAM) as probe, suppress(OSError):
+        probe.connect((address, 9))
+        return str(probe.getsockname()[0])
+    return None
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _resolve(endpoint: Endpoint) -> list[str]:
     try:
-        return socket.getaddrinfo(endpoint.host, endpoint.port, type=socket.SOCK_DGRAM)  # type: ignore[return-value]
+        return [str(found[4][0]) for found in socket.getaddrinfo(endpoint.host, None, type=socket.SOCK_DGRAM)]
     except OSError:
         return []
 
 
-def listen_if_host(endpoint: Endpoint, interface: Interface) -> socket.socket | None:
-    """A listening socket at the rendezvous if that is this machine and nobody serves it yet, else nothing.
+def reachable(host: str, addresses: list[str], interface: Interface) -> list[str]:
+    """Of the addresses that a host's name has here, those that other machines reach: many a machine knows itself by a
+    loopback address, and some not at all."""
+    if _is_loopback(host):
+        return addresses
+    outward = [address for address in addresses if not _is_loopback(address)]
+    return outward if outward or not addresses else [interface.address]
 
-    A host known by a name that does not lead here, as behind some name servers, is known by the machine's own name."""
-    addresses = [str(where[0]) for _, _, _, _, where in _resolve(endpoint)]
-    if endpoint.host.partition(".")[0] == socket.gethostname().partition(".")[0] and interface.address not in addresses:
-        addresses.append(interface.address)
-    for address in addresses:
+
+def listen_if_host(endpoint: Endpoint, interface: Interface) -> socket.socket | None:
+    """A listening socket at the rendezvous if that is this machine and nobody serves it yet, else nothing."""
+    addresses = reachable(endpoint.host, _resolve(endpoint), interface)
+    named = endpoint.host.partition(".")[0] == socket.gethostname().partition(".")[0]
+    for address in addresses or ([interface.address] if named else []):
         try:
             return listen(address, endpoint.port)
         except OSError as error:
@@ -106,5 +127,4 @@ def listen_if_host(endpoint: Endpoint, interface: Interface) -> socket.socket | 
 
 def listen(address: str, port: int) -> socket.socket:
     """On this address and no other."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    return socket.create_server((address, port), family=family, backlog=1024)
+    return socket.create_server((address, port), family=_family(address), backlog=1024)

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from cuboid.say import say
 from cuboid.spec.run import Run
 
 FILE = "failures.jsonl"
@@ -30,9 +31,12 @@ class Failure:
 
 def note_failure(run: Run, failure: Failure) -> None:
     path = Path(run.output.folder) / FILE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(asdict(failure)) + "\n")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(json.dumps(asdict(failure)) + "\n")
+    except OSError as error:  # a full disk ends no training
+        say(f"{path} cannot be written: {error.strerror or error}", as_warning=True)
 
 
 def failures(folder: str | Path) -> list[Failure]:

@@ -1,7 +1,7 @@
 """The roll call on the network: lines of JSON between the leader and every supervisor, its own included.
 
-A supervisor says what it is doing when that changes and every second; the leader answers with the order that holds, and
-says a new one to all at once."""
+A supervisor says what it is doing when that changes and every second; the leader answers, with the order that holds if
+that is another one, and says a new one to all at once."""
 
 from __future__ import annotations
 
@@ -99,8 +99,10 @@ class Desk:
                     with self._lock:
                         node = str(word["node"])
                         self._lines[node] = line
-                        self._rollcall.hear(node, Status(**word["status"]), time.monotonic())
-                        line.sendall(_encode(asdict(self._rollcall.order)))
+                        status, order = Status(**word["status"]), self._rollcall.order
+                        self._rollcall.hear(node, status, time.monotonic())
+                        # Who has the order is only told that the leader lives: of many nodes the order is long.
+                        line.sendall(_encode({} if status.order == order.number else asdict(order)))
         except (OSError, ValueError, TypeError, KeyError):
             pass  # a broken connection, or a stranger
         finally:
@@ -188,7 +190,7 @@ class Contact:
         with self._news:
             if "refused" in word:
                 self.refused = str(word["refused"])
-            else:
+            elif word:
                 self.order = Order(**{**word, "members": tuple(word["members"])})
             self._heard = time.monotonic()
             self._news.notify_all()

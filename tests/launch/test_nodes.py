@@ -7,15 +7,16 @@ import socket
 import pytest
 
 from cuboid.errors import UserError
-from cuboid.launch.network import Endpoint, find_interface, listen_if_host, parse_endpoint
+from cuboid.launch.network import Endpoint, Interface, find_interface, listen_if_host, parse_endpoint, reachable
 from cuboid.launch.nodes import NodeOptions, find_nodes
 from cuboid.spec.run import Run, build_run
 
 HERE = "127.0.0.1:29400"
 
 
-def run_on(layout: str) -> Run:
-    return build_run({"model": "tiny-llama", "layout": layout, "training": {"global_batch": 16, "sequence": 64}})
+def run_on(layout: str, every: int = 2) -> Run:
+    training, checkpoint = {"global_batch": 16, "sequence": 64}, {"every": every}
+    return build_run({"model": "tiny-llama", "layout": layout, "training": training, "checkpoint": checkpoint})
 
 
 def test_one_node_needs_no_options_and_many_the_same_ones() -> None:
@@ -65,11 +66,26 @@ def test_what_cannot_work_is_refused(options: NodeOptions, sentence: str) -> Non
     assert str(refused.value).startswith(sentence)
 
 
+def test_fewer_nodes_need_checkpoints() -> None:
+    assert find_nodes(run_on("dp=8", every=0), NodeOptions(rendezvous=HERE, nodes=4)) is not None
+    with pytest.raises(UserError, match=r"^min-nodes=2 has no checkpoints to go on from with fewer nodes; use checkpo"):
+        find_nodes(run_on("dp=8", every=0), NodeOptions(rendezvous=HERE, nodes=4, min_nodes=2))
+
+
 def test_an_interface_has_a_name_and_an_address() -> None:
     assert parse_endpoint("[::1]:80") == Endpoint("::1", 80)
     for asked in (None, "lo", "127.0.0.1"):
         found = find_interface(asked, Endpoint("localhost", 29400))
         assert (found.name, found.address) in (("lo", "127.0.0.1"), ("lo", "::1"))
+
+
+def test_a_machine_that_calls_itself_loopback_listens_where_others_reach_it() -> None:
+    """As many distributions do: /etc/hosts gives the machine's own name an address that only itself has."""
+    interface = Interface("eth0", "10.0.0.7")
+    assert reachable("node0", ["127.0.1.1"], interface) == ["10.0.0.7"]
+    assert reachable("node0", ["127.0.1.1", "10.0.0.9"], interface) == ["10.0.0.9"]
+    assert reachable("localhost", ["127.0.0.1"], Interface("lo", "127.0.0.1")) == ["127.0.0.1"]
+    assert reachable("127.0.0.1", ["127.0.0.1"], interface) == ["127.0.0.1"]
 
 
 def test_the_machine_of_the_rendezvous_serves_it_once() -> None:
