@@ -5,6 +5,7 @@
 kill    the process ends without a word        stop    it is stopped by SIGSTOP
 raise   an exception in its training loop      hang    it sleeps for ever
 nan     its gradients' norm becomes NaN        spin    it computes for ever
+flip    one bit of its weights flips           term    it is sent SIGTERM, as by a scheduler
 slow    it sleeps `seconds` at each such place, from `step` on for `steps` steps (left out: all)
 
 `at` names the place: a phase (set-up, step, evaluation, save, finish), what the rank does (data, forward, backward,
@@ -26,8 +27,10 @@ from cuboid.spec.suggest import either
 
 VARIABLE = "CUBOID_FAULT"
 STRUCK = "fault-*.json"
-Kind = Literal["kill", "stop", "raise", "hang", "spin", "nan", "slow"]
+Kind = Literal["kill", "stop", "term", "raise", "hang", "spin", "nan", "flip", "slow"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+IN_TENSORS = ("nan", "flip")
+"""What the training itself does where it is asked to."""
 PLACES = tuple(name for name in (*PHASES, *ACTIVITIES, *WAITS) if name)
 
 
@@ -98,16 +101,16 @@ class Injector:
 
     def __call__(self) -> None:
         for number, fault in list(self._left.items()):
-            if fault.kind != "nan" and fault.is_due(self._pulse):
+            if fault.kind not in IN_TENSORS and fault.is_due(self._pulse):
                 if fault.kind == "slow":
                     self._slow(fault)
                 elif self._claim(number, fault):
                     _strike(fault)
 
-    def poisons(self, step: int) -> bool:
-        """Whether a gradient of this step becomes NaN here; counted from one."""
+    def strikes(self, kind: Kind) -> bool:
+        """Whether the tensors of this rank are to be struck now."""
         return any(
-            fault.kind == "nan" and fault.step == step and self._claim(number, fault)
+            fault.kind == kind and fault.step == self._pulse.words[STEP] and self._claim(number, fault)
             for number, fault in list(self._left.items())
         )
 
@@ -134,6 +137,8 @@ def _strike(fault: Fault) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     elif fault.kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    elif fault.kind == "term":
+        os.kill(os.getpid(), signal.SIGTERM)
     elif fault.kind == "raise":
         raise RuntimeError(f"injected by {VARIABLE}")
     elif fault.kind == "hang":
@@ -160,6 +165,6 @@ def arm(pulse: Pulse, rank: int, folder: str | Path) -> None:
         pulse.hook = Injector(faults, rank, pulse, Path(folder))
 
 
-def poisons_gradient(pulse: Pulse) -> bool:
-    """Whether the gradient of the step under way is to become NaN on this rank."""
-    return isinstance(pulse.hook, Injector) and pulse.hook.poisons(pulse.words[STEP])
+def strikes(pulse: Pulse, kind: Kind) -> bool:
+    """Whether this rank is to spoil its own gradient (nan) or weights (flip) in the step it has begun."""
+    return isinstance(pulse.hook, Injector) and pulse.hook.strikes(kind)

@@ -44,6 +44,12 @@ def checksum(values: Tensor) -> Tensor:
     return values.detach().contiguous().view(BITS[values.element_size()]).sum(dtype=torch.int64)
 
 
+def flip_bit(values: Tensor) -> None:
+    """Of one element, what silent corruption does; called where that is rehearsed."""
+    bits = values.view(BITS[values.element_size()])
+    bits[bits.numel() // 2] ^= 1 << 3
+
+
 def _held(engine: Engine, optimizer: Optimizer) -> Iterator[tuple[str, str, Tensor]]:
     """Name, place, and values of all that this rank keeps."""
     for unit in engine.units:

@@ -16,7 +16,7 @@ from cuboid.model.transformer import IGNORED
 from cuboid.parallel.apply import Engine
 from cuboid.parallel.collectives import all_reduce
 from cuboid.parallel.gradients import finish_gradients, squared_norm
-from cuboid.resilience.faults import poisons_gradient
+from cuboid.resilience.faults import strikes
 from cuboid.resilience.pulse import PULSE
 from cuboid.train.optimizer import Optimizer
 from cuboid.train.routers import move_biases, summed_statistics
@@ -111,8 +111,8 @@ def compute_gradients(engine: Engine, micro_batches: list[MicroBatch], asked: bo
     finish_gradients(engine)
     own_loss = summed_loss if engine.holds_loss else torch.zeros_like(summed_loss)
     own_square = squared_norm(engine)
-    if poisons_gradient(PULSE):
-        own_square = own_square * float("nan")
+    if strikes(PULSE, "nan"):
+        own_square = torch.full_like(own_square, math.nan)
     own = torch.stack((own_loss, own_square, torch.full_like(own_loss, asked)))
     loss, square, ranks_asked = all_reduce(own, engine.groups.world).unbind()
     loss, norm = loss / tokens.clamp(min=1), square.sqrt()

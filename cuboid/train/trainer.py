@@ -23,6 +23,7 @@ from cuboid.data.source import make_source, make_validation_source
 from cuboid.errors import RankError
 from cuboid.parallel.apply import build_engine
 from cuboid.parallel.collectives import all_reduce
+from cuboid.resilience.faults import strikes
 from cuboid.resilience.pulse import PULSE
 from cuboid.say import say
 from cuboid.spec.run import Run
@@ -34,6 +35,7 @@ from cuboid.train.learning_rate import learning_rate
 from cuboid.train.memory import MemoryLog
 from cuboid.train.metrics import Metrics
 from cuboid.train.optimizer import Optimizer
+from cuboid.train.replicas import flip_bit
 from cuboid.train.step import PendingStep, start_step
 
 
@@ -153,6 +155,8 @@ class Trainer:
     def _start_step(self) -> None:
         PULSE.enter("step", self.done + 1)
         PULSE.do("data")
+        if strikes(PULSE, "flip"):
+            flip_bit(self.optimizer.pieces[-1].master)
         rate = learning_rate(self.run.learning_rate, self.done, self.run.training.steps)
         batch = self.engine.course.batch(self.done)
         batches = micro_batches(self.source, self.run, batch, self._replica, self.device)

@@ -16,7 +16,7 @@ from cuboid.data.source import make_source
 from cuboid.parallel.apply import build_engine
 from cuboid.spec.run import Run
 from cuboid.train.optimizer import Optimizer
-from cuboid.train.replicas import Deviation, deviations
+from cuboid.train.replicas import Deviation, deviations, flip_bit
 from cuboid.train.step import train_step
 from cuboid.train.trainer import Outcome, Trainer
 
@@ -70,8 +70,7 @@ def flipped(rank: int, run: Run, culprit: int, name: str) -> tuple[list[Deviatio
     sound = step(1)
     if rank == culprit:
         (piece,) = [piece for piece in optimizer.pieces if piece.part.name == name][:1]
-        bits = piece.master.view(torch.int64 if piece.master.element_size() == 8 else torch.int32)
-        bits[bits.numel() // 2] ^= 1 << 3
+        flip_bit(piece.master)
     return sound, deviations(engine, optimizer), step(2)
 
 
