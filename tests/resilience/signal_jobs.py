@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 
 import torch
 
@@ -24,6 +25,8 @@ def train_signalled(rank: int, run: Run, target: int, call: int) -> tuple[Outcom
             looked += 1
             if rank == target and looked == call:
                 os.kill(os.getpid(), signal.SIGTERM)
+                while not signals.asked:  # the thread that listens needs a moment
+                    time.sleep(0.001)
             return signals.asked
 
         outcome = train(run, rank, torch.device("cpu"), quiet=True, asked=asked)
