@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from cuboid.checkpoint.boxes import boxes_of_piece
+from cuboid.checkpoint.boxes import Box
 from cuboid.checkpoint.scattered import Scattered
 from cuboid.checkpoint.start import read_weights
 from cuboid.generate.cache import Cache
@@ -135,10 +135,16 @@ class Builder:
                 part = Part(name, shape, cut, 0)
                 wide = self.dtype if self.dtype == torch.float64 else torch.float32
                 dtype = wide if unit_of(prefix, name).endswith(BALANCE) else self.dtype
-                values = torch.zeros(part.shape, dtype=dtype, device=self.device)
-                self.parameters[name] = part, nn.Parameter(values, requires_grad=False)
+                self.parameters[name] = part, nn.Parameter(self._memory(part, dtype), requires_grad=False)
             owner, _, field = inner.rpartition(".")
             setattr(module.get_submodule(owner), field, self.parameters[name][1])
+
+    def _memory(self, part: Part, dtype: torch.dtype) -> Tensor:
+        """A CPU multiplies a few rows by a matrix a fifth faster where the columns of that lie together; a table that
+        tokens are looked up in needs its rows together."""
+        if self.device.type == "cpu" and len(part.shape) == 2 and not part.name.startswith("embedding."):
+            return torch.zeros(part.shape[::-1], dtype=dtype).t()
+        return torch.zeros(part.shape, dtype=dtype, device=self.device)
 
     def _load(self) -> None:
         if self.spec.weights:
@@ -155,8 +161,10 @@ class Builder:
 
 
 def _scattered(part: Part, values: Tensor) -> Scattered:
-    flat = values.flatten()
-    boxes = tuple(
-        (box, flat[place : place + box.size].view(box.lengths)) for box, place in boxes_of_piece(part, 0, part.size)
-    )
-    return Scattered(part.full_shape, values.dtype, boxes)
+    """Padding, which only a split vocabulary has, lies behind the real rows and is left out."""
+    cut = part.slice
+    real = cut.stop - cut.start
+    offsets = tuple(cut.start if dimension == cut.dimension else 0 for dimension in range(len(part.shape)))
+    held = values.narrow(cut.dimension, 0, real)
+    box = Box(offsets, tuple(held.shape), 0)
+    return Scattered(part.full_shape, values.dtype, ((box, held),) if real else ())
