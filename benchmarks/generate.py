@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from cuboid.checkpoint.huggingface.folder import model_of
 from cuboid.generate.batch import Event, Request
-from cuboid.generate.engine import Generator
+from cuboid.generate.engine import Generator, make_generator
 from cuboid.generate.words import Words
 from cuboid.launch.pool import Pool
 from cuboid.plan.cache import cache_bytes
@@ -101,7 +101,7 @@ def ours(generator: Generator, requests: list[Request]) -> Timing:
 def on_rank(rank: int, spec: GenerationSpec, requests: list[Request], repeats: int) -> tuple[Timing, int]:
     """The fastest of several, and the bytes of this rank's cache."""
     device = torch.device("cuda", rank % torch.cuda.device_count()) if spec.device == "cuda" else torch.device("cpu")
-    generator = Generator(spec, rank, device)
+    generator = make_generator(spec, rank, device)
     return min((ours(generator, requests) for _ in range(repeats)), key=lambda timing: timing["seconds"]), (
         generator.cache_bytes
     )
@@ -142,7 +142,7 @@ def main() -> None:
                 chunk=2048 if options.device == "cuda" else 512,
             )
 
-        alone = Generator(spec("dp=1"), 0, device)
+        alone = make_generator(spec("dp=1"), 0, device)
         timings: dict[str, list[Timing]] = {"transformers": [], "cuboid dp=1": []}
         for _ in range(options.repeats + 1):  # the first warms up
             timings["transformers"].append(theirs(peer, prompts, options.tokens, device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,14 +18,13 @@ from cuboid.model.latent import LatentAttention
 from cuboid.model.mixture import Mixture
 from cuboid.model.rope import Positions
 from cuboid.model.transformer import Block, Embedding, Head
-from cuboid.parallel.apply import DTYPES
+from cuboid.parallel.apply import DTYPES, set_parameter
 from cuboid.parallel.collectives import all_gather
 from cuboid.parallel.expert import spread_experts
 from cuboid.parallel.groups import Group, Groups, make_groups
 from cuboid.parallel.tensor import Region, split_block, split_embedding, split_head
 from cuboid.plan.cache import cache_shape
 from cuboid.plan.parameters import BALANCE, EXPERTS, TIED, unit_of
-from cuboid.plan.partition import partition
 from cuboid.plan.slices import Part, expert_slice, kv_part_count, slice_of
 from cuboid.spec.generation import GenerationSpec
 
@@ -64,10 +64,17 @@ def make_generation_groups(spec: GenerationSpec, rank: int, device: torch.device
 
 
 class Builder:
-    """Makes the stage of a rank; `weights` are what it holds of each parameter, by name."""
+    """Makes the stages of a rank. With `held`, the parameters that a training has, by name, nothing is read."""
 
-    def __init__(self, spec: GenerationSpec, groups: Groups, device: torch.device) -> None:
-        self.spec, self.groups, self.device = spec, groups, device
+    def __init__(
+        self,
+        spec: GenerationSpec,
+        groups: Groups,
+        context: Group,
+        device: torch.device,
+        held: Mapping[str, nn.Parameter] | None = None,
+    ) -> None:
+        self.spec, self.groups, self.context, self.device, self.held = spec, groups, context, device, held
         mixture = spec.model.mixture
         # Which tokens an expert has room for depends on how many follow, which nobody knows here: all are taken.
         self.model = replace(spec.model, mixture=mixture and replace(mixture, capacity_factor=0.0))
@@ -75,13 +82,10 @@ class Builder:
         self.region = Region(groups.tensor, False) if groups.tensor.size > 1 else None
         self.parameters: dict[str, tuple[Part, nn.Parameter]] = {}
 
-    def stage(self) -> Stage:
-        index, last = self.groups.coordinates.pp, self.spec.layout.pp - 1
-        layers = partition(self.model, self.spec.layout.pp, self.spec.length)[index]
-        embedding = self._embedding() if index == 0 else None
+    def stage(self, layers: range) -> Stage:
+        embedding = self._embedding() if layers.start == 0 else None
         pairs = [self._block(layer) for layer in layers]
-        head = self._head() if index == last else None
-        self._load()
+        head = self._head() if layers.stop == self.model.layers else None
         blocks, caches = tuple(block for block, _ in pairs), tuple(cache for _, cache in pairs)
         return Stage(embedding, blocks, head, caches, self.groups.tensor, self.model.vocab)
 
@@ -105,11 +109,11 @@ class Builder:
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         attention = block.attention
         if isinstance(attention, LatentAttention):
-            cache = Cache(shape, self.groups.context_outer, None, like)
+            cache = Cache(shape, self.context, None, like)
             block.attention = CachedLatentAttention(attention, cache)  # type: ignore[assignment]
         else:
             # The cache keeps each key-value head once, whichever query heads read it.
-            cache = Cache(shape, self.groups.context_outer, attention.kv_head_of_query, like)
+            cache = Cache(shape, self.context, attention.kv_head_of_query, like)
             attention.kv_head_of_query, attention.mix = None, cache
         return block, cache
 
@@ -127,6 +131,9 @@ class Builder:
         for inner, whole in list(module.named_parameters()):
             tied = self.model.tie_embeddings and f"{prefix}.{inner}" == "head.output.weight"
             name, shape = TIED if tied else f"{prefix}.{inner}", tuple(whole.shape)
+            if self.held is not None:
+                set_parameter(module, inner, self.held[name])
+                continue
             if name not in self.parameters:
                 if EXPERTS in name:
                     cut = expert_slice(shape, expert.size, expert.index)
@@ -136,8 +143,7 @@ class Builder:
                 wide = self.dtype if self.dtype == torch.float64 else torch.float32
                 dtype = wide if unit_of(prefix, name).endswith(BALANCE) else self.dtype
                 self.parameters[name] = part, nn.Parameter(self._memory(part, dtype), requires_grad=False)
-            owner, _, field = inner.rpartition(".")
-            setattr(module.get_submodule(owner), field, self.parameters[name][1])
+            set_parameter(module, inner, self.parameters[name][1])
 
     def _memory(self, part: Part, dtype: torch.dtype) -> Tensor:
         """A CPU multiplies a few rows by a matrix a fifth faster where the columns of that lie together; a table that
@@ -146,7 +152,8 @@ class Builder:
             return torch.zeros(part.shape[::-1], dtype=dtype).t()
         return torch.zeros(part.shape, dtype=dtype, device=self.device)
 
-    def _load(self) -> None:
+    def load(self) -> None:
+        """Fill what was made."""
         if self.spec.weights:
             wanted = {name: _scattered(part, held.data) for name, (part, held) in self.parameters.items()}
             read_weights(self.spec.weights, self.model, wanted)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cuboid.generate.batch import Batch, Event, Request
-from cuboid.generate.build import Builder, make_generation_groups
+from cuboid.generate.build import Builder, Stage, make_generation_groups
 from cuboid.generate.evaluation import Score
 from cuboid.generate.rows import Rower, Rows
 from cuboid.generate.sampling import choose, uniform
@@ -18,36 +18,62 @@ from cuboid.generate.step import Step
 from cuboid.generate.wires import Wires
 from cuboid.generate.words import Words
 from cuboid.model.rope import PositionTable
+from cuboid.parallel.apply import DTYPES
 from cuboid.parallel.collectives import all_reduce, all_reduce_maximum
+from cuboid.parallel.groups import Group, Groups
+from cuboid.plan.partition import partition
 from cuboid.spec.generation import GenerationSpec, SamplingSpec
+
+
+def make_generator(spec: GenerationSpec, rank: int, device: torch.device) -> Generator:
+    """With weights of its own; every rank calls it."""
+    groups = make_generation_groups(spec, rank, device)
+    builder = Builder(spec, groups, groups.context_outer, device)
+    index = groups.coordinates.pp
+    stages = {index: builder.stage(partition(spec.model, spec.layout.pp, spec.length)[index])}
+    builder.load()
+    return Generator(spec, groups, groups.context_outer, stages, tuple(range(spec.layout.pp)), device)
 
 
 class Generator:
     """Every rank makes one and calls the same methods in the same order."""
 
-    def __init__(self, spec: GenerationSpec, rank: int, device: torch.device) -> None:
-        self.spec, self.device = spec, device
-        self.groups = make_generation_groups(spec, rank, device)
-        builder = Builder(spec, self.groups, device)
-        self.stage = builder.stage()
-        layout, context = spec.layout, self.groups.context_outer
-        table = PositionTable(spec.model, spec.length, builder.dtype, device)
+    def __init__(
+        self,
+        spec: GenerationSpec,
+        groups: Groups,
+        context: Group,
+        stages: dict[int, Stage],
+        stage_rank: tuple[int, ...],
+        device: torch.device,
+        in_step: bool = False,
+    ) -> None:
+        """`stages`: those of this rank by index; `stage_rank`: the pipeline rank of each; `in_step`: all replicas
+        compute, or none does."""
+        self.spec, self.groups, self.context, self.device = spec, groups, context, device
+        self._stages, self._stage_rank = stages, stage_rank
+        layout, dtype = spec.layout, DTYPES[spec.precision]
+        table = PositionTable(spec.model, spec.length, dtype, device)
         # Each tensor rank routes an equal part of the tokens.
         multiple = layout.tp if spec.model.mixture is not None else 1
         self._rower = Rower(table, context.index, context.size, multiple, device)
-        self._wires = Wires(self.groups.ascending, self.groups.descending)
-        self._like = torch.empty(0, dtype=builder.dtype, device=device)
-        # Experts of one layer lie on ranks of several replicas: all of them compute, or none does.
-        self._in_step = layout.ep > 1 and layout.dp > 1
+        self._wires = Wires(groups.ascending, groups.descending)
+        self._like = torch.empty(0, dtype=dtype, device=device)
+        # Experts of one layer may lie on ranks of several replicas.
+        self._in_step = in_step or (layout.ep > 1 and layout.dp > 1)
+
+    @property
+    def _is_last(self) -> bool:
+        return self._stage_rank[-1] == self._wires.index
 
     @property
     def is_leader(self) -> bool:
         """Of its replica: the one rank that says what it has written."""
-        return self._wires.is_last and self.groups.tensor.index == 0 and self.groups.context_outer.index == 0
+        return self._is_last and self.groups.tensor.index == 0 and self.context.index == 0
 
     @property
     def cache_bytes(self) -> int:
-        return sum(cache.bytes for cache in self.stage.caches)
+        return sum(cache.bytes for stage in self._stages.values() for cache in stage.caches)
 
     def generate(
         self, requests: Sequence[Request], sampling: SamplingSpec, words: Words, heard: Callable[[list[Event]], None]
@@ -104,10 +130,10 @@ class Generator:
 
     def _answer_of(self, batch: Batch, own: dict[Batch, list[int]]) -> list[int]:
         """The tokens that the step under way gave."""
-        if self._wires.is_last:
+        if self._is_last:
             return own.pop(batch, [])
         count = len(batch.written())
-        return self._wires.receive_answer(count, self.device) if count else []
+        return self._wires.receive_answer(count, self._stage_rank[-1], self.device) if count else []
 
     def _anybody(self, busy: bool) -> bool:
         if not self._in_step:
@@ -115,23 +141,26 @@ class Generator:
         return bool(all_reduce_maximum(torch.tensor([int(busy)], device=self.device), self.groups.data).item())
 
     def _forward(self, step: Step) -> Tensor | None:
-        """The logits that were asked for, on the last stage."""
+        """The logits that were asked for, on the rank of the last stage."""
         rows = self._rower.rows(step)
-        x = rows.tokens
-        if self._wires.index:
-            x = self._wires.receive_from_below(self._like.new_empty(rows.tokens.shape[1], self.spec.model.hidden))
-        x = self.stage.hidden(x, rows.positions)
-        if not self._wires.is_last:
-            self._wires.send_up(x)
+        own, x = self._wires.index, rows.tokens
+        for index, stage in self._stages.items():
+            if index and self._stage_rank[index - 1] != own:
+                like = self._like.new_empty(rows.tokens.shape[1], self.spec.model.hidden)
+                x = self._wires.receive(like, self._stage_rank[index - 1])
+            x = stage.hidden(x, rows.positions)
+            if index + 1 < len(self._stage_rank) and self._stage_rank[index + 1] != own:
+                self._wires.send(x, self._stage_rank[index + 1])
+        if not self._is_last or not step.asked:
             return None
-        return self.stage.logits(self._asked(x, rows, step.asked)) if step.asked else None
+        return self._stages[len(self._stage_rank) - 1].logits(self._asked(x, rows, step.asked))
 
     def _asked(self, x: Tensor, rows: Rows, count: int) -> Tensor:
         """The rows whose logits are wanted, on every context rank all of them."""
-        if self.groups.context_outer.size == 1:
+        if self.context.size == 1:
             return x.index_select(0, rows.asked)
         whole = x.new_zeros(count, x.shape[1]).index_copy_(0, rows.answers, x.index_select(0, rows.asked))
-        return all_reduce(whole, self.groups.context_outer)
+        return all_reduce(whole, self.context)
 
     def _choose(self, logits: Tensor, batch: Batch, sampling: SamplingSpec, words: Words) -> list[int]:
         texts = batch.written()

@@ -49,12 +49,12 @@ def run_ranks(name: str, spec: GenerationSpec, arguments: tuple[Any, ...], heard
 def _generator(spec: GenerationSpec, rank: int) -> Any:
     import torch
 
-    from cuboid.generate.engine import Generator
+    from cuboid.generate.engine import make_generator
     from cuboid.parallel.device import choose_device
 
     if spec.layout.world_size > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // spec.layout.world_size))
-    return Generator(spec, rank, choose_device(spec.device, rank))
+    return make_generator(spec, rank, choose_device(spec.device, rank))
 
 
 def generate_rank(

@@ -179,7 +179,7 @@ class _Builder:
         for unit_name, shapes in members.items():
             unit = self._unit(unit_name, shapes)
             for name in shapes:
-                _set_parameter(module, inside[name], unit.parameters[name])
+                set_parameter(module, inside[name], unit.parameters[name])
             if not unit_name.endswith(BALANCE):  # always whole, and no gradient ever comes to it
                 used.append(unit)
         return Segment(run, used, self.deferral)
@@ -205,6 +205,6 @@ class _Builder:
         return slice_of(name, shape, self.model, tensor.size, tensor.index, self.layout.sequence_parallel)
 
 
-def _set_parameter(module: nn.Module, path: str, parameter: nn.Parameter) -> None:
+def set_parameter(module: nn.Module, path: str, parameter: nn.Parameter) -> None:
     owner, _, name = path.rpartition(".")
     setattr(module.get_submodule(owner), name, parameter)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from cuboid.generate.batch import Event, Request
-from cuboid.generate.engine import Generator
+from cuboid.generate.engine import make_generator
 from cuboid.generate.evaluation import Score
 from cuboid.generate.words import Words
 from cuboid.spec.generation import GenerationSpec, SamplingSpec
@@ -20,7 +20,7 @@ def texts(
 ) -> tuple[list[dict[int, list[int]]], int]:
     """For each way of sampling, the tokens that follow each prompt, of those this rank answers for; and the bytes of
     its cache."""
-    generator = Generator(spec, rank, CPU)
+    generator = make_generator(spec, rank, CPU)
     found = []
     for sampling, words in settings:
         written: dict[int, list[int]] = {}
@@ -43,5 +43,5 @@ def together(results: list[Any]) -> list[dict[int, list[int]]]:
 def scored(rank: int, spec: GenerationSpec, requests: list[Request]) -> list[Score]:
     """What this rank says."""
     said: list[Score] = []
-    Generator(spec, rank, CPU).score(requests, said.extend)
+    make_generator(spec, rank, CPU).score(requests, said.extend)
     return said
