@@ -46,10 +46,8 @@ class Generator:
         stages: dict[int, Stage],
         stage_rank: tuple[int, ...],
         device: torch.device,
-        in_step: bool = False,
     ) -> None:
-        """`stages`: those of this rank by index; `stage_rank`: the pipeline rank of each; `in_step`: all replicas
-        compute, or none does."""
+        """`stages`: those of this rank by index; `stage_rank`: the pipeline rank of each."""
         self.spec, self.groups, self.context, self.device = spec, groups, context, device
         self._stages, self._stage_rank = stages, stage_rank
         layout, dtype = spec.layout, DTYPES[spec.precision]
@@ -59,8 +57,10 @@ class Generator:
         self._rower = Rower(table, context.index, context.size, multiple, device)
         self._wires = Wires(groups.ascending, groups.descending)
         self._like = torch.empty(0, dtype=dtype, device=device)
-        # Experts of one layer may lie on ranks of several replicas.
-        self._in_step = in_step or (layout.ep > 1 and layout.dp > 1)
+        # Where a rank has several stages, messages of two batches would cross.
+        self._batches = spec.batches if len(stage_rank) == layout.pp else 1
+        # Experts of one layer may lie on ranks of several replicas: all of these compute, or none does.
+        self._in_step = layout.ep > 1 and layout.dp > 1
 
     @property
     def _is_last(self) -> bool:
@@ -106,7 +106,7 @@ class Generator:
     ) -> None:
         waiting = deque(requests[self.groups.coordinates.dp :: self.spec.layout.dp])
         batches = [
-            Batch(slots, self.spec.chunk, ends, waiting) for slots in _equal_parts(self.spec.slots, self.spec.batches)
+            Batch(slots, self.spec.chunk, ends, waiting) for slots in _equal_parts(self.spec.slots, self._batches)
         ]
         answers: dict[Batch, list[int]] = {}  # of the last stage to itself
         busy = True

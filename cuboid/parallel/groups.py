@@ -10,7 +10,8 @@ from cuboid.parallel.local import LocalExchange, connect
 from cuboid.resilience.pulse import NOWHERE, PULSE, Track
 from cuboid.spec.layout import Layout
 from cuboid.spec.ledger import Kind, Ledger
-from cuboid.spec.ranks import Coordinates, coordinates, groups
+from cuboid.spec.ranks import Coordinates, coordinates
+from cuboid.spec.ranks import groups as rank_groups
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ def make_groups(
     layout: Layout, rank: int, kv_parts: int, embedding_on_two_ranks: bool, experts: bool, on_cpu: bool
 ) -> Groups:
     """`kv_parts`: into how many parts the key-value heads are split over the tensor ranks."""
-    kinds = groups(layout)
+    kinds = rank_groups(layout)
     world = tuple(range(layout.world_size))
     everybody = PULSE.everybody("world", len(world))
     alone = Group((rank,), 0)
@@ -182,3 +183,12 @@ def make_groups(
         ascending=own("ascending", kinds["pp"]),
         descending=own("descending", kinds["pp"]),
     )
+
+
+def context_group(groups: Groups, layout: Layout, rank: int) -> Group:
+    """All context-parallel ranks of a replica, however attention divides them; every rank of the job calls this."""
+    if layout.cp_inner == 1:
+        return groups.context_outer
+    if layout.cp_inner == layout.cp:
+        return groups.context_inner
+    return _own("cp", rank, rank_groups(layout)["cp"], groups.world.track) or groups.context_outer

@@ -49,6 +49,26 @@ class SamplingSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SamplesSpec:
+    """Text that the model writes now and then during training, into samples.jsonl of the run's folder."""
+
+    every: int = 0
+    """Steps between samples; 0 is never."""
+    prompts: tuple[str, ...] = ("def ",)
+    """What each of them goes on with."""
+    max_tokens: int = 64
+    temperature: float = 0.0
+    """0 is greedy; else the training's seed decides the random numbers, the same at every step."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "samples")
+        require_at_least(0, self, "samples", ("every", "temperature"))
+        require_at_least(1, self, "samples", ("max_tokens",))
+        if self.every and not all(self.prompts):
+            raise UserError("samples.prompts has an empty one; write at least one character in each")
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerationSpec:
     """Everything a rank needs but the prompts."""
 
@@ -81,8 +101,13 @@ def parse_layout(text: str) -> Layout:
     return Layout.parse(text).changed(sequence_parallel=False)
 
 
+def plain_layout(layout: Layout) -> Layout:
+    """What generation needs of a training's layout."""
+    return Layout(**{name: getattr(layout, name) for name in DIMENSIONS}, sequence_parallel=False)
+
+
 def check_layout(layout: Layout, model: ModelSpec) -> None:
-    plain = Layout(**{name: getattr(layout, name) for name in DIMENSIONS}, sequence_parallel=False)
+    plain = plain_layout(layout)
     for field in fields(Layout):
         if getattr(layout, field.name) != getattr(plain, field.name):
             raise UserError(

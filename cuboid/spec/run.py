@@ -16,6 +16,7 @@ from cuboid.errors import UserError
 from cuboid.spec.coding import check_types, decode, encode, field_types, require_known
 from cuboid.spec.data import DataSpec, EvaluationSpec
 from cuboid.spec.fitting import check
+from cuboid.spec.generation import SamplesSpec
 from cuboid.spec.layout import Layout, parse_layout_fields
 from cuboid.spec.load import build_model, dump_model, read_toml
 from cuboid.spec.model import ModelSpec
@@ -224,6 +225,7 @@ class Run:
     learning_rate: LearningRateSpec = field(default_factory=LearningRateSpec)
     data: DataSpec = field(default_factory=DataSpec)
     evaluation: EvaluationSpec = field(default_factory=EvaluationSpec)
+    samples: SamplesSpec = field(default_factory=SamplesSpec)
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     resilience: ResilienceSpec = field(default_factory=ResilienceSpec)
     output: OutputSpec = field(default_factory=OutputSpec)
@@ -272,8 +274,7 @@ def build_run(table: Mapping[str, object], overrides: Sequence[str] = (), *, fol
 def dump_run(run: Run) -> str:
     """TOML text from which `build_run` makes an equal run."""
     table: dict[str, Any] = {"layout": str(run.layout), "model": dump_model(run.model)}
-    for name in ("training", "optimizer", "learning_rate", "data", "evaluation", "checkpoint", "resilience", "output"):
-        table[name] = encode(getattr(run, name))
+    table |= {name: encode(getattr(run, name)) for name in field_types(Run) if name not in (*table, "plan")}
     return dumps({**table, "plan": run.plan} if run.plan else table)
 
 

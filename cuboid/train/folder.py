@@ -29,6 +29,7 @@ WRITTEN = (
     "ranks-*.jsonl",
     "bad_steps.jsonl",
     "tracked.jsonl",
+    "samples.jsonl",
 )
 REPORTS = "failure-*.txt"
 

@@ -36,6 +36,7 @@ from cuboid.train.memory import MemoryLog
 from cuboid.train.metrics import Metrics
 from cuboid.train.optimizer import Optimizer
 from cuboid.train.replicas import flip_bit
+from cuboid.train.samples import Sampler
 from cuboid.train.step import PendingStep, start_step
 
 
@@ -95,6 +96,7 @@ class Trainer:
             start(self.engine, run.training.start_from, quiet)
         self.metrics = Metrics(run, rank, quiet, self.done)
         self.communication = CommunicationLog(run, rank, self.engine.ledger)
+        self.sampler = Sampler(self.engine, quiet) if run.samples.every else None
         self.bad_steps = BadSteps(self.engine, self.source, self.done)
         self.loss = float("nan")
         self._under_way: deque[Started] = deque()
@@ -118,7 +120,7 @@ class Trainer:
                 self.done += 1
                 # A GPU computes a step while the host prepares the next, and waits for nothing between them.
                 at_once = self.device.type == "cpu" or self._evaluates or self._saves or self._copies or self._is_last
-                at_once = at_once or self._compares
+                at_once = at_once or self._compares or self._samples
                 at_once = at_once or self.run.output.keep_timing  # the next step writes over the times of this one
                 while len(self._under_way) > (0 if at_once else 1):
                     if not self._finish_step(self._under_way.popleft()):
@@ -134,6 +136,10 @@ class Trainer:
     @property
     def _evaluates(self) -> bool:
         return self.validation is not None and self.done % self.run.evaluation.every == 0
+
+    @property
+    def _samples(self) -> bool:
+        return self.sampler is not None and self.done % self.run.samples.every == 0
 
     @property
     def _saves(self) -> bool:
@@ -233,6 +239,10 @@ class Trainer:
             self._clock = time.perf_counter()
         if self._saves:
             self._save()
+        if self._samples and self.sampler is not None and not self._stops:
+            PULSE.enter("evaluation")
+            self.sampler.write(self.done)
+            self._clock = time.perf_counter()
 
     def _save(self) -> None:
         assert self.saver is not None
