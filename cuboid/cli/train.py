@@ -116,6 +116,10 @@ def _rehearse(run: Run, inject: str | None) -> None:
 
 
 def _check_start(run: Run, overwrite: bool) -> list[str]:
+    if run.samples.every:
+        from cuboid.train.samples import prompts_of
+
+        prompts_of(run)
     if not run.training.start_from:
         return []
     from cuboid.checkpoint.start import check_start  # here, because it brings torch, for which others need not wait

@@ -21,13 +21,14 @@ class Cache:
 
     def __init__(self, shape: CacheShape, context: Group, served: Tensor | None, like: Tensor) -> None:
         # Zeros, because a place nobody may see must still be a number.
-        self.key = like.new_zeros(shape.slots, shape.heads, shape.places, shape.key)
-        self._value = like.new_zeros(shape.slots, shape.heads, shape.places, shape.value) if shape.value else None
+        sizes = shape.slots, shape.places, shape.heads
+        self._key = like.new_zeros(*sizes, shape.key)
+        self._value = like.new_zeros(*sizes, shape.value) if shape.value else None
         self._context, self._served = context, served
 
     @property
     def bytes(self) -> int:
-        return self.key.nbytes + (0 if self._value is None else self._value.nbytes)
+        return self._key.nbytes + (0 if self._value is None else self._value.nbytes)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, positions: Positions) -> Tensor:
         return self.attend(query, key, value, positions, 1 / math.sqrt(query.shape[3]))
@@ -35,23 +36,23 @@ class Cache:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, positions: Positions, scale: float) -> Tensor:
         """(1, rows, heads, dim); rows that are no tokens give zeros."""
         assert isinstance(positions, StepPositions)
-        count, width = positions.slots.numel(), value.shape[3]
-        if count:
-            self.key[positions.slots, :, positions.places] = key[0, :count]
-            if self._value is not None:
-                self._value[positions.slots, :, positions.places] = value[0, :count]
+        count, width = positions.kept.numel(), value.shape[3]
+        self._key.flatten(0, 1).index_copy_(0, positions.kept, key[0, :count])
+        if self._value is not None:
+            self._value.flatten(0, 1).index_copy_(0, positions.kept, value[0, :count])
         if self._context.size > 1:
             return self._over_context(query, width, positions, scale)
-        seen = query.new_zeros(*query.shape[:3], width) if count < query.shape[1] else None
         found = (self._decode if positions.step.decodes else self._prefill)(query[0, :count], width, positions, scale)
-        if seen is None:
+        if count == query.shape[1]:
             return found.unsqueeze(0)
+        seen = query.new_zeros(*query.shape[:3], width)
         seen[0, :count] = found
         return seen
 
     def _kept(self, slots: slice, places: int, width: int) -> tuple[Tensor, Tensor]:
-        key = self.key[slots, :, :places]
-        value = key[..., :width] if self._value is None else self._value[slots, :, :places]
+        """(slots, heads, places, dim)"""
+        key = self._key[slots, :places].transpose(1, 2)
+        value = key[..., :width] if self._value is None else self._value[slots, :places].transpose(1, 2)
         if self._served is None:
             return key, value
         return key.index_select(1, self._served), value.index_select(1, self._served)
@@ -59,17 +60,16 @@ class Cache:
     def _decode(self, query: Tensor, width: int, positions: StepPositions, scale: float) -> Tensor:
         """One query per sequence, all sequences at once. Query heads that share a key-value head stand where several
         queries would: no key is copied."""
-        mask = positions.mask
+        mask, queries = positions.mask, positions.queries
         if mask is None:
             return query.new_zeros(0, query.shape[1], width)
         first = min(span.slot for span in positions.step.spans)
         key, value = self._kept(slice(first, first + mask.shape[0]), mask.shape[3], width)
         grouped = query.unflatten(1, (key.shape[1], -1))
-        all_asked = grouped.shape[0] == mask.shape[0]
-        if not all_asked:
-            grouped = grouped.new_zeros(mask.shape[0], *grouped.shape[1:]).index_copy_(0, positions.queries, grouped)
+        if queries is not None:
+            grouped = grouped.new_zeros(mask.shape[0], *grouped.shape[1:]).index_copy_(0, queries, grouped)
         seen = functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale).flatten(1, 2)
-        return seen if all_asked else seen.index_select(0, positions.queries)
+        return seen if queries is None else seen.index_select(0, queries)
 
     def _prefill(self, query: Tensor, width: int, positions: StepPositions, scale: float) -> Tensor:
         parts, row = [], 0

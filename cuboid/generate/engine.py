@@ -21,6 +21,7 @@ from cuboid.model.rope import PositionTable
 from cuboid.parallel.apply import DTYPES
 from cuboid.parallel.collectives import all_reduce, all_reduce_maximum
 from cuboid.parallel.groups import Group, Groups
+from cuboid.plan.cache import cache_shape
 from cuboid.plan.partition import partition
 from cuboid.spec.generation import GenerationSpec, SamplingSpec
 
@@ -54,9 +55,10 @@ class Generator:
         table = PositionTable(spec.model, spec.length, dtype, device)
         # Each tensor rank routes an equal part of the tokens.
         multiple = layout.tp if spec.model.mixture is not None else 1
-        self._rower = Rower(table, context.index, context.size, multiple, device)
-        self._wires = Wires(groups.ascending, groups.descending)
+        places = cache_shape(spec.model, layout, spec.slots, spec.length).places
         self._like = torch.empty(0, dtype=dtype, device=device)
+        self._rower = Rower(table, context, places, multiple, self._like)
+        self._wires = Wires(groups.ascending, groups.descending)
         # Where a rank has several stages, messages of two batches would cross.
         self._batches = spec.batches if len(stage_rank) == layout.pp else 1
         # Experts of one layer may lie on ranks of several replicas: all of these compute, or none does.
@@ -157,9 +159,12 @@ class Generator:
 
     def _asked(self, x: Tensor, rows: Rows, count: int) -> Tensor:
         """The rows whose logits are wanted, on every context rank all of them."""
+        if self.context.size == 1 and len(rows.asked) == x.shape[0]:
+            return x
+        asked, answers = torch.tensor([rows.asked, rows.answers], dtype=torch.int64).to(self.device)
         if self.context.size == 1:
-            return x.index_select(0, rows.asked)
-        whole = x.new_zeros(count, x.shape[1]).index_copy_(0, rows.answers, x.index_select(0, rows.asked))
+            return x.index_select(0, asked)
+        whole = x.new_zeros(count, x.shape[1]).index_copy_(0, answers, x.index_select(0, asked))
         return all_reduce(whole, self.context)
 
     def _choose(self, logits: Tensor, batch: Batch, sampling: SamplingSpec, words: Words) -> list[int]:

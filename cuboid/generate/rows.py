@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cuboid.generate.step import Step
 from cuboid.model.rope import Positions, PositionTable
+from cuboid.parallel.groups import Group
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,14 +21,12 @@ class StepPositions(Positions):
     """What layers must know of the rows of one rank, and attention of the step."""
 
     step: Step
-    slots: Tensor
-    """(rows that are tokens)"""
-    places: Tensor
-    """Where in its slot of this rank's cache each goes."""
+    kept: Tensor
+    """(rows that are tokens): where the key and value of each go, slot · places + place."""
     mask: Tensor | None
-    """Of a step that decodes: (slots from the first to the last, 1, 1, places), whom each query sees."""
-    queries: Tensor
-    """Of a step that decodes: which row of the mask belongs to each token."""
+    """Of a step that decodes: (slots from the first to the last, 1, 1, places), added to the scores of each query."""
+    queries: Tensor | None
+    """Of a step that decodes: which row of the mask belongs to each token; None: each its own."""
 
 
 @dataclass(frozen=True)
@@ -37,50 +36,52 @@ class Rows:
     tokens: Tensor
     """(1, rows)"""
     positions: StepPositions
-    asked: Tensor
+    asked: list[int]
     """The rows for which logits are wanted,"""
-    answers: Tensor
+    answers: list[int]
     """and their numbers among those of all context ranks."""
 
 
 class Rower:
     """Makes the rows of one rank."""
 
-    def __init__(self, table: PositionTable, index: int, size: int, multiple: int, device: torch.device) -> None:
-        """`index`, `size`: of the context ranks; `multiple`: what the number of rows must divide by."""
-        self._table, self._index, self._size = table, index, size
-        self._multiple, self._device = multiple, device
+    def __init__(self, table: PositionTable, context: Group, places: int, multiple: int, like: Tensor) -> None:
+        """`places`: of a slot in this rank's cache; `multiple`: what the number of rows must divide by; `like`: has the
+        dtype and the device."""
+        self._table, self._index, self._size, self._places = table, context.index, context.size, places
+        self._multiple, self._like = multiple, like
 
     def rows(self, step: Step) -> Rows:
         tokens: list[int] = []
         index: list[int] = []
-        slots, asked, answers = [], [], []
-        answer = 0
+        kept: list[int] = []
+        asked, answers, answer = [], [], 0
         for span in step.spans:
             first = (self._index - span.start) % self._size
             own = range(span.start + first, span.stop, self._size)
-            wanted = range(span.stop - span.asked, span.stop)
-            asked += [len(tokens) + number for number, position in enumerate(own) if position in wanted]
-            answers += [answer + position - wanted.start for position in own if position in wanted]
+            for position in own[-span.asked :] if span.asked else ():
+                if position >= span.stop - span.asked:
+                    asked.append(len(tokens) + (position - own.start) // self._size)
+                    answers.append(answer + position - span.stop + span.asked)
             answer += span.asked
             tokens += span.tokens[first :: self._size]
             index += own
-            slots += [span.slot] * len(own)
-        missing = self.count(step) - len(tokens)
-        places = self._tensor([position // self._size for position in index])
-        table = self._table.at(torch.tensor([index + [0] * missing]))
-        mask, queries = self._mask(step) if self._size == 1 else (None, [])
+            kept += [span.slot * self._places + position // self._size for position in own]
+        missing = [0] * (self.count(step) - len(tokens))
+        # One tensor, because every copy to a device costs as much as a kernel.
+        packed = torch.tensor([tokens + missing, index + missing, kept + missing]).to(self._like.device)
+        table = self._table.at(packed[1:2])
+        mask, queries = self._mask(step) if self._size == 1 else (None, None)
         positions = StepPositions(
             table.index,
             table.cosine,
             table.sine,
             step=step,
-            slots=self._tensor(slots),
-            places=places,
+            kept=packed[2, : len(kept)],
             mask=mask,
-            queries=self._tensor(queries),
+            queries=queries,
         )
-        return Rows(self._tensor(tokens + [0] * missing)[None], positions, self._tensor(asked), self._tensor(answers))
+        return Rows(packed[:1], positions, asked, answers)
 
     def count(self, step: Step) -> int:
         """Rows of every rank."""
@@ -89,20 +90,18 @@ class Rower:
 
     def _held(self, step: Step, index: int) -> int:
         """Tokens of a context rank."""
-        return sum(
-            len(range(span.start + (index - span.start) % self._size, span.stop, self._size)) for span in step.spans
-        )
+        size = self._size
+        return sum(len(range(span.start + (index - span.start) % size, span.stop, size)) for span in step.spans)
 
-    def _mask(self, step: Step) -> tuple[Tensor | None, list[int]]:
+    def _mask(self, step: Step) -> tuple[Tensor | None, Tensor | None]:
         if not step.decodes or not step.spans:
-            return None, []
+            return None, None
         slots = [span.slot for span in step.spans]
-        lengths = torch.ones(
-            max(slots) - min(slots) + 1, dtype=torch.int64
-        )  # a free slot sees one token, whatever it is
-        lengths[torch.tensor(slots) - min(slots)] = torch.tensor([span.stop for span in step.spans])
-        mask = torch.arange(int(lengths.max())) < lengths[:, None]
-        return mask[:, None, None].to(self._device), [slot - min(slots) for slot in slots]
-
-    def _tensor(self, numbers: list[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int64).to(self._device)
+        first, count = min(slots), max(slots) - min(slots) + 1
+        lengths = [1] * count  # a free slot sees one token, whatever it is
+        for span in step.spans:
+            lengths[span.slot - first] = span.stop
+        hidden = torch.arange(max(lengths)) >= torch.tensor(lengths).unsqueeze(1)
+        mask = torch.zeros(hidden.shape, dtype=self._like.dtype).masked_fill_(hidden, -torch.inf)
+        queries = None if len(slots) == count else torch.tensor(slots).sub_(first).to(self._like.device)
+        return mask[:, None, None].to(self._like.device), queries
