@@ -49,6 +49,7 @@ class Batch:
 
     def __init__(self, slots: range, chunk: int, ends: Sequence[int], waiting: deque[Request]) -> None:
         """`ends`: tokens that end a text; `waiting`: requests for all batches, of which each takes the next one."""
+        self.slots = slots
         self._free = deque(slots)
         self._chunk, self._ends, self._waiting = chunk, frozenset(ends), waiting
         self._texts: dict[int, Text] = {}
@@ -72,6 +73,12 @@ class Batch:
             spans = [self._span(text, 1) for text in texts]
         self.under_way = Step(tuple(spans)) if spans else None
         return self.under_way
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the step under way gives every text of the batch a token."""
+        step = self.under_way
+        return step is not None and step.decodes and step.asked == len(step.spans) == len(self._texts)
 
     def _span(self, text: Text, count: int) -> Span:
         start, text.kept = text.kept, text.kept + count

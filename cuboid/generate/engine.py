@@ -11,6 +11,7 @@ from torch import Tensor
 from cuboid.generate.batch import Batch, Event, Request
 from cuboid.generate.build import Builder, Stage, make_generation_groups
 from cuboid.generate.evaluation import Score
+from cuboid.generate.fixed import FixedDecoder
 from cuboid.generate.rows import Rower, Rows
 from cuboid.generate.sampling import choose, uniform
 from cuboid.generate.score import scores
@@ -52,13 +53,14 @@ class Generator:
         self.spec, self.groups, self.context, self.device = spec, groups, context, device
         self._stages, self._stage_rank = stages, stage_rank
         layout, dtype = spec.layout, DTYPES[spec.precision]
-        table = PositionTable(spec.model, spec.length, dtype, device)
+        self._table = PositionTable(spec.model, spec.length, dtype, device)
         # Each tensor rank routes an equal part of the tokens.
         multiple = layout.tp if spec.model.mixture is not None else 1
-        places = cache_shape(spec.model, layout, spec.slots, spec.length).places
+        self._places = cache_shape(spec.model, layout, spec.slots, spec.length).places
         self._like = torch.empty(0, dtype=dtype, device=device)
-        self._rower = Rower(table, context, places, multiple, self._like)
+        self._rower = Rower(self._table, context, self._places, multiple, self._like)
         self._wires = Wires(groups.ascending, groups.descending)
+        self._decoders: dict[range, FixedDecoder] = {}
         # Where a rank has several stages, messages of two batches would cross.
         self._batches = spec.batches if len(stage_rank) == layout.pp else 1
         # Experts of one layer may lie on ranks of several replicas: all of these compute, or none does.
@@ -123,12 +125,26 @@ class Generator:
                 if not self._anybody(step is not None):
                     continue
                 busy = True
-                logits = self._forward(step or Step(()))
+                if self._is_alone and step is not None and batch.decodes:
+                    logits: Tensor | None = self._decoder(batch.slots)(step)
+                else:
+                    logits = self._forward(step or Step(()))
                 if logits is not None:
                     answers[batch] = answer(logits, batch)
                     if answers[batch]:
                         self._wires.answer(answers[batch], self.device)
         self._wires.finish()
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether one GPU has all layers and decides alone how many rows each of its products has."""
+        parts = self.groups.tensor.size * self.context.size * len(self._stage_rank)
+        return self.device.type == "cuda" and parts == 1 and self.spec.model.mixture is None
+
+    def _decoder(self, slots: range) -> FixedDecoder:
+        if slots not in self._decoders:
+            self._decoders[slots] = FixedDecoder(self._stages[0], self._table, slots, self._places, self._like)
+        return self._decoders[slots]
 
     def _answer_of(self, batch: Batch, own: dict[Batch, list[int]]) -> list[int]:
         """The tokens that the step under way gave."""
