@@ -191,9 +191,10 @@ class ResilienceSpec:
     setup_seconds: float = 1800.0
     """How long it may stand still where nothing is learned yet: while it sets up, in its first steps, its first
     evaluation and its first save. 0: for ever."""
-    bad_steps: Literal["skip", "rollback", "stop"] = "skip"
+    bad_steps: Literal["skip", "retry", "rollback", "stop"] = "skip"
     """What is done about a step whose loss or gradient norm is not finite, or a spike: leave its update out, go back to
-    the newest checkpoint and leave its batch out of the data, or stop the run."""
+    the newest checkpoint and try again (a batch that is bad twice is left out), go back and leave its batch out of the
+    data for good, or stop the run."""
     most_bad_steps: int = 10
     """How many bad steps, with no good one further on, a run goes on after."""
     spike_score: float = 0.0
@@ -212,6 +213,11 @@ class ResilienceSpec:
         _require_in_range(self, "resilience", (*counts, *seconds), low=0)
         _require_in_range(self, "resilience", ("contact_seconds",), low=3)
         _require_in_range(self, "resilience", ("spike_window",), low=4)
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether a bad step sends the run back to its newest checkpoint."""
+        return self.bad_steps in ("retry", "rollback")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,8 +247,9 @@ class Run:
                 "use data.validation_fraction=0.01 or name a source in data.validation"
             )
 
-        if self.resilience.bad_steps == "rollback" and not self.checkpoint.every:
-            raise UserError("resilience.bad_steps=rollback has no checkpoints to go back to; use checkpoint.every=100")
+        if self.resilience.goes_back and not self.checkpoint.every:
+            policy = self.resilience.bad_steps
+            raise UserError(f"resilience.bad_steps={policy} has no checkpoints to go back to; use checkpoint.every=100")
 
     @property
     def micro_batches(self) -> int:

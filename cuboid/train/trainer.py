@@ -106,13 +106,14 @@ class Trainer:
         self._saved = self.done
         self._last_save = -1 if nodes else self.done  # what was found in memory may not be on disk
         self._can_go_back = self.done > 0
+        self._retried: set[int] = set()
         self._longest_step = 0.0
         self._warned = False
 
     def train(self) -> Outcome:
         with self.metrics, self.communication, self.memory:
             self._agree()
-            if self.run.resilience.bad_steps == "rollback" and not self.done:
+            if self.run.resilience.goes_back and not self.done:
                 self._save()  # so that there is something to go back to
             self._clock = time.perf_counter()
             while self.done < self.run.training.steps and not self._stops:
@@ -183,7 +184,7 @@ class Trainer:
         seconds = time.perf_counter() - self._clock
         self._stops = self._stops or result.stops
         result = self.bad_steps.judged(started.step, started.pending, result)
-        if result.left_out and self.run.resilience.bad_steps == "rollback":
+        if result.left_out and self.run.resilience.goes_back and self._may_go_back(started.step):
             self._roll_back(started.step)
             return False
         self.loss = result.loss
@@ -197,8 +198,12 @@ class Trainer:
         self._clock = time.perf_counter()
         return True
 
+    def _may_go_back(self, step: int) -> bool:
+        """To retry a batch that was retried already is no use: it is bad itself, and left out like a skipped one."""
+        return self.run.resilience.bad_steps == "rollback" or self.engine.course.batch(step) not in self._retried
+
     def _roll_back(self, step: int) -> None:
-        """To the newest checkpoint, from which the run goes on without the batch of that step."""
+        """To the newest checkpoint, from which the run goes on: without the batch of that step, or trying it again."""
         PULSE.enter("set-up")
         batch = self.engine.course.batch(step)
         for started in self._under_way:
@@ -211,11 +216,17 @@ class Trainer:
         if self.copies is not None:
             self.copies.take_back()
         self.done = self._last_save = self._resume()
-        for each in (*skipped, batch):
+        if self.run.resilience.bad_steps == "retry":
+            self._retried.add(batch)
+            again = f"to try batch {batch + 1} of the data again"
+        else:
+            skipped = [*skipped, batch]
+            again = f"without batch {batch + 1} of the data"
+        for each in skipped:
             self.engine.course.skip(each)
         self.metrics.rewind(self.done)
         if self.engine.groups.world.index == 0:
-            say(f"step {step + 1} is bad: back to step {self.done}, without batch {batch + 1} of the data", True)
+            say(f"step {step + 1} is bad: back to step {self.done}, {again}", True)
         self._clock = time.perf_counter()
 
     def _evaluate(self) -> float | None:

@@ -27,12 +27,16 @@ class Poisoned(Trainer):
     """Meets a number that is none in its weights, on one rank, whenever it trains on one of these batches."""
 
     batches: frozenset[int] = frozenset()
+    passing: frozenset[int] = frozenset()
+    """Those that are bad the first time only."""
     culprit = 0
 
     def _start_step(self) -> None:
         poisons = self.engine.groups.world.index == self.culprit
-        with self._poison() if poisons and self.engine.course.batch(self.done) in self.batches else _nothing():
+        batch = self.engine.course.batch(self.done)
+        with self._poison() if poisons and batch in self.batches else _nothing():
             super()._start_step()
+        self.batches -= self.passing & {batch}
 
     @contextmanager
     def _poison(self) -> Iterator[None]:
@@ -49,9 +53,11 @@ def _nothing() -> Iterator[None]:
     yield
 
 
-def train_poisoned(rank: int, run: Run, batches: frozenset[int], culprit: int) -> Outcome:
+def train_poisoned(
+    rank: int, run: Run, batches: frozenset[int], culprit: int, passing: frozenset[int] = frozenset()
+) -> Outcome:
     trainer = Poisoned(run, rank, CPU, quiet=True)
-    trainer.batches, trainer.culprit = batches, culprit
+    trainer.batches, trainer.culprit, trainer.passing = batches, culprit, passing
     return trainer.train()
 
 

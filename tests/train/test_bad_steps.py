@@ -75,6 +75,21 @@ def test_rolling_back_leaves_the_batch_out_for_good(tmp_path: Path, pool: Pool) 
     assert found == pytest.approx(expected, abs=1e-9) and found[-1] == pytest.approx(skipping[0], abs=1e-9)
 
 
+def test_a_passing_fault_leaves_no_trace_and_a_lasting_one_is_skipped(tmp_path: Path, pool: Pool) -> None:
+    """Batches 1 and 4 are bad once, batch 5 always: the run is that which skips batch 5 alone."""
+    fields = ("training.steps=8", "checkpoint.every=3", *FIELDS)
+    retried = short_run("dp=2,pp=2", str(tmp_path / "retried"), "resilience.bad_steps=retry", *fields)
+    pool.run(JOB, (retried, frozenset({1, 4, 5}), 2, frozenset({1, 4})), ranks=4)
+    told = bad_steps(tmp_path / "retried")
+    assert [row["batch"] for row in told] == [1, 4, 5, 5] and {row["action"] for row in told} == {"retry"}
+    skipped = short_run("dp=2,pp=2", str(tmp_path / "skipped"), *fields)
+    pool.run(JOB, (skipped, frozenset({5}), 2), ranks=4)
+    assert losses(tmp_path / "retried") == losses(tmp_path / "skipped")
+    manifests = [read_manifest(checkpoints(tmp_path / each / "checkpoints")[-1]) for each in ("retried", "skipped")]
+    files = [{name: told for name, told in each.files.items() if name.endswith(".bin")} for each in manifests]
+    assert files[0] == files[1], "every parameter, moment and generator"
+
+
 def test_a_spike_is_left_out_before_its_update(tmp_path: Path, pool: Pool) -> None:
     """Everything is the same token, but for some noise at the end: a resumed run remembers what is usual."""
     fields = ("resilience.spike_score=8", "resilience.spike_window=8", "checkpoint.every=20", *FIELDS)
