@@ -6,8 +6,7 @@ sudo .venv/bin/python benchmarks/slurm.py
 Two slurmd's stand for two nodes (they share this machine's addresses). A job of two supervisors with two ranks each is
 checked by `sbatch --test-only` and shellcheck, submitted, told to stop by the signal that Slurm sends before a job's
 time is over, found requeued with its checkpoint written, and found finished with the losses of a run that nobody
-disturbed; a second job is cancelled, and stays so; a third one loses a supervisor for good, and goes on without it.
-Nothing of an installed Slurm is touched.
+disturbed; a second job is cancelled, and stays so. Nothing of an installed Slurm is touched.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -131,12 +129,12 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def prepare(folder: Path, name: str, *more: str) -> Path:
+def prepare(folder: Path, name: str) -> Path:
     """A run file with its job file, in a folder of its own."""
     place = folder / name
     place.mkdir()
     (place / "run.toml").write_text(RUN.replace("FOLDER", "out"))
-    options = ["--nodes", "2", "--time", "10", "--grace", "60", *more, "-o", "job.sbatch"]
+    options = ["--nodes", "2", "--time", "10", "--grace", "60", "-o", "job.sbatch"]
     subprocess.run([*CUBOID, "launch", "slurm", "run.toml", *options], cwd=place, check=True)
     return place
 
@@ -155,7 +153,6 @@ def main() -> None:
         with cluster(folder):
             told(prepare(folder, "told"), losses(alone / "out"))
             cancelled(prepare(folder, "cancelled"))
-            halved(prepare(folder, "halved", "--min-nodes", "1", "--set", "checkpoint.every=10"))
 
 
 def submit(place: Path) -> str:
@@ -202,19 +199,6 @@ def cancelled(place: Path) -> None:
     assert state(number)["JobState"] == "CANCELLED", state(number)
     saved = sorted(path.name for path in (place / "out/checkpoints").glob("step-*"))
     print(f"cancelled: stays so, with {', '.join(saved) or 'nothing'} saved")
-
-
-def halved(place: Path) -> None:
-    """The supervisor of the second node is killed; the first goes on with half of the ranks."""
-    number = submit(place)
-    wait("a checkpoint", lambda: any((place / "out/checkpoints").glob("step-*")))
-    listed = slurm("scontrol", "listpids", f"{number}.0", "localhost").split("\n")
-    supervisors = [int(line.split()[0]) for line in listed if line.split()[-1] == "0"]
-    os.kill(max(supervisors), signal.SIGKILL)
-    wait("the end", lambda: state(number).get("JobState") in ("COMPLETED", "FAILED", "CANCELLED"))
-    log = (place / f"tiny-llama-{number}.log").read_text()
-    assert state(number)["JobState"] == "COMPLETED" and len(losses(place / "out")) == STEPS, log
-    print(f"half of it killed: all {STEPS} steps done by the other half")
 
 
 if __name__ == "__main__":
