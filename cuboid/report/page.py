@@ -15,6 +15,7 @@ SCRIPTS = (
     "memory",
     "communication",
     "curves",
+    "shares",
     "considered",
     "explorer",
     "main",

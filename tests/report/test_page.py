@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import re
 from html.parser import HTMLParser
+from importlib import resources
 from pathlib import Path
 
 from cuboid.report.collect import collect
-from cuboid.report.page import embedded, page
+from cuboid.report.page import SCRIPTS, embedded, page
 from cuboid.report.source import open_source
 from tests.report.cases import make_run, row, write_rows
 
@@ -61,6 +62,15 @@ def test_the_page_holds_the_data_and_asks_for_nothing(tmp_path: Path) -> None:
     assert policy and policy.startswith("default-src 'none'") and "connect-src" not in policy
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", text), "text stays text"
     assert "@@" not in text
+
+
+def test_every_script_is_there_and_every_section_is_drawn_by_one_of_them() -> None:
+    folder = resources.files("cuboid.report") / "page"
+    names = {entry.name.removesuffix(".js") for entry in folder.iterdir() if entry.name.endswith(".js")}
+    assert names == {*SCRIPTS, "live"}
+    script = "".join((folder / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
+    for name in re.findall(r"\bdraw[A-Z]\w*", script):
+        assert re.search(rf"function {name}\(|const {name} =", script), f"{name} is called and not defined"
 
 
 def test_no_text_of_a_run_breaks_out(tmp_path: Path) -> None:

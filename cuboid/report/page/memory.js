@@ -40,7 +40,7 @@ function drawMemory(data) {
   });
   const lines = bars.map((bar) => [`${bar.pp}`, bar.what, bytes(bar.total), ...used.map((name) => bar.line.parts[name] ? bytes(bar.line.parts[name]) : "–")]);
   return section("memory", "Memory", `Of every pipeline rank${info.measured.length ? ", predicted beside measured; of ranks that share a stage, the fullest" : " at its fullest moment, as predicted"}.`,
-    holder, legend(used.map((name) => [swatch(MEMORY_COLOURS[name], name[0].toUpperCase()), `${name}: ${info.categories[name]}`])),
+    holder, legend(used.map((name) => [swatch(MEMORY_COLOURS[name], name.slice(0, 2)), `${name}: ${info.categories[name]}`])),
     info.limit && !near ? el("p", { class: "note" }, `Each accelerator has ${bytes(info.limit)}, far beyond the right edge.`) : null,
     info.measured.length ? el("p", { class: "note" }, `Measured on ${words(info.measured_ranks, "rank")}: ${info.how}. Weights, gradients and optimizer state are the bytes of their tensors; the rest is what remains of the peak.`) : data.kind === "run" ? el("p", { class: "note" }, "No rank has written its memory yet.") : null,
     el("details", {}, el("summary", {}, "Numbers"), table(["rank", "", { label: "total", number: true }, ...used.map((name) => ({ label: name, number: true }))], lines)));

@@ -1,5 +1,5 @@
 // The cuboid: ranks on nodes. Above a few thousand a cell stands for several ranks.
-const KIND_WORDS = { tp: "tensor", cp: "context", ep: "expert", pp: "pipeline", data: "data", shard: "ZeRO shard", replicate: "ZeRO replica", embedding: "tied embedding" };
+const KIND_WORDS = { tp: "tensor", cp: "context", ep: "expert", pp: "pipeline", data: "data", shard: "shard of ZeRO", replicate: "replica of shards", embedding: "tied embedding" };
 const MOST_CELLS = 2048;
 function drawRanks(data) {
   const info = data.ranks, { degrees, world_size: world } = info;
@@ -19,25 +19,28 @@ function drawRanks(data) {
   const size = cells <= 64 ? 34 : cells <= 256 ? 24 : cells <= 1024 ? 15 : 12;
   const buttons = [];
   const panel = el("div", { class: "panel", "aria-live": "polite" }, `Point at a rank, or move with the arrow keys, to see its groups and the links they cross.`);
-  const paint = () => buttons.forEach((button) => {
+  // Beside the outline a letter says by which group a rank belongs to the one looked at.
+  const paint = (members, self) => buttons.forEach((button, index) => {
     const at = place(button.rank), shade = ramp(at[colour], degrees[colour]);
     button.style.background = shade.fill; button.style.color = shade.ink;
-    button.textContent = size >= 24 && each === 1 ? String(button.rank) : "";
+    const number = size >= 24 && each === 1 ? String(button.rank) : "", letter = button !== self && members?.get(index) || "";
+    button.textContent = size >= 34 || !letter ? `${number}${letter && ` ${letter}`}`.trim() : letter;
   });
   const show = (button) => {
-    const rank = button.rank, at = place(rank), kinds = Object.keys(info.groups), members = new Set();
+    const rank = button.rank, at = place(rank), kinds = Object.keys(info.groups), members = new Map();
     const rows = kinds.map((kind) => {
       const ranks = groupOf(rank, kind), tier = tierOf(kind === "pp" ? ranks.slice(Math.max(0, at.pp - 1), at.pp + 2) : ranks), line = info.traffic.find((entry) => entry.kind === kind);
-      ranks.forEach((member) => members.add(Math.floor(member / each)));
+      ranks.forEach((member) => { const cell = Math.floor(member / each); if (!members.has(cell)) members.set(cell, (KIND_WORDS[kind] || kind)[0].toUpperCase()); });
       const shown = ranks.length > 10 ? `${ranks.slice(0, 4).join(" ")} … ${ranks.at(-1)}` : ranks.join(" ");
-      return [KIND_WORDS[kind] || kind, String(ranks.length), shown, tier ? `${tier.name}, ${figures(tier.bandwidth)} GB/s` : "–", line ? line.carries : ""];
+      return [`${KIND_WORDS[kind] || kind} (${(KIND_WORDS[kind] || kind)[0].toUpperCase()})`, String(ranks.length), shown, tier ? `${tier.name}, ${figures(tier.bandwidth)} GB/s` : "–", line ? line.carries : ""];
     });
     const stages = info.stages_of[at.pp].join(" and "), where = dimensions.map((name) => `${name} ${at[name]}`).join(", ");
     panel.replaceChildren(el("p", {}, el("strong", {}, each > 1 ? `Ranks ${rank} to ${Math.min(rank + each, world) - 1}` : `Rank ${rank}`), ` on node ${Math.floor(rank / perNode)}${where ? `: ${where}` : ""}; stage${info.stages_of[at.pp].length > 1 ? "s" : ""} ${stages}`),
       rows.length ? table(["group", { label: "ranks", number: true }, "members", "slowest link", "what travels"], rows) : el("p", {}, "One rank: nothing travels."));
+    paint(members, button);
     buttons.forEach((other, index) => { other.classList.toggle("self", other === button); other.classList.toggle("in", other !== button && members.has(index)); other.classList.toggle("dim", other !== button && !members.has(index)); });
   };
-  const clear = () => buttons.forEach((button) => button.classList.remove("self", "in", "dim"));
+  const clear = () => { paint(); buttons.forEach((button) => button.classList.remove("self", "in", "dim")); };
   const columns = perNode / each <= 4 ? Math.max(1, perNode / each) : nodes > 4 ? 4 : 8;
   const move = (event, index) => {
     const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: columns, ArrowUp: -columns, PageDown: Math.max(1, perNode / each), PageUp: -Math.max(1, perNode / each), Home: -index, End: buttons.length - 1 - index }[event.key];
@@ -68,5 +71,5 @@ function drawRanks(data) {
   const lead = `${words(world, "rank")}${info.tiers.length ? ` on ${words(nodes, "node")} of ${perNode}` : ""}${each > 1 ? `; each cell stands for ${each} ranks` : ""}.`;
   return section("ranks", "The cuboid", lead,
     dimensions.length ? el("div", { class: "controls" }, choice("Colour by", dimensions.map((name) => [name, names[name]]), colour, (value) => { colour = value; paint(); drawKey(); })) : null,
-    el("div", { style: "max-height:640px;overflow:auto;padding:3px" }, grid), key, panel);
+    el("div", { style: "max-height:790px;overflow:auto;padding:3px" }, grid), key, panel);
 }

@@ -39,7 +39,7 @@ function drawTimeline(data) {
     for (const track of shown()) {
       const scale = stretch ? tick / track.span : tick;
       pen.fillStyle = ink; pen.font = `600 12px ${font}`; pen.textAlign = "left";
-      const title = `${track.label[0].toUpperCase()}${track.label.slice(1)}: ${seconds(track.seconds)}, bubble ${percent(track.bubble)}`;
+      const title = `${seconds(track.seconds)}, bubble ${percent(track.bubble)}: ${track.label}`;
       let cut = title; while (cut.length > 8 && pen.measureText(cut).width > width - 8) cut = `${cut.slice(0, -2)}…`;
       pen.fillStyle = colourOf("--card"); pen.fillRect(0, top, Math.min(width, pen.measureText(cut).width + 8), TITLE - 3);
       pen.fillStyle = ink; pen.fillText(cut, 0, top + 15);
