@@ -105,7 +105,8 @@ def command(
         for size in sizes
         for kind in (costs, replace(costs, memory=copies))
     ]
-    source = f"a failure every {mtbf_hours:g} h" if mtbf_hours else PUBLISHED[failures].source
+    published = f"{PUBLISHED[failures].source}; beyond that every accelerator fails as often"
+    source = f"a failure every {mtbf_hours:g} h" if mtbf_hours else published
     if picture is not None:
         write_output(picture, _picture(cases, source))
     if as_json:
@@ -172,7 +173,7 @@ def _show(cases: list[Case], costs: Costs, source: str, step: float | None) -> N
     from rich.console import Console
     from rich.table import Table
 
-    print(f"{source}; beyond what was measured every accelerator fails as often")
+    print(source)
     print(
         f"seconds: stall {costs.stall:.3g}, write {costs.write:.3g}, detect {costs.detect:g}, restart "
         f"{costs.restart:.3g}, load {costs.load:g}"
@@ -193,8 +194,14 @@ def _show(cases: list[Case], costs: Costs, source: str, step: float | None) -> N
     Console(highlight=False).print(table)
     print("failure: mean time between them; to disk, to memory: training between checkpoints")
     if step:
-        steps = max(1, round(cases[0].best.interval / step))
-        print(f"with steps of {step:.3g} s: checkpoint.every={steps}")
+        for case in cases:
+            copies = case.best.costs.memory
+            also = f", checkpoint.memory_every={_steps(copies.every, step)}" if copies else ""
+            print(f"with steps of {step:.3g} s: checkpoint.every={_steps(case.best.interval, step)}{also}")
+
+
+def _steps(seconds: float, step: float) -> int:
+    return max(1, round(seconds / step))
 
 
 def duration(seconds: float) -> str:
