@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 
 from cuboid.errors import UserError
-from cuboid.plan.plan import plan_of
+from cuboid.plan.plan import planned_cluster
 from cuboid.plan.question import PRECISIONS, Question
 from cuboid.plan.search import search
 from cuboid.spec.accelerators import accelerator_names, accelerator_table
@@ -45,7 +45,7 @@ class Replanner:
     def __init__(self, run: Run, ranks_per_node: int, cluster: ClusterSpec | None = None) -> None:
         """`cluster` is of what the nodes are made; left out: what the run was planned for, or this machine."""
         self._run, self._ranks = run, ranks_per_node
-        self._cluster = cluster or _planned_cluster(run)
+        self._cluster = cluster or planned_cluster(run) or _cluster_here(run)
         self.choose = cache(self._choose)
 
     def _choose(self, nodes: int) -> Choice:
@@ -98,9 +98,7 @@ class Replanner:
         return None
 
 
-def _planned_cluster(run: Run) -> ClusterSpec:
-    if run.plan:
-        return plan_of(run).question.cluster
+def _cluster_here(run: Run) -> ClusterSpec:
     if run.training.device != "cpu" and (name := accelerator_here()):
         per_node = accelerator_table(name)["accelerators_per_node"] or 1
         return load_cluster(f"{name}x{2 * per_node}")

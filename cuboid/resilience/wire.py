@@ -18,6 +18,7 @@ from typing import Any
 from cuboid.errors import UserError
 from cuboid.launch.network import Endpoint
 from cuboid.resilience.rollcall import Order, RollCall, Status
+from cuboid.say import say
 
 BEAT = 1.0
 LONGEST = 1 << 16
@@ -125,6 +126,7 @@ class Contact:
         self._heard = time.monotonic()
         self._line: socket.socket | None = None
         self._news = threading.Condition()
+        self._noted = False
         self._open = True
         threading.Thread(target=self._keep, daemon=True).start()
 
@@ -164,6 +166,9 @@ class Contact:
                 self._line = line
                 self._talk(line)
             self._line = None
+            if self.lost and self._open and not self._noted:
+                self._noted = True
+                say(f"nothing is heard from the leading node at {self._endpoint}; waiting for it", as_warning=True)
             time.sleep(BEAT / 4)
 
     def _talk(self, line: socket.socket) -> None:
@@ -192,7 +197,7 @@ class Contact:
                 self.refused = str(word["refused"])
             elif word:
                 self.order = Order(**{**word, "members": tuple(word["members"])})
-            self._heard = time.monotonic()
+            self._heard, self._noted = time.monotonic(), False
             self._news.notify_all()
 
     def _send(self) -> None:

@@ -95,9 +95,11 @@ def test_another_run_and_strangers_are_sent_away(office: Office) -> None:
     wait(lambda: office.join("c").next(None, 60.0, never))
 
 
-def test_silence_and_a_wish_to_stop_end_the_waiting() -> None:
+def test_silence_and_a_wish_to_stop_end_the_waiting(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         contact = Contact(Endpoint(*nobody.getsockname()[:2]), "a", "the run", lost_after=0.2)
         assert contact.next(None, 0.5, never) is None and contact.lost
+        wait(lambda: contact._noted)
+        assert capsys.readouterr().err.startswith("warning: nothing is heard from the leading node at 127.0.0.1:")
         assert contact.next(None, 60.0, lambda: True) is None
         contact.close()
