@@ -87,7 +87,7 @@ class Generator:
         def answer(logits: Tensor, batch: Batch) -> list[int]:
             return self._choose(logits, batch, sampling, words)
 
-        self._run(requests, words.ends, answer, heard)
+        self.run(requests, words.ends, answer, heard)
 
     def score(self, requests: Sequence[Request], heard: Callable[[list[Score]], None]) -> None:
         """How likely the labels of each request are; `heard` is told by the leader, a piece of a text at a time."""
@@ -98,16 +98,18 @@ class Generator:
                 heard(found)
             return []
 
-        self._run(requests, (), answer, lambda _: None)
+        self.run(requests, (), answer, lambda _: None)
 
     @torch.inference_mode()
-    def _run(
+    def run(
         self,
         requests: Sequence[Request],
         ends: Sequence[int],
         answer: Callable[[Tensor, Batch], list[int]],
         heard: Callable[[list[Event]], None],
     ) -> None:
+        """`answer` makes of the logits that a step asked for a token for each text that gets one; on all ranks of the
+        last stage, which see the same."""
         waiting = deque(requests[self.groups.coordinates.dp :: self.spec.layout.dp])
         batches = [
             Batch(slots, self.spec.chunk, ends, waiting) for slots in _equal_parts(self.spec.slots, self._batches)

@@ -6,9 +6,11 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from cuboid.errors import UserError
 from cuboid.generate.batch import Event, Request
 from cuboid.generate.evaluation import Score
 from cuboid.generate.words import Words
+from cuboid.launch.place import find_place
 from cuboid.launch.pool import Pool
 from cuboid.spec.generation import GenerationSpec, SamplingSpec
 
@@ -30,6 +32,8 @@ def start_generation(
 def run_ranks(name: str, spec: GenerationSpec, arguments: tuple[Any, ...], heard: Callable[[Any], None]) -> None:
     """`name`, a function of this file, on every rank of the layout: here where that is one."""
     ranks = spec.layout.world_size
+    if find_place(os.environ) is not None:
+        raise UserError("torchrun or Slurm started this process as a rank, and generation starts its own; run it alone")
     if ranks == 1:
         globals()[name](0, heard, spec, *arguments)
         return

@@ -67,6 +67,10 @@ class SamplesSpec:
         if self.every and not all(self.prompts):
             raise UserError("samples.prompts has an empty one; write at least one character in each")
 
+    def is_due(self, step: int) -> bool:
+        """Whether text is written after this many steps."""
+        return self.every > 0 and step % self.every == 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationSpec:

@@ -121,7 +121,7 @@ class Trainer:
                 self.done += 1
                 # A GPU computes a step while the host prepares the next, and waits for nothing between them.
                 at_once = self.device.type == "cpu" or self._evaluates or self._saves or self._copies or self._is_last
-                at_once = at_once or self._compares or self._samples
+                at_once = at_once or self._compares or self.run.samples.is_due(self.done)
                 at_once = at_once or self.run.output.keep_timing  # the next step writes over the times of this one
                 while len(self._under_way) > (0 if at_once else 1):
                     if not self._finish_step(self._under_way.popleft()):
@@ -137,10 +137,6 @@ class Trainer:
     @property
     def _evaluates(self) -> bool:
         return self.validation is not None and self.done % self.run.evaluation.every == 0
-
-    @property
-    def _samples(self) -> bool:
-        return self.sampler is not None and self.done % self.run.samples.every == 0
 
     @property
     def _saves(self) -> bool:
@@ -250,7 +246,7 @@ class Trainer:
             self._clock = time.perf_counter()
         if self._saves:
             self._save()
-        if self._samples and self.sampler is not None and not self._stops:
+        if self.sampler is not None and self.run.samples.is_due(self.done) and not self._stops:
             PULSE.enter("evaluation")
             self.sampler.write(self.done)
             self._clock = time.perf_counter()

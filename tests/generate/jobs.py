@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from cuboid.generate.batch import Event, Request
-from cuboid.generate.engine import make_generator
+from cuboid.generate.batch import Batch, Event, Request
+from cuboid.generate.engine import Generator, make_generator
 from cuboid.generate.evaluation import Score
 from cuboid.generate.words import Words
 from cuboid.spec.generation import GenerationSpec, SamplingSpec
@@ -17,9 +19,9 @@ CPU = torch.device("cpu")
 
 def texts(
     rank: int, spec: GenerationSpec, requests: list[Request], settings: list[tuple[SamplingSpec, Words]]
-) -> tuple[list[dict[int, list[int]]], int]:
-    """For each way of sampling, the tokens that follow each prompt, of those this rank answers for; and the bytes of
-    its cache."""
+) -> tuple[list[dict[int, list[int]]], int, dict[int, Tensor]]:
+    """For each way of sampling, the tokens that follow each prompt, of those this rank answers for; the bytes of its
+    cache; and the logits for the token after each prompt."""
     generator = make_generator(spec, rank, CPU)
     found = []
     for sampling, words in settings:
@@ -31,7 +33,20 @@ def texts(
 
         generator.generate(requests, sampling, words, heard)
         found.append(written)
-    return found, generator.cache_bytes
+    return found, generator.cache_bytes, _first_logits(generator, requests)
+
+
+def _first_logits(generator: Generator, requests: list[Request]) -> dict[int, Tensor]:
+    found: dict[int, Tensor] = {}
+
+    def answer(logits: Tensor, batch: Batch) -> list[int]:
+        written = batch.written()
+        if generator.is_leader:
+            found.update({text.request.number: row.clone() for text, row in zip(written, logits, strict=True)})
+        return [0] * len(written)
+
+    generator.run([replace(request, room=1) for request in requests], (), answer, lambda _: None)
+    return found
 
 
 def together(results: list[Any]) -> list[dict[int, list[int]]]:

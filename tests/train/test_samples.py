@@ -51,7 +51,7 @@ def test_samples_are_what_the_checkpoint_writes(pool: Pool, tmp_path: Path, layo
         )
         requests = [Request(n, target.words.encode(text), 9) for n, text in enumerate(run.samples.prompts)]
         sampling = SamplingSpec(max_tokens=9, temperature=0.7, seed=3)
-        (written,), _ = texts(0, spec, requests, [(sampling, target.words)])
+        (written,), *_ = texts(0, spec, requests, [(sampling, target.words)])
         expected = [target.words.decode(written[number]) for number in range(3)]
         assert [row["text"] for row in rows if row["step"] == step] == expected
 
