@@ -10,7 +10,7 @@ import typer
 
 from cuboid.errors import UserError
 from cuboid.generate.prompts import Prompt, Results, make_prompt, read_prompts
-from cuboid.generate.question import longest, make_requests
+from cuboid.generate.question import check_words, longest, make_requests
 from cuboid.generate.results import Texts
 from cuboid.generate.words import Words
 from cuboid.launch.generation import start_generation
@@ -60,6 +60,7 @@ def command(
     for note in found.notes:
         print(f"warning: {note}", file=sys.stderr)
     check_layout(wanted, found.model)
+    check_words(sampling, found.words)
     given = _prompts(prompt, prompts, found.words, found.model.vocab)
     requests = make_requests(given, sampling, found.model)
     spec = GenerationSpec(

@@ -106,8 +106,14 @@ class Results:
             raise UserError(f"output={self._path} answers another prompt {number}; name another file")
 
     def add(self, row: dict[str, Any]) -> None:
-        line = json.dumps({**row, "made_with": self._made_with}, ensure_ascii=False) + "\n"
-        os.write(self._file.fileno(), line.encode())
+        line = (json.dumps({**row, "made_with": self._made_with}, ensure_ascii=False) + "\n").encode()
+        try:
+            while line:
+                line = line[os.write(self._file.fileno(), line) :]
+        except OSError as error:
+            raise UserError(
+                f"output={self._path} cannot be written: {error.strerror}; make room and run it again"
+            ) from None
 
     def close(self) -> None:
         self._file.close()

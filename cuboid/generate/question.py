@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from cuboid.errors import UserError
 from cuboid.generate.batch import Request
 from cuboid.generate.prompts import Prompt
+from cuboid.generate.words import Words
 from cuboid.spec.generation import SamplingSpec
 from cuboid.spec.model import ModelSpec
 
@@ -23,6 +24,12 @@ def make_requests(prompts: Sequence[Prompt], sampling: SamplingSpec, model: Mode
             )
         requests.append(Request(prompt.number, prompt.tokens, min(room, sampling.max_tokens)))
     return requests
+
+
+def check_words(sampling: SamplingSpec, words: Words) -> None:
+    """Strings to stop at need text to be found in."""
+    if sampling.stop and not words.tokenizer:
+        raise UserError(f"stop={sampling.stop[0]!r} is text and the model has no tokenizer; use --tokenizer byte")
 
 
 def longest(requests: Sequence[Request]) -> int:

@@ -92,6 +92,8 @@ def test_what_cannot_work_is_refused_in_one_sentence(
         assert said.out == ""
     assert main(["generate", f"hf:{model}", "--prompt", "x"]) == 2
     assert "the model has no tokenizer; use --tokenizer byte" in capsys.readouterr().err
+    assert main(["generate", f"hf:{model}", "--prompts", str(tmp_path / "broken.jsonl"), "--stop", "."]) == 2
+    assert "stop='.' is text and the model has no tokenizer" in capsys.readouterr().err
     assert main(["generate", str(tmp_path / "nowhere"), "--prompt", "x"]) == 2
     assert "does not exist; name a run's folder" in capsys.readouterr().err
 
