@@ -182,7 +182,6 @@ def test_elastic_jobs_say_with_how_few_they_go_on(options: tuple[str, ...], run_
     text = written(run_file, *options, "--min-nodes", "2", "--interface", "eth0").replace('", "', " ")
     assert "--min-nodes 2 --max-nodes 4 --interface eth0" in text
     assert ("--no-kill" in text) is (options is SLURM)
-    assert "With 2 of the nodes: dp=" in text
     assert ("gather_seconds" in text) is (options is not SLURM)
 
 
@@ -195,6 +194,8 @@ def test_a_plan_knows_its_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert (said["nodes"], said["ranks_per_node"]) == (8, 8)
     assert "H100:8" in said["text"]
     assert "gcsfs" in said["text"]
+    assert main(["launch", "slurm", str(plan), "--time", "60", "--min-nodes", "5"]) == 0
+    assert re.search(r"# Ranks .* With 5 of the nodes: dp=\d+", capsys.readouterr().out)
 
 
 @given(

@@ -32,7 +32,7 @@ class Job:
     min_nodes: int
     """With how many the training goes on when nodes are lost; equal to `nodes`: it waits for them."""
     smallest: str
-    """The layout it goes on with then."""
+    """The layout it goes on with then, as planned; empty where no planner wrote the run file."""
     ranks_per_node: int
     gpus: bool
     accelerator: str
@@ -60,7 +60,11 @@ class Job:
     def placement(self) -> str:
         """Why ranks sit where they do, in one sentence."""
         tensor = f"tensor groups of {self.run.layout.tp}" if self.run.layout.tp > 1 else "neighbours in rank"
-        lost = f" With {self.min_nodes} of the nodes: {self.smallest}." if self.min_nodes < self.nodes else ""
+        lost = (
+            f" With {self.min_nodes} of the nodes: {self.smallest}."
+            if self.smallest and self.min_nodes < self.nodes
+            else ""
+        )
         return f"Ranks fill node after node, so {tensor} share a node's links.{lost}"
 
     def waiting(self, **seconds: float) -> Job:
@@ -118,7 +122,8 @@ def make_job(
     if grace_seconds != run.resilience.grace_seconds:
         run = replace(run, resilience=replace(run.resilience, grace_seconds=float(grace_seconds)))
         overrides = (*overrides, f"resilience.grace_seconds={grace_seconds}")
-    smallest = Replanner(run, per_node).choose(least).layout
+    # Without a plan the planner knows the machine it runs on, and this one may not be of the job.
+    smallest = Replanner(run, per_node, cluster).choose(least).layout if cluster else ""
     _check_interface(interface)
     _check_no_secrets(run)
     return Job(
