@@ -1,6 +1,6 @@
 """Opens reports in a real browser: no errors, no requests, hover and keys work, small and quick enough.
 
-    python benchmarks/report_pages.py [--pictures docs/pictures]
+    python benchmarks/report_pages.py [--pictures FOLDER] [--run FOLDER]
 
 Needs Chromium; trains a small run on four processes first. Fails with the first thing that is not so.
 """
@@ -40,7 +40,7 @@ def train(folder: Path) -> Path:
 
 def check(tab: Tab, name: str, page: Path, bounded: bool) -> None:
     """Everything a page must do, at the width of a screen and of a phone, light and dark."""
-    size = page.stat().st_size
+    size, quickest = page.stat().st_size, float("inf")
     for width, dark in ((1280, False), (1280, True), (390, False)):
         seconds = tab.open(page.as_uri(), width, dark=dark)
         wide = tab.value("document.documentElement.scrollWidth")
@@ -48,8 +48,9 @@ def check(tab: Tab, name: str, page: Path, bounded: bool) -> None:
         assert tab.requests == [page.as_uri()], (name, tab.requests)
         assert wide <= width, f"{name}: {wide} pixels wide on a screen of {width}"
         print(f"{name:24} {width:5} px {'dark ' if dark else 'light'} {size / 1e6:5.2f} MB {seconds:5.2f} s")
-        if bounded:
-            assert size < MOST_BYTES and seconds < MOST_SECONDS, (name, size, seconds)
+        quickest = min(quickest, seconds)
+    # The machine may be busy, and the first page also waits for the browser to wake up.
+    assert not bounded or (size < MOST_BYTES and quickest < MOST_SECONDS), (name, size, quickest)
     tab.open(page.as_uri(), 1280)
     assert tab.value("document.querySelector('#timeline canvas').height") > 50
     check_hover(tab)
@@ -62,7 +63,7 @@ def panel(tab: Tab, section: str) -> str:
 
 
 def check_hover(tab: Tab) -> None:
-    tab.point("#ranks .rank:nth-child(2)")
+    tab.point("#ranks .rank")
     assert panel(tab, "ranks").startswith("Rank"), panel(tab, "ranks")
     tab.point("#considered svg circle")
     assert "a step" in panel(tab, "considered")
@@ -102,14 +103,15 @@ def take_pictures(tab: Tab, page: Path, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pictures", type=Path, help="where to put pictures of the run's page")
-    pictures = parser.parse_args().pictures
+    parser.add_argument("--run", type=Path, help="the folder of a run there is already, with times kept")
+    given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, chromium() as tab:
         folder = Path(name)
-        run = train(folder)
+        run = given.run or train(folder)
         cuboid("report", str(run), "-o", str(folder / "run.html"))
-        check(tab, "demo run on 4", folder / "run.html", bounded=True)
-        if pictures is not None:
-            take_pictures(tab, folder / "run.html", pictures)
+        check(tab, "demo run", folder / "run.html", bounded=True)
+        if given.pictures is not None:
+            take_pictures(tab, folder / "run.html", given.pictures)
         for title, (model, cluster, batch, sequence) in PLANS.items():
             plan, page = folder / f"{model}.toml", folder / f"{model}.html"
             cuboid("plan", model, cluster, "--global-batch", str(batch), "--seq", str(sequence), "-o", str(plan))

@@ -32,6 +32,16 @@ class Done:
     end: float
 
 
+@dataclass(frozen=True, slots=True)
+class Waited:
+    """A rank in a collective, from when it waited for the others until it was through."""
+
+    kind: str
+    group: str
+    start: float
+    end: float
+
+
 @dataclass(frozen=True)
 class MeasuredStep:
     step: int
@@ -44,6 +54,8 @@ class MeasuredStep:
     """The first action's start, in seconds of the time of day."""
     hosts: dict[int, str]
     """Global rank -> where it ran."""
+    collectives: dict[int, list[Waited]]
+    """Global rank -> what it waited in, inside its actions and between them."""
 
     def pipeline(self, stride: int) -> MeasuredStep:
         """Only the first pipeline, whose ranks are so far apart."""
@@ -83,7 +95,15 @@ def measure(source: Source, schedule: Schedule, ranks: list[int], step: int) -> 
     begin = min(lane[0].start + alignment.offset[rank] for rank, lane in lanes.items())
     moved = {rank: [_moved(done, alignment.offset[rank] - begin) for done in lane] for rank, lane in lanes.items()}
     seconds = max(float(row.get("seconds", 0.0)) for row in rows.values())
-    return MeasuredStep(step, seconds, moved, alignment, begin, {rank: told.host for rank, told in readings.items()})
+    hosts = {rank: told.host for rank, told in readings.items()}
+    collectives = {
+        rank: [
+            Waited(kind, group, start + alignment.offset[rank] - begin, end + alignment.offset[rank] - begin)
+            for kind, group, start, end in row.get("collectives", ())
+        ]
+        for rank, row in rows.items()
+    }
+    return MeasuredStep(step, seconds, moved, alignment, begin, hosts, collectives)
 
 
 def measure_all(source: Source, schedule: Schedule, step: int) -> MeasuredStep | None:

@@ -35,12 +35,15 @@ def merged_trace(source: Source, steps: int = STEPS) -> dict[str, Any]:
     for step in found:
         for rank, lane in step.lanes.items():
             process = hosts.setdefault(step.hosts[rank], len(hosts))
+            moved = step.begin - begin
             for done in lane:
-                moved = step.begin - begin
                 if done.ready > done.start:
                     events.append(_event("wait", "wait", process, rank, done.start + moved, done.ready + moved))
                 args = {**_args(done.action), "step": step.step, "waited_us": _us(done.ready - done.start)}
                 events.append(_action(done.action, process, rank, done.ready + moved, done.end + moved, args))
+            for wait in step.collectives[rank]:
+                name = f"{wait.kind} {wait.group}".strip()
+                events.append(_event(name, "collective", process, rank, wait.start + moved, wait.end + moved))
     for host, process in hosts.items():
         events.append(_named("process_name", process, 0, f"measured on {host or 'this host'}"))
     for rank, host in sorted({(rank, step.hosts[rank]) for step in found for rank in step.lanes}):

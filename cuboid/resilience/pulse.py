@@ -130,6 +130,8 @@ class Pulse:
         self.words = memoryview(bytearray(SIZE)).cast("q")
         self.hook: Callable[[], None] | None = None
         """Called at each change of phase, activity and wait: where faults are injected."""
+        self.waits: list[tuple[int, int, int, int]] | None = None
+        """Where a run keeps its times: kind, track, begin and end of each wait since they were last taken."""
         self.rank = 0
         self.folder: Path | None = None
         self._tracks: dict[tuple[str, tuple[int, ...]], Track] = {}
@@ -226,11 +228,19 @@ class Pulse:
         if self.hook is not None:
             self.hook()
 
+    def take_waits(self) -> list[tuple[Wait, str, float, float]]:
+        """Kind, track, begin and end in seconds of all waits that ended since the last call."""
+        names = {track.slot: track.name for track in self._tracks.values()}
+        taken, self.waits = self.waits or [], []
+        return [(WAITS[kind], names.get(slot, ""), begin / 1e9, end / 1e9) for kind, slot, begin, end in taken]
+
     def go_on(self) -> None:
         """What was waited for has come."""
         words, now = self.words, time.monotonic_ns()
         if words[PHASE] == STEPPING and words[WAIT] != DEVICE:
             words[WAITED] += now - words[CHANGED]
+        if self.waits is not None and words[WAIT]:
+            self.waits.append((words[WAIT], words[TRACK], words[CHANGED], now))
         words[WAIT], words[CHANGED] = 0, now
         words[CHANGES] += 1
 

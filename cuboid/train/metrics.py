@@ -46,6 +46,7 @@ class Metrics:
         folder.mkdir(parents=True, exist_ok=True)
         if self._run.output.keep_timing:
             self._timing = Rows(folder / f"timing-{self._rank:05d}.jsonl", self._done)
+            PULSE.take_waits()
         if self._rank == 0:
             path = folder / "metrics.jsonl"
             if self._done < self._run.training.steps:  # else it is written already, and nothing is spent
@@ -68,6 +69,7 @@ class Metrics:
         for rows in (self._rows, self._timing):
             if rows is not None:
                 rows.close()
+        PULSE.waits = None
         if self._rows is not None:
             self._tracking.close()
 
@@ -87,7 +89,9 @@ class Metrics:
             actions = [[str(timed.action), timed.start, timed.ready, timed.end] for timed in timing]
             # Clocks of one host agree; those of several are brought together by the time of day and by messages.
             clock = {"host": socket.gethostname(), "clock": time.time() - time.perf_counter()}
-            self._timing.append({"step": step + 1, "seconds": seconds, **clock, "actions": actions})
+            waits = [list(wait) for wait in PULSE.take_waits() if wait[0] not in ("message", "device")]
+            told = {"step": step + 1, "seconds": seconds, **clock, "actions": actions, "collectives": waits}
+            self._timing.append(told)
         if self._rows is None:
             return
         training = self._run.training
@@ -117,9 +121,9 @@ class Metrics:
         if result.left_out:
             kept["left_out"] = row["left_out"] = result.left_out
         if result.routers is not None:
-            told = report(result.routers, self._run)
-            kept["routers"] = asdict(told)
-            row["largest_load"] = max(told.largest_load)
+            routing = report(result.routers, self._run)
+            kept["routers"] = asdict(routing)
+            row["largest_load"] = max(routing.largest_load)
         self._rows.append(kept)
         self._tracking.log(step + 1, kept)
         _warn_of(saves)

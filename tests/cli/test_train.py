@@ -48,6 +48,10 @@ def test_four_ranks(tmp_path: Path) -> None:
             actions: list[tuple[str, float, float, float]] = row["actions"]  # type: ignore[assignment]
             assert [name for name, *_ in actions] == [str(action) for action in schedule.actions[rank // 2]]
             assert all(start <= ready <= end for _, start, ready, end in actions)
+            waits: list[tuple[str, str, float, float]] = row["collectives"]  # type: ignore[assignment]
+            assert {"all-reduce"} <= {kind for kind, *_ in waits} and all(begin <= end for *_, begin, end in waits)
+            # The same clock as the actions': gradients are summed over replicas as the last action ends, or after.
+            assert max(end for *_, end in waits) >= actions[-1][3]
         (memory,) = rows(folder / f"memory-{rank:05d}.jsonl")[-1:]
         assert memory["peak"] > memory["before"] > 0
         assert memory["weights"] / 4 == pytest.approx(427_456 / 2, rel=0.2), "half of the layers in float32"

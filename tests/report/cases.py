@@ -56,7 +56,8 @@ def write_timing(run: Run, costs: StageCosts, skew: dict[int, float] | None = No
             actions.append([str(event.action), *(moment + shift for moment in (free, event.start, event.end))])
             free = event.end
         told = {"step": step, "seconds": 1.0, "host": f"host{rank if skew else 0}", "clock": 0.0, "actions": actions}
-        write_rows(Path(run.output.folder) / f"timing-{rank:05d}.jsonl", [told])
+        wait = ["all-reduce", "data", timeline.makespan + shift, timeline.makespan + 0.25 + shift]
+        write_rows(Path(run.output.folder) / f"timing-{rank:05d}.jsonl", [{**told, "collectives": [wait]}])
 
 
 def write_memory(run: Run, rank: int, peak: int) -> None:

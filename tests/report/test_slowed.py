@@ -24,6 +24,12 @@ def test_the_measured_bubble_is_the_simulated_one(pool: Pool, tmp_path: Path) ->
     truth = simulate(schedule, COSTS)
     steps = [step for number in kept_steps(source) if (step := measure(source, schedule, [0, 1, 2], number))]
     assert len(steps) == 4
+    for step in steps:
+        for rank, lane in step.lanes.items():
+            waits = step.collectives[rank]
+            assert "all-reduce" in {wait.kind for wait in waits}, "the loss is summed over all ranks"
+            assert all(wait.start <= wait.end for wait in waits)
+            assert max(wait.end for wait in waits) >= lane[-1].end, "on the clock of the actions, after the last"
     # The machine may be busy with something else in any one of them.
     quickest = min(steps, key=lambda step: step.makespan)
     assert quickest.makespan == pytest.approx(truth.makespan, rel=0.15)

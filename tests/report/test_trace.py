@@ -26,7 +26,9 @@ def test_ranks_of_hosts_with_other_clocks_meet_in_one_trace(tmp_path: Path, skew
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     truth = simulate(make_schedule("1f1b", 2, 4), COSTS, 1e-3)
     expected = {str(event.action): event for event in truth.events}
-    real = [event for event in events if event["pid"] < SIMULATED and event["cat"] != "wait"]
+    real = [event for event in events if event["pid"] < SIMULATED and event["cat"] not in ("wait", "collective")]
+    together = [event for event in events if event["cat"] == "collective"]
+    assert [(event["name"], event["dur"]) for event in together] == 4 * [("all-reduce data", 250_000)]
     assert len(real) == 2 * len(expected)
     for rank in range(4):
         # Pipelines that exchange no messages keep the time of day, here seconds apart; inside one nothing is off.

@@ -98,7 +98,8 @@ def test_other_ranks_say_nothing_and_keep_only_their_timing(tmp_path: Path, caps
     kept = json.loads((tmp_path / "timing-00003.jsonl").read_text())
     assert kept.pop("clock") == pytest.approx(time.time() - time.perf_counter(), abs=60)
     assert kept.pop("seconds") > 0 and kept.pop("host")
-    assert kept == {"step": 1, "actions": [["F0.1", 2.0, 2.25, 2.5]]}, "start, input there, end"
+    expected = {"step": 1, "actions": [["F0.1", 2.0, 2.25, 2.5]], "collectives": []}
+    assert kept == expected, "an action's start, when its input was there, its end"
 
 
 @pytest.mark.parametrize("columns", [120, 20])
