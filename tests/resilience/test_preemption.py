@@ -97,13 +97,15 @@ def test_a_rank_under_torchrun_and_one_alone(tmp_path: Path) -> None:
 
 
 def test_a_job_that_cannot_save_ends_when_its_time_is_over(tmp_path: Path) -> None:
-    training = Training(tmp_path, LAYOUT, "checkpoint.every=2", "resilience.grace_seconds=1")
-    training.wait_for_a_step(3)
+    """Which it has learned, and said, with its first save."""
+    training = Training(tmp_path, LAYOUT, "checkpoint.every=2", "resilience.grace_seconds=0.001")
+    training.wait_for_a_step(5)
     os.kill(training.ranks()[1], signal.SIGSTOP)
     training.command.send_signal(signal.SIGTERM)
     code, errors = training.end()
     assert code == 75, errors
-    assert set(errors.splitlines()) == {"warning: resilience.grace_seconds=1 are over and nothing new is saved"}
+    assert "warning: resilience.grace_seconds=0.001 are over and nothing new is saved" in errors.splitlines()
+    assert errors.count("resilience.grace_seconds=0.001 is less than a step and a save take here, ") == 1
     training.assert_nothing_is_left()
 
 
