@@ -19,7 +19,7 @@ from cuboid.spec.run import Run
 FILE = "bad_steps.jsonl"
 SCALE = 1.4826
 """The standard deviation of a normal distribution over its median absolute deviation."""
-LEAST_SPREAD = 1e-3
+LEAST_SPREAD = 1e-2
 """Of the median: numbers that hardly differ are no measure of what is usual."""
 LEAST_HISTORY = 16
 """Good steps before which nothing is called a spike; a shorter window is enough."""
