@@ -10,6 +10,11 @@ from cuboid.checkpoint.scattered import Scattered
 from cuboid.parallel.apply import Engine
 
 
+def seed_generators(seed: int, rank: int) -> None:
+    """PyTorch begins with another state in every process; a run begins with its own, on each rank another."""
+    torch.manual_seed(((seed << 24) + rank) % (1 << 63))
+
+
 def generators(engine: Engine) -> dict[str, Scattered]:
     """A copy of their state now, under names of this rank's own."""
     states = {"cpu": torch.get_rng_state()}

@@ -11,6 +11,7 @@ from functools import partial
 import torch
 
 from cuboid.checkpoint.background import SaveReport
+from cuboid.checkpoint.generators import seed_generators
 from cuboid.checkpoint.memory import open_memory
 from cuboid.checkpoint.memory_recall import Recall
 from cuboid.checkpoint.memory_saver import MemorySaver
@@ -79,6 +80,7 @@ class Trainer:
     ) -> None:
         """Set-up: after it the state is that of the newest checkpoint, or of the first step."""
         torch.use_deterministic_algorithms(run.training.deterministic)
+        seed_generators(run.training.seed, rank)
         self.run, self.device = run, device
         self.memory = MemoryLog(run, rank, device)
         self.engine = build_engine(run, rank, device)

@@ -21,3 +21,9 @@ def short_run(layout: str, folder: str, *overrides: str, model: str = "tiny-llam
 
 def train_rank(rank: int, run: Run) -> float:
     return train(run, rank, torch.device("cpu"), quiet=True).loss
+
+
+def draw_and_train(rank: int, run: Run, drawn: int) -> float:
+    """After so many random numbers that have nothing to do with the run."""
+    torch.rand(drawn)
+    return train_rank(rank, run)

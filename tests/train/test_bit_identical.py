@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from cuboid.checkpoint.folder import checkpoint_path
 from cuboid.launch.pool import Pool
-from tests.train.bit_identical import differences
+from tests.train.bit_identical import differences, four_steps
 
 LAYOUTS = [
     "dp=1",
@@ -31,3 +32,14 @@ def test_the_same_layout_goes_on_with_the_same_bits(pool: Pool, tmp_path: Path, 
         f"training.precision={precision}",
     )
     assert found == []
+
+
+def test_two_runs_of_the_same_seed_end_with_the_same_bits(pool: Pool, tmp_path: Path) -> None:
+    """Generators included: a pool's processes have drawn numbers before."""
+    states = []
+    for name, drawn in (("one", 0), ("other", 3)):
+        run = four_steps("dp=2", tmp_path / name)
+        pool.run("tests.train.cases:draw_and_train", (run, drawn), ranks=2)
+        last = checkpoint_path(tmp_path / name / "checkpoints", 4)
+        states.append({file: (last / file).read() for file in last.names() if file.endswith(".bin")})
+    assert states[0] == states[1]
