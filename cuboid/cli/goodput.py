@@ -80,6 +80,7 @@ def command(
     The closed form beside a simulation through 400 failures, at the checkpoint interval that makes it largest.
 
     Example: cuboid goodput --gpus 16384 --failures llama3 --picture goodput.svg
+
     Example: cuboid goodput run.toml --mtbf-hours 20
     """
     if failures not in PUBLISHED:

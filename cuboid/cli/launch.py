@@ -91,7 +91,9 @@ def command(
     One supervisor a node starts that node's ranks; tensor groups stay inside nodes. Nothing is submitted.
 
     Example: cuboid launch slurm run.toml --gpus-per-node 8 --time 24:00:00 -o run.sbatch
+
     Example: cuboid launch kubernetes run.toml --image registry/cuboid:1 --claim shared -o run.yaml
+
     Example: cuboid launch skypilot run.toml --bucket s3://bucket/run --spot -o run.yaml
     """
     said = {
