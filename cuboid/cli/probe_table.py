@@ -19,13 +19,15 @@ def show(cluster: ClusterSpec, samples: Sequence[Sample], output: Path | None) -
     """Every sample with its rate and range, then what the planner will take from them."""
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("what", "size", "ranks", "median", "from", "to", "rate"):
+    for name in ("what", "size", "ranks", "ms", "from", "to", "rate"):
         table.add_column(name, justify="left" if name == "what" else "right", no_wrap=True)
     for sample in samples:
-        times = [f"{1e3 * value:.3g} ms" for value in (sample.seconds, min(sample.windows), max(sample.windows))]
+        if sample.kind == "share":
+            continue
+        times = [f"{1e3 * value:.3g}" for value in (sample.seconds, min(sample.windows), max(sample.windows))]
         name = f"{sample.kind.replace('_', ' ')} {sample.precision}".strip()
         name += "" if sample.way == "together" else f", {sample.way}"
-        where = f"{sample.ranks}" + (f" on {sample.nodes} hosts" if sample.nodes > 1 else "")
+        where = f"{sample.ranks}" + (f" / {sample.nodes} hosts" if sample.nodes > 1 else "")
         table.add_row(name, "×".join(map(str, sample.size)), where, *times, _rate(sample))
     console.print(table)
     console.print(
@@ -34,6 +36,10 @@ def show(cluster: ClusterSpec, samples: Sequence[Sample], output: Path | None) -
     for tier in cluster.tiers:
         console.print(f"{tier.name}: {tier.bandwidth:.4g} GB/s and {tier.latency:.4g} µs a step, per rank")
     chip = cluster.measured["chip"]
+    for sample in samples:
+        if sample.kind == "share" and cluster.accelerator == "cpu":
+            low, mean, high = min(sample.windows), statistics.fmean(sample.windows), max(sample.windows)
+            console.print(f"a rank {sample.way} had {mean:.0%} of a core ({low:.0%} to {high:.0%})")
     console.print(f"while all compute a rank has {chip['together']:.0%} of the speed it has alone")
     if output is not None:
         console.print(f"profile: {output}; use it in place of a cluster's name: cuboid plan MODEL {output} …")

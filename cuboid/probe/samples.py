@@ -1,8 +1,11 @@
 """Measurements as data: what was timed, on which size, by whom, with which spread. No torch."""
 
 import statistics
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+
+KERNELS = ("product", "attention_forward", "attention_backward", "memory", "gradients", "update")
+"""What a rank does by itself."""
 
 
 @dataclass(frozen=True)
@@ -10,7 +13,8 @@ class Sample:
     """One thing timed. Every rank that took part has its own windows, and `merged` puts them together."""
 
     kind: str
-    """product, attention_forward, attention_backward, memory, to_device, to_host, gradients, update, a collective."""
+    """product, attention_forward, attention_backward, memory, to_device, to_host, gradients, update, a collective; or
+    share: how much of a core a rank had, for which size says nothing and windows are no seconds."""
     size: tuple[int, ...]
     """Rows, inner, columns of a product; tokens, heads, head size of attention; bytes; number of a step's case."""
     windows: tuple[float, ...]
@@ -50,4 +54,15 @@ def merged(samples: Iterable[Sample]) -> list[Sample]:
         for first, windows in (
             (same[0], tuple(window for sample in same for window in sample.windows)) for same in found.values()
         )
+    ]
+
+
+def spread(samples: Sequence[Sample]) -> list[Sample]:
+    """Seconds that kernels kept a core as seconds by the clock, at the share of a core that ranks had on average."""
+    shares = {sample.way: statistics.fmean(sample.windows) for sample in samples if sample.kind == "share"}
+    return [
+        replace(sample, windows=tuple(window / shares.get(sample.way, 1.0) for window in sample.windows))
+        if sample.kind in KERNELS
+        else sample
+        for sample in samples
     ]

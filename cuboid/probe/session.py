@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from cuboid.parallel.device import choose_device
 from cuboid.probe.cases import cases
-from cuboid.probe.clock import timed
+from cuboid.probe.clock import Timing, timed
 from cuboid.probe.kernels import LARGEST, Kernel, kernels, trained
 from cuboid.probe.links import circles, time_circle
-from cuboid.probe.samples import Sample, merged
+from cuboid.probe.samples import Sample, merged, spread
 from cuboid.probe.steps import step_actions
 
 KERNELS, STEPS = 0.4, 0.25
@@ -64,10 +64,10 @@ def measure(seat: Seat, tell: Callable[[str], None]) -> list[Sample]:
     if seat.world > 1:
         found += _links(seat, device, agree, tell)
     if control is None:
-        return merged(found)
+        return spread(merged(found))
     everything: list[list[Sample]] | None = [[] for _ in range(seat.world)] if seat.rank == 0 else None
     dist.gather_object(found, everything, group=control)
-    return merged(sample for part in everything or () for sample in part)
+    return spread(merged(sample for part in everything or () for sample in part))
 
 
 def _kernels(
@@ -81,15 +81,23 @@ def _kernels(
     for kernel in (largest, memory):
         tell(f"{_words(kernel)}, one rank alone")
         if seat.rank == 0:
-            windows = timed(kernel.prepare(), each, device)
-            found.append(Sample(kernel.kind, kernel.size, windows, kernel.precision, way="alone"))
+            found += _samples(
+                kernel.kind, kernel.size, timed(kernel.prepare(), each, device), kernel.precision, "alone"
+            )
         agree(0.0)
     for kernel in made:
         tell(_words(kernel))
         action = kernel.prepare()
         agree(0.0)  # all at once, because they share cores, caches and memory
-        found.append(Sample(kernel.kind, kernel.size, timed(action, each, device), kernel.precision))
+        found += _samples(kernel.kind, kernel.size, timed(action, each, device), kernel.precision)
     return found
+
+
+def _samples(kind: str, size: tuple[int, ...], timing: Timing, precision: str, way: str = "together") -> list[Sample]:
+    return [
+        Sample(kind, size, timing.windows, precision, way=way),
+        Sample("share", (), timing.shares, way=way),
+    ]
 
 
 def _words(kernel: Kernel) -> str:
@@ -105,7 +113,7 @@ def _steps(seat: Seat, agree: Callable[[float], float], tell: Callable[[str], No
         actions = step_actions(run)
         for kind, action in zip(("gradients", "update"), actions, strict=True):
             agree(0.0)
-            found.append(Sample(kind, (number,), timed(action, each, torch.device("cpu")), "float32"))
+            found += _samples(kind, (number,), timed(action, each, torch.device("cpu")), "float32")
     return found
 
 

@@ -9,7 +9,7 @@ from cuboid.cost.estimate import Machine, estimate_many
 from cuboid.cost.inputs import Jobs, single
 from cuboid.probe.cases import cases
 from cuboid.probe.fit import fit_chip, fit_engine, product_speed
-from cuboid.probe.samples import Sample, merged
+from cuboid.probe.samples import Sample, merged, spread
 
 SHAPES = ((32, 32, 32), (128, 128, 128), (512, 64, 512), (512, 256, 768), (512, 512, 2048))
 
@@ -79,3 +79,14 @@ def test_samples_of_several_ranks_become_one_with_their_range() -> None:
     row = sample.row()
     assert (row["low"], row["seconds"], row["high"]) == (1.0, 2.0, 4.0)
     assert row["size"] == (8,) and "precision" not in row
+
+
+def test_time_on_a_core_becomes_time_by_the_clock() -> None:
+    samples = [
+        Sample("product", (8, 8, 8), (1.0,)),
+        Sample("product", (8, 8, 8), (1.0,), way="alone"),
+        Sample("share", (), (0.2, 0.3)),
+        Sample("share", (), (1.0,), way="alone"),
+        Sample("all_reduce", (8,), (1.0,), ranks=2),
+    ]
+    assert [sample.seconds for sample in spread(samples) if sample.kind != "share"] == [4.0, 1.0, 1.0]
