@@ -24,6 +24,8 @@ from cuboid.probe.samples import Sample
 
 CPU_SIZES = (4 << 10, 64 << 10, 512 << 10, 4 << 20)
 GPU_SIZES = (4 << 10, 256 << 10, 4 << 20, 64 << 20, 256 << 20)
+ENOUGH = 3
+"""Sizes from which a latency and a bandwidth can be told apart."""
 MOST = 12
 """Calls in a window."""
 
@@ -86,18 +88,20 @@ def calls(kind: str, size: int, group: Group, device: torch.device) -> Callable[
 def time_circle(
     circle: Circle, kind: str, seconds: float, device: torch.device, agree: Callable[[float], float]
 ) -> Iterator[Sample]:
-    """Size after size, until `seconds` are over; all ranks stop together, because they agree on every time."""
+    """Size after size, three at least, until `seconds` are over; all ranks stop together: they agree on every time."""
     spent = 0.0
     sizes = GPU_SIZES if device.type == "cuda" else CPU_SIZES
     for number, size in enumerate(sizes):
         action = calls(kind, size, circle.group, device) if circle.group else lambda: None
         synchronize(device)
+        if not number:
+            action()  # the first call of a group makes its connections
         agree(0.0)  # so that nobody's first call waits for who is still busy with the size before
         start = time.perf_counter()
         action()
         synchronize(device)
         once = agree(time.perf_counter() - start)
-        left = (seconds - spent) / (len(sizes) - number)
+        left = max(seconds - spent, 0.0) / (len(sizes) - number)
         count = max(1, min(MOST, int(left / WINDOWS / max(once, 1e-6))))
         windows = []
         for _ in range(WINDOWS):
@@ -111,5 +115,5 @@ def time_circle(
         spent += agree(once + sum(windows) * count)
         if circle.group:
             yield Sample(kind, (size,), tuple(windows), "", circle.ranks, circle.nodes, circle.way)
-        if spent + 4 * once > seconds:
+        if number + 1 >= ENOUGH and spent + 4 * once > seconds:
             return
