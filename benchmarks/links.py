@@ -32,11 +32,12 @@ HOSTS, RANKS = 4, 2
 LAYOUTS = {"tensor": "tp=8", "pipeline": "pp=8", "data": "dp=8"}
 """What crosses the hosts -> the layout."""
 MODEL = {"hidden": 256, "layers": 8, "heads": 8, "ffn": 704, "vocab": 1024, "family": "llama"}
-BATCH, SEQUENCE = 8, 256
+BATCH, SEQUENCE = 8, 16
 
 
 def the_run(layout: str) -> Run:
-    """The pipeline has one micro-batch: it moves little and waits much, data parallelism the other way round."""
+    """Many parameters and few tokens: gradients are many bytes in few pieces, activations few bytes in many. Slow
+    links hurt data parallelism, and what every piece costs on fast ones hurts tensor parallelism."""
     parsed = Layout.parse(layout)
     sizes = {"global_batch": BATCH, "sequence": SEQUENCE, "precision": "float32", "device": "cpu"}
     return build_run(
