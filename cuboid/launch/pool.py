@@ -131,7 +131,9 @@ class Pool:
                 connection.send((function, arguments, rank, ranks, folder, timeout, backend, heard is not None))
             return self._results(connections, timeout, heard)
 
-    def _results(self, connections: list[Connection], timeout: float, heard: Callable[[Any], None] | None) -> list[Any]:
+    def _results(
+        self, connections: list[Connection], timeout: float, heard: Callable[[Any], None] | None = None
+    ) -> list[Any]:
         results: dict[int, Any] = {}
         while len(results) < len(connections):
             ready = wait([c for rank, c in enumerate(connections) if rank not in results], timeout)

@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -60,3 +61,9 @@ def sleep_on(rank: int, sleeping: int) -> int:
 
 def unsendable(rank: int) -> object:
     return lambda: rank
+
+
+def count_aloud(rank: int, say: Callable[[object], None], count: int) -> int:
+    for number in range(count):
+        say((rank, number))
+    return count

@@ -31,6 +31,14 @@ def test_ranks_are_joined(pool: Pool, ranks: int) -> None:
     assert pool.run("tests.launch.jobs:around_the_ring", ranks=ranks) == [(rank - 1) % ranks for rank in range(ranks)]
 
 
+def test_what_ranks_say_on_their_way_is_heard_in_their_order(pool: Pool) -> None:
+    heard: list[tuple[int, int]] = []
+    assert pool.run("tests.launch.jobs:count_aloud", (3,), ranks=2, heard=heard.append) == [3, 3]
+    assert [number for rank, number in heard if rank == 0] == [0, 1, 2]
+    assert len(heard) == 6
+    assert works(pool)
+
+
 def test_processes_are_reused_and_are_not_this_one(pool: Pool) -> None:
     first = pool.run("tests.launch.jobs:process_id", ranks=3)
     assert pool.run("tests.launch.jobs:process_id", ranks=2) == first[:2]
