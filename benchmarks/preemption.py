@@ -57,6 +57,15 @@ def losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def _is_right(phase: str, code: int, said: str, folder: Path) -> bool:
+    """Before the first step there is nothing to save, and a run that is done has nothing to go on with."""
+    if phase == "end":
+        return code == 0
+    saved = re.match(r"preempted: step (\d+) is saved", said)
+    kept = (folder / f"checkpoints/step-{int(saved[1]):08d}").exists() if saved else "anything to save" in said
+    return code == REQUEUE and kept
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layout", default="dp=2,pp=2")
@@ -74,16 +83,7 @@ def main() -> None:
                 folder = Path(scratch) / f"{number}-{turn}"
                 code, said, end = train(folder, arguments.layout, f"term rank={(number + turn) % ranks} {place}")
                 seconds.append(end - json.loads((folder / "fault-01.json").read_text())["time"])
-                saved = re.match(r"preempted: step (\d+) is saved", said)
-                kept = folder / f"checkpoints/step-{int(saved[1]):08d}" if saved else None
-                # Nothing is to be saved before the first step, and a run that is done has nothing to go on with.
-                right += (
-                    code == 0
-                    if phase == "end"
-                    else code == REQUEUE
-                    and saved is not None
-                    and (saved[1] == "0" or (kept is not None and kept.exists()))
-                )
+                right += _is_right(phase, code, said, folder)
                 if code not in (0, REQUEUE):
                     print(said, file=sys.stderr)
                 train(folder, arguments.layout)

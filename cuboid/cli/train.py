@@ -130,6 +130,8 @@ def _check_start(run: Run, overwrite: bool) -> list[str]:
 def _say_preempted(run: Run, outcome: "Outcome", as_json: bool) -> None:
     if as_json:
         print(json.dumps({"preempted": True, "saved": outcome.saved, "folder": run.output.folder}))
+    elif not outcome.saved:
+        print("preempted before there was anything to save; the same command begins anew")
     else:
         print(f"preempted: step {outcome.saved} is saved, in {outcome.seconds:.1f} s; the same command goes on there")
 

@@ -48,10 +48,10 @@ class Fault:
     def is_due(self, pulse: Pulse) -> bool:
         words = pulse.words
         names = (PHASES[words[PHASE]], ACTIVITIES[words[ACTIVITY]], WAITS[words[WAIT]])
+        if self.at == "set-up":  # wherever it stands then: it does little else than wait for others
+            return names[0] == "set-up"
         if self.at not in names or (names[2] and self.at != names[2]):
             return False
-        if self.at == "set-up":
-            return True
         step = words[STEP]
         if self.kind != "slow":
             return step == self.step
