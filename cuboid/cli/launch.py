@@ -42,7 +42,7 @@ BELONGS = {
 }
 """Option -> the schedulers that have a use for it."""
 NEEDED = {
-    "slurm": {"time": "--time 24:00:00"},
+    "slurm": {},
     "kubernetes": {"image": "--image registry/cuboid:1", "claim": "--claim NAME, a volume all nodes share"},
     "skypilot": {},
 }
@@ -63,7 +63,7 @@ def command(
     interface: Annotated[str, typer.Option(help="Network interface of the nodes; left out: found.")] = "",
     grace: Annotated[int | None, typer.Option(min=1, help="Seconds a stop may take; left out: measured.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="Change one field: training.steps=20.")] = None,
-    time: Annotated[str, typer.Option(help="slurm: longest time, such as 24:00:00.")] = "",
+    time: Annotated[str, typer.Option(help="slurm: longest time, such as 24:00:00; left out: the partition's.")] = "",
     partition: Annotated[str, typer.Option(help="slurm: partition.")] = "",
     account: Annotated[str, typer.Option(help="slurm: account.")] = "",
     qos: Annotated[str, typer.Option(help="slurm: quality of service.")] = "",

@@ -95,7 +95,8 @@ def note_bad_step(run: Run, row: dict[str, Any]) -> None:
 def bad_steps(folder: str | Path) -> list[dict[str, Any]]:
     """What a run's folder tells, oldest first."""
     path = Path(folder) / FILE
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be half a line: it was killed
 
 
 def number(value: float) -> float | str:

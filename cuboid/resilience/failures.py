@@ -44,7 +44,9 @@ def failures(folder: str | Path) -> list[Failure]:
     path = Path(folder) / FILE
     if not path.exists():
         return []
-    return [Failure(**json.loads(line)) for line in path.read_text().splitlines()]
+    # A supervisor that was killed while it wrote may have left half a line.
+    whole = (line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))
+    return [Failure(**json.loads(line)) for line in whole]
 
 
 def seconds_since(run: Run, step: int) -> float:

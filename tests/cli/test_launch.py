@@ -14,7 +14,6 @@ IMAGE = ["--image", "registry/cuboid:1", "--claim", "shared"]
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["slurm"], "error: time is not known for slurm; use --time 24:00:00"),
         (["slurm", "--time", "soon"], "error: time=soon is not a time of Slurm; use hours:minutes:seconds"),
         (["slurm", "--time", "60", "--partition", "a b"], "error: partition='a b' has a space in it"),
         (["slurm", "--time", "60", "--image", "x"], "error: image=x is for kubernetes and skypilot; leave it out"),

@@ -15,8 +15,8 @@ REJOIN = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmOptions:
-    time: str
-    """As Slurm spells it: 24:00:00, 2-12, 90."""
+    time: str = ""
+    """As Slurm spells it: 24:00:00, 2-12, 90; left out: the partition's own limit."""
     partition: str = ""
     account: str = ""
     qos: str = ""
@@ -25,7 +25,7 @@ class SlurmOptions:
     """A line of shell before the training, such as `source .venv/bin/activate`."""
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}", self.time):
+        if self.time and not re.fullmatch(r"\d+(:\d{1,2}){0,2}|\d+-\d{1,2}(:\d{1,2}){0,2}", self.time):
             raise UserError(f"time={self.time} is not a time of Slurm; use hours:minutes:seconds, such as 24:00:00")
         for name in ("partition", "account", "qos", "constraint"):
             if re.search(r"\s", getattr(self, name)):
@@ -55,7 +55,7 @@ def _directives(job: Job, options: SlurmOptions) -> str:
     lines = [
         f"#SBATCH --job-name={job.name}",
         *(f"#SBATCH --{name}={value}" for name, value in named.items() if value),
-        f"#SBATCH --time={options.time}",
+        f"#SBATCH --time={options.time}" if options.time else "# No --time: the limit of the partition holds.",
         f"#SBATCH --nodes={job.nodes}",
         "# One task a node: its supervisor, which starts the node's ranks and starts them again when one fails.",
         "#SBATCH --ntasks-per-node=1",
