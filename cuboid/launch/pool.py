@@ -69,6 +69,7 @@ def _serve(connection: Connection) -> None:
                 if backend == "nccl":
                     torch.cuda.set_device(rank)
                 dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+                dist.barrier()  # a rank with little to do would leave before another has reached it
             say = (lambda value: connection.send(Answer("said", value, time.monotonic())),) if talks else ()
             result = resolve_name(function)(rank, *say, *arguments)
             if ranks > 1:
