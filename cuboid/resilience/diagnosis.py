@@ -5,6 +5,7 @@ ranks that nobody keeps from going on."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -53,7 +54,7 @@ def diagnose(readings: Sequence[Reading]) -> Diagnosis:
     known = {reading.rank: reading for reading in readings if not (reading.phase == "finish" and reading.state in GONE)}
     edges = {rank: _waits_for(reading, known) for rank, reading in known.items()}
     behind = {rank: _dependents(rank, edges) for rank in {*known, *(one for ones in edges.values() for one in ones)}}
-    culprits = _culprits(known, edges, behind)
+    culprits = _culprits(known, edges, behind) or _odd_one(known)
     if not culprits:
         return Diagnosis((), _together(readings))
     first = culprits[0]
@@ -115,6 +116,18 @@ def _culprits(
     if held_up := [rank for rank in roots if behind[rank]]:
         return _ordered(held_up, known, behind)
     return _ordered([rank for rank in edges if _in_circle(rank, edges)], known, behind)
+
+
+def _odd_one(known: Mapping[int, Reading]) -> tuple[int, ...]:
+    """All have come to the same point: one whose process does something else than those of all others there is not
+    waiting."""
+    calls = Counter(reading.call for reading in known.values())
+    if len(calls) == 2 and "" not in calls:
+        common, rare = calls.most_common()
+        if rare[1] == 1 and (common[1] > 1 or "running" in calls):
+            odd = rare[0] if common[1] > 1 else "running"
+            return tuple(rank for rank, reading in known.items() if reading.call == odd)
+    return ()
 
 
 def _in_circle(rank: int, edges: Mapping[int, set[int]]) -> bool:
@@ -185,7 +198,7 @@ def _state(reading: Reading, edges: Mapping[int, set[int]], number: int) -> str:
     if waiting is not None and edges[reading.rank]:
         return f"wait for each other in a circle, {place}"
     if waiting is not None:
-        return f"{verb} {place}, {_in(waiting)}, to which all have come"
+        return f"{verb} {place}, {_in(waiting)}, to which all have come and in which the others wait"
     return f"{verb} {place}"
 
 

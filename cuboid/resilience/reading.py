@@ -58,6 +58,8 @@ class Reading:
     changes: int = 0
     state: str = "S"
     """Of its process, as Linux calls it: R, S, D, T (stopped), Z; empty: there is none. `?`: it has not begun."""
+    call: str = ""
+    """The number of the system call its main thread is in, or `running`; empty where nobody can tell."""
     learned: Mapping[Phase, Learned] = field(default_factory=dict)
     waited: float = 0.0
     """Seconds of its steps in which it waited for others."""
@@ -93,6 +95,14 @@ def process_state(pid: int) -> str:
         return ""
 
 
+def process_call(pid: int) -> str:
+    """What `Reading.call` says; Linux tells it of one's own descendants."""
+    try:
+        return Path(f"/proc/{pid}/syscall").read_text().split()[0]
+    except (OSError, IndexError):
+        return ""
+
+
 def read_pulse(words: memoryview[int]) -> Reading:
     """`words`: those of a pulse file. Its rank may be writing: then parts of two moments are read."""
     assert words[file.VERSION] == file.CURRENT
@@ -115,6 +125,7 @@ def read_pulse(words: memoryview[int]) -> Reading:
         changed=words[file.CHANGED] / 1e9,
         changes=words[file.CHANGES],
         state=process_state(words[file.PID]),
+        call=process_call(words[file.PID]),
         learned={name: _learned(words, index) for index, name in enumerate(PHASES)},
         waited=words[file.WAITED] / 1e9,
         read=words[file.READ] / 1e9,

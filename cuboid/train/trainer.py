@@ -165,6 +165,7 @@ class Trainer:
         rate = learning_rate(self.run.learning_rate, self.done, self.run.training.steps)
         batch = self.engine.course.batch(self.done)
         batches = micro_batches(self.source, self.run, batch, self._replica, self.device)
+        PULSE.do("")
         judge = self.bad_steps.before_update(self.done)
         pending = start_step(self.engine, self.optimizer, batches, rate, self._before_update, self._asked(), judge)
         self._under_way.append(Started(self.done, rate, pending))

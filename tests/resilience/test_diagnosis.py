@@ -121,6 +121,22 @@ def test_hosts_that_wait_for_their_devices_are_told_from_the_one_that_began_less
     assert found.sentence == "rank 2 hangs in step 9, reading data: ranks 0–1 wait for it on the device"
 
 
+def test_where_all_have_come_the_one_that_does_something_else_is_named() -> None:
+    data = Place("data", (0, 1, 2))
+    same = [_waiting(rank, "all-reduce", data, 3, 3, phase="step", call="73") for rank in range(3)]
+    assert diagnose(same).culprits == ()
+    for call in ("115", "running"):
+        odd = [*same[:2], replace(same[2], call=call)]
+        found = diagnose(odd)
+        assert found.culprits == (2,)
+        assert found.sentence.startswith("rank 2 hangs in step 4, in the all-reduce of the data-parallel ranks 0–2, to")
+    assert diagnose([same[0], replace(same[1], call="115"), replace(same[2], call="98")]).culprits == ()
+    pair = Place("tp", (0, 1))
+    two = [_waiting(rank, "all-gather", pair, 3, 3, call="73") for rank in range(2)]
+    assert diagnose([two[0], replace(two[1], call="running")]).culprits == (1,), "of two the one that computes"
+    assert diagnose([two[0], replace(two[1], call="115")]).culprits == ()
+
+
 def test_ranks_that_wait_in_a_circle_are_all_named() -> None:
     one, other = Place("tp", (0, 1)), Place("data", (0, 1))
     readings = [
