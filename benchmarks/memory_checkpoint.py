@@ -26,10 +26,10 @@ from checkpoint import RANKS, build, drop_from_memory, gigabyte_run, together
 from cuboid.checkpoint.background import BackgroundSaver
 from cuboid.checkpoint.folder import checkpoint_path
 from cuboid.checkpoint.location import locate
-from cuboid.checkpoint.memory import gather, open_memory
-from cuboid.checkpoint.memory_folder import forget, node_folder
-from cuboid.checkpoint.memory_recall import Recall
-from cuboid.checkpoint.memory_saver import MemorySaver
+from cuboid.checkpoint.memory.folder import forget, node_folder
+from cuboid.checkpoint.memory.nodes import gather, open_memory
+from cuboid.checkpoint.memory.recall import Recall
+from cuboid.checkpoint.memory.saver import MemorySaver
 from cuboid.checkpoint.resume import resume
 from cuboid.checkpoint.save import deadline_group
 from cuboid.checkpoint.saver import Saver

@@ -10,8 +10,8 @@ from cuboid.checkpoint.folder import checkpoints, step_of, sweep
 from cuboid.checkpoint.index import check_index
 from cuboid.checkpoint.location import Location, locate
 from cuboid.checkpoint.manifest import Manifest, Place
-from cuboid.checkpoint.memory_copies import Generation
-from cuboid.checkpoint.memory_recall import Lost, Recall
+from cuboid.checkpoint.memory.copies import Generation
+from cuboid.checkpoint.memory.recall import Lost, Recall
 from cuboid.checkpoint.save import load
 from cuboid.checkpoint.state import Moments
 from cuboid.checkpoint.verify import check_file, verify

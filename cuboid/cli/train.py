@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cuboid.checkpoint.memory_folder import check_room
+from cuboid.checkpoint.memory.folder import check_room
 from cuboid.cli.communication_table import as_rows, show
 from cuboid.data.opened import check_data
 from cuboid.errors import UserError

@@ -7,7 +7,7 @@ import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cuboid.checkpoint.memory_folder import NODE
+from cuboid.checkpoint.memory.folder import NODE
 from cuboid.launch.network import listen_if_host
 from cuboid.launch.nodes import NodeOptions, Nodes, find_nodes
 from cuboid.launch.place import Place, find_place

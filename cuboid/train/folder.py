@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cuboid.checkpoint.folder import checkpoints, clear, newest_whole, step_of
 from cuboid.checkpoint.location import Location, locate
-from cuboid.checkpoint.memory_folder import IDENTITY, forget, newest_in_memory
+from cuboid.checkpoint.memory.folder import IDENTITY, forget, newest_in_memory
 from cuboid.data.opened import data_identity
 from cuboid.errors import UserError
 from cuboid.spec.run import Run, build_run, dump_run, load_run

@@ -12,9 +12,9 @@ import torch
 
 from cuboid.checkpoint.background import SaveReport
 from cuboid.checkpoint.generators import seed_generators
-from cuboid.checkpoint.memory import open_memory
-from cuboid.checkpoint.memory_recall import Recall
-from cuboid.checkpoint.memory_saver import MemorySaver
+from cuboid.checkpoint.memory.nodes import open_memory
+from cuboid.checkpoint.memory.recall import Recall
+from cuboid.checkpoint.memory.saver import MemorySaver
 from cuboid.checkpoint.resume import resume
 from cuboid.checkpoint.save import deadline_group
 from cuboid.checkpoint.saver import Saver

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cuboid.checkpoint.folder import checkpoints, step_of
-from cuboid.checkpoint.memory_folder import bytes_per_node, check_room, identity_of, node_folder
+from cuboid.checkpoint.memory.folder import bytes_per_node, check_room, identity_of, node_folder
 from cuboid.errors import RankError, UserError
 from cuboid.launch.pool import Pool
 from cuboid.spec.run import Run

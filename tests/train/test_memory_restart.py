@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cuboid.checkpoint.memory_folder import NODE, node_folder
+from cuboid.checkpoint.memory.folder import NODE, node_folder
 from cuboid.launch.pool import Pool
 from cuboid.resilience.failures import failures
 from cuboid.spec.run import build_run

@@ -17,10 +17,10 @@ from cuboid.checkpoint.generators import generators
 from cuboid.checkpoint.index import check_index
 from cuboid.checkpoint.location import Location
 from cuboid.checkpoint.manifest import INDEX, MANIFEST, Damage, Manifest, StoredFile, read_manifest
-from cuboid.checkpoint.memory import Memory, from_rank, gather
-from cuboid.checkpoint.memory_copies import Generation, Held, Transfer, holders, known, missing, transfers
-from cuboid.checkpoint.memory_folder import sweep_all_but
-from cuboid.checkpoint.memory_slot import chunks, map_new_file
+from cuboid.checkpoint.memory.copies import Generation, Held, Transfer, holders, known, missing, transfers
+from cuboid.checkpoint.memory.folder import sweep_all_but
+from cuboid.checkpoint.memory.nodes import Memory, from_rank, gather
+from cuboid.checkpoint.memory.slot import chunks, map_new_file
 from cuboid.checkpoint.scattered import Scattered
 from cuboid.checkpoint.staging import as_bytes
 from cuboid.checkpoint.state import Moments, state_to_load

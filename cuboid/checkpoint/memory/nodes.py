@@ -10,8 +10,8 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from cuboid.checkpoint.location import Location
-from cuboid.checkpoint.memory_copies import ranks_by_node
-from cuboid.checkpoint.memory_folder import identity_of, node_name, open_folder
+from cuboid.checkpoint.memory.copies import ranks_by_node
+from cuboid.checkpoint.memory.folder import identity_of, node_name, open_folder
 from cuboid.resilience.pulse import PULSE
 from cuboid.spec.run import Run
 

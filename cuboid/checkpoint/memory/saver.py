@@ -12,9 +12,9 @@ from cuboid.checkpoint.background import BackgroundSaver, GivenUp
 from cuboid.checkpoint.checksum import FAST, PLAIN, checksum_of_bytes, kind_here
 from cuboid.checkpoint.folder import checkpoints, step_of
 from cuboid.checkpoint.manifest import INDEX, Manifest, StoredFile
-from cuboid.checkpoint.memory import Answer, Memory, from_rank, gather
-from cuboid.checkpoint.memory_copies import peers
-from cuboid.checkpoint.memory_slot import Slot, chunks, data_file
+from cuboid.checkpoint.memory.copies import peers
+from cuboid.checkpoint.memory.nodes import Answer, Memory, from_rank, gather
+from cuboid.checkpoint.memory.slot import Slot, chunks, data_file
 from cuboid.checkpoint.save import deadline_group, kept_state
 from cuboid.checkpoint.staging import Staging, as_bytes, staged_bytes
 from cuboid.checkpoint.state import Moments
