@@ -54,7 +54,7 @@ def diagnose(readings: Sequence[Reading]) -> Diagnosis:
     known = {reading.rank: reading for reading in readings if not (reading.phase == "finish" and reading.state in GONE)}
     edges = {rank: _waits_for(reading, known) for rank, reading in known.items()}
     behind = {rank: _dependents(rank, edges) for rank in {*known, *(one for ones in edges.values() for one in ones)}}
-    culprits = _culprits(known, edges, behind) or _odd_one(known)
+    culprits = _culprits(known, edges, behind) or _odd_one(known, known)
     if not culprits:
         return Diagnosis((), _together(readings))
     first = culprits[0]
@@ -113,21 +113,27 @@ def _culprits(
     if working:
         most = max(len(behind[rank]) for rank in working)
         return _ordered([rank for rank in working if len(behind[rank]) == most], known, behind)
-    if held_up := [rank for rank in roots if behind[rank]]:
-        return _ordered(held_up, known, behind)
+    if held_up := {one for rank in roots if behind[rank] for one in _together_with(known[rank], known)}:
+        return _odd_one(held_up, known) or _ordered(held_up, known, behind)
     return _ordered([rank for rank in edges if _in_circle(rank, edges)], known, behind)
 
 
-def _odd_one(known: Mapping[int, Reading]) -> tuple[int, ...]:
-    """All have come to the same point: one whose process does something else than those of all others there is not
-    waiting."""
+def _together_with(reading: Reading, known: Mapping[int, Reading]) -> list[int]:
+    """Who waits in the same collective, the rank itself among them: any of them may be what keeps it there."""
+    return [rank for rank, other in known.items() if rank == reading.rank or _same(reading.waiting, other.waiting)]
+
+
+def _same(one: Waiting | None, other: Waiting | None) -> bool:
+    return one is not None and one.place is not None and one == other
+
+
+def _odd_one(candidates: Iterable[int], known: Mapping[int, Reading]) -> tuple[int, ...]:
+    """Of ranks that have come to the same point, the one whose process computes, or is in a system call in which no
+    other rank of the job waits."""
     calls = Counter(reading.call for reading in known.values())
-    if len(calls) == 2 and "" not in calls:
-        common, rare = calls.most_common()
-        if rare[1] == 1 and (common[1] > 1 or "running" in calls):
-            odd = rare[0] if common[1] > 1 else "running"
-            return tuple(rank for rank, reading in known.items() if reading.call == odd)
-    return ()
+    odd = [rank for rank in candidates if rank in known and known[rank].call and calls[known[rank].call] == 1]
+    running = [rank for rank in candidates if rank in known and known[rank].call == "running"]
+    return next((tuple(found) for found in (running, odd) if len(found) == 1), ())
 
 
 def _in_circle(rank: int, edges: Mapping[int, set[int]]) -> bool:

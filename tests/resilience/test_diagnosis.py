@@ -131,6 +131,10 @@ def test_where_all_have_come_the_one_that_does_something_else_is_named() -> None
         assert found.culprits == (2,)
         assert found.sentence.startswith("rank 2 hangs in step 4, in the all-reduce of the data-parallel ranks 0–2, to")
     assert diagnose([same[0], replace(same[1], call="115"), replace(same[2], call="98")]).culprits == ()
+    behind = Waiting("all-reduce", Place("data", (0, 3)), 1)
+    far = replace(same[0], rank=3, waiting=behind, counts={behind.place: 1} if behind.place else {})
+    assert diagnose([*same, far]).culprits == (0, 1, 2), "one of them keeps another group waiting"
+    assert diagnose([*same[:2], replace(same[2], call="115"), far]).culprits == (2,)
     pair = Place("tp", (0, 1))
     two = [_waiting(rank, "all-gather", pair, 3, 3, call="73") for rank in range(2)]
     assert diagnose([two[0], replace(two[1], call="running")]).culprits == (1,), "of two the one that computes"

@@ -26,7 +26,7 @@ def test_hung_and_stopped_ranks_are_named_and_the_job_comes_to_its_end(tmp_path:
     spun, stopped = failures(folder)
     assert (spun.kind, stopped.kind) == ("hang", "hang")
     assert spun.reason.startswith("rank 2 hangs in step 5, in its backward pass of stage 1: rank")
-    assert stopped.reason.startswith("rank 1 is stopped by a signal in step 8, ")
+    assert stopped.reason.startswith("rank 1 is stopped by a signal in step 8")
     assert f"warning: {spun.reason}; starting again" in result.stderr
     assert sorted(path.name for path in folder.glob("hang-*/*")) == sorted(
         2 * ["report.json", *(f"rank-{rank:05d}.txt" for rank in range(4))]
