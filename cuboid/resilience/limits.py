@@ -12,8 +12,9 @@ from cuboid.spec.run import ResilienceSpec
 ENOUGH: dict[Phase, int] = {"step": 2, "evaluation": 1, "save": 1}
 """How often a phase must have been seen to know how long it takes; what is not here is never known beforehand."""
 OVER_LONGEST = 2
-LEAST_SPEED = 0.5
-"""However busy the machine is, time passes at this speed at least: a hang is found within twice the limit."""
+LEAST_SPEED = 0.6
+"""However busy the machine is, time passes at this speed at least, so that a hang is found within twice the limit: half
+left nothing for the moments before and after."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ def limit_of_all(readings: Sequence[Reading], spec: ResilienceSpec) -> Limit:
 
 class Silence:
     """How long no rank has noted anything, in seconds in which it could have: neither those in which the watcher itself
-    did not run count, nor, up to a half, those in which ranks had work and no core to do it on."""
+    did not run count, nor, up to two fifths of them, those in which ranks had work and no core to do it on."""
 
     def __init__(self, tick: float) -> None:
         self._tick = tick
