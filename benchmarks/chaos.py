@@ -229,9 +229,11 @@ class Campaign:
         told.seconds = time.monotonic() - began
 
     def _count_lost(self, told: Told, folder: Path) -> None:
-        struck = sorted(json.loads(path.read_text())["fault"]["step"] for path in folder.glob("fault-*.json"))
+        faults = [json.loads(path.read_text())["fault"] for path in folder.glob("fault-*.json")]
+        struck = sorted(fault["step"] for fault in faults if fault["kind"] != "nan")  # which starts nothing again
         rows = failure_rows(folder)
-        if len(rows) == len(struck):  # each failure is that fault: no checkpoint was torn, no other alarm was raised
+        torn = any(fault.startswith("torn") for fault in told.faults)
+        if not torn and len(rows) == len(struck):  # each failure is that fault, no other alarm was raised
             told.lost_steps = [step - 1 - row["checkpoint"] for step, row in zip(struck, rows, strict=True)]
             if max(told.lost_steps, default=0) > 2 * EVERY:
                 told.problems.append(f"{max(told.lost_steps)} steps were lost, with a checkpoint every {EVERY}")
