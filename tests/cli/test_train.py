@@ -97,6 +97,12 @@ def test_json_and_a_run_file_from_another_folder(tmp_path: Path) -> None:
     assert kept == ["step-00000002"], "those of the old run are gone"
 
 
+def kept(folder: Path) -> list[str]:
+    """What a run leaves in its folder, but for what is told of memory, time and slow ranks."""
+    told = re.compile(r"(memory|ranks)-\d{5}\.jsonl|goodput\.json")
+    return sorted(path.name for path in folder.iterdir() if not told.fullmatch(path.name))
+
+
 def test_joins_the_ranks_of_torchrun(tmp_path: Path) -> None:
     here = ("--set", "output.folder=started", "--set", "checkpoint.every=3")
     alone = run(train("--layout", "pp=2", "--json", *here), tmp_path)
@@ -106,7 +112,7 @@ def test_joins_the_ranks_of_torchrun(tmp_path: Path) -> None:
     assert joined.stdout.count("step 3/3") == 1, "one rank speaks for all"
     assert joined.stdout.startswith("tiny-llama: 427,456 parameters on 2 ranks")
     assert rows(tmp_path / "runs/default/metrics.jsonl")[-1]["loss"] == json.loads(alone.stdout)["last_loss"]
-    assert sorted(path.name for path in (tmp_path / "runs/default").iterdir()) == ["metrics.jsonl", "run.toml"]
+    assert kept(tmp_path / "runs/default") == ["metrics.jsonl", "run.toml"]
     longer = run([*launcher, *train("--layout", "dp=2", *here, fields=[*SHORT, "training.steps=4"])], tmp_path)
     assert "resuming after step 3, written on dp=1,tp=1,pp=2" in longer.stdout, longer.stderr
     assert [row["step"] for row in rows(tmp_path / "started/metrics.jsonl")] == [1, 2, 3, 4]
@@ -136,7 +142,7 @@ def test_control_c_leaves_nothing_behind(training: Training) -> None:
     os.killpg(training.command.pid, signal.SIGINT)  # as a terminal does: to every process at once
     assert training.end() == (130, "stopped by SIGINT\n")
     training.assert_nothing_is_left()
-    assert sorted(path.name for path in (training.folder / "runs/default").iterdir()) == ["metrics.jsonl", "run.toml"]
+    assert kept(training.folder / "runs/default") == ["metrics.jsonl", "run.toml"]
 
 
 def test_ranks_end_when_the_command_is_killed(training: Training) -> None:
@@ -151,7 +157,7 @@ def test_communication_is_counted_beside_the_prediction(tmp_path: Path) -> None:
     finished = run(train("--layout", "dp=2,tp=2,zero=1", "--count-communication", fields=fields), tmp_path)
     assert (finished.returncode, finished.stderr) == (0, "")
     shown = finished.stdout.splitlines()
-    assert shown[-2] == "counted as predicted, to the byte, on 4 ranks"
+    assert "counted as predicted, to the byte, on 4 ranks" in shown
     table = {tuple(line.split()[:2]): line.split()[2:] for line in shown if "all-gather" in line or "scatter" in line}
     assert set(table) == {(group, kind) for group in ("tp", "shard") for kind in ("all-gather", "reduce-scatter")}
     assert all(found[2] == found[4] for found in table.values()), "bytes counted and predicted"
