@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from math import prod
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch.futures import Future
 
 from cuboid.checkpoint.index import check_index
 from cuboid.checkpoint.location import locate
-from cuboid.checkpoint.manifest import INDEX, Damage, Place, StoredFile
+from cuboid.checkpoint.manifest import INDEX, Damage, Place
 from cuboid.checkpoint.staging import as_bytes
 from cuboid.resilience.pulse import PULSE
 
@@ -35,10 +34,10 @@ DTYPES = {
 
 
 class Reader(StorageReader):
-    def __init__(self, folder: Place, files: Mapping[str, StoredFile] | None = None) -> None:
-        """`files`: what they are known to be, where those that will not be read may be elsewhere."""
+    def __init__(self, folder: Place, index: dict[str, Any] | None = None) -> None:
+        """`index`: of this folder, checked already."""
         self._folder = locate(folder)
-        self._index = check_index(self._folder, files)
+        self._index = check_index(self._folder) if index is None else index
         self.names = self._index.keys()
 
     def require(self, shapes: dict[str, tuple[int, ...]]) -> None:

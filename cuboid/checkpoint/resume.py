@@ -46,18 +46,19 @@ def resume(
     for source in sorted(sources, key=_step)[::-1]:
         try:
             if isinstance(source, Location):
-                found, manifest, where = source, _verify_together(source, speaks, group), ""
+                found, (manifest, index), where = source, _verify_together(source, speaks, group), ""
             else:
                 assert recall is not None
-                found, manifest, brought = recall.bring(source, engine, optimizer)
-                where = f" in memory ({brought})" if brought else " in memory"
+                brought = recall.bring(source, engine, optimizer)
+                found, manifest, index = brought.folder, brought.manifest, brought.index
+                where = f" in memory ({brought.sent})" if brought.sent else " in memory"
         except (Lost, Damaged) as error:
             if speaks:
                 say(str(error), as_warning=True)
             continue
         steps = engine.run.training.steps
         if manifest.step < steps:
-            load(engine, optimizer, found, group, in_parts=bool(where))
+            load(engine, optimizer, found, group, index)
         if speaks and not quiet:
             told = f"all {steps} steps are done" if manifest.step >= steps else f"resuming after step {manifest.step}"
             say(f"{told}{where}, written on {manifest.layout}")
@@ -82,9 +83,11 @@ def _from_first(found: Any, group: dist.ProcessGroup | None) -> Any:
     return answer[0]
 
 
-def _verify_together(checkpoint: Location, speaks: bool, group: dist.ProcessGroup | None) -> Manifest:
+def _verify_together(
+    checkpoint: Location, speaks: bool, group: dist.ProcessGroup | None
+) -> tuple[Manifest, dict[str, Any]]:
     """Every rank reads its share of the files, which then lie in its machine's memory for loading; all ranks get the
-    same answer: the manifest, or why the checkpoint is damaged, as `Damaged`."""
+    same answer: manifest and index, or why the checkpoint is damaged, as `Damaged`."""
     found: tuple[Manifest | None, str] = (None, "")
     if speaks:
         try:
@@ -94,13 +97,13 @@ def _verify_together(checkpoint: Location, speaks: bool, group: dist.ProcessGrou
     manifest, reason = _from_first(found, group)
     if manifest is None:
         raise Damaged(reason)
+    index: dict[str, Any] = {}
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     try:
         for name in list(manifest.files)[rank::ranks]:
             PULSE.do("reading")
             check_file(checkpoint, name, manifest.files[name])
-        if speaks:
-            check_index(checkpoint)
+        index = check_index(checkpoint)
     except UserError as error:
         reason = str(error)
     reasons = [reason]
@@ -110,5 +113,4 @@ def _verify_together(checkpoint: Location, speaks: bool, group: dist.ProcessGrou
             dist.all_gather_object(reasons, reason, group=group)
     if reason := next(filter(None, reasons), ""):
         raise Damaged(reason)
-    checked: Manifest = manifest
-    return checked
+    return manifest, index

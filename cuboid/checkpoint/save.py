@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
@@ -74,14 +75,14 @@ def load(
     optimizer: Moments,
     checkpoint: Place,
     group: dist.ProcessGroup | None = None,
-    in_parts: bool = False,
+    index: dict[str, Any] | None = None,
 ) -> Manifest:
     """Fill this rank's state, whatever layout wrote it; every rank calls this. Random generators go on where they were
     if the layout is the one that wrote it: to another one their numbers would mean nothing.
 
-    `in_parts`: the files that this rank does not need may be elsewhere."""
+    `index`: the checkpoint's, checked already."""
     manifest = read_manifest(checkpoint)
-    reader = Reader(checkpoint, manifest.files if in_parts else None)
+    reader = Reader(checkpoint, index)
     state = state_to_load(engine, optimizer)
     reader.require({name: held.full_shape for name, held in state.items()})
     own = generators(engine) if manifest.layout == str(engine.run.layout) else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any
 
@@ -37,6 +38,16 @@ class Lost(Exception):
         super().__init__(f"the state in memory after step {step} cannot be used: {reason}")
 
 
+@dataclass(frozen=True)
+class Brought:
+    """A state in memory that can be loaded now: where it lies on this node, its index, and what other nodes sent."""
+
+    folder: Location
+    manifest: Manifest
+    index: dict[str, Any]
+    sent: str
+
+
 class Recall:
     """Every rank makes one as a run starts, and calls the same methods in the same order."""
 
@@ -50,18 +61,18 @@ class Recall:
         self._holdings = {node: held for node, held in told if held is not None}
         self.generations = known(self._holdings, from_rank(0, newest, group))
 
-    def bring(self, generation: Generation, engine: Engine, optimizer: Moments) -> tuple[Location, Manifest, str]:
-        """Bring this node what its ranks need of it, all of it verified; where it lies then, and what was brought.
-        Raises `Lost`."""
+    def bring(self, generation: Generation, engine: Engine, optimizer: Moments) -> Brought:
+        """Bring this node what its ranks need of it, all of it verified. Raises `Lost`."""
         folder = checkpoint_path(self._memory.folder, generation.step)
         if lacking := missing(self._holdings, generation):
             raise Lost(generation.step, f"{_part(lacking[0])} is on no node that is left")
         manifest = self._bring_manifest(folder, generation)
         held = holders(self._holdings, generation)
         self._bring(folder, manifest, held, {INDEX})
-        problem, needed = "", set[str]()
+        problem, needed, index = "", set[str](), dict[str, Any]()
         try:
-            needed = files_for(check_index(folder, manifest.files), _wanted(engine, optimizer, manifest))
+            index = check_index(folder, manifest.files)
+            needed = files_for(index, _wanted(engine, optimizer, manifest))
         except UserError as error:
             problem = str(error)
         self._agree(manifest.step, problem)
@@ -71,7 +82,7 @@ class Recall:
                 f"after step {manifest.step} was kept in memory; use the same data, another folder, or --overwrite"
             )
         brought = self._bring(folder, manifest, held, needed)
-        return folder, manifest, _tell(brought, self._memory.nodes)
+        return Brought(folder, manifest, index, _tell(brought, self._memory.nodes))
 
     def settle(self, step: int | None) -> None:
         """The run goes on from this step in memory, or from elsewhere: everything else is given back."""
