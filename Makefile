@@ -1,9 +1,9 @@
-# make demo | make test | make check; the virtual environment is made on first use (VENV=folder to put it elsewhere).
+# make demo | make test | make check | make docs; the virtual environment is made on first use (VENV=folder to put it elsewhere).
 VENV ?= .venv
 PYTHON ?= python3
 INSTALLED := $(VENV)/.installed
 
-.PHONY: venv demo test check
+.PHONY: venv demo test check docs
 
 venv: $(INSTALLED)
 
@@ -25,3 +25,8 @@ check: venv
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy --strict cuboid
+
+# A link that leads nowhere is an error, and so is everything else that Sphinx warns of.
+docs: venv
+	$(VENV)/bin/python -m sphinx --fail-on-warning --keep-going --quiet -b html docs docs/_build/html
+	@echo docs/_build/html/index.html

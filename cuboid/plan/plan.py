@@ -17,7 +17,8 @@ from cuboid.plan.question import Question
 from cuboid.plan.refine import Refined
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.coding import decode, encode
-from cuboid.spec.run import OutputSpec, Run, TrainingSpec, dump_run, load_run
+from cuboid.spec.run import OutputSpec, Run, dump_run, load_run
+from cuboid.spec.training import TrainingSpec
 
 GIB = 2**30
 

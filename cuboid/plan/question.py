@@ -13,9 +13,10 @@ from cuboid.spec.cluster import ClusterSpec
 from cuboid.spec.coding import convert
 from cuboid.spec.layout import Layout, parse_layout_fields, require_positive
 from cuboid.spec.model import ModelSpec
-from cuboid.spec.run import Run, TrainingSpec
+from cuboid.spec.run import Run
 from cuboid.spec.suggest import either, nearest_names
 from cuboid.spec.supported import check_supported
+from cuboid.spec.training import TrainingSpec
 
 PRECISIONS = ("bf16", "fp16", "fp8", "float32")
 DEFAULT_SHARE = 0.95

@@ -12,9 +12,13 @@ class RopeScaling:
     """Llama 3's stretch of rotary frequencies beyond the length the model was first trained on."""
 
     factor: float
+    """How many times longer sequences become."""
     low_frequency_factor: float
+    """Waves longer than original_positions over this are stretched whole."""
     high_frequency_factor: float
+    """Waves shorter than original_positions over this are left as they are."""
     original_positions: int
+    """Sequence length of the first training."""
 
     def __post_init__(self) -> None:
         check_types(self, "rope_scaling")
@@ -34,7 +38,9 @@ class YarnScaling:
     """YaRN's stretch of rotary positions (arXiv 2309.00071), with the two factors DeepSeek adds to it."""
 
     factor: float
+    """How many times longer sequences become."""
     original_positions: int
+    """Sequence length of the first training."""
     beta_fast: float = 32.0
     """Numbers that turn at least so often within the original positions keep their frequency."""
     beta_slow: float = 1.0
@@ -42,6 +48,7 @@ class YarnScaling:
     attention_factor: float = 0.0
     """Multiplies rotated queries and keys; left out (0): what follows from `factor` and the two below."""
     mscale: float = 0.0
+    """DeepSeek's factor of rotated queries and keys, over that of mscale_all_dim."""
     mscale_all_dim: float = 0.0
     """Above 0, latent attention multiplies its logits by (0.1 · mscale_all_dim · log(factor) + 1)²."""
     truncate: bool = True
@@ -65,9 +72,13 @@ class LatentAttentionSpec:
     q_rank: int
     """Rank of the query latent; 0 means queries are projected directly."""
     kv_rank: int
+    """Rank of the latent that keys and values come from."""
     qk_nope_dim: int
+    """Numbers of a query or key head that positions do not turn."""
     qk_rope_dim: int
+    """Numbers that they turn; shared by all key heads."""
     v_dim: int
+    """Width of a value head."""
     interleaved: bool = True
     """Whether positions turn neighbours, as DeepSeek's weights lie, or numbers half a head apart."""
 

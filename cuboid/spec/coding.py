@@ -1,7 +1,7 @@
 """Dataclasses from and to plain tables (TOML, JSON), with every key and type checked by name."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -168,3 +168,13 @@ def show(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def require_in_range(instance: object, where: str, names: Sequence[str], *, low: int, high: int | None = None) -> None:
+    """Refuses a field that is below `low` or above `high`."""
+    for name in names:
+        value = getattr(instance, name)
+        if value < low:
+            raise UserError(f"{where}.{name}={value} is too small; use {name}={low} or more")
+        if high is not None and value > high:
+            raise UserError(f"{where}.{name}={value} is too large; use {name}={high} or less")

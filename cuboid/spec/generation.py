@@ -57,6 +57,7 @@ class SamplesSpec:
     prompts: tuple[str, ...] = ("def ",)
     """What each of them goes on with."""
     max_tokens: int = 64
+    """Tokens of each."""
     temperature: float = 0.0
     """0 is greedy; else the training's seed decides the random numbers, the same at every step."""
 

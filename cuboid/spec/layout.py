@@ -59,11 +59,13 @@ class Layout:
     """Over how many data-parallel replicas ZeRO splits; 0 is all of them, less is hybrid sharding. The context-parallel
     ranks of a replica, which hold the same parameters, share the splitting with it."""
     schedule: str = "1f1b"
+    """Who does what when in the pipeline: gpipe, 1f1b, interleaved, zb1p, zbv or dualpipev."""
     vpp: int = LEFT_OUT
     """Pipeline stages per rank; left out: what the schedule needs."""
     micro_batch: int = 1
     """Sequences per micro-batch on one data-parallel replica."""
     recompute: Literal["none", "selective", "full"] = "none"
+    """What the backward pass computes again: nothing, all but matrix products and attention, or whole blocks."""
     sequence_parallel: bool = LEFT_OUT
     """Split what lies between the tensor-parallel matrices along the sequence; left out: on when tp > 1."""
 

@@ -13,11 +13,13 @@ class MixtureSpec:
     """Routed experts in place of the feed-forward block."""
 
     experts: int
+    """Routed experts of a layer."""
     top_k: int
     """Experts each token goes to."""
     expert_ffn: int
     """Width of one routed expert."""
     shared_experts: int = 0
+    """Experts every token goes to."""
     shared_ffn: int = 0
     """Total width of the experts every token goes to."""
     first_dense_layers: int = 0
@@ -34,6 +36,7 @@ class MixtureSpec:
     """Groups of consecutive experts; a token's experts come from its `top_groups` best groups. A group scores what its
     two best experts sum to with sigmoid scoring (DeepSeek-V3), and what its best one has with softmax (DeepSeek-V2)."""
     top_groups: int = 1
+    """How many of the groups a token may use."""
     balance_coefficient: float = 0.0
     """Of the load-balancing loss: over one sequence, experts × Σ (share of assignments × mean share of score),
     averaged over the sequences of the global batch and summed over layers. 1 is perfect balance."""

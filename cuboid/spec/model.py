@@ -20,34 +20,55 @@ class ModelSpec:
     """Everything that decides which function a model computes, apart from the values of its parameters."""
 
     name: str = "custom"
+    """What reports call it."""
     family: Family = "llama"
     """Whose parameter names a Hugging Face checkpoint of it has."""
     hidden: int
+    """Width of the residual stream."""
     layers: int
+    """Transformer blocks."""
     heads: int
+    """Attention heads of queries."""
     kv_heads: int = 0
     """Left out (0): as many as heads."""
     head_dim: int = 0
     """Left out (0): hidden // heads."""
     ffn: int
+    """Width inside the feed-forward block."""
     vocab: int
+    """Tokens there are."""
     tie_embeddings: bool = False
+    """One matrix for embedding and head."""
     max_positions: int = 131072
+    """Longest sequence."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    """Which norm stands before attention, feed-forward and head."""
     norm_epsilon: float = 1e-5
+    """Added inside its root."""
     positions: Literal["rope", "learned"] = "rope"
+    """How tokens know their place."""
     rope_theta: float = 10000.0
+    """Base of rotary frequencies."""
     rope_scaling: RopeScaling | None = None
+    """Llama 3's stretch of rotary frequencies."""
     yarn: YarnScaling | None = None
+    """YaRN's stretch of them."""
     activation: Literal["swiglu", "gelu"] = "swiglu"
     """gelu is the tanh approximation, as in GPT-2."""
     qkv_bias: bool = False
+    """Biases of queries, keys and values."""
     output_bias: bool = False
+    """Bias of attention's output."""
     mlp_bias: bool = False
+    """Biases of the feed-forward block."""
     qk_norm: bool = False
+    """Norms of queries and keys in each head."""
     initial_std: float = 0.02
+    """Deviation of the first parameters."""
     mixture: MixtureSpec | None = None
+    """Routed experts in place of feed-forward blocks."""
     latent: LatentAttentionSpec | None = None
+    """Attention through low-rank latents."""
 
     def __post_init__(self) -> None:
         check_types(self, "model")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cuboid.errors import UserError
-from cuboid.spec.coding import check_types, decode, encode, field_types, require_known
+from cuboid.spec.coding import check_types, decode, encode, field_types, require_in_range, require_known
 from cuboid.spec.data import DataSpec, EvaluationSpec
 from cuboid.spec.fitting import check
 from cuboid.spec.generation import SamplesSpec
@@ -23,72 +23,7 @@ from cuboid.spec.model import ModelSpec
 from cuboid.spec.overrides import apply_overrides
 from cuboid.spec.suggest import either, nearest_names
 from cuboid.spec.toml import dumps
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainingSpec:
-    """What is computed, whatever the layout."""
-
-    steps: int = 100
-    global_batch: int = 16
-    """Sequences per optimizer step, over all replicas."""
-    sequence: int = 256
-    """Tokens per sequence."""
-    seed: int = 0
-    precision: Literal["float32", "bf16", "float64"] = "float32"
-    """bf16 keeps float32 master weights; float64 is for verification."""
-    deterministic: bool = False
-    gradient_clip: float = 1.0
-    """Largest global gradient norm; 0 turns clipping off."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads_per_rank: int = 1
-    start_from: str = ""
-    """Weights to begin with: hf:FOLDER of Hugging Face, or a run of Cuboid, its checkpoints or one of them. Left out:
-    random ones."""
-    compile: Literal["auto", "on", "off"] = "auto"
-    """Let torch.compile fuse blocks, loss and optimizer; auto: on GPUs, except in float64."""
-
-    def __post_init__(self) -> None:
-        check_types(self, "training")
-        _require_in_range(self, "training", ("steps", "global_batch", "sequence", "threads_per_rank"), low=1)
-        _require_in_range(self, "training", ("seed", "gradient_clip"), low=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerSpec:
-    """AdamW."""
-
-    beta1: float = 0.9
-    beta2: float = 0.95
-    epsilon: float = 1e-8
-    weight_decay: float = 0.1
-
-    def __post_init__(self) -> None:
-        check_types(self, "optimizer")
-        _require_in_range(self, "optimizer", ("beta1", "beta2", "epsilon", "weight_decay"), low=0)
-        for name in ("beta1", "beta2"):
-            if getattr(self, name) >= 1:
-                raise UserError(f"optimizer.{name}={getattr(self, name)} never forgets; use a number below 1")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LearningRateSpec:
-    """How the learning rate moves over the steps."""
-
-    peak: float = 3e-4
-    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
-    """wsd: warm up, stay, decay at the end."""
-    warmup_steps: int = 0
-    decay_steps: int = 0
-    """Length of the decay of wsd; 0 is a fifth of the steps."""
-    minimum_ratio: float = 0.1
-    """Last learning rate over the peak."""
-
-    def __post_init__(self) -> None:
-        check_types(self, "learning_rate")
-        _require_in_range(self, "learning_rate", ("peak", "warmup_steps", "decay_steps"), low=0)
-        _require_in_range(self, "learning_rate", ("minimum_ratio",), low=0, high=1)
-
+from cuboid.spec.training import LearningRateSpec, OptimizerSpec, TrainingSpec
 
 TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "wandb-offline": "wandb", "trackio": "trackio", "jsonl": ""}
 """Name in `output.track` -> the package it needs, if any."""
@@ -99,7 +34,9 @@ class OutputSpec:
     """What a run leaves behind."""
 
     folder: str = "runs/default"
+    """Where everything goes that a run writes."""
     log_every: int = 1
+    """Steps between lines on the screen; `metrics.jsonl` has every step."""
     keep_timing: bool = False
     """Keep when each rank did each action of the pipeline schedule."""
     count_communication: bool = False
@@ -120,7 +57,7 @@ class OutputSpec:
         for name in self.trackers:
             if name not in TRACKERS:
                 raise UserError(f"output.track={name} is unknown; use {either(nearest_names(name, TRACKERS))}")
-        _require_in_range(self, "output", ("log_every",), low=1)
+        require_in_range(self, "output", ("log_every",), low=1)
         if not self.folder:
             raise UserError('output.folder="" names no folder; use folder="runs/default"')
 
@@ -149,8 +86,8 @@ class CheckpointSpec:
 
     def __post_init__(self) -> None:
         check_types(self, "checkpoint")
-        _require_in_range(self, "checkpoint", ("every", "keep_every", "memory_every"), low=0)
-        _require_in_range(self, "checkpoint", ("keep", "timeout_seconds"), low=1)
+        require_in_range(self, "checkpoint", ("every", "keep_every", "memory_every"), low=0)
+        require_in_range(self, "checkpoint", ("keep", "timeout_seconds"), low=1)
 
     def is_due(self, done: int, steps: int) -> bool:
         """Whether the state is kept after so many of the steps."""
@@ -210,9 +147,9 @@ class ResilienceSpec:
         check_types(self, "resilience")
         seconds = ("grace_seconds", "gather_seconds", "rejoin_seconds", "hang_floor_seconds", "setup_seconds")
         counts = ("restarts", "hang_factor", "most_bad_steps", "spike_score", "check_replicas_every")
-        _require_in_range(self, "resilience", (*counts, *seconds), low=0)
-        _require_in_range(self, "resilience", ("contact_seconds",), low=3)
-        _require_in_range(self, "resilience", ("spike_window",), low=4)
+        require_in_range(self, "resilience", (*counts, *seconds), low=0)
+        require_in_range(self, "resilience", ("contact_seconds",), low=3)
+        require_in_range(self, "resilience", ("spike_window",), low=4)
 
     @property
     def goes_back(self) -> bool:
@@ -294,12 +231,3 @@ def _expand(key: str, value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{key}={value} is not a table; write it as [{key}]")
     return dict(value)
-
-
-def _require_in_range(instance: object, where: str, names: Sequence[str], *, low: int, high: int | None = None) -> None:
-    for name in names:
-        value = getattr(instance, name)
-        if value < low:
-            raise UserError(f"{where}.{name}={value} is too small; use {name}={low} or more")
-        if high is not None and value > high:
-            raise UserError(f"{where}.{name}={value} is too large; use {name}={high} or less")

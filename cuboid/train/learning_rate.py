@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from cuboid.spec.run import LearningRateSpec
+from cuboid.spec.training import LearningRateSpec
 
 
 def learning_rate(spec: LearningRateSpec, step: int, steps: int) -> float:

@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 
 from cuboid.parallel.apply import Engine
 from cuboid.parallel.unit import Piece
-from cuboid.spec.run import OptimizerSpec
+from cuboid.spec.training import OptimizerSpec
 
 
 def _update(

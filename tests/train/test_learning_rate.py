@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuboid.spec.run import LearningRateSpec
+from cuboid.spec.training import LearningRateSpec
 from cuboid.train.learning_rate import learning_rate
 
 SCHEDULES = ("cosine", "wsd", "constant")

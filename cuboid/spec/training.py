@@ -1,0 +1,83 @@
+"""What is computed, whatever the layout: steps and batches, the optimizer, the learning rate."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cuboid.errors import UserError
+from cuboid.spec.coding import check_types, require_in_range
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSpec:
+    """What is computed, whatever the layout."""
+
+    steps: int = 100
+    """Optimizer steps in all."""
+    global_batch: int = 16
+    """Sequences per optimizer step, over all replicas."""
+    sequence: int = 256
+    """Tokens per sequence."""
+    seed: int = 0
+    """Decides the first parameters and the order of samples, whatever the layout."""
+    precision: Literal["float32", "bf16", "float64"] = "float32"
+    """bf16 keeps float32 master weights; float64 is for verification."""
+    deterministic: bool = False
+    """Only kernels that give the same bits each time; slower on GPUs."""
+    gradient_clip: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: CUDA where there is one."""
+    threads_per_rank: int = 1
+    """Threads of a rank on a CPU."""
+    start_from: str = ""
+    """Weights to begin with: hf:FOLDER of Hugging Face, or a run of Cuboid, its checkpoints or one of them. Left out:
+    random ones."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Let torch.compile fuse blocks, loss and optimizer; auto: on GPUs, except in float64."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "training")
+        require_in_range(self, "training", ("steps", "global_batch", "sequence", "threads_per_rank"), low=1)
+        require_in_range(self, "training", ("seed", "gradient_clip"), low=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSpec:
+    """AdamW."""
+
+    beta1: float = 0.9
+    """Decay of the mean of gradients."""
+    beta2: float = 0.95
+    """Decay of the mean of their squares."""
+    epsilon: float = 1e-8
+    """Added to the root of the second mean."""
+    weight_decay: float = 0.1
+    """Of matrices; norms and biases are not decayed."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "optimizer")
+        require_in_range(self, "optimizer", ("beta1", "beta2", "epsilon", "weight_decay"), low=0)
+        for name in ("beta1", "beta2"):
+            if getattr(self, name) >= 1:
+                raise UserError(f"optimizer.{name}={getattr(self, name)} never forgets; use a number below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningRateSpec:
+    """How the learning rate moves over the steps."""
+
+    peak: float = 3e-4
+    """The highest learning rate."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """wsd: warm up, stay, decay at the end."""
+    warmup_steps: int = 0
+    """Steps in which it rises from nothing to the peak."""
+    decay_steps: int = 0
+    """Length of the decay of wsd; 0 is a fifth of the steps."""
+    minimum_ratio: float = 0.1
+    """Last learning rate over the peak."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "learning_rate")
+        require_in_range(self, "learning_rate", ("peak", "warmup_steps", "decay_steps"), low=0)
+        require_in_range(self, "learning_rate", ("minimum_ratio",), low=0, high=1)
