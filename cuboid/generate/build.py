@@ -160,10 +160,8 @@ class Builder:
             return
         for name, (part, held) in self.parameters.items():
             cut = part.slice
-            experts = range(cut.start, cut.stop) if EXPERTS in name else None
-            drawn = initial_tensor(self.model, name, part.full_shape, 0, experts)
-            if experts is None:
-                drawn = drawn.narrow(cut.dimension, cut.start, cut.stop - cut.start)
+            wanted_part = (cut.dimension, range(cut.start, cut.stop))
+            drawn = initial_tensor(self.model, name, part.full_shape, 0, wanted_part, self.device)
             held.data.narrow(cut.dimension, 0, cut.stop - cut.start).copy_(drawn)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cuboid.model.balance import Balance
-from cuboid.model.initialize import InitialTensor, initial_tensor
+from cuboid.model.initialize import initial_tensor
 from cuboid.model.linear import Linear
 from cuboid.model.mixture import Experts, Mixture
 from cuboid.model.transformer import Block, Embedding, Head
@@ -63,8 +63,7 @@ class Engine:
         return schedule.stage_rank[-1] == self.pipeline.rank and self.groups.tensor.index == 0
 
 
-def build_engine(run: Run, rank: int, device: torch.device, initial: InitialTensor = initial_tensor) -> Engine:
-    """`initial`: draws a full tensor, or some of its experts, from its name, shape and the seed."""
+def build_engine(run: Run, rank: int, device: torch.device) -> Engine:
     layout, model = run.layout, run.model
     schedule = make_schedule(layout.schedule, layout.pp, run.micro_batches, layout.vpp)
     layers = partition(model, layout.stages, run.training.sequence)
@@ -79,11 +78,8 @@ def build_engine(run: Run, rank: int, device: torch.device, initial: InitialTens
     stages = {index: builder.stage(index, layers[index]) for index in schedule.stages_of(groups.coordinates.pp)}
 
     def held(part: Part) -> Tensor:
-        cut = part.slice
-        if EXPERTS in part.name:
-            return initial(model, part.name, part.full_shape, run.training.seed, range(cut.start, cut.stop))
-        whole = initial(model, part.name, part.full_shape, run.training.seed, None)
-        return whole.narrow(cut.dimension, cut.start, cut.stop - cut.start)
+        cut = (part.slice.dimension, range(part.slice.start, part.slice.stop))
+        return initial_tensor(model, part.name, part.full_shape, run.training.seed, cut, device)
 
     for unit in builder.units.values():
         unit.fill(held)

@@ -1,5 +1,6 @@
 """Initial weights depend on the seed and the parameter's name, and on nothing else."""
 
+import hashlib
 import math
 from dataclasses import replace
 
@@ -63,3 +64,42 @@ def test_deviations_norms_and_biases() -> None:
 def test_one_tensor_can_be_drawn_alone() -> None:
     whole = weights(MODEL, seed=3)["layers.1.feed_forward.up.weight"]
     assert torch.equal(initial_tensor(MODEL, "layers.1.feed_forward.up.weight", tuple(whole.shape), 3), whole)
+
+
+def test_any_part_has_the_bits_of_the_whole() -> None:
+    shape, name = (6, 7, 5), "layers.0.feed_forward.experts.up"
+    whole = initial_tensor(MODEL, name, shape, 3)
+    for dimension, length in enumerate(shape):
+        for start in range(length):
+            for stop in range(start, length + 1):
+                drawn = initial_tensor(MODEL, name, shape, 3, (dimension, range(start, stop)))
+                assert torch.equal(drawn, whole.narrow(dimension, start, stop - start))
+
+
+def test_blocks_leave_no_seam_and_the_distribution_is_nearly_normal() -> None:
+    name, shape = "embedding.weight", (600, 500)  # several blocks
+    whole = initial_tensor(MODEL, name, shape, 3)
+    assert torch.equal(initial_tensor(MODEL, name, shape, 3, (1, range(499, 500))), whole[:, 499:])
+    values = (whole.double() / MODEL.initial_std).flatten()
+    assert values.unique().numel() > 100_000
+    assert abs(values.mean()) < 0.01
+    assert abs(values.var() - 1) < 0.01
+    assert abs((values**4).mean() - 2.85) < 0.05
+    assert abs((values[:-1] * values[1:]).mean()) < 0.01
+
+
+def test_elements_are_what_whole_numbers_of_any_size_say() -> None:
+    """The tensors' products overflow on purpose, and must wrap as two's complement does."""
+    name, limit = "embedding.weight", 2**64
+    whole = initial_tensor(MODEL, name, (3, 4), 11).flatten()
+    keys = hashlib.sha256(f"11/{name}".encode()).digest()
+    for place in range(12):
+        total = -8 * 65535 // 2
+        for start in (0, 8):
+            x = (place * 0x9E3779B97F4A7C15 + int.from_bytes(keys[start : start + 8], "little")) % limit
+            x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % limit
+            x = (x ^ x >> 27) * 0x94D049BB133111EB % limit
+            x ^= x >> 31
+            total += sum(x >> 16 * piece & 65535 for piece in range(4))
+        factor = MODEL.initial_std / math.sqrt(8 * (4**16 - 1) / 12)
+        assert whole[place].item() == (torch.tensor(float(total)) * factor).item()

@@ -193,7 +193,7 @@ def test_auxiliary_losses_need_no_share_of_the_loss() -> None:
 def test_each_expert_is_drawn_by_itself() -> None:
     model = load_model("tiny-mixtral")
     name = "layers.2.feed_forward.experts.down"
-    many, few = (initial_tensor(model, name, (8, 64, 48), 5, wanted) for wanted in (None, range(2, 5)))
+    many, few = (initial_tensor(model, name, (8, 64, 48), 5, wanted) for wanted in (None, (0, range(2, 5))))
     assert torch.equal(many[2:5], few)
     assert not torch.equal(many[0], many[1])
     whole = Transformer(model)
