@@ -6,6 +6,7 @@ FOLDER        a run of Cuboid, its checkpoints or one of them: the weights alone
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from filecmp import cmp
 from itertools import product
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from cuboid.checkpoint.folder import checkpoints
 from cuboid.checkpoint.huggingface.folder import ModelFolder, model_of
@@ -58,22 +60,29 @@ def start(engine: Engine, place: str, quiet: bool = True) -> Started:
 def read_weights(place: str, model: ModelSpec, weights: dict[str, Scattered]) -> Started:
     """Fill what a rank keeps of each parameter from a folder of Hugging Face or from one checkpoint."""
     if place.startswith(PREFIX):
-        return _read_folder(ModelFolder(Path(place.removeprefix(PREFIX))), model, weights)
+        folder = ModelFolder(Path(place.removeprefix(PREFIX)))
+        return copy_tensors(folder.tensors, folder.read, model, weights)
     Weights(locate(place), model).read(weights)
     sizes = [values.nbytes for held in weights.values() for _, values in held.boxes]
     return Started(sum(sizes), max(sizes, default=0))
 
 
-def _read_folder(folder: ModelFolder, model: ModelSpec, weights: dict[str, Scattered]) -> Started:
-    origins, given = from_huggingface(model), match_names(model, folder.tensors)
-    read, largest = 0, 0
+def copy_tensors(
+    names: Iterable[str],
+    read: Callable[[str, tuple[slice, ...]], Tensor],
+    model: ModelSpec,
+    weights: dict[str, Scattered],
+) -> Started:
+    """Fill what a rank keeps from tensors that have the names of Hugging Face; `read` gives a part of one."""
+    origins, given = from_huggingface(model), match_names(model, names)
+    size, largest = 0, 0
     for name, held in weights.items():
         for origin, (box, values) in product(origins[name], held.boxes):
             if origin.holds(box.offsets, box.lengths):
-                part = folder.read(given[origin.tensor], origin.index(box.offsets, box.lengths))
+                part = read(given[origin.tensor], origin.index(box.offsets, box.lengths))
                 origin.part_of(values, box.offsets).copy_(part.t() if origin.transposed else part)
-                read, largest = read + part.nbytes, max(largest, part.nbytes)
-    return Started(read, largest)
+                size, largest = size + part.nbytes, max(largest, part.nbytes)
+    return Started(size, largest)
 
 
 def _agreed(engine: Engine, place: str) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cuboid.checkpoint.boxes import Box
 from cuboid.checkpoint.scattered import Scattered
-from cuboid.checkpoint.start import read_weights
+from cuboid.checkpoint.start import copy_tensors, read_weights
 from cuboid.generate.cache import Cache
 from cuboid.generate.latent import CachedLatentAttention
 from cuboid.model.initialize import initial_tensor
@@ -152,10 +152,13 @@ class Builder:
             return torch.zeros(part.shape[::-1], dtype=dtype).t()
         return torch.zeros(part.shape, dtype=dtype, device=self.device)
 
-    def load(self) -> None:
-        """Fill what was made."""
+    def load(self, tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Fill what was made; `tensors`: of a model, under the names of Hugging Face, in place of the spec's."""
+        wanted = {name: _scattered(part, held.data) for name, (part, held) in self.parameters.items()}
+        if tensors is not None:
+            copy_tensors(tensors, lambda name, index: tensors[name][index], self.model, wanted)
+            return
         if self.spec.weights:
-            wanted = {name: _scattered(part, held.data) for name, (part, held) in self.parameters.items()}
             read_weights(self.spec.weights, self.model, wanted)
             return
         for name, (part, held) in self.parameters.items():

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cuboid.generate.batch import Batch, Event, Request
 from cuboid.generate.build import Builder, Stage, make_generation_groups
@@ -26,14 +27,21 @@ from cuboid.plan.cache import cache_shape
 from cuboid.plan.partition import partition
 from cuboid.spec.generation import GenerationSpec, SamplingSpec
 
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Of attention. All but cuDNN's, which torch prefers on Hopper and which plans anew, for tens of milliseconds, at every
+length that it has not seen."""
 
-def make_generator(spec: GenerationSpec, rank: int, device: torch.device) -> Generator:
-    """With weights of its own; every rank calls it."""
+
+def make_generator(
+    spec: GenerationSpec, rank: int, device: torch.device, tensors: Mapping[str, Tensor] | None = None
+) -> Generator:
+    """With weights of its own, from where the spec says or copied from `tensors`, which have the names of Hugging Face;
+    every rank calls it."""
     groups = make_generation_groups(spec, rank, device)
     builder = Builder(spec, groups, groups.context_outer, device)
     index = groups.coordinates.pp
     stages = {index: builder.stage(partition(spec.model, spec.layout.pp, spec.length)[index])}
-    builder.load()
+    builder.load(tensors)
     return Generator(spec, groups, groups.context_outer, stages, tuple(range(spec.layout.pp)), device)
 
 
@@ -101,6 +109,7 @@ class Generator:
         self.run(requests, (), answer, lambda _: None)
 
     @torch.inference_mode()
+    @sdpa_kernel(KERNELS)
     def run(
         self,
         requests: Sequence[Request],
@@ -145,7 +154,9 @@ class Generator:
 
     def _decoder(self, slots: range) -> FixedDecoder:
         if slots not in self._decoders:
-            self._decoders[slots] = FixedDecoder(self._stages[0], self._table, slots, self._places, self._like)
+            self._decoders[slots] = FixedDecoder(
+                self._stages[0], self._table, slots, self._places, self._like, records=True
+            )
         return self._decoders[slots]
 
     def _answer_of(self, batch: Batch, own: dict[Batch, list[int]]) -> list[int]:
@@ -187,7 +198,9 @@ class Generator:
 
     def _choose(self, logits: Tensor, batch: Batch, sampling: SamplingSpec, words: Words) -> list[int]:
         texts = batch.written()
-        numbers = [uniform(sampling.seed, text.request.number, len(text.tokens)) for text in texts]
+        numbers: list[float] = []
+        if sampling.temperature:
+            numbers = [uniform(sampling.seed, text.request.number, len(text.tokens)) for text in texts]
         chosen = choose(logits, sampling, numbers, [text.tokens for text in texts])
         for place, (text, token) in enumerate(zip(texts, chosen, strict=True)):
             if sampling.stop and words.stops([*text.tokens[len(text.request.tokens) :], token], sampling.stop):

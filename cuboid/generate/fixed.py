@@ -16,8 +16,10 @@ from cuboid.generate.build import Stage
 from cuboid.generate.rows import StepPositions
 from cuboid.generate.step import Span, Step
 from cuboid.model.rope import PositionTable
+from cuboid.say import say
 
 WIDTH = 256
+ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,11 @@ class _Recorded:
 
 
 class FixedDecoder:
-    def __init__(self, stage: Stage, table: PositionTable, slots: range, places: int, like: Tensor) -> None:
+    def __init__(
+        self, stage: Stage, table: PositionTable, slots: range, places: int, like: Tensor, records: bool
+    ) -> None:
+        """`records`: replay graphs, as long as recording them works."""
+        self._records = records
         self._stage, self._table, self._slots, self._places, self._like = stage, table, slots, places, like
         self._step = Step(tuple(Span(slot, 0, (0,), 1) for slot in slots))
         self._given = torch.zeros(3, len(slots), dtype=torch.int64, device=like.device)
@@ -48,10 +54,14 @@ class FixedDecoder:
         return logits if len(rows) == len(self._slots) else logits[rows]
 
     def _logits(self, width: int) -> Tensor:
-        if not self._like.is_cuda:
+        if self._records and width not in self._recorded:
+            try:
+                self._recorded[width] = self._record(partial(self._compute, width))
+            except RuntimeError as error:
+                self._records = False
+                say(f"every token is decoded kernel by kernel, for no graph can be recorded: {error}", as_warning=True)
+        if not self._records:
             return self._compute(width)
-        if width not in self._recorded:
-            self._recorded[width] = self._record(partial(self._compute, width))
         self._recorded[width].graph.replay()
         return self._recorded[width].logits
 
@@ -59,21 +69,27 @@ class FixedDecoder:
         tokens, index, kept = self._given.split(1)
         table = self._table.at(index)
         hidden = torch.arange(width, device=self._like.device) > index.t()
-        mask = self._like.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)[:, None, None]
+        # Fused attention reads masks in pieces of 16 bytes, and would copy this one in every layer to make it so.
+        padded = -(-width // ALIGNMENT) * ALIGNMENT
+        mask = self._like.new_zeros(len(hidden), 1, 1, padded)[..., :width]
+        mask.masked_fill_(hidden[:, None, None], -torch.inf)
         positions = StepPositions(
             table.index, table.cosine, table.sine, step=self._step, kept=kept[0], mask=mask, queries=None
         )
         return self._stage.logits(self._stage.hidden(tokens, positions))
 
     def _record(self, compute: partial[Tensor]) -> _Recorded:
-        # Libraries make their work space at the first call, which must not be in the graph.
-        apart = torch.cuda.Stream()
-        apart.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(apart):
-            compute()
-        torch.cuda.current_stream().wait_stream(apart)
         graph = torch.cuda.CUDAGraph()
         pool = next(iter(self._recorded.values())).graph.pool() if self._recorded else None
-        with torch.cuda.graph(graph, pool=pool):
-            logits = compute()
+        here, apart = torch.cuda.current_stream(), torch.cuda.Stream()
+        # A recording that fails leaves its stream in place of the one before.
+        with torch.cuda.stream(here):
+            # Libraries make their work space at the first call, which must not be in the graph.
+            apart.wait_stream(here)
+            with torch.cuda.stream(apart):
+                compute()
+            here.wait_stream(apart)
+            # Other threads, of a training say, may go on using the GPU.
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                logits = compute()
         return _Recorded(graph, logits)

@@ -24,7 +24,8 @@ def uniform(seed: int, prompt: int, place: int) -> float:
 def choose(
     logits: Tensor, sampling: SamplingSpec, numbers: Sequence[float], texts: Sequence[Sequence[int]]
 ) -> list[int]:
-    """`logits`: (sequences, vocabulary); `numbers`: a random one for each; `texts`: the tokens of each so far."""
+    """`logits`: (sequences, vocabulary); `numbers`: a random one for each, unless greedy; `texts`: the tokens
+    of each so far."""
     logits = logits.float()
     if sampling.repetition_penalty != 1.0:
         logits = _penalized(logits, sampling.repetition_penalty, texts)
