@@ -9,20 +9,16 @@ import torch.distributed as dist
 from cuboid.checkpoint.folder import checkpoints, step_of, sweep
 from cuboid.checkpoint.index import check_index
 from cuboid.checkpoint.location import Location, locate
-from cuboid.checkpoint.manifest import Manifest, Place
+from cuboid.checkpoint.manifest import INDEX, Manifest, Place, StoredFile
 from cuboid.checkpoint.memory.copies import Generation
 from cuboid.checkpoint.memory.recall import Lost, Recall
-from cuboid.checkpoint.save import load
+from cuboid.checkpoint.save import Damaged, agree, load
 from cuboid.checkpoint.state import Moments
 from cuboid.checkpoint.verify import check_file, verify
 from cuboid.errors import UserError
-from cuboid.parallel.apply import Engine
+from cuboid.parallel.apply import Engine, draw_weights
 from cuboid.resilience.pulse import PULSE
 from cuboid.say import say
-
-
-class Damaged(Exception):
-    """A checkpoint cannot be used, as all ranks know; says why."""
 
 
 def resume(
@@ -42,23 +38,27 @@ def resume(
     names = [path.name for path in checkpoints(place)] if speaks else []
     sources: list[Location | Generation] = [place / name for name in _from_first(names, group)]
     sources += reversed(recall.generations) if recall is not None else ()
+    steps, spoiled = engine.run.training.steps, False
     # The newest first; of the same step that in memory, which is read sooner.
     for source in sorted(sources, key=_step)[::-1]:
         try:
             if isinstance(source, Location):
-                found, (manifest, index), where = source, _verify_together(source, speaks, group), ""
+                found, (manifest, index), where = source, _look_together(source, speaks, group), ""
+                share = _share(manifest)
+                if manifest.step >= steps:
+                    agree(_damage(found, share), group)
             else:
                 assert recall is not None
                 brought = recall.bring(source, engine, optimizer)
-                found, manifest, index = brought.folder, brought.manifest, brought.index
+                found, manifest, index, share = brought.folder, brought.manifest, brought.index, None
                 where = f" in memory ({brought.sent})" if brought.sent else " in memory"
+            if manifest.step < steps:
+                spoiled = True
+                load(engine, optimizer, found, group, index, share)
         except (Lost, Damaged) as error:
             if speaks:
                 say(str(error), as_warning=True)
             continue
-        steps = engine.run.training.steps
-        if manifest.step < steps:
-            load(engine, optimizer, found, group, index)
         if speaks and not quiet:
             told = f"all {steps} steps are done" if manifest.step >= steps else f"resuming after step {manifest.step}"
             say(f"{told}{where}, written on {manifest.layout}")
@@ -67,7 +67,19 @@ def resume(
         return manifest.step
     if recall is not None:
         recall.settle(None)
+    if spoiled:
+        begin_anew(engine, optimizer)
     return 0
+
+
+def begin_anew(engine: Engine, optimizer: Moments) -> None:
+    """As if nothing had ever been loaded."""
+    draw_weights(engine)
+    for unit in engine.units:
+        for piece in unit.pieces():
+            for moment in optimizer.moments(piece):
+                moment.zero_()
+    optimizer.set_steps_taken(0)
 
 
 def _step(source: Location | Generation) -> int:
@@ -83,11 +95,10 @@ def _from_first(found: Any, group: dist.ProcessGroup | None) -> Any:
     return answer[0]
 
 
-def _verify_together(
+def _look_together(
     checkpoint: Location, speaks: bool, group: dist.ProcessGroup | None
 ) -> tuple[Manifest, dict[str, Any]]:
-    """Every rank reads its share of the files, which then lie in its machine's memory for loading; all ranks get the
-    same answer: manifest and index, or why the checkpoint is damaged, as `Damaged`."""
+    """Everything but the contents of the data: manifest and index on all ranks, or `Damaged`."""
     found: tuple[Manifest | None, str] = (None, "")
     if speaks:
         try:
@@ -98,19 +109,26 @@ def _verify_together(
     if manifest is None:
         raise Damaged(reason)
     index: dict[str, Any] = {}
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     try:
-        for name in list(manifest.files)[rank::ranks]:
-            PULSE.do("reading")
-            check_file(checkpoint, name, manifest.files[name])
+        check_file(checkpoint, INDEX, manifest.files[INDEX])
         index = check_index(checkpoint)
     except UserError as error:
         reason = str(error)
-    reasons = [reason]
-    if ranks > 1:
-        reasons = [""] * ranks
-        with PULSE.everybody().joined("agreement"):
-            dist.all_gather_object(reasons, reason, group=group)
-    if reason := next(filter(None, reasons), ""):
-        raise Damaged(reason)
+    agree(reason, group)
     return manifest, index
+
+
+def _share(manifest: Manifest) -> dict[str, StoredFile]:
+    """The files that this rank answers for; where the layout is the one that wrote them, its own."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return {name: manifest.files[name] for name in [name for name in manifest.files if name != INDEX][rank::ranks]}
+
+
+def _damage(checkpoint: Location, share: dict[str, StoredFile]) -> str:
+    try:
+        for name, file in share.items():
+            PULSE.do("reading")
+            check_file(checkpoint, name, file)
+    except UserError as error:
+        return str(error)
+    return ""

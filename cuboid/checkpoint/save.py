@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 from cuboid.checkpoint.folder import checkpoint_path
 from cuboid.checkpoint.generators import generators, restore_generators
 from cuboid.checkpoint.location import Location
-from cuboid.checkpoint.manifest import Manifest, Place, read_manifest
+from cuboid.checkpoint.manifest import Manifest, Place, StoredFile, read_manifest
 from cuboid.checkpoint.reader import Reader
 from cuboid.checkpoint.scattered import LoadPlanner, SavePlanner, Scattered
 from cuboid.checkpoint.staging import Staging
@@ -36,6 +37,21 @@ def deadline_group(seconds: float) -> dist.ProcessGroup | None:
     with PULSE.everybody().joined("new group"):
         group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
     return group
+
+
+class Damaged(Exception):
+    """A checkpoint cannot be used, as all ranks know; says why."""
+
+
+def agree(reason: str, group: dist.ProcessGroup | None) -> None:
+    """Every rank says why the checkpoint is damaged, or nothing; all raise the same `Damaged` if one did."""
+    reasons = [reason]
+    if dist.is_initialized():
+        reasons = [""] * dist.get_world_size()
+        with PULSE.everybody().joined("agreement"):
+            dist.all_gather_object(reasons, reason, group=group)
+    if reason := next(filter(None, reasons), ""):
+        raise Damaged(reason)
 
 
 def describe(engine: Engine, optimizer: Moments, step: int, data: str) -> Manifest:
@@ -76,13 +92,15 @@ def load(
     checkpoint: Place,
     group: dist.ProcessGroup | None = None,
     index: dict[str, Any] | None = None,
+    share: Mapping[str, StoredFile] | None = None,
 ) -> Manifest:
     """Fill this rank's state, whatever layout wrote it; every rank calls this. Random generators go on where they were
     if the layout is the one that wrote it: to another one their numbers would mean nothing.
 
-    `index`: the checkpoint's, checked already."""
+    `index`: the checkpoint's, checked already. `share`: files that this rank compares with their checksums; if any rank
+    finds one damaged, all raise `Damaged`, and what they hold is worth nothing."""
     manifest = read_manifest(checkpoint)
-    reader = Reader(checkpoint, index)
+    reader = Reader(checkpoint, index, share)
     state = state_to_load(engine, optimizer)
     reader.require({name: held.full_shape for name, held in state.items()})
     own = generators(engine) if manifest.layout == str(engine.run.layout) else {}
@@ -91,6 +109,8 @@ def load(
     alone = not dist.is_initialized()
     with PULSE.everybody().joined("load"):
         load_state({**state, **own}, storage_reader=reader, planner=planner, process_group=group, no_dist=alone)
+    if share is not None:
+        agree(str(reader.damage or ""), group)
     restore_generators(engine, own)
     optimizer.set_steps_taken(manifest.updates)
     engine.course.restore(manifest.course)

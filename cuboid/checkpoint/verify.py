@@ -18,6 +18,8 @@ from cuboid.checkpoint.manifest import (
     require_plain,
 )
 
+MISMATCH = "does not match its checksum"
+
 
 def verify(place: Place, contents: bool = True, watch: Watch | None = None) -> Manifest:
     """The manifest if every file is as it says; else a `Damage` names the first that is not, and why.
@@ -67,6 +69,6 @@ def check_file(
         if size != expected.bytes:
             raise Damage(folder, name, f"has {size:,} bytes, not {expected.bytes:,}")
         if contents and checksum_of_file(folder / name, size, kind_of(expected.checksum), watch) != expected.checksum:
-            raise Damage(folder, name, "does not match its checksum")
+            raise Damage(folder, name, MISMATCH)
     except OSError as error:  # a disk that fails is damage too: an older checkpoint may lie on good ground
         raise Damage(folder, name, f"cannot be read ({error})") from None

@@ -63,7 +63,8 @@ class Engine:
         return schedule.stage_rank[-1] == self.pipeline.rank and self.groups.tensor.index == 0
 
 
-def build_engine(run: Run, rank: int, device: torch.device) -> Engine:
+def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -> Engine:
+    """`draw`: the initial weights; else they are zero until something fills them."""
     layout, model = run.layout, run.model
     schedule = make_schedule(layout.schedule, layout.pp, run.micro_batches, layout.vpp)
     layers = partition(model, layout.stages, run.training.sequence)
@@ -76,13 +77,6 @@ def build_engine(run: Run, rank: int, device: torch.device) -> Engine:
         groups = groups.counted(ledger)
     builder = _Builder(run, groups, device, schedule)
     stages = {index: builder.stage(index, layers[index]) for index in schedule.stages_of(groups.coordinates.pp)}
-
-    def held(part: Part) -> Tensor:
-        cut = (part.slice.dimension, range(part.slice.start, part.slice.stop))
-        return initial_tensor(model, part.name, part.full_shape, run.training.seed, cut, device)
-
-    for unit in builder.units.values():
-        unit.fill(held)
     tokens = layout.micro_batch * run.training.sequence // layout.cp // (layout.tp if layout.sequence_parallel else 1)
     pipeline = Pipeline(
         schedule,
@@ -95,7 +89,22 @@ def build_engine(run: Run, rank: int, device: torch.device) -> Engine:
     )
     sharing = Sharing(run, groups.coordinates.cp, builder.dtype, device)
     units = list(builder.units.values())
-    return Engine(run, groups, device, units, pipeline, layers, sharing, builder.compiled, builder.balance, ledger)
+    engine = Engine(run, groups, device, units, pipeline, layers, sharing, builder.compiled, builder.balance, ledger)
+    if draw:
+        draw_weights(engine)
+    return engine
+
+
+def draw_weights(engine: Engine) -> None:
+    """Set all parameters to what the seed says."""
+    run = engine.run
+
+    def held(part: Part) -> Tensor:
+        cut = (part.slice.dimension, range(part.slice.start, part.slice.stop))
+        return initial_tensor(run.model, part.name, part.full_shape, run.training.seed, cut, engine.device)
+
+    for unit in engine.units:
+        unit.fill(held)
 
 
 class _Builder:

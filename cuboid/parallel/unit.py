@@ -83,6 +83,7 @@ class Unit:
         self._users = 0
         self._collected = 0
         self.expected_collections = 0
+        self._free_if_unused()
 
     def _shard(self, flat: Tensor) -> Tensor:
         return flat[self.begin : self.end]
@@ -97,8 +98,8 @@ class Unit:
             cut = part.slice
             self._view(whole, part).narrow(cut.dimension, 0, cut.stop - cut.start).copy_(held(part))
         self.master.copy_(self._shard(whole))
-        self._flat.copy_(whole)
-        self._free_if_unused()
+        if self.zero < 3:
+            self._flat.copy_(whole)
 
     # Parameters: whole while in use.
 

@@ -15,14 +15,14 @@ from cuboid.checkpoint.generators import seed_generators
 from cuboid.checkpoint.memory.nodes import open_memory
 from cuboid.checkpoint.memory.recall import Recall
 from cuboid.checkpoint.memory.saver import MemorySaver
-from cuboid.checkpoint.resume import resume
+from cuboid.checkpoint.resume import begin_anew, resume
 from cuboid.checkpoint.save import deadline_group
 from cuboid.checkpoint.saver import Saver
 from cuboid.checkpoint.start import start
 from cuboid.data.loader import evaluation_batches, micro_batches
 from cuboid.data.source import make_source, make_validation_source
 from cuboid.errors import RankError
-from cuboid.parallel.apply import build_engine
+from cuboid.parallel.apply import build_engine, draw_weights
 from cuboid.parallel.collectives import all_reduce
 from cuboid.resilience.faults import strikes
 from cuboid.resilience.pulse import PULSE
@@ -83,7 +83,7 @@ class Trainer:
         seed_generators(run.training.seed, rank)
         self.run, self.device = run, device
         self.memory = MemoryLog(run, rank, device)
-        self.engine = build_engine(run, rank, device)
+        self.engine = build_engine(run, rank, device, draw=False)
         self.optimizer = Optimizer(self.engine, run.optimizer)
         self.source = make_source(run)
         self.validation = make_validation_source(run) if run.evaluation.every else None
@@ -94,8 +94,8 @@ class Trainer:
         self.done = self._resume(recall)
         self.saver = Saver(self.engine, self.optimizer, folder, group) if run.checkpoint.every else None
         self.copies = MemorySaver(self.engine, self.optimizer, nodes, quiet) if nodes else None
-        if run.training.start_from and not self.done:
-            start(self.engine, run.training.start_from, quiet)
+        if not self.done:
+            self._begin(quiet)
         self.metrics = Metrics(run, rank, quiet, self.done)
         self.communication = CommunicationLog(run, rank, self.engine.ledger)
         self.sampler = Sampler(self.engine, quiet) if run.samples.every else None
@@ -111,6 +111,12 @@ class Trainer:
         self._retried: set[int] = set()
         self._longest_step = 0.0
         self._warned = False
+
+    def _begin(self, quiet: bool) -> None:
+        if self.run.training.start_from:
+            start(self.engine, self.run.training.start_from, quiet)
+        else:
+            draw_weights(self.engine)
 
     def train(self) -> Outcome:
         with self.metrics, self.communication, self.memory:
@@ -215,6 +221,9 @@ class Trainer:
         if self.copies is not None:
             self.copies.take_back()
         self.done = self._last_save = self._resume()
+        if not self.done:  # none was whole
+            begin_anew(self.engine, self.optimizer)
+            self._begin(quiet=True)
         if self.run.resilience.bad_steps == "retry":
             self._retried.add(batch)
             again = f"to try batch {batch + 1} of the data again"

@@ -86,3 +86,12 @@ def test_a_foreign_file_and_no_whole_one_at_all(
     assert losses(folder) == losses(trained)
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000002", NEWEST]
     assert main(["checkpoint", "verify", str(folder)]) == 0
+
+
+def test_where_the_contents_of_all_are_damaged_it_begins_as_it_began(trained: Path, tmp_path: Path) -> None:
+    """What was read of them before their checksums were known must leave nothing behind."""
+    folder = Path(shutil.copytree(trained, tmp_path / "run"))
+    shutil.rmtree(folder / "checkpoints" / NEWEST)
+    flip(0.5)(folder / "checkpoints" / "step-00000002" / "data-00000.bin")
+    assert main(command(folder)) == 0
+    assert losses(folder) == losses(trained)
