@@ -15,7 +15,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from cuboid.checkpoint.folder import checkpoint_path, withdraw
+from cuboid.checkpoint.location import Location
 from cuboid.checkpoint.manifest import MANIFEST
+from cuboid.checkpoint.whole import whole_tensors
 from cuboid.launch.training import start_training
 from cuboid.spec.run import Run
 from tests.train.cases import short_run
@@ -35,10 +37,18 @@ def differences(layout: str, folder: Path, train: Callable[[Run], object], *over
     train(four_steps(layout, parts, *overrides))
     one, other = (checkpoint_path(path / "checkpoints", 4) for path in (whole, parts))
     found = [name for name in one.names() if name != MANIFEST and (one / name).read() != (other / name).read()]
+    found += [f"{name} in {count} elements" for name, count in _elements(one, other).items()]
     if one.names() != other.names():
         found.append("names")
     losses = [[json.loads(row)["loss"] for row in (path / "metrics.jsonl").open()] for path in (whole, parts)]
     return found + [f"loss of step {step}" for step, (a, b) in enumerate(zip(*losses, strict=True), 1) if a != b]
+
+
+def _elements(one: Location, other: Location) -> dict[str, int]:
+    """How many elements of each tensor differ."""
+    ours, theirs = whole_tensors(one), whole_tensors(other)
+    counts = {name: int((tensor != theirs[name]).sum()) for name, tensor in ours.items()}
+    return {name: count for name, count in counts.items() if count}
 
 
 def main() -> None:
