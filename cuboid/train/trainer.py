@@ -4,25 +4,16 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from cuboid.checkpoint.background import SaveReport
 from cuboid.checkpoint.generators import seed_generators
-from cuboid.checkpoint.memory.nodes import open_memory
-from cuboid.checkpoint.memory.recall import Recall
-from cuboid.checkpoint.memory.saver import MemorySaver
-from cuboid.checkpoint.resume import begin_anew, resume
-from cuboid.checkpoint.save import deadline_group
-from cuboid.checkpoint.saver import Saver
-from cuboid.checkpoint.start import start
 from cuboid.data.loader import evaluation_batches, micro_batches
 from cuboid.data.source import make_source, make_validation_source
 from cuboid.errors import RankError
-from cuboid.parallel.apply import build_engine, draw_weights
+from cuboid.parallel.apply import build_engine
 from cuboid.parallel.collectives import all_reduce
 from cuboid.resilience.faults import strikes
 from cuboid.resilience.pulse import PULSE
@@ -31,7 +22,7 @@ from cuboid.spec.run import Run
 from cuboid.train.bad_steps import BadSteps
 from cuboid.train.communication import CommunicationLog
 from cuboid.train.evaluate import evaluate
-from cuboid.train.folder import checkpoint_folder, last_row
+from cuboid.train.keeper import Keeper
 from cuboid.train.learning_rate import learning_rate
 from cuboid.train.memory import MemoryLog
 from cuboid.train.metrics import Metrics
@@ -87,15 +78,8 @@ class Trainer:
         self.optimizer = Optimizer(self.engine, run.optimizer)
         self.source = make_source(run)
         self.validation = make_validation_source(run) if run.evaluation.every else None
-        folder, group = checkpoint_folder(run), deadline_group(run.checkpoint.timeout_seconds)
-        nodes = open_memory(run, rank, group) if run.checkpoint.memory_every else None
-        recall = Recall(nodes, group, last_row(run)) if nodes else None
-        self._resume = partial(resume, self.engine, self.optimizer, folder, group, quiet)
-        self.done = self._resume(recall)
-        self.saver = Saver(self.engine, self.optimizer, folder, group) if run.checkpoint.every else None
-        self.copies = MemorySaver(self.engine, self.optimizer, nodes, quiet) if nodes else None
-        if not self.done:
-            self._begin(quiet)
+        self.keeper = Keeper(self.engine, self.optimizer, rank, quiet)
+        self.done = self.keeper.found
         self.metrics = Metrics(run, rank, quiet, self.done)
         self.communication = CommunicationLog(run, rank, self.engine.ledger)
         self.sampler = Sampler(self.engine, quiet) if run.samples.every else None
@@ -105,18 +89,7 @@ class Trainer:
         self._clock = 0.0
         self._asked = asked
         self._stops = False
-        self._saved = self.done
-        self._last_save = -1 if nodes else self.done  # what was found in memory may not be on disk
-        self._can_go_back = self.done > 0
         self._retried: set[int] = set()
-        self._longest_step = 0.0
-        self._warned = False
-
-    def _begin(self, quiet: bool) -> None:
-        if self.run.training.start_from:
-            start(self.engine, self.run.training.start_from, quiet)
-        else:
-            draw_weights(self.engine)
 
     def train(self) -> Outcome:
         with self.metrics, self.communication, self.memory:
@@ -148,7 +121,7 @@ class Trainer:
 
     @property
     def _saves(self) -> bool:
-        return self.saver is not None and self.run.checkpoint.is_due(self.done, self.run.training.steps)
+        return self.keeper.saver is not None and self.run.checkpoint.is_due(self.done, self.run.training.steps)
 
     @property
     def _copies(self) -> bool:
@@ -173,14 +146,11 @@ class Trainer:
         batches = micro_batches(self.source, self.run, batch, self._replica, self.device)
         PULSE.do("")
         judge = self.bad_steps.before_update(self.done)
-        pending = start_step(self.engine, self.optimizer, batches, rate, self._before_update, self._asked(), judge)
+        pending = start_step(
+            self.engine, self.optimizer, batches, rate, self.keeper.before_update, self._asked(), judge
+        )
         self._under_way.append(Started(self.done, rate, pending))
         self.communication.record(self.done)
-
-    def _before_update(self) -> None:
-        for saver in (self.saver, self.copies):
-            if saver is not None:
-                saver.before_update()
 
     def _finish_step(self, started: Started) -> bool:
         """Wait for a step's numbers and write them down, with those of an evaluation that follows it. False if the run
@@ -194,9 +164,7 @@ class Trainer:
             return False
         self.loss = result.loss
         held_out = self._evaluate() if self._evaluates and started.step + 1 == self.done else None
-        reports = self.saver.reports() if self.saver else []
-        self._note(reports, seconds)
-        reports += self.copies.reports() if self.copies else []
+        reports = self.keeper.reports(seconds)
         timing = self.engine.pipeline.timing
         self.metrics.record(started.step, result, started.learning_rate, seconds, timing, held_out, reports)
         self.memory.record(started.step, self.engine, self.optimizer)
@@ -215,15 +183,10 @@ class Trainer:
             started.pending.result()
         self._under_way.clear()
         self._settle_saves()
-        if not self._can_go_back:
+        if not self.keeper.can_go_back:
             raise RankError(f"step {step + 1} is bad and no checkpoint could be written to go back to")
         skipped = self.engine.course.skipped
-        if self.copies is not None:
-            self.copies.take_back()
-        self.done = self._last_save = self._resume()
-        if not self.done:  # none was whole
-            begin_anew(self.engine, self.optimizer)
-            self._begin(quiet=True)
+        self.done = self.keeper.go_back()
         if self.run.resilience.bad_steps == "retry":
             self._retried.add(batch)
             again = f"to try batch {batch + 1} of the data again"
@@ -251,8 +214,8 @@ class Trainer:
         if self._compares:
             self.bad_steps.compare_replicas(self.done, self.optimizer)
             self._clock = time.perf_counter()
-        if self._copies and self.copies is not None:
-            self.copies.save(self.done)  # a moment of its step: short saves would teach that all are
+        if self._copies and self.keeper.copies is not None:
+            self.keeper.copies.save(self.done)  # a moment of its step: short saves would teach that all are
             if self.engine.ledger is not None:
                 self.engine.ledger.take()  # no part of a step
             self._clock = time.perf_counter()
@@ -264,16 +227,14 @@ class Trainer:
             self._clock = time.perf_counter()
 
     def _save(self) -> None:
-        assert self.saver is not None
-        self._last_save = self.done
         PULSE.enter("save")
-        self.saver.save(self.done)
+        self.keeper.save(self.done)
         self._agree()
         self._clock = time.perf_counter()
 
     def _agree(self) -> bool:
         """Whether some rank was asked to stop. Every rank calls this, where the next step's own sum is far."""
-        if self.saver is not None and not self._stops:
+        if self.keeper.saver is not None and not self._stops:
             ranks = torch.tensor(float(self._asked()), device=self.device)
             self._stops = all_reduce(ranks, self.engine.groups.world).item() > 0
             if self.engine.ledger is not None:
@@ -286,38 +247,16 @@ class Trainer:
         while self._under_way:
             self._finish_step(self._under_way.popleft())
         preempted = self.done < self.run.training.steps
-        if preempted and self._last_save != self.done:
+        if preempted and self.keeper.last_save != self.done:
             self._save()
         PULSE.enter("finish")
         kept = self._settle_saves()
-        if self.copies is not None:
-            self.copies.forget(kept)
-        return Outcome(self.loss, preempted, self._saved, time.perf_counter() - start)
+        if self.keeper.copies is not None:
+            self.keeper.copies.forget(kept)
+        return Outcome(self.loss, preempted, self.keeper.saved, time.perf_counter() - start)
 
     def _settle_saves(self) -> bool:
         """Wait for what is being saved; whether all of it is."""
-        reports: list[SaveReport] = []
-        if self.saver is not None:
-            reports = self.saver.finish()
-            self._note(reports)
-        kept = not any(report.warning for report in reports)
-        reports += self.copies.finish() if self.copies is not None else []
+        reports, kept = self.keeper.settle()
         self.metrics.add_saves(reports)
         return kept
-
-    def _note(self, saves: Sequence[SaveReport], step_seconds: float = 0.0) -> None:
-        """What is saved, and whether it would be in time if the job were asked to stop."""
-        self._longest_step = max(self._longest_step, step_seconds)
-        grace = self.run.resilience.grace_seconds
-        for save in saves:
-            if not save.bytes:
-                continue
-            self._saved, self._can_go_back = save.step, True
-            needed = self._longest_step + save.stall_seconds + save.write_seconds
-            if needed > grace and not self._warned and self.engine.groups.world.index == 0:
-                self._warned = True
-                say(
-                    f"resilience.grace_seconds={grace:g} is less than a step and a save take here, {needed:.1f} s: a "
-                    "preempted job would lose what it did since its last checkpoint",
-                    as_warning=True,
-                )
