@@ -18,7 +18,8 @@ from cuboid.spec.run import Run
 
 def is_compiled(run: Run, device: torch.device) -> bool:
     if run.training.compile == "auto":
-        return device.type == "cuda" and run.training.precision != "float64"
+        exact = run.training.deterministic or run.training.precision == "float64"
+        return device.type == "cuda" and not exact
     return run.training.compile == "on"
 
 

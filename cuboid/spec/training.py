@@ -33,12 +33,18 @@ class TrainingSpec:
     """Weights to begin with: hf:FOLDER of Hugging Face, or a run of Cuboid, its checkpoints or one of them. Left out:
     random ones."""
     compile: Literal["auto", "on", "off"] = "auto"
-    """Let torch.compile fuse blocks, loss and optimizer; auto: on GPUs, except in float64."""
+    """Let torch.compile fuse blocks, loss and optimizer; auto: on GPUs, except in float64 and where bits
+    must be the same each time: the compiler times kernels as a run starts, and which it takes changes the last bits."""
 
     def __post_init__(self) -> None:
         check_types(self, "training")
         require_in_range(self, "training", ("steps", "global_batch", "sequence", "threads_per_rank"), low=1)
         require_in_range(self, "training", ("seed", "gradient_clip"), low=0)
+        if self.deterministic and self.compile == "on":
+            raise UserError(
+                "training.compile=on takes whichever kernel is fastest as a run starts, and its last bits, but "
+                "training.deterministic=true asks for the same each time; use training.compile=auto or off"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

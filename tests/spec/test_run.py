@@ -169,6 +169,11 @@ def test_bad_tables_are_refused_in_one_sentence(table: dict[str, object], senten
     assert refusal([], {**PLAIN, **table}).startswith(sentence)
 
 
+def test_kernels_chosen_by_their_speed_are_not_the_same_each_time() -> None:
+    sentence = refusal(["training.deterministic=true", "training.compile=on"])
+    assert sentence.startswith("training.compile=on") and sentence.endswith("use training.compile=auto or off")
+
+
 def test_broken_and_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.toml does not exist"):
         load_run(tmp_path / "none.toml")
