@@ -9,6 +9,7 @@ import pytest
 from hypothesis import settings
 
 from cuboid.launch.pool import Pool
+from tests.report.browser import find_chromium
 
 # Property tests are quick but may share their cores with rank processes: no deadline for one example.
 settings.register_profile("shared-cores", deadline=None)
@@ -17,6 +18,24 @@ settings.load_profile("shared-cores")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="try every combination and many random layouts")
+    parser.addoption("--browser", action="store_true", help="fail where no Chromium is there for tests of pages")
+    parser.addoption("--pictures", help="folder for the pictures of pages that the browser's tests take")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "browser: opens pages in a real Chromium")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"browser: {find_chromium() or 'no chromium, so tests marked browser are left out (--browser insists)'}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if find_chromium() or config.getoption("--browser"):
+        return
+    left = [item for item in items if item.get_closest_marker("browser")]
+    config.hook.pytest_deselected(items=left)
+    items[:] = [item for item in items if item not in left]
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ PAIRS = [(f"{first} + {second} =", f" {first + second}") for first in range(12) 
 
 def commands() -> list[list[str]]:
     section = (ROOT / "README.md").read_text().partition("## Start from a Hugging Face model")[2].partition("\n## ")[0]
-    return [line.split() for line in re.findall(r"^    \$ cuboid (.*)$", section, flags=re.MULTILINE)]
+    return [line.split() for line in re.findall(r"^\$ cuboid (.*)$", section, flags=re.MULTILINE)]
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from cuboid.cli.main import VERBS
 from cuboid.spec.coding import field_types
 from cuboid.spec.run import Run
 from tests.cli.command import environment
+from tests.report.browser import chromium
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -81,3 +82,17 @@ def test_the_reference_has_every_command_and_every_key_with_its_meaning(site: Pa
             assert f"| `{key}` | " in told, (section, key)
     lines = [line for line in keys.splitlines() if line.startswith("| `")]
     assert not [line for line in lines if line.endswith("|  |")], "a key without a meaning"
+
+
+@pytest.mark.browser
+def test_pages_show_their_figures_in_a_browser(site: Path) -> None:
+    """From the disk, without a word to anybody."""
+    loaded = "new Promise((done) => document.readyState === 'complete' ? done(1) : addEventListener('load', done))"
+    with chromium() as tab:
+        for name in ("index.html", "dimensions/pipeline.html", "reports.html"):
+            tab.send("Page.navigate", url=(site / name).as_uri())
+            tab.value(loaded)
+            assert tab.value("document.images.length") > 0, name
+            assert tab.value("[...document.images].every((image) => image.naturalWidth > 50)"), name
+        assert all(address.startswith(("file:", "data:")) for address in tab.requests), tab.requests
+        assert not tab.complaints

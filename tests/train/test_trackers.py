@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -30,6 +31,38 @@ def test_json_lines_hold_numbers_and_go_on(tmp_path: Path) -> None:
     rows = [json.loads(line) for line in (tmp_path / "tracked.jsonl").read_text().splitlines()]
     assert [(row["step"], row["loss"]) for row in rows] == [(1, 5.0), (2, 4.0), (3, 3.0), (4, 2.0)]
     assert all(isinstance(value, int | float) for row in rows for value in row.values())
+
+
+def test_tensorboard_holds_every_step_once(tmp_path: Path) -> None:
+    """Read back by its own reader; what was done again after a failure takes the place of what was before."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    record(tmp_path, "tensorboard", range(3))
+    record(tmp_path, "tensorboard", range(2, 5), done=2)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert {"loss", "gradient_norm", "learning_rate", "tokens_per_second"} <= set(events.Tags()["scalars"])
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
+        (step, 6.0 - step) for step in range(1, 6)
+    ]
+    assert not [name for name in events.Tags()["scalars"] if name in ("step", "time", "finite")]
+    (text,) = {event.tensor_proto.string_val[0] for event in events.Tensors("run/text_summary")}
+    assert b'layout = "dp=2' in text, "the run file, to know what was tracked"
+
+
+def test_other_trackers_keep_what_they_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a network and without an account; those that are installed, which `pip install cuboid[track]` does."""
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    kept = {"wandb-offline": "wandb/offline-run-*/*.wandb", "trackio": "../trackio/**/*.db"}
+    for name in (name for name in kept if find_spec(TRACKERS[name])):
+        record(tmp_path / name, name, range(3))
+        assert "failed" not in capsys.readouterr().err
+        limit = time.monotonic() + 120  # a process of its own may still write when its library has said good-bye
+        while not any(b"gradient_norm" in file.read_bytes() for file in (tmp_path / name).glob(kept[name])):
+            assert time.monotonic() < limit, list((tmp_path / name).rglob("*"))
+            time.sleep(0.1)
 
 
 def test_a_loss_that_is_no_number_is_left_out(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ function drawTimeline(data) {
   let width = 0, boxes = [];
   const heightOf = (track) => TITLE + track.lanes.length * (LANE + LANE_GAP) + 8;
   const draw = (now) => {
-    width = now;
+    width = now; [canvas.dataset.from, canvas.dataset.to] = view;
     const height = shown().reduce((sum, track) => sum + heightOf(track), 0) + AXIS, ratio = devicePixelRatio || 1;
     canvas.width = width * ratio; canvas.height = height * ratio; canvas.style.height = `${height}px`;
     const pen = canvas.getContext("2d"); pen.scale(ratio, ratio);
@@ -101,12 +101,18 @@ function drawTimeline(data) {
   const boxAt = (event) => { const area = canvas.getBoundingClientRect(), px = event.clientX - area.left, py = event.clientY - area.top; return px < LEFT ? null : boxes.find((box) => py >= box.y && py <= box.y + LANE && px >= box.from && px <= Math.max(box.to, box.from + 2)); };
   canvas.addEventListener("wheel", (event) => { if (!event.ctrlKey && !event.shiftKey && document.activeElement !== canvas) return; event.preventDefault(); if (event.shiftKey) clamp(view[0] + event.deltaY / 500 * (view[1] - view[0]), view[1] + event.deltaY / 500 * (view[1] - view[0])); else zoom(event.deltaY > 0 ? 1.2 : 1 / 1.2, timeAt(event)); }, { passive: false });
   let drag = null;
-  canvas.addEventListener("pointerdown", (event) => { drag = { x: event.clientX, view: [...view], moved: false }; canvas.setPointerCapture(event.pointerId); });
+  // Two fingers: the moments under them stay under them.
+  const fingers = new Map();
+  const pinch = () => { const [[a, b], area] = [[...fingers.values()], canvas.getBoundingClientRect()]; if (Math.abs(b.x - a.x) < 8) return; const scale = (b.at - a.at) / (b.x - a.x); if (scale > 0) { const low = a.at - (a.x - area.left - LEFT) * scale; clamp(low, low + (width - LEFT - 6) * scale); } };
+  canvas.addEventListener("pointerdown", (event) => { drag = { x: event.clientX, view: [...view], moved: false }; fingers.set(event.pointerId, { x: event.clientX, at: timeAt(event) }); canvas.setPointerCapture(event.pointerId); });
   canvas.addEventListener("pointermove", (event) => {
+    if (fingers.has(event.pointerId)) fingers.get(event.pointerId).x = event.clientX;
+    if (fingers.size === 2) { drag = null; hideTip(); pinch(); return; }
     if (drag && event.buttons) { const shift = (drag.x - event.clientX) / (width - LEFT - 6) * (drag.view[1] - drag.view[0]); if (Math.abs(drag.x - event.clientX) > 3) { drag.moved = true; hideTip(); clamp(drag.view[0] + shift, drag.view[1] + shift); } return; }
     const box = boxAt(event); if (box) showTip(tell(box), event.clientX, event.clientY); else hideTip();
   });
-  canvas.addEventListener("pointerup", (event) => { if (drag && !drag.moved) { const box = boxAt(event); if (box) { pick(box); draw(width); } } drag = null; });
+  canvas.addEventListener("pointerup", (event) => { if (drag && !drag.moved) { const box = boxAt(event); if (box) { pick(box); draw(width); } } drag = null; fingers.delete(event.pointerId); });
+  canvas.addEventListener("pointercancel", (event) => { drag = null; fingers.delete(event.pointerId); });
   canvas.addEventListener("pointerleave", hideTip);
   canvas.addEventListener("keydown", (event) => {
     const size = view[1] - view[0], lanes = shown().flatMap((track) => track.lanes.map((lane, index) => ({ track, lane, index })));

@@ -84,13 +84,18 @@ class Tab:
         start = time.perf_counter()
         self.send("Page.navigate", url=address)
         while not self.value("document.documentElement?.dataset.ready === 'true'"):
-            if time.perf_counter() - start > 120:
+            if time.perf_counter() - start > 300:
                 raise RuntimeError(f"{address} was never drawn: {self.complaints}")
             time.sleep(0.02)
         seconds = time.perf_counter() - start
-        time.sleep(0.4)  # what waits for its width is drawn a frame later
-        self.value("1")
+        self.wait_for_frames()
         return seconds
+
+    def wait_for_frames(self) -> None:
+        """What waits for its width is drawn a frame later."""
+        frame = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done(1))))"
+        self.value(frame)
+        self.value(frame)
 
     def value(self, expression: str) -> Any:
         told = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
@@ -115,6 +120,15 @@ class Tab:
         left, top, width, height = self._box(selector)
         self.send("Input.dispatchMouseEvent", type="mouseMoved", x=left + x * width, y=top + y * height)
 
+    def pinch(self, selector: str, before: tuple[float, float], after: tuple[float, float]) -> None:
+        """Two fingers go from two places of an element's width to two others."""
+        self.value(f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center'}})")
+        left, top, width, height = self._box(selector)
+        for kind, places in (("touchStart", before), ("touchMove", after), ("touchEnd", ())):
+            fingers = [{"x": left + x * width, "y": top + height / 2, "id": index} for index, x in enumerate(places)]
+            self.send("Input.dispatchTouchEvent", type=kind, touchPoints=fingers)
+        self.wait_for_frames()
+
     def picture(self, path: Path, selector: str = "html") -> None:
         left, top, width, height = self._box(selector)
         right, down = self.value("[scrollX, scrollY]")
@@ -123,11 +137,16 @@ class Tab:
         path.write_bytes(base64.b64decode(told["data"]))
 
 
+def find_chromium() -> str | None:
+    """The program, if there is one."""
+    return shutil.which("chromium") or shutil.which("google-chrome")
+
+
 @contextmanager
 def chromium() -> Iterator[Tab]:
-    program = shutil.which("chromium") or shutil.which("google-chrome")
+    program = find_chromium()
     if program is None:
-        raise SystemExit("no chromium here; apt-get install chromium")
+        raise RuntimeError("no chromium here; apt-get install chromium")
     theirs_in, to = os.pipe()
     back, theirs_out = os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
