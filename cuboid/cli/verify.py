@@ -98,6 +98,7 @@ def command(
     steps: Annotated[int, typer.Option(help="Optimizer steps; with --resume on each layout.")] = 3,
     dtype: Annotated[Literal["float64", "float32"], typer.Option(help="float64 is the proof.")] = "float64",
     seed: Annotated[int, typer.Option(help="Of the weights and the data.")] = 0,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="cuda: ranks may share a GPU.")] = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
     """Prove a layout: the loss, every gradient, the gradient norm and the parameters after clipped optimizer steps
@@ -106,11 +107,12 @@ def command(
 
     Example: cuboid verify --layout dp=2,pp=4,zero=3,schedule=zbv --set model.layers=9
     """
+    changed = (f"training.device={device}", *(overrides or ()))
     if resume is not None:
         if layout is not None:
             raise UserError("--layout proves one layout and --resume a chain of them; use one of them")
-        return _verify_chain(chain_runs(resume, model, tuple(overrides or ()), steps, dtype, seed), as_json)
-    run = verification_run(layout or "dp=2,tp=2,pp=2", model, tuple(overrides or ()), steps, dtype, seed)
+        return _verify_chain(chain_runs(resume, model, changed, steps, dtype, seed), as_json)
+    run = verification_run(layout or "dp=2,tp=2,pp=2", model, changed, steps, dtype, seed)
     check_supported(run)
     check_provable(run)
     check_data(run)
