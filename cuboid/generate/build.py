@@ -12,7 +12,9 @@ from cuboid.checkpoint.boxes import Box
 from cuboid.checkpoint.scattered import Scattered
 from cuboid.checkpoint.start import copy_tensors, read_weights
 from cuboid.generate.cache import Cache
+from cuboid.generate.joined import JoinedAttention, joined_feed_forward
 from cuboid.generate.latent import CachedLatentAttention
+from cuboid.model.feed_forward import FeedForward
 from cuboid.model.initialize import initial_tensor
 from cuboid.model.latent import LatentAttention
 from cuboid.model.mixture import Mixture
@@ -64,7 +66,8 @@ def make_generation_groups(spec: GenerationSpec, rank: int, device: torch.device
 
 
 class Builder:
-    """Makes the stages of a rank. With `held`, the parameters that a training has, by name, nothing is read."""
+    """Makes the stages of a rank. With `held`, the parameters that a training has, by name, nothing is read,
+    and they stay where they are: products are joined only where the memory is this builder's."""
 
     def __init__(
         self,
@@ -115,7 +118,18 @@ class Builder:
             # The cache keeps each key-value head once, whichever query heads read it.
             cache = Cache(shape, self.context, attention.kv_head_of_query, like)
             attention.kv_head_of_query, attention.mix = None, cache
+            if self.held is None:
+                block.attention = JoinedAttention(attention, cache)  # type: ignore[assignment]
+        if self.held is None:
+            self._join_feed_forward(block)
         return block, cache
+
+    def _join_feed_forward(self, block: Block) -> None:
+        whole = block.feed_forward
+        if isinstance(whole, FeedForward):
+            block.feed_forward = joined_feed_forward(whole)  # type: ignore[assignment]
+        elif whole.shared is not None:
+            whole.shared = joined_feed_forward(whole.shared)  # type: ignore[assignment]
 
     def _head(self) -> Head:
         with torch.device("meta"):

@@ -1,0 +1,29 @@
+"""A joined product is the products it is made of, and what is loaded into these later is in it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from cuboid.generate.joined import join
+from cuboid.model.linear import Linear
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("columns_together", [True, False])
+def test_parts_are_filled_after_they_are_joined(bias: bool, columns_together: bool) -> None:
+    products = [Linear(6, rows, bias) for rows in (8, 4, 4)]
+    for product in products:
+        product.requires_grad_(False)
+        if columns_together:
+            product.weight.data = product.weight.data.t().contiguous().t()
+    weight, whole_bias = join(products)
+    assert (weight.stride(0) == 1) == columns_together
+    generator = torch.Generator().manual_seed(0)
+    for product in products:
+        for parameter in product.parameters():
+            parameter.data.normal_(generator=generator)
+    x = torch.randn(3, 6, generator=generator)
+    apart = torch.cat([product(x) for product in products], 1)
+    torch.testing.assert_close(torch.nn.functional.linear(x, weight, whole_bias), apart)
+    assert (whole_bias is None) != bias
