@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from cuboid.cli.main import VERBS
 from cuboid.spec.coding import field_types
 from cuboid.spec.run import Run
 from tests.cli.command import environment
+from tests.docs.pages import parse
 from tests.report.browser import chromium
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -74,7 +76,10 @@ def test_the_reference_has_every_command_and_every_key_with_its_meaning(site: Pa
     commands = (DOCS / "reference/commands.md").read_text(encoding="utf-8")
     for verb in VERBS:
         told = commands.partition(f"\n## cuboid {verb}\n")[2].partition("\n## ")[0]
-        assert "$ cuboid " in told and "| `--json` |" in told, verb
+        examples = re.findall(r"(?:^\$|;) cuboid ([^;\n]*)", told, re.MULTILINE)
+        assert examples and "| `--json` |" in told, verb
+        for example in examples:
+            parse(shlex.split(example))
     keys = (DOCS / "reference/keys.md").read_text(encoding="utf-8")
     for section, cls in sections(Run):
         told = keys.partition(f"\n## [{section}]\n")[2].partition("\n## ")[0]
