@@ -39,6 +39,13 @@ def test_every_figure_is_used_and_is_a_picture(drawn: dict[str, str]) -> None:
         assert f"figures/{name})" in pages, f"no page shows {name}"
 
 
+def test_every_picture_is_shown() -> None:
+    """They are taken by the test that opens reports in a browser; Sphinx finds pages whose picture is not there."""
+    pages = "".join(path.read_text(encoding="utf-8") for path in DOCS.rglob("*.md"))
+    for path in (DOCS / "pictures").iterdir():
+        assert f"pictures/{path.name})" in pages, f"no page shows {path.name}"
+
+
 def test_a_figure_shows_what_ranks_hold_and_send(drawn: dict[str, str]) -> None:
     """Sixteen cards of two squares, and a ring of eight arrows in each of two groups."""
     text = drawn["context.svg"]

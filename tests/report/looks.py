@@ -9,7 +9,6 @@ from tests.report.browser import Tab
 MOST_BYTES = 3_000_000
 TITLE, LANE, WINDOW = 24, 29, 800
 """Pixels: above the lanes of the timeline, of one lane, and what of a window is surely seen."""
-SHOWN = ("summary", "curves", "timeline", "ranks", "memory", "communication", "considered", "explorer")
 
 
 def check_open(tab: Tab, page: Path, width: int = 1280, dark: bool = False) -> float:
@@ -85,13 +84,10 @@ def check_pinch(tab: Tab) -> None:
     tab.press("0")
 
 
-def take_pictures(tab: Tab, page: Path, folder: Path, prefix: str = "") -> list[Path]:
-    """Each section that is there, light."""
+def take_pictures(tab: Tab, page: Path, folder: Path, *names: str) -> None:
+    """Of sections, each named as the file will be: run-timeline."""
     folder.mkdir(parents=True, exist_ok=True)
     tab.open(page.as_uri(), 1000)
-    taken = []
-    for section in tab.value("[...document.querySelectorAll('main > section')].map((node) => node.id)"):
-        if section in SHOWN:
-            taken.append(folder / f"{prefix}{section}.png")
-            tab.picture(taken[-1], f"#{section}")
-    return taken
+    for name in names:
+        tab.picture(folder / f"{name}.png", f"#{name.partition('-')[2]}")
+        assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
