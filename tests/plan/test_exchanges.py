@@ -141,7 +141,7 @@ def test_the_time_of_layers_is_that_of_their_exchanges(
         dimension: sum(
             Entry(part.calls, part.calls * part.size, part.ranks, part.kind).sent
             for part in exchanges(run, 0)
-            if part.dimension == dimension and part.what.startswith(("layer activations", "to experts"))
+            if part.dimension == dimension and part.what.startswith(("layer activations", "rows to experts"))
         )
         for dimension in ("tp", "ep")
     }
