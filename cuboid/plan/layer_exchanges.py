@@ -86,9 +86,7 @@ class LayerExchanges:
         rows = self._step.tokens // layout.tp * mixture.top_k
         what = f"rows to experts and back: {self._step.element} B × {rows:,} rows × {self._model.hidden:,} hidden"
         size = self._step.element * rows * self._model.hidden
-        yield self._exchange(
-            "ep", "all-to-all", layout.ep, 4 + 2 * self._again, size, f"rows to experts and back: {what}"
-        )
+        yield self._exchange("ep", "all-to-all", layout.ep, 4 + 2 * self._again, size, what)
         counts = INTEGER * mixture.experts
         what = f"rows of each expert: {INTEGER} B × {mixture.experts}"
         yield self._exchange("ep", "all-to-all", layout.ep, 1 + self._again, counts, what)
