@@ -3,9 +3,11 @@
 A verb is a file beside this one with a function `command`, and a line in `VERBS`.
 """
 
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from keyword import iskeyword
 
@@ -41,6 +43,9 @@ VERBS = {
 }
 """Verb -> what it does, in the order of the help; the file is named like the verb (import_ for import)."""
 
+INTERRUPTED = 130
+"""The exit status after Ctrl-C."""
+
 HELP = "Plan and train language models with data × tensor × pipeline parallelism."
 
 # What the parser raises for a wrong option or argument; typer has no public name for it.
@@ -49,7 +54,13 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit status."""
-    given = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    status = _status(list(sys.argv[1:] if arguments is None else arguments) or ["--help"])
+    if status == INTERRUPTED and arguments is None:
+        _leave_at_once()
+    return status
+
+
+def _status(given: list[str]) -> int:
     try:
         return _run(given)
     except UserError as error:
@@ -69,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # By this door leave a training that a signal stopped, and rich (with 1) when it has met a closed pipe first.
         return int(leaving.code or 0) if leaving.code != 1 else 0
     except (KeyboardInterrupt, typer.Abort):
-        return 130
+        return INTERRUPTED
 
 
 def _run(arguments: list[str]) -> int:
@@ -117,6 +128,16 @@ def _options(
     version: bool = typer.Option(False, "--version", help="Print the version.", is_eager=True, callback=_print_version),
 ) -> None:
     """Options that stand before the verb."""
+
+
+def _leave_at_once() -> None:
+    """What a command began it has ended when its Ctrl-C arrives here; taking torch apart would cost a second more."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):
+            stream.flush()
+    os._exit(INTERRUPTED)
 
 
 def _refuse(sentence: str) -> int:
