@@ -21,6 +21,12 @@ def command(
     target: Annotated[str, typer.Argument(help="A run's folder, a checkpoint, or hf:FOLDER.")],
     data: Annotated[str | None, typer.Option(help="python-stdlib, a store, a Megatron pair, or a text file.")] = None,
     choices: Annotated[Path | None, typer.Option(help="JSON Lines of prompt, choices and answer.")] = None,
+    harness: Annotated[
+        str | None, typer.Option(help="Tasks of lm-evaluation-harness, e.g. hellaswag,arc_easy; an extra package.")
+    ] = None,
+    tasks: Annotated[Path | None, typer.Option(help="Folder with tasks of one's own for --harness, as YAML.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Only so many questions of each task.")] = None,
+    shots: Annotated[int | None, typer.Option(min=0, help="Examples before each question of a task.")] = None,
     layout: Annotated[str, typer.Option(help="Ranks to spread the model over, e.g. tp=2,pp=2,dp=2.")] = "dp=1",
     sequence: Annotated[int | None, typer.Option(min=1, help="Tokens at a time; left out: as in training.")] = None,
     overlap: Annotated[int, typer.Option(min=0, help="Tokens before them that are seen but not counted.")] = 0,
@@ -35,13 +41,31 @@ def command(
 
     Example: cuboid evaluate runs/demo --data python-stdlib --tokens 20000 --layout tp=2,pp=2
     """
-    if (data is None) == (choices is None):
-        raise UserError("evaluate needs one thing to measure; use --data python-stdlib or --choices questions.jsonl")
+    if [data, choices, harness].count(None) != 2:
+        raise UserError(
+            "evaluate needs one thing to measure; use --data python-stdlib, --choices FILE or --harness TASKS"
+        )
     wanted = parse_layout(layout)
     from cuboid.generate.target import find_target  # here, because it brings torch, for which the rest need not wait
 
     found = find_target(target, tokenizer)
     check_layout(wanted, found.model)
+    if harness is not None:
+        from cuboid.cli.evaluate_harness import evaluate_tasks, table
+
+        measured_tasks = evaluate_tasks(
+            found,
+            wanted,
+            [name for name in harness.split(",") if name],
+            folder=tasks,
+            limit=limit,
+            shots=shots,
+            batch=batch,
+            precision=precision,
+            device=device,
+        )
+        print(json.dumps({"results": measured_tasks}) if as_json else table(measured_tasks))
+        return
     if choices is not None:
         _require_words(found.words)
         questions = read_questions(choices)

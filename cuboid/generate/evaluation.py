@@ -97,18 +97,22 @@ def _question(path: Path, number: int, line: str) -> Question:
     )
 
 
+def pair_request(number: int, before: str, after: str, words: Words) -> Request:
+    """How likely `after` is behind `before`. Both are made into tokens together, as text that follows text is; what
+    begins in `after`, and spaces before it, are asked for."""
+    tokens = words.encode(before + after)
+    first = max(1, min(len(words.encode(before.rstrip())), len(tokens) - 1))
+    return Request(number, tokens[:-1], labels=tokens[first:])
+
+
 def choice_requests(questions: Sequence[Question], words: Words) -> list[Request]:
-    """One for each choice, one question after another. Prompt and choice are made into tokens together, as text that
-    follows text is; what begins in the choice is asked for."""
+    """One for each choice, one question after another."""
     requests: list[Request] = []
     for number, question in enumerate(questions):
-        before = len(words.encode(question.prompt.rstrip()))
         for choice in question.choices:
-            tokens = words.encode(question.prompt + choice)
-            first = max(1, min(before, len(tokens) - 1))
-            if len(tokens) < 2:
+            requests.append(pair_request(len(requests), question.prompt, choice, words))
+            if not requests[-1].tokens:
                 raise UserError(f"question {number} has less than two tokens; write a prompt and choices")
-            requests.append(Request(len(requests), tokens[:-1], labels=tokens[first:]))
     return requests
 
 
