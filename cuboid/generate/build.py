@@ -55,6 +55,8 @@ class Stage:
         assert self.head is not None
         part = self.head(x)
         part = part.float() if part.element_size() < 4 else part
+        if self.tensor.size == 1:
+            return part[:, : self.vocabulary]
         whole = all_gather(part, self.tensor).unflatten(0, (self.tensor.size, -1)).transpose(0, 1).flatten(1)
         return whole[:, : self.vocabulary]
 
