@@ -18,8 +18,9 @@ demo: venv
 	$(VENV)/bin/cuboid train examples/demo.toml
 	$(VENV)/bin/cuboid verify --layout "dp=2,tp=2,pp=2"
 
+# Two files at a time: many tests wait for processes to start or to die.
 test: venv
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
 
 check: venv
 	$(VENV)/bin/ruff check .

@@ -24,6 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "browser: opens pages in a real Chromium")
+    config.addinivalue_line("markers", "thorough: takes long and is tried with --thorough only")
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -31,9 +32,9 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if find_chromium() or config.getoption("--browser"):
-        return
-    left = [item for item in items if item.get_closest_marker("browser")]
+    leaves = {"browser"} if not (find_chromium() or config.getoption("--browser")) else set()
+    leaves |= {"thorough"} if not config.getoption("--thorough") else set()
+    left = [item for item in items if any(item.get_closest_marker(name) for name in leaves)]
     config.hook.pytest_deselected(items=left)
     items[:] = [item for item in items if item not in left]
 

@@ -14,6 +14,8 @@ from cuboid.spec.run import build_run
 from tests.docs.pages import COMMAND, PAGES, ROOT, Block, Command, blocks, options, outside, parse, saved_files
 from tests.docs.stage import prepare
 
+FIRST = ROOT / "README.md"
+"""What newcomers do first is done in every run of the tests; with --thorough all other pages are."""
 TUTORIAL = ROOT / "docs/tutorial.md"
 """Followed in processes of its own: `test_tutorial.py`."""
 SHORTER = {"import": ["training.sequence=32", "training.steps=4", "training.global_batch=4"]}
@@ -63,7 +65,12 @@ def test_every_piece_of_a_run_file_is_one(page: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page != TUTORIAL and console(page)], ids=lambda page: str(page.relative_to(ROOT))
+    "page",
+    [
+        pytest.param(page, id=str(page.relative_to(ROOT)), marks=[pytest.mark.thorough] if page != FIRST else [])
+        for page in PAGES
+        if page != TUTORIAL and console(page)
+    ],
 )
 def test_commands_of_a_page(
     page: Path, pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -51,6 +51,7 @@ def test_a_signal_in_every_phase_changes_no_number(tmp_path: Path, pool: Pool) -
     assert losses(folder) == losses(tmp_path / "undisturbed") and len(losses(folder)) == 12
 
 
+@pytest.mark.thorough
 def test_signals_to_the_command_and_to_the_whole_group(tmp_path: Path, pool: Pool) -> None:
     fields = ("training.steps=40", "checkpoint.every=50", "training.precision=float64")
     saved = 0
@@ -70,6 +71,7 @@ def test_signals_to_the_command_and_to_the_whole_group(tmp_path: Path, pool: Poo
     assert losses(tmp_path / "runs/default") == losses(tmp_path / "whole")
 
 
+@pytest.mark.thorough
 def test_a_rank_under_torchrun_and_one_alone(tmp_path: Path) -> None:
     fields = [*SHORT, "training.steps=100000", "checkpoint.every=100000"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
