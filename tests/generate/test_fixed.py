@@ -20,7 +20,8 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "deepseek-v3"])
 def test_fixed_rows_are_the_same_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
-    """Where no graph can be recorded, as here, it says so once and goes on."""
+    """Where no graph can be recorded, as without CUDA, it says so once and goes on."""
+    records = not torch.cuda.is_available()
     asked = spec(save_pretrained(tmp_path / "model", case), "dp=1", slots=5, precision="float64")
     groups = make_generation_groups(asked, 0, CPU)
     builder = Builder(asked, groups, groups.context_outer, CPU)
@@ -29,7 +30,7 @@ def test_fixed_rows_are_the_same_rows(tmp_path: Path, capsys: pytest.CaptureFixt
     like = torch.empty(0, dtype=torch.float64)
     table = PositionTable(asked.model, LENGTH, torch.float64, CPU)
     rower = Rower(table, groups.context_outer, LENGTH, 1, like)
-    fixed = FixedDecoder(stage, table, range(1, 5), LENGTH, like, records=True)
+    fixed = FixedDecoder(stage, table, range(1, 5), LENGTH, like, records=records)
 
     def logits(step: Step) -> torch.Tensor:
         rows = rower.rows(step)
@@ -43,4 +44,4 @@ def test_fixed_rows_are_the_same_rows(tmp_path: Path, capsys: pytest.CaptureFixt
             torch.testing.assert_close(fixed(step), logits(step), rtol=0, atol=1e-12)
             for slot in taken:
                 texts[slot].append(11 * slot)
-    assert capsys.readouterr().err.count("no graph can be recorded") == 1
+    assert capsys.readouterr().err.count("no graph can be recorded") == int(records)
