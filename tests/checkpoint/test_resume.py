@@ -14,7 +14,9 @@ from tests.parallel.cases import small_run
 CHAINS = [
     ("tiny-qwen3", ["tp=4,zero=1,dp=2", "pp=3,schedule=zb1p", "dp=4,zero=2,shard=2"]),
     ("tiny-llama", ["cp=2,dp=2,zero=3,shard=1", "cp=4,cp_method=ulysses,zero=1", "tp=2,pp=2,cp=2,schedule=zbv"]),
-    ("tiny-gpt2", ["pp=2,schedule=interleaved,dp=2,zero=3", "tp=8", "dp=3,zero=1"]),
+    pytest.param(
+        "tiny-gpt2", ["pp=2,schedule=interleaved,dp=2,zero=3", "tp=8", "dp=3,zero=1"], marks=pytest.mark.thorough
+    ),
 ]
 
 

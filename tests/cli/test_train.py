@@ -58,6 +58,7 @@ def test_four_ranks(tmp_path: Path) -> None:
         assert memory["optimizer"] == 2 * memory["weights"]
 
 
+@pytest.mark.thorough
 def test_json_and_a_run_file_from_another_folder(tmp_path: Path) -> None:
     """The same command again goes on, here with nothing; another training is refused; --overwrite starts anew."""
     saves = ["--set", "checkpoint.every=2", "--set", "checkpoint.asynchronous=false"]  # so that none is waited for

@@ -40,7 +40,7 @@ def brute(question: Question, world_size: int, objective: str = "time") -> tuple
 
 
 @pytest.mark.parametrize("objective", ["time", "memory"])
-@pytest.mark.parametrize("limit", [None, 6.6, 6.3])
+@pytest.mark.parametrize("limit", [None, pytest.param(6.6, marks=pytest.mark.thorough), 6.3])
 def test_search_equals_brute_force(ask: Callable[..., Question], objective: str, limit: float | None) -> None:
     question = ask(memory_limit=limit * GIB if limit else None, sequence=2048)
     every, _ = brute(question, 8, objective)

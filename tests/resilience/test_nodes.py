@@ -123,6 +123,7 @@ def test_a_job_survives_its_nodes(tmp_path: Path, jobs: list[Job]) -> None:
         assert row["loss"] == pytest.approx(whole["loss"], rel=1e-9)
 
 
+@pytest.mark.thorough
 def test_every_supervisor_ends_with_the_same_word(tmp_path: Path, jobs: list[Job]) -> None:
     job = Job(tmp_path, "dp=2,tp=2", "training.steps=4", options=("--nodes", "2"))
     jobs.append(job)

@@ -33,6 +33,7 @@ def wait_for(training: Training, what: str, step: int) -> None:
     training.wait_for_a_step(step)
 
 
+@pytest.mark.thorough
 def test_killed_ranks_and_a_killed_run_go_on_from_memory(pool: Pool, tmp_path: Path) -> None:
     folder = tmp_path / "runs/default"
     training = Training(tmp_path, "dp=2,pp=2", *FIELDS)
