@@ -154,9 +154,9 @@ class Reader(StorageReader):
         straight = whole_rows and target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype
         values = target if straight else torch.empty((rows, *lengths[1:]), dtype=dtype)
         self._read_bytes(file, position, as_bytes(values), digest)
-        if straight:
-            return values.nbytes
         count = values.nbytes
+        if straight:
+            return count
         for dimension in range(1, values.ndim):
             values = values.narrow(dimension, item.storage_offsets[dimension], item.lengths[dimension])
         target.copy_(values)
