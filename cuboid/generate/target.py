@@ -50,7 +50,7 @@ def find_target(place: str, tokenizer: str | None = None) -> Target:
     run = run_of(found, manifest)
     Weights(found, run.model)
     words = words_of(companions(run).files, begins=False)
-    return Target(run.model, str(found), run.training.precision, _other(words, tokenizer), run, tuple(damaged))
+    return Target(run.model, str(found), run.training.weights, _other(words, tokenizer), run, tuple(damaged))
 
 
 def _other(words: Words, tokenizer: str | None) -> Words:

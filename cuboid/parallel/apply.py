@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cuboid.model.balance import Balance
+from cuboid.model.fp8 import fp8_product, require_fp8
 from cuboid.model.initialize import initial_tensor
 from cuboid.model.linear import Linear
 from cuboid.model.mixture import Experts, Mixture
@@ -113,7 +114,11 @@ class _Builder:
     def __init__(self, run: Run, groups: Groups, device: torch.device, schedule: Schedule) -> None:
         self.run, self.groups, self.device, self.schedule = run, groups, device, schedule
         self.model, self.layout = run.model, run.layout
-        self.dtype = DTYPES[run.training.precision]
+        self.dtype = DTYPES[run.training.weights]
+        self.fp8_rows = run.training.fp8_scaling == "row" if run.training.precision == "fp8" else None
+        """Of the blocks' linears: None is not in 8 bits, True with a scale for each row."""
+        if self.fp8_rows is not None:
+            require_fp8(device)
         self.deferral = Deferral()
         self.compiled = is_compiled(run, device)
         self.units: dict[str, Unit] = {}
@@ -142,6 +147,10 @@ class _Builder:
             block = Block(self.model, layer)
             if self.region is not None:
                 split_block(block, self.model, self.region, self.device)
+        if self.fp8_rows is not None:
+            for child in block.modules():
+                if isinstance(child, Linear):
+                    child.product = fp8_product(self.fp8_rows)
         if self.layout.cp > 1:
             block.attention.mix = ContextMix(self.groups, gathers=self.layout.cp_method == "allgather")
         routed = isinstance(block.feed_forward, Mixture)
@@ -170,7 +179,8 @@ class _Builder:
         if self.schedule.splits_backward:
             for child in module.modules():
                 if isinstance(child, Linear):
-                    child.product = deferrable_product(self.deferral)
+                    in_block = self.fp8_rows if prefix.startswith("layers.") else None
+                    child.product = deferrable_product(self.deferral, in_block)
                 if isinstance(child, Experts):
                     child.product = deferrable_grouped_product(self.deferral)
         inside: dict[str, str] = {}

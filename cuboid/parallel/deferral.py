@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from cuboid.model.fp8 import input_gradient_of, multiply, output_of
+from cuboid.model.linear import Product
 from cuboid.model.mixture import GroupedProduct, grouped_outer, grouped_product
 
 
@@ -64,9 +66,47 @@ class _DeferrableProduct(torch.autograd.Function):
         return input_gradient, None, None, None
 
 
-def deferrable_product(deferral: Deferral) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+class _DeferrableNarrowProduct(torch.autograd.Function):
+    """`fp8.fp8_product`; what waits is kept in 8 bits."""
+
+    @staticmethod
+    def forward(
+        context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, by_row: bool, deferral: Deferral
+    ) -> Tensor:
+        y, columns, scale = output_of(x, weight, by_row)
+        context.save_for_backward(columns, scale)
+        context.weight, context.bias, context.by_row, context.deferral = weight, bias, by_row, deferral
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        columns, scale = context.saved_tensors
+        weight, bias, deferral = context.weight, context.bias, context.deferral
+        input_gradient, turned, turned_scale = input_gradient_of(gradient, weight, context.by_row)
+        bias_gradient = gradient.sum(0) if bias is not None else None
+
+        def weight_gradient() -> Tensor:
+            return multiply(turned, turned_scale, columns, scale, weight.dtype, fast=False)
+
+        if not deferral.active:
+            return input_gradient, weight_gradient(), bias_gradient, None, None
+
+        def later() -> None:
+            accumulate(weight, weight_gradient())
+            if bias is not None and bias_gradient is not None:
+                accumulate(bias, bias_gradient)
+
+        deferral.postpone(later)
+        return input_gradient, None, None, None, None
+
+
+def deferrable_product(deferral: Deferral, fp8_rows: bool | None = None) -> Product:
+    """`fp8_rows`: in 8 bits, with a scale for each row or (False) each tensor."""
+
     def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _DeferrableProduct.apply(x, weight, bias, deferral)
+        if fp8_rows is None:
+            return _DeferrableProduct.apply(x, weight, bias, deferral)
+        return _DeferrableNarrowProduct.apply(x, weight, bias, fp8_rows, deferral)
 
     return product
 

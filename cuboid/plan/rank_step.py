@@ -54,7 +54,7 @@ class RankStep:
     def __init__(self, run: Run, rank: int) -> None:
         self.run, self.layout, self.model = run, run.layout, run.model
         self.micro_batches = run.micro_batches
-        self.element = ELEMENT[run.training.precision]
+        self.element = ELEMENT[run.training.weights]
         self.wide = max(self.element, 4)
         """Bytes of a gradient, a logit or a loss: never less than float32."""
         self.rank, self.place = rank, coordinates(rank, self.layout)

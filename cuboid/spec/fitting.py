@@ -115,6 +115,51 @@ def _check_sequence(layout: Layout, model: ModelSpec, sequence: int) -> None:
         )
 
 
+FP8_MULTIPLE = 16
+
+
+def check_fp8(layout: Layout, model: ModelSpec, sequence: int) -> None:
+    """Both dimensions of each linear in a block, as a rank holds it, and its tokens must divide by 16."""
+    tokens = layout.micro_batch * sequence // layout.cp
+    wanted = FP8_MULTIPLE * layout.cp
+    if tokens % FP8_MULTIPLE:
+        near = nearest_numbers(sequence, lambda number: number % wanted == 0, wanted, sequence + wanted)
+        raise UserError(
+            f"precision=fp8 multiplies by {FP8_MULTIPLE} tokens, and micro_batch={layout.micro_batch} × "
+            f"sequence={sequence}{f' / cp={layout.cp}' if layout.cp > 1 else ''} = {tokens} does not divide by it; "
+            f"{use('sequence', near)}"
+        )
+    for name, size in _linear_widths(layout, model).items():
+        if size % FP8_MULTIPLE:
+            smaller = f"a smaller tp than {layout.tp} or " if layout.tp > 1 else ""
+            raise UserError(
+                f"precision=fp8 needs {name}={size} to divide by {FP8_MULTIPLE}; use {smaller}precision=bf16"
+            )
+
+
+def _linear_widths(layout: Layout, model: ModelSpec) -> dict[str, int]:
+    each = f" / tp={layout.tp}" if layout.tp > 1 else ""
+    widths = {"hidden": model.hidden}
+    latent = model.latent
+    if latent is None:
+        widths["heads × head_dim" + each] = model.heads * model.head_dim // layout.tp
+        parts = gcd(model.kv_heads, layout.tp)
+        widths["kv_heads × head_dim" + each] = model.kv_heads * model.head_dim // parts
+    else:
+        heads = model.heads // layout.tp
+        widths["q_rank"] = latent.q_rank
+        widths["kv_rank"] = latent.kv_rank
+        widths["kv_rank + qk_rope_dim"] = latent.kv_rank + latent.qk_rope_dim
+        widths[f"heads{each} × (qk_nope_dim + qk_rope_dim)"] = heads * (latent.qk_nope_dim + latent.qk_rope_dim)
+        widths[f"heads{each} × (qk_nope_dim + v_dim)"] = heads * (latent.qk_nope_dim + latent.v_dim)
+        widths[f"heads{each} × v_dim"] = heads * latent.v_dim
+    if any(not model.has_experts(layer) for layer in range(model.layers)):
+        widths["ffn" + each] = model.ffn // layout.tp
+    if model.mixture is not None and model.mixture.shared_ffn:
+        widths["mixture.shared_ffn" + each] = model.mixture.shared_ffn // layout.tp
+    return widths
+
+
 def _check_experts(layout: Layout, model: ModelSpec) -> None:
     if layout.ep == 1:
         return

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from cuboid.errors import UserError
 from cuboid.spec.coding import check_types, decode, encode, field_types, require_in_range, require_known
 from cuboid.spec.data import DataSpec, EvaluationSpec
-from cuboid.spec.fitting import check
+from cuboid.spec.fitting import check, check_fp8
 from cuboid.spec.generation import SamplesSpec
 from cuboid.spec.layout import Layout, parse_layout_fields
 from cuboid.spec.load import build_model, dump_model, read_toml
@@ -178,6 +178,8 @@ class Run:
     def __post_init__(self) -> None:
         check_types(self)
         check(self.layout, self.model, global_batch=self.training.global_batch, sequence=self.training.sequence)
+        if self.training.precision == "fp8":
+            check_fp8(self.layout, self.model, self.training.sequence)
         if self.evaluation.every and not self.data.holds_out:
             raise UserError(
                 f"evaluation.every={self.evaluation.every} has no held-out data; "

@@ -19,8 +19,11 @@ class TrainingSpec:
     """Tokens per sequence."""
     seed: int = 0
     """Decides the first parameters and the order of samples, whatever the layout."""
-    precision: Literal["float32", "bf16", "float64"] = "float32"
-    """bf16 keeps float32 master weights; float64 is for verification."""
+    precision: Literal["float32", "bf16", "fp8", "float64"] = "float32"
+    """bf16 keeps float32 master weights; fp8 is bf16 with the products of the blocks' linears in 8 bits (not those of
+    routed experts, routers, attention and head); float64 is for verification."""
+    fp8_scaling: Literal["tensor", "row"] = "tensor"
+    """Of fp8: one scale for each tensor, or one for each of its rows: more exact, and slower."""
     deterministic: bool = False
     """Only kernels that give the same bits each time; slower on GPUs."""
     gradient_clip: float = 1.0
@@ -35,6 +38,11 @@ class TrainingSpec:
     compile: Literal["auto", "on", "off"] = "auto"
     """Let torch.compile fuse blocks, loss and optimizer; auto: on GPUs, except in float64 and where bits
     must be the same each time: the compiler times kernels as a run starts, and which it takes changes the last bits."""
+
+    @property
+    def weights(self) -> Literal["float32", "bf16", "float64"]:
+        """The precision of weights and activations."""
+        return "bf16" if self.precision == "fp8" else self.precision
 
     def __post_init__(self) -> None:
         check_types(self, "training")

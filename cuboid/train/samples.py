@@ -54,7 +54,7 @@ class Sampler:
             model=run.model,
             layout=plain_layout(run.layout),
             weights="",
-            precision=run.training.precision,
+            precision=run.training.weights,
             slots=-(-len(self._requests) // run.layout.dp),
             length=longest(self._requests),
         )

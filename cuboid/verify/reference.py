@@ -42,7 +42,7 @@ class Trace:
 
 
 def reference_trace(run: Run, moments_after: Collection[int] = ()) -> Trace:
-    dtype = DTYPES[run.training.precision]
+    dtype = DTYPES[run.training.weights]
     device = choose_device(run.training.device, 0)
     model = Transformer(run.model).to(dtype)
     initialize(run.model, model, run.training.seed)

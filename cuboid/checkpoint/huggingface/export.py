@@ -54,7 +54,7 @@ def export_model(
         raise UserError(f"hf:{target} exists already; name a folder that does not")
     checkpoint, manifest, warnings = find_checkpoint(source)
     run = run_of(checkpoint, manifest)
-    dtype = dtype or ("bf16" if run.training.precision == "bf16" else "float32")
+    dtype = dtype or ("bf16" if run.training.weights == "bf16" else "float32")
     aside = target.with_name(f".{target.name}.writing")
     try:
         shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,90 @@
+"""Products of linears in 8 bits: inputs and weights are rounded to e4m3, gradients of outputs to e5m2 or e4m3.
+
+Each of the three products of a linear (output, input gradient, weight gradient) takes two tensors of 8 bits and their
+scales, sums in float32 and gives a tensor of the input's own precision. The scales come from the tensors themselves:
+one for a whole tensor, whose gradients are then in e5m2, or one for each row that is multiplied ("row"), with e4m3
+throughout. Written in plain operations, so that the compiler joins peak, scale and rounding with what stands before
+them. A CPU multiplies the same rounded numbers in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuboid.errors import UserError
+
+INPUT = torch.float8_e4m3fn
+_SMALLEST = 1e-30  # a tensor of zeros has a scale too
+
+
+def require_fp8(device: torch.device) -> None:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+        name = torch.cuda.get_device_name(device)
+        raise UserError(f"training.precision=fp8 is not in {name}, whose products begin at 16 bits; use precision=bf16")
+
+
+def quantise(x: Tensor, dtype: torch.dtype, by_row: bool, dimension: int = 1) -> tuple[Tensor, Tensor]:
+    """`x` in 8 bits and the scale that gives it back, by_row: one for each index that is not in `dimension`."""
+    # Rows first: the compiler finds the peak of a row in the kernel that makes the row.
+    peak = x.abs().amax(dimension, keepdim=True) if by_row else x.abs().amax(1).amax()
+    peak = peak.float().clamp(min=_SMALLEST)
+    limit = torch.finfo(dtype).max
+    return (x.float() * (limit / peak)).to(dtype).contiguous(), peak / limit
+
+
+def quantise_columns(x: Tensor, dtype: torch.dtype, by_row: bool) -> tuple[Tensor, Tensor]:
+    """The transpose of `x` in 8 bits, row after row, with its scale."""
+    values, scale = quantise(x, dtype, by_row, 0)  # with one scale the same as `quantise` did, which the compiler sees
+    return values.t().contiguous(), scale.t().contiguous()
+
+
+def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+    """a @ b.T, both row after row. `fast`: sums within the multipliers, which keeps fewer bits of them."""
+    columns = b_scale.t() if b_scale.dim() else b_scale
+    if a.is_cuda:
+        return torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=columns, out_dtype=dtype, use_fast_accum=fast)
+    return ((a.float() @ b.float().t()) * (a_scale * columns)).to(dtype)
+
+
+def output_of(x: Tensor, weight: Tensor, by_row: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The product, and what the weight gradient needs of the input."""
+    narrow, narrow_weight = quantise(x, INPUT, by_row), quantise(weight, INPUT, by_row)
+    y = multiply(*narrow, *narrow_weight, x.dtype, fast=True)
+    return y, *quantise_columns(x, INPUT, by_row)
+
+
+def input_gradient_of(gradient: Tensor, weight: Tensor, by_row: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of the input, and what the weight gradient needs of that of the output. One scale for all of a
+    gradient needs the range of e5m2; one for each row does not."""
+    dtype = INPUT if by_row else torch.float8_e5m2
+    narrow = quantise(gradient, dtype, by_row)
+    turned_weight = quantise_columns(weight, INPUT, by_row)
+    result = multiply(*narrow, *turned_weight, weight.dtype, fast=False)
+    return result, *quantise_columns(gradient, dtype, by_row)
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, by_row: bool) -> Tensor:
+        y, columns, scale = output_of(x, weight, by_row)
+        context.save_for_backward(columns, scale, weight)
+        context.by_row, context.has_bias = by_row, bias is not None
+        return y if bias is None else y + bias
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        columns, scale, weight = context.saved_tensors
+        input_gradient, turned, turned_scale = input_gradient_of(gradient, weight, context.by_row)
+        weight_gradient = multiply(turned, turned_scale, columns, scale, weight.dtype, fast=False)
+        bias_gradient = gradient.sum(0) if context.has_bias else None
+        return input_gradient, weight_gradient, bias_gradient, None
+
+
+def fp8_product(by_row: bool) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]:
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _Product.apply(x, weight, bias, by_row)
+
+    return product
