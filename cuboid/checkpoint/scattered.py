@@ -20,6 +20,8 @@ class Scattered:
     dtype: torch.dtype
     boxes: tuple[tuple[Box, Tensor], ...]
     """Each box with its values, a view of what the rank really holds, so that loading fills it in place."""
+    near: tuple[Tensor, ...] = ()
+    """Of halved values: `boxes` hold the rest, these what it is the rest of. Such can be saved, not filled."""
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths)) for box, _ in self.boxes]

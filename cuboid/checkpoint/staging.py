@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cuboid.checkpoint.scattered import Scattered
+from cuboid.parallel.halves import join_halves
 
 ALIGNMENT = 64
 
@@ -21,7 +22,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 def staged_bytes(state: dict[str, Scattered]) -> int:
-    return sum(_aligned(values.nbytes) for held in state.values() for _, values in held.boxes)
+    return sum(_aligned(box.size * held.dtype.itemsize) for held in state.values() for box, _ in held.boxes)
 
 
 class Staging:
@@ -43,9 +44,10 @@ class Staging:
         for name, held in state.items():
             boxes = []
             for box, values in held.boxes:
-                here = self._memory[position : position + values.nbytes].view(held.dtype).view(values.shape)
+                size = box.size * held.dtype.itemsize
+                here = self._memory[position : position + size].view(held.dtype).view(values.shape)
                 boxes.append((box, here))
-                position += _aligned(values.nbytes)
+                position += _aligned(size)
             laid_out[name] = Scattered(held.full_shape, held.dtype, tuple(boxes))
         return laid_out
 
@@ -65,8 +67,9 @@ class Staging:
 
     def _copy(self, state: dict[str, Scattered]) -> None:
         for name, held in state.items():
-            for (_, here), (_, values) in zip(self.state[name].boxes, held.boxes, strict=True):
-                here.copy_(values, non_blocking=self._on_gpu)
+            for number, ((_, here), (_, values)) in enumerate(zip(self.state[name].boxes, held.boxes, strict=True)):
+                whole = join_halves(held.near[number], values) if held.near else values
+                here.copy_(whole, non_blocking=self._on_gpu)
 
     def wait(self) -> None:
         if self._copied is not None:

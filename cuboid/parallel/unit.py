@@ -8,6 +8,8 @@ All parameters of a unit lie in one flat buffer. What each ZeRO stage holds betw
     1      whole        whole       this rank's shard
     2      whole        shard       this rank's shard
     3      shard        shard       this rank's shard
+
+Of a master weight beside a whole bf16 parameter only the difference is kept (`halves`).
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from cuboid.parallel.collectives import (
     start_reduce_scatter,
 )
 from cuboid.parallel.groups import Holders
+from cuboid.parallel.halves import join_halves, split_halves
 from cuboid.plan.slices import Part
 
 
@@ -37,10 +40,33 @@ class Piece:
     part: Part
     start: int
     stop: int
-    master: Tensor
+    kept: Tensor
+    """The master weights, or of each 16 bits more than `weight` has."""
     weight: Tensor | None
     """The same elements in the precision of the products, where these are kept beside the master weights."""
     take_gradient: Callable[[], Tensor]
+
+    @property
+    def is_halved(self) -> bool:
+        return self.kept.dtype == torch.int16
+
+    @property
+    def master(self) -> Tensor:
+        """Of a halved piece a copy: `set_master` makes it count."""
+        if not self.is_halved:
+            return self.kept
+        assert self.weight is not None
+        return join_halves(self.weight.view(torch.int16), self.kept)
+
+    def set_master(self, values: Tensor) -> None:
+        """Write master weights and what follows from them on this rank."""
+        if not self.is_halved:
+            self.kept.copy_(values)
+            return
+        assert self.weight is not None
+        near, rest = split_halves(values)
+        self.weight.view(torch.int16).copy_(near)
+        self.kept.copy_(rest)
 
     @property
     def gradient(self) -> Tensor:
@@ -65,13 +91,15 @@ class Unit:
         self.begin = self.shard_size * (groups.shard.index if zero else 0)
         self.end = self.begin + self.shard_size
         self._flat = torch.zeros(self.shard_size * shards, dtype=compute, device=device)
-        own_master = zero == 3 or compute != self.accumulate
-        self.master = (
-            torch.zeros(self.shard_size, dtype=self.accumulate, device=device)
-            if own_master
+        self._master_is_apart = zero == 3 or compute != self.accumulate
+        self._is_halved = zero < 3 and compute == torch.bfloat16
+        kept = torch.int16 if self._is_halved else self.accumulate
+        self._kept = (
+            torch.zeros(self.shard_size, dtype=kept, device=device)
+            if self._master_is_apart
             else self._shard(self._flat)
         )
-        self._master_is_apart = own_master
+        self._opened: Tensor | None = None
         self._summed_gradient: Tensor | None = None
         # Nobody else adds to the gradient of one micro-batch: autograd's own result is exact without a sum in float32.
         self._is_alone = groups.nobody_adds
@@ -97,9 +125,25 @@ class Unit:
         for part in self.parts:
             cut = part.slice
             self._view(whole, part).narrow(cut.dimension, 0, cut.stop - cut.start).copy_(held(part))
-        self.master.copy_(self._shard(whole))
+        if self._is_halved:
+            near, rest = split_halves(whole)
+            self._flat.view(torch.int16).copy_(near)
+            self._kept.copy_(self._shard(rest))
+            return
+        self._kept.copy_(self._shard(whole))
         if self.zero < 3:
             self._flat.copy_(whole)
+
+    @property
+    def master(self) -> Tensor:
+        """The master weights of this rank's shard as they are kept, where they are kept whole."""
+        assert not self._is_halved
+        return self._kept
+
+    def open(self) -> None:
+        """Until `publish`, the pieces' master weights lie in one tensor, and what is written there counts."""
+        if self._is_halved and self._opened is None:
+            self._opened = join_halves(self._shard(self._flat).view(torch.int16), self._kept)
 
     # Parameters: whole while in use.
 
@@ -107,7 +151,7 @@ class Unit:
         """Begin to make the parameters whole, so that they are there when asked for."""
         if self.zero == 3 and self._flat.untyped_storage().size() == 0:
             self._flat.untyped_storage().resize_(self._flat.numel() * self._flat.element_size())
-            self._gathering = start_all_gather(self.master.to(self._flat.dtype), self.groups.shard, self._flat)
+            self._gathering = start_all_gather(self._kept.to(self._flat.dtype), self.groups.shard, self._flat)
 
     def gather(self) -> None:
         self._users += 1
@@ -129,8 +173,13 @@ class Unit:
         rank's pieces do already."""
         if self.zero == 3:
             return
-        if self._master_is_apart and not written:
-            self._shard(self._flat).copy_(self.master)
+        if self._opened is not None:
+            near, rest = split_halves(self._opened)
+            self._shard(self._flat).view(torch.int16).copy_(near)
+            self._kept.copy_(rest)
+            self._opened = None
+        elif self._master_is_apart and not self._is_halved and not written:
+            self._shard(self._flat).copy_(self._kept)
         if self.zero:
             self._gathering = start_all_gather(self._shard(self._flat).clone(), self.groups.shard, self._flat)
 
@@ -214,25 +263,26 @@ class Unit:
             if start < stop:
                 here = slice(start - self.begin, stop - self.begin)
                 local = (start - part.offset, stop - part.offset)
+                kept = self._kept if self._opened is None else self._opened
                 weight = None if held is None else held[here]
                 take = partial(self._piece_gradient, part, here)
-                result.append(Piece(part, *local, self.master[here], weight, take))
+                result.append(Piece(part, *local, kept[here], weight, take))
         return result
 
     def _piece_gradient(self, part: Part, here: slice) -> Tensor:
         if not self._takes_gradients:
             return self.shard_gradient[here]
         gradient = self.parameters[part.name].grad
-        return torch.zeros_like(self.master[here]) if gradient is None else gradient.flatten()
+        return torch.zeros_like(self._kept[here], dtype=self.accumulate) if gradient is None else gradient.flatten()
 
     def held_tensors(self) -> list[Tensor]:
         """What `held_bytes` counts."""
         gradient = [] if self._summed_gradient is None else [self._summed_gradient]
-        return [self._flat, self.master, *gradient]
+        return [self._flat, self._kept, *gradient]
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes really allocated now."""
-        master = self.master.untyped_storage().nbytes() if self._master_is_apart else 0
+        master = self._kept.untyped_storage().nbytes() if self._master_is_apart else 0
         return {
             "parameters": self._flat.untyped_storage().nbytes(),
             "master": master,

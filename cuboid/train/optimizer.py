@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from cuboid.parallel.apply import Engine
+from cuboid.parallel.halves import join_halves, split_halves
 from cuboid.parallel.unit import Piece
 from cuboid.spec.training import OptimizerSpec
 
 
 def _update(
-    master: Tensor,
+    kept: Tensor,
     first: Tensor,
     second: Tensor,
     gradient: Tensor,
@@ -29,19 +30,28 @@ def _update(
     beta2: float,
     epsilon: float,
 ) -> None:
-    """`numbers`: clipping factor, decay factor, step size, square root of the second moment's correction, and whether
-    the step counts."""
+    """`kept`: the master weights, or 16 bits of each beside those of `weight`, which then is given as int16. `numbers`:
+    clipping factor, decay factor, step size, square root of the second moment's correction, and whether the step
+    counts."""
+    halved = kept.dtype == torch.int16
+    master = join_halves(weight, kept) if halved and weight is not None else kept
     scale, decay, size, correction, counts = numbers.to(master.dtype).unbind()
     clipped = gradient.to(master.dtype) * scale
     new_first = torch.lerp(first, clipped, 1 - beta1)
     new_second = second * beta2 + clipped * clipped * (1 - beta2)
     updated = master * decay - size * new_first / (new_second.sqrt() / correction + epsilon)
-    kept = counts > 0
-    master.copy_(torch.where(kept, updated, master))
-    first.copy_(torch.where(kept, new_first, first))
-    second.copy_(torch.where(kept, new_second, second))
+    takes = counts > 0
+    result = torch.where(takes, updated, master)
+    first.copy_(torch.where(takes, new_first, first))
+    second.copy_(torch.where(takes, new_second, second))
+    if halved and weight is not None:
+        near, rest = split_halves(result)
+        weight.copy_(near)
+        kept.copy_(rest)
+        return
+    kept.copy_(result)
     if weight is not None:
-        weight.copy_(torch.where(kept, updated, master))
+        weight.copy_(result)
 
 
 @cache
@@ -55,9 +65,7 @@ class Optimizer:
         self._spec = spec
         self._compiled = engine.compiled
         pieces = [piece for unit in engine.units for piece in unit.pieces()]
-        self._moments = {
-            piece.part.name: (torch.zeros_like(piece.master), torch.zeros_like(piece.master)) for piece in pieces
-        }
+        self._moments = {piece.part.name: (_zeros(piece), _zeros(piece)) for piece in pieces}
         self._steps = torch.zeros((), dtype=torch.float64, device=engine.device)
 
     def step(self, learning_rate: float, gradient_norm: Tensor, clip: float, finite: Tensor) -> None:
@@ -80,7 +88,8 @@ class Optimizer:
             update = _compiled_update()
             chosen = numbers[_decays(piece)]
             betas = (spec.beta1, spec.beta2, spec.epsilon)
-            update(piece.master, *self.moments(piece), piece.gradient, piece.weight, chosen, *betas)
+            weight = piece.weight.view(torch.int16) if piece.is_halved and piece.weight is not None else piece.weight
+            update(piece.kept, *self.moments(piece), piece.gradient, weight, chosen, *betas)
 
     def _step_on_host(self, learning_rate: float, scale: Tensor, finite: Tensor) -> None:
         if not finite:
@@ -90,25 +99,34 @@ class Optimizer:
             torch._foreach_mul_([piece.gradient for piece in pieces], float(scale))
         for decays in (True, False):
             chosen = [piece for piece in pieces if _decays(piece) == decays]
-            if not chosen:
-                continue
-            adamw(
-                [piece.master for piece in chosen],
-                [piece.gradient.to(piece.master.dtype) for piece in chosen],
-                [self.moments(piece)[0] for piece in chosen],
-                [self.moments(piece)[1] for piece in chosen],
-                [],
-                [self._steps.float() for _ in chosen],
-                fused=True,
-                amsgrad=False,
-                beta1=self._spec.beta1,
-                beta2=self._spec.beta2,
-                lr=learning_rate,
-                weight_decay=self._spec.weight_decay if decays else 0.0,
-                eps=self._spec.epsilon,
-                maximize=False,
-            )
+            # A halved piece needs its master weights in full for a moment: one at a time.
+            together = [[piece] for piece in chosen if piece.is_halved]
+            together += [[piece for piece in chosen if not piece.is_halved]]
+            for group in filter(None, together):
+                self._step_together(group, learning_rate, self._spec.weight_decay if decays else 0.0)
         self._steps += 1
+
+    def _step_together(self, pieces: list[Piece], learning_rate: float, decay: float) -> None:
+        masters = [piece.master for piece in pieces]
+        adamw(
+            masters,
+            [piece.gradient.to(master.dtype) for piece, master in zip(pieces, masters, strict=True)],
+            [self.moments(piece)[0] for piece in pieces],
+            [self.moments(piece)[1] for piece in pieces],
+            [],
+            [self._steps.float() for _ in pieces],
+            fused=True,
+            amsgrad=False,
+            beta1=self._spec.beta1,
+            beta2=self._spec.beta2,
+            lr=learning_rate,
+            weight_decay=decay,
+            eps=self._spec.epsilon,
+            maximize=False,
+        )
+        for piece, master in zip(pieces, masters, strict=True):
+            if piece.is_halved:
+                piece.set_master(master)
 
     @property
     def pieces(self) -> list[Piece]:
@@ -128,6 +146,10 @@ class Optimizer:
 
     def state_bytes(self) -> int:
         return sum(moment.nbytes for pair in self._moments.values() for moment in pair)
+
+
+def _zeros(piece: Piece) -> Tensor:
+    return torch.zeros_like(piece.kept, dtype=torch.float32 if piece.is_halved else piece.kept.dtype)
 
 
 def _decays(piece: Piece) -> bool:

@@ -140,7 +140,7 @@ class Trainer:
         PULSE.enter("step", self.done + 1)
         PULSE.do("data")
         if strikes(PULSE, "flip"):
-            flip_bit(self.optimizer.pieces[-1].master)
+            flip_bit(self.optimizer.pieces[-1].kept)
         rate = learning_rate(self.run.learning_rate, self.done, self.run.training.steps)
         batch = self.engine.course.batch(self.done)
         batches = micro_batches(self.source, self.run, batch, self._replica, self.device)
