@@ -24,13 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from cuboid.data.build import BuildRequest, build
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.parallel.apply import build_engine
-from cuboid.spec.model import ModelSpec
 from cuboid.spec.run import Run, build_run
 from cuboid.train.optimizer import Optimizer
 from cuboid.train.step import PendingStep, start_step
@@ -53,13 +51,6 @@ def benchmark_run(shape: str, micro_batch: int, sequence: int, store: str, chang
     return build_run(table, changes)
 
 
-def quick_weights(model: ModelSpec, name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-    """Drawn on the GPU: which numbers they are does not matter here, and there are billions."""
-    if len(shape) == 1:
-        return torch.ones(shape, device="cuda")
-    return torch.empty(shape, device="cuda").normal_(std=model.initial_std)
-
-
 def letters(folder: Path) -> str:
     source = random.Random(0)
     rows = ("".join(source.choices("abcdefgh ijklmnop qrstuvwxyz", k=3000)) for _ in range(2000))
@@ -71,7 +62,7 @@ def letters(folder: Path) -> str:
 
 def measure(run: Run, steps: int) -> dict[str, Any]:
     device = torch.device("cuda")
-    engine = build_engine(run, 0, device, quick_weights)
+    engine = build_engine(run, 0, device)
     optimizer = Optimizer(engine, run.optimizer)
     source = make_source(run)
     ends: list[float] = []

@@ -108,6 +108,8 @@ class Unit:
         self._accumulates_directly = zero < 2 and compute == self.accumulate
         self._gathering: Pending | None = None
         self._reducing: Pending | None = None
+        self._update: tuple[torch.cuda.Event, list[Tensor]] | None = None
+        self._zero_first = False
         self._users = 0
         self._collected = 0
         self.expected_collections = 0
@@ -155,6 +157,7 @@ class Unit:
 
     def gather(self) -> None:
         self._users += 1
+        self.wait_for_update()
         self.start_gather()
         if self._gathering is not None:
             self._gathering.wait()
@@ -183,6 +186,19 @@ class Unit:
         if self.zero:
             self._gathering = start_all_gather(self._shard(self._flat).clone(), self.groups.shard, self._flat)
 
+    def is_being_updated(self, until: torch.cuda.Event, reads: list[Tensor]) -> None:
+        """Another stream changes this unit until an event, and reads these gradients."""
+        self._update = (until, reads)
+
+    def wait_for_update(self) -> None:
+        """Let the current stream wait; the host does not."""
+        if self._update is not None:
+            self._update[0].wait()
+            self._update = None
+        if self._zero_first:
+            self._gradient.zero_()
+            self._zero_first = False
+
     # Gradients: summed over micro-batches, then over data-parallel ranks.
 
     @property
@@ -202,7 +218,9 @@ class Unit:
         self._collected = 0
         self.expected_collections = self.uses * micro_batches
         if not self._takes_gradients:
-            self._gradient.zero_()
+            self._zero_first = True
+            if self._update is None:
+                self.wait_for_update()
         for part in self.parts:
             view = self._view(self._gradient, part) if self._accumulates_directly else None
             self.parameters[part.name].grad = view
@@ -256,6 +274,7 @@ class Unit:
 
     def pieces(self) -> list[Piece]:
         """The parameters, or parts of them, whose optimizer state this rank keeps."""
+        self.wait_for_update()
         result = []
         held = self._shard(self._flat) if self._master_is_apart and self.zero < 3 else None
         for part in self.parts:

@@ -15,7 +15,7 @@ from torch.optim.adamw import adamw
 
 from cuboid.parallel.apply import Engine
 from cuboid.parallel.halves import join_halves, split_halves
-from cuboid.parallel.unit import Piece
+from cuboid.parallel.unit import Piece, Unit
 from cuboid.spec.training import OptimizerSpec
 
 
@@ -67,15 +67,22 @@ class Optimizer:
         pieces = [piece for unit in engine.units for piece in unit.pieces()]
         self._moments = {piece.part.name: (_zeros(piece), _zeros(piece)) for piece in pieces}
         self._steps = torch.zeros((), dtype=torch.float64, device=engine.device)
+        apart = self._compiled and engine.device.type == "cuda"
+        self._stream = torch.cuda.Stream(engine.device) if apart else None  # type: ignore[no-untyped-call]
 
     def step(self, learning_rate: float, gradient_norm: Tensor, clip: float, finite: Tensor) -> None:
         """`finite`: false leaves the whole step out. Both tensors are equal on all ranks."""
         scale = (clip / (gradient_norm + 1e-6)).clamp(max=1.0) if clip > 0 else torch.ones_like(gradient_norm)
-        (self._step_on_device if self._compiled else self._step_on_host)(learning_rate, scale, finite)
+        if self._compiled:
+            self._step_on_device(learning_rate, scale, finite)
+            return
+        self._step_on_host(learning_rate, scale, finite)
         for unit in self._units:
-            unit.publish(written=self._compiled)
+            unit.publish()
 
     def _step_on_device(self, learning_rate: float, scale: Tensor, finite: Tensor) -> None:
+        """Unit by unit in the order of the forward pass, on a stream of its own: the next step begins with the units
+        that are ready, and its products fill the time in which an update waits for memory."""
         spec = self._spec
         self._steps += finite
         size = learning_rate / (1 - spec.beta1**self._steps)
@@ -84,12 +91,33 @@ class Optimizer:
         numbers = [
             torch.stack((scale.double(), factor, size, correction, finite.double())) for factor in (plain, decay)
         ]
-        for piece in self.pieces:
-            update = _compiled_update()
-            chosen = numbers[_decays(piece)]
-            betas = (spec.beta1, spec.beta2, spec.epsilon)
+        if self._stream is None:
+            for unit in self._units:
+                self._update_unit(unit, numbers)
+                unit.publish(written=True)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream())
+        for tensor in numbers:
+            tensor.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            for unit in self._units:
+                read = self._update_unit(unit, numbers)
+                unit.publish(written=True)
+                done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                done.record()
+                unit.is_being_updated(done, read)
+
+    def _update_unit(self, unit: Unit, numbers: list[Tensor]) -> list[Tensor]:
+        """Returns the gradients."""
+        spec = self._spec
+        betas = (spec.beta1, spec.beta2, spec.epsilon)
+        read = []
+        for piece in unit.pieces():
+            gradient = piece.gradient
             weight = piece.weight.view(torch.int16) if piece.is_halved and piece.weight is not None else piece.weight
-            update(piece.kept, *self.moments(piece), piece.gradient, weight, chosen, *betas)
+            _compiled_update()(piece.kept, *self.moments(piece), gradient, weight, numbers[_decays(piece)], *betas)
+            read.append(gradient)
+        return read
 
     def _step_on_host(self, learning_rate: float, scale: Tensor, finite: Tensor) -> None:
         if not finite:
