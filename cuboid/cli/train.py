@@ -20,6 +20,7 @@ from cuboid.resilience.faults import VARIABLE, parse_faults
 from cuboid.resilience.goodput import read_spent
 from cuboid.resilience.preemption import REQUEUE
 from cuboid.spec.load import read_toml
+from cuboid.spec.profile import USUAL
 from cuboid.spec.run import Run, build_run
 from cuboid.spec.supported import check_supported
 from cuboid.train.claim import claimed
@@ -41,6 +42,9 @@ def command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew in a folder that holds a run.")] = False,
     count_communication: Annotated[
         bool, typer.Option("--count-communication", help="Count what ranks exchange, beside what is predicted.")
+    ] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Trace three steps for Perfetto, and what memory holds; see [profile].")
     ] = False,
     inject: Annotated[
         str | None, typer.Option(help='Faults to rehearse, e.g. "kill rank=1 step=7; hang rank=0 step=12".')
@@ -69,9 +73,13 @@ def command(
         here = Path(model).is_file() or (Path(model) / "config.json").is_file()
         table["model"] = str(Path(model).absolute()) if here else model
     changes = [*(overrides or ()), *(["output.count_communication=true"] if count_communication else ())]
+    if profile:  # what is said of it elsewhere counts
+        table["profile"] = {"steps": USUAL, **table.get("profile", {})}
     run = build_run(table, changes, folder=file.parent if file is not None else Path())
     check_supported(run)
     check_trackers(run)
+    if run.profile.steps:  # read as torch is loaded, here and in ranks: the profiler says when it starts and stops
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     _rehearse(run, inject)
     options = NodeOptions(
         rendezvous=rendezvous,
@@ -172,11 +180,12 @@ def _conclude(run: Run, as_json: bool) -> None:
     spent = read_spent(folder)
     if spent is not None:
         summary |= {"goodput": round(spent.goodput, 4), "spent": spent.as_row(), "slowest": rows[-1].get("slowest")}
+    traces = sorted(str(path) for path in (folder / "profile").glob("*-*")) if run.profile.steps else []
     exchanged = summarize(run) if run.output.count_communication else None
     if as_json:
         if exchanged is not None:
             summary |= {"communication": as_rows(exchanged), "unforeseen": exchanged.unforeseen}
-        print(json.dumps(summary))
+        print(json.dumps(summary | ({"profile": traces} if traces else {})))
     else:
         if exchanged is not None:
             show(exchanged)
@@ -189,3 +198,15 @@ def _conclude(run: Run, as_json: bool) -> None:
                 f"slowest rank {slowest['rank']}: {slowest['seconds']:.2f} s of its own in a step, the others of its "
                 f"stage {slowest['peers']:.2f} s ({slowest['because']})"
             )
+        if traces:
+            _show_traces(folder / "profile", traces)
+
+
+def _show_traces(folder: Path, files: list[str]) -> None:
+    ways = {"trace": "ui.perfetto.dev", "snapshot": "pytorch.org/memory_viz", "memory": "any editor (bytes by kind)"}
+    for kind, way in ways.items():
+        found = [file for file in files if Path(file).name.startswith(f"{kind}-")]
+        if found:
+            size = sum(Path(file).stat().st_size for file in found) / 1e6
+            named = found[0] if len(found) == 1 else f"{folder}/{kind}-* of {len(found)} ranks"
+            print(f"{kind}: {named}, {size:.1f} MB; open it in {way}")

@@ -197,7 +197,7 @@ class _Builder:
                 set_parameter(module, inside[name], unit.parameters[name])
             if not unit_name.endswith(BALANCE):  # always whole, and no gradient ever comes to it
                 used.append(unit)
-        return Segment(run, used, self.deferral)
+        return Segment(prefix, run, used, self.deferral)
 
     def _unit(self, name: str, shapes: dict[str, tuple[int, ...]]) -> Unit:
         if name not in self.units:

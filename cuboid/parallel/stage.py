@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from cuboid.parallel.deferral import Deferral
+from cuboid.parallel.regions import NOTHING, REGIONS, close
 from cuboid.parallel.share import Share
 from cuboid.parallel.unit import Unit
 
@@ -19,19 +21,27 @@ from cuboid.parallel.unit import Unit
 class Segment:
     """A module and the units its parameters lie in."""
 
-    def __init__(self, run: Callable[[Tensor, Share], Tensor], units: list[Unit], deferral: Deferral) -> None:
+    def __init__(
+        self, name: str, run: Callable[[Tensor, Share], Tensor], units: list[Unit], deferral: Deferral
+    ) -> None:
+        self.name = name
         self.run = run
         self.units = units
         self.deferral = deferral
         self.before: Segment | None = None
         self.after: Segment | None = None
         self._in_backward = False
+        self.ends_in_backward = True
+        """Whether a gradient leaves through its input; none does through tokens."""
+        self._region: record_function | None = None
+        self._gathers = any(unit.zero for unit in units)
         for unit in units:
             unit.uses += 1
 
     def gather(self) -> None:
-        for unit in self.units:
-            unit.gather()
+        with REGIONS.around("gather weights of", self.name) if self._gathers else NOTHING:
+            for unit in self.units:
+                unit.gather()
 
     def release(self) -> None:
         for unit in self.units:
@@ -42,12 +52,14 @@ class Segment:
             unit.start_gather()
 
     def collect(self) -> None:
-        for unit in self.units:
-            unit.collect()
+        with REGIONS.around("reduce gradients of", self.name):
+            for unit in self.units:
+                unit.collect()
 
     def begin_backward(self) -> None:
         self._in_backward = True
         self.deferral.owner = self
+        self._region = REGIONS.open("backward of", self.name) if self.ends_in_backward else None
         self.gather()
         if self.before is not None:
             self.before.start_gather()
@@ -59,6 +71,8 @@ class Segment:
             self.release()
             if not self.deferral.active:
                 self.collect()
+            close(self._region)
+            self._region = None
 
 
 class _WhenGradientPasses(torch.autograd.Function):
@@ -91,9 +105,12 @@ class Stage:
             segment.gather()
             if segment.after is not None:
                 segment.after.start_gather()
+            segment.ends_in_backward = x.requires_grad
             if x.requires_grad:
                 x = _WhenGradientPasses.apply(x, segment.end_backward)
-            x = _WhenGradientPasses.apply(segment.run(x, share), segment.begin_backward)
+            with REGIONS.around(segment.name):
+                x = segment.run(x, share)
+            x = _WhenGradientPasses.apply(x, segment.begin_backward)
             segment.release()
         return x
 
@@ -105,6 +122,7 @@ class Stage:
     @torch.no_grad()
     def weight_backward(self, postponed: dict[Any, list[Callable[[], None]]]) -> None:
         for segment in reversed(self.segments):
-            for work in postponed.get(segment, ()):
-                work()
+            with REGIONS.around("weight gradients of", segment.name):
+                for work in postponed.get(segment, ()):
+                    work()
             segment.collect()

@@ -20,10 +20,11 @@ from cuboid.model.batch import MicroBatch
 from cuboid.parallel.apply import Engine, build_engine
 from cuboid.parallel.device import choose_device
 from cuboid.probe.clock import synchronize
-from cuboid.probe.tally import Tally
 from cuboid.spec.run import Run
+from cuboid.train.holdings import held, storages
 from cuboid.train.optimizer import Optimizer
 from cuboid.train.step import compute_gradients
+from cuboid.train.tally import Tally
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def _measure(run: Run, rank: int, device: torch.device, steps: int) -> RankRepor
         buffers = float(torch.cuda.max_memory_reserved(device)) - peak
         beside = peak - sum(known.values())
     else:
-        tally = Tally(_storages(engine, optimizer), lambda: int(sum(_held(engine, optimizer).values())))
+        tally = Tally(storages(engine.units, optimizer), lambda: sum(held(engine.units, optimizer).values()))
         with tally:
             _step(engine, optimizer, batches)
         beside, buffers = float(tally.beside), float(resident)
@@ -107,17 +108,10 @@ def _step(engine: Engine, optimizer: Optimizer, batches: list[MicroBatch]) -> No
 
 
 def _held(engine: Engine, optimizer: Optimizer) -> dict[str, float]:
-    held = [unit.held_bytes() for unit in engine.units]
+    """As the planner tells kinds apart."""
+    kinds = held(engine.units, optimizer)
     return {
-        "parameters": float(sum(part["parameters"] + part["master"] for part in held)),
-        "gradients": float(sum(part["gradients"] for part in held)),
-        "optimizer": float(optimizer.state_bytes()),
+        "parameters": float(kinds["parameters"] + kinds["master weights"]),
+        "gradients": float(kinds["gradients"]),
+        "optimizer": float(kinds["optimizer"]),
     }
-
-
-def _storages(engine: Engine, optimizer: Optimizer) -> set[int]:
-    """What `_held` counts."""
-    found = {moment.untyped_storage()._cdata for piece in optimizer.pieces for moment in optimizer.moments(piece)}
-    for unit in engine.units:
-        found |= {tensor.untyped_storage()._cdata for tensor in unit.held_tensors()}
-    return found

@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from types import TracebackType
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 Phase = Literal["set-up", "step", "evaluation", "save", "finish"]
 Activity = Literal[
@@ -122,6 +122,16 @@ class Track:
         self._pulse.go_on()
 
 
+class Observer(Protocol):
+    """Told of what is noted, as it is noted."""
+
+    def turned(self, activity: Activity, stage: int, micro_batch: int) -> None: ...
+
+    def waits(self, kind: Wait, track: str) -> None: ...
+
+    def goes_on(self) -> None: ...
+
+
 class Pulse:
     """Written by the rank's own threads alone. Before `open` it lies in the memory of the process, where nobody reads
     it."""
@@ -130,6 +140,8 @@ class Pulse:
         self.words = memoryview(bytearray(SIZE)).cast("q")
         self.hook: Callable[[], None] | None = None
         """Called at each change of phase, activity and wait: where faults are injected."""
+        self.observer: Observer | None = None
+        """Where a trace is taken: who gives its parts their names."""
         self.waits: list[tuple[int, int, int, int]] | None = None
         """Where a run keeps its times: kind, track, begin and end of each wait since they were last taken."""
         self.rank = 0
@@ -218,6 +230,8 @@ class Pulse:
         words[ACTIVITY_SINCE] = words[CHANGED] = now
         words[WAIT] = 0
         words[CHANGES] += 1
+        if self.observer is not None:
+            self.observer.turned(activity, stage, micro_batch)
         if self.hook is not None:
             self.hook()
 
@@ -225,14 +239,18 @@ class Pulse:
         words = self.words
         words[TRACK], words[SEQUENCE], words[CHANGED], words[WAIT] = slot, sequence, time.monotonic_ns(), _WAIT[kind]
         words[CHANGES] += 1
+        if self.observer is not None:
+            self.observer.waits(kind, self._name_of(slot))
         if self.hook is not None:
             self.hook()
 
     def take_waits(self) -> list[tuple[Wait, str, float, float]]:
         """Kind, track, begin and end in seconds of all waits that ended since the last call."""
-        names = {track.slot: track.name for track in self._tracks.values()}
         taken, self.waits = self.waits or [], []
-        return [(WAITS[kind], names.get(slot, ""), begin / 1e9, end / 1e9) for kind, slot, begin, end in taken]
+        return [(WAITS[kind], self._name_of(slot), begin / 1e9, end / 1e9) for kind, slot, begin, end in taken]
+
+    def _name_of(self, slot: int) -> str:
+        return next((track.name for track in self._tracks.values() if track.slot == slot), "")
 
     def go_on(self) -> None:
         """What was waited for has come."""
@@ -243,6 +261,8 @@ class Pulse:
             self.waits.append((words[WAIT], words[TRACK], words[CHANGED], now))
         words[WAIT], words[CHANGED] = 0, now
         words[CHANGES] += 1
+        if self.observer is not None:
+            self.observer.goes_on()
 
 
 PULSE = Pulse()

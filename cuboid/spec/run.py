@@ -21,6 +21,7 @@ from cuboid.spec.layout import Layout, parse_layout_fields
 from cuboid.spec.load import build_model, dump_model, read_toml
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.overrides import apply_overrides
+from cuboid.spec.profile import ProfileSpec
 from cuboid.spec.suggest import either, nearest_names
 from cuboid.spec.toml import dumps
 from cuboid.spec.training import LearningRateSpec, OptimizerSpec, TrainingSpec
@@ -172,6 +173,7 @@ class Run:
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     resilience: ResilienceSpec = field(default_factory=ResilienceSpec)
     output: OutputSpec = field(default_factory=OutputSpec)
+    profile: ProfileSpec = field(default_factory=ProfileSpec)
     plan: dict[str, object] = field(default_factory=dict, hash=False)
     """What a planner predicted for this run; training keeps it and does not read it."""
 
@@ -186,6 +188,7 @@ class Run:
                 "use data.validation_fraction=0.01 or name a source in data.validation"
             )
 
+        self.profile.check(self.layout.world_size, self.training.steps)
         if self.resilience.goes_back and not self.checkpoint.every:
             policy = self.resilience.bad_steps
             raise UserError(f"resilience.bad_steps={policy} has no checkpoints to go back to; use checkpoint.every=100")

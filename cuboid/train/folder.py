@@ -30,6 +30,7 @@ WRITTEN = (
     "bad_steps.jsonl",
     "tracked.jsonl",
     "samples.jsonl",
+    "profile",
 )
 REPORTS = "failure-*.txt"
 

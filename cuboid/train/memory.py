@@ -22,7 +22,8 @@ WORTH = 1.01
 """Growth that is worth a row."""
 
 
-def _resident() -> int:
+def resident_peak() -> int:
+    """Most bytes of memory this process has had."""
     # Linux counts in KiB, macOS in bytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
@@ -32,7 +33,7 @@ class MemoryLog:
         """Made before the model, to know what was there without it."""
         self._path = Path(run.output.folder) / FILES.replace("*", f"{rank:05d}")
         self._device = device
-        self._before = 0 if device.type == "cuda" else _resident()
+        self._before = 0 if device.type == "cuda" else resident_peak()
         self._told = 0.0
         self._rows: Rows | None = None
 
@@ -45,7 +46,7 @@ class MemoryLog:
 
     def record(self, step: int, engine: Engine, optimizer: Optimizer) -> None:
         on_gpu = self._device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated(self._device) if on_gpu else _resident()
+        peak = torch.cuda.max_memory_allocated(self._device) if on_gpu else resident_peak()
         if peak < self._told * WORTH:
             return
         self._told = peak

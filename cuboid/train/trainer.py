@@ -27,6 +27,7 @@ from cuboid.train.learning_rate import learning_rate
 from cuboid.train.memory import MemoryLog
 from cuboid.train.metrics import Metrics
 from cuboid.train.optimizer import Optimizer
+from cuboid.train.profile import Profile
 from cuboid.train.replicas import flip_bit
 from cuboid.train.samples import Sampler
 from cuboid.train.step import PendingStep, start_step
@@ -74,6 +75,7 @@ class Trainer:
         seed_generators(run.training.seed, rank)
         self.run, self.device = run, device
         self.memory = MemoryLog(run, rank, device)
+        self.profile = Profile(run, rank, device)
         self.engine = build_engine(run, rank, device, draw=False)
         self.optimizer = Optimizer(self.engine, run.optimizer)
         self.source = make_source(run)
@@ -84,6 +86,7 @@ class Trainer:
         self.communication = CommunicationLog(run, rank, self.engine.ledger)
         self.sampler = Sampler(self.engine, quiet) if run.samples.every else None
         self.bad_steps = BadSteps(self.engine, self.source, self.done)
+        self.profile.plan(self.done, self.engine, self.optimizer)
         self.loss = float("nan")
         self._under_way: deque[Started] = deque()
         self._clock = 0.0
@@ -98,16 +101,20 @@ class Trainer:
                 self._save()  # so that there is something to go back to
             self._clock = time.perf_counter()
             while self.done < self.run.training.steps and not self._stops:
-                self._start_step()
+                with self.profile.begin_step(self.done + 1):
+                    self._start_step()
                 self.done += 1
                 # A GPU computes a step while the host prepares the next, and waits for nothing between them.
                 at_once = self.device.type == "cpu" or self._evaluates or self._saves or self._copies or self._is_last
                 at_once = at_once or self._compares or self.run.samples.is_due(self.done)
+                at_once = at_once or self.profile.closes_after(self.done)
                 at_once = at_once or self.run.output.keep_timing  # the next step writes over the times of this one
                 while len(self._under_way) > (0 if at_once else 1):
                     if not self._finish_step(self._under_way.popleft()):
                         break
                 else:
+                    if self.profile.end_step(self.done):
+                        self._clock = time.perf_counter()
                     self._keep()  # after the row of this step, which a resumed run will not write again
             return self._finish()
 

@@ -29,9 +29,10 @@ class Tally(TorchDispatchMode):
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
     ) -> Any:
         result = function(*arguments, **(options or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                self._follow(tensor.untyped_storage())
+        given = {storage._cdata for storage in _storages((arguments, options))}
+        for storage in _storages(result):
+            if storage._cdata not in given:  # a view of something, data read from a file say, is not made here
+                self._follow(storage)
         total = self._bytes + self._others()
         if total > self.peak:
             self.peak, self.beside = total, self._bytes
@@ -47,3 +48,7 @@ class Tally(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         self._bytes -= self._alive.pop(key, 0)
+
+
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,149 @@
+"""Traces of chosen steps, and what memory held in them, in the folder `profile` of the run.
+
+trace-RANK.json.gz      open it in ui.perfetto.dev (or chrome://tracing); regions have the names of layers, passes
+                        and waits
+memory-RANK.json        bytes by kind at the fullest moment
+snapshot-RANK.pickle    on a GPU: what was allocated, where and when; open it in pytorch.org/memory_viz
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+from cuboid.parallel.apply import Engine
+from cuboid.parallel.regions import REGIONS
+from cuboid.resilience.pulse import PULSE
+from cuboid.say import say
+from cuboid.spec.run import Run
+from cuboid.train.holdings import held, left_by_autograd, storages
+from cuboid.train.memory import resident_peak
+from cuboid.train.optimizer import Optimizer
+from cuboid.train.tally import Tally
+
+FOLDER = "profile"
+TRACES, SNAPSHOTS, MEMORY = "trace-*.json.gz", "snapshot-*.pickle", "memory-*.json"
+MOST_PASSES = 1000
+"""Layers × micro-batches in a trace: some hundred thousand events, some tens of megabytes. A step is never cut."""
+MOST_ALLOCATIONS = 200_000
+"""In a snapshot: the latest ones."""
+
+
+class Profile:
+    """Told of every step; does something in those that are traced."""
+
+    def __init__(self, run: Run, rank: int, device: torch.device) -> None:
+        """Made before the model, whose allocations a snapshot shows too."""
+        self._run, self._rank, self._device = run, rank, device
+        self._folder = Path(run.output.folder) / FOLDER
+        self._window = range(0)
+        self._profiler: profile | None = None
+        self._tally: Tally | None = None
+        self._before = resident_peak()
+        self.records_memory = run.profile.traces(rank) and run.profile.memory and device.type == "cuda"
+        if self.records_memory:
+            torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS, stacks="python")
+
+    def plan(self, done: int, engine: Engine, optimizer: Optimizer) -> None:
+        """Once it is known after how many steps this process goes on."""
+        if not self._run.profile.traces(self._rank):
+            return
+        self._engine, self._optimizer = engine, optimizer
+        layers = sum(len(stage.segments) for stage in engine.pipeline.stages.values())
+        most = max(1, MOST_PASSES // (layers * self._run.micro_batches))
+        self._window = self._run.profile.window(done, self._run.training.steps, most)
+        if self._window and len(self._window) < self._run.profile.steps and self._rank == 0:
+            say(f"note: {len(self._window)} of profile.steps={self._run.profile.steps} are traced, to keep files small")
+
+    def closes_after(self, done: int) -> bool:
+        """Whether the trace ends with that step: it is waited for."""
+        return bool(self._window) and done == self._window[-1]
+
+    def begin_step(self, step: int) -> AbstractContextManager[object]:
+        """Before step `step`, counted from one; what it returns is entered while the step is computed."""
+        if not self._window or step not in range(self._window[0] - 1, self._window[-1] + 1):
+            return nullcontext()
+        if self._profiler is None:
+            self._start(warm_up=self._window[0] - step)
+        if step == self._window[0] - 1 and not self._engine.compiled and self._device.type == "cpu":
+            known = storages(self._engine.units, self._optimizer)
+            self._tally = Tally(known, lambda: sum(held(self._engine.units, self._optimizer).values()))
+            return self._tally
+        return REGIONS.step(step) if step in self._window else nullcontext()
+
+    def end_step(self, done: int) -> bool:
+        """After step `done` was started, and waited for if the trace closes with it. Whether the trace was written."""
+        if self._profiler is None:
+            return False
+        closes = self.closes_after(done)
+        if closes:
+            PULSE.enter("set-up")  # no step waits for this as long as for a step
+            REGIONS.end()
+            self._profiler.add_metadata("cuboid", f"{self._run.model.name}, rank {self._rank} of {self._run.layout}")
+        self._profiler.step()  # which writes the trace after the last one
+        if done + 1 == self._window[0]:
+            REGIONS.begin()
+        if closes:
+            self._profiler = None
+            self._write_memory()
+        return closes
+
+    def _start(self, warm_up: int) -> None:
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._profiler = profile(
+            activities=activities,
+            schedule=schedule(wait=0, warmup=warm_up, active=len(self._window), repeat=1),
+            on_trace_ready=self._write_trace,
+        )
+        self._profiler.start()
+        if not warm_up:
+            REGIONS.begin()
+
+    def _write_trace(self, profiler: profile) -> None:
+        self._write(TRACES, lambda path: profiler.export_chrome_trace(str(path)))
+
+    def _write_memory(self) -> None:
+        table = {"rank": self._rank, "layout": str(self._run.layout), "bytes": self._memory()}
+        self._write(MEMORY, lambda path: path.write_text(json.dumps(table) + "\n"))
+        if self.records_memory:
+            self.write_snapshot()
+            torch.cuda.memory._record_memory_history(enabled=None)
+            self.records_memory = False
+
+    def _memory(self) -> dict[str, int]:
+        """By kind at the fullest moment; activations are all that lived for a part of a step."""
+        known = held(self._engine.units, self._optimizer)
+        if self._device.type == "cuda":
+            known["gradients"] += left_by_autograd(self._engine.units)
+            peak = torch.cuda.max_memory_allocated(self._device)
+            return {
+                **known,
+                "activations": max(0, peak - sum(known.values())),
+                "other": torch.cuda.max_memory_reserved(self._device) - peak,
+            }
+        resident = resident_peak()
+        counted = self._tally.beside if self._tally is not None else resident - self._before - sum(known.values())
+        activations = max(0, counted)
+        return {**known, "activations": activations, "other": max(0, resident - sum(known.values()) - activations)}
+
+    def write_snapshot(self) -> Path:
+        return self._write(SNAPSHOTS, lambda path: torch.cuda.memory._dump_snapshot(str(path)))  # type: ignore[no-untyped-call]
+
+    def _write(self, pattern: str, write: Callable[[Path], object]) -> Path:
+        """Under its name once it is whole; a full disk ends no training."""
+        path = self._folder / pattern.replace("*", f"{self._rank:05d}")
+        aside = path.with_name(f"writing-{path.name}")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            write(aside)
+            aside.replace(path)
+        except OSError as error:
+            say(f"{path} cannot be written: {error.strerror or error}; the training goes on", as_warning=True)
+        return path
