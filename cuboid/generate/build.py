@@ -14,6 +14,7 @@ from cuboid.checkpoint.start import copy_tensors, read_weights
 from cuboid.generate.cache import Cache
 from cuboid.generate.joined import JoinedAttention, joined_feed_forward
 from cuboid.generate.latent import CachedLatentAttention
+from cuboid.generate.panels import use_panels
 from cuboid.model.feed_forward import FeedForward
 from cuboid.model.initialize import initial_tensor
 from cuboid.model.latent import LatentAttention
@@ -41,6 +42,11 @@ class Stage:
     caches: tuple[Cache, ...]
     tensor: Group
     vocabulary: int
+
+    def use_panels(self) -> str:
+        """See `generate.panels`; a table that tokens are looked up in stays as it is."""
+        table = None if self.embedding is None else self.embedding.tokens.weight
+        return use_panels((*self.blocks, *([] if self.head is None else [self.head])), table)
 
     def hidden(self, x: Tensor, positions: Positions) -> Tensor:
         """x: tokens (1, rows) on the first stage, what the stage before made of them (rows, hidden) on the others."""
@@ -169,7 +175,12 @@ class Builder:
         return torch.zeros(part.shape, dtype=dtype, device=self.device)
 
     def load(self, tensors: Mapping[str, Tensor] | None = None) -> None:
-        """Fill what was made; `tensors`: of a model, under the names of Hugging Face, in place of the spec's."""
+        """Fill what was made, and know it by name no more; `tensors`: of a model, under the names of Hugging Face, in
+        place of the spec's."""
+        self._fill(tensors)
+        self.parameters.clear()
+
+    def _fill(self, tensors: Mapping[str, Tensor] | None) -> None:
         wanted = {name: _scattered(part, held.data) for name, (part, held) in self.parameters.items()}
         if tensors is not None:
             copy_tensors(tensors, lambda name, index: tensors[name][index], self.model, wanted)

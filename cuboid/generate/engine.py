@@ -13,6 +13,7 @@ from cuboid.generate.batch import Batch, Event, Request
 from cuboid.generate.build import Builder, Stage, make_generation_groups
 from cuboid.generate.evaluation import Score
 from cuboid.generate.fixed import FixedDecoder
+from cuboid.generate.panels import wants_panels
 from cuboid.generate.rows import Rower, Rows
 from cuboid.generate.sampling import choose, uniform
 from cuboid.generate.score import scores
@@ -25,6 +26,7 @@ from cuboid.parallel.collectives import all_reduce, all_reduce_maximum
 from cuboid.parallel.groups import Group, Groups
 from cuboid.plan.cache import cache_shape
 from cuboid.plan.partition import partition
+from cuboid.say import say
 from cuboid.spec.generation import GenerationSpec, SamplingSpec
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -40,9 +42,11 @@ def make_generator(
     groups = make_generation_groups(spec, rank, device)
     builder = Builder(spec, groups, groups.context_outer, device)
     index = groups.coordinates.pp
-    stages = {index: builder.stage(partition(spec.model, spec.layout.pp, spec.length)[index])}
+    stage = builder.stage(partition(spec.model, spec.layout.pp, spec.length)[index])
     builder.load(tensors)
-    return Generator(spec, groups, groups.context_outer, stages, tuple(range(spec.layout.pp)), device)
+    if wants_panels(device, builder.dtype) and (reason := stage.use_panels()) and rank == 0:
+        say(f"products of few rows take up to twice their time: {reason}", as_warning=True)
+    return Generator(spec, groups, groups.context_outer, {index: stage}, tuple(range(spec.layout.pp)), device)
 
 
 class Generator:

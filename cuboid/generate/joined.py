@@ -16,8 +16,8 @@ from cuboid.model.linear import Linear
 from cuboid.model.rope import Positions, rotate
 
 
-def join(products: Sequence[Linear]) -> tuple[Tensor, Tensor | None]:
-    """One weight and bias, of which those of the products become parts: what is loaded into them later is in it."""
+def join(products: Sequence[Linear]) -> Linear:
+    """One product, of whose weight and bias theirs become parts: what is loaded into them later is in it."""
     weights = [product.weight for product in products]
     if weights[0].stride(0) == 1:  # the columns of each lie together, and do so in the whole
         weight = torch.cat([each.t() for each in weights], 1).t()
@@ -28,7 +28,11 @@ def join(products: Sequence[Linear]) -> tuple[Tensor, Tensor | None]:
     bias = torch.cat(tuple(biases)) if biases else None
     if bias is not None:
         _take_parts(biases, bias)
-    return weight, bias
+    with torch.device("meta"):
+        joined = Linear(weight.shape[1], len(weight), bias is not None)
+    joined.weight = nn.Parameter(weight, requires_grad=False)
+    joined.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    return joined
 
 
 def _take_parts(parameters: Sequence[nn.Parameter], whole: Tensor) -> None:
@@ -40,11 +44,12 @@ class JoinedAttention(nn.Module):
     def __init__(self, whole: Attention, cache: Cache) -> None:
         super().__init__()
         self.whole, self.cache = whole, cache
-        self.weight, self.bias = join((whole.query, whole.key, whole.value))
         self.heads = [len(each.weight) // whole.head_dim for each in (whole.query, whole.key, whole.value)]
+        self.joined = join((whole.query, whole.key, whole.value))
+        del whole.query, whole.key, whole.value
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
-        made = functional.linear(x, self.weight, self.bias).view(1, x.shape[0], -1, self.whole.head_dim)
+        made = self.joined(x).view(1, x.shape[0], -1, self.whole.head_dim)
         if self.whole.query_norm is not None and self.whole.key_norm is not None:
             query, key, value = made.split(self.heads, 2)
             query, key = self.whole.query_norm(query), self.whole.key_norm(key)
@@ -59,11 +64,11 @@ class JoinedAttention(nn.Module):
 class JoinedFeedForward(nn.Module):
     def __init__(self, gate: Linear, whole: FeedForward) -> None:
         super().__init__()
-        self.weight, self.bias = join((gate, whole.up))
+        self.joined = join((gate, whole.up))
         self.down = whole.down
 
     def forward(self, x: Tensor, _: Positions) -> Tensor:
-        gate, up = functional.linear(x, self.weight, self.bias).chunk(2, 1)
+        gate, up = self.joined(x).chunk(2, 1)
         return self.down(functional.silu(gate) * up)
 
 

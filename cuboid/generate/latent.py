@@ -19,6 +19,8 @@ class CachedLatentAttention(nn.Module):
     def __init__(self, whole: LatentAttention, cache: Cache) -> None:
         super().__init__()
         self.whole, self.cache = whole, cache
+        self.up = whole.key_value_up.weight
+        del whole.key_value_up
         latent = whole.latent
         self.scale = whole.query_scale / math.sqrt(latent.qk_nope_dim + latent.qk_rope_dim)
 
@@ -26,7 +28,7 @@ class CachedLatentAttention(nn.Module):
         latent = self.whole.latent
         query, query_turned, key_value, key_turned = self.whole.queries_and_latents(x, positions)
         heads = query.shape[2]
-        up = self.whole.key_value_up.weight.view(heads, latent.qk_nope_dim + latent.v_dim, latent.kv_rank)
+        up = self.up.view(heads, latent.qk_nope_dim + latent.v_dim, latent.kv_rank)
         for_keys, for_values = up.split((latent.qk_nope_dim, latent.v_dim), 1)
         query = torch.bmm(query[0].transpose(0, 1), for_keys).transpose(0, 1)
         query = torch.cat((query.unsqueeze(0), query_turned), -1)

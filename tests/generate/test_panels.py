@@ -1,0 +1,74 @@
+"""A weight in panels multiplies as it did before, whatever the sizes; without a compiler nothing is changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from cuboid.generate import panels
+from cuboid.generate.panels import in_panels, use_panels
+from cuboid.model.linear import Linear
+
+
+def _product(outputs: int, inputs: int, bias: bool) -> Linear:
+    made = Linear(inputs, outputs, bias).requires_grad_(False)
+    for parameter in made.parameters():
+        parameter.data.normal_(generator=torch.Generator().manual_seed(outputs))
+    return made
+
+
+@pytest.mark.parametrize(("outputs", "inputs", "bias"), [(64, 32, False), (13, 7, True), (8, 1, False), (3, 130, True)])
+@pytest.mark.parametrize("columns_together", [True, False])
+def test_products_are_the_same(outputs: int, inputs: int, bias: bool, columns_together: bool) -> None:
+    product = _product(outputs, inputs, bias)
+    if columns_together:
+        product.weight.data = product.weight.data.t().contiguous().t()
+    rows = torch.randn(21, inputs + 1, generator=torch.Generator().manual_seed(1))[:, :inputs]
+    expected = product.double()(rows.double()).float()
+    product.float()
+    assert use_panels([nn.ModuleList([product])]) == ""
+    whole = product(rows)
+    torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-5)
+    for count in range(1, 18):
+        # A row comes out the same to the last bit, whatever is multiplied with it.
+        assert torch.equal(product(rows[:count]), whole[:count])
+
+
+def test_threads_share_a_product() -> None:
+    product, before = _product(1000, 64, False), torch.get_num_threads()
+    rows = torch.randn(9, 64)
+    expected = product(rows)
+    use_panels([product])
+    try:
+        torch.set_num_threads(3)
+        torch.testing.assert_close(product(rows), expected, rtol=1e-5, atol=1e-4)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_kept_weight_stays_as_it_is() -> None:
+    product, other = _product(8, 4, False), _product(8, 4, False)
+    weight = product.weight
+    assert use_panels([product, other], kept=weight) == ""
+    assert product.weight is weight
+    assert torch.equal(other.weight, in_panels(weight))
+
+
+@pytest.mark.parametrize("compiler", ["", "#!/bin/sh\necho no room for $1 >&2\nexit 1\n"])
+def test_what_cannot_be_compiled_is_said(compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    if compiler:
+        (tmp_path / "cc").write_text(compiler)
+        (tmp_path / "cc").chmod(0o755)
+    panels._compiled.cache_clear()
+    product = _product(8, 4, False)
+    weight = product.weight
+    reason = use_panels([product])
+    assert reason == (f"{tmp_path}/cc fails: no room for -O2" if compiler else "there is no C compiler; install gcc")
+    assert product.weight is weight
+    panels._compiled.cache_clear()
+    assert not list(tmp_path.glob("cache/cuboid/*"))
