@@ -80,6 +80,8 @@ def begin_anew(engine: Engine, optimizer: Moments) -> None:
             for moment in optimizer.moments(piece):
                 moment.zero_()
     optimizer.set_steps_taken(0)
+    if engine.loss_scale is not None:
+        engine.loss_scale.restore([])
 
 
 def _step(source: Location | Generation) -> int:

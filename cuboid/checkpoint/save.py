@@ -56,6 +56,8 @@ def agree(reason: str, group: dist.ProcessGroup | None) -> None:
 
 def describe(engine: Engine, optimizer: Moments, step: int, data: str) -> Manifest:
     run = engine.run
+    if engine.loss_scale is not None:
+        engine.course.loss_scale = engine.loss_scale.values()
     position = engine.course.batch(step) * run.training.global_batch
     taken, layout, course = optimizer.steps_taken, str(run.layout), engine.course.table()
     return Manifest(step, taken, position, data, layout, dump_run(run), course=course)
@@ -114,6 +116,8 @@ def load(
     restore_generators(engine, own)
     optimizer.set_steps_taken(manifest.updates)
     engine.course.restore(manifest.course)
+    if engine.loss_scale is not None:
+        engine.loss_scale.restore(engine.course.loss_scale)
     for unit in engine.units:
         unit.publish()
     return manifest

@@ -61,6 +61,8 @@ class Balance:
         self.sequences, self.tokens = sequences, tokens
         self.statistics = torch.zeros(layers, mixture.experts + len(EXTRA), dtype=torch.float64, device=device)
         """A row per layer: assignments of each expert, and the sums of EXTRA."""
+        self.factor: Tensor | None = None
+        """What all losses are multiplied by before their gradients are taken."""
         self.recording = True
         """Off while a forward pass is computed again."""
         self.over_sequence: Callable[[Tensor], Tensor] = _itself
@@ -100,7 +102,10 @@ class Balance:
             losses.append(z * (self.mixture.z_coefficient / self.tokens))
         if self.recording:
             self._record(row, asked.sum(0), balance, z, kept)
-        return _WithLoss.apply(weights, torch.stack(losses).sum()) if losses else weights
+        if not losses:
+            return weights
+        loss = torch.stack(losses).sum()
+        return _WithLoss.apply(weights, loss if self.factor is None else loss * self.factor.to(loss.dtype))
 
     @torch.no_grad()
     def _record(self, row: int, asked: Tensor, balance: Tensor | None, z: Tensor | None, kept: Tensor | None) -> None:

@@ -22,6 +22,7 @@ from cuboid.model.fused_attention import (
     cuda_forward,
     has_flash,
 )
+from cuboid.model.precision import wide
 
 
 def attend(
@@ -92,7 +93,7 @@ def documents_mix(query: Tensor, key: Tensor, value: Tensor, documents: Document
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    return x.to(wide(x.dtype))
 
 
 def _grouped(x: Tensor, heads: int) -> Tensor:

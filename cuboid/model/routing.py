@@ -14,6 +14,7 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from cuboid.model.balance import Balance, Tokens
+from cuboid.model.precision import wide
 from cuboid.spec.mixture import MixtureSpec
 
 
@@ -41,8 +42,8 @@ class Router(nn.Module):
         self.whole_sequences: Callable[[Tensor, Tokens], tuple[Tensor, Tensor]] = _already_whole
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:
-        wide = torch.float32 if x.dtype == torch.bfloat16 else x.dtype
-        logits = functional.linear(x.to(wide), self.weight.to(wide))
+        dtype = wide(x.dtype)
+        logits = functional.linear(x.to(dtype), self.weight.to(dtype))
         scores = logits.softmax(-1) if self.mixture.scoring == "softmax" else logits.sigmoid()
         chosen = self.choose(scores.detach())
         weights = scores.gather(1, chosen)

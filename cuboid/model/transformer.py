@@ -16,6 +16,7 @@ from cuboid.model.feed_forward import FeedForward
 from cuboid.model.latent import LatentAttention
 from cuboid.model.linear import Linear, Norm
 from cuboid.model.mixture import Mixture
+from cuboid.model.precision import wide
 from cuboid.model.rope import Positions, make_positions
 from cuboid.spec.model import ModelSpec
 
@@ -67,9 +68,7 @@ class Block(nn.Module):
 
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Sum of the cross-entropies of labelled tokens, in float32 or better."""
-    if logits.dtype == torch.bfloat16:
-        logits = logits.float()
-    return functional.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED)
+    return functional.cross_entropy(logits.to(wide(logits.dtype)), labels, reduction="sum", ignore_index=IGNORED)
 
 
 class Head(nn.Module):

@@ -13,12 +13,14 @@ from cuboid.model.fp8 import fp8_product, require_fp8
 from cuboid.model.initialize import initial_tensor
 from cuboid.model.linear import Linear
 from cuboid.model.mixture import Experts, Mixture
+from cuboid.model.precision import wide
 from cuboid.model.transformer import Block, Embedding, Head
 from cuboid.parallel.compiled import compiled_block, is_compiled, lean_loss
 from cuboid.parallel.context import ContextMix
 from cuboid.parallel.deferral import Deferral, deferrable_grouped_product, deferrable_product
 from cuboid.parallel.expert import join_sequences, make_balance, spread_experts, watched
 from cuboid.parallel.groups import Groups, make_groups
+from cuboid.parallel.loss_scale import LossScale
 from cuboid.parallel.pipeline import Pipeline
 from cuboid.parallel.recompute import with_recompute
 from cuboid.parallel.share import Share, Sharing
@@ -34,7 +36,12 @@ from cuboid.spec.course import Course
 from cuboid.spec.ledger import Ledger
 from cuboid.spec.run import Run
 
-DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "float64": torch.float64}
+DTYPES = {
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float64": torch.float64,
+}
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,8 @@ class Engine:
     compiled: bool
     balance: Balance | None
     """The losses and statistics of the routers, in a model that has them."""
+    loss_scale: LossScale | None = None
+    """In fp16."""
     ledger: Ledger | None = None
     """What this rank exchanged, if that is counted."""
     course: Course = field(default_factory=Course)
@@ -90,7 +99,11 @@ def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -
     )
     sharing = Sharing(run, groups.coordinates.cp, builder.dtype, device)
     units = list(builder.units.values())
-    engine = Engine(run, groups, device, units, pipeline, layers, sharing, builder.compiled, builder.balance, ledger)
+    factor = None
+    if run.training.precision == "fp16":
+        factor = LossScale(run.training.loss_scale, run.training.loss_scale_steps, device)
+    compiled, balance = builder.compiled, builder.balance
+    engine = Engine(run, groups, device, units, pipeline, layers, sharing, compiled, balance, factor, ledger)
     if draw:
         draw_weights(engine)
     return engine
@@ -202,13 +215,12 @@ class _Builder:
     def _unit(self, name: str, shapes: dict[str, tuple[int, ...]]) -> Unit:
         if name not in self.units:
             experts, balance = name.endswith(EXPERTS), name.endswith(BALANCE)
-            wide = torch.float32 if self.dtype == torch.bfloat16 else self.dtype
             self.units[name] = Unit(
                 name,
                 lay_out(shapes, self._slice_of),
                 0 if balance else self.layout.zero,
                 self.groups.routed if experts else self.groups,
-                wide if balance else self.dtype,
+                wide(self.dtype) if balance else self.dtype,
                 self.device,
             )
         return self.units[name]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cuboid.model.precision import wide
 from cuboid.model.rope import Positions
 from cuboid.model.transformer import IGNORED, Block, Head
 from cuboid.parallel.deferral import Deferral, accumulate
@@ -43,15 +44,21 @@ def compiled_block(block: Block, recompute: str, whole: bool) -> Callable[..., T
     return with_recompute(module, recompute) if recompute == "full" else module
 
 
+def _magnifier(dtype: torch.dtype) -> float:
+    """Probabilities of a large vocabulary are below what float16 holds."""
+    return 1024.0 if dtype == torch.float16 else 1.0
+
+
 def _loss_and_gradient(logits: Tensor, labels: Tensor) -> Tensor:
-    """The summed loss; `logits` become its gradient, in their own memory and precision."""
-    wide = logits.float() if logits.dtype == torch.bfloat16 else logits
+    """The summed loss; `logits` become its gradient, magnified, in their own memory and precision."""
+    exact = logits.to(wide(logits.dtype))
     counted = labels != IGNORED
     columns = labels.where(counted, 0).unsqueeze(1)
-    total = torch.logsumexp(wide, 1, keepdim=True)
-    losses = torch.where(counted, (total - wide.gather(1, columns)).squeeze(1), 0)
-    hit = torch.arange(wide.shape[1], device=wide.device) == columns
-    logits.copy_(torch.where(counted.unsqueeze(1), (wide - total).exp() - hit.to(wide.dtype), 0))
+    total = torch.logsumexp(exact, 1, keepdim=True)
+    losses = torch.where(counted, (total - exact.gather(1, columns)).squeeze(1), 0)
+    hit = torch.arange(exact.shape[1], device=exact.device) == columns
+    gradient = torch.where(counted.unsqueeze(1), (exact - total).exp() - hit.to(exact.dtype), 0)
+    logits.copy_(gradient * _magnifier(logits.dtype))
     return losses.sum()
 
 
@@ -75,7 +82,7 @@ class _LeanLoss(torch.autograd.Function):
     def backward(context: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         x, gradient = context.saved_tensors
         weight, deferral = context.weight, context.deferral
-        scale = scale.to(x.dtype)
+        scale = (scale / _magnifier(x.dtype)).to(x.dtype)
         input_gradient = (gradient @ weight) * scale
         scaled = x * scale  # smaller than the logits' gradient, which the scale would otherwise have to pass over
         if not deferral.active:

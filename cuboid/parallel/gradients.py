@@ -65,5 +65,5 @@ def squared_norm(engine: Engine) -> Tensor:
     total = torch.zeros((), dtype=dtype, device=engine.device)
     gradients = [piece.gradient for piece in counted_pieces(engine)]
     if gradients:
-        total += torch.stack(torch._foreach_norm(gradients)).square().sum()
+        total += torch.stack(torch._foreach_norm(gradients, 2, dtype)).square().sum()
     return total

@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cuboid.model.precision import wide
+
 DEADLINE = 600.0
 """Seconds to wait for the other ranks."""
 
@@ -35,8 +37,7 @@ SMALL = 32 << 10
 
 def sum_rows(rows: Tensor) -> Tensor:
     """In rank order, and in float32 or better, so that every rank gets the same bits."""
-    wide = torch.float32 if rows.dtype == torch.bfloat16 else rows.dtype
-    return rows.sum(0, dtype=wide).to(rows.dtype)
+    return rows.sum(0, dtype=wide(rows.dtype)).to(rows.dtype)
 
 
 def machine_identity() -> str:

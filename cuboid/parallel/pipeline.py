@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cuboid.model.precision import wide
 from cuboid.parallel.channel import Channels
 from cuboid.parallel.deferral import Deferral
 from cuboid.parallel.groups import Group
@@ -70,7 +71,7 @@ class Pipeline:
         self._deferral = deferral
         self._like = like
         self._keep_timing = keep_timing
-        self._loss_dtype = torch.float32 if like.dtype == torch.bfloat16 else like.dtype
+        self._loss_dtype = wide(like.dtype)
         self.timing: list[TimedAction] = []
         self._runners: dict[Kind, Callable[[int, int], None]] = {
             Kind.FORWARD: self._forward,

@@ -17,6 +17,7 @@ from cuboid.model.feed_forward import FeedForward
 from cuboid.model.latent import LatentAttention
 from cuboid.model.linear import Linear
 from cuboid.model.mixture import Mixture
+from cuboid.model.precision import wide
 from cuboid.model.transformer import IGNORED, Block, Embedding, Head, VocabularyEmbedding
 from cuboid.parallel.collectives import all_gather, all_reduce, all_reduce_maximum, reduce_scatter
 from cuboid.parallel.groups import Group
@@ -121,7 +122,7 @@ class _SplitVocabularyLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(context: Any, logits: Tensor, labels: Tensor, first: int, rows: int, group: Group) -> Tensor:
-        logits = logits.float() if logits.dtype == torch.bfloat16 else logits.clone()
+        logits = logits.to(wide(logits.dtype), copy=True)
         logits[:, rows:] = -torch.inf  # columns that only pad the vocabulary
         peak = all_reduce_maximum(logits.amax(1), group)
         exponentials = logits.sub_(peak.unsqueeze(1)).exp()

@@ -21,6 +21,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from cuboid.model.precision import wide
 from cuboid.parallel.collectives import (
     Pending,
     all_reduce,
@@ -84,7 +85,7 @@ class Unit:
         self.groups = groups
         self.uses = 0
         """How many times one micro-batch uses the unit on this rank (twice when a tied embedding is first and last)."""
-        self.accumulate = torch.float32 if compute == torch.bfloat16 else compute
+        self.accumulate = wide(compute)
         shards = groups.shard.size if zero else 1
         total = parts[-1].offset + parts[-1].size
         self.shard_size = -(-total // shards)

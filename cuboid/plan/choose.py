@@ -102,8 +102,8 @@ def warnings(plan: Plan) -> list[str]:
     untrainable = question.untrainable(plan.layout)
     if untrainable:
         found.append(f"Cuboid's engine cannot train this plan yet: {untrainable}")
-    elif question.precision in ("fp8", "fp16"):
-        found.append(f"Cuboid's engine trains this plan in bf16, not in {question.precision}")
+    elif reason := question.lacks_fp8(plan.layout):
+        found.append(f"Cuboid's engine trains this plan in bf16, not in fp8: {reason}")
     return [sentence for sentence in found if sentence]
 
 

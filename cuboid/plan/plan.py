@@ -73,11 +73,11 @@ class Plan(Refined):
     def run(self) -> Run:
         """What `cuboid train` does with the plan."""
         question = self.question
-        trained = question.precision if question.precision in ("bf16", "float32") else "bf16"
+        trained = "bf16" if question.lacks_fp8(self.layout) else question.precision
         training = TrainingSpec(
             global_batch=question.global_batch,
             sequence=question.sequence,
-            precision=cast(Literal["bf16", "float32"], trained),
+            precision=cast(Literal["bf16", "fp16", "fp8", "float32"], trained),
         )
         output = OutputSpec(folder=f"runs/{question.model.name}")
         return Run(model=question.model, layout=self.layout, training=training, output=output, plan=_table(self))

@@ -11,6 +11,7 @@ from cuboid.cost.profiled import profiled
 from cuboid.errors import UserError
 from cuboid.spec.cluster import ClusterSpec
 from cuboid.spec.coding import convert
+from cuboid.spec.fitting import check_fp8
 from cuboid.spec.layout import Layout, parse_layout_fields, require_positive
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.run import Run
@@ -88,6 +89,15 @@ class Question:
         try:
             sizes = TrainingSpec(global_batch=layout.dp * layout.micro_batch, sequence=2 * layout.cp * layout.tp)
             check_supported(Run(model=self.model, layout=layout, training=sizes))
+        except UserError as reason:
+            return str(reason)
+        return ""
+
+    def lacks_fp8(self, layout: Layout) -> str:
+        """Why the linears of a layout cannot be multiplied in fp8, or nothing."""
+        try:
+            if self.precision == "fp8":
+                check_fp8(layout, self.model, self.sequence)
         except UserError as reason:
             return str(reason)
         return ""

@@ -11,7 +11,7 @@ from cuboid.spec.ledger import Kind
 from cuboid.spec.ranks import coordinates
 from cuboid.spec.run import Run
 
-ELEMENT = {"bf16": 2, "float32": 4, "float64": 8}
+ELEMENT = {"bf16": 2, "fp16": 2, "float32": 4, "float64": 8}
 """Precision -> bytes of a parameter or an activation."""
 
 

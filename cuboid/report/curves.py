@@ -56,7 +56,9 @@ def events(source: Source) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     for row in source.rows:
         if row.get("finite") is False:
-            found.append({"step": row["step"], "kind": "skipped", "text": "not finite: the update was left out"})
+            scale = row.get("loss_scale", 0.0)
+            why = f"overflow at loss scale {scale:,.0f}" if row.get("overflowed") else "not finite"
+            found.append({"step": row["step"], "kind": "skipped", "text": f"{why}: the update was left out"})
         for save in row.get("checkpoints", ()):
             if save.get("bytes"):
                 text = (

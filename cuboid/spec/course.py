@@ -15,6 +15,8 @@ class Course:
     losses: list[float] = field(default_factory=list)
     """Of the latest good steps, where spikes are looked for."""
     norms: list[float] = field(default_factory=list)
+    loss_scale: list[float] = field(default_factory=list)
+    """In fp16: the factor of the loss, the good steps since it changed, and how many steps have overflowed."""
 
     def batch(self, step: int) -> int:
         """The global batch of a step; both count from 0."""
@@ -44,6 +46,9 @@ def from_table(table: object) -> Course:
         raise ValueError("has batches that are none")
     if course.skipped != sorted(set(course.skipped)):
         raise ValueError("has batches out of order")
-    if not all(type(value) is float and math.isfinite(value) for value in course.losses + course.norms):
+    numbers = course.losses + course.norms + course.loss_scale
+    if not all(type(value) is float and math.isfinite(value) for value in numbers):
         raise ValueError("has numbers that are none")
+    if course.loss_scale and (len(course.loss_scale) != 3 or course.loss_scale[0] < 1 or min(course.loss_scale) < 0):
+        raise ValueError("has a loss scale that is none")
     return course

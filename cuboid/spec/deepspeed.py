@@ -35,7 +35,10 @@ KEYS: dict[str, type | Only] = {
     "prescale_gradients": OFF,
     "sequence_parallel_size": Only((1,)),
     "bf16.enabled": bool,
-    "fp16.enabled": OFF,
+    "fp16.enabled": bool,
+    "fp16.initial_scale_power": int,
+    "fp16.loss_scale_window": int,
+    "fp16.loss_scale": Only((0, 0.0)),
     "optimizer.type": Only(("AdamW", "Adam")),
     "optimizer.params.lr": float,
     "optimizer.params.betas": list,
@@ -72,7 +75,6 @@ KEYS: dict[str, type | Only] = {
 """Every key that can be honoured -> its type, or the values at which Cuboid does what it asks."""
 
 INSTEAD = {
-    "fp16.enabled": "bf16.enabled=true",
     "zero_optimization.offload_optimizer.device": 'device="none" and a higher zero_optimization.stage',
     "sequence_parallel_size": "layout cp in the run file",
 }
@@ -87,7 +89,7 @@ def run_table_from_deepspeed(config: Mapping[str, Any], world_size: int | None =
         "layout": str(layout),
         "training": {
             "global_batch": layout.dp * layout.micro_batch * _accumulation(found, layout),
-            "precision": "bf16" if found.get("bf16.enabled") else "float32",
+            **_precision(found),
             # What DeepSpeed does where the config says nothing.
             "gradient_clip": found.get("gradient_clipping", 0.0),
         },
@@ -98,6 +100,17 @@ def run_table_from_deepspeed(config: Mapping[str, Any], world_size: int | None =
     if kept := {key: value for key, value in output.items() if value is not None}:
         table["output"] = kept
     return table
+
+
+def _precision(found: Table) -> Table:
+    if found.get("bf16.enabled"):
+        if found.get("fp16.enabled"):
+            raise UserError("bf16.enabled=true and fp16.enabled=true are two precisions; use one of them")
+        return {"precision": "bf16"}
+    if not found.get("fp16.enabled"):
+        return {"precision": "float32"}
+    first, window = found.get("fp16.initial_scale_power", 16), found.get("fp16.loss_scale_window", 1000)
+    return {"precision": "fp16", "loss_scale": 2.0**first, "loss_scale_steps": window}
 
 
 def _read(config: Mapping[str, Any]) -> Table:

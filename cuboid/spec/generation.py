@@ -81,7 +81,7 @@ class GenerationSpec:
     layout: Layout
     weights: str
     """hf:FOLDER or a checkpoint; empty: random ones."""
-    precision: Literal["float32", "bf16", "float64"] = "float32"
+    precision: Literal["float32", "bf16", "fp16", "float64"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     slots: int
     """Sequences in the cache of one replica at a time."""

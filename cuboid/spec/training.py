@@ -19,9 +19,15 @@ class TrainingSpec:
     """Tokens per sequence."""
     seed: int = 0
     """Decides the first parameters and the order of samples, whatever the layout."""
-    precision: Literal["float32", "bf16", "fp8", "float64"] = "float32"
-    """bf16 keeps float32 master weights; fp8 is bf16 with the products of the blocks' linears in 8 bits (not those of
-    routed experts, routers, attention and head); float64 is for verification."""
+    precision: Literal["float32", "bf16", "fp16", "fp8", "float64"] = "float32"
+    """bf16 and fp16 keep float32 master weights, and fp16 multiplies the loss so that small gradients survive; fp8 is
+    bf16 with the products of the blocks' linears in 8 bits (not those of routed experts, routers, attention and head);
+    float64 is for verification."""
+    loss_scale: float = 65536.0
+    """Of fp16: what the loss is multiplied by at first. It halves when a gradient overflows, in a step that is then
+    left out."""
+    loss_scale_steps: int = 2000
+    """Of fp16: after so many good steps in a row the factor doubles."""
     fp8_scaling: Literal["tensor", "row"] = "tensor"
     """Of fp8: one scale for each tensor, or one for each of its rows: more exact, and slower."""
     deterministic: bool = False
@@ -40,13 +46,18 @@ class TrainingSpec:
     must be the same each time: the compiler times kernels as a run starts, and which it takes changes the last bits."""
 
     @property
-    def weights(self) -> Literal["float32", "bf16", "float64"]:
+    def weights(self) -> Literal["float32", "bf16", "fp16", "float64"]:
         """The precision of weights and activations."""
         return "bf16" if self.precision == "fp8" else self.precision
 
     def __post_init__(self) -> None:
         check_types(self, "training")
-        require_in_range(self, "training", ("steps", "global_batch", "sequence", "threads_per_rank"), low=1)
+        require_in_range(
+            self,
+            "training",
+            ("steps", "global_batch", "sequence", "threads_per_rank", "loss_scale", "loss_scale_steps"),
+            low=1,
+        )
         require_in_range(self, "training", ("seed", "gradient_clip"), low=0)
         if self.deterministic and self.compile == "on":
             raise UserError(

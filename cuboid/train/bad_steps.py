@@ -26,13 +26,17 @@ class BadSteps:
         """For a step that must be judged before its update; others are when their numbers are there."""
         if not self._judge.looks_for_spikes:
             return None
-        return lambda result: self._judge.reason(step, result.loss, result.gradient_norm)
+        return lambda result: self._reason(step, result)
+
+    def _reason(self, step: int, result: StepResult) -> str:
+        """An overflow in fp16 is left out too, but neither bad nor good."""
+        return "" if result.overflowed else self._judge.reason(step, result.loss, result.gradient_norm)
 
     def judged(self, step: int, pending: PendingStep, result: StepResult) -> StepResult:
         """The result, which says why the update was left out if it was. Raises `UserError` where the run must stop."""
         reason = result.left_out
         if not self._judge.looks_for_spikes:
-            reason = self._judge.reason(step, result.loss, result.gradient_norm)
+            reason = self._reason(step, result)
         if not reason:
             return result
         self._note(step, pending, result, reason)

@@ -107,6 +107,8 @@ class Metrics:
             "finite": result.is_finite,
             "time": round(time.time(), 3),
         }
+        if result.loss_scale:
+            row |= {"loss_scale": result.loss_scale, "overflows": result.overflows}
         if held_out is not None:
             row["validation_loss"] = held_out
         # JSON has no word for what is not a number.
@@ -118,6 +120,8 @@ class Metrics:
             kept["slowest"] = slowest
         if saves:
             kept["checkpoints"] = [asdict(save) for save in saves]
+        if result.overflowed:
+            kept["overflowed"] = row["overflowed"] = True
         if result.left_out:
             kept["left_out"] = row["left_out"] = result.left_out
         if result.routers is not None:
@@ -163,7 +167,11 @@ class Metrics:
         if "validation_loss" in row:
             line += f"  validation {row['validation_loss']:.4f}"
         line += "".join(map(_shown, saves))
-        if not row["finite"]:
+        if "overflowed" in row:
+            line += (
+                f"  overflow {row['overflows']} at loss scale {row['loss_scale']:,.0f}: update left out on all ranks"
+            )
+        elif not row["finite"]:
             line += "  not finite: update left out on all ranks"
         elif "left_out" in row:
             line += f"  {row['left_out']}: update left out on all ranks"

@@ -86,9 +86,19 @@ class Optimizer:
         apart = self._compiled and engine.device.type == "cuda"
         self._stream = torch.cuda.Stream(engine.device) if apart else None  # type: ignore[no-untyped-call]
 
-    def step(self, learning_rate: float, gradient_norm: Tensor, clip: float, finite: Tensor) -> None:
-        """`finite`: false leaves the whole step out. Both tensors are equal on all ranks."""
+    def step(
+        self,
+        learning_rate: float,
+        gradient_norm: Tensor,
+        clip: float,
+        finite: Tensor,
+        loss_scale: Tensor | None = None,
+    ) -> None:
+        """`finite`: false leaves the whole step out. `loss_scale`: what the gradients are still multiplied by, though
+        not their norm. All tensors are equal on all ranks."""
         scale = (clip / (gradient_norm + 1e-6)).clamp(max=1.0) if clip > 0 else torch.ones_like(gradient_norm)
+        if loss_scale is not None:
+            scale = scale / loss_scale
         if self._compiled:
             self._step_on_device(learning_rate, scale, finite)
             return
@@ -141,22 +151,24 @@ class Optimizer:
         if not finite:
             return
         pieces = self.pieces
-        if scale < 1:
-            torch._foreach_mul_([piece.gradient for piece in pieces], float(scale))
         for decays in (True, False):
             chosen = [piece for piece in pieces if _decays(piece) == decays]
             # A halved piece needs its master weights in full for a moment: one at a time.
             together = [[piece] for piece in chosen if piece.is_halved]
             together += [[piece for piece in chosen if not piece.is_halved]]
             for group in filter(None, together):
-                self._step_together(group, learning_rate, self._spec.weight_decay if decays else 0.0)
+                decay = self._spec.weight_decay if decays else 0.0
+                self._step_together(group, learning_rate, decay, float(scale))
         self._steps += 1
 
-    def _step_together(self, pieces: list[Piece], learning_rate: float, decay: float) -> None:
+    def _step_together(self, pieces: list[Piece], learning_rate: float, decay: float, scale: float) -> None:
         masters = [piece.master for piece in pieces]
+        gradients = [piece.gradient.to(master.dtype) for piece, master in zip(pieces, masters, strict=True)]
+        if scale < 1:
+            torch._foreach_mul_(gradients, scale)
         adamw(
             masters,
-            [piece.gradient.to(master.dtype) for piece, master in zip(pieces, masters, strict=True)],
+            gradients,
             [self.moments(piece)[0] for piece in pieces],
             [self.moments(piece)[1] for piece in pieces],
             [],

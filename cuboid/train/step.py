@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from cuboid.model.transformer import IGNORED
 from cuboid.parallel.apply import Engine
 from cuboid.parallel.collectives import all_reduce
 from cuboid.parallel.gradients import finish_gradients, squared_norm
+from cuboid.parallel.loss_scale import SMALLEST, LossScale
 from cuboid.resilience.faults import strikes
 from cuboid.resilience.pulse import PULSE
 from cuboid.train.optimizer import Optimizer
@@ -35,6 +36,10 @@ class StepResult:
     """Whether some rank was asked to stop before this step."""
     left_out: str = ""
     """Why its update was left out; empty if it was not."""
+    loss_scale: float = 0.0
+    """What the loss was multiplied by, in fp16; else 0."""
+    overflows: int = 0
+    """Steps so far whose gradients were too large for fp16, this one included."""
     routers: Tensor | None = None
     """A row per layer with experts: assignments of each expert and the sums of `balance.EXTRA`, over the global
     batch."""
@@ -42,6 +47,11 @@ class StepResult:
     @property
     def is_finite(self) -> bool:
         return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether a smaller factor of the loss may be all that it takes: no fault, and the update is left out."""
+        return self.loss_scale > SMALLEST and math.isfinite(self.loss) and not math.isfinite(self.gradient_norm)
 
 
 LeavesOut = Callable[[StepResult], str]
@@ -59,6 +69,7 @@ class PendingStep:
         asked: Tensor,
         own_square: Tensor,
         routers: Tensor | None = None,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self.loss = loss
         self.gradient_norm = gradient_norm
@@ -66,10 +77,15 @@ class PendingStep:
         """This rank's share of the squared gradient norm."""
         self.routers = routers
         self.left_out = ""
-        values = torch.stack((loss.double(), gradient_norm.double(), tokens.double(), asked.double()))
+        told = [loss, gradient_norm, tokens, asked]
+        self.loss_scale: Tensor | None = None
+        if loss_scale is not None:
+            self.loss_scale = loss_scale.factor
+            told += [loss_scale.factor, loss_scale.overflows]
+        values = torch.stack([value.double() for value in told])
         self._arrival: torch.cuda.Event | None = None
         if values.is_cuda:
-            self._values = torch.empty(4, dtype=torch.float64, pin_memory=True)
+            self._values = torch.empty(len(told), dtype=torch.float64, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
             self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrival.record()
@@ -89,34 +105,41 @@ class PendingStep:
             PULSE.wait("device")
             self._arrival.synchronize()
             PULSE.go_on()
-        loss, norm, tokens, asked = self._values.tolist()
+        loss, norm, tokens, asked, *scaling = self._values.tolist()
         routers = None if self.routers is None else self.routers.cpu()
-        return StepResult(loss, norm, int(tokens), asked > 0, self.left_out, routers)
+        scale, before = scaling or (0.0, 0)
+        result = StepResult(loss, norm, int(tokens), asked > 0, self.left_out, scale, int(before), routers)
+        return replace(result, overflows=result.overflows + result.overflowed)
 
 
 def compute_gradients(engine: Engine, micro_batches: list[MicroBatch], asked: bool = False) -> PendingStep:
     """After this the pieces hold the gradient of (sum of token losses / labelled tokens) over the global batch, plus
-    that of the routers' auxiliary losses. `asked`: this rank was asked to stop, which all ranks learn."""
+    that of the routers' auxiliary losses; in fp16 it is still multiplied by the loss scale. `asked`: this rank was
+    asked to stop, which all ranks learn."""
     shares = [engine.sharing.of(batch) for batch in micro_batches]
     counted = torch.stack([(share.labels != IGNORED).sum() for share in shares]).sum()
     tokens = all_reduce(counted, engine.groups.data)
     for unit in engine.units:
         unit.begin_step(len(micro_batches))
+    factor = None if engine.loss_scale is None else engine.loss_scale.factor
     if engine.balance is not None:
         engine.balance.begin_step()
+        engine.balance.factor = factor
     dtype = engine.units[0].accumulate
-    scale = (1.0 / tokens.clamp(min=1).double()).to(dtype)
-    summed_loss = engine.pipeline.run(shares, scale)
+    scale = (1.0 if factor is None else factor) / tokens.clamp(min=1).double()
+    summed_loss = engine.pipeline.run(shares, scale.to(dtype))
     PULSE.do("gradients")
     finish_gradients(engine)
     own_loss = summed_loss if engine.holds_loss else torch.zeros_like(summed_loss)
     own_square = squared_norm(engine)
+    if factor is not None:
+        own_square = own_square / factor.square().to(own_square.dtype)
     if strikes(PULSE, "nan"):
         own_square = torch.full_like(own_square, math.nan)
     own = torch.stack((own_loss, own_square, torch.full_like(own_loss, asked)))
     loss, square, ranks_asked = all_reduce(own, engine.groups.world).unbind()
     loss, norm = loss / tokens.clamp(min=1), square.sqrt()
-    return PendingStep(loss, norm, tokens, ranks_asked, own_square, summed_statistics(engine))
+    return PendingStep(loss, norm, tokens, ranks_asked, own_square, summed_statistics(engine), engine.loss_scale)
 
 
 def start_step(
@@ -142,9 +165,12 @@ def start_step(
 def apply_update(engine: Engine, optimizer: Optimizer, pending: PendingStep, learning_rate: float) -> None:
     """Everything a step changes."""
     PULSE.do("update")
-    optimizer.step(learning_rate, pending.gradient_norm, engine.run.training.gradient_clip, pending.counts)
+    clip, counts = engine.run.training.gradient_clip, pending.counts
+    optimizer.step(learning_rate, pending.gradient_norm, clip, counts, pending.loss_scale)
+    if engine.loss_scale is not None:
+        engine.loss_scale.update(pending.loss, pending.gradient_norm, counts)
     if pending.routers is not None:
-        move_biases(engine, pending.routers, pending.counts)
+        move_biases(engine, pending.routers, counts)
 
 
 def train_step(

@@ -23,7 +23,7 @@ from cuboid.train.learning_rate import learning_rate
 from cuboid.train.optimizer import Optimizer
 from cuboid.train.step import PendingStep, apply_update, compute_gradients
 
-TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bf16": 2e-2, "fp8": 1e-1}
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bf16": 2e-2, "fp16": 1e-2, "fp8": 1e-1}
 """Relative, between layouts and between kernels of different order."""
 
 Cause = Literal["data", "hardware", "passing", "none"]

@@ -46,10 +46,17 @@ def test_a_cluster_of_its_own_file_is_kept_whole(ask: Callable[..., Question], t
     assert again.question.cluster == slower
 
 
-def test_fp8_is_planned_and_trained_in_bf16(ask: Callable[..., Question]) -> None:
-    plan = plans(ask("llama3-8b", "h100x8", global_batch=16, sequence=4096, precision="fp8"))[0]
+@pytest.mark.parametrize("precision", ["fp8", "fp16"])
+def test_a_plan_is_trained_in_its_precision(ask: Callable[..., Question], precision: str) -> None:
+    plan = plans(ask("llama3-8b", "h100x8", global_batch=16, sequence=4096, precision=precision))[0]
+    assert plan.run.training.precision == precision
+    assert not any("not in fp8" in warning for warning in plan.warnings)
+
+
+def test_what_fp8_cannot_multiply_is_trained_in_bf16(ask: Callable[..., Question]) -> None:
+    plan = predict(ask("tiny-llama", "h100x8", global_batch=16, sequence=64, precision="fp8"), Layout(tp=8))
     assert plan.run.training.precision == "bf16"
-    assert any("bf16, not in fp8" in warning for warning in plan.warnings)
+    assert any("bf16, not in fp8: precision=fp8 needs" in warning for warning in plan.warnings)
 
 
 def test_a_run_file_without_a_plan_is_refused(ask: Callable[..., Question], tmp_path: Path) -> None:

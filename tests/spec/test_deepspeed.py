@@ -84,7 +84,7 @@ def test_hybrid_sharding_and_recomputation() -> None:
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"fp16": {"enabled": True}}, ["fp16.enabled=true (use bf16.enabled=true)"]),
+        ({"fp16": {"enabled": True, "loss_scale": 128}}, ["fp16.loss_scale=128 (use fp16.loss_scale=0"]),
         (
             {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
             ['offload_optimizer.device="cpu" (use device="none"'],
@@ -103,7 +103,7 @@ def test_hybrid_sharding_and_recomputation() -> None:
             ['optimizer.type="Lamb" (use optimizer.type="AdamW" or optimizer.type="Adam")'],
         ),
         ({"zero_optimization": {"overlap_comm": 1}}, ["overlap_comm=1 (use zero_optimization.overlap_comm=true)"]),
-        ({"fp16": {"enabled": True}, "wow": 1}, ["fp16.enabled=true", "wow=1 (unknown"]),
+        ({"fp16": {"loss_scale": 1}, "wow": 1}, ["fp16.loss_scale=1 (use", "wow=1 (unknown"]),
     ],
 )
 def test_keys_that_cannot_be_honoured_are_all_named(changes: dict[str, Any], parts: list[str]) -> None:
@@ -168,3 +168,11 @@ def test_every_key_at_its_only_value_is_accepted() -> None:
             for part in reversed(key.split(".")):
                 config = {part: config}
             imported({**BATCH, **config}, 4)
+
+
+def test_fp16_keeps_its_loss_scale() -> None:
+    spelled = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 500}
+    training = imported({**BATCH, "fp16": spelled}, 4).training
+    assert (training.precision, training.loss_scale, training.loss_scale_steps) == ("fp16", 4096.0, 500)
+    with pytest.raises(UserError, match="two precisions; use one of them"):
+        imported({**BATCH, "fp16": spelled, "bf16": {"enabled": True}}, 4)

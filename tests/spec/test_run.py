@@ -137,7 +137,7 @@ def test_overrides_fill_and_clear_nested_tables() -> None:
             "training.deterministic=1",
             "training.deterministic=1 is not true or false; use training.deterministic=true or training.deterministic=",
         ),
-        ("training.precision=fp16", 'training.precision="fp16" is unknown; use float32, bf16 or float64'),
+        ("training.precision=fp4", 'training.precision="fp4" is unknown; use '),
         ("training.steps", "override 'training.steps' has no value; write it like training.steps=20"),
         ("training=3", "training=3 would replace a whole table; set one field, like training.steps"),
         ("optimizer.beta1=1", "optimizer.beta1=1.0 never forgets; use a number below 1"),

@@ -104,3 +104,27 @@ def test_a_spike_is_left_out_before_its_update(tmp_path: Path, pool: Pool) -> No
     assert (manifest.step, manifest.updates) == (26, 25)
     assert manifest.course["losses"] == [row["loss"] for row in metrics[17:25]]
     assert json.loads(json.dumps(told)) == told
+
+
+def test_an_overflow_in_fp16_is_no_bad_step_and_its_factor_is_kept(tmp_path: Path, pool: Pool) -> None:
+    """Stopped in the middle, where the factor is not the first any more, and gone on with: the numbers of a run that
+    never stopped."""
+    fields = ("training.precision=fp16", f"training.loss_scale={2.0**21}", "training.loss_scale_steps=3")
+    fields += ("training.deterministic=true", "resilience.bad_steps=stop", "checkpoint.every=4", "training.steps=8")
+    fields += ("learning_rate.schedule=constant", "data.source=synthetic", "training.global_batch=2", "model.layers=1")
+
+    def trained(name: str, *changes: str) -> list[dict[str, object]]:
+        run = short_run("dp=2", str(tmp_path / name), *fields, *changes)
+        pool.run("tests.train.cases:train_rank", (run,), ranks=2)
+        return rows(tmp_path / name / "metrics.jsonl")
+
+    whole = trained("whole")
+    trained("part", "training.steps=4")
+    again = trained("part")
+    assert not bad_steps(tmp_path / "whole")
+    seen = [(row["loss"], row["gradient_norm"], row["loss_scale"], row["overflows"]) for row in whole]
+    assert seen == [(row["loss"], row["gradient_norm"], row["loss_scale"], row["overflows"]) for row in again]
+    overflowed = [bool(row.get("overflowed")) for row in whole]
+    assert overflowed[0] and not overflowed[-1]
+    assert whole[-1]["overflows"] == sum(overflowed)
+    assert all("left_out" not in row for row in whole)

@@ -1,0 +1,109 @@
+"""Products in 8 bits: beside torch's own kernel, beside exact ones, and compiled into one graph with their block."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from cuboid.errors import UserError
+from cuboid.model.fp8 import fp8_product, multiply, quantise, quantise_columns, require_fp8
+from cuboid.spec.run import build_run
+
+TENSOR, ROW = False, True
+
+
+def numbers(rows: int, columns: int, seed: int = 0, spread: float = 0.0) -> Tensor:
+    """`spread`: how many powers of ten apart the sizes of rows are."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator)
+    return x * 10 ** (spread * torch.rand(rows, 1, generator=generator))
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("by_row", [TENSOR, ROW])
+def test_the_emulated_product_is_that_of_torch(by_row: bool) -> None:
+    a, a_scale = quantise(numbers(32, 64), torch.float8_e4m3fn, by_row)
+    b, b_scale = quantise(numbers(48, 64, 1), torch.float8_e4m3fn, by_row)
+    columns = b_scale.t().contiguous() if by_row else b_scale
+    expected = torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=columns, out_dtype=torch.bfloat16)
+    found = multiply(a, a_scale, b, b_scale, torch.bfloat16, fast=False)
+    assert found.dtype == torch.bfloat16
+    assert error(found.float(), expected.float()) < 2e-3
+
+
+@pytest.mark.parametrize("by_row", [TENSOR, ROW])
+def test_all_three_products_are_close_to_exact_ones(by_row: bool) -> None:
+    x, weight = numbers(64, 32).requires_grad_(), numbers(48, 32, 1).requires_grad_()
+    bias, gradient = numbers(1, 48, 2)[0].requires_grad_(), 1e-9 * numbers(64, 48, 3)
+    y = fp8_product(by_row)(x, weight, bias)
+    y.backward(gradient)
+    found = [y.detach(), x.grad, weight.grad, bias.grad]
+    expected = [x @ weight.t() + bias, gradient @ weight, gradient.t() @ x, gradient.sum(0)]
+    limits = [0.05, 0.05, 0.05, 1e-6] if by_row else [0.05, 0.09, 0.09, 1e-6]  # e5m2 has a bit less than e4m3
+    for one, exact, limit in zip(found, expected, limits, strict=True):
+        assert one is not None
+        assert error(one, exact.detach()) < limit
+
+
+def test_rows_of_different_sizes_need_scales_of_their_own() -> None:
+    x, weight = numbers(64, 32, spread=6), numbers(48, 32, 1)
+    exact = x @ weight.t()
+    smallest = x.abs().amax(1).argsort()[:4]
+
+    def small_rows(by_row: bool) -> float:
+        return error(fp8_product(by_row)(x, weight, None)[smallest], exact[smallest])
+
+    assert small_rows(ROW) < 0.05
+    assert small_rows(TENSOR) > 0.5
+
+
+@pytest.mark.parametrize("by_row", [TENSOR, ROW])
+def test_columns_are_the_transpose_with_scales_along_the_other_dimension(by_row: bool) -> None:
+    x = numbers(32, 16, spread=2)
+    values, scale = quantise_columns(x, torch.float8_e4m3fn, by_row)
+    assert values.shape == (16, 32) and values.is_contiguous()
+    assert scale.shape == ((16, 1) if by_row else ())
+    assert error(values.float() * scale, x.t()) < 0.05
+
+
+@pytest.mark.parametrize("by_row", [TENSOR, ROW])
+def test_zeros_stay_zero_and_what_is_not_finite_shows(by_row: bool) -> None:
+    values, scale = quantise(torch.zeros(16, 16), torch.float8_e4m3fn, by_row)
+    assert not values.float().any() and scale.isfinite().all()
+    for broken in (torch.inf, torch.nan):
+        x = numbers(16, 16)
+        x[3, 5] = broken
+        assert not fp8_product(by_row)(x, numbers(16, 16, 1), None).isfinite().all()
+
+
+@pytest.mark.parametrize("by_row", [TENSOR, ROW])
+def test_the_largest_number_is_kept_to_the_bit(by_row: bool) -> None:
+    """Without a clamp: the peak becomes the largest number of the format, whatever rounding does."""
+    for seed in range(20):
+        x = numbers(16, 64, seed, spread=30) * 1e-12
+        values, scale = quantise(x, torch.float8_e5m2, by_row)
+        assert values.float().isfinite().all()
+        assert (values.float() * scale).abs().max().item() == pytest.approx(x.abs().max().item(), rel=1e-6)
+
+
+def test_dimensions_that_do_not_divide_are_refused() -> None:
+    def refusal(**changes: object) -> str:
+        shape = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 192, "vocab": 256, **changes}
+        layout = shape.pop("layout", "dp=1")
+        training = {"precision": "fp8", "global_batch": 4, "sequence": shape.pop("sequence", 64)}
+        with pytest.raises(UserError) as caught:
+            build_run({"model": shape, "layout": layout, "training": training})
+        return str(caught.value)
+
+    assert refusal(ffn=200) == "precision=fp8 needs ffn=200 to divide by 16; use precision=bf16"
+    several = refusal(layout="tp=4", heads=8, kv_heads=4, head_dim=8)
+    assert several.startswith("precision=fp8 needs kv_heads × head_dim / tp=4=8") and "a smaller tp than 4" in several
+    assert refusal(sequence=40).endswith("= 40 does not divide by it; use sequence=32 or sequence=48")
+
+
+def test_a_cpu_needs_no_fp8_hardware() -> None:
+    require_fp8(torch.device("cpu"))
