@@ -14,7 +14,7 @@ from cuboid.checkpoint.start import copy_tensors, read_weights
 from cuboid.generate.cache import Cache
 from cuboid.generate.joined import JoinedAttention, joined_feed_forward
 from cuboid.generate.latent import CachedLatentAttention
-from cuboid.generate.panels import use_panels
+from cuboid.generate.panels import use_kernels
 from cuboid.model.feed_forward import FeedForward
 from cuboid.model.initialize import initial_tensor
 from cuboid.model.latent import LatentAttention
@@ -43,10 +43,10 @@ class Stage:
     tensor: Group
     vocabulary: int
 
-    def use_panels(self) -> str:
+    def use_kernels(self) -> str:
         """See `generate.panels`; a table that tokens are looked up in stays as it is."""
         table = None if self.embedding is None else self.embedding.tokens.weight
-        return use_panels((*self.blocks, *([] if self.head is None else [self.head])), table)
+        return use_kernels((*self.blocks, *([] if self.head is None else [self.head])), table)
 
     def hidden(self, x: Tensor, positions: Positions) -> Tensor:
         """x: tokens (1, rows) on the first stage, what the stage before made of them (rows, hidden) on the others."""

@@ -13,7 +13,7 @@ from cuboid.generate.batch import Batch, Event, Request
 from cuboid.generate.build import Builder, Stage, make_generation_groups
 from cuboid.generate.evaluation import Score
 from cuboid.generate.fixed import FixedDecoder
-from cuboid.generate.panels import wants_panels
+from cuboid.generate.kernels import wants_kernels
 from cuboid.generate.rows import Rower, Rows
 from cuboid.generate.sampling import choose, uniform
 from cuboid.generate.score import scores
@@ -44,8 +44,8 @@ def make_generator(
     index = groups.coordinates.pp
     stage = builder.stage(partition(spec.model, spec.layout.pp, spec.length)[index])
     builder.load(tensors)
-    if wants_panels(device, builder.dtype) and (reason := stage.use_panels()) and rank == 0:
-        say(f"products of few rows take up to twice their time: {reason}", as_warning=True)
+    if wants_kernels(device, builder.dtype) and (reason := stage.use_kernels()) and rank == 0:
+        say(f"a token takes up to twice its time: {reason}", as_warning=True)
     return Generator(spec, groups, groups.context_outer, {index: stage}, tuple(range(spec.layout.pp)), device)
 
 

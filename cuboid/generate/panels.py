@@ -1,50 +1,41 @@
-"""Products of few rows on Arm CPUs, whose libraries take half of the time of a decoding step to pack weights: they are
-packed once here, and multiplied by `panels.c`. Where that cannot be compiled, torch multiplies as ever."""
+"""Products and norms by kernels of our own. Libraries for Arm CPUs take half of the time of a decoding step to pack
+weights; here these are packed once, into panels, and stay so."""
 
 from __future__ import annotations
 
-import ctypes
-import os
-import platform
-import shutil
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
-from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cuboid.model.linear import Linear
+from cuboid.generate.kernels import Kernels, load_kernels
+from cuboid.model.linear import Linear, Norm
 
 WIDTH = 8
-SOURCE = Path(__file__).with_suffix(".c")
-FLAGS = ("-O2", "-fPIC", "-fopenmp", "-shared")
 
 
-def wants_panels(device: torch.device, dtype: torch.dtype) -> bool:
-    """Elsewhere torch has a library that multiplies few rows well, or nobody has measured."""
-    is_arm = sys.platform == "linux" and platform.machine() == "aarch64"
-    return is_arm and device.type == "cpu" and dtype == torch.float32
-
-
-def use_panels(modules: Iterable[nn.Module], kept: Tensor | None = None) -> str:
-    """Put the weights of all products into panels, but for `kept`, which is read in another way too; or say why not."""
+def use_kernels(modules: Iterable[nn.Module], kept: Tensor | None = None) -> str:
+    """In all products and norms inside these; say why not, if that cannot be. `kept`: a weight that is read in another
+    way too and stays where it is."""
     try:
-        multiply = _compiled()
+        kernels = load_kernels()
     except OSError as error:
         return str(error)
     for module in modules:
-        for product in module.modules():
-            if isinstance(product, Linear) and product.weight is not kept:
-                product.product = PanelProduct(multiply, len(product.weight))
-                product.weight = nn.Parameter(in_panels(product.weight), requires_grad=False)
+        for parent in list(module.modules()):
+            for name, child in parent.named_children():
+                if isinstance(child, Linear) and child.weight is not kept:
+                    use_panels(child, kernels)
+                elif isinstance(child, Norm) and child.bias is None:
+                    setattr(parent, name, KernelNorm(child, kernels))
     return ""
+
+
+def use_panels(product: Linear, kernels: Kernels) -> None:
+    product.product = PanelProduct(kernels.product, len(product.weight))
+    product.weight = nn.Parameter(in_panels(product.weight), requires_grad=False)
 
 
 def in_panels(weight: Tensor) -> Tensor:
@@ -73,25 +64,17 @@ class PanelProduct:
         return y if bias is None else y.add_(bias)
 
 
-@cache
-def _compiled() -> Any:
-    """`product` of panels.c. Compiled once per user, so that ranks start in a moment."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        raise OSError("there is no C compiler; install gcc")
-    made_of = SOURCE.read_bytes() + repr((FLAGS, platform.machine())).encode()
-    name = f"panels-{blake2b(made_of, digest_size=8).hexdigest()}.so"
-    library = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "cuboid" / name
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            made = Path(folder) / name
-            command = (compiler, *FLAGS, str(SOURCE), "-o", str(made))
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-            if done.returncode:
-                raise OSError(f"{compiler} fails: {' '.join(done.stderr.split())}")
-            made.replace(library)  # several ranks may make it at once
-    multiply = ctypes.CDLL(str(library)).product
-    multiply.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_long] * 3 + [ctypes.c_int]
-    multiply.restype = ctypes.c_int
-    return multiply
+class KernelNorm(nn.Module):
+    """RMSNorm."""
+
+    def __init__(self, whole: Norm, kernels: Kernels) -> None:
+        super().__init__()
+        self.weight, self.size, self.epsilon = whole.weight, whole.size, whole.epsilon
+        self.normalize = kernels.normalize
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        y, rows = torch.empty_like(x), x.numel() // self.size
+        addresses = x.data_ptr(), self.weight.data_ptr(), y.data_ptr()
+        self.normalize(*addresses, rows, self.size, self.epsilon, torch.get_num_threads())
+        return y

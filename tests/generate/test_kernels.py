@@ -1,4 +1,4 @@
-"""A weight in panels multiplies as it did before, whatever the sizes; without a compiler nothing is changed."""
+"""Kernels of our own compute what torch does, whatever the sizes; without a compiler nothing is changed."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from cuboid.generate import panels
-from cuboid.generate.panels import in_panels, use_panels
-from cuboid.model.linear import Linear
+from cuboid.generate.kernels import load_kernels
+from cuboid.generate.panels import KernelNorm, in_panels, use_kernels
+from cuboid.model.linear import Linear, Norm
+from cuboid.spec.model import load_model
 
 
 def _product(outputs: int, inputs: int, bias: bool) -> Linear:
@@ -29,7 +30,7 @@ def test_products_are_the_same(outputs: int, inputs: int, bias: bool, columns_to
     rows = torch.randn(21, inputs + 1, generator=torch.Generator().manual_seed(1))[:, :inputs]
     expected = product.double()(rows.double()).float()
     product.float()
-    assert use_panels([nn.ModuleList([product])]) == ""
+    assert use_kernels([nn.ModuleList([product])]) == ""
     whole = product(rows)
     torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-5)
     for count in range(1, 18):
@@ -41,7 +42,7 @@ def test_threads_share_a_product() -> None:
     product, before = _product(1000, 64, False), torch.get_num_threads()
     rows = torch.randn(9, 64)
     expected = product(rows)
-    use_panels([product])
+    use_kernels([nn.ModuleList([product])])
     try:
         torch.set_num_threads(3)
         torch.testing.assert_close(product(rows), expected, rtol=1e-5, atol=1e-4)
@@ -49,10 +50,23 @@ def test_threads_share_a_product() -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("shape", [(1, 7), (8, 64), (1, 5, 3, 33), (200, 16)])
+def test_norms_are_the_same(shape: tuple[int, ...]) -> None:
+    model = load_model("tiny-llama")
+    norm = Norm(model, shape[-1]).requires_grad_(False)
+    norm.weight.data.normal_()
+    x = torch.randn(*shape[:-1], shape[-1] + 2)[..., 1:-1]
+    expected = norm(x)
+    parent = nn.ModuleList([norm])
+    assert use_kernels([parent]) == ""
+    assert isinstance(parent[0], KernelNorm)
+    torch.testing.assert_close(parent[0](x), expected, rtol=1e-5, atol=1e-6)
+
+
 def test_a_kept_weight_stays_as_it_is() -> None:
     product, other = _product(8, 4, False), _product(8, 4, False)
     weight = product.weight
-    assert use_panels([product, other], kept=weight) == ""
+    assert use_kernels([nn.ModuleList([product, other])], kept=weight) == ""
     assert product.weight is weight
     assert torch.equal(other.weight, in_panels(weight))
 
@@ -64,11 +78,11 @@ def test_what_cannot_be_compiled_is_said(compiler: str, tmp_path: Path, monkeypa
     if compiler:
         (tmp_path / "cc").write_text(compiler)
         (tmp_path / "cc").chmod(0o755)
-    panels._compiled.cache_clear()
+    load_kernels.cache_clear()
     product = _product(8, 4, False)
     weight = product.weight
-    reason = use_panels([product])
+    reason = use_kernels([nn.ModuleList([product])])
     assert reason == (f"{tmp_path}/cc fails: no room for -O2" if compiler else "there is no C compiler; install gcc")
     assert product.weight is weight
-    panels._compiled.cache_clear()
+    load_kernels.cache_clear()
     assert not list(tmp_path.glob("cache/cuboid/*"))
