@@ -6,6 +6,7 @@ kill    the process ends without a word        stop    it is stopped by SIGSTOP
 raise   an exception in its training loop      hang    it sleeps for ever
 nan     its gradients' norm becomes NaN        spin    it computes for ever
 flip    one bit of its weights flips           term    it is sent SIGTERM, as by a scheduler
+oom     it asks for more memory than there is
 slow    it sleeps `seconds` at each such place, from `step` on for `steps` steps (left out: all)
 
 `at` names the place: a phase (set-up, step, evaluation, save, finish), what the rank does (data, forward, backward,
@@ -27,9 +28,9 @@ from cuboid.spec.suggest import either
 
 VARIABLE = "CUBOID_FAULT"
 STRUCK = "fault-*.json"
-Kind = Literal["kill", "stop", "term", "raise", "hang", "spin", "nan", "flip", "slow"]
+Kind = Literal["kill", "stop", "term", "raise", "hang", "spin", "nan", "flip", "oom", "slow"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-IN_TENSORS = ("nan", "flip")
+IN_TENSORS = ("nan", "flip", "oom")
 """What the training itself does where it is asked to."""
 PLACES = tuple(name for name in (*PHASES, *ACTIVITIES, *WAITS) if name)
 
@@ -166,5 +167,6 @@ def arm(pulse: Pulse, rank: int, folder: str | Path) -> None:
 
 
 def strikes(pulse: Pulse, kind: Kind) -> bool:
-    """Whether this rank is to spoil its own gradient (nan) or weights (flip) in the step it has begun."""
+    """Whether this rank is to spoil its own gradient (nan) or weights (flip) in the step it has begun, or to run out of
+    memory (oom)."""
     return isinstance(pulse.hook, Injector) and pulse.hook.strikes(kind)

@@ -45,7 +45,7 @@ class Replanner:
     def __init__(self, run: Run, ranks_per_node: int, cluster: ClusterSpec | None = None) -> None:
         """`cluster` is of what the nodes are made; left out: what the run was planned for, or this machine."""
         self._run, self._ranks = run, ranks_per_node
-        self._cluster = cluster or planned_cluster(run) or _cluster_here(run)
+        self._cluster = cluster or planned_cluster(run) or cluster_here(run)
         self.choose = cache(self._choose)
 
     def _choose(self, nodes: int) -> Choice:
@@ -98,8 +98,9 @@ class Replanner:
         return None
 
 
-def _cluster_here(run: Run) -> ClusterSpec:
-    if run.training.device != "cpu" and (name := accelerator_here()):
+def cluster_here(run: Run, on_cpu: bool = False) -> ClusterSpec:
+    """What this machine is made of, twice. `on_cpu`: the run computes there, whatever else there is."""
+    if not on_cpu and run.training.device != "cpu" and (name := accelerator_here()):
         per_node = accelerator_table(name)["accelerators_per_node"] or 1
         return load_cluster(f"{name}x{2 * per_node}")
     facts = accelerator_table("cpu")

@@ -9,6 +9,7 @@ snapshot-RANK.pickle    on a GPU: what was allocated, where and when; open it in
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -40,13 +41,12 @@ class Profile:
     def __init__(self, run: Run, rank: int, device: torch.device) -> None:
         """Made before the model, whose allocations a snapshot shows too."""
         self._run, self._rank, self._device = run, rank, device
-        self._folder = Path(run.output.folder) / FOLDER
         self._window = range(0)
         self._profiler: profile | None = None
         self._tally: Tally | None = None
         self._before = resident_peak()
-        self.records_memory = run.profile.traces(rank) and run.profile.memory and device.type == "cuda"
-        if self.records_memory:
+        self._records = run.profile.traces(rank) and run.profile.memory and device.type == "cuda"
+        if self._records:
             torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS, stacks="python")
 
     def plan(self, done: int, engine: Engine, optimizer: Optimizer) -> None:
@@ -57,7 +57,7 @@ class Profile:
         layers = sum(len(stage.segments) for stage in engine.pipeline.stages.values())
         most = max(1, MOST_PASSES // (layers * self._run.micro_batches))
         self._window = self._run.profile.window(done, self._run.training.steps, most)
-        if self._window and len(self._window) < self._run.profile.steps and self._rank == 0:
+        if self._window and most < self._run.profile.steps and self._rank == 0:
             say(f"note: {len(self._window)} of profile.steps={self._run.profile.steps} are traced, to keep files small")
 
     def closes_after(self, done: int) -> bool:
@@ -97,11 +97,10 @@ class Profile:
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        self._profiler = profile(
-            activities=activities,
-            schedule=schedule(wait=0, warmup=warm_up, active=len(self._window), repeat=1),
-            on_trace_ready=self._write_trace,
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a short run may have no step to warm up in
+            steps = schedule(wait=0, warmup=warm_up, active=len(self._window), repeat=1)
+        self._profiler = profile(activities=activities, schedule=steps, on_trace_ready=self._write_trace)
         self._profiler.start()
         if not warm_up:
             REGIONS.begin()
@@ -112,10 +111,10 @@ class Profile:
     def _write_memory(self) -> None:
         table = {"rank": self._rank, "layout": str(self._run.layout), "bytes": self._memory()}
         self._write(MEMORY, lambda path: path.write_text(json.dumps(table) + "\n"))
-        if self.records_memory:
-            self.write_snapshot()
+        if self._records:
+            write_snapshot(self._run, self._rank)
             torch.cuda.memory._record_memory_history(enabled=None)
-            self.records_memory = False
+            self._records = False
 
     def _memory(self) -> dict[str, int]:
         """By kind at the fullest moment; activations are all that lived for a part of a step."""
@@ -133,17 +132,31 @@ class Profile:
         activations = max(0, counted)
         return {**known, "activations": activations, "other": max(0, resident - sum(known.values()) - activations)}
 
-    def write_snapshot(self) -> Path:
-        return self._write(SNAPSHOTS, lambda path: torch.cuda.memory._dump_snapshot(str(path)))  # type: ignore[no-untyped-call]
+    def _write(self, pattern: str, write: Callable[[Path], object]) -> None:
+        write_whole(_path(self._run, self._rank, pattern), write)
 
-    def _write(self, pattern: str, write: Callable[[Path], object]) -> Path:
-        """Under its name once it is whole; a full disk ends no training."""
-        path = self._folder / pattern.replace("*", f"{self._rank:05d}")
-        aside = path.with_name(f"writing-{path.name}")
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            write(aside)
-            aside.replace(path)
-        except OSError as error:
-            say(f"{path} cannot be written: {error.strerror or error}; the training goes on", as_warning=True)
-        return path
+
+def history_is_recorded(device: torch.device) -> bool:
+    """Whether a snapshot would tell where memory was allocated."""
+    return any(torch.cuda.memory._snapshot(device)["device_traces"])
+
+
+def write_snapshot(run: Run, rank: int) -> Path:
+    path = _path(run, rank, SNAPSHOTS)
+    write_whole(path, lambda aside: torch.cuda.memory._dump_snapshot(str(aside)))  # type: ignore[no-untyped-call]
+    return path
+
+
+def _path(run: Run, rank: int, pattern: str) -> Path:
+    return Path(run.output.folder) / FOLDER / pattern.replace("*", f"{rank:05d}")
+
+
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Under its name once it is whole; a full disk ends no training."""
+    aside = path.with_name(f"writing-{path.name}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(aside)
+        aside.replace(path)
+    except OSError as error:
+        say(f"{path} cannot be written: {error.strerror or error}; the training goes on", as_warning=True)

@@ -30,6 +30,7 @@ from cuboid.train.optimizer import Optimizer
 from cuboid.train.profile import Profile
 from cuboid.train.replicas import flip_bit
 from cuboid.train.samples import Sampler
+from cuboid.train.shortage import exhaust, told_when_short
 from cuboid.train.step import PendingStep, start_step
 
 
@@ -52,7 +53,8 @@ def train(
 ) -> Outcome:
     """Train to the last step, from the newest checkpoint of the run or the first step. `asked`: whether this rank was
     asked to stop; if any was, all save and stop at the next step."""
-    return Trainer(run, rank, device, quiet, asked).train()
+    with told_when_short(run, rank, device):
+        return Trainer(run, rank, device, quiet, asked).train()
 
 
 @dataclass(frozen=True)
@@ -148,6 +150,8 @@ class Trainer:
         PULSE.do("data")
         if strikes(PULSE, "flip"):
             flip_bit(self.optimizer.pieces[-1].kept)
+        if strikes(PULSE, "oom"):
+            exhaust(self.device)
         rate = learning_rate(self.run.learning_rate, self.done, self.run.training.steps)
         batch = self.engine.course.batch(self.done)
         batches = micro_batches(self.source, self.run, batch, self._replica, self.device)
