@@ -4,6 +4,7 @@ Copying into it is all that a training waits for: what is written is never what 
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -35,6 +36,9 @@ class Staging:
         self._memory = memory
         self.content = as_bytes(self._memory)
         self.state = self._lay_out(state)
+        # What is offloaded lies in the host's memory already, where copying keeps the host busy: a thread of its own.
+        self._thread = ThreadPoolExecutor(1) if self._on_gpu else None
+        self._copying: Future[None] | None = None
         self._stream: Any = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
         self._copied: Any = torch.cuda.Event() if self._on_gpu else None  # type: ignore[no-untyped-call]
 
@@ -60,20 +64,29 @@ class Staging:
         if self._stream is None:
             self._copy(state)
             return
+        assert self._thread is not None
         self._stream.wait_stream(torch.cuda.current_stream())
+        away = {name: held for name, held in state.items() if not any(values.is_cuda for _, values in held.boxes)}
+        with torch.cuda.stream(self._stream):
+            self._copy({name: held for name, held in state.items() if name not in away})
+            self._copied.record()
+        self._copying = self._thread.submit(self._copy_on_stream, away)
+
+    def _copy_on_stream(self, state: dict[str, Scattered]) -> None:
         with torch.cuda.stream(self._stream):
             self._copy(state)
-            self._copied.record()
 
     def _copy(self, state: dict[str, Scattered]) -> None:
         for name, held in state.items():
             for number, ((_, here), (_, values)) in enumerate(zip(self.state[name].boxes, held.boxes, strict=True)):
-                whole = join_halves(held.near[number], values) if held.near else values
-                here.copy_(whole, non_blocking=self._on_gpu)
+                whole = join_halves(held.near[number].to(values.device), values) if held.near else values
+                here.copy_(whole, non_blocking=values.is_cuda)
 
     def wait(self) -> None:
         if self._copied is not None:
             self._copied.synchronize()
+        if self._copying is not None:
+            self._copying.result()
 
 
 def _aligned(count: int) -> int:

@@ -162,7 +162,8 @@ class Jobs:
     @classmethod
     def of(cls, layouts: Sequence[Layout], *, global_batch: int, sequence: int) -> "Jobs":
         """The given layouts, all on one batch."""
-        names = ("dp", "tp", "pp", "cp", "cp_inner", "ep", "zero", "shard", "vpp", "micro_batch", "sequence_parallel")
+        degrees = ("dp", "tp", "pp", "cp", "cp_inner", "ep", "shard", "vpp", "micro_batch")
+        names = (*degrees, "zero", "sequence_parallel", "offload")
         values: dict[str, Any] = {name: [getattr(layout, name) for layout in layouts] for name in names}
         values["cp_method"] = [CONTEXT_METHODS.index(layout.cp_method) for layout in layouts]
         values["schedule"] = [SCHEDULES.index(layout.schedule) for layout in layouts]

@@ -41,15 +41,23 @@ class Piece:
     part: Part
     start: int
     stop: int
-    kept: Tensor
-    """The master weights, or of each 16 bits more than `weight` has."""
+    stored: Tensor
+    """`kept`, which may be on its way to where it is stored."""
     weight: Tensor | None
     """The same elements in the precision of the products, where these are kept beside the master weights."""
     take_gradient: Callable[[], Tensor]
+    settle: Callable[[], None]
+    """The host waits until what is stored is there."""
+
+    @property
+    def kept(self) -> Tensor:
+        """The master weights, or of each 16 bits more than `weight` has."""
+        self.settle()
+        return self.stored
 
     @property
     def is_halved(self) -> bool:
-        return self.kept.dtype == torch.int16
+        return self.stored.dtype == torch.int16
 
     @property
     def master(self) -> Tensor:
@@ -57,7 +65,7 @@ class Piece:
         if not self.is_halved:
             return self.kept
         assert self.weight is not None
-        return join_halves(self.weight.view(torch.int16), self.kept)
+        return join_halves(self.weight.view(torch.int16), self.kept.to(self.weight.device))
 
     def set_master(self, values: Tensor) -> None:
         """Write master weights and what follows from them on this rank."""
@@ -93,13 +101,15 @@ class Unit:
         self.end = self.begin + self.shard_size
         self._flat = torch.zeros(self.shard_size * shards, dtype=compute, device=device)
         self._master_is_apart = zero == 3 or compute != self.accumulate
-        self._is_halved = zero < 3 and compute == torch.bfloat16
-        kept = torch.int16 if self._is_halved else self.accumulate
+        self.is_halved = zero < 3 and compute == torch.bfloat16
+        """Whether of master weights only what the weights lack is kept, which only the update reads."""
+        kept = torch.int16 if self.is_halved else self.accumulate
         self._kept = (
             torch.zeros(self.shard_size, dtype=kept, device=device)
             if self._master_is_apart
             else self._shard(self._flat)
         )
+        self._settle_kept: Callable[[], None] = _is_settled
         self._opened: Tensor | None = None
         self._summed_gradient: Tensor | None = None
         # Nobody else adds to the gradient of one micro-batch: autograd's own result is exact without a sum in float32.
@@ -124,11 +134,12 @@ class Unit:
 
     def fill(self, held: Callable[[Part], Tensor]) -> None:
         """Set the parameters from what this rank holds of each full tensor; padding stays zero."""
+        self._settle_kept()
         whole = torch.zeros(self._flat.numel(), dtype=self.accumulate, device=self._flat.device)
         for part in self.parts:
             cut = part.slice
             self._view(whole, part).narrow(cut.dimension, 0, cut.stop - cut.start).copy_(held(part))
-        if self._is_halved:
+        if self.is_halved:
             near, rest = split_halves(whole)
             self._flat.view(torch.int16).copy_(near)
             self._kept.copy_(self._shard(rest))
@@ -140,13 +151,23 @@ class Unit:
     @property
     def master(self) -> Tensor:
         """The master weights of this rank's shard as they are kept, where they are kept whole."""
-        assert not self._is_halved
+        assert not self.is_halved
         return self._kept
 
+    def keep_in(self, memory: Tensor, settle: Callable[[], None]) -> None:
+        """Keep what halved master weights need beside the weights in some other memory from now on. `settle`: the host
+        waits until what was last written to it is there."""
+        assert self.is_halved
+        memory.copy_(self._kept)
+        self._kept, self._settle_kept = memory, settle
+
     def open(self) -> None:
-        """Until `publish`, the pieces' master weights lie in one tensor, and what is written there counts."""
-        if self._is_halved and self._opened is None:
-            self._opened = join_halves(self._shard(self._flat).view(torch.int16), self._kept)
+        """Until `publish`, the pieces' master weights lie in one tensor, where they are kept, and what is written there
+        counts."""
+        if self.is_halved and self._opened is None:
+            self._settle_kept()
+            near = self._shard(self._flat).view(torch.int16)
+            self._opened = join_halves(near.to(self._kept.device), self._kept)
 
     # Parameters: whole while in use.
 
@@ -182,7 +203,7 @@ class Unit:
             self._shard(self._flat).view(torch.int16).copy_(near)
             self._kept.copy_(rest)
             self._opened = None
-        elif self._master_is_apart and not self._is_halved and not written:
+        elif self._master_is_apart and not self.is_halved and not written:
             self._shard(self._flat).copy_(self._kept)
         if self.zero:
             self._gathering = start_all_gather(self._shard(self._flat).clone(), self.groups.shard, self._flat)
@@ -286,14 +307,16 @@ class Unit:
                 kept = self._kept if self._opened is None else self._opened
                 weight = None if held is None else held[here]
                 take = partial(self._piece_gradient, part, here)
-                result.append(Piece(part, *local, kept[here], weight, take))
+                result.append(Piece(part, *local, kept[here], weight, take, self._settle_kept))
         return result
 
     def _piece_gradient(self, part: Part, here: slice) -> Tensor:
         if not self._takes_gradients:
             return self.shard_gradient[here]
         gradient = self.parameters[part.name].grad
-        return torch.zeros_like(self._kept[here], dtype=self.accumulate) if gradient is None else gradient.flatten()
+        if gradient is not None:
+            return gradient.flatten()
+        return torch.zeros(here.stop - here.start, dtype=self.accumulate, device=self._flat.device)
 
     def held_tensors(self) -> list[Tensor]:
         """What `held_bytes` counts."""
@@ -301,10 +324,15 @@ class Unit:
         return [self._flat, self._kept, *gradient]
 
     def held_bytes(self) -> dict[str, int]:
-        """Bytes really allocated now."""
-        master = self._kept.untyped_storage().nbytes() if self._master_is_apart else 0
+        """Bytes really allocated now on the device."""
+        here = self._master_is_apart and self._kept.device == self._flat.device
+        master = self._kept.nbytes if here else 0
         return {
             "parameters": self._flat.untyped_storage().nbytes(),
             "master": master,
             "gradients": 0 if self._summed_gradient is None else self._summed_gradient.untyped_storage().nbytes(),
         }
+
+
+def _is_settled() -> None:
+    """What no other stream writes is always there."""

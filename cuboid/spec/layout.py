@@ -68,6 +68,9 @@ class Layout:
     """What the backward pass computes again: nothing, all but matrix products and attention, or whole blocks."""
     sequence_parallel: bool = LEFT_OUT
     """Split what lies between the tensor-parallel matrices along the sequence; left out: on when tp > 1."""
+    offload: bool = False
+    """Keep the optimizer's state in the host's memory and bring it to the accelerator for the update. Changes no
+    result; on CPUs, whose memory is the host's, nothing at all."""
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "cp", "ep", "micro_batch"):
@@ -83,6 +86,7 @@ class Layout:
         asked = self.sequence_parallel is None or convert(self.sequence_parallel, bool, "sequence_parallel")
         # Splitting over one rank changes nothing, so one spelling is kept for it.
         object.__setattr__(self, "sequence_parallel", asked and self.tp > 1)
+        convert(self.offload, bool, "offload")
         borrowed = self.dp * self.cp * self.tp
         if borrowed % self.ep:
             near = nearest_numbers(self.ep, lambda number: borrowed % number == 0, 1, borrowed)

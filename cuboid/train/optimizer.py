@@ -6,84 +6,68 @@ and the decision to leave a step out are numbers on the device, so the host neve
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 
 from cuboid.parallel.apply import Engine
-from cuboid.parallel.halves import join_halves, split_halves
 from cuboid.parallel.unit import Piece, Unit
 from cuboid.spec.training import OptimizerSpec
+from cuboid.train.adamw import Elements, update_compiled, update_eagerly
+from cuboid.train.offload import OffloadedState
 
 
-def _update(
-    kept: Tensor,
-    first: Tensor,
-    second: Tensor,
-    gradient: Tensor,
-    weight: Tensor | None,
-    numbers: Tensor,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-) -> None:
-    """`kept`: the master weights, or 16 bits of each beside those of `weight`, which then is given as int16. `numbers`:
-    clipping factor, decay factor, step size, square root of the second moment's correction, and whether the step
-    counts."""
-    halved = kept.dtype == torch.int16
-    master = join_halves(weight, kept) if halved and weight is not None else kept
-    scale, decay, size, correction, counts = numbers.to(master.dtype).unbind()
-    clipped = gradient.to(master.dtype) * scale
-    new_first = torch.lerp(first, clipped, 1 - beta1)
-    new_second = second * beta2 + clipped * clipped * (1 - beta2)
-    updated = master * decay - size * new_first / (new_second.sqrt() / correction + epsilon)
-    takes = counts > 0
-    result = torch.where(takes, updated, master)
-    first.copy_(torch.where(takes, new_first, first))
-    second.copy_(torch.where(takes, new_second, second))
-    if halved and weight is not None:
-        near, rest = split_halves(result)
-        weight.copy_(near)
-        kept.copy_(rest)
-        return
-    kept.copy_(result)
-    if weight is not None:
-        weight.copy_(result)
+class State(Protocol):
+    """Where the moments lie."""
+
+    @property
+    def device_bytes(self) -> int: ...
+
+    @property
+    def host_bytes(self) -> int:
+        """Held in memory of the host for a device that has its own."""
+
+    def moments(self, piece: Piece) -> tuple[Tensor, Tensor]: ...
+
+    def visit(self, units: Sequence[Unit]) -> Iterator[list[Elements]]:
+        """All that is to be updated, on the device; each lot must be updated before the next is asked for."""
 
 
-ROW = 1024
-"""Long tensors are updated as rows of this length: a compiler that knows one even length reads wider words (7 % faster
-than with the length left open), and one graph still serves them all."""
+class ResidentState:
+    """Moments on the device, beside the weights."""
 
+    host_bytes = 0
 
-def _update_rows(*arguments: Any) -> None:
-    """Its own function, because the compiler remembers by function which lengths it has met."""
-    _update(*arguments)
+    def __init__(self, units: Sequence[Unit]) -> None:
+        pieces = [piece for unit in units for piece in unit.pieces()]
+        self._moments = {piece.part.name: (_zeros(piece), _zeros(piece)) for piece in pieces}
 
+    @property
+    def device_bytes(self) -> int:
+        return sum(moment.nbytes for pair in self._moments.values() for moment in pair)
 
-@cache
-def _compiled_update(in_rows: bool) -> Any:
-    if in_rows:
-        return torch.compile(_update_rows, fullgraph=True)
-    return torch.compile(_update, dynamic=True, fullgraph=True)
+    def moments(self, piece: Piece) -> tuple[Tensor, Tensor]:
+        return self._moments[piece.part.name]
 
-
-def _in_rows(tensor: Tensor) -> Tensor:
-    return tensor.view(-1, ROW) if tensor.numel() % ROW == 0 else tensor.view(-1)
+    def visit(self, units: Sequence[Unit]) -> Iterator[list[Elements]]:
+        yield [Elements.of(piece, piece.kept, *self.moments(piece)) for unit in units for piece in unit.pieces()]
 
 
 class Optimizer:
-    def __init__(self, engine: Engine, spec: OptimizerSpec) -> None:
+    def __init__(self, engine: Engine, spec: OptimizerSpec, state: State | None = None) -> None:
+        """`state`: of these units; left out, offloaded if the layout says so and the device has memory of its own."""
         self._units = engine.units
         self._spec = spec
         self._compiled = engine.compiled
-        pieces = [piece for unit in engine.units for piece in unit.pieces()]
-        self._moments = {piece.part.name: (_zeros(piece), _zeros(piece)) for piece in pieces}
+        on_gpu = engine.device.type == "cuda"
+        if state is None:
+            away = engine.run.layout.offload and on_gpu
+            state = OffloadedState(self._units, engine.device) if away else ResidentState(self._units)
+        self._state = state
         self._steps = torch.zeros((), dtype=torch.float64, device=engine.device)
-        apart = self._compiled and engine.device.type == "cuda"
+        apart = self._compiled and on_gpu
         self._stream = torch.cuda.Stream(engine.device) if apart else None  # type: ignore[no-untyped-call]
 
     def step(
@@ -135,56 +119,19 @@ class Optimizer:
 
     def _update_unit(self, unit: Unit, numbers: list[Tensor]) -> list[Tensor]:
         """Returns the gradients."""
-        spec = self._spec
-        betas = (spec.beta1, spec.beta2, spec.epsilon)
         read = []
-        for piece in unit.pieces():
-            gradient = piece.gradient
-            weight = piece.weight.view(torch.int16) if piece.is_halved and piece.weight is not None else piece.weight
-            tensors = [_in_rows(tensor) for tensor in (piece.kept, *self.moments(piece), gradient)]
-            update = _compiled_update(tensors[0].dim() > 1)
-            update(*tensors, None if weight is None else _in_rows(weight), numbers[_decays(piece)], *betas)
-            read.append(gradient)
+        for lot in self._state.visit([unit]):
+            for elements in lot:
+                update_compiled(elements, self._spec, numbers[elements.decays])
+                read.append(elements.gradient)
         return read
 
     def _step_on_host(self, learning_rate: float, scale: Tensor, finite: Tensor) -> None:
         if not finite:
             return
-        pieces = self.pieces
-        for decays in (True, False):
-            chosen = [piece for piece in pieces if _decays(piece) == decays]
-            # A halved piece needs its master weights in full for a moment: one at a time.
-            together = [[piece] for piece in chosen if piece.is_halved]
-            together += [[piece for piece in chosen if not piece.is_halved]]
-            for group in filter(None, together):
-                decay = self._spec.weight_decay if decays else 0.0
-                self._step_together(group, learning_rate, decay, float(scale))
+        for lot in self._state.visit(self._units):
+            update_eagerly(lot, self._spec, learning_rate, self._steps, float(scale))
         self._steps += 1
-
-    def _step_together(self, pieces: list[Piece], learning_rate: float, decay: float, scale: float) -> None:
-        masters = [piece.master for piece in pieces]
-        gradients = [piece.gradient.to(master.dtype) for piece, master in zip(pieces, masters, strict=True)]
-        if scale < 1:
-            torch._foreach_mul_(gradients, scale)
-        adamw(
-            masters,
-            gradients,
-            [self.moments(piece)[0] for piece in pieces],
-            [self.moments(piece)[1] for piece in pieces],
-            [],
-            [self._steps.float() for _ in pieces],
-            fused=True,
-            amsgrad=False,
-            beta1=self._spec.beta1,
-            beta2=self._spec.beta2,
-            lr=learning_rate,
-            weight_decay=decay,
-            eps=self._spec.epsilon,
-            maximize=False,
-        )
-        for piece, master in zip(pieces, masters, strict=True):
-            if piece.is_halved:
-                piece.set_master(master)
 
     @property
     def pieces(self) -> list[Piece]:
@@ -192,8 +139,9 @@ class Optimizer:
         return [piece for unit in self._units for piece in unit.pieces()]
 
     def moments(self, piece: Piece) -> tuple[Tensor, Tensor]:
-        """Both moments of a piece; what is written into them counts."""
-        return self._moments[piece.part.name]
+        """Both moments of a piece; what is written into them counts. The host waits for them where they are on their
+        way to its memory."""
+        return self._state.moments(piece)
 
     @property
     def steps_taken(self) -> int:
@@ -203,13 +151,14 @@ class Optimizer:
         self._steps.fill_(steps)
 
     def state_bytes(self) -> int:
-        return sum(moment.nbytes for pair in self._moments.values() for moment in pair)
+        """On the device, beside master weights."""
+        return self._state.device_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Of moments and master weights in the host's memory, where the device has its own."""
+        return self._state.host_bytes
 
 
 def _zeros(piece: Piece) -> Tensor:
     return torch.zeros_like(piece.kept, dtype=torch.float32 if piece.is_halved else piece.kept.dtype)
-
-
-def _decays(piece: Piece) -> bool:
-    """Matrices decay; norms and biases do not."""
-    return len(piece.part.full_shape) > 1

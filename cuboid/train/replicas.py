@@ -77,7 +77,7 @@ def deviations(engine: Engine, optimizer: Optimizer) -> list[Deviation]:
         digest = hashlib.blake2b(f"{name}/{place}".encode(), digest_size=8).digest()
         key = int.from_bytes(digest, "little", signed=True)
         names[key] = f"{name} ({place.partition('/')[0]})"
-        sums.append(checksum(values))
+        sums.append(checksum(values).to(engine.device))  # what is offloaded was summed by the host
     most = torch.tensor(len(sums), device=engine.device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=world.handle)
     rows = torch.zeros(int(most), 2, dtype=torch.int64, device=engine.device)

@@ -1,0 +1,192 @@
+"""Optimizer state in the host's memory, brought to the device, updated there and taken back, one load after another.
+
+While a load is updated the next one arrives and the one before leaves, each on a stream of its own, so a step waits for
+the slower of update and link, and that wait lies under the next step's forward pass as far as this is long enough.
+What is computed is what is computed without: the same code on the same numbers.
+
+What goes away: both moments, and of halved master weights the 16 bits that only the update reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuboid.parallel.host_memory import HostMemory, bytes_taken
+from cuboid.parallel.unit import Piece, Unit
+from cuboid.train.adamw import ROW, Elements
+
+LOAD = 2**24
+"""Most elements brought at once: copying them takes milliseconds, launching the copies microseconds."""
+SLOTS = 3
+"""Places on the device: for the load that arrives, the one that is updated and the one that leaves."""
+
+
+class Moment:
+    """An event that streams wait for; without streams there is nothing to wait for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: Any = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def record(self) -> None:
+        if self._event is not None:
+            self._event.record()
+
+    def wait(self) -> None:
+        """Of a moment that was never recorded: not at all."""
+        if self._event is not None:
+            self._event.wait()
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Some elements of a unit's piece."""
+
+    piece: int
+    start: int
+    stop: int
+    place: int
+    """Where the first of them lies in the load."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """A stretch of a unit's shard."""
+
+    start: int
+    stop: int
+    cuts: tuple[Cut, ...]
+    back: Moment
+    """When the last step's results are in the host's memory."""
+
+
+class Held:
+    """What lies in the host's memory of one unit."""
+
+    def __init__(self, unit: Unit, memory: HostMemory) -> None:
+        shape = (unit.shard_size,)
+        self.first, self.second = (memory.take(shape, unit.accumulate) for _ in range(2))
+        self.kept = memory.take(shape, torch.int16) if unit.is_halved else None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [self.first, self.second] if self.kept is None else [self.first, self.second, self.kept]
+
+
+class Slot:
+    """A place on the device for one load."""
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.first, self.second = (torch.empty(size, dtype=dtype, device=device) for _ in range(2))
+        self.kept = torch.empty(size, dtype=torch.int16, device=device)
+        self.arrived, self.updated, self.left = (Moment(device) for _ in range(3))
+
+    def views(self, load: Load) -> list[Tensor]:
+        return [tensor[: load.stop - load.start] for tensor in (self.first, self.second, self.kept)]
+
+
+class OffloadedState:
+    def __init__(self, units: Sequence[Unit], device: torch.device, most: int = LOAD) -> None:
+        """`most`: elements of a load, in whole rows."""
+        self._loads = {unit.name: loads_of(unit, most, device) for unit in units}
+        self._memory = HostMemory(sum(map(_bytes_away, units)), device)
+        self._held = {unit.name: Held(unit, self._memory) for unit in units}
+        on_gpu = device.type == "cuda"
+        self._arriving: Any = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self._leaving: Any = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+        longest = max((load.stop - load.start for loads in self._loads.values() for load in loads), default=0)
+        self._slots = [Slot(longest, units[0].accumulate, device) for _ in range(SLOTS)]
+        self._turn = 0
+        self._of_part: dict[str, tuple[Tensor, Tensor]] = {}
+        for unit in units:
+            held = self._held[unit.name]
+            if held.kept is not None:
+                unit.keep_in(held.kept, self.settle)
+            for piece in unit.pieces():
+                here = slice(place_of(unit, piece), place_of(unit, piece) + piece.stop - piece.start)
+                self._of_part[piece.part.name] = (held.first[here], held.second[here])
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(tensor.nbytes for slot in self._slots for tensor in (slot.first, slot.second, slot.kept))
+
+    @property
+    def host_bytes(self) -> int:
+        return self._memory.size
+
+    def settle(self) -> None:
+        """The host waits until everything is back in its memory."""
+        if self._leaving is not None:
+            self._leaving.synchronize()
+
+    def moments(self, piece: Piece) -> tuple[Tensor, Tensor]:
+        self.settle()
+        return self._of_part[piece.part.name]
+
+    def visit(self, units: Sequence[Unit]) -> Iterator[list[Elements]]:
+        """On the current stream."""
+        for unit in units:
+            pieces, held = unit.pieces(), self._held[unit.name]
+            for load in self._loads[unit.name]:
+                slot = self._slots[self._turn % SLOTS]
+                self._turn += 1
+                here = slot.views(load)
+                away = [tensor[load.start : load.stop] for tensor in held.tensors]
+                with torch.cuda.stream(self._arriving):
+                    slot.left.wait()
+                    load.back.wait()
+                    for target, source in zip(here, away, strict=False):
+                        target.copy_(source, non_blocking=True)
+                    slot.arrived.record()
+                slot.arrived.wait()
+                yield [_elements(pieces[cut.piece], cut, here) for cut in load.cuts]
+                slot.updated.record()
+                with torch.cuda.stream(self._leaving):
+                    slot.updated.wait()
+                    for source, target in zip(here, away, strict=False):
+                        target.copy_(source, non_blocking=True)
+                    slot.left.record()
+                    load.back.record()
+
+
+def _elements(piece: Piece, cut: Cut, here: list[Tensor]) -> Elements:
+    first, second, rest = (tensor[cut.place : cut.place + cut.stop - cut.start] for tensor in here)
+    kept = rest if piece.is_halved else piece.kept[cut.start : cut.stop]
+    return Elements.of(piece, kept, first, second, cut.start, cut.stop)
+
+
+def _bytes_away(unit: Unit) -> int:
+    shape = (unit.shard_size,)
+    return 2 * bytes_taken(shape, unit.accumulate) + (bytes_taken(shape, torch.int16) if unit.is_halved else 0)
+
+
+def place_of(unit: Unit, piece: Piece) -> int:
+    """Where a piece begins in its unit's shard."""
+    return piece.part.offset + piece.start - unit.begin
+
+
+def loads_of(unit: Unit, most: int, device: torch.device) -> list[Load]:
+    """Pieces in their order, cut into whole rows where they are long, together where they are short."""
+    assert most % ROW == 0
+    loads: list[Load] = []
+    cuts: list[Cut] = []
+    start = 0
+    for index, piece in enumerate(unit.pieces()):
+        begin, length = place_of(unit, piece), piece.stop - piece.start
+        for low in range(0, length, most):
+            high = min(low + most, length)
+            if cuts and begin + high - start > most:
+                loads.append(_load(start, cuts, device))
+                cuts = []
+            if not cuts:
+                start = begin + low
+            cuts.append(Cut(index, low, high, begin + low - start))
+    return [*loads, _load(start, cuts, device)] if cuts else loads
+
+
+def _load(start: int, cuts: list[Cut], device: torch.device) -> Load:
+    last = cuts[-1]
+    return Load(start, start + last.place + last.stop - last.start, tuple(cuts), Moment(device))
