@@ -40,6 +40,8 @@ class Chip:
     a rank that others wait for runs faster."""
     memory_efficiency: float = 0.8
     """Share of the memory bandwidth element-wise kernels reach."""
+    host_link: float = 2.0e10
+    """Bytes per second to the host's memory, and from it at once, while all accelerators of a node copy (PCIe 4)."""
     best_utilization: dict[str, float] = field(default_factory=dict)
     """Precision -> the best share of the 16-bit peak a published run reached (model FLOPs, attention in full)."""
     source: str = ""
@@ -185,6 +187,9 @@ class Engine:
     """Bytes per token and hidden element of gathered tensors alive at once where tensor parallelism gathers."""
     update_bytes: float = 0.0
     """Bytes per owned parameter alive only during the optimizer step."""
+    offload_elements: float = 0.0
+    """Parameters whose optimizer state is on the accelerator at once where it is offloaded and brought there for the
+    update; 0: the host updates it."""
     buffer_bytes: float = 0.0
     """Bytes per parameter of communication buffers that ZeRO does not split."""
     buffer_layer: float = 0.0

@@ -8,6 +8,7 @@ from cuboid.cost.constants import Engine
 from cuboid.cost.context import gathered_bytes
 from cuboid.cost.flops import head_parameters, layer_parameters
 from cuboid.cost.inputs import Array, Jobs, Shape
+from cuboid.cost.offload import brought_bytes
 from cuboid.cost.pipeline import Partition, in_flight, partition, turns_back
 from cuboid.cost.sharding import RankParameters, dense_layers_of, rank_parameters
 
@@ -107,6 +108,7 @@ def rank_memory(
     one_layer = np.where(shape.experts > 0, each.mixture, each.dense) + last * head_parameters(shape)
     buffers = engine.fixed + engine.buffer_bytes * held.total + engine.buffer_layer * one_layer / jobs.tp
     buffers = buffers + engine.buffer_expert * each.routed / np.maximum(jobs.ep, 1)
+    buffers = buffers + brought_bytes(jobs, engine, held)
     return Memory(weights, gradients, optimizer, activations, logits, transient, buffers)
 
 

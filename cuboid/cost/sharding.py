@@ -5,13 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from cuboid.cost.communication import all_gather, all_reduce, group, reduce_scatter
-from cuboid.cost.constants import Chip, Engine, Fabric
+from cuboid.cost.constants import Engine, Fabric
 from cuboid.cost.flops import embedding_parameters, head_parameters, layer_parameters
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.layers import LayerTimes
-
-HOST_LINK = 2.0e10
-"""Bytes per second between an accelerator and host memory that all accelerators of a node reach at once (PCIe 4)."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +89,3 @@ def fully_sharded(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, time
     # Traffic that is hidden still slows the kernels it hides behind (Galvatron measured an eighth).
     waits = waits + engine.shard_contention * (2 * gather + scatter)
     return np.where(jobs.zero == 3, waits * shape.layers / jobs.pp + gather + scatter, 0.0)
-
-
-def optimizer_time(jobs: Jobs, chip: Chip, engine: Engine, held: RankParameters) -> Array:
-    """Seconds of the optimizer step; state in host memory is updated there, over the link to it."""
-    bandwidth = chip.memory_bandwidth * chip.memory_efficiency
-    owned = owned_parameters(jobs, held)
-    here = engine.optimizer_passes * owned / bandwidth
-    there = (engine.gradient_wire + engine.parameter_wire + engine.optimizer_passes) * owned / HOST_LINK
-    return np.where(jobs.offload > 0, there, here) + 4 * held.total / bandwidth

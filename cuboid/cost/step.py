@@ -9,8 +9,9 @@ from cuboid.cost.compute import Kernels, kernels
 from cuboid.cost.constants import Chip, Engine, Fabric
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.layers import LayerTimes, hop, layer_times
+from cuboid.cost.offload import optimizer_time
 from cuboid.cost.pipeline import Partition, bubble, partition, turns_back, with_shared_cores
-from cuboid.cost.sharding import fully_sharded, optimizer_time, rank_parameters, reduction
+from cuboid.cost.sharding import fully_sharded, rank_parameters, reduction
 
 PARTS = ("compute", "tensor", "context", "expert", "host", "bubble", "transfer", "data", "optimizer", "straggler")
 
@@ -112,6 +113,6 @@ def step_time(shape: Shape, jobs: Jobs, chip: Chip, fabric: Fabric, engine: Engi
         bubble=idle,
         transfer=moving,
         data=data,
-        optimizer=optimizer_time(jobs, chip, engine, held),
+        optimizer=optimizer_time(jobs, chip, engine, held, stage.first * times.mean("total", 0)),
         straggler=fabric.straggler * doublings * (count * slowest + idle),
     )

@@ -10,7 +10,7 @@ from cuboid.cost.flops import model_flops_per_token
 from cuboid.cost.inputs import Shape
 from cuboid.errors import UserError
 from cuboid.plan.ceiling import doubt
-from cuboid.plan.plan import Plan, make_plan, with_notes
+from cuboid.plan.plan import GIB, Plan, make_plan, with_notes
 from cuboid.plan.problems import explain_nothing
 from cuboid.plan.question import DEFAULT_SHARE, Question
 from cuboid.plan.reasons import reasons
@@ -99,6 +99,12 @@ def warnings(plan: Plan) -> list[str]:
         found.append(f"the fullest rank would hold {plan.share:.0%} of its memory: this plan does not fit")
     elif plan.share > DEFAULT_SHARE:
         found.append(f"the fullest rank holds {plan.share:.0%} of its memory; above 95 % fragmentation may end the run")
+    if plan.host_memory > question.host_limit:
+        found.append(
+            f"offload=true needs {plan.host_memory / GIB:.1f} GiB of host memory a rank, and "
+            f"host_memory_gib={question.cluster.host_memory_gib:g} of {question.cluster.accelerators_per_node} ranks "
+            "is too little: this plan does not fit"
+        )
     untrainable = question.untrainable(plan.layout)
     if untrainable:
         found.append(f"Cuboid's engine cannot train this plan yet: {untrainable}")

@@ -72,6 +72,9 @@ def memory_lines(explanation: Explanation) -> list[str]:
     states = (("weights", engine.weight_bytes, 3), ("gradients", engine.gradient_bytes, 2))
     for name, each, stage in (*states, ("optimizer", engine.optimizer_bytes, 1)):
         split = f" / {shard} (zero={layout.zero})" if layout.zero >= stage and shard > 1 else ""
+        if name == "optimizer" and plan.host_memory:
+            lines.append(f"optimizer: {each:g} B a parameter{split}, in the host's memory (offload=true)")
+            continue
         count = row[name] / each * (shard if split else 1)
         lines.append(f"{name}: {each:g} B × {count / 1e9:.4g} B{split} = {row[name] / GIB:.2f} GiB")
     own = sum(plan.layers[stage] for stage in layout.stages_of(rank))

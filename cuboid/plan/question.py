@@ -70,9 +70,29 @@ class Question:
     def profile(self) -> Engine:
         """The engine's profile; a process on CPUs has no device context and no buffers of collectives there."""
         profile = engine_for(self.engine, self.machine.chip).in_precision(self.cost_precision)
-        on_cpu = self.cluster.accelerator == "cpu"
-        profile = replace(profile, fixed=min(profile.fixed, 0.25 * 2**30)) if on_cpu else profile
+        profile = replace(profile, fixed=min(profile.fixed, 0.25 * 2**30)) if self.on_cpu else profile
         return profiled(profile, self.cluster, "engine") if self.engine == "cuboid" else profile
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the accelerators' memory is the host's, so that offloading to it changes nothing."""
+        return self.cluster.accelerator == "cpu"
+
+    @property
+    def fixed_offload(self) -> bool:
+        return bool(self.fixed.get("offload", False)) and not self.on_cpu
+
+    @property
+    def tries_offload(self) -> bool:
+        """Whether what does not fit is tried with the optimizer's state in the host's memory: the user left that open,
+        and the engine does it without the host's computing."""
+        return "offload" not in self.fixed and not self.on_cpu and self.profile.offload_elements > 0
+
+    @property
+    def host_limit(self) -> float:
+        """Most bytes a rank may keep in its host's memory."""
+        node = self.cluster.host_memory_gib * 2**30
+        return DEFAULT_SHARE * node / self.cluster.accelerators_per_node if node else float("inf")
 
     @property
     def cost_precision(self) -> str:

@@ -53,6 +53,12 @@ def reasons(plan: Plan) -> list[str]:
         f"{again} recomputation: pipeline rank {fullest} is the fullest with {plan.peak / GIB:.1f} of "
         f"{cluster.memory_gib:.1f} GiB"
     )
+    if plan.host_memory:
+        node = plan.host_memory * min(cluster.accelerators_per_node, layout.world_size)
+        found.append(
+            f"offload=true keeps {plan.host_memory / GIB:.1f} GiB of optimizer state a rank in the host's memory, "
+            f"{node / GIB:.1f} GiB a node; bringing it over costs {_share(plan, 'optimizer')} of the step"
+        )
     return found
 
 

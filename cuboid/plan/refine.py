@@ -4,8 +4,9 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from cuboid.cost.inputs import Shape
+from cuboid.cost.inputs import Shape, single
 from cuboid.cost.memory import Memory, rank_memory
+from cuboid.cost.offload import host_bytes
 from cuboid.cost.pipeline import in_flight, with_shared_cores
 from cuboid.cost.stages import stage_costs
 from cuboid.cost.step import PARTS
@@ -34,6 +35,8 @@ class Refined:
     """Layers per stage."""
     bubble: float
     """Share of the pipeline's time in which the mean rank does nothing."""
+    host_memory: float = 0.0
+    """Bytes a rank keeps in its host's memory."""
 
     @property
     def seconds(self) -> float:
@@ -132,7 +135,9 @@ def refine(question: Question, scores: Scores, index: int) -> Refined:
         parts["straggler"] = share * sum(parts[name] for name in (*BUSY, "bubble"))
         bubble = float(1 - work.mean() / max(delayed, float(work.max())))
     memory = memory_table(question, layout, part, micro_batches)
-    return Refined(layout=layout, parts=parts, memory=memory, layers=part.counts, bubble=bubble)
+    jobs = Space.of([layout], question).jobs
+    away = single(host_bytes(Shape.of(question.model), jobs, question.profile))
+    return Refined(layout=layout, parts=parts, memory=memory, layers=part.counts, bubble=bubble, host_memory=away)
 
 
 def memory_table(question: Question, layout: Layout, part: Held, micro_batches: int) -> Table:

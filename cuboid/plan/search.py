@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from cuboid.cost.estimate import Estimates, estimate_many
 from cuboid.cost.inputs import Array, Shape
 from cuboid.cost.memory import peak_memory
+from cuboid.cost.offload import host_bytes
 from cuboid.cost.step import PARTS
 from cuboid.plan.question import Question
 from cuboid.plan.space import DEGREES, PLAIN, Space, bases, scheduled, schedules
@@ -100,8 +101,7 @@ def search(
     """The `keep` best layouts that fit, best first; none when none fits.
 
     `distinct`: of layouts with the same ranks, micro-batch and schedule only the best counts."""
-    space = bases(question, world_size)
-    space = space.take(np.flatnonzero(_least_memory(question, space) <= question.limit))
+    space = _fitting(question, bases(question, world_size))
     if not len(space):
         return score(question, space)
     plain = _concatenate([score(question, part) for part in _chunks(space)])
@@ -112,6 +112,20 @@ def search(
         space = space.take(np.flatnonzero(bound <= reached[-1] * (1 + 1e-8)))
     found = _concatenate([score(question, part) for part in _chunks(scheduled(question, space))])
     return found.best(keep, objective, distinct)
+
+
+def _fitting(question: Question, space: Space) -> Space:
+    """What fits under some schedule; with the optimizer's state offloaded where it does not without."""
+    fits = _least_memory(question, space) <= question.limit
+    found = space.take(np.flatnonzero(fits))
+    if question.tries_offload and not fits.all():
+        away = space.take(np.flatnonzero(~fits)).offloaded()
+        fits = _least_memory(question, away) <= question.limit
+        found = found.joined(away.take(np.flatnonzero(fits)))
+    if not found.columns["offload"].any():
+        return found
+    needed = host_bytes(Shape.of(question.model), found.jobs, question.profile)
+    return found.take(np.flatnonzero(needed <= question.host_limit))
 
 
 def _least_memory(question: Question, space: Space) -> Array:

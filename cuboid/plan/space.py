@@ -1,8 +1,8 @@
 """Every layout worth a look, as columns of numbers.
 
 Left out is only what another layout of the space is never worse than, in time and in memory: schedules without a
-pipeline, GPipe (as long as 1F1B and fuller), ZeRO without replicas, and no sequence parallelism where it is possible.
-What the user fixes is never left out.
+pipeline, GPipe (as long as 1F1B and fuller), ZeRO without replicas, and no sequence parallelism where it is possible;
+and offloading, which the search tries where a layout does not fit without. What the user fixes is never left out.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from cuboid.spec.layout import CONTEXT_METHODS, SCHEDULES, STAGES_PER_RANK, Layo
 
 Column = NDArray[np.int64]
 DEGREES = ("dp", "tp", "pp", "cp", "ep", "micro_batch", "sequence_parallel")
-NAMES = (*DEGREES, "cp_method", "cp_inner", "recompute", "zero", "shard", "schedule", "vpp")
+NAMES = (*DEGREES, "cp_method", "cp_inner", "recompute", "zero", "shard", "schedule", "vpp", "offload")
 PLAIN = SCHEDULES.index("1f1b")
 
 
@@ -39,6 +39,16 @@ class Space:
         """Some of the layouts, by position or by mask."""
         return Space({name: column[which] for name, column in self.columns.items()}, self.global_batch, self.sequence)
 
+    def offloaded(self) -> "Space":
+        """The same layouts with the optimizer's state in the host's memory."""
+        columns = {**self.columns, "offload": np.ones_like(self.columns["offload"])}
+        return Space(columns, self.global_batch, self.sequence)
+
+    def joined(self, other: "Space") -> "Space":
+        """These and those."""
+        columns = {name: np.concatenate([column, other.columns[name]]) for name, column in self.columns.items()}
+        return Space(columns, self.global_batch, self.sequence)
+
     @cached_property
     def jobs(self) -> Jobs:
         """The layouts as the cost model reads them."""
@@ -55,7 +65,8 @@ class Space:
         values["cp_method"] = CONTEXT_METHODS[values["cp_method"]]
         values["schedule"] = SCHEDULES[values["schedule"]]
         values["recompute"] = RECOMPUTE[values["recompute"]]
-        values["sequence_parallel"] = bool(values["sequence_parallel"])
+        for name in ("sequence_parallel", "offload"):
+            values[name] = bool(values[name])
         return Layout(**values)
 
     @classmethod
@@ -66,6 +77,7 @@ class Space:
             row["cp_method"] = CONTEXT_METHODS.index(row["cp_method"])
             row["schedule"] = SCHEDULES.index(row["schedule"])
             row["recompute"] = RECOMPUTE.index(row["recompute"])
+            row["offload"] = row["offload"] and not question.on_cpu  # there it changes nothing
         columns = {name: np.array([row[name] for row in rows], dtype=np.int64) for name in NAMES}
         return cls(columns, question.global_batch, question.sequence)
 
@@ -139,7 +151,8 @@ def bases(question: Question, world_size: int) -> Space:
     whole = np.concatenate([shared, _crossed(question, table[~replicated], recompute, alone=True)])
     columns = dict(zip(NAMES[: len(DEGREES) + 5], whole.T, strict=True))
     ones = np.ones(len(whole), dtype=np.int64)
-    return Space({**columns, "schedule": PLAIN * ones, "vpp": ones}, question.global_batch, question.sequence)
+    columns |= {"schedule": PLAIN * ones, "vpp": ones, "offload": int(question.fixed_offload) * ones}
+    return Space(columns, question.global_batch, question.sequence)
 
 
 def _crossed(question: Question, rows: NDArray[np.int64], recompute: list[int], alone: bool) -> NDArray[np.int64]:

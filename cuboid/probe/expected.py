@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from cuboid.cost.inputs import Shape
-from cuboid.cost.sharding import optimizer_time, rank_parameters
+from cuboid.cost.offload import optimizer_time
+from cuboid.cost.sharding import rank_parameters
 from cuboid.plan.choose import predict
 from cuboid.plan.question import Question
 from cuboid.plan.space import Space
@@ -63,5 +64,5 @@ def _seconds(question: Question, run: Run, stage: int) -> float:
     passes = space.jobs.micro_batches * (layers + first * seconds.parts.embedding + last * seconds.head)
     shape, count = Shape.of(run.model), np.asarray(part.layers[stage])
     owned = rank_parameters(shape, space.jobs, count, np.asarray(first), np.asarray(last))
-    update = optimizer_time(space.jobs, question.machine.chip, question.profile, owned)
+    update = optimizer_time(space.jobs, question.machine.chip, question.profile, owned, np.zeros(()))
     return float(np.ravel(passes + update)[0])

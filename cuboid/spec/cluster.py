@@ -48,6 +48,8 @@ class ClusterSpec:
     """What one process can see of its accelerator's memory."""
     memory_bandwidth: float
     """GB/s."""
+    host_memory_gib: float = 0.0
+    """Memory of a node's own, for what is offloaded; 0: not known."""
     measured: dict[str, dict[str, object]] = field(default_factory=dict, hash=False)
     """What `cuboid probe` found, in place of the planner's calibration: chip, fabric, engine -> constant -> value."""
 
@@ -56,6 +58,8 @@ class ClusterSpec:
         for name in ("nodes", "accelerators_per_node", "memory_gib", "memory_bandwidth"):
             if getattr(self, name) <= 0:
                 raise UserError(f"cluster.{name}={getattr(self, name)} is not positive; use {name}=1 or more")
+        if self.host_memory_gib < 0:
+            raise UserError(f"cluster.host_memory_gib={self.host_memory_gib} is negative; use 0 where it is not known")
         for precision, peak in self.peak_tflops.items():
             if peak <= 0:
                 raise UserError(f"cluster.peak_tflops.{precision}={peak} is not positive; use a number above 0")

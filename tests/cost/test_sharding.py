@@ -12,7 +12,6 @@ from cuboid.cost.sharding import (
     RankParameters,
     dense_layers_of,
     fully_sharded,
-    optimizer_time,
     owned_parameters,
     rank_parameters,
     reduction,
@@ -119,14 +118,6 @@ def test_fully_sharded_traffic_waits_where_layers_are_too_short() -> None:
 
 def test_hybrid_sharding_saves_the_trip_around_all_nodes() -> None:
     assert waiting(dp=1024, shard=8, micro_batch=1) < 0.5 * waiting(dp=1024, micro_batch=1)
-
-
-def test_the_optimizer_step_is_bound_by_memory_and_shared_by_owners() -> None:
-    chip = chip_named("h100-80g")
-    alone, shared = (float(optimizer_time(made(dp=8, zero=zero), chip, BARE, HELD)) for zero in (0, 1))
-    bandwidth = chip.memory_bandwidth * chip.memory_efficiency
-    assert alone == pytest.approx((BARE.optimizer_passes + 4) * 1e9 / bandwidth)
-    assert shared < 0.25 * alone
 
 
 def test_everything_broadcasts_over_layouts() -> None:
