@@ -56,4 +56,5 @@ def _unregister(memory: Tensor) -> None:
 
 
 def _checked(status: Any) -> None:
-    torch.cuda.check_error(int(status))
+    """`status`: torch's own enumeration, which no number equals."""
+    torch.cuda.check_error(status)

@@ -101,9 +101,8 @@ class Unit:
         self.end = self.begin + self.shard_size
         self._flat = torch.zeros(self.shard_size * shards, dtype=compute, device=device)
         self._master_is_apart = zero == 3 or compute != self.accumulate
-        self.is_halved = zero < 3 and compute == torch.bfloat16
-        """Whether of master weights only what the weights lack is kept, which only the update reads."""
-        kept = torch.int16 if self.is_halved else self.accumulate
+        self._is_halved = zero < 3 and compute == torch.bfloat16
+        kept = torch.int16 if self._is_halved else self.accumulate
         self._kept = (
             torch.zeros(self.shard_size, dtype=kept, device=device)
             if self._master_is_apart
@@ -139,7 +138,7 @@ class Unit:
         for part in self.parts:
             cut = part.slice
             self._view(whole, part).narrow(cut.dimension, 0, cut.stop - cut.start).copy_(held(part))
-        if self.is_halved:
+        if self._is_halved:
             near, rest = split_halves(whole)
             self._flat.view(torch.int16).copy_(near)
             self._kept.copy_(self._shard(rest))
@@ -151,20 +150,26 @@ class Unit:
     @property
     def master(self) -> Tensor:
         """The master weights of this rank's shard as they are kept, where they are kept whole."""
-        assert not self.is_halved
+        assert not self._is_halved
         return self._kept
 
+    @property
+    def only_for_update(self) -> torch.dtype | None:
+        """What is kept beside the weights that products use, so that only the update reads it; None where these are
+        the master weights themselves, or are made of them at each use."""
+        return self._kept.dtype if self._master_is_apart and self.zero < 3 else None
+
     def keep_in(self, memory: Tensor, settle: Callable[[], None]) -> None:
-        """Keep what halved master weights need beside the weights in some other memory from now on. `settle`: the host
-        waits until what was last written to it is there."""
-        assert self.is_halved
+        """Keep what only the update reads in some other memory from now on. `settle`: the host waits until what was
+        last written to it is there."""
+        assert self.only_for_update is not None
         memory.copy_(self._kept)
         self._kept, self._settle_kept = memory, settle
 
     def open(self) -> None:
         """Until `publish`, the pieces' master weights lie in one tensor, where they are kept, and what is written there
         counts."""
-        if self.is_halved and self._opened is None:
+        if self._is_halved and self._opened is None:
             self._settle_kept()
             near = self._shard(self._flat).view(torch.int16)
             self._opened = join_halves(near.to(self._kept.device), self._kept)
@@ -203,7 +208,7 @@ class Unit:
             self._shard(self._flat).view(torch.int16).copy_(near)
             self._kept.copy_(rest)
             self._opened = None
-        elif self._master_is_apart and not self.is_halved and not written:
+        elif self._master_is_apart and not self._is_halved and not written:
             self._shard(self._flat).copy_(self._kept)
         if self.zero:
             self._gathering = start_all_gather(self._shard(self._flat).clone(), self.groups.shard, self._flat)

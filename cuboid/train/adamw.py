@@ -56,8 +56,12 @@ class Elements:
         return join_halves(self.weight, self.kept) if self.is_halved and self.weight is not None else self.kept
 
     def set_master(self, values: Tensor) -> None:
-        """Of halved elements."""
-        assert self.weight is not None
+        """`values`: what `master` gave, updated. Weights that products use follow."""
+        if self.weight is None:
+            return
+        if not self.is_halved:
+            self.weight.copy_(values)
+            return
         near, rest = split_halves(values)
         self.weight.copy_(near)
         self.kept.copy_(rest)
@@ -159,5 +163,4 @@ def _update_together(
         maximize=False,
     )
     for each, master in zip(group, masters, strict=True):
-        if each.is_halved:
-            each.set_master(master)
+        each.set_master(master)

@@ -4,7 +4,7 @@ While a load is updated the next one arrives and the one before leaves, each on 
 the slower of update and link, and that wait lies under the next step's forward pass as far as this is long enough.
 What is computed is what is computed without: the same code on the same numbers.
 
-What goes away: both moments, and of halved master weights the 16 bits that only the update reads."""
+What goes away: both moments, and master weights, or the 16 bits of each, where only the update reads them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Held:
     def __init__(self, unit: Unit, memory: HostMemory) -> None:
         shape = (unit.shard_size,)
         self.first, self.second = (memory.take(shape, unit.accumulate) for _ in range(2))
-        self.kept = memory.take(shape, torch.int16) if unit.is_halved else None
+        self.kept = None if unit.only_for_update is None else memory.take(shape, unit.only_for_update)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -79,13 +79,12 @@ class Held:
 class Slot:
     """A place on the device for one load."""
 
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.first, self.second = (torch.empty(size, dtype=dtype, device=device) for _ in range(2))
-        self.kept = torch.empty(size, dtype=torch.int16, device=device)
+    def __init__(self, size: int, dtypes: list[torch.dtype], device: torch.device) -> None:
+        self.tensors = [torch.empty(size, dtype=dtype, device=device) for dtype in dtypes]
         self.arrived, self.updated, self.left = (Moment(device) for _ in range(3))
 
     def views(self, load: Load) -> list[Tensor]:
-        return [tensor[: load.stop - load.start] for tensor in (self.first, self.second, self.kept)]
+        return [tensor[: load.stop - load.start] for tensor in self.tensors]
 
 
 class OffloadedState:
@@ -98,7 +97,9 @@ class OffloadedState:
         self._arriving: Any = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._leaving: Any = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         longest = max((load.stop - load.start for loads in self._loads.values() for load in loads), default=0)
-        self._slots = [Slot(longest, units[0].accumulate, device) for _ in range(SLOTS)]
+        kept = next((unit.only_for_update for unit in units if unit.only_for_update is not None), None)
+        dtypes = [units[0].accumulate] * 2 + ([] if kept is None else [kept])
+        self._slots = [Slot(longest, dtypes, device) for _ in range(SLOTS)]
         self._turn = 0
         self._of_part: dict[str, tuple[Tensor, Tensor]] = {}
         for unit in units:
@@ -111,7 +112,7 @@ class OffloadedState:
 
     @property
     def device_bytes(self) -> int:
-        return sum(tensor.nbytes for slot in self._slots for tensor in (slot.first, slot.second, slot.kept))
+        return sum(tensor.nbytes for slot in self._slots for tensor in slot.tensors)
 
     @property
     def host_bytes(self) -> int:
@@ -153,14 +154,15 @@ class OffloadedState:
 
 
 def _elements(piece: Piece, cut: Cut, here: list[Tensor]) -> Elements:
-    first, second, rest = (tensor[cut.place : cut.place + cut.stop - cut.start] for tensor in here)
-    kept = rest if piece.is_halved else piece.kept[cut.start : cut.stop]
+    first, second, *rest = (tensor[cut.place : cut.place + cut.stop - cut.start] for tensor in here)
+    kept = piece.kept[cut.start : cut.stop] if piece.weight is None else rest[0]
     return Elements.of(piece, kept, first, second, cut.start, cut.stop)
 
 
 def _bytes_away(unit: Unit) -> int:
     shape = (unit.shard_size,)
-    return 2 * bytes_taken(shape, unit.accumulate) + (bytes_taken(shape, torch.int16) if unit.is_halved else 0)
+    dtypes = [unit.accumulate, unit.accumulate, unit.only_for_update]
+    return sum(bytes_taken(shape, dtype) for dtype in dtypes if dtype is not None)
 
 
 def place_of(unit: Unit, piece: Piece) -> int:

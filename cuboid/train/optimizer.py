@@ -88,7 +88,7 @@ class Optimizer:
             return
         self._step_on_host(learning_rate, scale, finite)
         for unit in self._units:
-            unit.publish()
+            unit.publish(written=True)
 
     def _step_on_device(self, learning_rate: float, scale: Tensor, finite: Tensor) -> None:
         """Unit by unit in the order of the forward pass, on a stream of its own: the next step begins with the units

@@ -24,6 +24,7 @@ from tests.train.offload_jobs import CPU, LOAD
         ("dp=2,zero=1", "bf16", False),
         ("dp=2,tp=2,zero=3", "bf16", False),
         ("dp=2,pp=2,zero=2", "float32", False),
+        ("dp=1", "fp16", False),
     ],
 )
 def test_results_and_checkpoints_are_the_same_bits(

@@ -1,0 +1,214 @@
+"""A training step on one GPU with the optimizer's state on the device and in the host's memory: speed, memory, bits.
+
+    python benchmarks/gpu_offload.py 3B:1 --json offload.jsonl      # shape:micro-batch[:sequence]
+    python benchmarks/gpu_offload.py tiny:2:64 --steps 4            # without a GPU: copies from memory to memory
+
+The shapes, text and settings are those of `h200.py`. Either way has a process of its own, which
+
+1. trains `--steps` steps as the trainer does, one started while the one before computes, and times them;
+2. trains `--exact` steps with `training.deterministic=true` from the start, of which all losses and what is left in
+   master weights and moments must be the same bits both ways (kernels of a fast step add in any order, so its losses
+   may differ from one run to the next by themselves);
+3. updates from the start with gradients drawn by a seed, `--exact` times through the compiled update, likewise.
+
+Bits are compared by two sums over every tensor: of the patterns, and of the patterns times their places. The exit code
+is 1 where they differ."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from h200 import SHAPES, WARM_UP, benchmark_run, letters
+from torch import Tensor
+
+from cuboid.data.loader import micro_batches
+from cuboid.data.source import make_source
+from cuboid.parallel.apply import Engine, build_engine
+from cuboid.parallel.device import choose_device
+from cuboid.spec.run import Run
+from cuboid.train.offload import OffloadedState
+from cuboid.train.optimizer import Optimizer
+from cuboid.train.step import PendingStep, start_step
+
+SHAPES["tiny"] = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 128}
+AT_ONCE = 2**26
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits(values: Tensor, device: torch.device) -> tuple[int, int]:
+    patterns = values.detach().flatten().view(BITS[values.element_size()])
+    plain = weighted = 0
+    for start in range(0, patterns.numel(), AT_ONCE):
+        part = patterns[start : start + AT_ONCE].to(device).long()
+        places = torch.arange(start, start + part.numel(), device=device)
+        plain += int(part.sum())
+        weighted += int((part * places).sum())
+    return plain, weighted % 2**64
+
+
+def make(run: Run, device: torch.device) -> tuple[Engine, Optimizer]:
+    engine = build_engine(run, 0, device)
+    # A CPU's memory is the host's, so there the layout alone would copy nothing.
+    by_hand = run.layout.offload and device.type == "cpu"
+    return engine, Optimizer(engine, run.optimizer, OffloadedState(engine.units, device) if by_hand else None)
+
+
+def contents(optimizer: Optimizer, device: torch.device) -> dict[str, list[tuple[int, int]]]:
+    found = {}
+    for piece in optimizer.pieces:
+        first, second = optimizer.moments(piece)
+        found[piece.part.name] = [bits(tensor, device) for tensor in (piece.master, first, second)]
+    return found
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def train(run: Run, device: torch.device, steps: int) -> tuple[list[float], list[float], Engine, Optimizer]:
+    """Times and losses of all steps."""
+    engine, optimizer = make(run, device)
+    source = make_source(run)
+    ends, losses = [time.perf_counter()], []
+    before: PendingStep | None = None
+    for step in range(steps):
+        if step == WARM_UP and device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        now = start_step(engine, optimizer, micro_batches(source, run, step, 0, device), 1e-4)
+        if before is not None:
+            losses.append(before.result().loss)
+        before = now
+        ends.append(time.perf_counter())
+    synchronize(device)
+    if before is not None:
+        losses.append(before.result().loss)
+    return [end - start for start, end in itertools.pairwise(ends)], losses, engine, optimizer
+
+
+def timed(run: Run, device: torch.device, steps: int) -> dict[str, Any]:
+    seconds, losses, _, optimizer = train(run, device, WARM_UP + steps + 1)
+    median = statistics.median(seconds[WARM_UP + 1 :])
+    result = {
+        "tokens_per_second": run.training.global_batch * run.training.sequence / median,
+        "step_seconds": median,
+        "host_gib": optimizer.host_bytes / 2**30,
+        "state_on_device_gib": optimizer.state_bytes() / 2**30,
+        "last_loss": losses[-1],
+    }
+    if device.type == "cuda":
+        result["allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        result["reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
+    return result
+
+
+def exact(run: Run, device: torch.device, steps: int) -> dict[str, Any]:
+    _, losses, _, optimizer = train(run, device, steps)
+    return {"losses": losses, "contents": contents(optimizer, device)}
+
+
+def updated(run: Run, device: torch.device, steps: int) -> dict[str, Any]:
+    """Nothing but updates, with drawn gradients."""
+    engine, optimizer = make(run, device)
+    random = torch.Generator(device).manual_seed(0)
+    one = torch.ones((), device=device)
+    seconds = []
+    for step in range(steps):
+        for unit in engine.units:
+            unit.begin_step(1)
+            unit.wait_for_update()
+            for parameter in unit.parameters.values():
+                drawn = torch.randn(parameter.shape, generator=random, device=device, dtype=parameter.dtype)
+                parameter.grad = 1e-3 * drawn
+        synchronize(device)
+        start = time.perf_counter()
+        optimizer.step(1e-3 * (step + 1), 2 * one, 1.0, one > 0)
+        synchronize(device)
+        seconds.append(time.perf_counter() - start)
+    rate = optimizer.host_bytes / statistics.median(seconds[1:] or seconds)
+    return {"contents": contents(optimizer, device), "seconds": seconds, "host_bytes_per_second_each_way": rate}
+
+
+def one(options: argparse.Namespace, case: str, offload: bool) -> dict[str, Any]:
+    shape, micro_batch, sequence = (case.split(":") + ["1", "8192"][case.count(":") :])[:3]
+    device = choose_device("auto", 0)
+    with tempfile.TemporaryDirectory() as folder:
+        places = [f"training.device={device.type}", f"layout=micro_batch={micro_batch},offload={str(offload).lower()}"]
+        text, sizes = letters(Path(folder)), (int(micro_batch), int(sequence))
+        run = benchmark_run(shape, *sizes, text, [*places, *options.set])
+        result = {"timed": timed(run, device, options.steps)}
+        _give_back(device)
+        result["updated"] = updated(run, device, options.exact)
+        _give_back(device)
+        slow = benchmark_run(shape, *sizes, text, [*places, *options.set, "training.deterministic=true"])
+        result["exact"] = exact(slow, device, options.exact)
+    return result
+
+
+def _give_back(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def apart(options: argparse.Namespace, case: str, offload: bool) -> dict[str, Any]:
+    changes = [part for change in options.set for part in ("--set", change)]
+    numbers = ["--steps", str(options.steps), "--exact", str(options.exact)]
+    command = [sys.executable, __file__, case, "--one", str(int(offload)), *numbers, *changes]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        raise SystemExit(f"offload={offload} ended with exit code {done.returncode}")
+    return dict(json.loads(lines[-1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", default=["3B:1"], help="shape:micro-batch[:sequence]")
+    parser.add_argument("--steps", type=int, default=10, help="timed, after those to warm up")
+    parser.add_argument("--exact", type=int, default=3, help="compared bit for bit; 0 compares nothing")
+    parser.add_argument("--set", action="append", default=[], help="change a field of the run")
+    parser.add_argument("--json", type=Path, help="append every line printed")
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    differs = False
+    for case in options.cases:
+        if options.one is not None:
+            print(json.dumps(one(options, case, bool(options.one))))
+            return
+        both = [apart(options, case, offload) for offload in (False, True)]
+        rows: list[dict[str, Any]] = []
+        for offload, found in zip((False, True), both, strict=True):
+            updates = {key: value for key, value in found["updated"].items() if key != "contents"}
+            about = {"case": case, "torch": torch.__version__, "offload": offload}
+            rows.append({**about, **found["timed"], "updates": updates, "exact_losses": found["exact"]["losses"]})
+        here, there = both
+        equal = {
+            "losses": here["exact"]["losses"] == there["exact"]["losses"],
+            "states_after_steps": here["exact"]["contents"] == there["exact"]["contents"],
+            "states_after_updates": here["updated"]["contents"] == there["updated"]["contents"],
+        }
+        ratio = there["timed"]["tokens_per_second"] / here["timed"]["tokens_per_second"]
+        rows.append({"case": case, "equal": equal, "speed_ratio": ratio})
+        differs |= not all(equal.values())
+        for row in rows:
+            print(json.dumps(row), flush=True)
+            if options.json:
+                with options.json.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+    sys.exit(differs)
+
+
+if __name__ == "__main__":
+    main()
