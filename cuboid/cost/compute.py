@@ -78,9 +78,9 @@ def _projections(rates: _Rates, shape: Shape, rows: Array, tp: Array) -> Array:
     return np.where(shape.latent > 0, latent, plain)
 
 
-def _feed_forward(rates: _Rates, shape: Shape, rows: Array, width: Array) -> Array:
-    up = _multiply(rates, rows, shape.hidden, (1 + shape.gated) * width)
-    return up + _multiply(rates, rows, width, shape.hidden)
+def _feed_forward(rates: _Rates, shape: Shape, rows: Array, width: Array, wide: bool = False) -> Array:
+    up = _multiply(rates, rows, shape.hidden, (1 + shape.gated) * width, wide)
+    return up + _multiply(rates, rows, width, shape.hidden, wide)
 
 
 def _attention(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine) -> tuple[Array, Array]:
@@ -126,10 +126,9 @@ def kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: str
         # Each of the local experts multiplies its own share of the copies; the kernel does them in one launch.
         share = routed / tp / local
         copies = routed / tp
-        grouped = (
-            engine.grouped_scale * local * (_feed_forward(rates, shape, share, shape.expert_ffn) - 2 * rates.floor)
-            + 2 * rates.floor
-        )
+        # This engine multiplies routed experts in 16 bits whatever the precision.
+        each = _feed_forward(rates, shape, share, shape.expert_ffn, wide=engine.own_exchanges) - 2 * rates.floor
+        grouped = engine.grouped_scale * local * each + 2 * rates.floor
         shared = np.where(shape.shared_ffn > 0, _feed_forward(rates, shape, rows, shape.shared_ffn / tp), 0.0)
         router = _multiply(rates, rows / split, shape.hidden, np.maximum(shape.experts, 1), wide=True)
         linear = projections + grouped + shared + router

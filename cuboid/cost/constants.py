@@ -156,6 +156,8 @@ class Engine:
     gradient_wire: float = 4.0
     """Bytes per gradient element on the wire."""
     parameter_wire: float = 2.0
+    shard_wire: float = 0.0
+    """Bytes per parameter of a layer that ZeRO 3 gathers, where it is not `parameter_wire`."""
     activation_wire: float = 2.0
     own_exchanges: bool = False
     """Exchanges inside layers are those of this engine: tensor ranks route their parts of the tokens to whole experts,
@@ -212,7 +214,10 @@ class Engine:
     """Share of the accelerator's memory up to which a run survives."""
 
     def in_precision(self, precision: str) -> "Engine":
-        """With what travels as wide as the precision makes it; narrower formats than 16 bits travel in 16."""
+        """With what travels as wide as the precision makes it; narrower formats than 16 bits travel in 16, but for
+        the linears that this engine gathers under ZeRO 3."""
+        if precision == "fp8" and self.own_exchanges:
+            return replace(self, shard_wire=1.0)
         if precision != "float32" or self.activation_wire == 4.0:  # the latter: it is that already
             return self
         wide = replace(self, parameter_wire=4.0, activation_wire=4.0)

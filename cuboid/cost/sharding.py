@@ -75,7 +75,9 @@ def fully_sharded(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, time
     routed = each.routed / np.maximum(jobs.ep, 1)
     mean = (times.dense_share * each.dense + (1 - times.dense_share) * (each.mixture + routed)) / jobs.tp
     members = group(fabric, jobs.shard * jobs.cp, jobs.tp)
-    gather = all_gather(fabric, engine.parameter_wire * mean, members)
+    experts = (1 - times.dense_share) * routed / jobs.tp
+    wire = engine.shard_wire or engine.parameter_wire
+    gather = all_gather(fabric, wire * (mean - experts) + engine.parameter_wire * experts, members)
     scatter = reduce_scatter(fabric, engine.gradient_wire * mean, members)
     replicas = group(fabric, jobs.dp / jobs.shard, jobs.tp * jobs.shard)
     scatter = scatter + all_reduce(fabric, engine.gradient_wire * mean / jobs.shard, replicas)

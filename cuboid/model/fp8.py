@@ -30,20 +30,25 @@ def quantise(x: Tensor, dtype: torch.dtype, by_row: bool, dimension: int = 1) ->
     """`x` in 8 bits and the scale that gives it back, by_row: one for each index that is not in `dimension`."""
     # Rows first: the compiler finds the peak of a row in the kernel that makes the row.
     peak = x.abs().amax(dimension, keepdim=True) if by_row else x.abs().amax(1).amax()
-    peak = peak.float().clamp(min=_SMALLEST)
-    limit = torch.finfo(dtype).max
-    return (x.float() * (limit / peak)).to(dtype).contiguous(), peak / limit
+    exponent = exponent_of(peak, dtype)
+    return (x.float() * torch.exp2(-exponent)).to(dtype).contiguous(), torch.exp2(exponent)
+
+
+def exponent_of(peak: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of the least power of two that brings what is not larger than `peak` into the range of `dtype`. Powers of two
+    round nothing themselves: what was rounded before, by ZeRO 3 to gather it, is not rounded again."""
+    return torch.log2(peak.float().clamp(min=_SMALLEST) / torch.finfo(dtype).max).ceil()
 
 
 def quantise_columns(x: Tensor, dtype: torch.dtype, by_row: bool) -> tuple[Tensor, Tensor]:
     """The transpose of `x` in 8 bits, row after row, with its scale."""
     values, scale = quantise(x, dtype, by_row, 0)  # with one scale the same as `quantise` did, which the compiler sees
-    return values.t().contiguous(), scale.t().contiguous()
+    return values.t().contiguous(), scale.reshape(-1, 1) if by_row else scale
 
 
 def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
     """a @ b.T, both row after row. `fast`: sums within the multipliers, which keeps fewer bits of them."""
-    columns = b_scale.t() if b_scale.dim() else b_scale
+    columns = b_scale.reshape(1, -1) if b_scale.dim() else b_scale  # not t(): the kernel wants strides of one
     if a.is_cuda:
         return torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=columns, out_dtype=dtype, use_fast_accum=fast)
     return ((a.float() @ b.float().t()) * (a_scale * columns)).to(dtype)

@@ -27,7 +27,7 @@ from cuboid.parallel.share import Share, Sharing
 from cuboid.parallel.stage import Segment, Stage
 from cuboid.parallel.tensor import Region, split_block, split_embedding, split_head
 from cuboid.parallel.unit import Unit
-from cuboid.plan.parameters import BALANCE, EXPERTS, TIED, unit_of
+from cuboid.plan.parameters import BALANCE, EXPERTS, TIED, is_block_linear, unit_of
 from cuboid.plan.partition import partition
 from cuboid.plan.slices import Part, Slice, expert_slice, kv_part_count, lay_out, slice_of
 from cuboid.schedule.make import make_schedule
@@ -214,6 +214,7 @@ class _Builder:
 
     def _unit(self, name: str, shapes: dict[str, tuple[int, ...]]) -> Unit:
         if name not in self.units:
+            one_scale = self.fp8_rows is False
             experts, balance = name.endswith(EXPERTS), name.endswith(BALANCE)
             self.units[name] = Unit(
                 name,
@@ -222,6 +223,7 @@ class _Builder:
                 self.groups.routed if experts else self.groups,
                 wide(self.dtype) if balance else self.dtype,
                 self.device,
+                [part for part, shape in shapes.items() if one_scale and is_block_linear(name, part, shape)],
             )
         return self.units[name]
 

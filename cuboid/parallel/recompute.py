@@ -19,6 +19,7 @@ _DEAR = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_mm.default,
+    torch.ops.aten.amax.default,  # peaks of what is rounded to 8 bits: small, and a pass over memory each
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,

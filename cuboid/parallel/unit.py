@@ -14,7 +14,7 @@ Of a master weight beside a whole bf16 parameter only the difference is kept (`h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,6 +31,7 @@ from cuboid.parallel.collectives import (
 )
 from cuboid.parallel.groups import Holders
 from cuboid.parallel.halves import join_halves, split_halves
+from cuboid.parallel.narrow import NarrowShard
 from cuboid.plan.slices import Part
 
 
@@ -85,8 +86,16 @@ class Piece:
 
 class Unit:
     def __init__(
-        self, name: str, parts: list[Part], zero: int, groups: Holders, compute: torch.dtype, device: torch.device
+        self,
+        name: str,
+        parts: list[Part],
+        zero: int,
+        groups: Holders,
+        compute: torch.dtype,
+        device: torch.device,
+        fp8: Collection[str] = (),
     ) -> None:
+        """`fp8`: parameters whose products are in 8 bits with one scale for each; ZeRO 3 gathers them so."""
         self.name = name
         self.parts = parts
         self.zero = zero
@@ -109,6 +118,8 @@ class Unit:
             else self._shard(self._flat)
         )
         self._settle_kept: Callable[[], None] = _is_settled
+        narrows = zero == 3 and groups.shard.size > 1 and fp8
+        self._narrow = NarrowShard(parts, fp8, self.begin, self.end, groups.shard) if narrows else None
         self._opened: Tensor | None = None
         self._summed_gradient: Tensor | None = None
         # Nobody else adds to the gradient of one micro-batch: autograd's own result is exact without a sum in float32.
@@ -134,6 +145,8 @@ class Unit:
     def fill(self, held: Callable[[Part], Tensor]) -> None:
         """Set the parameters from what this rank holds of each full tensor; padding stays zero."""
         self._settle_kept()
+        if self._narrow is not None:
+            self._narrow.forget()
         whole = torch.zeros(self._flat.numel(), dtype=self.accumulate, device=self._flat.device)
         for part in self.parts:
             cut = part.slice
@@ -178,17 +191,28 @@ class Unit:
 
     def start_gather(self) -> None:
         """Begin to make the parameters whole, so that they are there when asked for."""
-        if self.zero == 3 and self._flat.untyped_storage().size() == 0:
-            self._flat.untyped_storage().resize_(self._flat.numel() * self._flat.element_size())
-            self._gathering = start_all_gather(self._kept.to(self._flat.dtype), self.groups.shard, self._flat)
+        if self.zero < 3 or self._gathering is not None or self._flat.untyped_storage().size():
+            return
+        self.wait_for_update()
+        if self._narrow is not None:
+            self._gathering = self._narrow.start_gather(self._kept, self._flat.dtype)
+            return
+        self._make_room()
+        self._gathering = start_all_gather(self._kept.to(self._flat.dtype), self.groups.shard, self._flat)
+
+    def _make_room(self) -> None:
+        self._flat.untyped_storage().resize_(self._flat.numel() * self._flat.element_size())
 
     def gather(self) -> None:
         self._users += 1
         self.wait_for_update()
         self.start_gather()
         if self._gathering is not None:
-            self._gathering.wait()
+            gathered = self._gathering.wait()
             self._gathering = None
+            if self._narrow is not None:
+                self._make_room()
+                self._narrow.widen(gathered, self._flat)
 
     def release(self) -> None:
         self._users -= 1
@@ -201,6 +225,8 @@ class Unit:
     def publish(self, written: bool = False) -> None:
         """After the optimizer changed the master weights: let every rank's parameters follow. `written`: those of this
         rank's pieces do already."""
+        if self._narrow is not None:
+            self._narrow.forget()
         if self.zero == 3:
             return
         if self._opened is not None:

@@ -73,9 +73,15 @@ def _data(step: RankStep) -> Iterator[Exchange]:
         once = min(every, 1)
         scatters = every if layout.zero >= 2 else once
         gathers = 2 * every if layout.zero == 3 else once
-        shard, wide = f"{prefix}shard", step.wide
+        shard, wide, element = f"{prefix}shard", step.wide, step.element
+        narrow = step.narrow_parts(unit)
+        if narrow:
+            element, parameter = 1, f"parameters of {name}: 1 B × {unit.flat:,}"
+            told = len(narrow) + sum(part.size for part in unit.parts) - sum(part.size for part in narrow)
+            scales = f"scales and 16-bit parameters of {name}: 4 B × {told:,}"
+            yield Exchange(shard, "all-reduce", unit.shards, once, 4 * told, scales)
         yield Exchange(shard, "reduce-scatter", unit.shards, scatters, wide * unit.flat, gradient)
-        yield Exchange(shard, "all-gather", unit.shards, gathers, step.element * unit.flat, parameter)
+        yield Exchange(shard, "all-gather", unit.shards, gathers, element * unit.flat, parameter)
         yield Exchange(f"{prefix}replicate", "all-reduce", copies // unit.shards, once, wide * unit.shard, summed)
 
 

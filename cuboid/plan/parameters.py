@@ -40,6 +40,11 @@ def unit_of(prefix: str, name: str) -> str:
     return prefix + BALANCE if name.endswith("router.bias") else prefix
 
 
+def is_block_linear(unit: str, name: str, shape: tuple[int, ...]) -> bool:
+    """Whether it is the weight of a linear in a block: what `training.precision=fp8` multiplies in 8 bits."""
+    return unit.startswith("layers.") and EXPERTS not in name and "router" not in name and len(shape) == 2
+
+
 def _norm(model: ModelSpec, name: str, size: int) -> Shapes:
     return {f"{name}.weight": (size,), **({f"{name}.bias": (size,)} if model.norm == "layernorm" else {})}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cuboid.plan.parameters import UnitShapes, units
+from cuboid.plan.parameters import UnitShapes, is_block_linear, units
 from cuboid.plan.partition import partition
 from cuboid.plan.slices import Part, Slice, expert_slice, lay_out, slice_of
 from cuboid.spec.ledger import Kind
@@ -76,6 +76,13 @@ class RankStep:
             shards = 1
         shard = -(-(parts[-1].offset + parts[-1].size) // shards)
         return HeldUnit(unit.name, parts, unit.uses, unit.routed, index % shards * shard, shard, shards)
+
+    def narrow_parts(self, unit: HeldUnit) -> list[Part]:
+        """What of a unit ZeRO 3 gathers in 8 bits: the rest travels with their scales."""
+        training = self.run.training
+        if training.precision != "fp8" or training.fp8_scaling != "tensor" or self.layout.zero < 3:
+            return []
+        return [part for part in unit.parts if is_block_linear(unit.name, part.name, part.full_shape)]
 
     def _slice(self, name: str, shape: tuple[int, ...]) -> Slice:
         layout = self.layout

@@ -4,16 +4,32 @@ from __future__ import annotations
 
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
-from cuboid.parallel.apply import build_engine
+from cuboid.parallel.apply import Engine, build_engine
 from cuboid.spec.run import Run
 from cuboid.train.optimizer import Optimizer
 from cuboid.train.step import train_step
 from tests.parallel.cases import CPU
 
+Steps = list[tuple[float, float, float, int]]
 
-def steps(rank: int, run: Run) -> list[tuple[float, float, float, int]]:
+
+def steps(rank: int, run: Run) -> Steps:
     """Loss, gradient norm, loss scale and overflows so far of each step."""
+    return _steps(build_engine(run, rank, CPU))
+
+
+def steps_gathered_wide(rank: int, run: Run) -> Steps:
+    """The same with ZeRO 3 that gathers 16 bits."""
     engine = build_engine(run, rank, CPU)
+    narrow = [unit for unit in engine.units if unit._narrow is not None]
+    assert len(narrow) == run.model.layers
+    for unit in narrow:
+        unit._narrow = None
+    return _steps(engine)
+
+
+def _steps(engine: Engine) -> Steps:
+    run = engine.run
     optimizer = Optimizer(engine, run.optimizer)
     source = make_source(run)
     seen = []

@@ -47,6 +47,20 @@ def test_zero(zero: int, scatters: int, gathers: int) -> None:
     assert found["shard", "all-gather"] == Entry(10 * gathers, gathers * 2 * total, 2, "all-gather")
 
 
+def test_zero_3_gathers_linears_in_8_bits() -> None:
+    """A byte for each element of a layer, whose two norms travel with the seven scales; the rest as in bf16. A scale
+    for each row does not travel."""
+    found = entries("dp=2,zero=3", precision="fp8")
+    ends = 2 * 256 * HIDDEN + HIDDEN
+    assert found["shard", "all-gather"] == Entry(10 * 8, 8 * (8 * BLOCK + 2 * ends), 2, "all-gather")
+    assert found["shard", "all-reduce"] == Entry(8, 8 * 4 * (7 + 2 * HIDDEN), 2, "all-reduce")
+    plain = entries("dp=2,zero=3", precision="bf16")
+    assert entries("dp=2,zero=2", precision="fp8") == entries("dp=2,zero=2", precision="bf16")
+    run = make_run("dp=2,zero=3", "fp8")
+    by_row = replace(run, training=replace(run.training, fp8_scaling="row"))
+    assert dict(predicted_ledger(by_row, 0).entries) == plain
+
+
 def test_shards_are_padded_to_the_same_length() -> None:
     found = entries("dp=8,zero=1", vocab=9)
     layer, head = -(-BLOCK // 8) * 8, -(-(9 * HIDDEN + HIDDEN) // 8) * 8
