@@ -109,7 +109,8 @@ def _probe(
     from cuboid.probe.session import facts
 
     here = facts(device)
-    found = make_cluster(samples, device=here.name, memory=here.memory, local=count, nodes=nodes)
+    sizes = {"memory": here.memory, "host_memory": here.host_memory}
+    found = make_cluster(samples, device=here.name, **sizes, local=count, nodes=nodes)
     if output is not None:
         import torch
 

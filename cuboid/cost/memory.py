@@ -91,7 +91,8 @@ def rank_memory(
     held = rank_parameters(shape, jobs, layers, first, last)
     weights = _split(jobs, held, engine.weight_bytes, 3)
     gradients = _split(jobs, held, engine.gradient_bytes, 2)
-    optimizer = _split(jobs, held, engine.optimizer_bytes, 1) * np.where(jobs.offload > 0, 0.0, 1.0)
+    optimizer = _split(jobs, held, engine.optimizer_bytes, 1)
+    optimizer = np.where(jobs.offload > 0, brought_bytes(jobs, engine, held), optimizer)
     dense, mixture = kept_per_layer(shape, jobs, engine)
     dense_layers = dense_layers_of(shape, jobs, layers, first)
     split = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
@@ -108,7 +109,6 @@ def rank_memory(
     one_layer = np.where(shape.experts > 0, each.mixture, each.dense) + last * head_parameters(shape)
     buffers = engine.fixed + engine.buffer_bytes * held.total + engine.buffer_layer * one_layer / jobs.tp
     buffers = buffers + engine.buffer_expert * each.routed / np.maximum(jobs.ep, 1)
-    buffers = buffers + brought_bytes(jobs, engine, held)
     return Memory(weights, gradients, optimizer, activations, logits, transient, buffers)
 
 

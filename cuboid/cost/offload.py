@@ -17,8 +17,7 @@ def host_bytes(shape: Shape, jobs: Jobs, engine: Engine) -> Array:
 
 def brought_bytes(jobs: Jobs, engine: Engine, held: RankParameters) -> Array:
     """Bytes of offloaded state that are on the accelerator at once."""
-    elements = np.minimum(engine.offload_elements, owned_parameters(jobs, held))
-    return np.asarray(np.where(jobs.offload > 0, engine.optimizer_bytes * elements, 0.0))
+    return engine.optimizer_bytes * np.minimum(engine.offload_elements, owned_parameters(jobs, held))
 
 
 def offloaded_update(chip: Chip, engine: Engine, owned: Array, here: Array, forward: Array) -> Array:

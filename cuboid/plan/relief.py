@@ -84,6 +84,8 @@ def _sizes(run: Run) -> Iterator[list[Changes]]:
     fields += [{"micro_batch": size} for size in smaller]
     if layout.tp > 1 and not layout.sequence_parallel:
         fields.append({"sequence_parallel": True})
+    if not layout.offload:
+        fields.append({"offload": True})
     ranks: list[Changes] = [
         {"dp": layout.dp // factor, name: getattr(layout, name) * factor}
         for factor in (2, 4, 8)

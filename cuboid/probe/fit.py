@@ -69,6 +69,9 @@ def fit_chip(samples: Sequence[Sample], trained: str) -> tuple[dict[str, float],
         "together": together,
         "memory_efficiency": min(memory.seconds / shared.seconds, 1.0),
     }
+    copies = [sample for kind in ("to_device", "to_host") for sample in some(samples, kind)]
+    if copies:  # a CPU has none
+        constants["host_link"] = min(sample.size[0] / sample.seconds for sample in copies)
     for kind, passes in (("attention_forward", 0.5), ("attention_backward", 1.25)):
         largest = max(some(samples, kind), key=lambda sample: sample.size)
         tokens, heads, width = largest.size

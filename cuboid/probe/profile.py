@@ -24,7 +24,9 @@ def catalog_name(device: str) -> str:
     return names[max(known, key=len)] if known else "h100-80g"
 
 
-def make_cluster(samples: Sequence[Sample], *, device: str, memory: float, local: int, nodes: int) -> ClusterSpec:
+def make_cluster(
+    samples: Sequence[Sample], *, device: str, memory: float, host_memory: float, local: int, nodes: int
+) -> ClusterSpec:
     """The cluster with its measured constants. `memory`: bytes of a host's device, or of its own memory for CPUs."""
     on_cpu = device == "cpu"
     peaks, chip, bandwidth = fit_chip(samples, "float32" if on_cpu else "bf16")
@@ -36,6 +38,7 @@ def make_cluster(samples: Sequence[Sample], *, device: str, memory: float, local
         "peak_tflops": {precision: _short(peak / 1e12) for precision, peak in sorted(peaks.items())},
         "memory_gib": _short(memory / GIB / (local if on_cpu else 1)),
         "memory_bandwidth": _short(bandwidth / 1e9),
+        "host_memory_gib": _short(host_memory / GIB),
     }
     fabric = fit_fabric(samples, local, nodes)
     found: dict[str, dict[str, object]] = {"chip": chip, "fabric": fabric}

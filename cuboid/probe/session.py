@@ -43,6 +43,8 @@ class Facts:
     name: str
     memory: float
     """Bytes there are for one rank."""
+    host_memory: float
+    """Bytes of the host's own memory."""
 
 
 def measure(seat: Seat, tell: Callable[[str], None]) -> list[Sample]:
@@ -133,10 +135,11 @@ def _links(
 
 def facts(device: str) -> Facts:
     """Of this host's first device."""
-    chosen = choose_device(device, 0)
-    if chosen.type == "cuda":
-        properties = torch.cuda.get_device_properties(chosen)
-        return Facts(properties.name, float(properties.total_memory))
     import os
 
-    return Facts("cpu", float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")))
+    chosen = choose_device(device, 0)
+    host_memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    if chosen.type == "cuda":
+        properties = torch.cuda.get_device_properties(chosen)
+        return Facts(properties.name, float(properties.total_memory), host_memory)
+    return Facts("cpu", host_memory, host_memory)

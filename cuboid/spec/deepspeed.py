@@ -49,7 +49,9 @@ KEYS: dict[str, type | Only] = {
     "zero_optimization.mics_shard_size": int,
     "zero_optimization.overlap_comm": ON,
     "zero_optimization.reduce_scatter": ON,
-    "zero_optimization.offload_optimizer.device": Only(("none",)),
+    "zero_optimization.offload_optimizer.device": Only(("none", "cpu")),
+    "zero_optimization.offload_optimizer.pin_memory": EITHER,
+    "zero_optimization.offload_optimizer.ratio": Only((1, 1.0)),
     "zero_optimization.offload_param.device": Only(("none",)),
     "zero_optimization.zero_hpz_partition_size": Only((1,)),
     "zero_optimization.zero_quantized_weights": OFF,
@@ -75,7 +77,6 @@ KEYS: dict[str, type | Only] = {
 """Every key that can be honoured -> its type, or the values at which Cuboid does what it asks."""
 
 INSTEAD = {
-    "zero_optimization.offload_optimizer.device": 'device="none" and a higher zero_optimization.stage',
     "sequence_parallel_size": "layout cp in the run file",
 }
 """What to write instead, where the value that works does not say it."""
@@ -160,6 +161,7 @@ def _layout(found: Table, world_size: int | None) -> Layout:
         shard=max(found.get("zero_optimization.mics_shard_size", 0), 0),
         recompute="full" if checkpointed or found.get("pipeline.activation_checkpoint_interval") else "none",
         micro_batch=_micro_batch(found, dp),
+        offload=found.get("zero_optimization.offload_optimizer.device") == "cpu",
         **({"schedule": "interleaved", "vpp": vpp} if vpp > 1 else {}),
     )
 

@@ -61,6 +61,7 @@ class MemoryLog:
             "weights": sum(part["parameters"] for part in held),
             "gradients": sum(part["gradients"] for part in held),
             "optimizer": sum(part["master"] for part in held) + optimizer.state_bytes(),
+            "offloaded": optimizer.host_bytes,
         }
         if self._rows is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -80,6 +80,8 @@ class Trainer:
         self.profile = Profile(run, rank, device)
         self.engine = build_engine(run, rank, device, draw=False)
         self.optimizer = Optimizer(self.engine, run.optimizer)
+        if self.optimizer.host_bytes and rank == 0 and not quiet:
+            say(f"offload=true: {self.optimizer.host_bytes / 2**30:.2f} GiB of optimizer state a rank in host memory")
         self.source = make_source(run)
         self.validation = make_validation_source(run) if run.evaluation.every else None
         self.keeper = Keeper(self.engine, self.optimizer, rank, quiet)

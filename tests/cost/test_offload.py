@@ -61,6 +61,6 @@ def test_bytes_in_the_hosts_memory_are_what_leaves_the_accelerator() -> None:
 def test_the_loads_under_way_take_room_on_the_accelerator() -> None:
     shape = Shape.of(MODEL)
     away = made(offload=1)
-    without, loaded = (memory_by_rank(shape, away, engine)["first"].buffers for engine in (BARE, STREAMED))
+    without, loaded = (memory_by_rank(shape, away, engine)["first"].optimizer for engine in (BARE, STREAMED))
     assert float(loaded - without) == pytest.approx(10 * 3e6)
     assert engine_named("cuboid").offload_elements == SLOTS * LOAD

@@ -50,6 +50,17 @@ def test_megatron_has_every_method_of_context_parallelism(plan: Callable[..., Pl
         assert flags.get("--hierarchical-context-parallel-sizes") == ("4 2" if method == "hybrid" else None)
 
 
+def test_offloading_is_said_where_the_target_has_it_and_refused_where_not(plan: Callable[..., Plan]) -> None:
+    away = plan("dp=16,zero=1,offload=true")
+    assert "--optimizer-cpu-offload" in flags_of(export(away, "megatron"))
+    config = json.loads(export(away, "deepspeed"))
+    assert config["zero_optimization"]["offload_optimizer"]["device"] == "cpu"
+    assert run_table_from_deepspeed(config, 16)["layout"] == str(away.layout)
+    for target, layout in (("torchtitan", "dp=16,zero=2"), ("nanotron", "dp=16,zero=1"), ("deepspeed", "dp=16")):
+        with pytest.raises(UserError, match="offload=true"):
+            export(plan(f"{layout},offload=true"), target)
+
+
 def test_megatron(plan: Callable[..., Plan]) -> None:
     script = export(plan("dp=2,tp=4,pp=2,zero=1,recompute=full,micro_batch=2"), "megatron")
     flags = flags_of(script)

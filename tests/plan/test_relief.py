@@ -57,8 +57,15 @@ def test_two_fields_where_one_is_not_enough() -> None:
     assert found.enough and held(f"{found.change}" if "dp=" in found.change else f"dp=8,{found.change}") <= limit
 
 
+def test_offloading_is_advised_where_nothing_else_is_enough() -> None:
+    limit = held("dp=1,recompute=full,offload=true") + GIB
+    assert held("dp=1,recompute=full") > limit
+    found = advice("dp=1,recompute=full", limit)
+    assert found.change == "offload=true" and found.enough and found.slower > 0
+
+
 def test_where_nothing_is_enough_the_most_is_named() -> None:
     found = advice("dp=8", limit=1 * GIB)
     assert not found.enough and found.freed > 0
-    alone = run_of("recompute=full")
+    alone = run_of("recompute=full,offload=true")
     assert relief(alone, CLUSTER, 0, 0.0, 1 * GIB) is None, "one rank has nothing left to change"

@@ -49,6 +49,13 @@ def test_peaks_are_those_of_a_rank_alone() -> None:
     assert constants["attention_backward"] == pytest.approx(0.25 * 2e10 / 1e8)
 
 
+def test_copies_to_and_from_the_host_give_its_link() -> None:
+    assert "host_link" not in fit_chip(chip_samples(1.0), "float32")[1]
+    copies = [Sample("to_device", (10**9,), (0.02,)), Sample("to_host", (10**9,), (0.025,))]
+    _, constants, _ = fit_chip([*chip_samples(1.0), *copies], "float32")
+    assert constants["host_link"] == pytest.approx(4e10)
+
+
 def test_ranks_with_cores_of_their_own_do_not_slow_each_other() -> None:
     _, constants, _ = fit_chip(chip_samples(0.97), "float32")
     assert constants["together"] == 1.0

@@ -73,6 +73,12 @@ def test_the_other_spellings_of_degrees() -> None:
     assert str(run.layout) == "dp=2,tp=8,pp=2,zero=3,schedule=interleaved,micro_batch=16"
 
 
+def test_the_optimizer_is_offloaded_where_it_is_asked_for() -> None:
+    for device, offload in (("cpu", True), ("none", False)):
+        zero = {"stage": 3, "offload_optimizer": {"device": device, "pin_memory": True}}
+        assert imported({**BATCH, "zero_optimization": zero}, 4).layout.offload == offload
+
+
 def test_hybrid_sharding_and_recomputation() -> None:
     zero = {"stage": 3, "mics_shard_size": 2}
     assert imported({**BATCH, "zero_optimization": zero}, 4).layout.shard == 2
@@ -86,8 +92,8 @@ def test_hybrid_sharding_and_recomputation() -> None:
     [
         ({"fp16": {"enabled": True, "loss_scale": 128}}, ["fp16.loss_scale=128 (use fp16.loss_scale=0"]),
         (
-            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-            ['offload_optimizer.device="cpu" (use device="none"'],
+            {"zero_optimization": {"offload_optimizer": {"device": "nvme", "ratio": 0.5}}},
+            ['offload_optimizer.device="nvme" (use', 'device="none" or', "ratio=0.5 (use"],
         ),
         (
             {"zero_optimization": {"reduce_bucket_size": 5e8}},

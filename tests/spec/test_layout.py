@@ -209,3 +209,10 @@ def test_product_of_degrees_is_the_world_size() -> None:
 def test_key_value_heads_and_vocabulary_need_not_divide() -> None:
     assert LLAMA.kv_heads == 4 and LLAMA.vocab % 2 == 1
     check(Layout(tp=8), LLAMA, global_batch=16, sequence=256)
+
+
+def test_offloading_is_written_where_it_is_asked_for() -> None:
+    assert str(Layout.parse("offload=true,dp=2,zero=1")) == "dp=2,tp=1,pp=1,zero=1,offload=true"
+    assert str(Layout.parse("dp=2,offload=false")) == "dp=2,tp=1,pp=1"
+    with pytest.raises(UserError, match="offload"):
+        Layout.parse("offload=cpu")

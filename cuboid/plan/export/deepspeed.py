@@ -36,6 +36,8 @@ def export(plan: Plan) -> str:
         config[plan.question.precision] = {"enabled": True}
     if layout.zero and layout.shard_size < layout.dp:
         config["zero_optimization"]["mics_shard_size"] = layout.shard_size
+    if layout.offload:
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if layout.tp > 1:
         config["tensor_parallel"] = {"autotp_size": layout.tp}
     if layout.ep > 1:
@@ -63,6 +65,7 @@ def _check(plan: Plan) -> None:
     lost.unless(layout.recompute != "selective", "recompute", layout.recompute, "use recompute=none or recompute=full")
     hybrid = layout.zero in (1, 2) and layout.shard_size < layout.dp
     lost.unless(not hybrid, "shard", layout.shard, "its mics_shard_size works with zero=3 only")
+    lost.unless(layout.zero > 0 or not layout.offload, "offload", True, "with zero=0 use offload=false, or use zero=1")
     precision = plan.question.precision
     lost.unless(precision != "fp8", "precision", precision, "use precision=bf16")
     lost.refuse()

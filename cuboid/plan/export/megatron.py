@@ -46,6 +46,7 @@ def _check(plan: Plan) -> None:
     lost.unless(known, "schedule", layout.schedule, "use schedule=1f1b or schedule=interleaved")
     lost.unless(layout.zero < 2 or layout.pp == 1, "zero", layout.zero, "with pp > 1 use zero=0 or zero=1")
     even = layout.schedule != "interleaved" or plan.micro_batches % layout.pp == 0
+    lost.unless(layout.zero == 1 or not layout.offload, "offload", True, "use zero=1 or offload=false")
     lost.unless(even, "micro_batches", plan.micro_batches, f"interleaved needs a multiple of pp={layout.pp}")
     lost.refuse()
 
@@ -83,6 +84,9 @@ def _parallel(plan: Plan) -> Flags:
         ]
     if layout.zero and layout.shard_size < layout.dp:
         flags.append(f"--num-distributed-optimizer-instances {layout.dp // layout.shard_size}")
+    if layout.offload:
+        flags += ["--optimizer-cpu-offload", "--optimizer-offload-fraction 1.0", "--overlap-cpu-optimizer-d2h-h2d"]
+        flags.append("--use-precision-aware-optimizer")
     if layout.recompute == "full":
         flags += ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
     elif layout.recompute == "selective":

@@ -112,6 +112,7 @@ def _check(plan: Plan) -> None:
     lost.unless(layout.recompute != "selective", "recompute", layout.recompute, "use recompute=none or recompute=full")
     lost.unless(layout.cp_method == "ring", "cp_method", layout.cp_method, "use cp_method=ring")
     lost.unless(layout.ep == 1, "ep", layout.ep, "use ep=1")
+    lost.unless(not layout.offload, "offload", True, "use offload=false")
     precision = plan.question.precision
     lost.unless(precision in ("bf16", "float32"), "precision", precision, "use precision=bf16")
     lost.refuse()

@@ -81,6 +81,7 @@ def _check(plan: Plan) -> None:
     lost.unless(layout.zero != 1 or layout.dp == 1, "zero", 1, "use zero=2 or zero=3")
     alone = layout.tp == layout.pp == layout.cp == 1
     lost.unless(layout.zero > 0 or layout.dp == 1 or alone, "zero", 0, "beside tp, pp or cp use zero=2 or zero=3")
+    lost.unless(not layout.offload, "offload", True, "its enable_cpu_offload moves weights too; use offload=false")
     precision = plan.question.precision
     lost.unless(precision != "fp16", "precision", precision, "use precision=bf16")
     lost.refuse()
