@@ -14,7 +14,7 @@ from cuboid.checkpoint.start import copy_tensors, read_weights
 from cuboid.generate.cache import Cache
 from cuboid.generate.joined import JoinedAttention, joined_feed_forward
 from cuboid.generate.latent import CachedLatentAttention
-from cuboid.generate.panels import use_kernels
+from cuboid.generate.panels import PanelTable, use_kernels
 from cuboid.model.feed_forward import FeedForward
 from cuboid.model.initialize import initial_tensor
 from cuboid.model.latent import LatentAttention
@@ -44,9 +44,15 @@ class Stage:
     vocabulary: int
 
     def use_kernels(self) -> str:
-        """See `generate.panels`; a table that tokens are looked up in stays as it is."""
+        """See `generate.panels`. A table that tokens are looked up in too stays as it is where ranks share it."""
         table = None if self.embedding is None else self.embedding.tokens.weight
-        return use_kernels((*self.blocks, *([] if self.head is None else [self.head])), table)
+        is_tied = self.head is not None and self.head.output.weight is table
+        modules = (*self.blocks, *([] if self.head is None else [self.head]))
+        reason = use_kernels(modules, kept=table if self.tensor.size > 1 else None)
+        if is_tied and self.tensor.size == 1 and not reason:
+            assert self.embedding is not None and self.head is not None
+            self.embedding.tokens = PanelTable(self.head.output.weight)
+        return reason
 
     def hidden(self, x: Tensor, positions: Positions) -> Tensor:
         """x: tokens (1, rows) on the first stage, what the stage before made of them (rows, hidden) on the others."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from cuboid.generate.kernels import Kernels, load_kernels
 from cuboid.model.linear import Linear, Norm
+from cuboid.model.transformer import VocabularyEmbedding
 
 WIDTH = 8
 
@@ -62,6 +63,17 @@ class PanelProduct:
         if whole != self.outputs:
             y = y[:, : self.outputs].contiguous()
         return y if bias is None else y.add_(bias)
+
+
+class PanelTable(VocabularyEmbedding):
+    """Looks up rows of a weight in panels."""
+
+    def __init__(self, panels: nn.Parameter) -> None:
+        nn.Module.__init__(self)
+        self.weight = panels
+
+    def forward(self, indices: Tensor) -> Tensor:
+        return self.weight[indices // WIDTH, :, indices % WIDTH]
 
 
 class KernelNorm(nn.Module):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cuboid.generate.kernels import load_kernels
-from cuboid.generate.panels import KernelNorm, in_panels, use_kernels
+from cuboid.generate.panels import KernelNorm, PanelTable, in_panels, use_kernels
 from cuboid.model.linear import Linear, Norm
 from cuboid.spec.model import load_model
 
@@ -61,6 +61,12 @@ def test_norms_are_the_same(shape: tuple[int, ...]) -> None:
     assert use_kernels([parent]) == ""
     assert isinstance(parent[0], KernelNorm)
     torch.testing.assert_close(parent[0](x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_rows_are_looked_up_in_panels() -> None:
+    weight, indices = torch.randn(21, 6), torch.tensor([20, 0, 7, 8, 20])
+    table = PanelTable(nn.Parameter(in_panels(weight), requires_grad=False))
+    assert torch.equal(table(indices), weight[indices])
 
 
 def test_a_kept_weight_stays_as_it_is() -> None:
