@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--layouts", nargs="*", default=["dp=1"])
     options = parser.parse_args()
     precision = "bf16" if options.device == "cuda" else "float32"

@@ -8,10 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from cuboid.generate.kernels import load_kernels
+from cuboid.generate.kernels import load_kernels, wants_kernels
 from cuboid.generate.panels import KernelNorm, PanelTable, in_panels, use_kernels
+from cuboid.generate.words import Words
 from cuboid.model.linear import Linear, Norm
+from cuboid.spec.generation import SamplingSpec
 from cuboid.spec.model import load_model
+from tests.checkpoint.pretrained import save_pretrained
+from tests.generate.jobs import CPU, texts
+from tests.generate.test_equality import SAMPLED, requests, spec
 
 
 def _product(outputs: int, inputs: int, bias: bool) -> Linear:
@@ -92,3 +97,21 @@ def test_what_cannot_be_compiled_is_said(compiler: str, tmp_path: Path, monkeypa
     assert product.weight is weight
     load_kernels.cache_clear()
     assert not list(tmp_path.glob("cache/cuboid/*"))
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2", "deepseek-v3"])
+def test_without_a_compiler_texts_are_the_same(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = spec(save_pretrained(tmp_path / "model", case), "dp=1")
+    ways = [(SamplingSpec(), Words()), (SAMPLED, Words())]
+    written, _, logits = texts(0, asked, requests(), ways)
+    assert "install gcc" not in capsys.readouterr().err
+    monkeypatch.setenv("PATH", str(tmp_path))
+    load_kernels.cache_clear()
+    plain, _, expected = texts(0, asked, requests(), ways)
+    load_kernels.cache_clear()
+    assert ("install gcc" in capsys.readouterr().err) == wants_kernels(CPU, torch.float32)
+    assert written == plain
+    for number, row in logits.items():
+        torch.testing.assert_close(row, expected[number], rtol=0, atol=1e-5)
