@@ -11,9 +11,11 @@ from cuboid.model.balance import EXTRA
 from cuboid.spec.run import Run
 from cuboid.verify.observe import observed_trace
 from cuboid.verify.reference import Tensors, Trace, reference_trace
+from cuboid.verify.rounding import Bound, decided, moved, number_bound, tensor_bound
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3}
-"""Float32 rounds differently in every layout, so its bound only catches gross errors; the proof is in float64."""
+"""Float32 rounds differently in every layout, so its bound only catches gross errors; the proof is in float64. What
+bf16 may differ by is measured: see `rounding`."""
 
 FLOOR = 1e-6
 """A gradient a million times smaller than the largest one is compared on that scale, and a parameter smaller than one
@@ -38,6 +40,9 @@ class Verdict:
     worst_gradient: str
     worst_parameter: str
     tolerance: float
+    """In bf16 the largest of `tolerances`."""
+    tolerances: dict[str, float]
+    """What each kind of error may be; in bf16, of the tensor named."""
     passed: bool
     unforeseen: list[str]
     """Exchanges between ranks that are not as the planner counts them, to the byte."""
@@ -95,6 +100,34 @@ def compare(run: Run, observed: Trace, reference: Trace) -> Verdict:
     norm_error = max(relative_error(*pair) for pair in norms)
     router_error = _router_error(observed, reference)
     tolerance = TOLERANCE[run.training.precision]
+    bounds = {
+        "loss": Bound(loss_error, tolerance),
+        "gradient": Bound(gradient_error, tolerance, worst_gradient),
+        "gradient_norm": Bound(norm_error, tolerance),
+        "parameter": Bound(parameter_error, tolerance, worst_parameter),
+    }
+    if router_error is not None:
+        bounds["router"] = Bound(router_error, tolerance)
+    return _verdict(run, observed, bounds)
+
+
+def compare_rounded(run: Run, observed: Trace, reference: Trace, exact: Trace) -> Verdict:
+    """In bf16: `reference` in bf16, `exact` in float32, both by one process."""
+    among = decided(reference.gradients, exact.gradients)
+    steps = (moved(trace.parameters, exact.start, among) for trace in (observed, reference, exact))
+    bounds = {
+        "loss": number_bound(observed.losses, reference.losses, exact.losses),
+        "gradient": tensor_bound(observed.gradients, reference.gradients, exact.gradients),
+        "gradient_norm": number_bound(observed.gradient_norms, reference.gradient_norms, exact.gradient_norms),
+        "parameter": tensor_bound(*steps),
+    }
+    if exact.routers:
+        rows = [[{"": statistics} for statistics in trace.routers] for trace in (observed, reference, exact)]
+        bounds["router"] = tensor_bound(*rows)
+    return _verdict(run, observed, bounds)
+
+
+def _verdict(run: Run, observed: Trace, bounds: dict[str, Bound]) -> Verdict:
     return Verdict(
         layout=str(run.layout),
         model=run.model.name,
@@ -102,15 +135,16 @@ def compare(run: Run, observed: Trace, reference: Trace) -> Verdict:
         steps=run.training.steps,
         dtype=run.training.precision,
         seed=run.training.seed,
-        loss_error=loss_error,
-        gradient_error=gradient_error,
-        gradient_norm_error=norm_error,
-        parameter_error=parameter_error,
-        router_error=router_error,
-        worst_gradient=worst_gradient,
-        worst_parameter=worst_parameter,
-        tolerance=tolerance,
-        passed=max(loss_error, gradient_error, norm_error, parameter_error, router_error or 0.0) <= tolerance,
+        loss_error=bounds["loss"].error,
+        gradient_error=bounds["gradient"].error,
+        gradient_norm_error=bounds["gradient_norm"].error,
+        parameter_error=bounds["parameter"].error,
+        router_error=bounds["router"].error if "router" in bounds else None,
+        worst_gradient=bounds["gradient"].name,
+        worst_parameter=bounds["parameter"].name,
+        tolerance=max(bound.allowed for bound in bounds.values()),
+        tolerances={name: bound.allowed for name, bound in bounds.items()},
+        passed=all(bound.share <= 1 for bound in bounds.values()),
         unforeseen=observed.unforeseen,
     )
 
@@ -118,4 +152,9 @@ def compare(run: Run, observed: Trace, reference: Trace) -> Verdict:
 def verify_rank(rank: int, run: Run) -> dict[str, Any] | None:
     """What each rank process does; the verdict comes from rank 0."""
     observed = observed_trace(run, rank)
-    return asdict(compare(run, observed, reference_trace(run))) if observed is not None else None
+    if observed is None:
+        return None
+    reference = reference_trace(run)
+    if run.training.precision == "bf16":
+        return asdict(compare_rounded(run, observed, reference, reference_trace(run, precision="float32")))
+    return asdict(compare(run, observed, reference))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from cuboid.data.source import make_source
 from cuboid.model.balance import Balance
 from cuboid.model.initialize import initialize
+from cuboid.model.precision import wide
 from cuboid.model.rope import PositionTable
 from cuboid.model.routing import Router
 from cuboid.model.transformer import IGNORED, Transformer
@@ -18,7 +20,7 @@ from cuboid.parallel.device import choose_device
 from cuboid.spec.run import Run
 from cuboid.train.learning_rate import learning_rate
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16}
 
 Tensors = dict[str, Tensor]
 
@@ -27,6 +29,8 @@ Tensors = dict[str, Tensor]
 class Trace:
     """What a run computed at each step; every tensor whole, under its name in the single-device model."""
 
+    start: Tensors = field(default_factory=dict)
+    """The parameters before the first step; of one process."""
     losses: list[float] = field(default_factory=list)
     gradient_norms: list[float] = field(default_factory=list)
     gradients: list[Tensors] = field(default_factory=list)
@@ -41,13 +45,15 @@ class Trace:
     """Of a mixture: a row per layer, assignments of each expert and the sums of its auxiliary losses."""
 
 
-def reference_trace(run: Run, moments_after: Collection[int] = ()) -> Trace:
-    dtype = DTYPES[run.training.weights]
+def reference_trace(run: Run, moments_after: Collection[int] = (), precision: str = "") -> Trace:
+    """`precision`: another than the run's."""
+    dtype = DTYPES[precision or run.training.weights]
     device = choose_device(run.training.device, 0)
-    model = Transformer(run.model).to(dtype)
+    model = Transformer(run.model).to(wide(dtype))
     initialize(run.model, model, run.training.seed)
     model.to(device)
     parameters = dict(model.named_parameters())
+    computing = Computing(model, dtype)
     matrices = [parameter for parameter in parameters.values() if parameter.ndim > 1]
     vectors = [parameter for parameter in parameters.values() if parameter.ndim == 1]
     optimizer = torch.optim.AdamW(
@@ -55,12 +61,13 @@ def reference_trace(run: Run, moments_after: Collection[int] = ()) -> Trace:
         betas=(run.optimizer.beta1, run.optimizer.beta2),
         eps=run.optimizer.epsilon,
     )
-    balance = _balance(run, model, device)
+    balance = _balance(run, computing.model, device)
     source = make_source(run)
     table = PositionTable(run.model, run.training.sequence, dtype, device)
-    trace = Trace()
+    trace = Trace(start={name: parameter.detach().cpu().clone() for name, parameter in parameters.items()})
     for step in range(run.training.steps):
         optimizer.zero_grad()
+        computing.begin_step()
         if balance is not None:
             balance.begin_step()
         first = step * run.training.global_batch
@@ -70,9 +77,10 @@ def reference_trace(run: Run, moments_after: Collection[int] = ()) -> Trace:
         for place, (inputs, labels) in enumerate(samples):
             ids = source.documents_at(first + place).unsqueeze(0) if run.data.uses_documents else None
             positions = table.of(torch.arange(run.training.sequence), ids, run.data)
-            part = model.loss(inputs.unsqueeze(0).to(device), labels.unsqueeze(0).to(device), positions)
+            part = computing.model.loss(inputs.unsqueeze(0).to(device), labels.unsqueeze(0).to(device), positions)
             part = part / max(tokens, 1)
             part.backward()
+            computing.collect()
             loss += part.item()
         trace.losses.append(loss)
         trace.gradients.append({name: _gradient(parameter) for name, parameter in parameters.items()})
@@ -94,6 +102,35 @@ def reference_trace(run: Run, moments_after: Collection[int] = ()) -> Trace:
                 for kind in ("exp_avg", "exp_avg_sq")
             }
     return trace
+
+
+class Computing:
+    """The model that computes: itself, or a copy in 16 bits of weights kept in float32, where gradients are summed."""
+
+    def __init__(self, kept: Transformer, dtype: torch.dtype) -> None:
+        self.model, self._pairs = kept, list[tuple[Tensor, Tensor]]()
+        if dtype == wide(dtype):
+            return
+        self.model = copy.deepcopy(kept).to(dtype)
+        for module in self.model.modules():
+            if isinstance(module, Router) and module.bias is not None:
+                module.bias.data = module.bias.data.to(wide(dtype))  # counts, which no product touches
+        parameters = dict(kept.named_parameters())
+        self._pairs = [(parameters[name], copied) for name, copied in self.model.named_parameters()]
+
+    @torch.no_grad()
+    def begin_step(self) -> None:
+        for parameter, copied in self._pairs:
+            copied.copy_(parameter)
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """The gradients of one sample are added to those before it."""
+        for parameter, copied in self._pairs:
+            if copied.grad is not None:
+                own = copied.grad.to(parameter.dtype)
+                parameter.grad = own if parameter.grad is None else parameter.grad + own
+                copied.grad = None
 
 
 def _balance(run: Run, model: Transformer, device: torch.device) -> Balance | None:

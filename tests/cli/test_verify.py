@@ -51,6 +51,18 @@ def test_a_model_of_ones_own_in_float32(tmp_path: Path, capsys: pytest.CaptureFi
     assert found["gradient_error"] > 1e-9  # type: ignore[operator]
 
 
+def test_bf16_to_a_multiple_of_its_own_rounding(capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--set", "model.layers=2", "--set", "model.hidden=32", "--set", "model.ffn=48", "--set", "model.vocab=64"]
+    found = verified(capsys, "--layout", "dp=2,tp=2,zero=1", "--precision", "bf16", *few)
+    assert (found["dtype"], found["passed"], found["unforeseen"]) == ("bf16", True, [])
+    tolerances = found["tolerances"]
+    assert isinstance(tolerances, dict) and tolerances.keys() == {"loss", "gradient", "gradient_norm", "parameter"}
+    for name, tolerance in tolerances.items():
+        error = found[f"{name}_error"]
+        assert isinstance(error, float) and 0 <= error <= tolerance and 4 * 2**-8 <= tolerance < 0.3, (name, found)
+    assert found["gradient_error"] > 1e-4, "it was bf16"  # type: ignore[operator]
+
+
 def test_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--layout", "tp=2", *SMALL]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -79,8 +91,11 @@ def test_a_difference_is_exit_status_one(capsys: pytest.CaptureFixture[str]) -> 
         ),
         (["--steps", "0"], "error: training.steps=0 is too small; use steps=1 or more"),
         (["--seed", "-1"], "error: training.seed=-1 is too small; use seed=0 or more"),
-        (["--dtype", "bf16"], "error: Invalid value for '--dtype': 'bf16' is not one of 'float64', 'float32'"),
-        (["--set", "training.precision=bf16"], "error: training.precision=bf16 is too coarse for a proof; use --dtype"),
+        (
+            ["--dtype", "int8"],
+            "error: Invalid value for '--precision' / '--dtype': 'int8' is not one of 'float64', 'flo",
+        ),
+        (["--set", "training.precision=fp16"], "error: training.precision=fp16 is too coarse for a proof; use --prec"),
         (
             ["--set", "data.source=python-stdlib", "--set", "model.vocab=99"],
             "error: model.vocab=99 is smaller than the",

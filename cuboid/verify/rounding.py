@@ -1,0 +1,113 @@
+"""What a layout may differ by in bf16: a multiple of what rounding alone does, measured in the same run.
+
+Every product in bf16 rounds by up to 2^-8 of its result, and errors add up with depth and over steps in a way no fixed
+number foresees. So one process computes twice, in bf16 and in float32, from the same weights: what its own bf16 differs
+by is the spread of equally good answers, tensor by tensor and step by step. A layout, which sums the same products in
+another order, has a spread of the same size. A tensor is allowed `MULTIPLE` times its own spread, or that of the median
+tensor where that is more, and never less than for one rounding. Errors are root mean squares over a tensor, relative to
+the tensor in float32 (of parameters, to how far they have moved): a factor of two is an error of 1, a sum over two
+ranks that was left out about 1/2.
+
+Adam moves a parameter by the learning rate whatever the size of its gradient. One whose gradient is as small as the
+rounding moves up or down by chance: of parameters only those are compared whose gradients were larger in every step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Tensors = dict[str, Tensor]
+
+UNIT = 2.0**-8
+"""The largest relative error of one rounding to bf16."""
+MULTIPLE = 4.0
+NEGLIGIBLE = 1e-6
+"""A tensor so many times smaller than the largest of its step is compared on that scale: what is zero but for rounding
+has no relative error."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """An error beside what is allowed."""
+
+    error: float
+    allowed: float
+    name: str = ""
+
+    @property
+    def share(self) -> float:
+        """Of what is allowed; above one it differs."""
+        return self.error / self.allowed if self.error == self.error else float("inf")
+
+
+def allowed(spread: float) -> float:
+    return MULTIPLE * max(spread, UNIT)
+
+
+def number_bound(observed: list[float], reference: list[float], exact: list[float]) -> Bound:
+    """The step that takes up most of what is allowed in it."""
+    bounds = []
+    for seen, expected, true in zip(observed, reference, exact, strict=True):
+        scale = abs(true) or 1.0
+        bounds.append(Bound(abs(seen - expected) / scale, allowed(abs(expected - true) / scale)))
+    return max(bounds, key=lambda bound: bound.share)
+
+
+def tensor_bound(observed: list[Tensors], reference: list[Tensors], exact: list[Tensors]) -> Bound:
+    """The tensor of any step that takes up most of what it is allowed."""
+    bounds = [Bound(0.0, allowed(0.0))]
+    for seen, expected, true in zip(observed, reference, exact, strict=True):
+        if odd := _different(seen, expected):
+            return Bound(float("inf"), allowed(0.0), odd)
+        scales = {name: _size(tensor) for name, tensor in true.items()}
+        floor = NEGLIGIBLE * max(scales.values()) or 1.0
+        scales = {name: max(scale, floor) for name, scale in scales.items()}
+        spreads = {name: _distance(expected[name], true[name]) / scales[name] for name in true}
+        typical = median(spreads.values())
+        for name, scale in scales.items():
+            error = _distance(seen[name], expected[name]) / scale
+            bounds.append(Bound(error, allowed(max(spreads[name], typical)), name))
+    return max(bounds, key=lambda bound: bound.share)
+
+
+def moved(parameters: list[Tensors], start: Tensors, among_steps: list[Tensors]) -> list[Tensors]:
+    """How far each parameter that counts has come, after every step."""
+    return [
+        {name: (tensor - start[name].to(tensor))[among[name]] for name, tensor in step.items()}
+        for step, among in zip(parameters, among_steps, strict=True)
+    ]
+
+
+def decided(reference: list[Tensors], exact: list[Tensors]) -> list[Tensors]:
+    """For every step and tensor of gradients: which elements rounding did not give their sign, in it and before."""
+    found: list[Tensors] = []
+    for expected, true in zip(reference, exact, strict=True):
+        now = {}
+        for name, tensor in true.items():
+            now[name] = tensor.abs() > MULTIPLE * _distance(expected[name], tensor)
+            if found:
+                now[name] &= found[-1][name]
+        found.append(now)
+    return found
+
+
+def _different(seen: Tensors, expected: Tensors) -> str:
+    for name in sorted(seen.keys() | expected.keys()):
+        if name not in seen or name not in expected:
+            return f"{name} is held by one side only"
+        if seen[name].shape != expected[name].shape:
+            return f"{name} has another shape"
+    return ""
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return _size(one.double() - other.double())
+
+
+def _size(x: Tensor) -> float:
+    """The root mean square; zero of nothing."""
+    return x.double().square().mean().sqrt().item() if x.numel() else 0.0

@@ -1,0 +1,71 @@
+"""Bugs planted in ranks that are then verified in bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from cuboid.model.linear import Linear
+from cuboid.parallel import unit
+from cuboid.parallel.collectives import Pending
+from cuboid.parallel.unit import Unit
+from cuboid.spec.run import Run
+from cuboid.verify.compare import compare_rounded
+from cuboid.verify.observe import observed_trace
+from cuboid.verify.reference import reference_trace
+
+
+@contextmanager
+def planted(owner: Any, name: str, bug: Any) -> Iterator[None]:
+    right = getattr(owner, name)
+    setattr(owner, name, bug)
+    try:
+        yield
+    finally:
+        setattr(owner, name, right)
+
+
+def verdict(rank: int, run: Run, owner: Any, name: str, bug: Any) -> dict[str, Any] | None:
+    """The bug is in what is observed, not in what that is compared with."""
+    with planted(owner, name, bug):
+        observed = observed_trace(run, rank)
+    if observed is None:
+        return None
+    return asdict(compare_rounded(run, observed, reference_trace(run), reference_trace(run, precision="float32")))
+
+
+def sound(rank: int, run: Run) -> dict[str, Any] | None:
+    return verdict(rank, run, Unit, "finish_reduction", Unit.finish_reduction)
+
+
+def without_the_sum_of_gradients(rank: int, run: Run) -> dict[str, Any] | None:
+    """Each replica keeps its own."""
+    return verdict(rank, run, unit, "start_all_reduce", lambda x, group: Pending(None, x))
+
+
+def with_one_gradient_doubled(rank: int, run: Run) -> dict[str, Any] | None:
+    """Of all replicas alike, so that only the comparison with one process can tell."""
+    right = Unit.finish_reduction
+
+    def wrong(self: Unit) -> None:
+        right(self)
+        for piece in self.pieces():
+            if piece.part.name == "layers.1.feed_forward.down.weight":
+                piece.gradient.mul_(2)
+
+    return verdict(rank, run, Unit, "finish_reduction", wrong)
+
+
+def with_the_rounding_of_few_bits(rank: int, run: Run) -> dict[str, Any] | None:
+    """Products as if there were four bits less."""
+    right = Linear.forward
+
+    def coarse(self: Linear, x: torch.Tensor) -> torch.Tensor:
+        y = right(self, x)
+        return y + (y.detach().to(torch.float8_e4m3fn).to(y.dtype) - y.detach())
+
+    return verdict(rank, run, Linear, "forward", coarse)
