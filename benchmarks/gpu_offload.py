@@ -8,8 +8,10 @@ The shapes, text and settings are those of `h200.py`. Either way has a process o
 1. trains `--steps` steps as the trainer does, one started while the one before computes, and times them;
 2. trains `--exact` steps with `training.deterministic=true` from the start, of which all losses and what is left in
    master weights and moments must be the same bits both ways (kernels of a fast step add in any order, so its losses
-   may differ from one run to the next by themselves);
-3. updates from the start with gradients drawn by a seed, `--exact` times through the compiled update, likewise.
+   may differ from one run to the next by themselves).
+
+A third process updates `--exact` times through the compiled update, with gradients drawn by a seed, one way and then
+the other: the same bits again, and by the way the bytes the link moves in a second.
 
 Bits are compared by two sums over every tensor: of the patterns, and of the patterns times their places. The exit code
 is 1 where they differ."""
@@ -140,18 +142,33 @@ def updated(run: Run, device: torch.device, steps: int) -> dict[str, Any]:
     return {"contents": contents(optimizer, device), "seconds": seconds, "host_bytes_per_second_each_way": rate}
 
 
-def one(options: argparse.Namespace, case: str, offload: bool) -> dict[str, Any]:
+def make_run(options: argparse.Namespace, case: str, offload: bool, text: str, *changes: str) -> Run:
     shape, micro_batch, sequence = (case.split(":") + ["1", "8192"][case.count(":") :])[:3]
     device = choose_device("auto", 0)
+    places = [f"training.device={device.type}", f"layout=micro_batch={micro_batch},offload={str(offload).lower()}"]
+    return benchmark_run(shape, int(micro_batch), int(sequence), text, [*places, *options.set, *changes])
+
+
+def both_updated(options: argparse.Namespace, case: str) -> dict[str, Any]:
+    device = choose_device("auto", 0)
+    found = []
+    for offload in (False, True):
+        run = make_run(options, case, offload, "python-stdlib", "training.compile=on")
+        found.append(updated(run, device, options.exact))
+        _give_back(device)
+    here, there = found
+    equal = here.pop("contents") == there.pop("contents")
+    return {"equal": equal, "resident": here, "offloaded": there}
+
+
+def one(options: argparse.Namespace, case: str, offload: bool) -> dict[str, Any]:
+    device = choose_device("auto", 0)
     with tempfile.TemporaryDirectory() as folder:
-        places = [f"training.device={device.type}", f"layout=micro_batch={micro_batch},offload={str(offload).lower()}"]
-        text, sizes = letters(Path(folder)), (int(micro_batch), int(sequence))
-        run = benchmark_run(shape, *sizes, text, [*places, *options.set])
+        text = letters(Path(folder))
+        run = make_run(options, case, offload, text)
         result = {"timed": timed(run, device, options.steps)}
         _give_back(device)
-        result["updated"] = updated(run, device, options.exact)
-        _give_back(device)
-        slow = benchmark_run(shape, *sizes, text, [*places, *options.set, "training.deterministic=true"])
+        slow = make_run(options, case, offload, text, "training.deterministic=true")
         result["exact"] = exact(slow, device, options.exact)
     return result
 
@@ -162,14 +179,14 @@ def _give_back(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def apart(options: argparse.Namespace, case: str, offload: bool) -> dict[str, Any]:
+def apart(options: argparse.Namespace, case: str, kind: str) -> dict[str, Any]:
     changes = [part for change in options.set for part in ("--set", change)]
     numbers = ["--steps", str(options.steps), "--exact", str(options.exact)]
-    command = [sys.executable, __file__, case, "--one", str(int(offload)), *numbers, *changes]
+    command = [sys.executable, __file__, case, "--one", kind, *numbers, *changes]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
-        raise SystemExit(f"offload={offload} ended with exit code {done.returncode}")
+        raise SystemExit(f"{kind} ended with exit code {done.returncode}")
     return dict(json.loads(lines[-1]))
 
 
@@ -180,27 +197,28 @@ def main() -> None:
     parser.add_argument("--exact", type=int, default=3, help="compared bit for bit; 0 compares nothing")
     parser.add_argument("--set", action="append", default=[], help="change a field of the run")
     parser.add_argument("--json", type=Path, help="append every line printed")
-    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     differs = False
     for case in options.cases:
         if options.one is not None:
-            print(json.dumps(one(options, case, bool(options.one))))
+            alone = options.one != "updates"
+            print(json.dumps(one(options, case, options.one == "offloaded") if alone else both_updated(options, case)))
             return
-        both = [apart(options, case, offload) for offload in (False, True)]
+        both = [apart(options, case, kind) for kind in ("resident", "offloaded")]
+        updates = apart(options, case, "updates")
         rows: list[dict[str, Any]] = []
         for offload, found in zip((False, True), both, strict=True):
-            updates = {key: value for key, value in found["updated"].items() if key != "contents"}
             about = {"case": case, "torch": torch.__version__, "offload": offload}
-            rows.append({**about, **found["timed"], "updates": updates, "exact_losses": found["exact"]["losses"]})
+            rows.append({**about, **found["timed"], "exact_losses": found["exact"]["losses"]})
         here, there = both
         equal = {
             "losses": here["exact"]["losses"] == there["exact"]["losses"],
             "states_after_steps": here["exact"]["contents"] == there["exact"]["contents"],
-            "states_after_updates": here["updated"]["contents"] == there["updated"]["contents"],
+            "states_after_updates": updates.pop("equal"),
         }
         ratio = there["timed"]["tokens_per_second"] / here["timed"]["tokens_per_second"]
-        rows.append({"case": case, "equal": equal, "speed_ratio": ratio})
+        rows.append({"case": case, "equal": equal, "speed_ratio": ratio, "updates": updates})
         differs |= not all(equal.values())
         for row in rows:
             print(json.dumps(row), flush=True)

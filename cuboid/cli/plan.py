@@ -106,6 +106,7 @@ def as_row(plan: Plan) -> dict[str, object]:
         "mfu": plan.utilization,
         "memory_gib": plan.peak / GIB,
         "memory_share": plan.share,
+        "host_memory_gib": plan.host_memory / GIB,
         "bubble": plan.bubble,
         "layers_per_stage": plan.layers,
         "step": plan.parts,

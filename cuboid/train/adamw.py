@@ -117,7 +117,13 @@ def update_compiled(elements: Elements, spec: OptimizerSpec, numbers: Tensor) ->
     """`numbers`: on the device, as `_update` takes them."""
 
     def shaped(tensor: Tensor) -> Tensor:
-        return tensor.view(-1, ROW) if elements.in_rows else tensor.view(-1)
+        if not elements.in_rows:
+            return tensor.view(-1)
+        rows = tensor.view(-1, ROW)
+        # One graph from the first call on: another one might round other products, and who meets which length first
+        # depends on where the state lies.
+        torch._dynamo.maybe_mark_dynamic(rows, 0)
+        return rows
 
     held = (elements.kept, elements.first, elements.second, elements.gradient)
     weight = None if elements.weight is None else shaped(elements.weight)
