@@ -217,7 +217,8 @@ class Engine:
         """With what travels as wide as the precision makes it; narrower formats than 16 bits travel in 16, but for
         the linears that this engine gathers under ZeRO 3."""
         if precision == "fp8" and self.own_exchanges:
-            return replace(self, shard_wire=1.0)
+            # Inputs of products are kept in 8 bits, or made again from what is kept anyway.
+            return replace(self, shard_wire=1.0, kept_whole=self.kept_whole / 2, kept_ffn=self.kept_ffn * 3 / 4)
         if precision != "float32" or self.activation_wire == 4.0:  # the latter: it is that already
             return self
         wide = replace(self, parameter_wire=4.0, activation_wire=4.0)

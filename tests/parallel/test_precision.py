@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from functools import partial
+from typing import Any
+
 import pytest
+import torch
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx import GraphModule
 
 from cuboid.launch.pool import Pool
+from cuboid.model import fp8
+from cuboid.model.linear import Linear
+from cuboid.model.rope import make_positions
+from cuboid.model.transformer import Block
+from cuboid.parallel.compiled import _Recomputed
+from cuboid.spec.model import load_model
 from cuboid.spec.run import Run
 from tests.parallel.cases import small_run
 
@@ -47,3 +64,51 @@ def test_zero_3_gathers_in_8_bits_what_products_would_have_rounded(pool: Pool, l
     assert narrow == wide
     for lines in pool.run("tests.parallel.cases:unforeseen", (run,), ranks=ranks):
         assert not lines, lines
+
+
+@pytest.mark.parametrize(("by_row", "recompute"), [(False, "none"), (False, "selective"), (True, "none")])
+def test_a_block_is_one_graph_that_rounds_each_input_once(
+    by_row: bool, recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, whose kernel a CPU has too: queries, keys and values share a rounded input, the 14 products of the
+    backward pass none of those of the forward pass, and no weight is kept in 8 bits."""
+    monkeypatch.setattr(fp8, "multiply", scaled_product)
+    model = load_model("tiny-llama")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        block = Block(model, 0)
+        for parameter in block.parameters():
+            nn.init.normal_(parameter, std=0.02)
+    block = block.to(torch.bfloat16)
+    for child in block.modules():
+        if isinstance(child, Linear):
+            child.product = fp8.fp8_product(by_row)
+    graphs: list[tuple[Counter[str], list[Tensor]]] = []
+
+    def note(graph: GraphModule, inputs: list[Tensor]) -> Any:
+        graph.graph.eliminate_dead_code()
+        shown = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+        graphs.append((Counter(str(node.target) for node in graph.graph.nodes), shown))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(
+        fw_compiler=note,
+        bw_compiler=note,
+        partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
+        decompositions=select_decomp_table(),
+    )
+    module: nn.Module = _Recomputed(block, recompute) if recompute == "selective" else block
+    compiled = torch.compile(module, fullgraph=True, dynamic=False, backend=backend)
+    positions = make_positions(model, 64, torch.bfloat16, torch.device("cpu"))
+    x = torch.ones(128, model.hidden, dtype=torch.bfloat16, requires_grad=True)
+    compiled(x, positions).sum().backward()
+    (forward, _), (backward, kept) = graphs
+    assert (forward["aten._scaled_mm.default"], backward["aten._scaled_mm.default"]) == (7, 14)
+    assert forward["aten.amax.default"] == (4 + 7) * (1 if by_row else 2) + by_row * (recompute == "none")
+    weights = [tensor for tensor in kept if tensor.dtype == torch.float8_e4m3fn and tensor.shape[1] != 128]
+    assert len(weights) <= 1 and all(tensor.shape == (128, model.hidden) for tensor in weights)
+
+
+def scaled_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+    columns = b_scale.reshape(1, -1) if b_scale.dim() else b_scale
+    return torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=columns, out_dtype=dtype, use_fast_accum=fast)

@@ -53,6 +53,18 @@ def test_a_plan_is_trained_in_its_precision(ask: Callable[..., Question], precis
     assert not any("not in fp8" in warning for warning in plan.warnings)
 
 
+def test_fp8_takes_less_time_and_memory_than_bf16(ask: Callable[..., Question]) -> None:
+    layout = Layout.parse("dp=8,zero=3")
+    wide, narrow = (
+        predict(ask("llama3-8b", "h100x8", global_batch=8, sequence=8192, precision=precision), layout)
+        for precision in ("bf16", "fp8")
+    )
+    assert narrow.tokens > 1.1 * wide.tokens
+    for ours, theirs in zip(narrow.memory, wide.memory, strict=True):
+        assert ours["activations"] < 0.9 * theirs["activations"]
+        assert ours["optimizer"] == theirs["optimizer"]
+
+
 def test_what_fp8_cannot_multiply_is_trained_in_bf16(ask: Callable[..., Question]) -> None:
     plan = predict(ask("tiny-llama", "h100x8", global_batch=16, sequence=64, precision="fp8"), Layout(tp=8))
     assert plan.run.training.precision == "bf16"
