@@ -11,7 +11,7 @@ from cuboid.model.balance import EXTRA
 from cuboid.spec.run import Run
 from cuboid.verify.observe import observed_trace
 from cuboid.verify.reference import Tensors, Trace, reference_trace
-from cuboid.verify.rounding import Bound, decided, moved, number_bound, tensor_bound
+from cuboid.verify.rounding import DECIDED, MULTIPLE, REROUTED, UNIT, Bound, decided, moved, number_bound, tensor_bound
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3}
 """Float32 rounds differently in every layout, so its bound only catches gross errors; the proof is in float64. What
@@ -113,17 +113,19 @@ def compare(run: Run, observed: Trace, reference: Trace) -> Verdict:
 
 def compare_rounded(run: Run, observed: Trace, reference: Trace, exact: Trace) -> Verdict:
     """In bf16: `reference` in bf16, `exact` in float32, both by one process."""
+    traces = (observed, reference, exact)
     among = decided(reference.gradients, exact.gradients)
-    steps = (moved(trace.parameters, exact.start, among) for trace in (observed, reference, exact))
+    seen, expected, true = (moved(trace.parameters, exact.start, among) for trace in traces)
+    least = REROUTED if run.model.mixture is not None else 0.0
     bounds = {
         "loss": number_bound(observed.losses, reference.losses, exact.losses),
-        "gradient": tensor_bound(observed.gradients, reference.gradients, exact.gradients),
+        "gradient": tensor_bound(observed.gradients, reference.gradients, exact.gradients, max(least, MULTIPLE * UNIT)),
         "gradient_norm": number_bound(observed.gradient_norms, reference.gradient_norms, exact.gradient_norms),
-        "parameter": tensor_bound(*steps),
+        "parameter": tensor_bound(seen, expected, true, max(least, 1 / DECIDED)),
     }
     if exact.routers:
-        rows = [[{"": statistics} for statistics in trace.routers] for trace in (observed, reference, exact)]
-        bounds["router"] = tensor_bound(*rows)
+        seen, expected, true = ([{"": statistics} for statistics in trace.routers] for trace in traces)
+        bounds["router"] = tensor_bound(seen, expected, true, MULTIPLE * UNIT)
     return _verdict(run, observed, bounds)
 
 

@@ -88,6 +88,10 @@ def test_bugs_planted_in_ranks_are_found_and_sound_ranks_pass(pool: Pool) -> Non
     for layout in ("dp=2", "tp=2", "dp=2,pp=2,zero=3"):
         sound = verdict("sound", layout)
         assert sound["passed"], sound
+    mixture = verification_run("tp=2,ep=2", "tiny-qwen3-moe", ("model.layers=2",), dtype="bf16", seed=1)
+    assert mixture.training.steps == 1, "the next would send tokens elsewhere"
+    (routed, _) = pool.run("tests.verify.rounding_jobs:sound", (mixture,), ranks=2)
+    assert routed["passed"] and routed["router_error"] is not None
     missing = verdict("without_the_sum_of_gradients", "dp=2")
     assert not missing["passed"] and missing["gradient_error"] > 0.3  # type: ignore[operator]
     doubled = verdict("with_one_gradient_doubled", "dp=2")
