@@ -40,12 +40,16 @@ from cuboid.data.loader import micro_batches
 from cuboid.data.source import Source, make_source
 from cuboid.parallel.apply import build_engine
 from cuboid.parallel.device import choose_device
+from cuboid.parallel.regions import REGIONS
+from cuboid.resilience.pulse import PULSE
 from cuboid.spec.run import Run
 from cuboid.train.optimizer import Optimizer
-from cuboid.train.step import PendingStep, apply_update, compute_gradients
+from cuboid.train.step import PendingStep, start_step
 
 SHAPES["tiny"] = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 128}
-START, WAIT, UPDATE = "start of a step", "wait for the step before", "update"
+START, WAIT = "start of a step", "wait for the step before"
+UPDATE = "update of this step"
+"""The region of `cuboid train --profile`."""
 WAITS = re.compile(
     r"cu(da)?(Stream|Device|Event|Ctx)Synchronize|cudaMemcpy(?!\w*Async)\w*|cuMemcpy(?!\w*Async)\w*|cudaFree(Host)?$"
 )
@@ -76,12 +80,9 @@ class Steps:
         """Seconds the host needed to start a step."""
 
     def start(self) -> PendingStep:
-        """As `start_step` does, with the update as a region of its own."""
+        PULSE.enter("step", self.done + 1)
         batches = micro_batches(self.source, self.run, self.done, 0, self.device)
-        pending = compute_gradients(self.engine, batches)
-        with record_function(UPDATE):
-            apply_update(self.engine, self.optimizer, pending, 1e-5)
-        return pending
+        return start_step(self.engine, self.optimizer, batches, 1e-5)
 
     def go(self, steps: int, start: Callable[[], PendingStep] | None = None) -> float:
         """The loss of the last step but one: the last is still being computed."""
@@ -90,6 +91,7 @@ class Steps:
             begun = time.perf_counter()
             with record_function(START):
                 now = (start or self.start)()
+                PULSE.do("")
             self.starts.append(time.perf_counter() - begun)
             if self.before is not None:
                 with record_function(WAIT):
@@ -166,7 +168,9 @@ def profiled_steps(loop: Steps, steps: int, trace: Path | None) -> dict[str, Any
     if loop.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     with profile(activities=activities) as profiler:
+        REGIONS.begin()
         loop.go(steps + 2)  # the profiler's own beginning and end touch the first and the last
+        REGIONS.end()
     with tempfile.TemporaryDirectory() as folder:
         path = trace or Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
@@ -178,7 +182,7 @@ def profiled_steps(loop: Steps, steps: int, trace: Path | None) -> dict[str, Any
     calls = [event for event in events if event.get("cat") in ("cuda_runtime", "cuda_driver")]
     pageable = [event for event in events if "Pageable" in event["name"]]
     launched = {event["args"].get("correlation"): event["ts"] for event in calls}
-    waits = {}
+    waits: dict[str, dict[str, Any]] = {}
     for name, spans in regions.items():
         inside = [event["name"] for event in calls if _within(event["ts"], spans)]
         waits[name] = {
