@@ -12,7 +12,7 @@ from cuboid.checkpoint.boxes import Box, boxes_of_piece
 from cuboid.checkpoint.scattered import Scattered
 from cuboid.parallel.apply import Engine
 from cuboid.parallel.gradients import counted_pieces
-from cuboid.parallel.unit import Piece
+from cuboid.parallel.piece import Piece
 
 KINDS = ("parameter", "exp_avg", "exp_avg_sq")
 

@@ -16,8 +16,9 @@ def host_bytes(shape: Shape, jobs: Jobs, engine: Engine) -> Array:
 
 
 def brought_bytes(jobs: Jobs, engine: Engine, held: RankParameters) -> Array:
-    """Bytes of offloaded state that are on the accelerator at once."""
-    return engine.optimizer_bytes * np.minimum(engine.offload_elements, owned_parameters(jobs, held))
+    """Bytes of offloaded state that are on the accelerator at once; none where it lies there."""
+    elements = jobs.offload * np.minimum(engine.offload_elements, owned_parameters(jobs, held))
+    return np.asarray(engine.optimizer_bytes * elements)
 
 
 def offloaded_update(chip: Chip, engine: Engine, owned: Array, here: Array, forward: Array) -> Array:

@@ -10,7 +10,8 @@ from torch import Tensor
 from cuboid.parallel.apply import Engine
 from cuboid.parallel.collectives import all_reduce
 from cuboid.parallel.groups import Group
-from cuboid.parallel.unit import Piece, Unit
+from cuboid.parallel.piece import Piece
+from cuboid.parallel.unit import Unit
 from cuboid.plan.parameters import TIED
 
 

@@ -27,13 +27,13 @@ class NarrowShard:
         self._shard: Tensor | None = None
 
     def forget(self) -> None:
-        """The master weights have changed."""
+        """The weights have changed."""
         self._shard = None
 
-    def start_gather(self, master: Tensor, dtype: torch.dtype) -> Pending:
-        """The bytes of all shards are its result. `master`: of this rank's shard; `dtype`: of the parameters."""
+    def start_gather(self, weights: Tensor) -> Pending:
+        """The bytes of all shards are its result. `weights`: of this rank's shard."""
         if self._shard is None:
-            self._shard = self._round(master.to(dtype))
+            self._shard = self._round(weights)
         return start_all_gather(self._shard, self._group)
 
     def _held(self, part: Part) -> tuple[slice, slice]:

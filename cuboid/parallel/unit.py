@@ -9,13 +9,12 @@ All parameters of a unit lie in one flat buffer. What each ZeRO stage holds betw
     2      whole        shard       this rank's shard
     3      shard        shard       this rank's shard
 
-Of a master weight beside a whole bf16 parameter only the difference is kept (`halves`).
+Of a master weight beside a bf16 parameter only the difference is kept (`halves`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -32,56 +31,8 @@ from cuboid.parallel.collectives import (
 from cuboid.parallel.groups import Holders
 from cuboid.parallel.halves import join_halves, split_halves
 from cuboid.parallel.narrow import NarrowShard
+from cuboid.parallel.piece import Piece
 from cuboid.plan.slices import Part
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What of a parameter lies in this rank's shard: elements `start:stop` of the local tensor, flattened."""
-
-    part: Part
-    start: int
-    stop: int
-    stored: Tensor
-    """`kept`, which may be on its way to where it is stored."""
-    weight: Tensor | None
-    """The same elements in the precision of the products, where these are kept beside the master weights."""
-    take_gradient: Callable[[], Tensor]
-    settle: Callable[[], None]
-    """The host waits until what is stored is there."""
-
-    @property
-    def kept(self) -> Tensor:
-        """The master weights, or of each 16 bits more than `weight` has."""
-        self.settle()
-        return self.stored
-
-    @property
-    def is_halved(self) -> bool:
-        return self.stored.dtype == torch.int16
-
-    @property
-    def master(self) -> Tensor:
-        """Of a halved piece a copy: `set_master` makes it count."""
-        if not self.is_halved:
-            return self.kept
-        assert self.weight is not None
-        return join_halves(self.weight.view(torch.int16), self.kept.to(self.weight.device))
-
-    def set_master(self, values: Tensor) -> None:
-        """Write master weights and what follows from them on this rank."""
-        if not self.is_halved:
-            self.kept.copy_(values)
-            return
-        assert self.weight is not None
-        near, rest = split_halves(values)
-        self.weight.view(torch.int16).copy_(near)
-        self.kept.copy_(rest)
-
-    @property
-    def gradient(self) -> Tensor:
-        """The unit knows only after a backward pass which tensor holds it."""
-        return self.take_gradient()
 
 
 class Unit:
@@ -109,14 +60,13 @@ class Unit:
         self.begin = self.shard_size * (groups.shard.index if zero else 0)
         self.end = self.begin + self.shard_size
         self._flat = torch.zeros(self.shard_size * shards, dtype=compute, device=device)
-        self._master_is_apart = zero == 3 or compute != self.accumulate
-        self._is_halved = zero < 3 and compute == torch.bfloat16
+        # This rank's shard of the parameters; of ZeRO 3 all that it has of them between uses.
+        self._own = torch.zeros(self.shard_size, dtype=compute, device=device) if zero == 3 else self._shard(self._flat)
+        self._master_is_apart = compute != self.accumulate
+        self._is_halved = compute == torch.bfloat16
         kept = torch.int16 if self._is_halved else self.accumulate
-        self._kept = (
-            torch.zeros(self.shard_size, dtype=kept, device=device)
-            if self._master_is_apart
-            else self._shard(self._flat)
-        )
+        apart = self._master_is_apart
+        self._kept = torch.zeros(self.shard_size, dtype=kept, device=device) if apart else self._own
         self._settle_kept: Callable[[], None] = _is_settled
         narrows = zero == 3 and groups.shard.size > 1 and fp8
         self._narrow = NarrowShard(parts, fp8, self.begin, self.end, groups.shard) if narrows else None
@@ -151,14 +101,12 @@ class Unit:
         for part in self.parts:
             cut = part.slice
             self._view(whole, part).narrow(cut.dimension, 0, cut.stop - cut.start).copy_(held(part))
-        if self._is_halved:
-            near, rest = split_halves(whole)
-            self._flat.view(torch.int16).copy_(near)
+        near, rest = split_halves(whole) if self._is_halved else (whole, whole)
+        target = self._own if self.zero == 3 else self._flat
+        target = target.view(torch.int16) if self._is_halved else target
+        target.copy_(self._shard(near) if self.zero == 3 else near)
+        if self._master_is_apart:
             self._kept.copy_(self._shard(rest))
-            return
-        self._kept.copy_(self._shard(whole))
-        if self.zero < 3:
-            self._flat.copy_(whole)
 
     @property
     def master(self) -> Tensor:
@@ -169,8 +117,8 @@ class Unit:
     @property
     def only_for_update(self) -> torch.dtype | None:
         """What is kept beside the weights that products use, so that only the update reads it; None where these are
-        the master weights themselves, or are made of them at each use."""
-        return self._kept.dtype if self._master_is_apart and self.zero < 3 else None
+        the master weights themselves."""
+        return self._kept.dtype if self._master_is_apart else None
 
     def keep_in(self, memory: Tensor, settle: Callable[[], None]) -> None:
         """Keep what only the update reads in some other memory from now on. `settle`: the host waits until what was
@@ -184,8 +132,7 @@ class Unit:
         counts."""
         if self._is_halved and self._opened is None:
             self._settle_kept()
-            near = self._shard(self._flat).view(torch.int16)
-            self._opened = join_halves(near.to(self._kept.device), self._kept)
+            self._opened = join_halves(self._own.view(torch.int16).to(self._kept.device), self._kept)
 
     # Parameters: whole while in use.
 
@@ -195,10 +142,10 @@ class Unit:
             return
         self.wait_for_update()
         if self._narrow is not None:
-            self._gathering = self._narrow.start_gather(self._kept, self._flat.dtype)
+            self._gathering = self._narrow.start_gather(self._own)
             return
         self._make_room()
-        self._gathering = start_all_gather(self._kept.to(self._flat.dtype), self.groups.shard, self._flat)
+        self._gathering = start_all_gather(self._own, self.groups.shard, self._flat)
 
     def _make_room(self) -> None:
         self._flat.untyped_storage().resize_(self._flat.numel() * self._flat.element_size())
@@ -227,17 +174,15 @@ class Unit:
         rank's pieces do already."""
         if self._narrow is not None:
             self._narrow.forget()
-        if self.zero == 3:
-            return
         if self._opened is not None:
             near, rest = split_halves(self._opened)
-            self._shard(self._flat).view(torch.int16).copy_(near)
+            self._own.view(torch.int16).copy_(near)
             self._kept.copy_(rest)
             self._opened = None
         elif self._master_is_apart and not self._is_halved and not written:
-            self._shard(self._flat).copy_(self._kept)
-        if self.zero:
-            self._gathering = start_all_gather(self._shard(self._flat).clone(), self.groups.shard, self._flat)
+            self._own.copy_(self._kept)
+        if self.zero in (1, 2):
+            self._gathering = start_all_gather(self._own.clone(), self.groups.shard, self._flat)
 
     def is_being_updated(self, until: torch.cuda.Event, reads: list[Tensor]) -> None:
         """Another stream changes this unit until an event, and reads these gradients."""
@@ -329,7 +274,7 @@ class Unit:
         """The parameters, or parts of them, whose optimizer state this rank keeps."""
         self.wait_for_update()
         result = []
-        held = self._shard(self._flat) if self._master_is_apart and self.zero < 3 else None
+        held = self._own if self._master_is_apart else None
         for part in self.parts:
             start, stop = max(part.offset, self.begin), min(part.offset + part.size, self.end)
             if start < stop:
@@ -352,14 +297,16 @@ class Unit:
     def held_tensors(self) -> list[Tensor]:
         """What `held_bytes` counts."""
         gradient = [] if self._summed_gradient is None else [self._summed_gradient]
-        return [self._flat, self._kept, *gradient]
+        return [self._flat, self._own, self._kept, *gradient]
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes really allocated now on the device."""
-        here = self._master_is_apart and self._kept.device == self._flat.device
+        apart = self._master_is_apart
+        here = (apart or self.zero == 3) and self._kept.device == self._flat.device
         master = self._kept.nbytes if here else 0
+        own = self._own.nbytes if apart and self.zero == 3 else 0
         return {
-            "parameters": self._flat.untyped_storage().nbytes(),
+            "parameters": self._flat.untyped_storage().nbytes() + own,
             "master": master,
             "gradients": 0 if self._summed_gradient is None else self._summed_gradient.untyped_storage().nbytes(),
         }

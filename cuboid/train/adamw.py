@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from cuboid.parallel.halves import join_halves, split_halves
-from cuboid.parallel.unit import Piece
+from cuboid.parallel.piece import Piece
 from cuboid.spec.training import OptimizerSpec
 
 ROW = 1024

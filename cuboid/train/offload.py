@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from cuboid.parallel.host_memory import HostMemory, bytes_taken
-from cuboid.parallel.unit import Piece, Unit
+from cuboid.parallel.piece import Piece
+from cuboid.parallel.unit import Unit
 from cuboid.train.adamw import ROW, Elements
 
 LOAD = 2**24

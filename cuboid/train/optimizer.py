@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from cuboid.parallel.apply import Engine
-from cuboid.parallel.unit import Piece, Unit
+from cuboid.parallel.piece import Piece
+from cuboid.parallel.unit import Unit
 from cuboid.spec.training import OptimizerSpec
 from cuboid.train.adamw import Elements, update_compiled, update_eagerly
 from cuboid.train.offload import OffloadedState

@@ -54,7 +54,7 @@ def _held(engine: Engine, optimizer: Optimizer) -> Iterator[tuple[str, str, Tens
     """Name, place, and values of all that this rank keeps."""
     for unit in engine.units:
         pieces = unit.pieces()
-        if unit.zero in (1, 2) or any(piece.weight is not None for piece in pieces):
+        if unit.zero in (1, 2) or (unit.zero == 0 and any(piece.weight is not None for piece in pieces)):
             unit.gather()  # what the last update sent for is there after this
             for part in unit.parts:
                 yield part.name, f"weight/{part.slice}", unit.parameters[part.name]
