@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
+from contextlib import suppress
 from math import prod
 from typing import Any
 
@@ -31,8 +32,11 @@ class HostMemory:
             )
         self.size = -(-max(size, 1) // PAGE) * PAGE
         memory = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # A child process that wrote here would part this process from the pages the device writes to.
-        memory.madvise(mmap.MADV_DONTFORK)
+        # A child process that wrote here would part this process from the pages the device writes to; and large pages
+        # are found sooner. Where the system has no such advice, it has no such cares.
+        for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+            with suppress(AttributeError, OSError):
+                memory.madvise(getattr(mmap, advice))
         self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
         self._used = 0
         if device.type == "cuda":

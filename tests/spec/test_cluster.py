@@ -144,6 +144,7 @@ def test_a_file_may_describe_everything_itself(tmp_path: Path) -> None:
         ('accelerator = "h100"\nnods = 4', "unknown key cluster.nods; did you mean cluster.nodes"),
         ('accelerator = "h100"\nnodes = "4"', 'cluster.nodes="4" is a string; it must be an integer'),
         ('accelerator = "h100"\nnodes = 0', "cluster.nodes=0 is not positive"),
+        ('accelerator = "h100"\nhost_memory_gib = -1', "cluster.host_memory_gib=-1.0 is negative; use 0"),
         ('accelerator = "h100"\nmemory_gib = 0', "cluster.memory_gib=0.0 is not positive"),
         ('accelerator = "h100"\npeak_tflops = 3', "cluster.peak_tflops=3 is an integer; it must be a table"),
         ('accelerator = "h100"\npeak_tflops = { bf16 = -1 }', "cluster.peak_tflops.bf16=-1.0 is not positive"),
