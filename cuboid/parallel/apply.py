@@ -15,11 +15,12 @@ from cuboid.model.linear import Linear
 from cuboid.model.mixture import Experts, Mixture
 from cuboid.model.precision import wide
 from cuboid.model.transformer import Block, Embedding, Head
-from cuboid.parallel.compiled import compiled_block, is_compiled, lean_loss
+from cuboid.parallel.compiled import compiled_block, is_compiled
 from cuboid.parallel.context import ContextMix
 from cuboid.parallel.deferral import Deferral, deferrable_grouped_product, deferrable_product
 from cuboid.parallel.expert import join_sequences, make_balance, spread_experts, watched
 from cuboid.parallel.groups import Groups, make_groups
+from cuboid.parallel.lean_loss import lean_loss
 from cuboid.parallel.loss_scale import LossScale
 from cuboid.parallel.pipeline import Pipeline
 from cuboid.parallel.recompute import with_recompute
@@ -184,8 +185,14 @@ class _Builder:
             head = Head(self.model)
             if self.region is not None:
                 split_head(head, self.model, self.region)
-        if self.compiled and self.region is None:
-            return self._segment(head, "head", lambda x, share: lean_loss(head, x, share.labels, self.deferral))
+        if self.compiled:
+            group, region = self.groups.tensor, self.region
+            vocabulary = self.model.vocab
+            return self._segment(
+                head,
+                "head",
+                lambda x, share: lean_loss(head, x, share.labels, vocabulary, group, region, self.deferral),
+            )
         return self._segment(head, "head", lambda x, share: head.loss(x, share.labels))
 
     def _segment(self, module: nn.Module, prefix: str, run: Callable[[Tensor, Share], Tensor]) -> Segment:
