@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cuboid.errors import UserError
+from cuboid.model.turn import turn
 
 INPUT = torch.float8_e4m3fn
 _SMALLEST = 1e-30  # a tensor of zeros has a scale too
@@ -40,10 +41,12 @@ def exponent_of(peak: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.log2(peak.float().clamp(min=_SMALLEST) / torch.finfo(dtype).max).ceil()
 
 
-def quantise_columns(x: Tensor, dtype: torch.dtype, by_row: bool) -> tuple[Tensor, Tensor]:
-    """The transpose of `x` in 8 bits, row after row, with its scale."""
+def quantise_columns(x: Tensor, dtype: torch.dtype, by_row: bool, apart: bool = False) -> tuple[Tensor, Tensor]:
+    """The transpose of `x` in 8 bits, row after row, with its scale. `apart`: written by a kernel of its own, because
+    the one before it goes through `x` row by row and would write every column in single bytes."""
     values, scale = quantise(x, dtype, by_row, 0)  # with one scale the same as `quantise` did, which the compiler sees
-    return values.t().contiguous(), scale.reshape(-1, 1) if by_row else scale
+    turned = turn(values) if apart else values.t().contiguous()
+    return turned, scale.reshape(-1, 1) if by_row else scale
 
 
 def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
@@ -58,7 +61,7 @@ def output_of(x: Tensor, weight: Tensor, by_row: bool) -> tuple[Tensor, Tensor, 
     """The product, and what the weight gradient needs of the input."""
     narrow, narrow_weight = quantise(x, INPUT, by_row), quantise(weight, INPUT, by_row)
     y = multiply(*narrow, *narrow_weight, x.dtype, fast=True)
-    return y, *quantise_columns(x, INPUT, by_row)
+    return y, *quantise_columns(x, INPUT, by_row, apart=True)
 
 
 def input_gradient_of(gradient: Tensor, weight: Tensor, by_row: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -68,7 +71,7 @@ def input_gradient_of(gradient: Tensor, weight: Tensor, by_row: bool) -> tuple[T
     narrow = quantise(gradient, dtype, by_row)
     turned_weight = quantise_columns(weight, INPUT, by_row)
     result = multiply(*narrow, *turned_weight, weight.dtype, fast=False)
-    return result, *quantise_columns(gradient, dtype, by_row)
+    return result, *quantise_columns(gradient, dtype, by_row, apart=by_row)
 
 
 class _Product(torch.autograd.Function):
