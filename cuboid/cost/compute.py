@@ -94,7 +94,8 @@ def _attention(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine) -> tuple[Ar
     peak = chip.peak["bf16"]
     if engine.fused_attention:
         forward = 0.5 * full / (peak * chip.attention_forward) * engine.attention_scale + chip.kernel_floor
-        backward = 1.25 * full / (peak * chip.attention_backward) * engine.attention_scale + 2 * chip.kernel_floor
+        scale = engine.attention_scale * engine.attention_back
+        backward = 1.25 * full / (peak * chip.attention_backward) * scale + 2 * chip.kernel_floor
         return forward, backward
     scores = jobs.tokens * jobs.sequence * shape.heads / jobs.tp
     batched = full / (peak * chip.linear_efficiency["bf16"] * 0.6)

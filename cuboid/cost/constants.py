@@ -90,6 +90,8 @@ class Engine:
     fused_attention: bool = True
     attention_scale: float = 1.0
     """Attention time against the accelerator's own best kernel."""
+    attention_back: float = 1.0
+    """… of its backward pass, once more."""
     linear_scale: float = 1.0
     """Matrix multiplication time against the accelerator's own best."""
     hidden_traffic: float = 28.0
@@ -163,6 +165,11 @@ class Engine:
     """Exchanges inside layers are those of this engine: tensor ranks route their parts of the tokens to whole experts,
     and recomputation, selective too, repeats what lies before a layer's last product. Else every layer has two sums
     each way, and full recomputation repeats those forward."""
+    compiled: bool = False
+    """Memory is counted as `compiled_memory` does, tensor by tensor; of the shares below only `kept_boundary`,
+    `kept_routed` and `fixed` count then."""
+    narrow: bool = False
+    """Products take their inputs in 8 bits, and keep them so; what `in_precision` says of a compiled engine."""
     kept_hidden: float = 8.0
     """Bytes kept for backward per token and hidden element of a layer (split by sequence parallelism)."""
     kept_whole: float = 0.0
@@ -218,7 +225,8 @@ class Engine:
         the linears that this engine gathers under ZeRO 3."""
         if precision == "fp8" and self.own_exchanges:
             # Inputs of products are kept in 8 bits, or made again from what is kept anyway.
-            return replace(self, shard_wire=1.0, kept_whole=self.kept_whole / 2, kept_ffn=self.kept_ffn * 3 / 4)
+            kept = {"kept_whole": self.kept_whole / 2, "kept_ffn": self.kept_ffn * 3 / 4}
+            return replace(self, shard_wire=1.0, narrow=self.compiled, **kept)
         if precision != "float32" or self.activation_wire == 4.0:  # the latter: it is that already
             return self
         wide = replace(self, parameter_wire=4.0, activation_wire=4.0)

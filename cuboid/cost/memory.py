@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from cuboid.cost.compiled_memory import compiled_kept, fullest
 from cuboid.cost.constants import Engine
 from cuboid.cost.context import gathered_bytes
 from cuboid.cost.flops import head_parameters, layer_parameters
@@ -36,6 +37,8 @@ class Memory:
 
 def kept_per_layer(shape: Shape, jobs: Jobs, engine: Engine) -> tuple[Array, Array]:
     """Bytes one micro-batch keeps in a layer for its backward, without and with experts."""
+    if engine.compiled:
+        return compiled_kept(shape, jobs, engine)
     split = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
     tokens = jobs.tokens
     hidden = tokens * shape.hidden * (engine.kept_hidden / split + engine.kept_whole)
@@ -98,7 +101,15 @@ def rank_memory(
     split = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
     boundary = layers * engine.kept_boundary * jobs.tokens * shape.hidden / split
     kept = np.where(jobs.recompute == 2, boundary, dense_layers * dense + (layers - dense_layers) * mixture)
+    if engine.compiled:  # what a stage hands on lives until its gradient has come back
+        kept = kept + (1 - last) * engine.activation_wire * jobs.tokens * shape.hidden / split
     activations = in_flight(jobs, rank) * kept
+    if engine.compiled:
+        alone, moment = fullest(shape, jobs, engine, held, (dense, mixture), activations, first, last)
+        gradients = np.where(alone, 0.0, gradients) + moment.gradients
+        buffers = engine.fixed + brought_bytes(jobs, engine, held)
+        lines = (moment.activations, moment.logits, moment.transient, buffers)
+        return Memory(weights, gradients, optimizer, *lines)
     logit = last * jobs.tokens * shape.vocab / jobs.tp
     logits = engine.kept_logit * logit
     working = _working(shape, jobs, engine, np.maximum(dense, mixture), logit)

@@ -87,7 +87,7 @@ def fit_engine(samples: Sequence[Sample], chip: Chip) -> tuple[dict[str, object]
     """Constants of `Engine` from real steps, and seconds of a kernel's floor: what a layer costs beside its products.
 
     The gradients' time is linear in three numbers: the floor of a kernel, the traffic of a layer and of the loss."""
-    plain = replace(engine_named("cuboid"), linear_scale=1.0, attention_scale=1.0)
+    plain = replace(engine_named("cuboid@cpu"), linear_scale=1.0, attention_scale=1.0)
     bandwidth = chip.memory_bandwidth * chip.memory_efficiency
     nothing = replace(plain, hidden_traffic=0.0, ffn_traffic=0.0, loss_traffic=0.0)
     layers = replace(nothing, hidden_traffic=plain.hidden_traffic, ffn_traffic=plain.ffn_traffic)

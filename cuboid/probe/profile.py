@@ -48,6 +48,8 @@ def make_cluster(
         engine, floor = fit_engine(samples, profiled(plain, bare, "chip"))
         chip["kernel_floor"] = floor
         found["engine"] = engine
+    else:  # the kernels were measured themselves, and need no factor
+        found["engine"] = {"linear_scale": 1.0, "attention_scale": 1.0, "attention_back": 1.0}
     rounded = {kind: {key: _rounded(value) for key, value in constants.items()} for kind, constants in found.items()}
     return ClusterSpec(**table, tiers=_tiers(fabric, local, nodes), measured=rounded)
 

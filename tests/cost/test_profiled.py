@@ -45,7 +45,7 @@ def test_a_rank_that_sends_alone_has_the_whole_port() -> None:
 def test_a_pipeline_inside_and_across_hosts_counts_both_kinds_of_hops() -> None:
     layouts = [Layout(pp=8), Layout(pp=4, tp=2)]
     jobs = Jobs.of(layouts, global_batch=8, sequence=64)
-    engine = engine_named("cuboid").in_precision("float32")
+    engine = engine_named("cuboid@cpu").in_precision("float32")
     seconds = hop(Shape.of(MODEL), jobs, FABRIC, engine, np.zeros(2))
     size = 4 * 64 * MODEL.hidden
     assert seconds[0] == pytest.approx(3 / 7 * size / 1e8 + 4 / 7 * size / 1e9)
@@ -82,7 +82,7 @@ def test_the_simulation_of_a_plan_sees_shared_cores_too() -> None:
 
 
 def test_float32_keeps_no_master_weights_and_twice_the_activations() -> None:
-    narrow = engine_named("cuboid")
+    narrow = engine_named("cuboid@cpu")
     wide = narrow.in_precision("float32")
     assert (wide.weight_bytes, wide.optimizer_bytes) == (4, 8)
     assert wide.kept_ffn == 2 * narrow.kept_ffn

@@ -76,7 +76,7 @@ def test_what_a_rank_keeps_of_a_micro_batch_falls_with_context_ranks_as_predicte
         run = small_run(layout, *more, micro_batches=1)
         kept.append(max(pool.run("tests.parallel.cases:kept_bytes", (run,), ranks=cp)) / 2)
         jobs = Jobs.of([run.layout], global_batch=1, sequence=512)
-        rank = memory_by_rank(Shape.of(run.model), jobs, engine_named("cuboid"))["first"]
+        rank = memory_by_rank(Shape.of(run.model), jobs, engine_named("cuboid@cpu"))["first"]
         predicted.append(float((rank.activations + rank.logits).item()))
     assert kept[0] / kept[1] == pytest.approx(predicted[0] / predicted[1], rel=0.05)
     assert kept[1] == pytest.approx(predicted[1], rel=0.4)

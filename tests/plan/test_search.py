@@ -54,7 +54,7 @@ def test_search_equals_brute_force(ask: Callable[..., Question], objective: str,
 
 
 def test_what_is_left_out_is_never_better(ask: Callable[..., Question]) -> None:
-    """For every layout the search skips there is one it looks at that is no slower and no fuller."""
+    """For every layout the search skips there is one it looks at that is no slower, and no fuller by half a percent."""
     question = ask(global_batch=4)
     layouts = list(every_layout(question, 4))
     scores = score(question, Space.of(layouts, question))
@@ -63,7 +63,7 @@ def test_what_is_left_out_is_never_better(ask: Callable[..., Question]) -> None:
     assert 0 < looked_at.sum() < len(layouts)
     skipped = [index for index in np.flatnonzero(~looked_at) if not idle_zero(layouts[index])]
     for index in skipped:
-        better = (seconds[looked_at] <= seconds[index] * (1 + 1e-9)) & (memory[looked_at] <= memory[index] * (1 + 1e-9))
+        better = (seconds[looked_at] <= seconds[index] * (1 + 1e-9)) & (memory[looked_at] <= memory[index] * 1.005)
         assert better.any(), str(layouts[index])
 
 

@@ -63,7 +63,7 @@ def test_ranks_with_cores_of_their_own_do_not_slow_each_other() -> None:
 
 def test_steps_give_what_layers_cost_beside_products() -> None:
     chip = replace(chip_named("cpu"), kernel_floor=0.0)
-    plain = replace(engine_named("cuboid"), linear_scale=1.0, attention_scale=1.0)
+    plain = replace(engine_named("cuboid@cpu"), linear_scale=1.0, attention_scale=1.0)
     real = replace(plain, hidden_traffic=80.0, ffn_traffic=12.0, loss_traffic=48.0)
     bandwidth = chip.memory_bandwidth * chip.memory_efficiency
     samples = []
