@@ -21,6 +21,8 @@ class Kernels:
     attention_forward: Array
     """The attention core alone, which selective recomputation repeats."""
     attention_backward: Array
+    light_forward: Array
+    """What lies between multiplications and attention, which this program's selective recomputation repeats."""
     embedding: Array
     """The input embedding, forward and backward."""
     head_forward: Array
@@ -148,6 +150,7 @@ def kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: str
         mixture_backward,
         attention_forward,
         attention_backward,
+        element + inner,
         embedding,
         head + 0.5 * loss,
         2 * head + 0.5 * loss,

@@ -92,7 +92,8 @@ def layer_times(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts:
     ) -> tuple[Pass, Pass]:
         ahead = engine.host_forward + added + more + blocks
         back = engine.host_backward + added + more + 2 * blocks + np.where(full, ahead, 0.0)
-        repeated = np.where(full, forward, np.where(selective, parts.attention_forward, 0.0))
+        again_light = parts.light_forward if engine.compiled else parts.attention_forward
+        repeated = np.where(full, forward, np.where(selective, again_light, 0.0))
         behind = one(backward + repeated, tensor[1], context_back + full * context, expert * again, back)
         return one(forward, tensor[0], context, expert, ahead), behind
 

@@ -261,6 +261,11 @@ class Unit:
             elif self.zero == 1:
                 self._shard(self._gradient).copy_(reduced)
 
+    def settle_shards(self) -> None:
+        """Add what has been reduced to this rank's shard, which frees the whole."""
+        if self.zero >= 2:
+            self._settle()
+
     def finish_reduction(self) -> None:
         self._settle()
         if self.zero and not self._takes_gradients:

@@ -1,0 +1,165 @@
+"""The planner's figures for one GPU beside the GPU's own: peak memory and seconds of computing, case by case.
+
+    python benchmarks/predictions.py --cluster h200x8 --json predictions.jsonl       # all cases, on that GPU
+    python benchmarks/predictions.py --cluster h200x8 --only 3B --only 405b           # those whose names contain a word
+    python benchmarks/predictions.py --table predictions.jsonl                        # the table of docs/performance.md
+
+A case is a whole training on one GPU, or one rank of a larger job: computing and memory are real, collectives answer at
+once (`cuboid probe --rank`). Memory is the most that was allocated at once; what an allocator and a driver keep beside
+is not in it, in neither column. Seconds are the median of a step's computing, collectives not counted."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cuboid.probe.expected import expected
+from cuboid.probe.one_rank import run_one_rank
+from cuboid.spec.cluster import load_cluster
+from cuboid.spec.layout import Layout
+from cuboid.spec.run import Run, build_run
+
+LLAMA = {"family": "llama", "vocab": 128256, "rope_theta": 500000.0}
+SHAPES: dict[str, dict[str, Any]] = {
+    "1B": {**LLAMA, "hidden": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "ffn": 8192},
+    "3B": {**LLAMA, "hidden": 3072, "layers": 28, "heads": 24, "kv_heads": 8, "ffn": 8192},
+    "8B-16L": {**LLAMA, "hidden": 4096, "layers": 16, "heads": 32, "kv_heads": 8, "ffn": 14336},
+}
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Case:
+    """One rank of one job."""
+
+    model: str
+    layout: str = ""
+    sequence: int = 8192
+    micro_batches: int = 1
+    rank: int = 0
+    precision: str = "bf16"
+
+    @property
+    def name(self) -> str:
+        place = f", rank {self.rank}" if self.rank else ""
+        layout = self.layout or "one GPU"
+        return f"{self.model}, {layout}, {self.micro_batches} × {self.sequence}, {self.precision}{place}"
+
+    def run(self) -> Run:
+        plain = Layout.parse(self.layout)
+        training = {
+            "global_batch": self.micro_batches * plain.dp * plain.micro_batch,
+            "sequence": self.sequence,
+            "precision": self.precision,
+        }
+        model = SHAPES.get(self.model, self.model)
+        return build_run({"model": model, "layout": self.layout, "training": training}, [])
+
+
+CASES = (
+    Case("1B", "micro_batch=2"),
+    Case("1B", "micro_batch=4", 2048),
+    Case("1B", "", 32768),
+    Case("1B", "micro_batch=4,recompute=full"),
+    Case("3B"),
+    Case("3B", "recompute=selective"),
+    Case("3B", "recompute=full", 16384),
+    Case("3B", "micro_batch=2", 4096),
+    Case("3B", "", 4096, 4),
+    Case("8B-16L"),
+    Case("8B-16L", "micro_batch=2,recompute=selective"),
+    Case("8B-16L", "", precision="fp8"),
+    Case("llama3-8b"),
+    Case("llama3-8b", "dp=8,zero=3"),
+    Case("llama3-8b", "dp=8,zero=1,recompute=selective"),
+    Case("llama3-8b", "dp=4,tp=2,zero=2"),
+    Case("llama3-8b", "dp=2,tp=4,pp=4,zero=1", micro_batches=8, rank=5),
+    Case("llama3-8b", "dp=8,tp=8", micro_batches=2),
+    Case("qwen3-8b", "dp=4,tp=2,pp=2,zero=1", micro_batches=4),
+    Case("llama3-70b", "dp=8,tp=8,pp=4,zero=1", micro_batches=8),
+    Case("llama3-70b", "dp=8,tp=8,pp=4,zero=1", micro_batches=8, rank=255),
+    Case("llama3-70b", "dp=16,tp=4,pp=8,zero=2,recompute=selective", 4096, micro_batches=16, rank=260),
+    Case("llama3-70b", "dp=32,tp=8,zero=3,recompute=full", 4096),
+    Case("llama3.1-405b", "dp=8,tp=8,pp=16,zero=1", micro_batches=16),
+    Case("llama3.1-405b", "dp=8,tp=8,pp=16,zero=1", micro_batches=16, rank=512),
+    Case("llama3.1-405b", "dp=8,tp=8,pp=16,zero=1", micro_batches=16, rank=1023),
+    Case("llama3.1-405b", "dp=8,tp=8,pp=16,zero=3,recompute=full", 4096, micro_batches=16, rank=300),
+    Case("gpt3-175b", "dp=16,tp=8,pp=8,zero=1", 2048, micro_batches=16, rank=200),
+)
+
+
+def measure(case: Case, cluster: str, steps: int) -> dict[str, Any]:
+    run = case.run()
+    foreseen = expected(run, case.rank, load_cluster(cluster))
+    told = run_one_rank(run, case.rank, steps)
+    memory = [sum(lines.values()) - lines["buffers"] for lines in (foreseen.memory, told.memory)]
+    seconds = [foreseen.seconds, statistics.median(told.seconds)]
+    return {
+        "case": case.name,
+        "predicted_gib": memory[0] / GIB,
+        "measured_gib": memory[1] / GIB,
+        "memory_error": memory[0] / memory[1] - 1,
+        "predicted_seconds": seconds[0],
+        "measured_seconds": seconds[1],
+        "time_error": seconds[0] / seconds[1] - 1,
+        "predicted_lines": {kind: value / GIB for kind, value in foreseen.memory.items()},
+        "measured_lines": {kind: value / GIB for kind, value in told.memory.items()},
+        "tokens_per_second": run.training.global_batch * run.training.sequence / run.layout.dp / seconds[1],
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    lines = ["| case | memory GiB, predicted | seconds, predicted |", "|---|---|---|"]
+    for row in rows:
+        memory = f"{row['measured_gib']:.1f}, {row['predicted_gib']:.1f} ({row['memory_error']:+.1%})"
+        seconds = f"{row['measured_seconds']:.3f}, {row['predicted_seconds']:.3f} ({row['time_error']:+.1%})"
+        lines.append(f"| {row['case']} | {memory} | {seconds} |")
+    for kind in ("memory", "time"):
+        errors = [abs(row[f"{kind}_error"]) for row in rows]
+        lines.append(f"\n{kind}: mean error {statistics.mean(errors):.1%}, largest {max(errors):.1%}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cluster", default="h200x8", help="whose catalog entry, or profile, is asked")
+    parser.add_argument("--only", action="append", default=[], help="cases whose names contain this")
+    parser.add_argument("--skip", type=int, default=0, help="leave out so many first cases")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--json", type=Path, help="append a line for each case")
+    parser.add_argument("--table", type=Path, help="print the table of such a file, and measure nothing")
+    options = parser.parse_args()
+    if options.table:
+        print(table([json.loads(line) for line in options.table.read_text().splitlines()]))
+        return
+    rows = []
+    for case in CASES[options.skip :]:
+        if options.only and not any(word in case.name for word in options.only):
+            continue
+        try:
+            row = measure(case, options.cluster, options.steps)
+        except Exception as reason:
+            print(json.dumps({"case": case.name, "failed": str(reason)[:300]}), flush=True)
+        else:
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            if options.json:
+                with options.json.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+        torch.compiler.reset()  # a limit on graphs per function counts all cases together
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    if rows:
+        print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
