@@ -11,6 +11,8 @@ from cuboid.cost.flops import head_parameters, layer_parameters
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.sharding import RankParameters
 
+LIBRARIES = 75e6
+"""Bytes of workspaces that libraries of products take for themselves."""
 WIDE = 4.0
 """Bytes of a gradient that is summed."""
 
@@ -97,4 +99,5 @@ def fullest(
     totals = np.stack(np.broadcast_arrays(*(sum(row[:4]) for row in rows)))
     place = totals.argmax(axis=0)
     chosen = [np.choose(place, np.broadcast_arrays(*(row[part] for row in rows))) for part in range(4)]
+    chosen[3] = chosen[3] + LIBRARIES
     return alone, Fullest(*chosen)

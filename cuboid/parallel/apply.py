@@ -136,7 +136,8 @@ class _Builder:
         self.deferral = Deferral()
         self.compiled = is_compiled(run, device)
         self.units: dict[str, Unit] = {}
-        self.region = Region(groups.tensor, self.layout.sequence_parallel) if groups.tensor.size > 1 else None
+        traced = self.compiled and not run.output.count_communication
+        self.region = Region(groups.tensor, self.layout.sequence_parallel, traced) if groups.tensor.size > 1 else None
         self.balance = make_balance(run, device) if self.model.mixture is not None else None
 
     def stage(self, index: int, layers: range) -> Stage:
@@ -170,7 +171,7 @@ class _Builder:
         routed = isinstance(block.feed_forward, Mixture)
         if self.compiled and not (routed and self.layout.recompute == "selective"):
             apart = self.layout.cp > 1 or self.run.data.attention_within_documents or self.schedule.splits_backward
-            whole = self.region is None and not apart and not routed
+            whole = (self.region is None or self.region.traced) and not apart and not routed
             run = compiled_block(block, self.layout.recompute, whole)
         else:
             run = with_recompute(block, self.layout.recompute)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd, reduce_scatter_tensor_autograd
 
 from cuboid.model.feed_forward import FeedForward
 from cuboid.model.latent import LatentAttention
@@ -74,19 +75,33 @@ class _ScatterTokens(torch.autograd.Function):
 class Region:
     """The border between what is whole (or split by token) and what is split by head, column or vocabulary row."""
 
-    def __init__(self, group: Group, sequence_parallel: bool) -> None:
+    def __init__(self, group: Group, sequence_parallel: bool, traced: bool = False) -> None:
+        """`traced`: the compiler takes exchanges of tokens into the graph of a block, where it can start them early and
+        let them go on under products; nobody counts or watches them there."""
         self.group = group
         self.sequence_parallel = sequence_parallel
+        self.traced = traced and sequence_parallel
+        self._ranks: Any = group.handle
 
-    # The compiler stops at both: what ranks exchange is not for it to trace.
+    def enter(self, x: Tensor) -> Tensor:
+        if self.traced and torch.compiler.is_compiling():
+            return all_gather_tensor_autograd(x, 0, self._ranks)
+        return self._enter(x)
+
+    def leave(self, x: Tensor) -> Tensor:
+        if self.traced and torch.compiler.is_compiling():
+            return reduce_scatter_tensor_autograd(x, "sum", 0, self._ranks)
+        return self._leave(x)
+
+    # Else the compiler stops at both.
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def enter(self, x: Tensor) -> Tensor:
+    def _enter(self, x: Tensor) -> Tensor:
         function = _GatherTokens if self.sequence_parallel else _SumGradient
         return function.apply(x, self.group)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def leave(self, x: Tensor) -> Tensor:
+    def _leave(self, x: Tensor) -> Tensor:
         function = _ScatterTokens if self.sequence_parallel else _Sum
         return function.apply(x, self.group)
 
