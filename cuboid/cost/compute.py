@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cuboid.cost.constants import Chip, Engine
+from cuboid.cost.flops import head_parameters, layer_parameters
 from cuboid.cost.inputs import Array, Jobs, Shape
 
 
@@ -140,6 +141,9 @@ def kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: str
         rest = rest + engine.routing_traffic * copies * shape.hidden / rates.bandwidth
         mixture_forward = np.where(shape.experts > 0, linear + attention_forward + rest, dense_forward)
         mixture_backward = np.where(shape.experts > 0, 2 * linear + attention_backward + 1.6 * rest, dense_backward)
+    dense_backward, mixture_backward, table = _with_gradients(
+        shape, jobs, engine, rates, dense_backward, mixture_backward
+    )
     head = _multiply(rates, rows, shape.hidden, shape.vocab / tp, wide=True)
     loss = engine.loss_traffic * rows * shape.vocab / tp / rates.bandwidth
     embedding = 12 * rows * shape.hidden / rates.bandwidth
@@ -153,5 +157,16 @@ def kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: str
         element + inner,
         embedding,
         head + 0.5 * loss,
-        2 * head + 0.5 * loss,
+        2 * head + 0.5 * loss + table,
     )
+
+
+def _with_gradients(
+    shape: Shape, jobs: Jobs, engine: Engine, rates: _Rates, dense: Array, mixture: Array
+) -> tuple[Array, Array, Array]:
+    """Backward passes of layers with their gradients added to others, and what that takes for the head."""
+    each, table = layer_parameters(shape), head_parameters(shape)
+    alone = (jobs.dp * jobs.cp * jobs.tp == 1) & (jobs.micro_batches == 1)
+    moved = np.where(alone, 0.0, engine.accumulate_traffic / rates.bandwidth)
+    routed = each.mixture / jobs.tp + each.routed / np.maximum(jobs.ep, 1)
+    return dense + moved * each.dense / jobs.tp, mixture + moved * routed, moved * table / jobs.tp

@@ -148,6 +148,9 @@ class Engine:
     """Tensor-parallel ranks send a slice each between stages and gather it on arrival."""
     optimizer_passes: float = 34.0
     """Bytes the optimizer step moves per parameter it owns."""
+    accumulate_traffic: float = 0.0
+    """Bytes moved per parameter and micro-batch to add its gradient to those before, or to bring it where others'
+    are added."""
     routing_traffic: float = 16.0
     """Bytes moved per token copy and hidden element to permute tokens to experts and back."""
     grouped_scale: float = 1.4

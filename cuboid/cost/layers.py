@@ -23,6 +23,13 @@ class Pass:
     context: Array
     expert: Array
     host: Array
+    floor: Array
+    """Seconds of the host, whatever the device takes."""
+
+    @property
+    def alone(self) -> Array:
+        """Seconds of a rank that waits for nobody."""
+        return np.maximum(self.compute, self.floor)
 
     @property
     def total(self) -> Array:
@@ -85,7 +92,7 @@ def layer_times(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts:
 
     def one(compute: Array, tensor: Array, context: Array, expert: Array, floor: Array) -> Pass:
         busy = compute + tensor + context + expert
-        return Pass(compute, tensor, context, expert, np.maximum(floor - busy, 0.0))
+        return Pass(compute, tensor, context, expert, np.maximum(floor - busy, 0.0), floor)
 
     def both(
         forward: Array, backward: Array, tensor: tuple[Array, Array], expert: Array, more: Array

@@ -58,7 +58,7 @@ def _seconds(question: Question, run: Run, stage: int) -> float:
     space = Space.of([layout], question)
     part = held(run.model, layout.schedule, layout.pp, layout.vpp, run.training.sequence)
     seconds = LayerSeconds.of(question, space.jobs)
-    dense, mixture = (sum(way.compute for way in passes) for passes in (seconds.times.dense, seconds.times.mixture))
+    dense, mixture = (sum(way.alone for way in passes) for passes in (seconds.times.dense, seconds.times.mixture))
     first, last = (float(ends[stage]) for ends in part.ends())
     layers = float(part.by_rank(part.dense)[stage]) * dense + float(part.by_rank(part.mixture)[stage]) * mixture
     passes = space.jobs.micro_batches * (layers + first * seconds.parts.embedding + last * seconds.head)
