@@ -44,6 +44,8 @@ class Shape:
     gated: Array
     """1 where the feed-forward block has a gate (three matrices), 0 where it has two."""
     tied: Array
+    qk_norm: Array
+    """1 where queries and keys are normalized."""
     positions: Array
     """Learned position rows; 0 with rotary positions."""
     experts: Array
@@ -75,6 +77,7 @@ class Shape:
             vocab=model.vocab,
             gated=model.activation == "swiglu",
             tied=model.tie_embeddings,
+            qk_norm=model.qk_norm,
             positions=model.max_positions if model.positions == "learned" else 0,
             experts=mixture.experts if mixture else 0,
             top_k=mixture.top_k if mixture else 0,

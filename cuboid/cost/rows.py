@@ -81,6 +81,7 @@ def _shape(row: Row) -> dict[str, float]:
     values["head_dim"] = known.get("head_dim", values["hidden"] / values["heads"])
     values["gated"] = known.get("gated", 1.0)
     values["tied"] = known.get("tied", 0.0)
+    values["qk_norm"] = known.get("qk_norm", 0.0)
     values["positions"] = 0.0 if values["gated"] else 2048.0
     printed = _number(row, "ffn")
     experts = _number(row, "moe_experts") or known.get("experts", 0.0)

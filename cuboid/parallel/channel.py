@@ -36,6 +36,8 @@ class _Inbox:
         if self._expected:
             tag, message = self._expected.popleft()
             buffer = torch.empty_like(self._like, device=transport_device(self._like, self._group))
+            if self._group.is_imagined:
+                buffer.normal_()
             work = dist.irecv(buffer, self._source, group=self._group.handle, tag=tag)
             self._posted[message] = (work, buffer, self._earlier + tag + 1)
 
@@ -88,6 +90,8 @@ class Channels:
             return
         group = self._group(self._rank, target)
         group.count("send", tensor.nbytes)
+        if group.is_imagined:  # nobody would ever say that it arrived
+            return
         tag = self._sent_to[target]
         self._sent_to[target] += 1
         tensor = tensor.contiguous().to(transport_device(tensor, group))

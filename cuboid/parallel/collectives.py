@@ -74,6 +74,9 @@ def start_all_gather(part: Tensor, group: Group, into: Tensor | None = None) -> 
     if group.local is not None:
         with group.track.joined("all-gather"):
             return Pending(None, group.local.all_gather(part, into))
+    if group.is_imagined:
+        into.view(group.size, -1).copy_(part.reshape(1, -1))
+        return Pending(None, into)
     work = _all_gather(into, part.contiguous(), group=group.handle, async_op=True)
     return Pending(work, into, None, (group.track, "all-gather"))
 
@@ -87,6 +90,8 @@ def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
     if group.local is not None:
         with group.track.joined("reduce-scatter"):
             return Pending(None, group.local.reduce_scatter(x, part))
+    if group.is_imagined:
+        return Pending(None, torch.sum(x.view(group.size, *part.shape), 0, out=part))
     awaited: tuple[Track, Wait] = (group.track, "reduce-scatter")
     if dist.get_backend(group.handle) == "gloo":
         # Its own reduce-scatter is an all-reduce in disguise; a direct exchange moves half the bytes, in one hop.

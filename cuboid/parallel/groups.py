@@ -33,6 +33,12 @@ class Group:
     def size(self) -> int:
         return len(self.ranks)
 
+    @property
+    def is_imagined(self) -> bool:
+        """Whether this rank runs alone in place of a whole job: it then exchanges with copies of itself, because what
+        is computed on decides how much power a GPU draws, and so how fast it is."""
+        return self.handle is not None and dist.get_backend(self.handle) == "fake"
+
     def count(self, kind: Kind, size: int) -> None:
         """Enter one exchange of `size` bytes."""
         if self.ledger is not None:

@@ -82,14 +82,19 @@ class Region:
         self.sequence_parallel = sequence_parallel
         self.traced = traced and sequence_parallel
         self._ranks: Any = group.handle
+        self._imagined = group.is_imagined
 
     def enter(self, x: Tensor) -> Tensor:
         if self.traced and torch.compiler.is_compiling():
+            if self._imagined:
+                return x.repeat(self.group.size, 1)
             return all_gather_tensor_autograd(x, 0, self._ranks)
         return self._enter(x)
 
     def leave(self, x: Tensor) -> Tensor:
         if self.traced and torch.compiler.is_compiling():
+            if self._imagined:
+                return x.unflatten(0, (self.group.size, -1)).sum(0)
             return reduce_scatter_tensor_autograd(x, "sum", 0, self._ranks)
         return self._leave(x)
 

@@ -1,6 +1,7 @@
 """One rank of a job of any size, run for real on this machine: real computing, real memory, collectives replaced.
 
-The process group is torch's `fake`, which answers every collective at once: losses mean nothing, times and bytes do."""
+The process group is torch's `fake`, which answers every collective at once, and what would come from other ranks is
+this rank's own or random: losses mean nothing, times and bytes do."""
 
 from __future__ import annotations
 

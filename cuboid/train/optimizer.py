@@ -68,7 +68,9 @@ class Optimizer:
             state = OffloadedState(self._units, engine.device) if away else ResidentState(self._units)
         self._state = state
         self._steps = torch.zeros((), dtype=torch.float64, device=engine.device)
-        apart = self._compiled and on_gpu
+        # State that is here is updated at once: a stream of its own gained nothing (docs/lab.md), and what waits for it
+        # keeps memory from being used again.
+        apart = self._compiled and on_gpu and engine.run.layout.offload
         self._stream = torch.cuda.Stream(engine.device) if apart else None  # type: ignore[no-untyped-call]
 
     def step(
@@ -92,8 +94,8 @@ class Optimizer:
             unit.publish(written=True)
 
     def _step_on_device(self, learning_rate: float, scale: Tensor, finite: Tensor) -> None:
-        """Unit by unit in the order of the forward pass, on a stream of its own: the next step begins with the units
-        that are ready, and its products fill the time in which an update waits for memory."""
+        """Unit by unit in the order of the forward pass, where state is offloaded on a stream of its own: the next step
+        begins with the units that are ready, while the state of others is still on its way."""
         spec = self._spec
         self._steps += finite
         size = learning_rate / (1 - spec.beta1**self._steps)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuboid.cost.constants import Engine, engine_named, tables
+from cuboid.cost.flops import layer_parameters
 from cuboid.cost.inputs import Jobs, Shape, number
 from cuboid.cost.memory import Memory, kept_per_layer, memory_by_rank, peak_memory
 from cuboid.spec.layout import SCHEDULES
@@ -72,8 +73,13 @@ def test_kept_activations_follow_korthikanti() -> None:
 @given(layouts(), st.sampled_from(ENGINES), st.booleans())
 def test_a_higher_zero_stage_never_needs_more(layout: dict[str, float], engine: str, mixed: bool) -> None:
     shape = Shape.of(MIXED if mixed else GPT)
-    peaks = peak_memory(shape, made(layout, zero=number([0, 1, 2, 3])), engine_named(engine))
-    assert np.all(np.diff(peaks) <= 1e-6 * peaks[0])
+    profile = engine_named(engine)
+    peaks = peak_memory(shape, made(layout, zero=number([0, 1, 2, 3])), profile)
+    # From ZeRO 2 on this program holds the gradient of a unit whole while it is on its way, however small the rest is.
+    whole = (
+        2 * 4.5 * max(shape.vocab * shape.hidden, float(layer_parameters(shape).mixture)) if profile.compiled else 0.0
+    )
+    assert np.all(np.diff(peaks) <= 1e-6 * peaks[0] + whole)
 
 
 @settings(max_examples=60, deadline=None)
