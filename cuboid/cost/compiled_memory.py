@@ -76,7 +76,7 @@ def fullest(
     states = jobs.tokens * shape.hidden * element
     gradient = element  # bytes of one that autograd made
     alone = (jobs.dp * jobs.cp * jobs.tp == 1) & (jobs.micro_batches == 1) & ((shape.tied == 0) | (jobs.pp == 1))
-    sharded, gathered = jobs.zero >= 2, jobs.zero == 3
+    sharded, gathered = (jobs.zero >= 2) & ~alone, jobs.zero == 3
     flat = np.where(sharded, WIDE * (1 + 1 / (jobs.shard * jobs.cp)), 0.0)  # per parameter of a unit being reduced
     weights = np.where(gathered, element, 0.0)  # per parameter of a unit in use, and of the next one
     own = last * (states / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0) + states)  # what the head itself keeps

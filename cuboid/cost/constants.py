@@ -228,8 +228,8 @@ class Engine:
         the linears that this engine gathers under ZeRO 3."""
         if precision == "fp8" and self.own_exchanges:
             # Inputs of products are kept in 8 bits, or made again from what is kept anyway.
-            kept = {"kept_whole": self.kept_whole / 2, "kept_ffn": self.kept_ffn * 3 / 4}
-            return replace(self, shard_wire=1.0, narrow=self.compiled, **kept)
+            whole, inner = self.kept_whole / 2, self.kept_ffn * 3 / 4
+            return replace(self, shard_wire=1.0, narrow=self.compiled, kept_whole=whole, kept_ffn=inner)
         if precision != "float32" or self.activation_wire == 4.0:  # the latter: it is that already
             return self
         wide = replace(self, parameter_wire=4.0, activation_wire=4.0)

@@ -107,8 +107,7 @@ def rank_memory(
     if engine.compiled:
         alone, moment = fullest(shape, jobs, engine, held, (dense, mixture), activations, first, last)
         gradients = np.where(alone, 0.0, gradients) + moment.gradients
-        buffers = engine.fixed + brought_bytes(jobs, engine, held)
-        lines = (moment.activations, moment.logits, moment.transient, buffers)
+        lines = (moment.activations, moment.logits, moment.transient, np.asarray(engine.fixed))
         return Memory(weights, gradients, optimizer, *lines)
     logit = last * jobs.tokens * shape.vocab / jobs.tp
     logits = engine.kept_logit * logit
