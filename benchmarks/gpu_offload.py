@@ -3,15 +3,14 @@
     python benchmarks/gpu_offload.py 3B:1 --json offload.jsonl      # shape:micro-batch[:sequence]
     python benchmarks/gpu_offload.py tiny:2:64 --steps 4            # without a GPU: copies from memory to memory
 
-The shapes, text and settings are those of `h200.py`. Either way has a process of its own, which
+The shapes, text and settings are those of `h200.py`. In processes of their own, both ways:
 
-1. trains `--steps` steps as the trainer does, one started while the one before computes, and times them;
-2. trains `--exact` steps with `training.deterministic=true` from the start, of which all losses and what is left in
-   master weights and moments must be the same bits both ways (kernels of a fast step add in any order, so its losses
-   may differ from one run to the next by themselves).
-
-A third process updates `--exact` times through the compiled update, with gradients drawn by a seed, one way and then
-the other: the same bits again, and by the way the bytes the link moves in a second.
+1. `--steps` steps as the trainer does them, one started while the one before computes, timed;
+2. `--exact` steps with `training.deterministic=true` from the start, of which all losses and what is left in master
+   weights and moments must be the same bits both ways (kernels of a fast step add in any order, so its losses may
+   differ from one run to the next by themselves);
+3. `--exact` updates through the compiled update, with gradients drawn by a seed, both ways in one process: the same
+   bits again, and by the way the bytes the link moves in a second.
 
 Bits are compared by two sums over every tensor: of the patterns, and of the patterns times their places. The exit code
 is 1 where they differ."""
@@ -22,6 +21,7 @@ import argparse
 import gc
 import itertools
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -161,16 +161,19 @@ def both_updated(options: argparse.Namespace, case: str) -> dict[str, Any]:
     return {"equal": equal, "resident": here, "offloaded": there}
 
 
-def one(options: argparse.Namespace, case: str, offload: bool) -> dict[str, Any]:
+def one(options: argparse.Namespace, case: str, kind: str) -> dict[str, Any]:
+    """`kind`: timed or exact, and resident or offloaded; or updates."""
+    if kind == "updates":
+        return both_updated(options, case)
     device = choose_device("auto", 0)
+    what, where = kind.split("-")
     with tempfile.TemporaryDirectory() as folder:
         text = letters(Path(folder))
-        run = make_run(options, case, offload, text)
-        result = {"timed": timed(run, device, options.steps)}
-        _give_back(device)
-        slow = make_run(options, case, offload, text, "training.deterministic=true")
-        result["exact"] = exact(slow, device, options.exact)
-    return result
+        if what == "timed":
+            return timed(make_run(options, case, where == "offloaded", text), device, options.steps)
+        torch.use_deterministic_algorithms(True)
+        run = make_run(options, case, where == "offloaded", text, "training.deterministic=true")
+        return exact(run, device, options.exact)
 
 
 def _give_back(device: torch.device) -> None:
@@ -183,7 +186,9 @@ def apart(options: argparse.Namespace, case: str, kind: str) -> dict[str, Any]:
     changes = [part for change in options.set for part in ("--set", change)]
     numbers = ["--steps", str(options.steps), "--exact", str(options.exact)]
     command = [sys.executable, __file__, case, "--one", kind, *numbers, *changes]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    # What deterministic products ask of cuBLAS.
+    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if kind.startswith("exact") else None
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=environment)
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         raise SystemExit(f"{kind} ended with exit code {done.returncode}")
@@ -202,23 +207,21 @@ def main() -> None:
     differs = False
     for case in options.cases:
         if options.one is not None:
-            alone = options.one != "updates"
-            print(json.dumps(one(options, case, options.one == "offloaded") if alone else both_updated(options, case)))
+            print(json.dumps(one(options, case, options.one)))
             return
-        both = [apart(options, case, kind) for kind in ("resident", "offloaded")]
+        here, there = (apart(options, case, f"timed-{where}") for where in ("resident", "offloaded"))
+        exact_here, exact_there = (apart(options, case, f"exact-{where}") for where in ("resident", "offloaded"))
         updates = apart(options, case, "updates")
-        rows: list[dict[str, Any]] = []
-        for offload, found in zip((False, True), both, strict=True):
-            about = {"case": case, "torch": torch.__version__, "offload": offload}
-            rows.append({**about, **found["timed"], "exact_losses": found["exact"]["losses"]})
-        here, there = both
+        about = {"case": case, "torch": torch.__version__}
+        rows: list[dict[str, Any]] = [{**about, "offload": away, **row} for away, row in ((False, here), (True, there))]
         equal = {
-            "losses": here["exact"]["losses"] == there["exact"]["losses"],
-            "states_after_steps": here["exact"]["contents"] == there["exact"]["contents"],
+            "losses": exact_here["losses"] == exact_there["losses"],
+            "states_after_steps": exact_here["contents"] == exact_there["contents"],
             "states_after_updates": updates.pop("equal"),
         }
-        ratio = there["timed"]["tokens_per_second"] / here["timed"]["tokens_per_second"]
-        rows.append({"case": case, "equal": equal, "speed_ratio": ratio, "updates": updates})
+        ratio = there["tokens_per_second"] / here["tokens_per_second"]
+        losses = exact_there["losses"]
+        rows.append({**about, "equal": equal, "speed_ratio": ratio, "exact_losses": losses, "updates": updates})
         differs |= not all(equal.values())
         for row in rows:
             print(json.dumps(row), flush=True)
