@@ -41,7 +41,7 @@ def relief(run: Run, cluster: ClusterSpec, stage: int, used: float, limit: float
     now = predict(question, run.layout)
     beyond = base + max(0.0, used - base - wide * _held(now, now, stage))  # what the model does not foresee stays
     best: Relief | None = None
-    for size in _sizes(run):
+    for size in _sizes(run, question.on_cpu):
         found = []
         for changes, plan in _predicted(run, question, size):
             need = wide * _held(plan, now, stage) + beyond
@@ -72,7 +72,7 @@ def _held(plan: Plan, now: Plan, stage: int) -> float:
     return totals[stage] if plan.layout.pp == now.layout.pp else max(totals)
 
 
-def _sizes(run: Run) -> Iterator[list[Changes]]:
+def _sizes(run: Run, on_cpu: bool) -> Iterator[list[Changes]]:
     """Changes from small to large: one field; ranks of data parallelism used otherwise; two fields; both."""
     layout = run.layout
     fields: list[Changes] = [{"recompute": kind} for kind in RECOMPUTE[RECOMPUTE.index(layout.recompute) + 1 :]]
@@ -82,6 +82,8 @@ def _sizes(run: Run) -> Iterator[list[Changes]]:
         layout.micro_batch // part for part in range(2, layout.micro_batch + 1) if layout.micro_batch % part == 0
     )
     fields += [{"micro_batch": size} for size in smaller]
+    if not layout.offload and not on_cpu:
+        fields.append({"offload": True})
     if layout.tp > 1 and not layout.sequence_parallel:
         fields.append({"sequence_parallel": True})
     if not layout.offload:

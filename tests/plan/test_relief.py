@@ -64,6 +64,12 @@ def test_offloading_is_advised_where_nothing_else_is_enough() -> None:
     assert found.change == "offload=true" and found.enough and found.slower > 0
 
 
+def test_one_gpu_may_offload_its_optimizer() -> None:
+    """Which frees what neither recomputing nor anything else of one rank can."""
+    found = advice("recompute=full", limit=held("recompute=full,offload=true") + GIB)
+    assert (found.change, found.enough) == ("offload=true", True)
+
+
 def test_where_nothing_is_enough_the_most_is_named() -> None:
     found = advice("dp=8", limit=1 * GIB)
     assert not found.enough and found.freed > 0
