@@ -16,7 +16,7 @@ from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model
 from cuboid.spec.run import Run, build_run
 from cuboid.spec.supported import check_supported
-from cuboid.verify.rounding import MULTIPLE
+from cuboid.verify.rounding import MULTIPLE, ROUNDED
 
 MICRO_BATCHES = 4
 BALANCED = tuple(
@@ -40,7 +40,7 @@ def verification_run(
     shapes = [Layout.parse(each) for each in chain or [layout]]
     if load_model(model).mixture is not None:
         overrides = (*BALANCED, *overrides)
-        steps = 1 if dtype == "bf16" else steps  # after which rounding sends tokens to other experts
+        steps = 1 if dtype in ROUNDED else steps  # after which rounding sends tokens to other experts
     table: dict[str, Any] = {
         "model": model,
         "layout": layout,
@@ -51,6 +51,7 @@ def verification_run(
             "global_batch": math.lcm(*(shape.dp * shape.micro_batch for shape in shapes)) * MICRO_BATCHES,
             "sequence": math.lcm(16, *(2 * shape.cp * shape.tp for shape in shapes)),
             "device": "cpu",
+            "loss_scale": 1024.0,  # few tokens: no step may overflow
         },
         "learning_rate": {"peak": 1e-3, "schedule": "constant"},
         "data": {"source": "synthetic", "attention_within_documents": True, "positions_within_documents": True},
@@ -59,11 +60,10 @@ def verification_run(
 
 
 def check_provable(run: Run, chain: bool = False) -> None:
-    """What rounding does to bf16 is measured as it is compared; that is written for one layout and for bf16 only."""
+    """What rounding does to bf16 and the like is measured as it is compared; that is written for one layout only."""
     precision = run.training.precision
-    if precision in ("fp16", "fp8") or (chain and precision == "bf16"):
-        others = "float64 or float32" if chain else "float64, float32 or bf16"
-        raise UserError(f"training.precision={precision} is too coarse for a proof; use --precision {others}")
+    if chain and precision in ROUNDED:
+        raise UserError(f"training.precision={precision} is too coarse for a proof; use --precision float64 or float32")
 
 
 def chain_runs(chain: str, model: str, overrides: tuple[str, ...], steps: int, dtype: str, seed: int) -> list[Run]:
@@ -101,12 +101,13 @@ def command(
     overrides: Annotated[list[str] | None, typer.Option("--set", help="Change one field: model.layers=7.")] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps; with --resume on each layout.")] = 3,
     dtype: Annotated[
-        Literal["float64", "float32", "bf16"],
+        Literal["float64", "float32", "bf16", "fp16", "fp8"],
         typer.Option(
             "--precision",
             "--dtype",
-            help="float64 is the proof, to 1e-9. float32: to 1e-3. bf16: to 4 times what rounding alone does to one "
-            "process, measured against float32 tensor by tensor, and at least 4 × 2^-8; of a mixture one step.",
+            help="float64 is the proof, to 1e-9. float32: to 1e-3. bf16, fp16, fp8: to 4 times what rounding alone "
+            "does to one process, measured against float32 tensor by tensor, and at least 4 × 2^-8, or 4 × 2^-4 for "
+            "tensors of fp8; of a mixture one step.",
         ),
     ] = "float64",
     seed: Annotated[int, typer.Option(help="Of the weights and the data.")] = 0,
@@ -178,12 +179,12 @@ def _show_chain(verdict: dict[str, Any]) -> None:
 
 
 def _show(verdict: dict[str, Any]) -> None:
-    rounded = verdict["dtype"] == "bf16"
+    rounded = verdict["dtype"] in ROUNDED
     for name, tolerance in verdict["tolerances"].items():
         error = verdict[f"{name}_error"]
         worst = f"  ({verdict[f'worst_{name}']})" if f"worst_{name}" in verdict else ""
         mark = "equal" if error <= tolerance else "DIFFERS"
-        # In bf16 each tensor has a bound of its own; shown is the one that comes nearest to it.
+        # In bf16 and the like each tensor has a bound of its own; shown is the one that comes nearest to it.
         told = f"error {error:.1e} of {tolerance:.1e} allowed" if rounded else f"largest relative error {error:.1e}"
         print(f"  {name.replace('_', ' '):<14} {mark}  {told}{worst}")
     for line in verdict["unforeseen"][:3]:

@@ -11,7 +11,19 @@ from cuboid.model.balance import EXTRA
 from cuboid.spec.run import Run
 from cuboid.verify.observe import observed_trace
 from cuboid.verify.reference import Tensors, Trace, reference_trace
-from cuboid.verify.rounding import DECIDED, MULTIPLE, REROUTED, UNIT, Bound, decided, moved, number_bound, tensor_bound
+from cuboid.verify.rounding import (
+    DECIDED,
+    MULTIPLE,
+    REROUTED,
+    ROUNDED,
+    TENSOR_UNITS,
+    UNIT,
+    Bound,
+    decided,
+    moved,
+    number_bound,
+    tensor_bound,
+)
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3}
 """Float32 rounds differently in every layout, so its bound only catches gross errors; the proof is in float64. What
@@ -112,20 +124,21 @@ def compare(run: Run, observed: Trace, reference: Trace) -> Verdict:
 
 
 def compare_rounded(run: Run, observed: Trace, reference: Trace, exact: Trace) -> Verdict:
-    """In bf16: `reference` in bf16, `exact` in float32, both by one process."""
+    """In bf16 and the like: `reference` in it, `exact` in float32, both by one process."""
     traces = (observed, reference, exact)
     among = decided(reference.gradients, exact.gradients)
     seen, expected, true = (moved(trace.parameters, exact.start, among) for trace in traces)
-    least = REROUTED if run.model.mixture is not None else 0.0
+    rounding = MULTIPLE * TENSOR_UNITS.get(run.training.precision, UNIT)
+    least = max(rounding, REROUTED if run.model.mixture is not None else 0.0)
     bounds = {
         "loss": number_bound(observed.losses, reference.losses, exact.losses),
-        "gradient": tensor_bound(observed.gradients, reference.gradients, exact.gradients, max(least, MULTIPLE * UNIT)),
+        "gradient": tensor_bound(observed.gradients, reference.gradients, exact.gradients, least),
         "gradient_norm": number_bound(observed.gradient_norms, reference.gradient_norms, exact.gradient_norms),
         "parameter": tensor_bound(seen, expected, true, max(least, 1 / DECIDED)),
     }
     if exact.routers:
         seen, expected, true = ([{"": statistics} for statistics in trace.routers] for trace in traces)
-        bounds["router"] = tensor_bound(seen, expected, true, MULTIPLE * UNIT)
+        bounds["router"] = tensor_bound(seen, expected, true, rounding)
     return _verdict(run, observed, bounds)
 
 
@@ -157,6 +170,6 @@ def verify_rank(rank: int, run: Run) -> dict[str, Any] | None:
     if observed is None:
         return None
     reference = reference_trace(run)
-    if run.training.precision == "bf16":
+    if run.training.precision in ROUNDED:
         return asdict(compare_rounded(run, observed, reference, reference_trace(run, precision="float32")))
     return asdict(compare(run, observed, reference))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
+from cuboid.model.precision import wide
 from cuboid.parallel.apply import Engine, build_engine
 from cuboid.parallel.device import choose_device
 from cuboid.parallel.gradients import counted_pieces
@@ -39,7 +40,7 @@ def observed_trace(run: Run, rank: int) -> Trace | None:
         result = pending.result()
         trace.losses.append(result.loss)
         trace.gradient_norms.append(result.gradient_norm)
-        trace.gradients.append(_whole(engine, gradients=True))
+        trace.gradients.append(_whole(engine, gradients=True, factor=result.loss_scale or 1.0))
         if result.routers is not None:
             trace.routers.append(result.routers)
         apply_update(engine, optimizer, pending, learning_rate(run.learning_rate, step, run.training.steps))
@@ -50,11 +51,12 @@ def observed_trace(run: Run, rank: int) -> Trace | None:
     return trace if rank == 0 else None
 
 
-def _whole(engine: Engine, gradients: bool) -> Tensors:
-    own: Contribution = [
-        (piece.part, piece.start, piece.stop, (piece.gradient if gradients else piece.master).cpu().clone())
-        for piece in counted_pieces(engine)
-    ]
+def _whole(engine: Engine, gradients: bool, factor: float = 1.0) -> Tensors:
+    """`factor`: what they are multiplied by."""
+    own: Contribution = []
+    for piece in counted_pieces(engine):
+        held = piece.gradient if gradients else piece.master
+        own.append((piece.part, piece.start, piece.stop, held.to(wide(held.dtype)).cpu() / factor))
     gathered = _gathered(engine, own)
     return assemble([contribution for _, contribution in gathered]) if gathered else {}
 

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from cuboid.data.source import make_source
 from cuboid.model.balance import Balance
+from cuboid.model.fp8 import fp8_product
 from cuboid.model.initialize import initialize
+from cuboid.model.linear import Linear
 from cuboid.model.precision import wide
 from cuboid.model.rope import PositionTable
 from cuboid.model.routing import Router
@@ -20,7 +22,13 @@ from cuboid.parallel.device import choose_device
 from cuboid.spec.run import Run
 from cuboid.train.learning_rate import learning_rate
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16}
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,
+}
 
 Tensors = dict[str, Tensor]
 
@@ -47,13 +55,19 @@ class Trace:
 
 def reference_trace(run: Run, moments_after: Collection[int] = (), precision: str = "") -> Trace:
     """`precision`: another than the run's."""
-    dtype = DTYPES[precision or run.training.weights]
+    precision = precision or run.training.precision
+    dtype = DTYPES[precision]
+    factor = run.training.loss_scale if precision == "fp16" else 1.0
     device = choose_device(run.training.device, 0)
     model = Transformer(run.model).to(wide(dtype))
     initialize(run.model, model, run.training.seed)
     model.to(device)
     parameters = dict(model.named_parameters())
     computing = Computing(model, dtype)
+    if precision == "fp8":
+        for child in computing.model.layers.modules():
+            if isinstance(child, Linear):
+                child.product = fp8_product(run.training.fp8_scaling == "row")
     matrices = [parameter for parameter in parameters.values() if parameter.ndim > 1]
     vectors = [parameter for parameter in parameters.values() if parameter.ndim == 1]
     optimizer = torch.optim.AdamW(
@@ -62,6 +76,8 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
         eps=run.optimizer.epsilon,
     )
     balance = _balance(run, computing.model, device)
+    if balance is not None:
+        balance.factor = torch.tensor(factor, device=device)
     source = make_source(run)
     table = PositionTable(run.model, run.training.sequence, dtype, device)
     trace = Trace(start={name: parameter.detach().cpu().clone() for name, parameter in parameters.items()})
@@ -79,9 +95,12 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
             positions = table.of(torch.arange(run.training.sequence), ids, run.data)
             part = computing.model.loss(inputs.unsqueeze(0).to(device), labels.unsqueeze(0).to(device), positions)
             part = part / max(tokens, 1)
-            part.backward()
+            (part * factor).backward()
             computing.collect()
             loss += part.item()
+        for parameter in parameters.values():
+            if parameter.grad is not None and factor != 1:
+                parameter.grad /= factor
         trace.losses.append(loss)
         trace.gradients.append({name: _gradient(parameter) for name, parameter in parameters.items()})
         norm = torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in trace.gradients[-1].values()]))

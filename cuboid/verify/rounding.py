@@ -25,8 +25,12 @@ if TYPE_CHECKING:
 
     Tensors = dict[str, Tensor]
 
+ROUNDED = ("bf16", "fp16", "fp8")
+"""Precisions that are compared so. One process multiplies its loss by a fixed factor in fp16."""
 UNIT = 2.0**-8
 """The largest relative error of one rounding to bf16."""
+TENSOR_UNITS = {"fp8": 2.0**-4}
+"""That of a tensor's element, where it is another: to e4m3, in the tensors of fp8."""
 MULTIPLE = 4.0
 DECIDED = 16.0
 """Parameters count whose gradients are so many times the rounding of their tensor. One of them may still move by 1/16

@@ -51,6 +51,15 @@ def test_a_model_of_ones_own_in_float32(tmp_path: Path, capsys: pytest.CaptureFi
     assert found["gradient_error"] > 1e-9  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("precision", ["fp16", "fp8"])
+def test_fewer_bits_to_a_multiple_of_their_own_rounding(precision: str, capsys: pytest.CaptureFixture[str]) -> None:
+    few = ["--steps", "2", "--set", "model.layers=2", "--set", "training.global_batch=2", "--json"]
+    assert main(["verify", "--layout", "dp=2,tp=2,zero=3", "--precision", precision, *few]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["dtype"], found["passed"], found["unforeseen"]) == (precision, True, [])
+    assert found["loss_error"] < 1e-3 and found["gradient_error"] > 1e-5
+
+
 def test_bf16_to_a_multiple_of_its_own_rounding(capsys: pytest.CaptureFixture[str]) -> None:
     few = ["--set", "model.layers=2", "--set", "model.hidden=32", "--set", "model.ffn=48", "--set", "model.vocab=64"]
     found = verified(capsys, "--layout", "dp=2,tp=2,zero=1", "--precision", "bf16", *few)
@@ -95,7 +104,6 @@ def test_a_difference_is_exit_status_one(capsys: pytest.CaptureFixture[str]) -> 
             ["--dtype", "int8"],
             "error: Invalid value for '--precision' / '--dtype': 'int8' is not one of 'float64', 'flo",
         ),
-        (["--set", "training.precision=fp16"], "error: training.precision=fp16 is too coarse for a proof; use --prec"),
         (
             ["--set", "data.source=python-stdlib", "--set", "model.vocab=99"],
             "error: model.vocab=99 is smaller than the",
@@ -160,7 +168,7 @@ def test_a_chain_is_told_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         (["dp=2 -> pd=1"], "error: layout 2 of --resume, pd=1: unknown key pd;"),
         (["dp=2 -> pp=16"], "error: layout 2 of --resume, pp=16: pp=16 makes more stages than layers=8; use pp=8"),
         (["dp=2 -> dp=1", "--layout", "dp=2"], "error: --layout proves one layout and --resume a chain of them; "),
-        (["dp=2 -> dp=1", "--set", "training.precision=bf16"], "error: training.precision=bf16 is too coarse"),
+        (["dp=2 -> dp=1", "--set", "training.precision=fp16"], "error: training.precision=fp16 is too coarse"),
         (["dp=2 -> dp=1", "--steps", "0"], "error: layout 1 of --resume, dp=2: training.steps=0 is too small"),
     ],
 )
