@@ -62,8 +62,8 @@ def test_a_run_without_a_plan_is_planned_for_the_gpus_there_are(tmp_path: Path, 
 
 
 def test_what_no_number_of_nodes_can_hold_is_refused() -> None:
-    run = run_of("llama3-70b", "dp=1,tp=8,pp=8", 64, 4096)
-    with pytest.raises(UserError, match=r"^1 node with 8 ranks each cannot hold llama3-70b at global_batch=64; use"):
+    run = run_of("llama3.1-405b", "dp=1,tp=8,pp=8", 64, 4096)
+    with pytest.raises(UserError, match=r"^1 node with 8 ranks each cannot hold llama3.1-405b at global_batch=64; use"):
         Replanner(run, 8, load_cluster("h100x64")).choose(1)
 
 
