@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 
@@ -178,7 +178,9 @@ def _stage_seconds(
 ) -> list[float]:
     """Seconds of each stage for so many tokens of each sequence, which see `before` tokens in the cache."""
     model, chip, fabric = question.model, question.machine.chip, question.machine.fabric
-    shape, engine = Shape.of(model), engine_for("cuboid", chip)
+    shape = Shape.of(model)
+    # The host's floors are those of a training's compiled blocks.
+    engine = replace(engine_for("cuboid", chip), host_forward=0.0, host_collective=0.0)
     jobs = Jobs.make(
         dp=layout.dp,
         tp=layout.tp,
