@@ -105,8 +105,8 @@ def test_a_block_is_one_graph_that_rounds_each_input_once(
     (forward, _), (backward, kept) = graphs
     assert (forward["aten._scaled_mm.default"], backward["aten._scaled_mm.default"]) == (7, 14)
     assert forward["aten.amax.default"] == (4 + 7) * (1 if by_row else 2) + by_row * (recompute == "none")
-    weights = [tensor for tensor in kept if tensor.dtype == torch.float8_e4m3fn and tensor.shape[1] != 128]
-    assert len(weights) <= 1 and all(tensor.shape == (128, model.hidden) for tensor in weights)
+    narrow = [tensor for tensor in kept if tensor.dtype == torch.float8_e4m3fn]
+    assert all(128 in tensor.shape for tensor in narrow), "inputs may be, weights are not"
 
 
 def scaled_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
