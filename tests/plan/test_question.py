@@ -64,3 +64,10 @@ def test_other_engines_have_other_costs(ask: Callable[..., Question]) -> None:
 def test_bad_fixes_are_one_sentence(parts: list[str], sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         parse_fixed(parts)
+
+
+def test_fp16_keeps_whole_master_weights(ask: Callable[..., Question]) -> None:
+    bf16, fp16 = (
+        ask("llama3-8b", "h100x8", precision=precision).profile.optimizer_bytes for precision in ("bf16", "fp16")
+    )
+    assert fp16 == bf16 + 2 == 12
