@@ -21,13 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from cuboid.model.precision import wide
-from cuboid.parallel.collectives import (
-    Pending,
-    all_reduce,
-    start_all_gather,
-    start_all_reduce,
-    start_reduce_scatter,
-)
+from cuboid.parallel.collectives import Pending, start_all_gather
+from cuboid.parallel.gradient_sum import GradientSum
 from cuboid.parallel.groups import Holders
 from cuboid.parallel.halves import join_halves, split_halves
 from cuboid.parallel.narrow import NarrowShard
@@ -71,19 +66,14 @@ class Unit:
         narrows = zero == 3 and groups.shard.size > 1 and fp8
         self._narrow = NarrowShard(parts, fp8, self.begin, self.end, groups.shard) if narrows else None
         self._opened: Tensor | None = None
-        self._summed_gradient: Tensor | None = None
-        # Nobody else adds to the gradient of one micro-batch: autograd's own result is exact without a sum in float32.
-        self._is_alone = groups.nobody_adds
         # `.data` has its own version counter: gathering anew between forward and backward is not a change to autograd.
         self.parameters = {part.name: nn.Parameter(self._view(self._flat.data, part)) for part in parts}
-        self._accumulates_directly = zero < 2 and compute == self.accumulate
+        shard = slice(self.begin, self.end)
+        self._gradients = GradientSum(self.parameters, parts, zero, groups, shard, self._flat.numel(), self.accumulate)
         self._gathering: Pending | None = None
-        self._reducing: Pending | None = None
         self._update: tuple[torch.cuda.Event, list[Tensor]] | None = None
-        self._zero_first = False
+        self._clear_first = False
         self._users = 0
-        self._collected = 0
-        self.expected_collections = 0
         self._free_if_unused()
 
     def _shard(self, flat: Tensor) -> Tensor:
@@ -193,87 +183,34 @@ class Unit:
         if self._update is not None:
             self._update[0].wait()
             self._update = None
-        if self._zero_first:
-            self._gradient.zero_()
-            self._zero_first = False
+        if self._clear_first:
+            self._gradients.clear()
+            self._clear_first = False
 
-    # Gradients: summed over micro-batches, then over data-parallel ranks.
-
-    @property
-    def _gradient(self) -> Tensor:
-        """Made when first needed: a unit that takes autograd's result as it is never does."""
-        if self._summed_gradient is None:
-            size = self._flat.numel() if self.zero < 2 else self.shard_size
-            self._summed_gradient = torch.zeros(size, dtype=self.accumulate, device=self._flat.device)
-        return self._summed_gradient
-
-    @property
-    def _takes_gradients(self) -> bool:
-        """Whether the parameters' own gradients are the result."""
-        return self._is_alone and not self._accumulates_directly and self.expected_collections == 1
+    # Gradients.
 
     def begin_step(self, micro_batches: int) -> None:
-        self._collected = 0
-        self.expected_collections = self.uses * micro_batches
-        if not self._takes_gradients:
-            self._zero_first = True
+        self._gradients.begin_step(self.uses * micro_batches)
+        if not self._gradients.are_autograds:
+            self._clear_first = True
             if self._update is None:
                 self.wait_for_update()
-        for part in self.parts:
-            view = self._view(self._gradient, part) if self._accumulates_directly else None
-            self.parameters[part.name].grad = view
 
     def collect(self) -> None:
         """One use of one micro-batch has computed its weight gradients."""
-        self._collected += 1
-        last = self._collected == self.expected_collections
-        if self._takes_gradients:
-            return
-        if self.zero >= 2:
-            self._settle()
-            self._reducing = start_reduce_scatter(self._take_gradients(), self.groups.shard)
-            return
-        if not self._accumulates_directly:
-            for part in self.parts:
-                parameter = self.parameters[part.name]
-                if parameter.grad is not None:
-                    self._view(self._gradient, part).add_(parameter.grad)
-                    parameter.grad = None
-        if last:
-            start = start_all_reduce if self.zero == 0 else start_reduce_scatter
-            self._reducing = start(self._gradient, self.groups.data if self.zero == 0 else self.groups.shard)
-
-    def _take_gradients(self) -> Tensor:
-        flat = torch.zeros(self._flat.numel(), dtype=self.accumulate, device=self._flat.device)
-        for part in self.parts:
-            parameter = self.parameters[part.name]
-            if parameter.grad is not None:
-                self._view(flat, part).copy_(parameter.grad)
-                parameter.grad = None
-        return flat
-
-    def _settle(self) -> None:
-        if self._reducing is not None:
-            reduced = self._reducing.wait()
-            self._reducing = None
-            if self.zero >= 2:
-                self._gradient.add_(reduced)
-            elif self.zero == 1:
-                self._shard(self._gradient).copy_(reduced)
+        self._gradients.collect()
 
     def settle_shards(self) -> None:
-        """Add what has been reduced to this rank's shard, which frees the whole."""
+        """Two and three keep shards of gradients: let what was sent whole be gone."""
         if self.zero >= 2:
-            self._settle()
+            self._gradients.settle()
 
     def finish_reduction(self) -> None:
-        self._settle()
-        if self.zero and not self._takes_gradients:
-            all_reduce(self.shard_gradient, self.groups.replicate)
+        self._gradients.finish()
 
     @property
     def shard_gradient(self) -> Tensor:
-        return self._gradient if self.zero >= 2 else self._shard(self._gradient)
+        return self._gradients.shard
 
     def pieces(self) -> list[Piece]:
         """The parameters, or parts of them, whose optimizer state this rank keeps."""
@@ -287,22 +224,14 @@ class Unit:
                 local = (start - part.offset, stop - part.offset)
                 kept = self._kept if self._opened is None else self._opened
                 weight = None if held is None else held[here]
-                take = partial(self._piece_gradient, part, here)
+                take = partial(self._gradients.of_piece, part, here)
                 result.append(Piece(part, *local, kept[here], weight, take, self._settle_kept))
         return result
 
-    def _piece_gradient(self, part: Part, here: slice) -> Tensor:
-        if not self._takes_gradients:
-            return self.shard_gradient[here]
-        gradient = self.parameters[part.name].grad
-        if gradient is not None:
-            return gradient.flatten()
-        return torch.zeros(here.stop - here.start, dtype=self.accumulate, device=self._flat.device)
-
     def held_tensors(self) -> list[Tensor]:
         """What `held_bytes` counts."""
-        gradient = [] if self._summed_gradient is None else [self._summed_gradient]
-        return [self._flat, self._own, self._kept, *gradient]
+        gradient = self._gradients.held
+        return [self._flat, self._own, self._kept, *([] if gradient is None else [gradient])]
 
     def held_bytes(self) -> dict[str, int]:
         """Bytes really allocated now on the device."""
@@ -313,7 +242,7 @@ class Unit:
         return {
             "parameters": self._flat.untyped_storage().nbytes() + own,
             "master": master,
-            "gradients": 0 if self._summed_gradient is None else self._summed_gradient.untyped_storage().nbytes(),
+            "gradients": 0 if self._gradients.held is None else self._gradients.held.untyped_storage().nbytes(),
         }
 
 
