@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cuboid.model.linear import Linear
-from cuboid.parallel import unit
+from cuboid.parallel import gradient_sum
 from cuboid.parallel.collectives import Pending
 from cuboid.parallel.unit import Unit
 from cuboid.spec.run import Run
@@ -44,7 +44,7 @@ def sound(rank: int, run: Run) -> dict[str, Any] | None:
 
 def without_the_sum_of_gradients(rank: int, run: Run) -> dict[str, Any] | None:
     """Each replica keeps its own."""
-    return verdict(rank, run, unit, "start_all_reduce", lambda x, group: Pending(None, x))
+    return verdict(rank, run, gradient_sum, "start_all_reduce", lambda x, group: Pending(None, x))
 
 
 def with_one_gradient_doubled(rank: int, run: Run) -> dict[str, Any] | None:
