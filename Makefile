@@ -20,7 +20,7 @@ demo: venv
 
 # Two files at a time: many tests wait for processes to start or to die.
 test: venv
-	$(VENV)/bin/python -m pytest -n 3 --dist loadfile
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
 
 check: venv
 	$(VENV)/bin/ruff check .
