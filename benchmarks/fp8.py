@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from h200 import SHAPES as GPU_SHAPES
+from h200 import VOCABULARY
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from cuboid.data.build import BuildRequest, build
@@ -38,9 +40,7 @@ from cuboid.train.step import PendingStep, start_step
 
 SHAPES = {
     "tiny": {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 192, "vocab": 4096},
-    "1B": {"hidden": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "ffn": 8192, "vocab": 128256},
-    "3B": {"hidden": 3072, "layers": 28, "heads": 24, "kv_heads": 8, "ffn": 8192, "vocab": 128256},
-    "8B-16L": {"hidden": 4096, "layers": 16, "heads": 32, "kv_heads": 8, "ffn": 14336, "vocab": 128256},
+    **{name: {**shape, "vocab": VOCABULARY} for name, shape in GPU_SHAPES.items()},
 }
 PRECISIONS = {
     "bf16": ["training.precision=bf16"],

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from h200 import SHAPES, VOCABULARY
 
 from cuboid.probe.expected import expected
 from cuboid.probe.one_rank import run_one_rank
@@ -26,12 +27,7 @@ from cuboid.spec.cluster import load_cluster
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run, build_run
 
-LLAMA = {"family": "llama", "vocab": 128256, "rope_theta": 500000.0}
-SHAPES: dict[str, dict[str, Any]] = {
-    "1B": {**LLAMA, "hidden": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "ffn": 8192},
-    "3B": {**LLAMA, "hidden": 3072, "layers": 28, "heads": 24, "kv_heads": 8, "ffn": 8192},
-    "8B-16L": {**LLAMA, "hidden": 4096, "layers": 16, "heads": 32, "kv_heads": 8, "ffn": 14336},
-}
+LLAMA = {"family": "llama", "vocab": VOCABULARY, "rope_theta": 500000.0}
 GIB = 2**30
 
 
@@ -59,7 +55,7 @@ class Case:
             "sequence": self.sequence,
             "precision": self.precision,
         }
-        model = SHAPES.get(self.model, self.model)
+        model = {**LLAMA, **SHAPES[self.model]} if self.model in SHAPES else self.model
         return build_run({"model": model, "layout": self.layout, "training": training}, [])
 
 
