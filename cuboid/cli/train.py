@@ -15,11 +15,11 @@ from cuboid.errors import UserError
 from cuboid.launch.nodes import NodeOptions
 from cuboid.launch.seat import take_seat
 from cuboid.launch.training import check_machine
-from cuboid.plan.partition import partition
 from cuboid.resilience.faults import VARIABLE, parse_faults
 from cuboid.resilience.goodput import read_spent
 from cuboid.resilience.preemption import REQUEUE
 from cuboid.spec.load import read_toml
+from cuboid.spec.partition import partition
 from cuboid.spec.profile import USUAL
 from cuboid.spec.run import Run, build_run
 from cuboid.spec.supported import check_supported

@@ -25,9 +25,9 @@ from cuboid.parallel.apply import DTYPES
 from cuboid.parallel.collectives import all_reduce, all_reduce_maximum
 from cuboid.parallel.groups import Group, Groups
 from cuboid.plan.cache import cache_shape
-from cuboid.plan.partition import partition
 from cuboid.say import say
 from cuboid.spec.generation import GenerationSpec, SamplingSpec
+from cuboid.spec.partition import partition
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Of attention. All but cuDNN's, which torch prefers on Hopper and which plans anew, for tens of milliseconds, at every

@@ -29,12 +29,12 @@ from cuboid.parallel.stage import Segment, Stage
 from cuboid.parallel.tensor import Region, split_block, split_embedding, split_head
 from cuboid.parallel.unit import Unit
 from cuboid.plan.parameters import BALANCE, EXPERTS, TIED, is_block_linear, unit_of
-from cuboid.plan.partition import partition
 from cuboid.plan.slices import Part, Slice, expert_slice, kv_part_count, lay_out, slice_of
 from cuboid.schedule.make import make_schedule
 from cuboid.schedule.table import Schedule
 from cuboid.spec.course import Course
 from cuboid.spec.ledger import Ledger
+from cuboid.spec.partition import partition
 from cuboid.spec.run import Run
 
 DTYPES = {

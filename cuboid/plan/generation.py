@@ -18,7 +18,6 @@ from cuboid.cost.layers import layer_times
 from cuboid.errors import UserError
 from cuboid.plan.cache import cache_bytes
 from cuboid.plan.parameters import EXPERTS, units
-from cuboid.plan.partition import partition
 from cuboid.plan.question import DEFAULT_SHARE
 from cuboid.plan.slices import expert_slice, slice_of
 from cuboid.plan.space import divisors
@@ -27,6 +26,7 @@ from cuboid.spec.fitting import check_model
 from cuboid.spec.generation import DIMENSIONS
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import ModelSpec
+from cuboid.spec.partition import partition
 
 ITEM_BYTES = {"bf16": 2, "float32": 4}
 OBJECTIVES = ("throughput", "latency")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cuboid.plan.parameters import UnitShapes, is_block_linear, units
-from cuboid.plan.partition import partition
 from cuboid.plan.slices import Part, Slice, expert_slice, lay_out, slice_of
 from cuboid.spec.ledger import Kind
+from cuboid.spec.partition import partition
 from cuboid.spec.ranks import coordinates
 from cuboid.spec.run import Run
 

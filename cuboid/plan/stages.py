@@ -11,11 +11,11 @@ from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.layers import LayerTimes, layer_times
 from cuboid.cost.pipeline import partition as assumed_partition
 from cuboid.cost.pipeline import turns_back, with_shared_cores
-from cuboid.plan.partition import partition
 from cuboid.plan.question import Question
 from cuboid.plan.space import Space
 from cuboid.spec.layout import SCHEDULES, V_SHAPED
 from cuboid.spec.model import ModelSpec
+from cuboid.spec.partition import partition
 
 
 @dataclass(frozen=True)

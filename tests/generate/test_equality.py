@@ -15,8 +15,8 @@ from cuboid.generate.batch import Request
 from cuboid.generate.words import Words
 from cuboid.launch.pool import Pool
 from cuboid.plan.cache import cache_bytes
-from cuboid.plan.partition import partition
 from cuboid.spec.generation import GenerationSpec, SamplingSpec, parse_layout
+from cuboid.spec.partition import partition
 from cuboid.spec.ranks import coordinates
 from tests.checkpoint.pretrained import save_pretrained
 from tests.generate.jobs import together

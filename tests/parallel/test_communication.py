@@ -9,9 +9,9 @@ import pytest
 from cuboid.launch.pool import Pool
 from cuboid.plan.exchanges import predicted_ledger, unforeseen
 from cuboid.plan.parameters import units
-from cuboid.plan.partition import partition
 from cuboid.spec.ledger import Ledger
 from cuboid.spec.model import load_model
+from cuboid.spec.partition import partition
 from tests.parallel.cases import small_run
 
 

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from cuboid.cost.estimate import estimate
-from cuboid.plan.partition import partition
 from cuboid.plan.question import Question
 from cuboid.plan.search import BUSY, score
 from cuboid.plan.space import Space
@@ -14,6 +13,7 @@ from cuboid.plan.stages import LayerSeconds, assumed_slowest, everything, held, 
 from cuboid.schedule.make import make_schedule
 from cuboid.spec.layout import SCHEDULES, Layout
 from cuboid.spec.model import load_model
+from cuboid.spec.partition import partition
 
 PAIRS = [("1f1b", 1), ("gpipe", 1), ("zb1p", 1), ("interleaved", 3), ("zbv", 2), ("dualpipev", 2)]
 

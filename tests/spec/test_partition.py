@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cuboid.plan.partition import layer_costs, partition, stage_layers
 from cuboid.spec.model import load_model
+from cuboid.spec.partition import layer_costs, partition, stage_layers
 
 
 def splits(layers: int, stages: int) -> Iterator[list[range]]:
