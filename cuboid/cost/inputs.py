@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuboid.spec.layout import CONTEXT_METHODS, SCHEDULES, Layout
+from cuboid.spec.layout import CONTEXT_METHODS, RECOMPUTE, SCHEDULES, Layout
 from cuboid.spec.model import ModelSpec
 
 Array = NDArray[np.float64]
 """Float64 of any shape; a zero-dimensional one stands for all entries."""
-
-RECOMPUTE = ("none", "selective", "full")
 
 
 def number(value: Any) -> Array:
@@ -123,7 +121,7 @@ class Jobs:
     vpp: Array
     micro_batch: Array
     recompute: Array
-    """Position in `RECOMPUTE`."""
+    """Position in `spec.layout.RECOMPUTE`."""
     sequence_parallel: Array
     global_batch: Array
     sequence: Array

@@ -11,9 +11,8 @@ from functools import cache
 from importlib import resources
 
 from cuboid.cost.constants import default_fabric, tables
-from cuboid.cost.inputs import RECOMPUTE
 from cuboid.errors import UserError
-from cuboid.spec.layout import SCHEDULES
+from cuboid.spec.layout import RECOMPUTE, SCHEDULES
 
 Row = Mapping[str, str]
 

@@ -33,6 +33,7 @@ from cuboid.plan.slices import Part, Slice, expert_slice, kv_part_count, lay_out
 from cuboid.schedule.make import make_schedule
 from cuboid.schedule.table import Schedule
 from cuboid.spec.course import Course
+from cuboid.spec.layout import Recompute
 from cuboid.spec.ledger import Ledger
 from cuboid.spec.partition import partition
 from cuboid.spec.run import Run
@@ -144,8 +145,8 @@ class _Builder:
         stage = Stage()
         if index == 0:
             stage.append(self._embedding())
-        for layer in layers:
-            stage.append(self._block(layer))
+        for place, layer in enumerate(layers):
+            stage.append(self._block(layer, self.layout.recompute_at(place)))
         if index + 1 == self.schedule.stages:
             stage.append(self._head())
         return stage
@@ -157,7 +158,7 @@ class _Builder:
                 split_embedding(embedding, self.model, self.region)
         return self._segment(embedding, "embedding", lambda x, share: embedding(x, share.positions))
 
-    def _block(self, layer: int) -> Segment:
+    def _block(self, layer: int, recompute: Recompute) -> Segment:
         with torch.device("meta"):
             block = Block(self.model, layer)
             if self.region is not None:
@@ -169,12 +170,12 @@ class _Builder:
         if self.layout.cp > 1:
             block.attention.mix = ContextMix(self.groups, gathers=self.layout.cp_method == "allgather")
         routed = isinstance(block.feed_forward, Mixture)
-        if self.compiled and not (routed and self.layout.recompute == "selective"):
+        if self.compiled and not (routed and recompute == "selective"):
             apart = self.layout.cp > 1 or self.run.data.attention_within_documents or self.schedule.splits_backward
             whole = (self.region is None or self.region.traced) and not apart and not routed
-            run = compiled_block(block, self.layout.recompute, whole)
+            run = compiled_block(block, recompute, whole)
         else:
-            run = with_recompute(block, self.layout.recompute)
+            run = with_recompute(block, recompute)
         if isinstance(block.feed_forward, Mixture) and self.balance is not None:
             spread_experts(block.feed_forward, self.groups.expert)
             join_sequences(block.feed_forward, self.balance, self.groups, self.run)

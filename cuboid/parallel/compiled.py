@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from cuboid.model.rope import Positions
 from cuboid.model.transformer import Block
 from cuboid.parallel.recompute import with_recompute
+from cuboid.spec.layout import Recompute
 from cuboid.spec.run import Run
 
 
@@ -23,7 +24,7 @@ def is_compiled(run: Run, device: torch.device) -> bool:
 class _Recomputed(nn.Module):
     """A block with its recomputation inside the compiled region, where the compiler sees what is kept."""
 
-    def __init__(self, block: Block, kind: str) -> None:
+    def __init__(self, block: Block, kind: Recompute) -> None:
         super().__init__()
         self.block = block
         self._run = with_recompute(block, kind)
@@ -32,7 +33,7 @@ class _Recomputed(nn.Module):
         return self._run(x, positions)
 
 
-def compiled_block(block: Block, recompute: str, whole: bool) -> Callable[..., Tensor]:
+def compiled_block(block: Block, recompute: Recompute, whole: bool) -> Callable[..., Tensor]:
     """`whole`: the block computes alone, so one graph holds it all; else its collectives divide it."""
     module = _Recomputed(block, recompute) if recompute == "selective" else block
     module.compile(fullgraph=whole, dynamic=False)

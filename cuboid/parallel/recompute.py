@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from cuboid.parallel.context import KEPT
+from cuboid.spec.layout import Recompute
 
 _DEAR = {
     torch.ops.aten.mm.default,
@@ -35,7 +36,7 @@ def _policy(_: Any, operation: Any, *arguments: Any, **options: Any) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE if operation in _DEAR else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def with_recompute(run: Callable[..., Tensor], kind: str) -> Callable[..., Tensor]:
+def with_recompute(run: Callable[..., Tensor], kind: Recompute) -> Callable[..., Tensor]:
     if kind == "none":
         return run
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}

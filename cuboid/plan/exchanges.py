@@ -43,8 +43,12 @@ def exchanges(run: Run, rank: int) -> list[Exchange]:
     """All of a step; those that do not happen are left out."""
     step = RankStep(run, rank)
     made = (
-        *LayerExchanges(step, routed=False).all(),
-        *(LayerExchanges(step, routed=True).all() if run.model.mixture is not None else ()),
+        *(
+            exchange
+            for routed in ((False, True) if run.model.mixture is not None else (False,))
+            for recompute in dict.fromkeys(step.recompute.values())
+            for exchange in LayerExchanges(step, routed, recompute).all()
+        ),
         *_ends(step),
         *_data(step),
         *_partial_gradients(step),

@@ -10,6 +10,7 @@ from math import lcm
 
 from cuboid.plan.rank_step import Exchange, RankStep
 from cuboid.plan.slices import kv_head_of_query, kv_part_count
+from cuboid.spec.layout import Recompute
 from cuboid.spec.ledger import Kind
 
 INTEGER = 8
@@ -17,14 +18,14 @@ INTEGER = 8
 
 
 class LayerExchanges:
-    """Of all layers of one kind: with routed experts, or without."""
+    """Of all layers of one kind: with routed experts or without, and of one recomputation."""
 
-    def __init__(self, step: RankStep, routed: bool) -> None:
-        self._step, self._routed = step, routed
+    def __init__(self, step: RankStep, routed: bool, recompute: Recompute) -> None:
+        self._step, self._routed, self._recompute = step, routed, recompute
         self._layout, self._model = step.layout, step.model
-        self._again = int(step.layout.recompute != "none")
-        layers = sum(step.model.has_experts(layer) is routed for layer in step.layers)
-        self._times = step.micro_batches * layers
+        self._again = int(recompute != "none")
+        kinds = [(step.model.has_experts(layer), step.recompute[layer]) for layer in step.layers]
+        self._times = step.micro_batches * kinds.count((routed, recompute))
 
     def all(self) -> Iterator[Exchange]:
         yield from self._attention()
@@ -52,7 +53,7 @@ class LayerExchanges:
         makes all of the forward pass again."""
         layout, model = self._layout, self._model
         inner, outer = layout.cp_inner, layout.cp // layout.cp_inner
-        forward = 2 if layout.recompute == "full" else 1
+        forward = 2 if self._recompute == "full" else 1
         heads = shared = model.heads // layout.tp
         key = value = model.head_dim
         if model.latent is not None:

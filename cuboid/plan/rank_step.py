@@ -64,6 +64,10 @@ class RankStep:
         self.first, self.last = 0 in self.stages, self.layout.stages - 1 in self.stages
         layers = partition(self.model, self.layout.stages, run.training.sequence)
         self.layers = [layer for stage in self.stages for layer in layers[stage]]
+        self.recompute = {
+            layer: self.layout.recompute_at(place) for stage in self.stages for place, layer in enumerate(layers[stage])
+        }
+        """What each of them computes again."""
         self.units = [self._held(unit) for unit in units(self.model, self.layers, self.first, self.last)]
 
     def _held(self, unit: UnitShapes) -> HeldUnit:

@@ -11,11 +11,11 @@ from cuboid.plan.choose import predict
 from cuboid.plan.plan import Plan
 from cuboid.plan.question import DEFAULT_SHARE, Question
 from cuboid.spec.cluster import ClusterSpec
+from cuboid.spec.layout import RECOMPUTE
 from cuboid.spec.run import Run
 from cuboid.spec.supported import check_supported
 
 Changes = dict[str, Any]
-RECOMPUTE = ("none", "selective", "full")
 LOOKED_AT = 120
 """Layouts of one size of change that are predicted at most: an answer within a few seconds."""
 

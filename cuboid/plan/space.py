@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuboid.cost.inputs import RECOMPUTE, Jobs
+from cuboid.cost.inputs import Jobs
 from cuboid.plan.question import Question
-from cuboid.spec.layout import CONTEXT_METHODS, SCHEDULES, STAGES_PER_RANK, Layout
+from cuboid.spec.layout import CONTEXT_METHODS, RECOMPUTE, SCHEDULES, STAGES_PER_RANK, Layout
 
 Column = NDArray[np.int64]
 DEGREES = ("dp", "tp", "pp", "cp", "ep", "micro_batch", "sequence_parallel")

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuboid.cost.inputs import RECOMPUTE
 from cuboid.plan.search import score
 from cuboid.plan.space import Space, bases, scheduled
 from cuboid.report.source import Source
-from cuboid.spec.layout import SCHEDULES, Layout
+from cuboid.spec.layout import RECOMPUTE, SCHEDULES, Layout
 
 AXES = ("tp", "pp", "micro_batch", "zero", "recompute", "schedule")
 MOST = 60_000

@@ -5,6 +5,7 @@ from math import gcd
 from cuboid.errors import UserError
 from cuboid.spec.layout import Layout, require_positive
 from cuboid.spec.model import ModelSpec
+from cuboid.spec.partition import longest_stage
 from cuboid.spec.suggest import either, nearest_numbers, use
 
 
@@ -17,6 +18,7 @@ def check(layout: Layout, model: ModelSpec, *, global_batch: int, sequence: int,
     check_model(layout, model)
     _check_batch(layout, global_batch)
     _check_sequence(layout, model, sequence)
+    _check_recompute(layout, model, sequence)
 
 
 def check_model(layout: Layout, model: ModelSpec) -> None:
@@ -112,6 +114,19 @@ def _check_sequence(layout: Layout, model: ModelSpec, sequence: int) -> None:
         raise UserError(
             f"micro_batch={layout.micro_batch} × sequence={sequence} tokens do not divide by tp={layout.tp} "
             f"{'under sequence_parallel' if dense else 'to be routed'}; use {values}"
+        )
+
+
+def _check_recompute(layout: Layout, model: ModelSpec, sequence: int) -> None:
+    """All layers have one spelling, 0."""
+    if not layout.recompute_layers:
+        return
+    most = longest_stage(model, layout.stages, sequence)
+    if layout.recompute_layers >= most:
+        fewer = f"use recompute_layers={most - 1} or less" if most > 1 else "use recompute_layers=0"
+        raise UserError(
+            f"recompute_layers={layout.recompute_layers} leaves out none of the {most} layers of the longest stage; "
+            f"{fewer}{', or 0 for all' if most > 1 else ''}"
         )
 
 

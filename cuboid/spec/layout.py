@@ -27,6 +27,9 @@ V_SHAPED = ("zbv", "dualpipev")
 
 ContextMethod = Literal["ring", "ulysses", "allgather", "hybrid"]
 CONTEXT_METHODS: tuple[ContextMethod, ...] = ("ring", "ulysses", "allgather", "hybrid")
+Recompute = Literal["none", "selective", "full"]
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
+"""From nothing to everything."""
 PLAIN = {"cp": 1, "cp_method": "ring", "schedule": "1f1b"}
 """Fields on which the defaults of others depend, each with its own."""
 
@@ -64,8 +67,11 @@ class Layout:
     """Pipeline stages per rank; left out: what the schedule needs."""
     micro_batch: int = 1
     """Sequences per micro-batch on one data-parallel replica."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Recompute = "none"
     """What the backward pass computes again: nothing, all but matrix products and attention, or whole blocks."""
+    recompute_layers: int = 0
+    """How many layers of each stage, the first ones, `recompute` speaks of; 0 is all of them. The others compute one
+    kind less again: under full they are selective, under selective nothing."""
     sequence_parallel: bool = LEFT_OUT
     """Split what lies between the tensor-parallel matrices along the sequence; left out: on when tp > 1."""
     offload: bool = False
@@ -81,7 +87,7 @@ class Layout:
             if not low <= value <= high:
                 raise UserError(f"{name}={value} is out of range; {use(name, [min(max(value, low), high)])}")
         self._check_shard()
-        convert(self.recompute, field_types(Layout)["recompute"], "recompute")
+        self._check_recompute()
         self._resolve_context()
         asked = self.sequence_parallel is None or convert(self.sequence_parallel, bool, "sequence_parallel")
         # Splitting over one rank changes nothing, so one spelling is kept for it.
@@ -143,6 +149,24 @@ class Layout:
         if self.shard and self.dp % self.shard:
             near = nearest_numbers(self.shard, lambda number: self.dp % number == 0, 1, self.dp)
             raise UserError(f"shard={self.shard} does not divide dp={self.dp}; {use('shard', near)}")
+
+    def _check_recompute(self) -> None:
+        convert(self.recompute, field_types(Layout)["recompute"], "recompute")
+        if convert(self.recompute_layers, int, "recompute_layers") < 0:
+            raise UserError(
+                f"recompute_layers={self.recompute_layers} is negative; use recompute_layers=1 or more, or 0 for all"
+            )
+        if self.recompute_layers and self.recompute == "none":
+            raise UserError(
+                f"recompute_layers={self.recompute_layers} has nothing to do with recompute=none; "
+                "use recompute=selective or recompute=full"
+            )
+
+    def recompute_at(self, place: int) -> Recompute:
+        """What the layer at some place of its stage computes again. The first ones most: they keep what they keep
+        for longest."""
+        spared = self.recompute_layers and place >= self.recompute_layers
+        return RECOMPUTE[RECOMPUTE.index(self.recompute) - 1] if spared else self.recompute
 
     @property
     def world_size(self) -> int:

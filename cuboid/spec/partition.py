@@ -103,3 +103,8 @@ def _partition(model: ModelSpec, stages: int, sequence: int) -> tuple[range, ...
 def partition(model: ModelSpec, stages: int, sequence: int) -> list[range]:
     """Layers per stage, balanced by forward products per token; the engine and the planner both ask here."""
     return list(_partition(model, stages, sequence))
+
+
+def longest_stage(model: ModelSpec, stages: int, sequence: int) -> int:
+    """Layers of the stage that holds most."""
+    return max(map(len, _partition(model, stages, sequence)))
