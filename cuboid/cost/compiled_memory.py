@@ -9,6 +9,7 @@ from cuboid.cost.constants import Engine
 from cuboid.cost.context import gathered_bytes
 from cuboid.cost.flops import head_parameters, layer_parameters
 from cuboid.cost.inputs import Array, Jobs, Shape
+from cuboid.cost.mixing import Kept
 from cuboid.cost.sharding import RankParameters
 
 LIBRARIES = 75e6
@@ -62,13 +63,13 @@ def fullest(
     jobs: Jobs,
     engine: Engine,
     held: RankParameters,
-    kept: tuple[Array, Array],
+    kept: Kept,
     activations: Array,
     first: Array,
     last: Array,
 ) -> tuple[Array, Fullest]:
     """Whether gradients stay as the backward pass leaves them (one micro-batch, nobody to add), and the moment."""
-    element, layer = engine.activation_wire, np.maximum(*kept)
+    element = engine.activation_wire
     each = layer_parameters(shape)
     of_layer = np.where(shape.experts > 0, each.mixture / jobs.tp + each.routed / np.maximum(jobs.ep, 1), 0.0)
     of_layer = np.maximum(of_layer, each.dense / jobs.tp)
@@ -85,7 +86,8 @@ def fullest(
     working = (
         element * jobs.tokens * (1 + shape.gated) * width / jobs.tp + 4 * states + gathered_bytes(shape, jobs, engine)
     )
-    working = working + np.where(jobs.recompute == 2, layer, 0.0)
+    # Before a layer is run again, what comes after it has let go.
+    working = working + np.where(jobs.recompute == 2, np.maximum(kept.layer - kept.spared, 0.0), 0.0)
     left = np.where(alone, last * gradient * table, 0.0)
     # The head, its gradient on the way, a layer, its gradient on the way, the end; of each gradients, activations,
     # logits and what else is there for a moment.
@@ -93,7 +95,7 @@ def fullest(
         (last * gradient * table, activations + own, logit, last * (3 * states + weights * (table + of_layer))),
         (last * gradient * table, activations, 0 * logit, last * (flat * table + weights * of_layer)),
         (left + gradient * of_layer, activations, 0 * logit, working + 2 * weights * of_layer),
-        (left + gradient * of_layer, activations - layer, 0 * logit, flat * of_layer + weights * of_layer),
+        (left + gradient * of_layer, activations - kept.last, 0 * logit, flat * of_layer + weights * of_layer),
         (
             np.where(alone, gradient * held.total, first * gradient * table),
             0 * activations,
@@ -101,7 +103,7 @@ def fullest(
             first * flat * table,
         ),
     )
-    rows = [np.broadcast_arrays(*moment, layer * jobs.tp) for moment in moments]
+    rows = [np.broadcast_arrays(*moment, kept.layer * jobs.tp) for moment in moments]
     totals = np.stack(np.broadcast_arrays(*(sum(row[:4]) for row in rows)))
     place = totals.argmax(axis=0)
     chosen = [np.choose(place, np.broadcast_arrays(*(row[part] for row in rows))) for part in range(4)]

@@ -122,6 +122,8 @@ class Jobs:
     micro_batch: Array
     recompute: Array
     """Position in `spec.layout.RECOMPUTE`."""
+    recompute_layers: Array
+    """Layers of each stage that this is said of, the others being recomputed one kind less; 0 is all."""
     sequence_parallel: Array
     global_batch: Array
     sequence: Array
@@ -152,7 +154,7 @@ class Jobs:
         one, none = number(1), number(0)
         for key in ("dp", "tp", "pp", "cp", "cp_inner", "ep", "vpp", "micro_batch"):
             given.setdefault(key, one)
-        for key in ("zero", "shard", "recompute", "offload", "cp_method"):
+        for key in ("zero", "shard", "recompute", "recompute_layers", "offload", "cp_method"):
             given.setdefault(key, none)
         given.setdefault("held", one)
         given.setdefault("schedule", number(SCHEDULES.index("1f1b")))
@@ -164,7 +166,7 @@ class Jobs:
     def of(cls, layouts: Sequence[Layout], *, global_batch: int, sequence: int) -> "Jobs":
         """The given layouts, all on one batch."""
         degrees = ("dp", "tp", "pp", "cp", "cp_inner", "ep", "shard", "vpp", "micro_batch")
-        names = (*degrees, "zero", "sequence_parallel", "offload")
+        names = (*degrees, "zero", "recompute_layers", "sequence_parallel", "offload")
         values: dict[str, Any] = {name: [getattr(layout, name) for layout in layouts] for name in names}
         values["cp_method"] = [CONTEXT_METHODS.index(layout.cp_method) for layout in layouts]
         values["schedule"] = [SCHEDULES.index(layout.schedule) for layout in layouts]

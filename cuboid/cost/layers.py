@@ -1,6 +1,6 @@
 """One layer of one micro-batch under a layout: kernels, the communication they wait for, and the host's floor."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -9,6 +9,7 @@ from cuboid.cost.compute import Kernels
 from cuboid.cost.constants import Engine, Fabric
 from cuboid.cost.context import further_blocks, waiting
 from cuboid.cost.inputs import Array, Jobs, Shape
+from cuboid.cost.mixing import heavier, lighter, mixed, mixes
 from cuboid.cost.tensor import tensor_waits
 
 ZERO = np.zeros(())
@@ -78,7 +79,25 @@ def _host(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs, crosses: Arr
 
 
 def layer_times(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts: Kernels, precision: str) -> LayerTimes:
-    """Seconds of one layer of one micro-batch, by kind of layer."""
+    """Seconds of one layer of one micro-batch, by kind of layer; the mean where not all are recomputed alike."""
+    more = _alike(shape, heavier(jobs), fabric, engine, parts, precision)
+    if not mixes(jobs):
+        return more
+    less = _alike(shape, lighter(jobs), fabric, engine, parts, precision)
+
+    def mean(one: Pass, other: Pass) -> Pass:
+        return Pass(
+            *(mixed(jobs, shape.layers, getattr(one, item.name), getattr(other, item.name)) for item in fields(Pass))
+        )
+
+    def both(one: tuple[Pass, Pass], other: tuple[Pass, Pass]) -> tuple[Pass, Pass]:
+        return mean(one[0], other[0]), mean(one[1], other[1])
+
+    return LayerTimes(both(more.dense, less.dense), both(more.mixture, less.mixture), more.dense_share, more.crosses)
+
+
+def _alike(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts: Kernels, precision: str) -> LayerTimes:
+    """Where all layers are recomputed alike."""
     crosses = ((jobs.pp > 1) & (jobs.world_size / jobs.pp >= fabric.node)).astype(np.float64)
     core = (parts.attention_forward, parts.attention_backward)
     tensor, (context, context_back) = (

@@ -8,7 +8,8 @@ from cuboid.cost.compiled_memory import compiled_kept, fullest
 from cuboid.cost.constants import Engine
 from cuboid.cost.context import gathered_bytes
 from cuboid.cost.flops import head_parameters, layer_parameters
-from cuboid.cost.inputs import Array, Jobs, Shape
+from cuboid.cost.inputs import Array, Jobs, Shape, single
+from cuboid.cost.mixing import Kept, heavier, lighter, mixes, recomputed
 from cuboid.cost.offload import brought_bytes
 from cuboid.cost.pipeline import Partition, in_flight, partition, turns_back
 from cuboid.cost.sharding import RankParameters, dense_layers_of, rank_parameters
@@ -68,9 +69,46 @@ def _split(jobs: Jobs, held: RankParameters, bytes_each: float, from_stage: int)
     return np.where(jobs.zero >= from_stage, parts, bytes_each * held.total)
 
 
-def _working(shape: Shape, jobs: Jobs, engine: Engine, layer: Array, logit: Array) -> Array:
+def _kept(shape: Shape, jobs: Jobs, engine: Engine, layers: Array, first: Array, again: Array | None) -> Kept:
+    """`again`: as `rank_memory` has it."""
+    split = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+
+    def of(jobs: Jobs, each: tuple[Array, Array], layers: Array, dense_layers: Array) -> Array:
+        boundary = layers * engine.kept_boundary * jobs.tokens * shape.hidden / split
+        return np.where(jobs.recompute == 2, boundary, dense_layers * each[0] + (layers - dense_layers) * each[1])
+
+    each = kept_per_layer(shape, jobs, engine)
+    dense_layers = dense_layers_of(shape, jobs, layers, first)
+    alike = of(jobs, each, layers, dense_layers)
+    if not mixes(jobs):
+        return Kept(alike, np.maximum(*each), np.maximum(*each), np.zeros(()))
+    some, less = jobs.recompute_layers > 0, lighter(jobs)
+    again = recomputed(jobs, layers) if again is None else again
+    # Layers without experts come first in a mixture.
+    dense_again = np.where(shape.experts > 0, np.minimum(dense_layers, jobs.recompute_layers), again)
+    last = kept_per_layer(shape, less, engine)
+    spared = of(less, last, layers - again, dense_layers - dense_again)
+    return Kept(
+        np.where(some, of(jobs, each, again, dense_again) + spared, alike),
+        np.maximum(*each),
+        np.where(some, np.maximum(*last), np.maximum(*each)),
+        np.where(some, spared / jobs.vpp, 0.0),
+    )
+
+
+def kept_share(shape: Shape, jobs: Jobs, engine: Engine) -> float:
+    """What a layer of one layout keeps that is recomputed more, over what one keeps that is recomputed less."""
+    one = np.ones(())
+    more, less = (_kept(shape, kind, engine, one, one, None).layers for kind in (heavier(jobs), lighter(jobs)))
+    return single(more) / single(less)
+
+
+def _working(shape: Shape, jobs: Jobs, engine: Engine, kept: Kept, logit: Array) -> Array:
     """Bytes alive only while a layer or the loss is computed."""
-    working = np.where(jobs.recompute == 2, layer, engine.working_layer * layer)
+    working = np.where(jobs.recompute == 2, kept.layer, engine.working_layer * kept.layer)
+    if mixes(jobs):
+        ahead = np.maximum(working - kept.spared, engine.working_layer * kept.last)
+        working = np.where(jobs.recompute_layers > 0, ahead, working)
     working = np.maximum(working + gathered_bytes(shape, jobs, engine), engine.working_logit * logit)
     # Gathered inputs pile up where the host runs ahead of the device; a shallow pipeline, and a wide group over many
     # nodes, keep it back (nanotron's rows: all of it without a pipeline and from eight stages on, none with two).
@@ -88,30 +126,37 @@ def _gathered(jobs: Jobs, engine: Engine, held: RankParameters, layers: Array, w
 
 
 def rank_memory(
-    shape: Shape, jobs: Jobs, engine: Engine, layers: Array, rank: Array, first: Array, last: Array
+    shape: Shape,
+    jobs: Jobs,
+    engine: Engine,
+    layers: Array,
+    rank: Array,
+    first: Array,
+    last: Array,
+    again: Array | None = None,
 ) -> Memory:
-    """Bytes on the pipeline rank numbered `rank`, which holds so many layers, the embedding and the head or neither."""
+    """Bytes on the pipeline rank numbered `rank`, which holds so many layers, the embedding and the head or neither.
+
+    `again`: how many of its layers are recomputed more than the others; left out: as many as in even stages."""
     held = rank_parameters(shape, jobs, layers, first, last)
     weights = _split(jobs, held, engine.weight_bytes, 3)
     gradients = _split(jobs, held, engine.gradient_bytes, 2)
     optimizer = _split(jobs, held, engine.optimizer_bytes, 1)
     optimizer = np.where(jobs.offload > 0, brought_bytes(jobs, engine, held), optimizer)
-    dense, mixture = kept_per_layer(shape, jobs, engine)
-    dense_layers = dense_layers_of(shape, jobs, layers, first)
-    split = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
-    boundary = layers * engine.kept_boundary * jobs.tokens * shape.hidden / split
-    kept = np.where(jobs.recompute == 2, boundary, dense_layers * dense + (layers - dense_layers) * mixture)
-    if engine.compiled:  # what a stage hands on lives until its gradient has come back
-        kept = kept + (1 - last) * engine.activation_wire * jobs.tokens * shape.hidden / split
-    activations = in_flight(jobs, rank) * kept
+    kept = _kept(shape, jobs, engine, layers, first, again)
+    activations = in_flight(jobs, rank) * kept.layers
     if engine.compiled:
-        alone, moment = fullest(shape, jobs, engine, held, (dense, mixture), activations, first, last)
+        # What a stage hands on lives until its gradient has come back.
+        split = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+        handed = (1 - last) * engine.activation_wire * jobs.tokens * shape.hidden / split
+        activations = in_flight(jobs, rank) * (kept.layers + handed)
+        alone, moment = fullest(shape, jobs, engine, held, kept, activations, first, last)
         gradients = np.where(alone, 0.0, gradients) + moment.gradients
         lines = (moment.activations, moment.logits, moment.transient, np.asarray(engine.fixed))
         return Memory(weights, gradients, optimizer, *lines)
     logit = last * jobs.tokens * shape.vocab / jobs.tp
     logits = engine.kept_logit * logit
-    working = _working(shape, jobs, engine, np.maximum(dense, mixture), logit)
+    working = _working(shape, jobs, engine, kept, logit)
     working = working + _gathered(jobs, engine, held, layers, weights, gradients)
     update = _split(jobs, held, engine.update_bytes, 1)
     transient = np.maximum(working, update - activations - logits)

@@ -7,6 +7,7 @@ from cuboid.cost.constants import Engine, engine_for
 from cuboid.cost.estimate import Machine
 from cuboid.cost.inputs import Jobs, Shape, single
 from cuboid.cost.layers import hop, layer_times
+from cuboid.cost.mixing import heavier, lighter
 from cuboid.schedule.simulate import StageCosts
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import ModelSpec
@@ -35,7 +36,9 @@ def stage_costs(
     profile = engine_for(engine, machine.chip).in_precision(precision)
     shape, jobs = Shape.of(model), Jobs.of([layout], global_batch=global_batch, sequence=sequence)
     parts = kernels(shape, jobs, machine.chip, profile, precision)
-    times = layer_times(shape, jobs, machine.fabric, profile, parts, precision)
+    more, less = (
+        layer_times(shape, kind, machine.fabric, profile, parts, precision) for kind in (heavier(jobs), lighter(jobs))
+    )
     counts = list(layers) if layers is not None else even_layers(model.layers, layout.stages)
     dense_layers = model.mixture.first_dense_layers if model.mixture else model.layers
 
@@ -43,7 +46,14 @@ def stage_costs(
     start = 0
     for stage, count in enumerate(counts):
         dense = max(min(dense_layers - start, count), 0)
-        kinds = ((dense, times.dense), (count - dense, times.mixture))
+        again = min(layout.recompute_layers or count, count)
+        dense_again = min(dense, again)
+        kinds = (
+            (dense_again, more.dense),
+            (again - dense_again, more.mixture),
+            (dense - dense_again, less.dense),
+            (count - dense - (again - dense_again), less.mixture),
+        )
         ahead = sum(number * single(passes[0].total) for number, passes in kinds)
         back = sum(number * single(passes[1].total) for number, passes in kinds)
         weight = sum(number * (single(passes[0].compute) - single(parts.attention_forward)) for number, passes in kinds)
@@ -57,6 +67,6 @@ def stage_costs(
         inputs.append(back - weight)
         weights.append(weight)
         start += count
-    message = hop(shape, jobs, machine.fabric, profile, times.crosses)
+    message = hop(shape, jobs, machine.fabric, profile, more.crosses)
     costs = StageCosts(forward=tuple(forward), input_backward=tuple(inputs), weight_backward=tuple(weights))
     return costs, single(message) if layout.pp > 1 else 0.0

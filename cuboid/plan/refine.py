@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from cuboid.cost.inputs import Shape, single
-from cuboid.cost.memory import Memory, rank_memory
+from cuboid.cost.memory import Memory, kept_share, rank_memory
 from cuboid.cost.offload import host_bytes
 from cuboid.cost.pipeline import in_flight, with_shared_cores
 from cuboid.cost.stages import stage_costs
@@ -146,9 +146,13 @@ def memory_table(question: Question, layout: Layout, part: Held, micro_batches: 
     jobs = Space.of([layout], question).jobs
     first, last = part.ends()
     ranks = np.arange(layout.pp, dtype=np.float64)
-    memory = rank_memory(shape, jobs, engine, part.layers, ranks, first, last)
-    each = memory.activations / (in_flight(jobs, ranks) * part.layers)
-    kept = [each[rank] * count for rank, count in zip(part.rank, part.counts, strict=True)]
+    again = part.recomputed(layout.recompute_layers)
+    memory = rank_memory(shape, jobs, engine, part.layers, ranks, first, last, again)
+    # Layers that are recomputed more count as the part of one that they keep.
+    share = kept_share(shape, jobs, engine)
+    weights = [count - (1 - share) * min(layout.recompute_layers, count) for count in part.counts]
+    each = memory.activations / (in_flight(jobs, ranks) * part.by_rank(weights))
+    kept = [each[rank] * weight for rank, weight in zip(part.rank, weights, strict=True)]
     # A longer run holds no more: every rank is at its fullest when the last one starts.
     _, counted = short_counts(layout.pp, micro_batches, layout.schedule == "gpipe")
     schedule = make_schedule(layout.schedule, layout.pp, counted, layout.vpp)

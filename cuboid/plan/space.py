@@ -17,10 +17,12 @@ from numpy.typing import NDArray
 from cuboid.cost.inputs import Jobs
 from cuboid.plan.question import Question
 from cuboid.spec.layout import CONTEXT_METHODS, RECOMPUTE, SCHEDULES, STAGES_PER_RANK, Layout
+from cuboid.spec.partition import longest_stage
 
 Column = NDArray[np.int64]
 DEGREES = ("dp", "tp", "pp", "cp", "ep", "micro_batch", "sequence_parallel")
-NAMES = (*DEGREES, "cp_method", "cp_inner", "recompute", "zero", "shard", "schedule", "vpp", "offload")
+CROSSED = (*DEGREES, "cp_method", "cp_inner", "recompute", "zero", "shard")
+NAMES = (*CROSSED, "schedule", "vpp", "offload", "recompute_layers")
 PLAIN = SCHEDULES.index("1f1b")
 
 
@@ -149,9 +151,10 @@ def bases(question: Question, world_size: int) -> Space:
     replicated = table[:, 0] * table[:, 3] * tensor > 1
     shared = _crossed(question, table[replicated], recompute, alone=False)
     whole = np.concatenate([shared, _crossed(question, table[~replicated], recompute, alone=True)])
-    columns = dict(zip(NAMES[: len(DEGREES) + 5], whole.T, strict=True))
+    columns = dict(zip(CROSSED, whole.T, strict=True))
     ones = np.ones(len(whole), dtype=np.int64)
     columns |= {"schedule": PLAIN * ones, "vpp": ones, "offload": int(question.fixed_offload) * ones}
+    columns["recompute_layers"] = question.fixed.get("recompute_layers", 0) * ones
     return Space(columns, question.global_batch, question.sequence)
 
 
@@ -182,7 +185,10 @@ def schedules(question: Question, pp: int) -> list[tuple[int, int]]:
     for name in names:
         number = STAGES_PER_RANK[name]
         for vpp in [number] if number else range(2, layers // pp + 1):
-            if vpp * pp <= layers and fixed.get("vpp", vpp) == vpp:
+            if vpp * pp > layers or fixed.get("vpp", vpp) != vpp:
+                continue
+            again = fixed.get("recompute_layers", 0)  # as many as a stage has would be all of them
+            if not again or again < longest_stage(question.model, pp * vpp, question.sequence):
                 found.append((SCHEDULES.index(name), vpp))
     return found
 

@@ -123,10 +123,10 @@ def _check_recompute(layout: Layout, model: ModelSpec, sequence: int) -> None:
         return
     most = longest_stage(model, layout.stages, sequence)
     if layout.recompute_layers >= most:
-        fewer = f"use recompute_layers={most - 1} or less" if most > 1 else "use recompute_layers=0"
+        fewer = f"use recompute_layers={most - 1} or less, or 0 for all" if most > 1 else "use recompute_layers=0"
         raise UserError(
-            f"recompute_layers={layout.recompute_layers} leaves out none of the {most} layers of the longest stage; "
-            f"{fewer}{', or 0 for all' if most > 1 else ''}"
+            f"recompute_layers={layout.recompute_layers} leaves out no layer of the longest stage, which has {most}; "
+            f"{fewer}"
         )
 
 

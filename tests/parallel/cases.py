@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 from itertools import pairwise
 from typing import Any
@@ -121,8 +122,9 @@ def with_output(run: Run, **changes: Any) -> Run:
     return dataclasses.replace(run, output=dataclasses.replace(run.output, **changes))
 
 
-def kept_bytes(rank: int, run: Run) -> int:
-    """What one micro-batch keeps between its forward and its backward pass, parameters not counted."""
+def kept_bytes(rank: int, run: Run, unseen: bool = False) -> int:
+    """What one micro-batch keeps between its forward and its backward pass, parameters not counted. `unseen`: also what
+    selective recomputation keeps, which autograd does not see."""
     engine = build_engine(run, rank, CPU)
     batches = micro_batches(make_source(run), run, 0, engine.groups.coordinates.dp, CPU)
     own = {tensor.untyped_storage().data_ptr() for unit in engine.units for tensor in unit.parameters.values()}
@@ -135,7 +137,16 @@ def kept_bytes(rank: int, run: Run) -> int:
 
     share = engine.sharing.of(batches[0])
     x = share.tokens
+    before = {id(tensor) for tensor in _tensors()}
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
         for stage in engine.pipeline.stages.values():
             x = stage.forward(x, share)
+    for tensor in _tensors() if unseen else ():
+        if id(tensor) not in before:
+            keep(tensor)
     return sum(x.untyped_storage().nbytes() for x in kept.values())
+
+
+def _tensors() -> list[Tensor]:
+    gc.collect()
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]

@@ -20,6 +20,7 @@ def layouts(draw: st.DrawFn) -> Layout:
     schedule = draw(st.sampled_from(SCHEDULES))
     dp, zero = draw(degree), draw(st.integers(0, 3))
     ep = draw(st.sampled_from([1, dp]))
+    recompute = draw(st.sampled_from(["none", "selective", "full"]))
     return Layout(
         dp=dp,
         tp=draw(degree),
@@ -31,7 +32,8 @@ def layouts(draw: st.DrawFn) -> Layout:
         schedule=schedule,
         micro_batch=draw(degree),
         cp_method=draw(st.sampled_from(["ring", "ulysses", "allgather"])),
-        recompute=draw(st.sampled_from(["none", "selective", "full"])),
+        recompute=recompute,
+        recompute_layers=0 if recompute == "none" else draw(st.integers(0, 9)),
         **({"vpp": draw(st.integers(2, 4))} if schedule == "interleaved" else {}),
         **({"sequence_parallel": draw(st.booleans())} if draw(st.booleans()) else {}),
     )
@@ -118,6 +120,14 @@ def test_changed_resolves_defaults_anew() -> None:
         ("dp=4,shard=2", "shard=2 has nothing to split with zero=0; use zero=1, zero=2 or zero=3"),
         ("recompute=some", 'recompute="some" is unknown; use none, selective or full'),
         (
+            "recompute=full,recompute_layers=-2",
+            "recompute_layers=-2 is negative; use recompute_layers=1 or more, or 0 for all",
+        ),
+        (
+            "recompute_layers=2",
+            "recompute_layers=2 has nothing to do with recompute=none; use recompute=selective or recompute=full",
+        ),
+        (
             "sequence_parallel=on",
             "sequence_parallel=on is not true or false; use sequence_parallel=true or sequence_parallel=false",
         ),
@@ -146,6 +156,15 @@ def test_degrees_are_integers_only(value: object) -> None:
         ("tp=3", "tp=3 does not divide heads=8; use tp=2 or tp=4"),
         ("tp=16", "tp=16 does not divide heads=8; use tp=8"),
         ("pp=9", "pp=9 makes more stages than layers=8; use pp=8"),
+        (
+            "pp=2,recompute=full,recompute_layers=4",
+            "recompute_layers=4 leaves out no layer of the longest stage, which has 4; "
+            "use recompute_layers=3 or less, or 0 for all",
+        ),
+        (
+            "pp=8,recompute=full,recompute_layers=3",
+            "recompute_layers=3 leaves out no layer of the longest stage, which has 1; use recompute_layers=0",
+        ),
         ("pp=8,schedule=interleaved", "pp=8 × vpp=2 makes more stages than layers=8; use pp=4"),
         ("dp=3", "global_batch=16 does not divide by dp=3 × micro_batch=1; use global_batch=15 or global_batch=18"),
         ("dp=32", "global_batch=16 does not divide by dp=32 × micro_batch=1; use global_batch=32"),
@@ -216,3 +235,15 @@ def test_offloading_is_written_where_it_is_asked_for() -> None:
     assert str(Layout.parse("dp=2,offload=false")) == "dp=2,tp=1,pp=1"
     with pytest.raises(UserError, match="offload"):
         Layout.parse("offload=cpu")
+
+
+def test_the_first_layers_of_a_stage_are_recomputed_most() -> None:
+    kinds = {"full": ["full", "full", "selective"], "selective": ["selective", "selective", "none"]}
+    for kind, expected in kinds.items():
+        layout = Layout.parse(f"recompute={kind},recompute_layers=2")
+        assert [layout.recompute_at(place) for place in range(3)] == expected
+        assert Layout.parse(f"recompute={kind}").recompute_at(7) == kind
+    assert Layout().recompute_at(0) == "none"
+    # Seven layers over two stages, of which the one without the head holds four.
+    seven = load_model("tiny-llama").__class__(hidden=64, layers=7, heads=8, ffn=192, vocab=256)
+    check(Layout(pp=2, recompute="full", recompute_layers=3), seven, global_batch=16, sequence=256)
