@@ -15,6 +15,7 @@ from cuboid.spec.huggingface_parts import (
     read_attention_bias,
     read_gpt2_width,
     read_latent,
+    read_mistral_window,
     read_mixture,
     read_rope,
     read_windows,
@@ -110,6 +111,14 @@ READERS: dict[Any, Reader] = {
         fields={**COMMON, "mlp_bias": "mlp_bias"},
         only=SILU,
         finish=(read_attention_bias, read_rope),
+    ),
+    # A Llama, unless its attention is cut short.
+    "mistral": Reader(
+        family="llama",
+        defaults={"norm_epsilon": 1e-6, "rope_theta": 10000.0, "max_positions": 131072, "kv_heads": 8},
+        fields=COMMON,
+        only=SILU,
+        finish=(read_mistral_window, read_rope),
     ),
     "qwen2": Reader(family="qwen2", defaults=QWEN_DEFAULTS, fields=COMMON, only=SILU, finish=(read_windows, read_rope)),
     "qwen3": Reader(

@@ -107,6 +107,13 @@ def read_windows(left: Table, table: Table) -> None:
         raise UserError(f"layer_types of {table['name']} holds {show(other)}; use full_attention in all layers")
 
 
+def read_mistral_window(left: Table, table: Table) -> None:
+    """On unless the config says otherwise."""
+    window = left.pop("sliding_window", 4096)
+    if window is not None:
+        raise UserError(f"sliding_window={window} of {table['name']} is unknown; use sliding_window=null")
+
+
 def read_attention_bias(left: Table, table: Table) -> None:
     table["qkv_bias"] = table["output_bias"] = bool(left.pop("attention_bias", False))
 

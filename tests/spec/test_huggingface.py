@@ -12,6 +12,7 @@ from transformers import (
     DeepseekV3Config,
     GPT2Config,
     LlamaConfig,
+    MistralConfig,
     MixtralConfig,
     PretrainedConfig,
     Qwen2Config,
@@ -51,6 +52,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**SIZES, tie_word_embeddings=True),
     "gpt2": GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=101, n_positions=32),
     "gpt2 wide": GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=101, n_inner=80),
+    "mistral": MistralConfig(**SIZES, sliding_window=None),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, num_experts=8, moe_intermediate_size=24, head_dim=16),
     "deepseek_v2": DeepseekV2Config(**DEEPSEEK, q_lora_rank=12, n_shared_experts=2, n_group=1, topk_group=1),
@@ -156,6 +158,7 @@ def test_catalog_entries_equal_their_configs() -> None:
             {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8},
             "sliding_window=8 of theirs is unknown",
         ),
+        ({"model_type": "mistral"}, "sliding_window=4096 of theirs is unknown; use sliding_window=null"),
         ({"model_type": "mixtral"}, "theirs does not say how many experts it has and uses"),
         (
             {"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True},
