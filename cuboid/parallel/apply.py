@@ -20,6 +20,7 @@ from cuboid.parallel.context import ContextMix
 from cuboid.parallel.deferral import Deferral, deferrable_grouped_product, deferrable_product
 from cuboid.parallel.expert import join_sequences, make_balance, spread_experts, watched
 from cuboid.parallel.groups import Groups, make_groups
+from cuboid.parallel.interleave import compiler_options
 from cuboid.parallel.lean_loss import lean_loss
 from cuboid.parallel.loss_scale import LossScale
 from cuboid.parallel.pipeline import Pipeline
@@ -139,6 +140,8 @@ class _Builder:
         self.units: dict[str, Unit] = {}
         traced = self.compiled and not run.output.count_communication
         self.region = Region(groups.tensor, self.layout.sequence_parallel, traced) if groups.tensor.size > 1 else None
+        seen = self.region is not None and self.region.traced
+        self.options = compiler_options(run, groups.tensor, device, seen)
         self.balance = make_balance(run, device) if self.model.mixture is not None else None
 
     def stage(self, index: int, layers: range) -> Stage:
@@ -173,7 +176,7 @@ class _Builder:
         if self.compiled and not (routed and recompute == "selective"):
             apart = self.layout.cp > 1 or self.run.data.attention_within_documents or self.schedule.splits_backward
             whole = (self.region is None or self.region.traced) and not apart and not routed
-            run = compiled_block(block, recompute, whole)
+            run = compiled_block(block, recompute, whole, self.options)
         else:
             run = with_recompute(block, recompute)
         if isinstance(block.feed_forward, Mixture) and self.balance is not None:

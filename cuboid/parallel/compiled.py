@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +34,12 @@ class _Recomputed(nn.Module):
         return self._run(x, positions)
 
 
-def compiled_block(block: Block, recompute: Recompute, whole: bool) -> Callable[..., Tensor]:
-    """`whole`: the block computes alone, so one graph holds it all; else its collectives divide it."""
+def compiled_block(
+    block: Block, recompute: Recompute, whole: bool, options: dict[str, Any] | None
+) -> Callable[..., Tensor]:
+    """`whole`: the block computes alone, so one graph holds it all; else its collectives divide it. `options`: what the
+    compiler is told besides."""
     module = _Recomputed(block, recompute) if recompute == "selective" else block
-    module.compile(fullgraph=whole, dynamic=False)
+    module.compile(fullgraph=whole, dynamic=False, options=options)
     # What a full recomputation keeps is the block's input: nothing for the compiler to decide.
     return with_recompute(module, recompute) if recompute == "full" else module

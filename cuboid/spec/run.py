@@ -182,6 +182,14 @@ class Run:
         check(self.layout, self.model, global_batch=self.training.global_batch, sequence=self.training.sequence)
         if self.training.precision == "fp8":
             check_fp8(self.layout, self.model, self.training.sequence)
+        if self.training.overlap_tensor == "on" and self.layout.tp > 1:
+            if not self.layout.sequence_parallel:
+                raise UserError("training.overlap_tensor=on needs sequence_parallel=true; use it or overlap_tensor=off")
+            if self.output.count_communication:
+                raise UserError(
+                    "training.overlap_tensor=on hides exchanges, which output.count_communication=true counts; "
+                    "use one of them"
+                )
         if self.evaluation.every and not self.data.holds_out:
             raise UserError(
                 f"evaluation.every={self.evaluation.every} has no held-out data; "

@@ -44,6 +44,9 @@ class TrainingSpec:
     compile: Literal["auto", "on", "off"] = "auto"
     """Let torch.compile fuse blocks, loss and optimizer; auto: on GPUs, except in float64 and where bits
     must be the same each time: the compiler times kernels as a run starts, and which it takes changes the last bits."""
+    overlap_tensor: Literal["auto", "on", "off"] = "auto"
+    """Let compiled blocks take the products beside exchanges of tensor ranks apart, so that both go on at once; auto:
+    with sequence_parallel, on GPUs of one machine that reach one another's memory."""
 
     @property
     def weights(self) -> Literal["float32", "bf16", "fp16", "float64"]:
@@ -63,6 +66,13 @@ class TrainingSpec:
             raise UserError(
                 "training.compile=on takes whichever kernel is fastest as a run starts, and its last bits, but "
                 "training.deterministic=true asks for the same each time; use training.compile=auto or off"
+            )
+        if self.overlap_tensor == "on" and self.device == "cpu":
+            raise UserError("training.overlap_tensor=on needs GPUs, not training.device=cpu; use overlap_tensor=auto")
+        exact = self.deterministic or self.precision == "float64"
+        if self.overlap_tensor == "on" and (self.compile == "off" or (exact and self.compile == "auto")):
+            raise UserError(
+                "training.overlap_tensor=on needs compiled blocks; use training.compile=on or overlap_tensor=auto"
             )
 
 

@@ -180,3 +180,13 @@ def test_broken_and_missing_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "broken.toml").write_text("model = \n")
     with pytest.raises(UserError, match=r"broken\.toml is not TOML: .*line 1"):
         load_run(tmp_path / "broken.toml")
+
+
+def test_exchanges_go_under_products_where_that_can_be() -> None:
+    on = "training.overlap_tensor=on"
+    assert build_run(PLAIN, [on]).training.overlap_tensor == "on"
+    assert "training.device=cpu" in refusal([on, "training.device=cpu"])
+    assert "training.compile=on" in refusal([on, "training.compile=off"])
+    assert "training.compile=on" in refusal([on, "training.precision=float64"])
+    assert "sequence_parallel=true" in refusal([on, "layout=tp=2,sequence_parallel=false"])
+    assert "output.count_communication=true" in refusal([on, "layout=tp=2", "output.count_communication=true"])
