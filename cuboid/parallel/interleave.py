@@ -20,12 +20,9 @@ from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
 from cuboid.errors import UserError
 from cuboid.parallel.groups import Group
-from cuboid.parallel.joined_products import JoinProducts
 from cuboid.parallel.local import machine_identity
 from cuboid.spec.run import Run
 
-OPTIONS: dict[str, Any] = {"_micro_pipeline_tp": True, "post_grad_custom_pre_pass": JoinProducts()}
-"""Of torch.compile, for the blocks alone."""
 SHARED_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 """What torch wants in the environment before ranks that share a GPU may share memory: for tests, it is slow."""
 
@@ -42,7 +39,13 @@ def compiler_options(run: Run, group: Group, device: torch.device, traced: bool)
             raise UserError(f"training.overlap_tensor=on needs {why_not}; use overlap_tensor=auto")
         return None
     share_memory(group.handle)
-    return OPTIONS
+    return options()
+
+
+def options() -> dict[str, Any]:
+    from cuboid.parallel.bare_products import BareProducts  # the compiler takes a second to import
+
+    return {"_micro_pipeline_tp": True, "post_grad_custom_pre_pass": BareProducts()}
 
 
 def share_memory(handle: dist.ProcessGroup) -> None:

@@ -28,6 +28,8 @@ _DEAR = {
     torch.ops.aten._flash_attention_forward.default,
     torch.ops.aten.bmm.default,
     torch.ops.aten._grouped_mm.default,
+    # In a compiled block, which then keeps these sums and not the products they come of, tp times as large.
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
     *KEPT,
 }
 

@@ -17,7 +17,7 @@ from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.virtualized import V
 
 from cuboid.parallel import apply
-from cuboid.parallel.interleave import OPTIONS
+from cuboid.parallel.interleave import options
 from cuboid.spec.run import Run
 from tests.parallel.cases import losses
 
@@ -60,5 +60,5 @@ def interleaved(rank: int, run: Run) -> tuple[list[float], Counts]:
     """Losses, and which exchanges the graphs of a block have."""
     found: Counts = {}
     torch._dynamo.reset()
-    with _looking(found), patch.object(apply, "compiler_options", lambda *_: OPTIONS):
+    with _looking(found), patch.object(apply, "compiler_options", lambda *_: options()):
         return losses(rank, run), found

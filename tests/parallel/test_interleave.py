@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cuboid.launch.pool import Pool
-from cuboid.parallel.joined_products import JoinProducts
+from cuboid.parallel.bare_products import BareProducts
 from tests.parallel.cases import losses, small_run
 
 FIELDS = (
@@ -19,11 +19,19 @@ FIELDS = (
 ALL = {"fused_all_gather_matmul": 2, "fused_matmul_reduce_scatter": 2}
 
 
-def test_every_exchange_of_a_block_goes_under_a_product(pool: Pool) -> None:
-    run = small_run("tp=2", *FIELDS, "training.compile=on")
-    plain = losses(0, small_run("dp=1", *FIELDS))
+@pytest.mark.parametrize(
+    ("model", "recompute", "again"),
+    [("tiny-llama", "none", {}), ("tiny-gpt2", "selective", {"all_gather_into_tensor": 2})],
+    ids=["llama", "gpt2 recomputed"],
+)
+def test_every_exchange_of_a_block_goes_under_a_product(
+    pool: Pool, model: str, recompute: str, again: dict[str, int]
+) -> None:
+    """`again`: what is gathered once more for the weight gradients, which can begin with no part of it."""
+    run = small_run(f"tp=2,recompute={recompute}", *FIELDS, "training.compile=on", model=model)
+    plain = losses(0, small_run("dp=1", *FIELDS, model=model))
     for found, exchanges in pool.run("tests.parallel.interleave_jobs:interleaved", (run,), ranks=2):
-        assert exchanges == {"forward": ALL, "backward": ALL}
+        assert exchanges == {"forward": ALL, "backward": {**ALL, **again}}
         assert found == pytest.approx(plain, rel=1e-5)
 
 
@@ -38,7 +46,7 @@ def scattered(x: Tensor) -> Tensor:
 
 
 def products(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
-    JoinProducts()(module.graph)
+    BareProducts()(module.graph)
     module.graph.lint()
     module.recompile()
     return module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
@@ -56,6 +64,16 @@ def test_a_sum_of_products_becomes_one() -> None:
     assert torch.allclose(left @ right, a @ b + c @ d + e @ f, atol=1e-5)
 
 
+def test_a_bias_is_added_to_what_arrived_and_was_multiplied() -> None:
+    def biased(bias: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.addmm(bias, torch.ops._c10d_functional.wait_tensor(x), weight).relu()
+
+    module = traced(biased, (6,), (4, 3), (3, 6))
+    assert len(products(module)) == 1
+    arguments = [torch.randn(node.meta["val"].shape) for node in module.graph.find_nodes(op="placeholder")]
+    assert torch.allclose(module(*arguments), biased(*arguments))
+
+
 @pytest.mark.parametrize(
     "function",
     [
@@ -64,8 +82,9 @@ def test_a_sum_of_products_becomes_one() -> None:
         lambda a, b, c, d: scattered(torch.add(a @ b, c @ d, alpha=2)),
         lambda a, b, c, d: scattered(a @ b + (a @ b).relu()),
         lambda a, b, c, d: (a @ b + c @ d).relu(),
+        lambda a, b, c, d: torch.addmm(d[0], a, b),
     ],
-    ids=["one", "number", "weighted", "other", "not exchanged"],
+    ids=["one", "number", "weighted", "other", "not exchanged", "biased alone"],
 )
 def test_other_sums_stay(function: object) -> None:
     module = traced(function, (4, 3), (3, 6), (4, 5), (5, 6))
