@@ -51,7 +51,7 @@ def options() -> dict[str, Any]:
 def share_memory(handle: dist.ProcessGroup) -> None:
     """Let the compiler know that the group's ranks reach one another's memory; the memory itself comes with use."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # called needless since 2.12, but the passes still ask for it
+        warnings.simplefilter("ignore", FutureWarning)  # it is called needless, and the passes ask for it
         enable_symm_mem_for_group(handle.group_name)
     # It warns of every graph without an exchange, and a block may come in several.
     logging.getLogger("torch._inductor.fx_passes.micro_pipeline_tp").setLevel(logging.ERROR)
