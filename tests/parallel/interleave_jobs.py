@@ -16,10 +16,12 @@ from torch._inductor import compile_fx, config
 from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.virtualized import V
 
+from cuboid.errors import UserError
 from cuboid.parallel import apply
+from cuboid.parallel.apply import build_engine
 from cuboid.parallel.interleave import options
 from cuboid.spec.run import Run
-from tests.parallel.cases import losses
+from tests.parallel.cases import CPU, losses
 
 INTERLEAVED = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
 ALONE = ("all_gather_into_tensor", "reduce_scatter_tensor")
@@ -62,3 +64,11 @@ def interleaved(rank: int, run: Run) -> tuple[list[float], Counts]:
     torch._dynamo.reset()
     with _looking(found), patch.object(apply, "compiler_options", lambda *_: options()):
         return losses(rank, run), found
+
+
+def refusal(rank: int, run: Run) -> str:
+    try:
+        build_engine(run, rank, CPU)
+    except UserError as error:
+        return str(error)
+    return ""

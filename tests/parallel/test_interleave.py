@@ -35,6 +35,14 @@ def test_every_exchange_of_a_block_goes_under_a_product(
         assert found == pytest.approx(plain, rel=1e-5)
 
 
+def test_ranks_without_gpus_refuse_it_where_it_is_asked_for(pool: Pool) -> None:
+    """With device=auto nobody knows before."""
+    fields = (*FIELDS, "training.compile=on", "training.device=auto")
+    asked = {wish: small_run("tp=2", *fields, f"training.overlap_tensor={wish}") for wish in ("auto", "on")}
+    found = {wish: pool.run("tests.parallel.interleave_jobs:refusal", (run,), ranks=2) for wish, run in asked.items()}
+    assert found == {"auto": ["", ""], "on": ["training.overlap_tensor=on needs GPUs; use overlap_tensor=auto"] * 2}
+
+
 def traced(function: object, *shapes: tuple[int, ...]) -> torch.fx.GraphModule:
     """The graph of a function, as compiled ones look after the backward pass is split off."""
     inputs = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
