@@ -18,9 +18,11 @@ demo: venv
 	$(VENV)/bin/cuboid train examples/demo.toml
 	$(VENV)/bin/cuboid verify --layout "dp=2,tp=2,pp=2"
 
-# Two files at a time: many tests wait for processes to start or to die.
+# Three files at a time, in the order of tests/conftest.py: many tests wait for processes to start or to die. The bytecode
+# of hundreds of short processes is kept, whatever the environment says.
+test: export PYTHONDONTWRITEBYTECODE =
 test: venv
-	$(VENV)/bin/python -m pytest -n 2 --dist loadfile
+	$(VENV)/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 check: venv
 	$(VENV)/bin/ruff check .

@@ -3,6 +3,7 @@ of property tests."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -11,9 +12,23 @@ from hypothesis import settings
 from cuboid.launch.pool import Pool
 from tests.report.browser import find_chromium
 
+# Read when torch is imported. What tests compute themselves is small: more threads would only disturb rank processes.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Property tests are quick but may share their cores with rank processes: no deadline for one example.
 settings.register_profile("shared-cores", deadline=None)
 settings.load_profile("shared-cores")
+
+LONGEST = """
+docs/test_tutorial checkpoint/test_kill parallel/test_equality cli/test_train resilience/test_nodes
+parallel/test_experts docs/test_commands resilience/test_preemption parallel/test_precision train/test_memory_restart
+train/test_killed_chain resilience/test_bad_hardware plan/test_search train/test_shortage resilience/test_hang
+resilience/test_restart parallel/test_communication parallel/test_context checkpoint/test_huggingface_export
+checkpoint/test_moments train/test_bad_steps train/test_bit_identical train/test_training checkpoint/test_full_disk
+checkpoint/test_resume train/test_offload train/test_resume cli/test_simulate cli/test_fine_tune cli/test_replay
+checkpoint/test_start checkpoint/test_memory checkpoint/test_saver train/test_samples train/test_profile docs/test_site
+""".split()
+"""Files that take half a minute or more begin first, so that none of them is left when the others are done."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,7 +51,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     leaves |= {"thorough"} if not config.getoption("--thorough") else set()
     left = [item for item in items if any(item.get_closest_marker(name) for name in leaves)]
     config.hook.pytest_deselected(items=left)
+    places = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
+    missing = [name for name in places if not (config.rootpath / name).exists()]
+    assert not missing, f"LONGEST names files that are not there: {missing}"
     items[:] = [item for item in items if item not in left]
+    items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
 
 
 @pytest.fixture(scope="session")

@@ -33,19 +33,24 @@ def start_and_save(rank: int, run: Run, folder: str, place: str) -> tuple[Starte
     return started, kept, max(piece.master.numel() for piece in pieces)
 
 
-def train_part(rank: int, run: Run, folder: str, start: int, stop: int, source: str | None) -> list[float]:
-    """Steps start:stop, from a checkpoint if one is given; saves at the end. Returns the losses."""
+def train_part(
+    rank: int, run: Run, folder: str, start: int, stop: int, source: str | None, beyond: int = 0
+) -> list[float]:
+    """Steps start:stop, from a checkpoint if one is given; saves, and goes on for some steps beyond. Returns the
+    losses."""
     engine = build_engine(run, rank, CPU)
     optimizer = Optimizer(engine, run.optimizer)
     if source is not None:
         load(engine, optimizer, source)
-    losses = []
-    for step in range(start, stop):
+
+    def loss_of(step: int) -> float:
         batches = micro_batches(make_source(run), run, step, engine.groups.coordinates.dp, CPU)
         rate = learning_rate(run.learning_rate, step, run.training.steps)
-        losses.append(train_step(engine, optimizer, batches, rate).loss)
+        return train_step(engine, optimizer, batches, rate).loss
+
+    losses = [loss_of(step) for step in range(start, stop)]
     save(engine, optimizer, Path(folder), stop)
-    return losses
+    return losses + [loss_of(step) for step in range(stop, stop + beyond)]
 
 
 def draw_after_loading(rank: int, run: Run, folder: str, first: bool = True) -> tuple[list[float], list[float]]:

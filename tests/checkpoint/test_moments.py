@@ -70,7 +70,7 @@ def _real(cut: Slice, start: int, stop: int, shape: tuple[int, ...]) -> int:
 
 
 @pytest.mark.parametrize("model", WRITERS)
-def test_every_element_is_where_it_belongs(pool: Pool, tmp_path: Path, model: str) -> None:
+def test_every_element_is_where_it_belongs(pool: Pool, tmp_path: Path, thorough: bool, model: str) -> None:
     writer = small_run(WRITERS[model], *SMALL, model=model)
     arguments = (writer, str(tmp_path / "first"), 0, 2, None)
     pool.run("tests.checkpoint.jobs:train_part", arguments, ranks=writer.layout.world_size)
@@ -79,7 +79,8 @@ def test_every_element_is_where_it_belongs(pool: Pool, tmp_path: Path, model: st
     zeros = [name for name, tensor in original.items() if not tensor.any()]
     assert not zeros or (writer.model.mixture and len(zeros) < len(original) / 4), "zeros would prove nothing"
     experts = ["dp=4,ep=4,zero=1", "dp=2,tp=4,ep=2,zero=2"] if writer.model.mixture else []
-    for number, layout in enumerate([*experts, *READERS]):
+    readers = READERS if thorough else READERS[list(WRITERS).index(model) % 2 :: 2]  # the models take turns
+    for number, layout in enumerate([*experts, *readers]):
         run = small_run(layout, *SMALL, model=model)
         folder = tmp_path / str(number)
         arguments_of_load = (run, before.path, str(folder))

@@ -23,7 +23,7 @@ CHAINS = [
 @pytest.mark.parametrize(("model", "chain"), CHAINS)
 def test_any_layout_goes_on_from_any_other(pool: Pool, tmp_path: Path, model: str, chain: list[str]) -> None:
     steps = 2 * len(chain)
-    common = (f"training.steps={steps}", "training.global_batch=12", "model.vocab=259", "model.layers=8")
+    common = (f"training.steps={steps}", "training.global_batch=12", "model.vocab=259", "model.layers=4")
     alone = small_run("dp=1", *common, model=model)
     expected = pool.run("tests.checkpoint.jobs:train_part", (alone, str(tmp_path / "one"), 0, steps, None), ranks=1)[0]
     seen: list[float] = []

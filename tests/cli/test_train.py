@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from cuboid.launch.pool import Pool
 from cuboid.schedule.make import make_schedule
 from cuboid.spec.run import build_run, load_run
+from cuboid.train.folder import prepare_folder
 from tests.cli.command import SHORT, Training, rows, run, train
 
 
@@ -104,15 +106,18 @@ def kept(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if not told.fullmatch(path.name))
 
 
-def test_joins_the_ranks_of_torchrun(tmp_path: Path) -> None:
+def test_joins_the_ranks_of_torchrun(tmp_path: Path, pool: Pool) -> None:
     here = ("--set", "output.folder=started", "--set", "checkpoint.every=3")
-    alone = run(train("--layout", "pp=2", "--json", *here), tmp_path)
+    fields = [*SHORT, f"output.folder={tmp_path / 'started'}", "checkpoint.every=3"]
+    started = build_run({"model": "tiny-llama", "layout": "pp=2"}, fields)
+    prepare_folder(started)
+    alone = pool.run("tests.train.cases:train_rank", (started,), ranks=2)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     joined = run([*launcher, *train("--layout", "pp=2")], tmp_path)
     assert joined.returncode == 0, joined.stderr
     assert joined.stdout.count("step 3/3") == 1, "one rank speaks for all"
     assert joined.stdout.startswith("tiny-llama: 427,456 parameters on 2 ranks")
-    assert rows(tmp_path / "runs/default/metrics.jsonl")[-1]["loss"] == json.loads(alone.stdout)["last_loss"]
+    assert rows(tmp_path / "runs/default/metrics.jsonl")[-1]["loss"] == alone[0]
     assert kept(tmp_path / "runs/default") == ["metrics.jsonl", "run.toml"]
     longer = run([*launcher, *train("--layout", "dp=2", *here, fields=[*SHORT, "training.steps=4"])], tmp_path)
     assert "resuming after step 3, written on dp=1,tp=1,pp=2" in longer.stdout, longer.stderr

@@ -98,5 +98,5 @@ def draw(random_source: random.Random, most: int) -> Run:
 
 def test_random_layouts_in_five_dimensions(pool: Pool, thorough: bool) -> None:
     random_source = random.Random(20261115)
-    for _ in range(60 if thorough else 4):
+    for _ in range(60 if thorough else 2):
         assert_equal(pool, draw(random_source, 16 if thorough else 8))

@@ -37,5 +37,5 @@ def draw(random_source: random.Random, most: int) -> Run:
 
 def test_random_layouts_equal_one_device(pool: Pool, thorough: bool) -> None:
     random_source = random.Random(20240607)
-    for turn in range(200 if thorough else 10):
+    for turn in range(200 if thorough else 5):
         assert_equal(pool, draw(random_source, most=16 if turn % 5 == 0 else 8))

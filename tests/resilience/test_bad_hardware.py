@@ -22,6 +22,7 @@ def test_a_flipped_bit_a_gradient_that_is_none_and_a_preemption(tmp_path: Path, 
         "training.global_batch=6",
         "training.steps=12",
         "training.precision=float64",
+        "model.layers=4",
         "checkpoint.every=3",
     ]
     watched = [*fields, "resilience.check_replicas_every=100", "resilience.bad_steps=rollback"]

@@ -53,7 +53,7 @@ def test_a_signal_in_every_phase_changes_no_number(tmp_path: Path, pool: Pool) -
 
 @pytest.mark.thorough
 def test_signals_to_the_command_and_to_the_whole_group(tmp_path: Path, pool: Pool) -> None:
-    fields = ("training.steps=40", "checkpoint.every=50", "training.precision=float64")
+    fields = ("training.steps=40", "checkpoint.every=50", "training.precision=float64", "model.layers=4")
     saved = 0
     for whom, sent in (("command", signal.SIGUSR1), ("group", signal.SIGTERM)):
         training = Training(tmp_path, LAYOUT, *fields)

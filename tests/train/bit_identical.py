@@ -24,7 +24,7 @@ from tests.train.cases import short_run
 
 
 def four_steps(layout: str, folder: Path, *overrides: str) -> Run:
-    own = ("training.steps=4", "checkpoint.every=2", "training.deterministic=true", "model.layers=4")
+    own = ("training.steps=4", "checkpoint.every=2", "training.deterministic=true", "training.global_batch=4")
     return short_run(layout, str(folder), *own, *overrides)
 
 

@@ -13,7 +13,7 @@ from tests.train.bit_identical import differences, four_steps
 LAYOUTS = [
     "dp=1",
     "dp=2",
-    "dp=2,zero=1",
+    pytest.param("dp=2,zero=1", marks=pytest.mark.thorough),  # as in the layout with tp below
     "dp=2,zero=2",
     "dp=4,zero=3,shard=2",
     "tp=2,dp=2,zero=1",
