@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from cuboid.launch.pool import Pool
 from tests.report.browser import find_chromium
@@ -15,9 +15,11 @@ from tests.report.browser import find_chromium
 # Read when torch is imported. What tests compute themselves is small: more threads would only disturb rank processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# Property tests are quick but may share their cores with rank processes: no deadline for one example.
-settings.register_profile("shared-cores", deadline=None)
-settings.load_profile("shared-cores")
+# Property tests are quick but may share their cores with rank processes: no example is too slow. They try the same
+# examples each time, so that none fails by chance; with --thorough, new ones.
+slow = [HealthCheck.too_slow]
+settings.register_profile("certain", deadline=None, suppress_health_check=slow, derandomize=True)
+settings.register_profile("thorough", deadline=None, suppress_health_check=slow)
 
 LONGEST = """
 docs/test_tutorial checkpoint/test_kill parallel/test_equality cli/test_train resilience/test_nodes
@@ -38,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("thorough" if config.getoption("--thorough") else "certain")
     config.addinivalue_line("markers", "browser: opens pages in a real Chromium")
     config.addinivalue_line("markers", "thorough: takes long and is tried with --thorough only")
 

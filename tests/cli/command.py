@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
@@ -66,8 +66,12 @@ class Training:
 
     def wait_for_a_step(self, step: int = 1) -> None:
         metrics = self.folder / "runs/default/metrics.jsonl"
-        limit = time.monotonic() + 240
-        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= step):
+        self.wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= step)
+
+    def wait_until(self, happened: Callable[[], bool]) -> None:
+        """While the training goes on."""
+        limit = time.monotonic() + 600
+        while not happened():
             assert self.command.poll() is None, self.command.communicate()
             assert time.monotonic() < limit
             time.sleep(0.05)
@@ -86,9 +90,13 @@ class Training:
         return found
 
     def ranks(self) -> list[int]:
-        """Rank processes, which are children of a child of the command, in the order they were started."""
+        """Rank processes, which are children of a child of the command, in the order they were started. The system
+        counts its processes up to a limit, and then from the beginning again."""
         found = self.processes()
-        return sorted(process for process, parent in found.items() if found.get(parent) == self.command.pid)
+        ranks = sorted(process for process, parent in found.items() if found.get(parent) == self.command.pid)
+        limit = int(Path("/proc/sys/kernel/pid_max").read_text())
+        begun_again = bool(ranks) and ranks[-1] - ranks[0] > limit // 2
+        return sorted(ranks, key=lambda process: process + limit * (begun_again and process < limit // 2))
 
     def listening(self) -> set[str]:
         """Addresses, as the system writes them in hexadecimal, on which any process of the training listens."""
@@ -103,11 +111,11 @@ class Training:
         return {line[1].partition(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets}
 
     def end(self) -> tuple[int, str]:
-        _, errors = self.command.communicate(timeout=120)
+        _, errors = self.command.communicate(timeout=300)
         return self.command.returncode, errors
 
     def assert_nothing_is_left(self) -> None:
-        limit = time.monotonic() + 30
+        limit = time.monotonic() + 120
         while self.processes():
             assert time.monotonic() < limit, self.processes()
             time.sleep(0.05)

@@ -148,21 +148,24 @@ def test_killed_without_warning_it_goes_on_and_leaves_no_process(corpus: Path, t
     command = [sys.executable, "-m", "cuboid.cli.main", "data", "build", str(source)]
     parts = tmp_path / "store.partial" / "parts"
     kills = 0
-    for kept in (1, 2):
+    while kills < 2:
         process = subprocess.Popen([*command, "-o", str(tmp_path / "store"), *options], stdout=subprocess.DEVNULL)
-        while process.poll() is None and len(list(parts.glob("[0-9]*.json"))) < kept:
+        while process.poll() is None and len(list(parts.glob("[0-9]*.json"))) <= kills:
             time.sleep(0.005)
         if process.poll() is None:
             workers = children(process.pid)
             process.send_signal(signal.SIGKILL)
-            process.wait()
-            kills += 1
             deadline = time.monotonic() + 60
             while any(map(alive, workers)) and time.monotonic() < deadline:
                 time.sleep(0.05)
             assert not any(map(alive, workers))
-            assert not (tmp_path / "store").exists()
-    assert kills >= 1
+        if process.wait() == -signal.SIGKILL and not (tmp_path / "store").exists():
+            kills += 1
+        else:  # on a busy machine it may be done before it is seen
+            assert process.returncode in (0, -signal.SIGKILL)
+            shutil.rmtree(tmp_path / "store")
+            shutil.rmtree(parts.parent, ignore_errors=True)
+            kills = 0
     subprocess.run([*command, "-o", str(tmp_path / "store"), *options], check=True, stdout=subprocess.DEVNULL)
     # The chunks are smaller here: they do not decide the bytes.
     build(BuildRequest(sources=(str(source),), output=tmp_path / "whole", tokenizer=str(corpus / "tokenizer.json")))

@@ -19,6 +19,11 @@ from tests.generate.jobs import CPU, texts
 from tests.generate.test_equality import SAMPLED, requests, spec
 
 
+@pytest.fixture(autouse=True)
+def _the_same_numbers_each_time() -> None:
+    torch.manual_seed(0)
+
+
 def _product(outputs: int, inputs: int, bias: bool) -> Linear:
     made = Linear(inputs, outputs, bias).requires_grad_(False)
     for parameter in made.parameters():

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 
 from cuboid.errors import UserError
 from cuboid.launch.network import Endpoint, Interface, find_interface, listen_if_host, parse_endpoint, reachable
 from cuboid.launch.nodes import NodeOptions, find_nodes
 from cuboid.spec.run import Run, build_run
+from tests.launch.ports import free_port
 
 HERE = "127.0.0.1:29400"
 
@@ -89,8 +88,7 @@ def test_a_machine_that_calls_itself_loopback_listens_where_others_reach_it() ->
 
 
 def test_the_machine_of_the_rendezvous_serves_it_once() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        endpoint = Endpoint("127.0.0.1", free.getsockname()[1])
+    endpoint = Endpoint("127.0.0.1", free_port())
     interface = find_interface("lo", endpoint)
     serving = listen_if_host(endpoint, interface)
     assert serving is not None and serving.getsockname() == ("127.0.0.1", endpoint.port)

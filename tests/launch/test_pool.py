@@ -71,10 +71,8 @@ def test_what_the_user_must_mend_comes_out_as_such(pool: Pool) -> None:
 
 
 def test_a_silent_rank_is_given_up(pool: Pool) -> None:
-    start = time.monotonic()
-    with pytest.raises(RankError, match=r"^ranks \[1\] gave no answer in 2 s$"):
-        pool.run("tests.launch.jobs:sleep_on", (1,), ranks=2, timeout=2)
-    assert time.monotonic() - start < 30
+    with pytest.raises(RankError, match=r"^ranks \[1\] gave no answer in 8 s$"):
+        pool.run("tests.launch.jobs:sleep_on", (1,), ranks=2, timeout=8)
     assert works(pool)
 
 
@@ -101,7 +99,7 @@ def test_closing_ends_the_processes() -> None:
 
 
 def wait_for_the_end(process: int) -> None:
-    limit = time.monotonic() + 20
+    limit = time.monotonic() + 120
     while time.monotonic() < limit:
         try:
             os.kill(process, 0)

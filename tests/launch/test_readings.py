@@ -10,6 +10,7 @@ from cuboid.launch.readings import share_with_all
 from cuboid.launch.rendezvous import serve_store
 from cuboid.resilience.diagnosis import diagnose
 from cuboid.resilience.reading import Place, Reading, Waiting
+from tests.launch.ports import free_port
 
 DATA = Place("data", (0, 1, 2, 3))
 
@@ -40,8 +41,7 @@ def test_all_nodes_come_to_the_same_judgement() -> None:
 
 
 def test_who_is_cut_off_judges_by_itself() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as closed:
-        port = closed.getsockname()[1]
+    port = free_port()
     own = [noted(0), noted(1)]
     assert share_with_all(seats(2, 0, 4, "127.0.0.1", port, "order-1"), patience=0.2)(own) == own
     assert share_with_all(seats(2, 0, 2, "127.0.0.1", port, "order-1"))(own) == own, "all ranks are here"

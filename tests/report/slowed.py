@@ -33,13 +33,22 @@ def _after(act: Callable[..., Any], seconds: float) -> Callable[..., Any]:
     return slowed
 
 
-def slowed_steps(rank: int, run: Run) -> None:
+def scaled(factor: float) -> StageCosts:
+    forward, inputs, weights = (
+        tuple(factor * seconds for seconds in part)
+        for part in (COSTS.forward, COSTS.input_backward, COSTS.weight_backward)
+    )
+    return StageCosts(forward=forward, input_backward=inputs, weight_backward=weights)
+
+
+def slowed_steps(rank: int, run: Run, factor: float) -> None:
     device = torch.device("cpu")
     engine = build_engine(run, rank, device)
     optimizer, source = Optimizer(engine, run.optimizer), make_source(run)
+    costs = scaled(factor)
     for index, stage in engine.pipeline.stages.items():
-        backward = COSTS.input_backward[index] + COSTS.weight_backward[index]
-        stage.forward = _after(stage.forward, COSTS.forward[index])  # type: ignore[method-assign]
+        backward = costs.input_backward[index] + costs.weight_backward[index]
+        stage.forward = _after(stage.forward, costs.forward[index])  # type: ignore[method-assign]
         stage.backward = _after(stage.backward, backward)  # type: ignore[method-assign]
     with Metrics(run, rank, quiet=True) as metrics:
         for step in range(STEPS):

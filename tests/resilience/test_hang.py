@@ -13,7 +13,7 @@ from cuboid.resilience.faults import Fault, parse_faults
 from tests.cli.command import SHORT, rows, run, train
 
 # Short enough to wait for, long enough that a machine busy with other things is not taken for a hang.
-FIELDS = [*SHORT, "training.steps=12", "checkpoint.every=3", "resilience.hang_floor_seconds=4"]
+FIELDS = [*SHORT, "training.steps=12", "checkpoint.every=3", "resilience.hang_floor_seconds=6"]
 
 
 def test_hung_and_stopped_ranks_are_named_and_the_job_comes_to_its_end(tmp_path: Path) -> None:

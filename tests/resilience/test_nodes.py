@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 
 from cuboid.resilience.failures import failures
 from tests.cli.command import SHORT, Training, rows, run, train
+from tests.launch.ports import free_port
 
 FIELDS = (
     "training.precision=float64",
@@ -27,10 +27,8 @@ class Job:
     """Supervisors of one job; the first of them leads."""
 
     def __init__(self, folder: Path, layout: str, *fields: str, options: tuple[str, ...]) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
         self._start = (folder, layout, *FIELDS, *fields)
-        self._options = (*options, "--rendezvous", f"127.0.0.1:{port}")
+        self._options = (*options, "--rendezvous", f"127.0.0.1:{free_port()}")
         self.folder, self.started = folder, list[Training]()
 
     def start(self) -> Training:
@@ -53,7 +51,7 @@ class Job:
         self._wait(lambda: leader.log.read_text().count(text) >= times)
 
     def _wait(self, happened: object) -> None:
-        limit = time.monotonic() + 240
+        limit = time.monotonic() + 600
         while not happened():  # type: ignore[operator]
             assert time.monotonic() < limit, [supervisor.log.read_text() for supervisor in self.started]
             time.sleep(0.05)

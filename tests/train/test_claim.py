@@ -40,7 +40,7 @@ def test_another_process_is_refused_until_the_first_is_gone(
     )
     assert list(folder.iterdir()) == [], "what is refused writes nothing"
     os.kill(holder.pid, signal.SIGKILL)
-    with claimed(folder):
+    with claimed(folder, patience=120):
         holder.wait()
     assert main(command) == 0
 

@@ -6,8 +6,6 @@ import os
 import re
 import shutil
 import signal
-import socket
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from cuboid.launch.pool import Pool
 from cuboid.resilience.failures import failures
 from cuboid.spec.run import build_run
 from tests.cli.command import SHORT, Training, rows, run, train
+from tests.launch.ports import free_port
 
 FIELDS = ("training.precision=float64", "learning_rate.schedule=constant", "checkpoint.memory_every=1")
 FIELDS += ("checkpoint.asynchronous=false", "model.layers=2")
@@ -25,11 +24,7 @@ FIELDS += ("checkpoint.asynchronous=false", "model.layers=2")
 
 def wait_for(training: Training, what: str, step: int) -> None:
     """Until the run's folder holds this, and so many rows."""
-    limit = time.monotonic() + 240
-    while not (training.folder / "runs/default" / what).exists():
-        assert training.command.poll() is None, training.command.communicate()
-        assert time.monotonic() < limit
-        time.sleep(0.02)
+    training.wait_until((training.folder / "runs/default" / what).exists)
     training.wait_for_a_step(step)
 
 
@@ -69,13 +64,10 @@ def test_a_lost_node_is_made_good_by_the_copies_on_another(tmp_path: Path) -> No
     memory, folder = tmp_path / "memory", tmp_path / "runs/default"
     memory.mkdir()
     fields = (*FIELDS, f"checkpoint.memory_folder={memory}", "resilience.contact_seconds=8")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        options = ("--nodes", "2", "--min-nodes", "1", "--rendezvous", f"127.0.0.1:{free.getsockname()[1]}")
+    options = ("--nodes", "2", "--min-nodes", "1", "--rendezvous", f"127.0.0.1:{free_port()}")
     leader = Training(tmp_path, "dp=4,zero=1", *fields, options=options, variables={NODE: "a"})
     try:
-        while "roll call at" not in leader.log.read_text():
-            assert leader.command.poll() is None, leader.command.communicate()
-            time.sleep(0.05)
+        leader.wait_until(lambda: "roll call at" in leader.log.read_text())
         other = Training(tmp_path, "dp=4,zero=1", *fields, options=options, variables={NODE: "b"})
         leader.wait_for_a_step(4)
         other.command.kill()  # its ranks end with it
