@@ -33,7 +33,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment(), capture_output=True, text=True, timeout=300
+        [sys.executable, *arguments], cwd=folder, env=environment(), capture_output=True, text=True, timeout=900
     )
 
 
@@ -111,8 +111,10 @@ class Training:
         return {line[1].partition(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets}
 
     def end(self) -> tuple[int, str]:
+        """Its exit code and what it said, but for slow ranks: what else the machine does decides which are."""
         _, errors = self.command.communicate(timeout=300)
-        return self.command.returncode, errors
+        kept = [line for line in errors.splitlines(keepends=True) if " is slow: " not in line]
+        return self.command.returncode, "".join(kept)
 
     def assert_nothing_is_left(self) -> None:
         limit = time.monotonic() + 120

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from cuboid.launch.pool import Pool
 from cuboid.resilience.failures import failures
-from tests.cli.command import SHORT, Training, rows, run, train
+from cuboid.spec.run import build_run
+from tests.cli.command import SHORT, Training, rows
 from tests.launch.ports import free_port
 
 FIELDS = (
@@ -74,7 +76,7 @@ def signal_all(supervisor: Training, sent: signal.Signals) -> None:
         os.kill(process, sent)
 
 
-def test_a_job_survives_its_nodes(tmp_path: Path, jobs: list[Job]) -> None:
+def test_a_job_survives_its_nodes(tmp_path: Path, pool: Pool, jobs: list[Job]) -> None:
     job = Job(tmp_path, "dp=4", options=("--nodes", "2", "--min-nodes", "1"))
     jobs.append(job)
     leader = job.start()
@@ -116,7 +118,7 @@ def test_a_job_survives_its_nodes(tmp_path: Path, jobs: list[Job]) -> None:
     assert [row["step"] for row in survived] == list(range(1, len(survived) + 1))
     alone = tmp_path / "alone"
     fields = [*SHORT, *FIELDS, "checkpoint.every=0", f"training.steps={len(survived)}", f"output.folder={alone}"]
-    assert run(train(fields=fields), tmp_path).returncode == 0
+    pool.run("tests.train.cases:train_rank", (build_run({"model": "tiny-llama"}, fields),), ranks=1)
     for row, whole in zip(survived, rows(alone / "metrics.jsonl"), strict=True):
         assert row["loss"] == pytest.approx(whole["loss"], rel=1e-9)
 

@@ -59,7 +59,7 @@ def test_killed_ranks_and_a_killed_run_go_on_from_memory(pool: Pool, tmp_path: P
     assert not node_folder(absolute).exists(), "a run that has come to its end leaves nothing in memory"
 
 
-def test_a_lost_node_is_made_good_by_the_copies_on_another(tmp_path: Path) -> None:
+def test_a_lost_node_is_made_good_by_the_copies_on_another(tmp_path: Path, pool: Pool) -> None:
     """Two supervisors; one is killed and its memory is gone. The other goes on alone, on a layout planned for it."""
     memory, folder = tmp_path / "memory", tmp_path / "runs/default"
     memory.mkdir()
@@ -88,5 +88,6 @@ def test_a_lost_node_is_made_good_by_the_copies_on_another(tmp_path: Path) -> No
     assert f"resuming after step {noted.checkpoint} in memory, written on dp=4" in said
     survived = [row["loss"] for row in rows(folder / "metrics.jsonl")]
     alone = [*SHORT, *FIELDS, f"training.steps={len(survived)}", f"output.folder={tmp_path / 'alone'}"]
-    assert run(train(fields=[*alone, "checkpoint.memory_every=0"]), tmp_path).returncode == 0
+    unharmed = build_run({"model": "tiny-llama"}, [*alone, "checkpoint.memory_every=0"])
+    pool.run("tests.train.cases:train_rank", (unharmed,), ranks=1)
     assert survived == pytest.approx([row["loss"] for row in rows(tmp_path / "alone/metrics.jsonl")], rel=1e-9)
