@@ -30,8 +30,17 @@ CROSSED = [
     "dp=2,ep=2,micro_batch=2,tp=2,sequence_parallel=false",
 ]
 
+RARE = {"dp=4,ep=2,pp=2,zero=2,schedule=1f1b,recompute=selective", "dp=4,ep=4,zero=2,shard=2,schedule=gpipe"}
+"""Of which all parts are met in others; tried with --thorough."""
 
-@pytest.mark.parametrize(("layout", "number"), [(layout, number) for number, layout in enumerate(CROSSED)])
+
+@pytest.mark.parametrize(
+    ("layout", "number"),
+    [
+        pytest.param(layout, number, marks=[pytest.mark.thorough] if layout in RARE else [])
+        for number, layout in enumerate(CROSSED)
+    ],
+)
 def test_layouts_equal_one_device(pool: Pool, layout: str, number: int) -> None:
     layers = 8 if "interleaved" in layout else 4
     assert_equal(pool, small_run(layout, f"model.layers={layers}", model=MODELS[number % 3], micro_batches=3))

@@ -28,7 +28,13 @@ def losses(folder: Path) -> list[float]:
 
 
 def _trained(folder: Path, *fields: str) -> Run:
-    settings = ("training.precision=float64", "evaluation.every=2", "data.validation_fraction=0.1", *fields)
+    settings = (
+        "training.precision=float64",
+        "evaluation.every=2",
+        "data.validation_fraction=0.1",
+        "model.layers=2",
+        *fields,
+    )
     return short_run(LAYOUT, str(folder), "evaluation.batches=2", *settings)
 
 

@@ -18,6 +18,7 @@ from tests.cli.command import rows
 from tests.train.cases import short_run
 
 FIELDS = ("training.precision=float64", "learning_rate.schedule=constant", "learning_rate.warmup_steps=0")
+FIELDS += ("model.layers=2",)
 JOB = "tests.train.bad_step_jobs:train_poisoned"
 
 

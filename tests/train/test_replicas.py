@@ -25,7 +25,7 @@ def test_a_flipped_bit_names_the_rank(
     pool: Pool, layout: str, model: str, culprit: int, name: str, ranks: tuple[int, ...], others: tuple[int, ...]
 ) -> None:
     training = {"global_batch": 8, "sequence": 16, "device": "cpu"}
-    run = build_run({"model": model, "layout": layout, "training": training})
+    run = build_run({"model": model, "layout": layout, "training": training}, ["model.layers=2"])
     answers = pool.run("tests.train.bad_step_jobs:flipped", (run, culprit, name), ranks=run.layout.world_size)
     assert all(answer == answers[0] for answer in answers), "all ranks say the same"
     sound, found, later = answers[0]
