@@ -42,8 +42,9 @@ RARE = {"dp=4,ep=2,pp=2,zero=2,schedule=1f1b,recompute=selective", "dp=4,ep=4,ze
     ],
 )
 def test_layouts_equal_one_device(pool: Pool, layout: str, number: int) -> None:
-    layers = 8 if "interleaved" in layout else 4
-    assert_equal(pool, small_run(layout, f"model.layers={layers}", model=MODELS[number % 3], micro_batches=3))
+    layers = 8 if "interleaved" in layout else 4 if "pp" in layout else 3
+    batches = 3 if "pp" in layout else 2
+    assert_equal(pool, small_run(layout, f"model.layers={layers}", model=MODELS[number % 3], micro_batches=batches))
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,15 @@
-"""Jobs on the ranks of the pool, and programs of their own, that are sent real signals."""
+"""Jobs on the ranks of the pool that are sent real signals."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 
 import torch
 
 from cuboid.resilience.preemption import Listener
-from cuboid.spec.run import Run, build_run
+from cuboid.spec.run import Run
 from cuboid.train.trainer import Outcome, train
 
 
@@ -31,15 +30,3 @@ def train_signalled(rank: int, run: Run, target: int, call: int) -> tuple[Outcom
 
         outcome = train(run, rank, torch.device("cpu"), quiet=True, asked=asked)
     return outcome, looked
-
-
-def deaf(grace: str) -> None:
-    """A process that listens and does nothing about what it hears."""
-    run = build_run({"model": "tiny-llama", "checkpoint": {"every": 1}}, [f"resilience.grace_seconds={grace}"])
-    with Listener(run):
-        print("listening", flush=True)
-        signal.pause()  # as if inside a collective: no handler of Python runs here
-
-
-if __name__ == "__main__":
-    deaf(sys.argv[1])

@@ -17,7 +17,6 @@ from cuboid.resilience.failures import failures
 from cuboid.spec.run import Run
 from cuboid.train.trainer import Outcome
 from tests.cli.command import SHORT, Training, environment, rows, train
-from tests.resilience import signal_jobs
 from tests.train.cases import short_run
 
 LAYOUT = "dp=2,pp=2"
@@ -134,7 +133,7 @@ def test_without_checkpoints_a_signal_stops_at_once(tmp_path: Path) -> None:
 )
 def test_a_second_signal_or_the_end_of_the_grace_ends_a_process(grace: str, again: bool, code: int, said: str) -> None:
     process = subprocess.Popen(
-        [sys.executable, signal_jobs.__file__, grace],
+        [sys.executable, str(Path(__file__).with_name("deaf.py")), grace],
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
