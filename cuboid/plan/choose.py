@@ -9,13 +9,15 @@ import numpy as np
 from cuboid.cost.flops import model_flops_per_token
 from cuboid.cost.inputs import Shape
 from cuboid.errors import UserError
+from cuboid.plan.budget import fitted, may_mix
 from cuboid.plan.ceiling import doubt
 from cuboid.plan.plan import GIB, Plan, make_plan, with_notes
 from cuboid.plan.problems import explain_nothing
 from cuboid.plan.question import DEFAULT_SHARE, Question
 from cuboid.plan.reasons import reasons
 from cuboid.plan.refine import Refined, actions, refine
-from cuboid.plan.search import Scores, score, search
+from cuboid.plan.score import Scores, score
+from cuboid.plan.search import search
 from cuboid.plan.sizes import resized, sizes
 from cuboid.plan.space import DEGREES, Space
 from cuboid.spec.fitting import check
@@ -34,7 +36,7 @@ def plans(question: Question, *, top: int = 5, objective: str = "time") -> list[
     scores = search(question, world_size, keep=max(SCORED, 4 * top), objective=objective, distinct=True)
     if not len(scores.space):
         raise explain_nothing(question)
-    refined = finalists(question, scores, top)
+    refined = finalists(question, scores, top, objective)
     if not refined:
         raise explain_nothing(question)
     refined.sort(
@@ -45,8 +47,8 @@ def plans(question: Question, *, top: int = 5, objective: str = "time") -> list[
     return [first, *found[1:top]]
 
 
-def finalists(question: Question, scores: Scores, top: int) -> list[Refined]:
-    """Different layouts, simulated; those that turn out too full are replaced by the next."""
+def finalists(question: Question, scores: Scores, top: int, objective: str = "time") -> list[Refined]:
+    """Different layouts, simulated; those that turn out too full recompute more, or are replaced by the next."""
     found: list[Refined] = []
     spent = 0
     for index in _different(scores):
@@ -55,6 +57,8 @@ def finalists(question: Question, scores: Scores, top: int) -> list[Refined]:
         if len(found) >= top and (len(found) >= max(FINALISTS, top + 3) or spent + cost > BUDGET):
             break
         entry = refine(question, scores, index)
+        if may_mix(question, objective):
+            entry = fitted(question, entry)
         spent += cost
         if entry.peak <= question.limit:
             found.append(entry)

@@ -7,7 +7,7 @@ from cuboid.plan.choose import plans, predict
 from cuboid.plan.framework import Framework, decision_lines, framework
 from cuboid.plan.plan import GIB, Plan
 from cuboid.plan.question import Question
-from cuboid.plan.reasons import WORDS, losses
+from cuboid.plan.reasons import WORDS, losses, recomputation
 from cuboid.plan.traffic import Moved, moved, parameters_held, sent
 from cuboid.spec.layout import Layout
 
@@ -79,6 +79,8 @@ def memory_lines(explanation: Explanation) -> list[str]:
         lines.append(f"{name}: {each:g} B × {count / 1e9:.4g} B{split} = {row[name] / GIB:.2f} GiB")
     own = sum(plan.layers[stage] for stage in layout.stages_of(rank))
     kept = "boundaries of its layers" if layout.recompute == "full" else "what its layers keep for backward"
+    if layout.recompute_layers:
+        kept = f"what they keep with {recomputation(layout)}"
     lines.append(
         f"activations: {own} layers, {kept}, of the micro-batches in flight under {layout.schedule} = "
         f"{row['activations'] / GIB:.2f} GiB"

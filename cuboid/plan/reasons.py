@@ -1,6 +1,7 @@
 """Why a layout is what it is, in a few lines with numbers."""
 
 from cuboid.plan.plan import GIB, Plan
+from cuboid.spec.layout import Layout
 
 WORDS = {
     "compute": "computing",
@@ -47,10 +48,9 @@ def reasons(plan: Plan) -> list[str]:
             f"dp={layout.dp} replicas of {amount(parameters)} parameters share {split[layout.zero]} "
             f"(zero={layout.zero}); their traffic costs {_share(plan, 'data')} of the step"
         )
-    again = {"none": "no", "selective": "selective", "full": "full"}[layout.recompute]
     fullest = plan.totals.index(plan.peak)
     found.append(
-        f"{again} recomputation: pipeline rank {fullest} is the fullest with {plan.peak / GIB:.1f} of "
+        f"{recomputation(layout)}: pipeline rank {fullest} is the fullest with {plan.peak / GIB:.1f} of "
         f"{cluster.memory_gib:.1f} GiB"
     )
     if plan.host_memory:
@@ -60,6 +60,18 @@ def reasons(plan: Plan) -> list[str]:
             f"{node / GIB:.1f} GiB a node; bringing it over costs {_share(plan, 'optimizer')} of the step"
         )
     return found
+
+
+def recomputation(layout: Layout) -> str:
+    """What is recomputed, in words."""
+    words = {"none": "no", "selective": "selective", "full": "full"}
+    if not layout.recompute_layers:
+        return f"{words[layout.recompute]} recomputation"
+    where = "" if layout.stages == 1 else " of each stage"
+    return (
+        f"{layout.recompute} recomputation of {layout.recompute_layers} layers{where}, "
+        f"{words[layout.recompute_at(layout.recompute_layers)]} recomputation of the others"
+    )
 
 
 def amount(count: float) -> str:

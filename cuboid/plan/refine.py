@@ -11,7 +11,7 @@ from cuboid.cost.pipeline import in_flight, with_shared_cores
 from cuboid.cost.stages import stage_costs
 from cuboid.cost.step import PARTS
 from cuboid.plan.question import Question
-from cuboid.plan.search import BUSY, Scores
+from cuboid.plan.score import BUSY, Scores
 from cuboid.plan.space import Space
 from cuboid.plan.stages import Held, held
 from cuboid.schedule.make import make_schedule

@@ -12,6 +12,7 @@ from cuboid.plan.plan import Plan
 from cuboid.plan.question import DEFAULT_SHARE, Question
 from cuboid.spec.cluster import ClusterSpec
 from cuboid.spec.layout import RECOMPUTE
+from cuboid.spec.partition import longest_stage
 from cuboid.spec.run import Run
 from cuboid.spec.supported import check_supported
 
@@ -75,7 +76,7 @@ def _held(plan: Plan, now: Plan, stage: int) -> float:
 def _sizes(run: Run, on_cpu: bool) -> Iterator[list[Changes]]:
     """Changes from small to large: one field; ranks of data parallelism used otherwise; two fields; both."""
     layout = run.layout
-    fields: list[Changes] = [{"recompute": kind} for kind in RECOMPUTE[RECOMPUTE.index(layout.recompute) + 1 :]]
+    fields, parts = _recomputed(run)
     if layout.dp * layout.cp > 1:
         fields += [{"zero": stage} for stage in range(layout.zero + 1, 4)]
     smaller = (
@@ -94,10 +95,24 @@ def _sizes(run: Run, on_cpu: bool) -> Iterator[list[Changes]]:
         if layout.dp % factor == 0
         for name in ("tp", "pp", "cp")
     ]
-    yield fields
+    yield [*fields, *parts]
     yield ranks
     yield [{**one, **other} for one, other in combinations(fields, 2) if not one.keys() & other.keys()]
     yield [{**one, **other} for one in ranks for other in fields]
+
+
+def _recomputed(run: Run) -> tuple[list[Changes], list[Changes]]:
+    """More recomputation: of all layers, and of some of each stage."""
+    layout = run.layout
+    some = layout.recompute_layers
+    kinds = RECOMPUTE[RECOMPUTE.index(layout.recompute) + 1 :]
+    most = longest_stage(run.model, layout.stages, run.training.sequence)
+    numbers = sorted({most * eighths // 8 for eighths in range(1, 8)} - {0})
+    whole: list[Changes] = [{"recompute_layers": 0}] if some else []
+    whole += [{"recompute": kind, **({"recompute_layers": 0} if some else {})} for kind in kinds]
+    parts: list[Changes] = [{"recompute_layers": number} for number in numbers if 0 < some < number]
+    parts += [{"recompute": kind, "recompute_layers": number} for kind in kinds for number in numbers]
+    return whole, parts
 
 
 def _predicted(run: Run, question: Question, size: list[Changes]) -> Iterator[tuple[Changes, Plan]]:

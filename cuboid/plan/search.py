@@ -2,97 +2,18 @@
 
 First all layouts with the schedule that needs the least memory. What does not fit even so is out, whatever its
 schedule; what would be too slow even without any bubble and with perfectly even stages is out too. The rest is tried
-with every schedule.
+with every schedule, and with no more layers recomputed than its memory asks for.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import numpy as np
-from numpy.typing import NDArray
 
-from cuboid.cost.estimate import Estimates, estimate_many
 from cuboid.cost.inputs import Array, Shape
 from cuboid.cost.memory import peak_memory
 from cuboid.cost.offload import host_bytes
-from cuboid.cost.step import PARTS
+from cuboid.plan.budget import PLACES, may_mix, mixable, mixed, promising
 from cuboid.plan.question import Question
-from cuboid.plan.space import DEGREES, PLAIN, Space, bases, scheduled, schedules
-from cuboid.plan.stages import LayerSeconds, assumed_slowest, everything, real_slowest
-
-BUSY = ("compute", "tensor", "context", "expert", "host")
-"""Parts of the step that grow with the layers of the slowest rank."""
-OBJECTIVES = ("time", "memory")
-CHUNK = 50_000
-
-
-@dataclass(frozen=True)
-class Scores:
-    """What layouts cost, in closed form, with the engine's own partition."""
-
-    space: Space
-    parts: dict[str, Array]
-    memory: Array
-    fits: NDArray[np.bool_]
-    even: Array
-    """Seconds that no other schedule and no other partition takes away."""
-
-    @property
-    def seconds(self) -> Array:
-        """Seconds of a step."""
-        return sum(self.parts.values(), np.zeros(len(self.space)))
-
-    def take(self, which: NDArray[np.intp]) -> "Scores":
-        """Some of them."""
-        parts = {name: part[which] for name, part in self.parts.items()}
-        return Scores(self.space.take(which), parts, self.memory[which], self.fits[which], self.even[which])
-
-    def order(self, objective: str) -> NDArray[np.intp]:
-        """Best first; layouts that cost the same keep the order of the space, so that the answer never varies."""
-        keys = (self.seconds, self.memory) if objective == "memory" else (self.memory, self.seconds)
-        # Rounding makes layouts that differ by the last bit equal.
-        rounded = [np.round(key / max(key.max(), 1e-300), 9) if len(key) else key for key in keys]
-        return np.lexsort(rounded)
-
-    def best(self, keep: int, objective: str, distinct: bool) -> "Scores":
-        """The best of those that fit, best first."""
-        fitting = np.flatnonzero(self.fits)
-        order = fitting[self.take(fitting).order(objective)]
-        if not distinct:
-            return self.take(order[:keep])
-        keys = np.stack([self.space.columns[name] for name in (*DEGREES, "schedule")], axis=1)
-        firsts: dict[tuple[int, ...], int] = {}
-        for index in order.tolist():
-            firsts.setdefault(tuple(keys[index].tolist()), index)
-            if len(firsts) == keep:
-                break
-        return self.take(np.array(list(firsts.values()), dtype=np.intp))
-
-
-def score(question: Question, space: Space) -> Scores:
-    """Closed-form costs of layouts, with the slowest rank as the engine's partition makes it."""
-    estimates: Estimates = estimate_many(
-        question.model, question.machine, space.jobs, question.profile, question.cost_precision
-    )
-    size = len(space)
-    parts = {name: np.broadcast_to(getattr(estimates.time, name), size) for name in PARTS}
-    seconds = LayerSeconds.of(question, space.jobs)
-    micro_batches = space.jobs.micro_batches
-    assumed = micro_batches * assumed_slowest(question, space, seconds)
-    real = micro_batches * real_slowest(question, space, seconds)
-    even = micro_batches * everything(question, seconds) / space.jobs.pp
-    busy = sum((parts[name] for name in BUSY), np.zeros(size))
-    # Part of the host's time comes once per step and does not grow with the layers.
-    fixed = np.maximum(busy - assumed, 0.0)
-    growth = real / np.maximum(busy - fixed, 1e-300)
-    for name in BUSY:
-        once = fixed if name == "host" else 0.0
-        parts[name] = (parts[name] - once) * growth + once
-    others = sum((parts[name] for name in ("data", "optimizer", "transfer")), np.zeros(size))
-    straggling = parts["straggler"] / np.maximum(assumed + parts["bubble"], 1e-300)
-    fits = estimates.fits & (estimates.memory <= question.limit)
-    memory = np.broadcast_to(estimates.memory, size)
-    return Scores(space, parts, memory, np.broadcast_to(fits, size), even * (1 + straggling) + fixed + others)
+from cuboid.plan.score import Scores, chunks, joined, score, score_all
+from cuboid.plan.space import PLAIN, Space, bases, scheduled, schedules
 
 
 def search(
@@ -104,14 +25,36 @@ def search(
     space = _fitting(question, bases(question, world_size))
     if not len(space):
         return score(question, space)
-    plain = _concatenate([score(question, part) for part in _chunks(space)])
+    plain = score_all(question, space)
     best = plain.best(keep, objective, distinct)
+    good = np.ones(len(space), dtype=bool)
     if _plain_allowed(question, space) and len(best.space) == keep:
         # A layout that is worse than so many others even at its best cannot be among those kept.
         bound, reached = (plain.memory, best.memory) if objective == "memory" else (plain.even, best.seconds)
-        space = space.take(np.flatnonzero(bound <= reached[-1] * (1 + 1e-8)))
-    found = _concatenate([score(question, part) for part in _chunks(scheduled(question, space))])
-    return found.best(keep, objective, distinct)
+        good = bound <= reached[-1] * (1 + 1e-8)
+    found = score_all(question, scheduled(question, space.take(np.flatnonzero(good))))
+    best = found.best(keep, objective, distinct)
+    if may_mix(question, objective):
+        best = _with_mixes(question, best, found, keep, distinct)
+        others = ~good & promising(question, plain, _place(best, keep))
+        found = score_all(question, scheduled(question, space.take(np.flatnonzero(others))))
+        best = _with_mixes(question, best, found, keep, distinct)
+    return best
+
+
+def _with_mixes(question: Question, best: Scores, found: Scores, keep: int, distinct: bool) -> Scores:
+    """The best with those of others that are faster with some of their layers recomputed."""
+    for bound, space in mixable(question, found, _place(best, keep)):
+        if bound > _place(best, keep):
+            break
+        best = joined([best, mixed(question, space)]).best(keep, "time", distinct)
+    return best
+
+
+def _place(best: Scores, keep: int) -> float:
+    """Seconds that a mix must undercut to be worth its place."""
+    count = min(keep, PLACES)
+    return float(best.seconds[count - 1]) if len(best.space) >= count else float("inf")
 
 
 def _fitting(question: Question, space: Space) -> Space:
@@ -133,29 +76,9 @@ def _least_memory(question: Question, space: Space) -> Array:
     if not len(space):
         return np.zeros(0)
     shape = Shape.of(question.model)
-    return np.concatenate([peak_memory(shape, part.jobs, question.profile) for part in _chunks(space)])
+    return np.concatenate([peak_memory(shape, part.jobs, question.profile) for part in chunks(space)])
 
 
 def _plain_allowed(question: Question, space: Space) -> bool:
     """Whether 1F1B is open to every number of pipeline ranks, so that its times bound those of the best schedule."""
     return all((PLAIN, 1) in schedules(question, pp) for pp in space.pipelines)
-
-
-def _chunks(space: Space) -> Iterator[Space]:
-    """Pieces small enough for the processor's caches."""
-    for start in range(0, max(len(space), 1), CHUNK):
-        yield space.take(np.arange(start, min(start + CHUNK, len(space))))
-
-
-def _concatenate(scores: list[Scores]) -> Scores:
-    if len(scores) == 1:
-        return scores[0]
-    first = scores[0].space
-    columns = {name: np.concatenate([part.space.columns[name] for part in scores]) for name in first.columns}
-    return Scores(
-        Space(columns, first.global_batch, first.sequence),
-        {name: np.concatenate([part.parts[name] for part in scores]) for name in PARTS},
-        np.concatenate([part.memory for part in scores]),
-        np.concatenate([part.fits for part in scores]),
-        np.concatenate([part.even for part in scores]),
-    )

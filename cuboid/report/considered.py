@@ -8,7 +8,7 @@ import numpy as np
 
 from cuboid.cost.step import PARTS
 from cuboid.plan.reasons import WORDS
-from cuboid.plan.search import Scores, score
+from cuboid.plan.score import Scores, score
 from cuboid.plan.space import Space, bases, scheduled
 from cuboid.report.source import Source
 from cuboid.report.thin import short

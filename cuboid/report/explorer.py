@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuboid.plan.search import score
+from cuboid.plan.score import score
 from cuboid.plan.space import Space, bases, scheduled
 from cuboid.report.source import Source
 from cuboid.spec.layout import RECOMPUTE, SCHEDULES, Layout
@@ -34,6 +34,10 @@ def explorer(source: Source) -> dict[str, Any] | None:
     space = scheduled(question, bases(question, world))
     chunks = space.columns["vpp"]
     space = space.take(np.flatnonzero((chunks & (chunks - 1) == 0) | (chunks == layout.vpp)))
+    if layout.recompute_layers:
+        alike = space.take(np.flatnonzero(space.columns["recompute"] == RECOMPUTE.index(layout.recompute)))
+        some = np.full_like(alike.columns["dp"], layout.recompute_layers)
+        space = space.joined(replace(alike, columns={**alike.columns, "recompute_layers": some}))
     if len(space) > MOST:  # micro-batches far from the plan's go first
         far = np.abs(np.log2(space.columns["micro_batch"] / layout.micro_batch))
         space = space.take(np.sort(np.argsort(far, kind="stable")[:MOST]))
@@ -46,7 +50,7 @@ def explorer(source: Source) -> dict[str, Any] | None:
     for name in AXES:
         key = key * len(axes[name]) + np.searchsorted(np.array(axes[name]), columns[name]).astype(np.uint32)
     return {
-        "axes": {**axes, "recompute": [RECOMPUTE[index] for index in axes["recompute"]], "schedule": _schedules(axes)},
+        "axes": {**axes, "recompute": _recomputes(axes), "schedule": _schedules(axes)},
         "own": _own(layout),
         "world_size": world,
         "cp": layout.cp,
@@ -62,9 +66,18 @@ def explorer(source: Source) -> dict[str, Any] | None:
 
 
 def _named(space: Space) -> dict[str, NDArray[np.int64]]:
-    """The columns of the axes; schedule and stages per rank are one."""
+    """The columns of the axes; schedule and stages per rank are one, and what is recomputed and of how many layers."""
     schedule = space.columns["schedule"] * 1000 + space.columns["vpp"]
-    return {name: schedule if name == "schedule" else space.columns[name] for name in AXES}
+    recompute = space.columns["recompute"] * 1000 + space.columns["recompute_layers"]
+    return {**{name: space.columns[name] for name in AXES}, "schedule": schedule, "recompute": recompute}
+
+
+def _recomputes(axes: dict[str, list[int]]) -> list[str]:
+    return [_recompute(RECOMPUTE[number // 1000], number % 1000) for number in axes["recompute"]]
+
+
+def _recompute(name: str, layers: int) -> str:
+    return f"{name}, {layers} layers" if layers else name
 
 
 def _schedules(axes: dict[str, list[int]]) -> list[str]:
@@ -77,7 +90,8 @@ def _schedule(name: str, chunks: int) -> str:
 
 def _own(layout: Layout) -> dict[str, object]:
     found: dict[str, object] = {name: getattr(layout, name) for name in AXES}
-    return {**found, "schedule": _schedule(layout.schedule, layout.vpp)}
+    recompute = _recompute(layout.recompute, layout.recompute_layers)
+    return {**found, "schedule": _schedule(layout.schedule, layout.vpp), "recompute": recompute}
 
 
 def _packed(values: NDArray[Any]) -> str:

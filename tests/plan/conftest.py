@@ -1,6 +1,7 @@
 """Questions small enough to be answered by trying everything, and every layout there is for them."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -12,6 +13,7 @@ from cuboid.spec.cluster import load_cluster
 from cuboid.spec.fitting import check
 from cuboid.spec.layout import STAGES_PER_RANK, Layout
 from cuboid.spec.model import MixtureSpec, ModelSpec, load_model
+from cuboid.spec.partition import longest_stage
 
 DENSE = ModelSpec(name="small", hidden=512, layers=6, heads=4, ffn=1024, vocab=1000)
 MIXED = ModelSpec(
@@ -37,8 +39,16 @@ def ask() -> Callable[..., Question]:
     return make
 
 
+def every_mix(question: Question, layout: Layout) -> Iterator[Layout]:
+    """The layout with every number of layers recomputed that is not all of them."""
+    if layout.recompute != "none":
+        for count in range(1, longest_stage(question.model, layout.stages, question.sequence)):
+            yield replace(layout, recompute_layers=count)
+
+
 def every_layout(question: Question, world_size: int) -> Iterator[Layout]:
-    """Every layout of the world that `check` accepts, by trying all combinations of fields."""
+    """Every layout of the world that `check` accepts and that recomputes its layers alike, by trying all combinations
+    of fields."""
     degrees = [number for number in range(1, world_size + 1) if world_size % number == 0]
     extra = degrees if "cp" in question.explores else [1]
     experts = degrees if "ep" in question.explores else [1]

@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 from cuboid.errors import UserError
 from cuboid.plan.choose import plans
 from cuboid.plan.question import Question
-from cuboid.plan.search import score, search
+from cuboid.plan.score import score
+from cuboid.plan.search import search
 from cuboid.plan.space import Space
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.fitting import check
 from cuboid.spec.model import ModelSpec
-from tests.plan.conftest import every_layout
+from tests.plan.conftest import every_layout, every_mix
 
 models = st.builds(
     lambda heads, layers, width, vocab, tied: ModelSpec(
@@ -51,6 +52,9 @@ def test_nothing_is_better_than_the_first_answer(
     # ZeRO with nobody to share with is the same as none.
     layouts = [layout for layout in every_layout(question, world) if layout.dp * layout.cp > 1 or not layout.zero]
     assume(layouts)
+    alike = score(question, Space.of(layouts, question))
+    fitting = [layout for layout, fits in zip(layouts, alike.fits, strict=True) if fits]
+    layouts += [mix for layout in fitting for mix in every_mix(question, layout)]
     scores = score(question, Space.of(layouts, question))
     for objective, values in (("time", scores.seconds), ("memory", scores.memory)):
         found = search(question, world, keep=3, objective=objective)

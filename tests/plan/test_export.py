@@ -188,6 +188,10 @@ def test_nanotron(plan: Callable[..., Plan]) -> None:
         ("nanotron", "dp=8,cp=2,cp_method=ulysses", "llama3-8b", "cp_method=ulysses"),
         ("nanotron", "dp=16", "gpt-22b", "model=gpt-22b"),
         ("nanotron", "dp=16,recompute=selective", "llama3-8b", "recompute=selective"),
+        *(
+            (target, "dp=16,recompute=full,recompute_layers=8", "llama3-8b", "recompute_layers=8")
+            for target in ("megatron", "deepspeed", "torchtitan", "nanotron")
+        ),
     ],
 )
 def test_what_a_target_cannot_say_is_named(

@@ -7,13 +7,15 @@ import numpy as np
 import pytest
 
 from cuboid.plan.question import Question
-from cuboid.plan.search import Scores, score, search
+from cuboid.plan.score import Scores, score
+from cuboid.plan.search import search
 from cuboid.plan.space import Space, bases, divisors, scheduled
 from cuboid.spec.fitting import check
 from cuboid.spec.layout import Layout
 from tests.plan.conftest import MIXED, every_layout
 
 GIB = 2**30
+ALIKE = {"recompute_layers": 0}
 
 
 def idle_zero(layout: Layout) -> bool:
@@ -42,7 +44,7 @@ def brute(question: Question, world_size: int, objective: str = "time") -> tuple
 @pytest.mark.parametrize("objective", ["time", "memory"])
 @pytest.mark.parametrize("limit", [None, pytest.param(6.6, marks=pytest.mark.thorough), 6.3])
 def test_search_equals_brute_force(ask: Callable[..., Question], objective: str, limit: float | None) -> None:
-    question = ask(memory_limit=limit * GIB if limit else None, sequence=2048)
+    question = ask(memory_limit=limit * GIB if limit else None, sequence=2048, fixed=ALIKE)
     every, _ = brute(question, 8, objective)
     found = search(question, 8, keep=20, objective=objective)
     metric = (lambda scores: scores.memory) if objective == "memory" else (lambda scores: scores.seconds)
@@ -93,6 +95,7 @@ def test_the_space_is_every_layout_once(ask: Callable[..., Question]) -> None:
         {"zero": 1, "shard": 2},
         {"vpp": 2},
         {"recompute": "selective"},
+        {"recompute": "full", "recompute_layers": 2},
         {"micro_batch": 2, "pp": 2},
     ],
 )
@@ -124,7 +127,7 @@ def test_answers_are_in_order(ask: Callable[..., Question]) -> None:
 
 
 def test_distinct_answers_are_the_best_of_their_kind(ask: Callable[..., Question]) -> None:
-    question = ask(sequence=2048)
+    question = ask(sequence=2048, fixed=ALIKE)
     every, _ = brute(question, 8)
     best: dict[tuple[object, ...], float] = {}
     for index, seconds in enumerate(every.seconds):

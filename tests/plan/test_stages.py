@@ -7,7 +7,7 @@ import pytest
 
 from cuboid.cost.estimate import estimate
 from cuboid.plan.question import Question
-from cuboid.plan.search import BUSY, score
+from cuboid.plan.score import BUSY, score
 from cuboid.plan.space import Space
 from cuboid.plan.stages import LayerSeconds, assumed_slowest, everything, held, real_slowest
 from cuboid.schedule.make import make_schedule

@@ -68,4 +68,6 @@ def _check(plan: Plan) -> None:
     lost.unless(layout.zero > 0 or not layout.offload, "offload", True, "with zero=0 use offload=false, or use zero=1")
     precision = plan.question.precision
     lost.unless(precision != "fp8", "precision", precision, "use precision=bf16")
+    some = layout.recompute_layers
+    lost.unless(not some, "recompute_layers", some, "use recompute_layers=0")
     lost.refuse()

@@ -48,6 +48,8 @@ def _check(plan: Plan) -> None:
     even = layout.schedule != "interleaved" or plan.micro_batches % layout.pp == 0
     lost.unless(layout.zero == 1 or not layout.offload, "offload", True, "use zero=1 or offload=false")
     lost.unless(even, "micro_batches", plan.micro_batches, f"interleaved needs a multiple of pp={layout.pp}")
+    some = layout.recompute_layers
+    lost.unless(not some, "recompute_layers", some, "use recompute_layers=0")
     lost.refuse()
 
 

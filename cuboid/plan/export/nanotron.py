@@ -115,6 +115,8 @@ def _check(plan: Plan) -> None:
     lost.unless(not layout.offload, "offload", True, "use offload=false")
     precision = plan.question.precision
     lost.unless(precision in ("bf16", "float32"), "precision", precision, "use precision=bf16")
+    some = layout.recompute_layers
+    lost.unless(not some, "recompute_layers", some, "use recompute_layers=0")
     lost.refuse()
 
 

@@ -1,0 +1,122 @@
+"""Recomputing to the memory there is: where a kind fits and one kind less does not, as few layers of each stage as it
+takes.
+
+What some layers save is at most what all of them would, so a layout that would be too slow with one kind less for all
+is not looked at."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuboid.cost.inputs import Array, Shape
+from cuboid.cost.memory import peak_memory
+from cuboid.plan.question import Question
+from cuboid.plan.refine import Refined, memory_table, refine
+from cuboid.plan.score import Scores, score, score_all
+from cuboid.plan.space import Column, Space
+from cuboid.plan.stages import held
+from cuboid.spec.layout import RECOMPUTE
+from cuboid.spec.partition import longest_stage
+
+LEAST_LEFT = 0.6
+"""Of a layout's seconds at least this share is left with one kind less recomputed: a layer's forward pass is a third of
+it at most, with what it exchanges."""
+FULLER = 1.6
+"""No schedule keeps so many times the micro-batches that 1F1B does, but GPipe, which is never tried."""
+
+
+AT_ONCE = 512
+PLACES = 8
+"""Mixes are sought for the first so many places of an answer: those further down are not worth their time."""
+
+
+def may_mix(question: Question, objective: str) -> bool:
+    """Whether some layers may be recomputed more than others: the user left it open, this engine computes it, and less
+    memory is not all that is asked for."""
+    decided = {"recompute", "recompute_layers"} & question.fixed.keys()
+    return objective == "time" and question.engine == "cuboid" and not decided
+
+
+def promising(question: Question, plain: Scores, reached: float) -> NDArray[np.bool_]:
+    """Which layouts might be within `reached` seconds under some schedule if only some layers were recomputed so."""
+    found = np.zeros(len(plain.space), dtype=bool)
+    where = np.flatnonzero((plain.space.columns["recompute"] > 0) & (LEAST_LEFT * plain.even <= reached))
+    more = plain.take(where)
+    less = score_all(question, _lighter(more.space))
+    fullest = np.where(less.space.columns["pp"] > 1, FULLER, 1.0) * less.memory
+    even = less.even + _share(question, more, less) * (more.even - less.even)
+    found[where[(even <= reached) & (fullest > question.limit)]] = True
+    return found
+
+
+def mixable(question: Question, found: Scores, reached: float) -> Iterator[tuple[float, Space]]:
+    """The layouts that fit and would not with one kind less, the fastest of these first, some at a time with the
+    seconds that none of them undercuts."""
+    rows = found.fits & (found.space.columns["recompute"] > 0) & (LEAST_LEFT * found.even <= reached)
+    more = found.take(np.flatnonzero(rows))
+    less = score_all(question, _lighter(more.space))
+    seconds = less.seconds + _share(question, more, less) * (more.seconds - less.seconds)
+    seconds = np.where(less.fits, np.inf, seconds)
+    order = np.argsort(seconds, kind="stable")
+    order = order[seconds[order] <= reached]
+    for start in range(0, len(order), AT_ONCE):
+        yield float(seconds[order[start]]), more.space.take(order[start : start + AT_ONCE])
+
+
+def _share(question: Question, more: Scores, less: Scores) -> Array:
+    """Share of the layers that must be recomputed more, by the memory of both ends: a layer less than it takes if the
+    memory between them lies on a straight line."""
+    most = _longest(question, more.space)
+    missing = (less.memory - question.limit) / np.maximum(less.memory - more.memory, 1.0)
+    return np.asarray(np.maximum(np.floor(most * np.clip(missing, 0.0, 1.0)) - 1, 0.0) / most)
+
+
+def mixed(question: Question, space: Space) -> Scores:
+    """The layouts with the fewest layers of each stage recomputed that fit; without those that need them all."""
+    shape, most = Shape.of(question.model), _longest(question, space)
+    low, high = np.zeros_like(most), most
+    while np.any(high - low > 1):
+        middle = (low + high) // 2
+        fits = peak_memory(shape, _with_layers(space, middle).jobs, question.profile) <= question.limit
+        low, high = np.where(fits, low, middle), np.where(fits, middle, high)
+    return score_all(question, _with_layers(space, high).take(np.flatnonzero(high < most)))
+
+
+def _with_layers(space: Space, layers: Column) -> Space:
+    """The layouts with so many layers of each stage recomputed."""
+    return Space({**space.columns, "recompute_layers": layers}, space.global_batch, space.sequence)
+
+
+def _lighter(space: Space) -> Space:
+    """The layouts with one kind less recomputed."""
+    return Space({**space.columns, "recompute": space.columns["recompute"] - 1}, space.global_batch, space.sequence)
+
+
+def _longest(question: Question, space: Space) -> Column:
+    """Layers of the longest stage of each layout."""
+    stages = space.columns["pp"] * space.columns["vpp"]
+    sizes = {count: longest_stage(question.model, count, question.sequence) for count in set(stages.tolist())}
+    return np.array([sizes[count] for count in stages.tolist()], dtype=np.int64)
+
+
+def fitted(question: Question, refined: Refined) -> Refined:
+    """With as few layers recomputed as its own ranks, simulated, allow: more than the closed form said, or less."""
+    layout = refined.layout
+    if not layout.recompute_layers:
+        if refined.peak <= question.limit or layout.recompute == "full":
+            return refined
+        layout = replace(layout, recompute=RECOMPUTE[RECOMPUTE.index(layout.recompute) + 1])
+    part = held(question.model, layout.schedule, layout.pp, layout.vpp, question.sequence)
+    micro_batches = question.global_batch // (layout.dp * layout.micro_batch)
+    low, high = 0, max(part.counts)
+    while high - low > 1:
+        middle = (low + high) // 2
+        table = memory_table(question, replace(layout, recompute_layers=middle), part, micro_batches)
+        fits = max(sum(row.values()) for row in table) <= question.limit
+        low, high = (low, middle) if fits else (middle, high)
+    if high in (max(part.counts), refined.layout.recompute_layers):
+        return refined
+    layout = replace(layout, recompute_layers=high)
+    return refine(question, score(question, Space.of([layout], question)), 0)
