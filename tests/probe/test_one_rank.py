@@ -38,8 +38,10 @@ def test_what_is_sharded_is_not_held(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_recomputation_keeps_less(capsys: pytest.CaptureFixture[str]) -> None:
     kept, _ = report(capsys, 0, "dp=8")
+    some, _ = report(capsys, 0, "dp=8,recompute=full,recompute_layers=2")
     again, _ = report(capsys, 0, "dp=8,recompute=full")
     assert again["activations"] < 0.5 * kept["activations"]
+    assert again["activations"] < some["activations"] < kept["activations"]
 
 
 def test_what_cannot_be_run_alone_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
