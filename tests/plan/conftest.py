@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from cuboid.errors import UserError
+from cuboid.plan.budget import least_kind
 from cuboid.plan.question import Question
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.fitting import check
-from cuboid.spec.layout import STAGES_PER_RANK, Layout
+from cuboid.spec.layout import RECOMPUTE, STAGES_PER_RANK, Layout
 from cuboid.spec.model import MixtureSpec, ModelSpec, load_model
 from cuboid.spec.partition import longest_stage
 
@@ -40,8 +41,8 @@ def ask() -> Callable[..., Question]:
 
 
 def every_mix(question: Question, layout: Layout) -> Iterator[Layout]:
-    """The layout with every number of layers recomputed that is not all of them."""
-    if layout.recompute != "none":
+    """The layout with every number of layers recomputed that is not all of them, where that is worth a look."""
+    if RECOMPUTE.index(layout.recompute) >= least_kind(question):
         for count in range(1, longest_stage(question.model, layout.stages, question.sequence)):
             yield replace(layout, recompute_layers=count)
 

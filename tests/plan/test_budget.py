@@ -73,6 +73,15 @@ def test_what_the_user_decides_stays(alone: Question) -> None:
     assert str(some.layout) == "dp=1,tp=1,pp=1,recompute=full,recompute_layers=30"
 
 
+def test_selective_recomputation_is_mixed_where_it_takes_time(ask: Ask) -> None:
+    """On CPUs, where blocks are not compiled; on GPUs all layers are selective or none is."""
+    fixed = {"dp": 1, "tp": 1, "pp": 2, "micro_batch": 8}
+    question = ask(cluster="cpux2", sequence=2048, precision="float32", fixed=fixed)
+    kept = predict(question, Layout(pp=2, micro_batch=8)).peak
+    best = plans(replace(question, memory_limit=0.97 * kept))[0].layout
+    assert best.recompute == "selective" and best.recompute_layers in (1, 2)
+
+
 def test_other_engines_recompute_all_layers_alike(alone: Question) -> None:
     assert plans(replace(alone, engine="megatron", fixed={}))[0].layout.recompute_layers == 0
 
