@@ -25,9 +25,8 @@ LEAST_LEFT = 0.6
 it at most, with what it exchanges."""
 FULLER = 1.6
 """No schedule keeps so many times the micro-batches that 1F1B does, but GPipe, which is never tried."""
-
-
 AT_ONCE = 512
+"""Layouts whose number of layers is sought together."""
 PLACES = 8
 """Mixes are sought for the first so many places of an answer: those further down are not worth their time."""
 
@@ -124,7 +123,5 @@ def fitted(question: Question, refined: Refined) -> Refined:
         table = memory_table(question, replace(layout, recompute_layers=middle), part, micro_batches)
         fits = max(sum(row.values()) for row in table) <= question.limit
         low, high = (low, middle) if fits else (middle, high)
-    if high in (max(part.counts), refined.layout.recompute_layers):
-        return refined
-    layout = replace(layout, recompute_layers=high)
-    return refine(question, score(question, Space.of([layout], question)), 0)
+    layout = replace(layout, recompute_layers=high if high < max(part.counts) else 0)
+    return refined if layout == refined.layout else refine(question, score(question, Space.of([layout], question)), 0)
