@@ -98,8 +98,8 @@ def _kept(shape: Shape, jobs: Jobs, engine: Engine, layers: Array, first: Array,
 
 def kept_share(shape: Shape, jobs: Jobs, engine: Engine) -> float:
     """What a layer of one layout keeps that is recomputed more, over what one keeps that is recomputed less."""
-    one = np.ones(())
-    more, less = (_kept(shape, kind, engine, one, one, None).layers for kind in (heavier(jobs), lighter(jobs)))
+    one, middle = np.ones(()), np.zeros(())  # of a mixture's layers most have experts
+    more, less = (_kept(shape, kind, engine, one, middle, None).layers for kind in (heavier(jobs), lighter(jobs)))
     return single(more) / single(less)
 
 
