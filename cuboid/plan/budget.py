@@ -84,7 +84,7 @@ def mixed(question: Question, space: Space) -> Scores:
     shape, most = Shape.of(question.model), _longest(question, space)
     low, high = np.zeros_like(most), most
     while np.any(high - low > 1):
-        middle = (low + high) // 2
+        middle = (low + high + 1) // 2  # where nothing is left between them, what is known to fit
         fits = peak_memory(shape, _with_layers(space, middle).jobs, question.profile) <= question.limit
         low, high = np.where(fits, low, middle), np.where(fits, middle, high)
     return score_all(question, _with_layers(space, high).take(np.flatnonzero(high < most)))

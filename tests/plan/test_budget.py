@@ -11,10 +11,14 @@ from cuboid.plan.explain import explain, memory_lines
 from cuboid.plan.plan import GIB, Plan, dump_plan, load_plan
 from cuboid.plan.question import Question
 from cuboid.plan.relief import relief
+from cuboid.plan.score import score
+from cuboid.plan.search import search
+from cuboid.plan.space import Space
 from cuboid.report.explorer import explorer
 from cuboid.report.source import Source
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import build_run
+from tests.plan.conftest import every_layout, every_mix
 
 Ask = Callable[..., Question]
 ONE_GPU = {"tp": 1, "pp": 1, "micro_batch": 1, "offload": False, "zero": 0}
@@ -61,6 +65,17 @@ def test_stages_of_a_pipeline(ask: Ask, schedule: str) -> None:
     if layers > 1:
         assert predict(question, replace(best.layout, recompute_layers=layers - 1)).peak > question.limit
     assert predict(question, best.layout).seconds == pytest.approx(best.seconds)
+
+
+@pytest.mark.parametrize("limit", [2.4, 2.5, 2.6])
+def test_nothing_that_could_be_tried_is_faster(ask: Ask, limit: float) -> None:
+    question = ask(cluster="h100x2", global_batch=4, sequence=32768, memory_limit=limit * GIB)
+    layouts = list(every_layout(question, 2))
+    layouts += [mix for layout in layouts for mix in every_mix(question, layout)]
+    scores = score(question, Space.of(layouts, question))
+    found = search(question, 2, keep=3)
+    assert found.space.layout(0).recompute_layers > 0
+    assert found.seconds[0] == pytest.approx(scores.seconds[scores.fits].min(), rel=1e-9)
 
 
 def test_what_the_user_decides_stays(alone: Question) -> None:
