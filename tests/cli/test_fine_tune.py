@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from contextlib import chdir
 from pathlib import Path
 
@@ -18,7 +16,6 @@ from cuboid.data.source import Shuffled, make_source
 from cuboid.model.transformer import IGNORED
 from cuboid.spec.run import load_run
 from tests.checkpoint.pretrained import SIZES
-from tests.cli.command import environment
 from tests.data.corpora import train_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -46,14 +43,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [json.dumps({"prompt": prompt, "completion": completion}) for prompt, completion in PAIRS]
     (folder / "pairs.jsonl").write_text("\n".join(rows))
     for arguments in commands():
-        if arguments[0] == "train":  # in processes of its own, as it starts ranks
-            command = [sys.executable, "-m", "cuboid.cli.main", *arguments]
-            finished = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True)
-            assert finished.returncode == 0, finished.stderr
-        else:
-            short = [word for field in SHORT for word in ("--set", field)] if arguments[0] == "import" else []
-            with chdir(folder):
-                assert main([*arguments, *short]) == 0
+        short = [word for field in SHORT for word in ("--set", field)] if arguments[0] == "import" else []
+        with chdir(folder):
+            assert main([*arguments, *short]) == 0
     return folder
 
 

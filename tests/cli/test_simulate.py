@@ -1,14 +1,14 @@
 """`cuboid simulate` and `cuboid train` on a plan file."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from cuboid.cli.main import main
+from cuboid.spec.run import load_run
+from tests.cli.command import rows
 
 
 def planned(folder: Path, *arguments: str) -> str:
@@ -66,10 +66,7 @@ def test_a_plan_trains(tmp_path: Path) -> None:
     fix = "dp=1,pp=2,schedule=1f1b,micro_batch=2"
     sizes = ["--global-batch", "4", "--seq", "32", "--precision", "float32"]
     file = planned(tmp_path, "tiny-llama", "cpux2", *sizes, "--fix", fix)
-    settings = ["--set", "training.steps=2", "--set", f"output.folder={tmp_path / 'run'}", "--json"]
-    command = [sys.executable, "-m", "cuboid.cli.main", "train", file, *settings]
-    finished = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert finished.returncode == 0, finished.stderr
-    answer = json.loads(finished.stdout.splitlines()[-1])
-    assert answer["steps"] == 2
-    assert answer["world_size"] == 2
+    assert main(["train", file, "--set", "training.steps=2", "--set", f"output.folder={tmp_path / 'run'}"]) == 0
+    assert [row["step"] for row in rows(tmp_path / "run/metrics.jsonl")] == [1, 2]
+    trained = load_run(tmp_path / "run/run.toml").layout
+    assert trained == load_run(file).layout and (trained.world_size, trained.pp) == (2, 2)
