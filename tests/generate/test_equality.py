@@ -22,9 +22,10 @@ from tests.checkpoint.pretrained import save_pretrained
 from tests.generate.jobs import together
 
 LENGTH, SLOTS, ROOM, END = 40, 3, 8, 256
-EVERYWHERE = ("dp=1", "tp=2", "pp=2", "tp=2,pp=2,dp=2", "cp=2")
+EVERYWHERE = ("dp=1", "tp=2,pp=2,dp=2", "cp=2")
+ONE_BY_ONE = ("tp=2", "pp=2")
 LAYOUTS = {
-    "llama": EVERYWHERE,
+    "llama": (*EVERYWHERE, *ONE_BY_ONE),
     "qwen3": EVERYWHERE,
     "gpt2": EVERYWHERE,
     "mixtral": (*EVERYWHERE, "dp=2,ep=2"),
@@ -32,9 +33,9 @@ LAYOUTS = {
 }
 MORE = {
     "llama": ("tp=4", "pp=4", "cp=4", "cp=2,tp=2,pp=2"),
-    "qwen3": ("tp=4,dp=2", "cp=2,pp=4"),
-    "gpt2": ("tp=4,pp=2", "cp=2,tp=4"),
-    "mixtral": ("tp=2,ep=2,dp=2", "cp=2,tp=2,ep=4,pp=2", "tp=4,ep=4"),
+    "qwen3": (*ONE_BY_ONE, "tp=4,dp=2", "cp=2,pp=4"),
+    "gpt2": (*ONE_BY_ONE, "tp=4,pp=2", "cp=2,tp=4"),
+    "mixtral": (*ONE_BY_ONE, "tp=2,ep=2,dp=2", "cp=2,tp=2,ep=4,pp=2", "tp=4,ep=4"),
     "deepseek-v3": ("tp=4", "pp=4,dp=2,ep=2", "cp=4,pp=2"),
 }
 """Tried with --thorough."""
