@@ -173,9 +173,11 @@ class _Builder:
         if self.layout.cp > 1:
             block.attention.mix = ContextMix(self.groups, gathers=self.layout.cp_method == "allgather")
         routed = isinstance(block.feed_forward, Mixture)
-        if self.compiled and not (routed and recompute == "selective"):
-            apart = self.layout.cp > 1 or self.run.data.attention_within_documents or self.schedule.splits_backward
-            whole = (self.region is None or self.region.traced) and not apart and not routed
+        # The compiler stops at these, and gives up a block that it would have to stop in while it recomputes.
+        stops = self.layout.cp > 1 or self.run.data.attention_within_documents or routed
+        if self.compiled and not (stops and recompute == "selective"):
+            apart = stops or self.schedule.splits_backward
+            whole = (self.region is None or self.region.traced) and not apart
             run = compiled_block(block, recompute, whole, self.options)
         else:
             run = with_recompute(block, recompute)
