@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuboid.cost.constants import Chip, Engine
+from cuboid.cost.constants import Chip
+from cuboid.cost.engine import Engine
 from cuboid.cost.flops import head_parameters, layer_parameters
 from cuboid.cost.inputs import Array, Jobs, Shape
 

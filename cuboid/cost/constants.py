@@ -1,17 +1,16 @@
 """The calibrated numbers of the cost model, by accelerator, by fabric and by engine; each file names its sources."""
 
 import tomllib
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib import resources
 from typing import Any
 
+from cuboid.cost.engine import Engine
 from cuboid.errors import UserError
 from cuboid.spec.accelerators import accelerator_base, accelerator_table
 from cuboid.spec.suggest import nearest_names
 
-KEPT = ("kept_hidden", "kept_whole", "kept_query", "kept_ffn", "kept_boundary", "kept_routed")
-"""Bytes of an engine that are activations in the precision of the products."""
 PRECISIONS = ("bf16", "fp8", "fp4", "float32")
 
 
@@ -77,167 +76,6 @@ class Fabric:
     straggler: float = 0.0
     """Share a step grows by with every doubling of nodes: the slowest rank decides."""
     source: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Engine:
-    """A training program: what it keeps in memory, what it hides behind compute, how fast its host code is."""
-
-    name: str
-    source: str = ""
-    partition: str = "even"
-    """How layers go to stages: even; head (embedding and head count as a layer each); balanced (by cost)."""
-    fused_attention: bool = True
-    attention_scale: float = 1.0
-    """Attention time against the accelerator's own best kernel."""
-    attention_back: float = 1.0
-    """… of its backward pass, once more."""
-    linear_scale: float = 1.0
-    """Matrix multiplication time against the accelerator's own best."""
-    hidden_traffic: float = 28.0
-    """Bytes an element-wise kernel moves forward per token and hidden element of a layer."""
-    ffn_traffic: float = 6.0
-    """… and per feed-forward element."""
-    loss_traffic: float = 16.0
-    """… and per logit."""
-    cast_traffic: float = 3.0
-    """Extra bytes per input element of a matrix multiplication in 8 or 4 bits."""
-    host_forward: float = 0.0
-    """Seconds the host needs to launch one layer forward; the layer takes no less."""
-    host_backward: float = 0.0
-    host_collective: float = 0.0
-    """Seconds the host adds per layer pass where a tensor-parallel group communicates."""
-    host_crossing: float = 0.0
-    """Seconds it adds per layer pass and tensor-parallel rank where the pipeline leaves the node; more, by the root of
-    their number, where the tensor-parallel group itself spans nodes."""
-    host_jitter: float = 0.0
-    """Share the host's time per pass grows by with every further tensor-parallel rank: all wait for the slowest."""
-    host_fallback: float = 0.0
-    """Seconds a pass adds where heads × micro-batch of a rank is no multiple of four (Megatron's fused softmax)."""
-    host_mixture: float = 0.0
-    """Seconds a pass adds where the layer has experts (routing, permutation, synchronisation)."""
-    host_cast: float = 0.0
-    """Seconds a pass adds in 8 or 4 bits (scales, conversions)."""
-    host_micro_batch: float = 0.0
-    host_unsharded: float = 0.0
-    """Seconds per micro-batch lost to plain data parallelism (ZeRO 0) in a pipeline (nanotron's rows)."""
-    host_step: float = 0.0
-    tensor_overlap: float = 0.0
-    """Share of tensor-parallel communication hidden behind compute."""
-    context_overlap: float = 0.8
-    """Most that a ring hides of its messages."""
-    host_block: float = 5e-5
-    """Seconds of the host for each further block of attention that context parallelism makes."""
-    expert_overlap: float = 0.0
-    expert_once: bool = True
-    """A token goes to another node once, however many of its experts are there (DeepEP and its like)."""
-    gradient_overlap: float = 0.0
-    """Share of the backward pass of the last micro-batch that gradient reduction can hide behind."""
-    gather_overlap: float = 0.0
-    """Share of gathering parameters (ZeRO 1 and 2 after the step) that is hidden."""
-    shard_overlap: float = 0.9
-    """Share of the compute of a layer that ZeRO 3 traffic can hide behind."""
-    shard_contention: float = 0.12
-    """Share of hidden ZeRO 3 traffic that the kernels above it lose."""
-    shard_decay: float = 0.0
-    """Power of the number of nodes by which ZeRO 3 traffic slows down beyond what the fabric does."""
-    reduce_every_micro_batch: bool = False
-    transfer_exposed: float = 1.0
-    """Share of the transfers between stages that compute waits for in the steady state."""
-    transfer_split: bool = True
-    """Tensor-parallel ranks send a slice each between stages and gather it on arrival."""
-    optimizer_passes: float = 34.0
-    """Bytes the optimizer step moves per parameter it owns."""
-    accumulate_traffic: float = 0.0
-    """Bytes moved per parameter and micro-batch to add its gradient to those before, or to bring it where others'
-    are added."""
-    routing_traffic: float = 16.0
-    """Bytes moved per token copy and hidden element to permute tokens to experts and back."""
-    grouped_scale: float = 1.4
-    """Time of grouped expert multiplication against a plain one."""
-    weight_bytes: float = 2.0
-    gradient_bytes: float = 4.0
-    optimizer_bytes: float = 12.0
-    gradient_wire: float = 4.0
-    """Bytes per gradient element on the wire."""
-    parameter_wire: float = 2.0
-    shard_wire: float = 0.0
-    """Bytes per parameter of a layer that ZeRO 3 gathers, where it is not `parameter_wire`."""
-    activation_wire: float = 2.0
-    own_exchanges: bool = False
-    """Exchanges inside layers are those of this engine: tensor ranks route their parts of the tokens to whole experts,
-    and recomputation, selective too, repeats what lies before a layer's last product. Else every layer has two sums
-    each way, and full recomputation repeats those forward."""
-    compiled: bool = False
-    """Memory is counted as `compiled_memory` does, tensor by tensor; of the shares below only `kept_boundary`,
-    `kept_routed` and `fixed` count then."""
-    narrow: bool = False
-    """Products take their inputs in 8 bits, and keep them so; what `in_precision` says of a compiled engine."""
-    kept_hidden: float = 8.0
-    """Bytes kept for backward per token and hidden element of a layer (split by sequence parallelism)."""
-    kept_whole: float = 0.0
-    """… of those, bytes that tensor parallelism never splits."""
-    kept_query: float = 2.0
-    """… per element of queries, keys, values and of the attention output."""
-    kept_ffn: float = 3.0
-    """… per feed-forward element (gate and up each count one width)."""
-    kept_selective: float = 1.0
-    """Share of that kept where selective recomputation drops more than attention scores."""
-    kept_boundary: float = 2.0
-    """Bytes per token and hidden element kept of a layer that is recomputed as a whole."""
-    kept_scores: float = 5.0
-    """… per attention score where attention is not fused."""
-    kept_routed: float = 4.0
-    """… per token copy sent to an expert and hidden element."""
-    kept_logit: float = 6.0
-    """… per logit, on the last stage."""
-    working_logit: float = 0.0
-    """Bytes per logit alive only while the loss is computed, over what a layer's backward needs."""
-    working_layer: float = 1.0
-    """Share of one layer's kept activations alive a second time while it runs backward or is recomputed."""
-    working_whole: float = 0.0
-    """Bytes per token and hidden element of gathered tensors alive at once where tensor parallelism gathers."""
-    update_bytes: float = 0.0
-    """Bytes per owned parameter alive only during the optimizer step."""
-    offload_elements: float = 0.0
-    """Parameters whose optimizer state is on the accelerator at once where it is offloaded and brought there for the
-    update; 0: the host updates it."""
-    buffer_bytes: float = 0.0
-    """Bytes per parameter of communication buffers that ZeRO does not split."""
-    buffer_layer: float = 0.0
-    """Bytes per parameter of one layer, and of the head, for gradients on their way into the accumulated ones
-    (Transformer Engine keeps one such buffer per shape of weight)."""
-    buffer_expert: float = 0.0
-    """… per parameter of one layer's routed experts."""
-    fixed: float = 1.0e9
-    """Bytes of context, libraries and workspaces."""
-    fixed_group: float = 0.0
-    """Bytes per communicator this rank belongs to."""
-    reserve: float = 1.0
-    """What the measure of this engine's reports counts, against allocated bytes."""
-    thrash: float = 0.0
-    """Seconds per micro-batch lost to the allocator above `thrash_above` of the memory."""
-    thrash_above: float = 0.94
-    needs_shards_if_tied: bool = False
-    """Tied embeddings in a pipeline with plain data parallelism fail at the start (nanotron's rows)."""
-    usable: float = 0.97
-    """Share of the accelerator's memory up to which a run survives."""
-
-    def in_precision(self, precision: str) -> "Engine":
-        """With what travels as wide as the precision makes it; narrower formats than 16 bits travel in 16, but for
-        the linears that this engine gathers under ZeRO 3."""
-        if precision == "fp8" and self.own_exchanges:
-            # Inputs of products are kept in 8 bits, or made again from what is kept anyway.
-            whole, inner = self.kept_whole / 2, self.kept_ffn * 3 / 4
-            return replace(self, shard_wire=1.0, narrow=self.compiled, kept_whole=whole, kept_ffn=inner)
-        if precision != "float32" or self.activation_wire == 4.0:  # the latter: it is that already
-            return self
-        wide = replace(self, parameter_wire=4.0, activation_wire=4.0)
-        if not self.own_exchanges:
-            return wide
-        # This engine then has no master weights beside the weights, and everything it keeps is twice as wide.
-        kept = {name: 2 * getattr(self, name) for name in KEPT}
-        return replace(wide, weight_bytes=4.0, optimizer_bytes=8.0, **kept)
 
 
 def _table(file: str) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from cuboid.cost.communication import Group, all_gather, all_to_all, group
-from cuboid.cost.constants import Engine, Fabric
+from cuboid.cost.constants import Fabric
+from cuboid.cost.engine import Engine
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.spec.layout import CONTEXT_METHODS
 

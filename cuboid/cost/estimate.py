@@ -9,7 +9,8 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from cuboid.cost.constants import Chip, Engine, Fabric, chip_from, default_fabric, engine_for, fabric_named
+from cuboid.cost.constants import Chip, Fabric, chip_from, default_fabric, engine_for, fabric_named
+from cuboid.cost.engine import Engine
 from cuboid.cost.flops import model_flops_per_token
 from cuboid.cost.inputs import Array, Jobs, Shape, single
 from cuboid.cost.memory import Memory, memory_by_rank

@@ -6,8 +6,9 @@ import numpy as np
 
 from cuboid.cost.communication import ONE, all_to_all, group, transfer
 from cuboid.cost.compute import Kernels
-from cuboid.cost.constants import Engine, Fabric
+from cuboid.cost.constants import Fabric
 from cuboid.cost.context import further_blocks, waiting
+from cuboid.cost.engine import Engine
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.mixing import heavier, lighter, mixed, mixes
 from cuboid.cost.tensor import tensor_waits

@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from cuboid.cost.compiled_memory import compiled_kept, fullest
-from cuboid.cost.constants import Engine
 from cuboid.cost.context import gathered_bytes
+from cuboid.cost.engine import Engine
 from cuboid.cost.flops import head_parameters, layer_parameters
 from cuboid.cost.inputs import Array, Jobs, Shape, single
 from cuboid.cost.mixing import Kept, heavier, lighter, mixes, recomputed

@@ -3,7 +3,8 @@
 from dataclasses import replace
 from typing import TypeVar
 
-from cuboid.cost.constants import Chip, Engine, Fabric
+from cuboid.cost.constants import Chip, Fabric
+from cuboid.cost.engine import Engine
 from cuboid.spec.cluster import ClusterSpec
 from cuboid.spec.coding import convert, field_types, require_known
 

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from cuboid.cost.compute import kernels
-from cuboid.cost.constants import Engine, engine_for
+from cuboid.cost.constants import engine_for
+from cuboid.cost.engine import Engine
 from cuboid.cost.estimate import Machine
 from cuboid.cost.inputs import Jobs, Shape, single
 from cuboid.cost.layers import hop, layer_times

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from cuboid.cost.communication import all_gather, all_reduce, group, reduce_scatter
-from cuboid.cost.constants import Engine, Fabric
+from cuboid.cost.constants import Fabric
+from cuboid.cost.engine import Engine
 from cuboid.cost.inputs import Array, Jobs, Shape
 
 

@@ -87,8 +87,6 @@ def _sizes(run: Run, on_cpu: bool) -> Iterator[list[Changes]]:
         fields.append({"offload": True})
     if layout.tp > 1 and not layout.sequence_parallel:
         fields.append({"sequence_parallel": True})
-    if not layout.offload:
-        fields.append({"offload": True})
     ranks: list[Changes] = [
         {"dp": layout.dp // factor, name: getattr(layout, name) * factor}
         for factor in (2, 4, 8)

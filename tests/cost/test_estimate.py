@@ -10,7 +10,6 @@ import pytest
 
 from cuboid.cost.constants import (
     Chip,
-    Engine,
     Fabric,
     chip_named,
     default_fabric,
@@ -19,6 +18,7 @@ from cuboid.cost.constants import (
     fabric_named,
     tables,
 )
+from cuboid.cost.engine import Engine
 from cuboid.cost.estimate import GIB, estimate, estimate_many, machine_of
 from cuboid.cost.inputs import Jobs
 from cuboid.cost.stages import stage_costs

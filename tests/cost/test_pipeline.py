@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuboid.cost.constants import Engine
+from cuboid.cost.engine import Engine
 from cuboid.cost.inputs import Jobs, Shape, number
 from cuboid.cost.pipeline import bubble, in_flight, partition, turns_back
 from cuboid.cost.stages import even_layers

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from cuboid.cost.compute import kernels
-from cuboid.cost.constants import Engine, Fabric, chip_named
+from cuboid.cost.constants import Fabric, chip_named
+from cuboid.cost.engine import Engine
 from cuboid.cost.flops import total_parameters
 from cuboid.cost.inputs import Array, Jobs, Shape, number
 from cuboid.cost.layers import layer_times
