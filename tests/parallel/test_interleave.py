@@ -1,5 +1,7 @@
 """Exchanges of tensor ranks under products: every one of a compiled block becomes part of a product."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -53,6 +55,15 @@ def scattered(x: Tensor) -> Tensor:
     return torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", 2, "nobody")
 
 
+class Alone(torch.fx.Interpreter):
+    """Runs a graph of one rank: what it would exchange stays as it is."""
+
+    def call_function(self, target: object, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if target is torch.ops._c10d_functional.reduce_scatter_tensor.default:
+            return arguments[0]
+        return super().call_function(target, arguments, options)  # type: ignore[arg-type]
+
+
 def products(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
     BareProducts()(module.graph)
     module.graph.lint()
@@ -67,9 +78,8 @@ def test_a_sum_of_products_becomes_one() -> None:
     (joined,) = products(module)
     assert [argument.meta["val"].shape for argument in joined.args] == [(4, 10), (10, 6)]
     arguments = [torch.randn(node.meta["val"].shape) for node in module.graph.find_nodes(op="placeholder")]
-    left, right = (torch.cat(arguments[start::2], 1 - start) for start in (0, 1))
     a, b, c, d, e, f = arguments
-    assert torch.allclose(left @ right, a @ b + c @ d + e @ f, atol=1e-5)
+    assert torch.allclose(Alone(module).run(*arguments), a @ b + c @ d + e @ f, atol=1e-5)
 
 
 def test_a_bias_is_added_to_what_arrived_and_was_multiplied() -> None:
