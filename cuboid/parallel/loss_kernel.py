@@ -1,0 +1,43 @@
+"""The kernel of `lean_loss` on a GPU: one program reads a row of logits twice and writes it once. What is worked on at
+one time fits the cache, so memory gives it once.
+
+Imported where there is a GPU only: elsewhere triton need not be installed."""
+
+import triton  # type: ignore[import-not-found,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def loss_and_gradient(  # type: ignore[no-untyped-def]
+    logits, labels, losses, columns, magnifier, IGNORED: tl.constexpr, STRIPS: tl.constexpr, STRIP: tl.constexpr
+):
+    """Logits of a row become the gradient of its loss, magnified. Sums are kept for each column of strips and joined at
+    the end, because joining is what threads would wait for."""
+    row = tl.program_id(0).to(tl.int64)
+    place = logits + row * columns
+    offset = tl.arange(0, STRIPS)[:, None] * STRIP + tl.arange(0, STRIP)[None, :]
+    label = tl.load(labels + row)
+    counted = label != IGNORED
+    # Before the threads wait for one another, and so before any of them overwrites it.
+    target = tl.load(place + tl.where(counted, label, 0)).to(tl.float32)
+    peaks = tl.full((STRIP,), float("-inf"), tl.float32)
+    sums = tl.zeros((STRIP,), tl.float32)
+    for start in range(0, columns, STRIPS * STRIP):
+        column = start + offset
+        values = tl.load(place + column, mask=column < columns, other=float("-inf")).to(tl.float32)
+        higher = tl.maximum(peaks, tl.max(values, 0))
+        # Columns of strips that have met nothing yet have no peak to be beside.
+        beside = tl.where(higher == float("-inf"), 0.0, higher)
+        sums = sums * tl.exp(peaks - beside) + tl.sum(tl.exp(values - beside[None, :]), 0)
+        peaks = higher
+    peak = tl.max(peaks, 0)
+    total = peak + tl.log(tl.sum(sums * tl.exp(peaks - peak), 0))
+    tl.store(losses + row, tl.where(counted, total - target, 0.0))
+    factor = tl.where(counted, magnifier, 0.0)
+    last = tl.cdiv(columns, STRIPS * STRIP) - 1
+    for step in range(last + 1):  # what was read last is nearest
+        column = (last - step) * STRIPS * STRIP + offset
+        inside = column < columns
+        values = tl.load(place + column, mask=inside, other=float("-inf")).to(tl.float32)
+        gradient = (tl.exp(values - total) - tl.where(column == label, 1.0, 0.0)) * factor
+        tl.store(place + column, gradient.to(logits.dtype.element_ty), mask=inside)
