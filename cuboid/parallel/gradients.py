@@ -65,6 +65,10 @@ def squared_norm(engine: Engine) -> Tensor:
     dtype = engine.units[0].accumulate
     total = torch.zeros((), dtype=dtype, device=engine.device)
     gradients = [piece.gradient for piece in counted_pieces(engine)]
-    if gradients:
+    if gradients and engine.device.type == "cuda" and dtype == torch.float32:
+        from cuboid.parallel.square_kernel import squared_norms
+
+        total += squared_norms(gradients)
+    elif gradients:
         total += torch.stack(torch._foreach_norm(gradients, 2, dtype)).square().sum()
     return total

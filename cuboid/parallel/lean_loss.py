@@ -41,6 +41,26 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor) -> Tensor:
     return losses.sum()
 
 
+def _loss_and_gradient_on_gpu(logits: Tensor, labels: Tensor) -> Tensor:
+    """As `_loss_and_gradient`, with less waiting for memory than the compiler finds."""
+    from cuboid.parallel.loss_kernel import loss_and_gradient
+
+    rows, columns = logits.shape
+    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    magnifier = _magnifier(logits.dtype)
+    loss_and_gradient[(rows,)](
+        logits, labels, losses, columns, magnifier, IGNORED=IGNORED, STRIPS=2, STRIP=8192, num_warps=32
+    )
+    return losses.sum()
+
+
+def _loss_of_whole_rows(logits: Tensor, labels: Tensor) -> Tensor:
+    if logits.is_cuda and wide(logits.dtype) == torch.float32:
+        return _loss_and_gradient_on_gpu(logits, labels)
+    loss: Tensor = _compiled(_loss_and_gradient)(logits, labels)
+    return loss
+
+
 def _peaks(logits: Tensor, rows: int) -> Tensor:
     return _exact(logits[:, :rows]).amax(1)
 
@@ -84,9 +104,7 @@ class _LeanLoss(torch.autograd.Function):
     ) -> Tensor:
         logits = x @ weight.t()
         alone = group.size == 1
-        loss: Tensor = (
-            _compiled(_loss_and_gradient)(logits, labels) if alone else _split_loss(logits, labels, vocabulary, group)
-        )
+        loss: Tensor = _loss_of_whole_rows(logits, labels) if alone else _split_loss(logits, labels, vocabulary, group)
         context.save_for_backward(x, logits)
         context.weight, context.deferral = weight, deferral
         return loss

@@ -48,6 +48,9 @@ class TrainingSpec:
     """Let compiled blocks take the products beside exchanges of tensor ranks apart, so that both go on at once; auto:
     with sequence_parallel, on GPUs of one machine that reach one another's memory. Not measured on GPUs yet, so it
     has to be asked for."""
+    cuda_graphs: Literal["auto", "on", "off"] = "auto"
+    """Start forward and backward passes on one GPU by a single call of the host; auto: where the GPU is seen to wait
+    for the host. Changes no result."""
 
     @property
     def weights(self) -> Literal["float32", "bf16", "fp16", "float64"]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,8 +18,10 @@ from cuboid.parallel.apply import Engine
 from cuboid.parallel.collectives import all_reduce
 from cuboid.parallel.gradients import finish_gradients, squared_norm
 from cuboid.parallel.loss_scale import SMALLEST, LossScale
+from cuboid.parallel.share import Share
 from cuboid.resilience.faults import strikes
 from cuboid.resilience.pulse import PULSE
+from cuboid.train.captured import Passes, RunPasses
 from cuboid.train.optimizer import Optimizer
 from cuboid.train.routers import move_biases, summed_statistics
 
@@ -112,34 +115,40 @@ class PendingStep:
         return replace(result, overflows=result.overflows + result.overflowed)
 
 
-def compute_gradients(engine: Engine, micro_batches: list[MicroBatch], asked: bool = False) -> PendingStep:
-    """After this the pieces hold the gradient of (sum of token losses / labelled tokens) over the global batch, plus
-    that of the routers' auxiliary losses; in fp16 it is still multiplied by the loss scale. `asked`: this rank was
-    asked to stop, which all ranks learn."""
-    shares = [engine.sharing.of(batch) for batch in micro_batches]
+def run_passes(engine: Engine, shares: list[Share], factor: Tensor) -> Passes:
+    """Forward and backward, kernel by kernel. `factor`: what the loss is multiplied by beside the mean over tokens."""
     counted = torch.stack([(share.labels != IGNORED).sum() for share in shares]).sum()
     tokens = all_reduce(counted, engine.groups.data)
     for unit in engine.units:
-        unit.begin_step(len(micro_batches))
-    factor = None if engine.loss_scale is None else engine.loss_scale.factor
+        unit.begin_step(len(shares))
     if engine.balance is not None:
         engine.balance.begin_step()
-        engine.balance.factor = factor
-    dtype = engine.units[0].accumulate
-    scale = (1.0 if factor is None else factor) / tokens.clamp(min=1).double()
-    summed_loss = engine.pipeline.run(shares, scale.to(dtype))
+        engine.balance.factor = None if engine.loss_scale is None else factor
+    scale = factor / tokens.clamp(min=1).double()
+    summed_loss = engine.pipeline.run(shares, scale.to(engine.units[0].accumulate))
     PULSE.do("gradients")
     finish_gradients(engine)
     own_loss = summed_loss if engine.holds_loss else torch.zeros_like(summed_loss)
-    own_square = squared_norm(engine)
-    if factor is not None:
-        own_square = own_square / factor.square().to(own_square.dtype)
+    return Passes(tokens, own_loss, squared_norm(engine))
+
+
+def compute_gradients(
+    engine: Engine, micro_batches: list[MicroBatch], asked: bool = False, passes: RunPasses | None = None
+) -> PendingStep:
+    """After this the pieces hold the gradient of (sum of token losses / labelled tokens) over the global batch, plus
+    that of the routers' auxiliary losses; in fp16 it is still multiplied by the loss scale. `asked`: this rank was
+    asked to stop, which all ranks learn. `passes`: another way to run them, with the same results."""
+    shares = [engine.sharing.of(batch) for batch in micro_batches]
+    scaling = engine.loss_scale
+    factor = torch.ones((), dtype=torch.float64, device=engine.device) if scaling is None else scaling.factor
+    own = (passes or partial(run_passes, engine))(shares, factor)
+    own_square = own.square if scaling is None else own.square / factor.square().to(own.square.dtype)
     if strikes(PULSE, "nan"):
         own_square = torch.full_like(own_square, math.nan)
-    own = torch.stack((own_loss, own_square, torch.full_like(own_loss, asked)))
-    loss, square, ranks_asked = all_reduce(own, engine.groups.world).unbind()
-    loss, norm = loss / tokens.clamp(min=1), square.sqrt()
-    return PendingStep(loss, norm, tokens, ranks_asked, own_square, summed_statistics(engine), engine.loss_scale)
+    told = torch.stack((own.loss, own_square, torch.full_like(own.loss, asked)))
+    loss, square, ranks_asked = all_reduce(told, engine.groups.world).unbind()
+    loss, norm = loss / own.tokens.clamp(min=1), square.sqrt()
+    return PendingStep(loss, norm, own.tokens, ranks_asked, own_square, summed_statistics(engine), scaling)
 
 
 def start_step(
@@ -150,10 +159,11 @@ def start_step(
     before_update: Callable[[], None] | None = None,
     asked: bool = False,
     judge: LeavesOut | None = None,
+    passes: RunPasses | None = None,
 ) -> PendingStep:
     """A step whose loss or gradient is not finite is left out on every rank alike: all see the same numbers. `judge`:
     decides before the update, for which the host then waits."""
-    pending = compute_gradients(engine, micro_batches, asked)
+    pending = compute_gradients(engine, micro_batches, asked, passes)
     if judge is not None:
         pending.left_out = judge(pending.result())
     if before_update is not None:

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -20,6 +21,7 @@ from cuboid.resilience.pulse import PULSE
 from cuboid.say import say
 from cuboid.spec.run import Run
 from cuboid.train.bad_steps import BadSteps
+from cuboid.train.captured import make_passes
 from cuboid.train.communication import CommunicationLog
 from cuboid.train.evaluate import evaluate
 from cuboid.train.keeper import Keeper
@@ -31,7 +33,7 @@ from cuboid.train.profile import Profile
 from cuboid.train.replicas import flip_bit
 from cuboid.train.samples import Sampler
 from cuboid.train.shortage import exhaust, told_when_short
-from cuboid.train.step import PendingStep, start_step
+from cuboid.train.step import PendingStep, run_passes, start_step
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Trainer:
         self.memory = MemoryLog(run, rank, device)
         self.profile = Profile(run, rank, device)
         self.engine = build_engine(run, rank, device, draw=False)
+        self._passes = make_passes(self.engine, partial(run_passes, self.engine))
         self.optimizer = Optimizer(self.engine, run.optimizer)
         if self.optimizer.host_bytes and rank == 0 and not quiet:
             say(f"offload=true: {self.optimizer.host_bytes / 2**30:.2f} GiB of optimizer state a rank in host memory")
@@ -159,9 +162,8 @@ class Trainer:
         batches = micro_batches(self.source, self.run, batch, self._replica, self.device)
         PULSE.do("")
         judge = self.bad_steps.before_update(self.done)
-        pending = start_step(
-            self.engine, self.optimizer, batches, rate, self.keeper.before_update, self._asked(), judge
-        )
+        before = self.keeper.before_update
+        pending = start_step(self.engine, self.optimizer, batches, rate, before, self._asked(), judge, self._passes)
         self._under_way.append(Started(self.done, rate, pending))
         self.communication.record(self.done)
 

@@ -1,0 +1,110 @@
+"""Forward and backward passes of a step on one GPU as one CUDA graph, which the host starts with a single call.
+
+It pays where kernels are shorter than what the host takes to start them: in small models. There the GPU would wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cuboid.errors import UserError
+from cuboid.parallel.apply import Engine
+from cuboid.parallel.share import Share
+from cuboid.spec.run import Run
+
+WARM_UP = 3
+"""Steps before a graph is made: kernels are compiled and chosen in the first two, the third is timed."""
+WAITING = 0.1
+"""The host is what holds a step up if the GPU is done this soon after it, as a share of the step."""
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What forward and backward leave, beside gradients; of this rank."""
+
+    tokens: Tensor
+    """Labelled ones, of the global batch."""
+    loss: Tensor
+    """Summed over tokens."""
+    square: Tensor
+    """Of the gradient's norm, in fp16 still with the loss scale."""
+
+
+RunPasses = Callable[[list[Share], Tensor], Passes]
+"""From what the rank sees of its micro-batches and the loss scale."""
+
+
+def can_be_captured(run: Run, engine: Engine) -> bool:
+    """Nothing is exchanged, shapes stay the same, and nothing in the passes is decided by the host."""
+    plain = engine.balance is None and engine.ledger is None and not run.data.attention_within_documents
+    alone = run.layout.world_size == 1 and engine.device.type == "cuda" and not run.layout.offload
+    watched = run.profile.steps or run.output.keep_timing
+    return alone and plain and engine.compiled and not watched
+
+
+def make_passes(engine: Engine, plain: RunPasses) -> RunPasses:
+    """`plain`: the passes as the host starts them, kernel by kernel."""
+    asked = engine.run.training.cuda_graphs
+    possible = can_be_captured(engine.run, engine)
+    if asked == "on" and not possible:
+        raise UserError(
+            "training.cuda_graphs=on needs a dense model in a compiled training on one GPU, without offload, "
+            "attention within documents, counted communication, timing or a profile; "
+            "use training.cuda_graphs=auto or off"
+        )
+    return plain if asked == "off" or not possible else CapturedPasses(plain, always=asked == "on")
+
+
+class CapturedPasses:
+    def __init__(self, plain: RunPasses, always: bool) -> None:
+        self._plain = plain
+        self._pays: bool | None = True if always else None
+        self._calls = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: tuple[list[Share], Tensor]
+        self._outputs: Passes
+
+    def __call__(self, shares: list[Share], factor: Tensor) -> Passes:
+        self._calls += 1
+        if self._calls < WARM_UP or self._pays is False:
+            return self._plain(shares, factor)
+        if self._calls == WARM_UP:
+            return self._timed(shares, factor)
+        if self._graph is None:
+            self._capture(shares, factor)
+        return self._replay(shares, factor)
+
+    def _timed(self, shares: list[Share], factor: Tensor) -> Passes:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        passes = self._plain(shares, factor)
+        started = time.perf_counter()
+        torch.cuda.synchronize()
+        end = time.perf_counter()
+        if self._pays is None:
+            self._pays = end - started < WAITING * (end - start)
+        return passes
+
+    def _capture(self, shares: list[Share], factor: Tensor) -> None:
+        """Nothing is computed yet. What the passes leave on the host, above all which tensors are the gradients, stays
+        as it is from then on."""
+        copies = [replace(share, tokens=share.tokens.clone(), labels=share.labels.clone()) for share in shares]
+        self._inputs = (copies, factor.clone())
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._outputs = self._plain(*self._inputs)
+
+    def _replay(self, shares: list[Share], factor: Tensor) -> Passes:
+        assert self._graph is not None
+        copies, kept_factor = self._inputs
+        for copy, share in zip(copies, shares, strict=True):
+            copy.tokens.copy_(share.tokens)
+            copy.labels.copy_(share.labels)
+        kept_factor.copy_(factor)
+        self._graph.replay()
+        # The next step overwrites these.
+        return Passes(self._outputs.tokens.clone(), self._outputs.loss.clone(), self._outputs.square.clone())
