@@ -2,6 +2,7 @@
 
     python benchmarks/h200.py 1B:2 3B:1 8B-16L:1                                  # shape:micro-batch[:sequence]
     python benchmarks/h200.py --peer .peers/titan_h200.py --json results.jsonl    # with the peer, a script run alike
+    python benchmarks/h200.py --table results.jsonl                               # as docs/performance.md has it
 
 bf16 with float32 master weights and moments, AdamW, clipping, Llama shapes with a vocabulary of 128,256, on the same
 kind of text as the peer (random letters: what is computed on changes how much power a GPU draws, and so its speed).
@@ -123,6 +124,35 @@ def ours(case: str, options: argparse.Namespace) -> dict[str, Any]:
     return dict(json.loads(lines[-1]))
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    head = (
+        "shape × micro-batch × sequence",
+        "torchtitan, tokens/s",
+        "GiB reserved",
+        "Cuboid",
+        "MFU",
+        "GiB reserved",
+        "ratio",
+    )
+    lines = ["| " + " | ".join(head) + " |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for row in rows:
+        shape, micro_batch, sequence = parts(row["case"])
+        cells = [f"{shape} × {micro_batch} × {sequence:,}"]
+        for side in (row.get("peer", {}), row["cuboid"]):
+            cells.append(f"{side['tokens_per_second']:,.0f}" if "tokens_per_second" in side else side.get("failed", ""))
+            cells += [f"{side['mfu']:.1%}"] if "mfu" in side else []
+            cells.append(f"{side['reserved_gib']:.1f}" if "reserved_gib" in side else "")
+        cells.append(f"{row['ratio']:.3f}" if "ratio" in row else "")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def parts(case: str) -> tuple[str, int, int]:
+    shape, micro_batch, sequence = (case.split(":") + ["1", "8192"][case.count(":") :])[:3]
+    return shape, int(micro_batch), int(sequence)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", default=["1B:2", "3B:1", "8B-16L:1"], help="shape:micro-batch[:sequence]")
@@ -131,17 +161,21 @@ def main() -> None:
     parser.add_argument("--peer", help="the peer's script; its arguments are shape, micro-batch, sequence, 1, none")
     parser.add_argument("--json", type=Path, help="append a line for each case")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--table", type=Path, help="print the table of such lines")
     options = parser.parse_args()
+    if options.table:
+        print(table([json.loads(line) for line in options.table.read_text().splitlines()]))
+        return
     for case in options.cases:
-        shape, micro_batch, sequence = (case.split(":") + ["1", "8192"][case.count(":") :])[:3]
+        shape, micro_batch, sequence = parts(case)
         if options.one:
             with tempfile.TemporaryDirectory() as folder:
-                run = benchmark_run(shape, int(micro_batch), int(sequence), letters(Path(folder)), options.set)
+                run = benchmark_run(shape, micro_batch, sequence, letters(Path(folder)), options.set)
                 print(json.dumps(measure(run, options.steps)))
             return
         row: dict[str, Any] = {"case": case, "torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
         if options.peer:
-            row["peer"] = peer(options.peer, shape, int(micro_batch), int(sequence))
+            row["peer"] = peer(options.peer, shape, micro_batch, sequence)
         row["cuboid"] = ours(case, options)
         if "tokens_per_second" in row.get("peer", {}) and "tokens_per_second" in row["cuboid"]:
             row["ratio"] = row["cuboid"]["tokens_per_second"] / row["peer"]["tokens_per_second"]
