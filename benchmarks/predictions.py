@@ -67,6 +67,7 @@ CASES = (
     Case("3B"),
     Case("3B", "recompute=selective"),
     Case("3B", "recompute=full", 16384),
+    Case("3B", "recompute=full,recompute_layers=14", 16384),
     Case("3B", "micro_batch=2", 4096),
     Case("3B", "", 4096, 4),
     Case("8B-16L"),
