@@ -37,6 +37,7 @@ from cuboid.train.optimizer import Optimizer
 from cuboid.train.step import PendingStep, run_passes, start_step
 
 SHAPES = {
+    "125M": {"hidden": 768, "layers": 12, "heads": 12, "kv_heads": 12, "ffn": 2048},
     "1B": {"hidden": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "ffn": 8192},
     "3B": {"hidden": 3072, "layers": 28, "heads": 24, "kv_heads": 8, "ffn": 8192},
     "8B-16L": {"hidden": 4096, "layers": 16, "heads": 32, "kv_heads": 8, "ffn": 14336},
@@ -69,7 +70,7 @@ def measure(run: Run, steps: int) -> dict[str, Any]:
     device = torch.device("cuda")
     engine = build_engine(run, 0, device)
     optimizer = Optimizer(engine, run.optimizer)
-    passes = make_passes(engine, partial(run_passes, engine))
+    passes = make_passes(engine, optimizer, partial(run_passes, engine))
     source = make_source(run)
     ends: list[float] = []
     before: PendingStep | None = None

@@ -18,7 +18,6 @@ Each case has a process of its own. The exit code is 1 where a step waits for th
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import re
 import statistics
@@ -33,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from h200 import SHAPES, WARM_UP, benchmark_run, flops_per_token, letters
+from h200 import SHAPES, benchmark_run, flops_per_token, letters
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from cuboid.data.loader import micro_batches
@@ -74,8 +73,11 @@ class Steps:
         self.optimizer = Optimizer(self.engine, run.optimizer)
         self.source: Source = make_source(run)
         self.done = 0
+        self.earlier: PendingStep | None = None
         self.before: PendingStep | None = None
         self.ends: list[float] = []
+        self.intervals: list[float] = []
+        """Seconds between the ends of two steps, by the device's clock where it has one."""
         self.starts: list[float] = []
         """Seconds the host needed to start a step."""
 
@@ -96,26 +98,29 @@ class Steps:
             if self.before is not None:
                 with record_function(WAIT):
                     loss = self.before.result().loss
-            self.before = now
+                self.ends.append(time.perf_counter())
+                if self.earlier is not None:
+                    told = self.before.seconds_after(self.earlier)
+                    self.intervals.append(self.ends[-1] - self.ends[-2] if told is None else told)
+            self.earlier, self.before = self.before, now
             self.done += 1
-            self.ends.append(time.perf_counter())
         return loss
 
 
-def measure(run: Run, steps: int, profiled: int, trace: Path | None) -> dict[str, Any]:
+def measure(run: Run, options: argparse.Namespace) -> dict[str, Any]:
     device = choose_device(run.training.device, 0)
     loop = Steps(run, device)
-    loop.go(WARM_UP)
-    loop.ends, loop.starts = loop.ends[-1:], []
-    loss = loop.go(steps)
+    loop.go(options.warm_up)
+    loop.intervals, loop.starts = [], []
+    loss = loop.go(options.steps)
     tokens = run.training.global_batch * run.training.sequence
-    times = [end - start for start, end in itertools.pairwise(loop.ends)]
+    times = loop.intervals
     row: dict[str, Any] = {"times": spread(times, loop.starts), "loss": loss}
     row["tokens_per_second"] = tokens / statistics.median(times)
     row["tflops"] = flops_per_token(run) * row["tokens_per_second"] / 1e12
     row["lines_that_wait"] = lines_that_wait(loop) if device.type == "cuda" else "no GPU"
     row["under_error_mode"] = under_error_mode(loop) if device.type == "cuda" else "no GPU"
-    return row | profiled_steps(loop, profiled, trace)
+    return row | profiled_steps(loop, options.profiled, options.trace)
 
 
 def spread(times: list[float], starts: list[float]) -> dict[str, float]:
@@ -128,6 +133,7 @@ def spread(times: list[float], starts: list[float]) -> dict[str, float]:
         "p95_ms": 1e3 * high,
         "smallest_ms": 1e3 * ranked[0],
         "largest_ms": 1e3 * ranked[-1],
+        "deviation_over_mean": statistics.stdev(times) / statistics.mean(times),
         "p95_minus_p5_over_median": (high - low) / median,
         "largest_minus_smallest_over_median": (ranked[-1] - ranked[0]) / median,
         "host_starts_a_step_in_ms": 1e3 * statistics.median(starts),
@@ -259,6 +265,7 @@ def _covered(intervals: Any) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", default=["1B:2", "3B:1", "8B-16L:1"], help="shape:micro-batch[:sequence]")
+    parser.add_argument("--warm-up", type=int, default=30, help="steps before them: a GPU slows down as it gets warm")
     parser.add_argument("--steps", type=int, default=60, help="timed steps")
     parser.add_argument("--profiled", type=int, default=4, help="steps under the profiler")
     parser.add_argument("--set", action="append", default=[], help="change a field of the run")
@@ -272,11 +279,12 @@ def main() -> int:
         changes = [*([] if on_gpu else ["training.device=cpu"]), *(["model.vocab=512"] if shape == "tiny" else [])]
         with tempfile.TemporaryDirectory() as folder:
             run = benchmark_run(shape, int(micro_batch), int(sequence), letters(Path(folder)), [*changes, *options.set])
-            print(json.dumps(measure(run, options.steps, options.profiled, options.trace)))
+            print(json.dumps(measure(run, options)))
         return 0
     failed = False
     for case in options.cases:
         arguments = [case, "--one", "--steps", str(options.steps), "--profiled", str(options.profiled)]
+        arguments += ["--warm-up", str(options.warm_up)]
         arguments += [part for change in options.set for part in ("--set", change)]
         arguments += ["--trace", str(options.trace)] if options.trace else []
         done = subprocess.run([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True)

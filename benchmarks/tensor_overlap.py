@@ -112,6 +112,7 @@ def start(options: argparse.Namespace, text: str, way: str, output: Path) -> lis
         port = free.getsockname()[1]
     shared = torch.cuda.device_count() < options.tp
     environment = {**os.environ, "WORLD_SIZE": str(options.tp), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    environment["PYTHONFAULTHANDLER"] = "1"
     if shared:
         environment |= {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
     command = [sys.executable, __file__, *sys.argv[1:], "--rank", way, text, str(output)]

@@ -7,8 +7,8 @@ import triton  # type: ignore[import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 from torch import Tensor
 
-PROGRAMS = 1024
-BLOCK = 4096
+PROGRAMS = 2048
+BLOCK = 8192
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]

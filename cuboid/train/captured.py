@@ -1,4 +1,5 @@
-"""Forward and backward passes of a step on one GPU as one CUDA graph, which the host starts with a single call.
+"""Forward and backward passes of a step on one GPU as one CUDA graph, and its update as another: the host starts each
+with a single call.
 
 It pays where kernels are shorter than what the host takes to start them: in small models. There the GPU would wait."""
 
@@ -15,6 +16,7 @@ from cuboid.errors import UserError
 from cuboid.parallel.apply import Engine
 from cuboid.parallel.share import Share
 from cuboid.spec.run import Run
+from cuboid.train.optimizer import Optimizer
 
 WARM_UP = 3
 """Steps before a graph is made: kernels are compiled and chosen in the first two, the third is timed."""
@@ -46,8 +48,8 @@ def can_be_captured(run: Run, engine: Engine) -> bool:
     return alone and plain and engine.compiled and not watched
 
 
-def make_passes(engine: Engine, plain: RunPasses) -> RunPasses:
-    """`plain`: the passes as the host starts them, kernel by kernel."""
+def make_passes(engine: Engine, optimizer: Optimizer, plain: RunPasses) -> RunPasses:
+    """`plain`: the passes as the host starts them, kernel by kernel. `optimizer`: updates from what they leave."""
     asked = engine.run.training.cuda_graphs
     possible = can_be_captured(engine.run, engine)
     if asked == "on" and not possible:
@@ -56,12 +58,13 @@ def make_passes(engine: Engine, plain: RunPasses) -> RunPasses:
             "attention within documents, counted communication, timing or a profile; "
             "use training.cuda_graphs=auto or off"
         )
-    return plain if asked == "off" or not possible else CapturedPasses(plain, always=asked == "on")
+    return plain if asked == "off" or not possible else CapturedPasses(plain, optimizer, always=asked == "on")
 
 
 class CapturedPasses:
-    def __init__(self, plain: RunPasses, always: bool) -> None:
+    def __init__(self, plain: RunPasses, optimizer: Optimizer, always: bool) -> None:
         self._plain = plain
+        self._optimizer = optimizer
         self._pays: bool | None = True if always else None
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -97,6 +100,7 @@ class CapturedPasses:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self._outputs = self._plain(*self._inputs)
+        self._optimizer.capture()
 
     def _replay(self, shares: list[Share], factor: Tensor) -> Passes:
         assert self._graph is not None

@@ -72,6 +72,13 @@ class Optimizer:
         # keeps memory from being used again.
         apart = self._compiled and on_gpu and engine.run.layout.offload
         self._stream = torch.cuda.Stream(engine.device) if apart else None  # type: ignore[no-untyped-call]
+        self._captures = False
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._numbers: list[Tensor] = []
+
+    def capture(self) -> None:
+        """From now on gradients always lie in the same tensors, so that an update may be a CUDA graph."""
+        self._captures = True
 
     def step(
         self,
@@ -105,9 +112,7 @@ class Optimizer:
             torch.stack((scale.double(), factor, size, correction, finite.double())) for factor in (plain, decay)
         ]
         if self._stream is None:
-            for unit in self._units:
-                self._update_unit(unit, numbers)
-                unit.publish(written=True)
+            self._update_in_line(numbers)
             return
         self._stream.wait_stream(torch.cuda.current_stream())
         for tensor in numbers:
@@ -119,6 +124,24 @@ class Optimizer:
                 done = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 done.record()
                 unit.is_being_updated(done, read)
+
+    def _update_in_line(self, numbers: list[Tensor]) -> None:
+        if not self._captures:
+            for unit in self._units:
+                self._update_unit(unit, numbers)
+                unit.publish(written=True)
+            return
+        if self._graph is None:
+            self._numbers = [tensor.clone() for tensor in numbers]
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                for unit in self._units:
+                    self._update_unit(unit, self._numbers)
+        for kept, new in zip(self._numbers, numbers, strict=True):
+            kept.copy_(new)
+        self._graph.replay()
+        for unit in self._units:
+            unit.publish(written=True)
 
     def _update_unit(self, unit: Unit, numbers: list[Tensor]) -> list[Tensor]:
         """Returns the gradients."""

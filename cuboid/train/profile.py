@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -48,6 +48,17 @@ class Profile:
         self._records = run.profile.traces(rank) and run.profile.memory and device.type == "cuda"
         if self._records:
             torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS, stacks="python")
+
+    def __enter__(self) -> Profile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """A training that fails in a traced step leaves what it traced: a profiler must not outlive it."""
+        if self._profiler is not None:
+            REGIONS.end()
+            with suppress(Exception):  # what made the training fail is what is told
+                self._profiler.stop()
+            self._profiler = None
 
     def plan(self, done: int, engine: Engine, optimizer: Optimizer) -> None:
         """Once it is known after how many steps this process goes on."""
@@ -113,7 +124,7 @@ class Profile:
         self._write(MEMORY, lambda path: path.write_text(json.dumps(table) + "\n"))
         if self._records:
             write_snapshot(self._run, self._rank)
-            torch.cuda.memory._record_memory_history(enabled=None)
+            end_history()
             self._records = False
 
     def _memory(self) -> dict[str, int]:
@@ -139,6 +150,11 @@ class Profile:
 def history_is_recorded(device: torch.device) -> bool:
     """Whether a snapshot would tell where memory was allocated."""
     return any(torch.cuda.memory._snapshot(device)["device_traces"])
+
+
+def end_history() -> None:
+    """What it holds of Python must be gone before Python is."""
+    torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def write_snapshot(run: Run, rank: int) -> Path:

@@ -22,7 +22,7 @@ from cuboid.resilience.replan import cluster_here, resized
 from cuboid.spec.ranks import coordinates
 from cuboid.spec.run import Run
 from cuboid.train.holdings import held_here
-from cuboid.train.profile import history_is_recorded, write_snapshot
+from cuboid.train.profile import end_history, history_is_recorded, write_snapshot
 
 SIGNS = ("DefaultCPUAllocator", "out of memory", "Unable to allocate", "Cannot allocate memory")
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "PiB": 2**50}
@@ -43,6 +43,9 @@ def told_when_short(run: Run, rank: int, device: torch.device) -> Iterator[None]
         # A run that has been going for some steps may go on from its checkpoint; one that has not never will.
         kind = RankError if read_pulse(PULSE.words).learned["step"].seen else UserError
         raise kind(_sentence(run, rank, device, Shortage.on(device, str(cause), before))) from error
+    finally:
+        if device.type == "cuda" and run.profile.traces(rank):
+            end_history()
 
 
 def exhaust(device: torch.device) -> None:

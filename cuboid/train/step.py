@@ -90,7 +90,7 @@ class PendingStep:
         if values.is_cuda:
             self._values = torch.empty(len(told), dtype=torch.float64, pin_memory=True)
             self._values.copy_(values, non_blocking=True)
-            self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrival = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._arrival.record()
         else:
             self._values = values
@@ -101,6 +101,13 @@ class PendingStep:
         if self.left_out:
             return torch.zeros((), dtype=torch.bool, device=self.loss.device)
         return self.loss.isfinite() & self.gradient_norm.isfinite()
+
+    def seconds_after(self, before: PendingStep | None) -> float | None:
+        """By the device's own clock, where it has one, between the ends of two steps it has computed: the host may
+        learn of both at once."""
+        if before is None or before._arrival is None or self._arrival is None:
+            return None
+        return float(before._arrival.elapsed_time(self._arrival)) / 1000
 
     def result(self) -> StepResult:
         """Waits until the device has computed it."""

@@ -81,8 +81,8 @@ class Trainer:
         self.memory = MemoryLog(run, rank, device)
         self.profile = Profile(run, rank, device)
         self.engine = build_engine(run, rank, device, draw=False)
-        self._passes = make_passes(self.engine, partial(run_passes, self.engine))
         self.optimizer = Optimizer(self.engine, run.optimizer)
+        self._passes = make_passes(self.engine, self.optimizer, partial(run_passes, self.engine))
         if self.optimizer.host_bytes and rank == 0 and not quiet:
             say(f"offload=true: {self.optimizer.host_bytes / 2**30:.2f} GiB of optimizer state a rank in host memory")
         self.source = make_source(run)
@@ -97,16 +97,17 @@ class Trainer:
         self.loss = float("nan")
         self._under_way: deque[Started] = deque()
         self._clock = 0.0
+        self._before: PendingStep | None = None
         self._asked = asked
         self._stops = False
         self._retried: set[int] = set()
 
     def train(self) -> Outcome:
-        with self.metrics, self.communication, self.memory:
+        with self.metrics, self.communication, self.memory, self.profile:
             self._agree()
             if self.run.resilience.goes_back and not self.done:
                 self._save()  # so that there is something to go back to
-            self._clock = time.perf_counter()
+            self._start_clock()
             while self.done < self.run.training.steps and not self._stops:
                 with self.profile.begin_step(self.done + 1):
                     self._start_step()
@@ -121,7 +122,7 @@ class Trainer:
                         break
                 else:
                     if self.profile.end_step(self.done):
-                        self._clock = time.perf_counter()
+                        self._start_clock()
                     self._keep()  # after the row of this step, which a resumed run will not write again
             return self._finish()
 
@@ -171,20 +172,27 @@ class Trainer:
         """Wait for a step's numbers and write them down, with those of an evaluation that follows it. False if the run
         goes back instead."""
         result = started.pending.result()
-        seconds = time.perf_counter() - self._clock
+        seconds = started.pending.seconds_after(self._before) or time.perf_counter() - self._clock
         self._stops = self._stops or result.stops
         result = self.bad_steps.judged(started.step, started.pending, result)
         if result.left_out and self.run.resilience.goes_back and self._may_go_back(started.step):
             self._roll_back(started.step)
             return False
         self.loss = result.loss
-        held_out = self._evaluate() if self._evaluates and started.step + 1 == self.done else None
+        evaluates = self._evaluates and started.step + 1 == self.done
+        held_out = self._evaluate() if evaluates else None
         reports = self.keeper.reports(seconds)
         timing = self.engine.pipeline.timing
         self.metrics.record(started.step, result, started.learning_rate, seconds, timing, held_out, reports)
         self.memory.record(started.step, self.engine, self.optimizer)
-        self._clock = time.perf_counter()
+        self._start_clock()
+        self._before = None if evaluates else started.pending
         return True
+
+    def _start_clock(self) -> None:
+        """What comes now is no part of a step before."""
+        self._clock = time.perf_counter()
+        self._before = None
 
     def _may_go_back(self, step: int) -> bool:
         """To retry a batch that was retried already is no use: it is bad itself, and left out like a skipped one."""
@@ -213,7 +221,7 @@ class Trainer:
         self.metrics.rewind(self.done)
         if self.engine.groups.world.index == 0:
             say(f"step {step + 1} is bad: back to step {self.done}, {again}", True)
-        self._clock = time.perf_counter()
+        self._start_clock()
 
     def _evaluate(self) -> float | None:
         """None if it was cut short, or did not begin, because all are to stop."""
@@ -228,24 +236,24 @@ class Trainer:
         """What is due after a step: compared first, so that nothing is kept of copies that differ."""
         if self._compares:
             self.bad_steps.compare_replicas(self.done, self.optimizer)
-            self._clock = time.perf_counter()
+            self._start_clock()
         if self._copies and self.keeper.copies is not None:
             self.keeper.copies.save(self.done)  # a moment of its step: short saves would teach that all are
             if self.engine.ledger is not None:
                 self.engine.ledger.take()  # no part of a step
-            self._clock = time.perf_counter()
+            self._start_clock()
         if self._saves:
             self._save()
         if self.sampler is not None and self.run.samples.is_due(self.done) and not self._stops:
             PULSE.enter("evaluation")
             self.sampler.write(self.done)
-            self._clock = time.perf_counter()
+            self._start_clock()
 
     def _save(self) -> None:
         PULSE.enter("save")
         self.keeper.save(self.done)
         self._agree()
-        self._clock = time.perf_counter()
+        self._start_clock()
 
     def _agree(self) -> bool:
         """Whether some rank was asked to stop. Every rank calls this, where the next step's own sum is far."""

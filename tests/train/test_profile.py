@@ -100,3 +100,11 @@ def test_what_cannot_be_traced_is_refused() -> None:
         table = {"model": "tiny-llama", "layout": "dp=2", "profile": {"steps": 1}}
         with pytest.raises(UserError, match=sentence):
             build_run(table, [setting])
+
+
+def test_a_training_that_fails_leaves_what_it_traced(tmp_path: Path) -> None:
+    fields = [*SHORT, f"training.steps={STEPS}"]
+    finished = run(train("--layout", "dp=1", "--profile", "--inject", "oom rank=0 step=5", fields=fields), tmp_path)
+    assert finished.returncode == 1 and finished.stderr.startswith("error: rank 0 of "), finished.stderr
+    names = [event["name"] for event in regions(tmp_path / "runs/default/profile/trace-00000.json.gz")]
+    assert {"step 4", "step 5"} <= set(names)
