@@ -23,16 +23,14 @@ def compiled_kept(shape: Shape, jobs: Jobs, engine: Engine) -> tuple[Array, Arra
 
     Of every layer: its input and the sum after attention; queries, keys, values, what attention gave and the sums of
     its exponentials. With nothing recomputed also the inputs of products, which tensor ranks gather whole; selective
-    recomputation makes these again but for what was gathered. In fp8 they are kept in 8 bits."""
+    recomputation makes, and gathers, these again. In fp8 they are kept in 8 bits."""
     element = engine.activation_wire
     split = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
     inputs = np.where(jobs.recompute == 1, 0.0, 1.0 if engine.narrow else element)
-    # What tensor ranks gathered is not gathered again.
-    whole = np.where((jobs.recompute == 1) & (jobs.tp > 1), element, inputs)
     plain = (2 * shape.heads + 2 * np.maximum(shape.kv_heads, jobs.tp)) * shape.head_dim
     latent = shape.heads * (2 * (shape.nope_dim + shape.rope_dim) + 2 * shape.v_dim)
     seen = shape.heads * np.where(shape.latent > 0, shape.v_dim, shape.head_dim)
-    each = shape.hidden * (2 * element / split + 2 * whole) + 8 / split
+    each = shape.hidden * (2 * element / split + 2 * inputs) + 8 / split
     each = each + (element * np.where(shape.latent > 0, latent, plain) + 4 * shape.heads) / jobs.tp
     normed = (
         shape.heads + np.maximum(shape.kv_heads, jobs.tp)

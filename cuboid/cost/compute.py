@@ -9,6 +9,9 @@ from cuboid.cost.engine import Engine
 from cuboid.cost.flops import head_parameters, layer_parameters
 from cuboid.cost.inputs import Array, Jobs, Shape
 
+WARM = 0.7
+"""Share of a layer's time that multiplications take where an accelerator was measured."""
+
 
 @dataclass(frozen=True)
 class Kernels:
@@ -54,20 +57,28 @@ def _rates(chip: Chip, engine: Engine, precision: str) -> _Rates:
     return _Rates(narrow, plain, engine.cast_traffic if low else 0.0, chip.kernel_floor, chip.narrow, bandwidth)
 
 
-def _multiply(rates: _Rates, rows: Array, inner: Array, columns: Array, wide: bool = False) -> Array:
-    """Seconds of one matrix multiplication rows × inner by inner × columns."""
+def _multiply(
+    rates: _Rates, rows: Array, inner: Array, columns: Array, wide: bool = False, again: bool = False
+) -> Array:
+    """Seconds of one matrix multiplication rows × inner by inner × columns. `again`: its rows are those of another one
+    too, converted with that."""
     rate = rates.plain if wide else rates.linear
     smallest = np.minimum(np.minimum(rows, inner), columns)
     arithmetic = 2 * rows * inner * columns / rate * (1 + rates.narrow / np.maximum(smallest, 1))
     moved = 2 * (rows * inner + inner * columns + rows * columns)
-    cast = 0.0 if wide else rates.cast * rows * inner / rates.bandwidth
+    cast = 0.0 if wide or again else rates.cast * rows * inner / rates.bandwidth
     return rates.floor + np.maximum(arithmetic, moved / rates.bandwidth) + cast
 
 
-def _projections(rates: _Rates, shape: Shape, rows: Array, tp: Array) -> Array:
-    """The multiplications of an attention block."""
+def _projections(rates: _Rates, shape: Shape, rows: Array, tp: Array, apart: bool) -> Array:
+    """The multiplications of an attention block. `apart`: each by itself."""
     width, kv = shape.heads * shape.head_dim / tp, np.maximum(shape.kv_heads / tp, 1) * shape.head_dim
-    plain = _multiply(rates, rows, shape.hidden, width + 2 * kv) + _multiply(rates, rows, width, shape.hidden)
+    if apart:
+        inputs = _multiply(rates, rows, shape.hidden, width)
+        inputs = inputs + 2 * _multiply(rates, rows, shape.hidden, kv, again=True)
+    else:
+        inputs = _multiply(rates, rows, shape.hidden, width + 2 * kv)
+    plain = inputs + _multiply(rates, rows, width, shape.hidden)
     if not np.any(shape.latent > 0):
         return plain
     heads = shape.heads / tp
@@ -82,9 +93,23 @@ def _projections(rates: _Rates, shape: Shape, rows: Array, tp: Array) -> Array:
     return np.where(shape.latent > 0, latent, plain)
 
 
-def _feed_forward(rates: _Rates, shape: Shape, rows: Array, width: Array, wide: bool = False) -> Array:
-    up = _multiply(rates, rows, shape.hidden, (1 + shape.gated) * width, wide)
+def _feed_forward(
+    rates: _Rates, shape: Shape, rows: Array, width: Array, wide: bool = False, apart: bool = False
+) -> Array:
+    if apart:
+        up = _multiply(rates, rows, shape.hidden, width, wide)
+        up = up + shape.gated * _multiply(rates, rows, shape.hidden, width, wide, again=True)
+    else:
+        up = _multiply(rates, rows, shape.hidden, (1 + shape.gated) * width, wide)
     return up + _multiply(rates, rows, width, shape.hidden, wide)
+
+
+def _heated(engine: Engine, linear: Array, rest: Array) -> Array:
+    """Seconds of multiplications forward and backward, of which three times `linear`, beside the rest of a layer."""
+    if not engine.heat:
+        return linear
+    share = 3 * linear / (3 * linear + rest)
+    return np.asarray(linear * (1 + engine.heat * (share - WARM)))
 
 
 def _attention(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine) -> tuple[Array, Array]:
@@ -116,14 +141,16 @@ def kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: str
     rates = _rates(chip, engine, precision)
     rows, tp = jobs.tokens, jobs.tp
     split = np.where(jobs.sequence_parallel > 0, tp, 1.0)
-    projections = _projections(rates, shape, rows, tp)
+    projections = _projections(rates, shape, rows, tp, engine.apart)
     attention_forward, attention_backward = _attention(shape, jobs, chip, engine)
     element = engine.hidden_traffic * rows * shape.hidden / split / rates.bandwidth
     inner = engine.ffn_traffic * rows * (1 + shape.gated) * shape.ffn / tp / rates.bandwidth
-    linear = projections + _feed_forward(rates, shape, rows, shape.ffn / tp)
+    linear = projections + _feed_forward(rates, shape, rows, shape.ffn / tp, apart=engine.apart)
     rest = element + inner
+    whole = engine.whole_traffic * rows * shape.hidden * (1 - 1 / split) / rates.bandwidth
+    linear = _heated(engine, linear, attention_forward + attention_backward + 2.6 * rest + whole)
     dense_forward = linear + attention_forward + rest
-    dense_backward = 2 * linear + attention_backward + 1.6 * rest
+    dense_backward = 2 * linear + attention_backward + 1.6 * rest + whole
     mixture_forward, mixture_backward = dense_forward, dense_backward
     if np.any(shape.experts > 0):
         routed = rows * shape.top_k
@@ -141,7 +168,8 @@ def kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: str
         rest = element + engine.ffn_traffic * (1 + shape.gated) * width / rates.bandwidth
         rest = rest + engine.routing_traffic * copies * shape.hidden / rates.bandwidth
         mixture_forward = np.where(shape.experts > 0, linear + attention_forward + rest, dense_forward)
-        mixture_backward = np.where(shape.experts > 0, 2 * linear + attention_backward + 1.6 * rest, dense_backward)
+        backward = 2 * linear + attention_backward + 1.6 * rest + whole
+        mixture_backward = np.where(shape.experts > 0, backward, dense_backward)
     dense_backward, mixture_backward, table = _with_gradients(
         shape, jobs, engine, rates, dense_backward, mixture_backward
     )

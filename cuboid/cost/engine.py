@@ -21,8 +21,16 @@ class Engine:
     """… of its backward pass, once more."""
     linear_scale: float = 1.0
     """Matrix multiplication time against the accelerator's own best."""
+    heat: float = 0.0
+    """Share by which multiplications slow down per share of the time that they take beyond `WARM`: an accelerator at
+    its power limit gives them less, the less else it does."""
+    apart: bool = False
+    """Queries, keys, values, gate and up are multiplications of their own."""
     hidden_traffic: float = 28.0
     """Bytes an element-wise kernel moves forward per token and hidden element of a layer."""
+    whole_traffic: float = 0.0
+    """Bytes moved backward per token and hidden element of a layer that tensor ranks hold whole for a moment, though
+    they split the sequence: gradients of the inputs of multiplications, before their sum."""
     ffn_traffic: float = 6.0
     """… and per feed-forward element."""
     loss_traffic: float = 16.0

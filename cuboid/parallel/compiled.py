@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,8 @@ def compiled_block(
     """`whole`: the block computes alone, so one graph holds it all; else its collectives divide it. `options`: what the
     compiler is told besides."""
     module = _Recomputed(block, recompute) if recompute == "selective" else block
+    # Of operations in place, which blocks have none of.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     module.compile(fullgraph=whole, dynamic=False, options=options)
     # What a full recomputation keeps is the block's input: nothing for the compiler to decide.
     return with_recompute(module, recompute) if recompute == "full" else module

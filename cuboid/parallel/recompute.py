@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import cuboid.parallel.imagined  # noqa: F401, what `_DEAR` names
 from cuboid.parallel.context import KEPT
 from cuboid.spec.layout import Recompute
 
@@ -30,6 +31,7 @@ _DEAR = {
     torch.ops.aten._grouped_mm.default,
     # In a compiled block, which then keeps these sums and not the products they come of, tp times as large.
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops.cuboid.imagined_scatter.default,
     *KEPT,
 }
 

@@ -22,6 +22,7 @@ from cuboid.model.precision import wide
 from cuboid.model.transformer import IGNORED, Block, Embedding, Head, VocabularyEmbedding
 from cuboid.parallel.collectives import all_gather, all_reduce, all_reduce_maximum, reduce_scatter
 from cuboid.parallel.groups import Group
+from cuboid.parallel.imagined import imagined_gather, imagined_scatter
 from cuboid.plan.slices import kv_head_of_query, vocabulary_rows
 from cuboid.spec.model import ModelSpec
 
@@ -87,14 +88,14 @@ class Region:
     def enter(self, x: Tensor) -> Tensor:
         if self.traced and torch.compiler.is_compiling():
             if self._imagined:
-                return x.repeat(self.group.size, 1)
+                return imagined_gather(x, self.group.size)
             return all_gather_tensor_autograd(x, 0, self._ranks)
         return self._enter(x)
 
     def leave(self, x: Tensor) -> Tensor:
         if self.traced and torch.compiler.is_compiling():
             if self._imagined:
-                return x.unflatten(0, (self.group.size, -1)).sum(0)
+                return imagined_scatter(x, self.group.size)
             return reduce_scatter_tensor_autograd(x, "sum", 0, self._ranks)
         return self._leave(x)
 

@@ -8,6 +8,7 @@ from cuboid.cost.inputs import Shape
 from cuboid.cost.offload import optimizer_time
 from cuboid.cost.sharding import rank_parameters
 from cuboid.plan.choose import predict
+from cuboid.plan.exchanges import exchanges
 from cuboid.plan.question import Question
 from cuboid.plan.space import Space
 from cuboid.plan.stages import LayerSeconds, held
@@ -32,7 +33,8 @@ class Expected:
     memory: dict[str, float]
     """Bytes, by the kinds a rank reports."""
     seconds: float
-    """Of its computing in a step: layers, embedding, head, update; no communication, no waiting."""
+    """Of its computing in a step: layers, embedding, head, update, and the copies that stand for what other ranks would
+    send (`parallel.imagined`); no communication, no waiting."""
 
 
 def expected(run: Run, rank: int, cluster: ClusterSpec) -> Expected:
@@ -50,10 +52,10 @@ def expected(run: Run, rank: int, cluster: ClusterSpec) -> Expected:
     stage = coordinates(rank, layout).pp
     row = plan.memory[stage]
     memory = {kind: sum(row[line] for line in lines) for kind, lines in KINDS.items()}
-    return Expected(memory, _seconds(question, run, stage))
+    return Expected(memory, _seconds(question, run, rank, stage))
 
 
-def _seconds(question: Question, run: Run, stage: int) -> float:
+def _seconds(question: Question, run: Run, rank: int, stage: int) -> float:
     layout = run.layout
     space = Space.of([layout], question)
     part = held(run.model, layout.schedule, layout.pp, layout.vpp, run.training.sequence)
@@ -64,5 +66,17 @@ def _seconds(question: Question, run: Run, stage: int) -> float:
     passes = space.jobs.micro_batches * (layers + first * seconds.parts.embedding + last * seconds.head)
     shape, count = Shape.of(run.model), np.asarray(part.layers[stage])
     owned = rank_parameters(shape, space.jobs, count, np.asarray(first), np.asarray(last))
-    update = optimizer_time(space.jobs, question.machine.chip, question.profile, owned, np.zeros(()))
-    return float(np.ravel(passes + update)[0])
+    chip = question.machine.chip
+    update = optimizer_time(space.jobs, chip, question.profile, owned, np.zeros(()))
+    copied = _copied(run, rank) / (chip.memory_bandwidth * chip.memory_efficiency)
+    return float(np.ravel(passes + update)[0]) + copied
+
+
+def _copied(run: Run, rank: int) -> float:
+    """Bytes read and written in place of exchanges; sums over all ranks and messages take nothing."""
+    moved = (
+        exchange.calls * exchange.size * (1 + 1 / exchange.ranks)
+        for exchange in exchanges(run, rank)
+        if exchange.kind in ("all-gather", "reduce-scatter")
+    )
+    return sum(moved)

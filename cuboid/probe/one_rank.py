@@ -28,6 +28,10 @@ from cuboid.train.step import compute_gradients
 from cuboid.train.tally import Tally
 
 
+WARM_UP = 3.0
+"""Seconds for which a GPU works before its steps are timed."""
+
+
 @dataclass(frozen=True)
 class RankReport:
     """What one rank of the job took."""
@@ -80,6 +84,7 @@ def _measure(run: Run, rank: int, device: torch.device, steps: int) -> RankRepor
     _step(engine, optimizer, batches)
     synchronize(device)
     if on_gpu:
+        _warm_up(engine, optimizer, batches)
         torch.cuda.reset_peak_memory_stats(device)
     seconds = []
     for _ in range(steps):
@@ -99,6 +104,14 @@ def _measure(run: Run, rank: int, device: torch.device, steps: int) -> RankRepor
         beside, buffers = float(tally.beside), float(resident)
         known = {**known, "parameters": tally.peak - beside - known["gradients"] - known["optimizer"]}
     return RankReport({**known, "activations": beside, "buffers": buffers}, tuple(seconds), device.type)
+
+
+def _warm_up(engine: Engine, optimizer: Optimizer, batches: list[MicroBatch]) -> None:
+    """A cold GPU is faster than it stays."""
+    end = time.perf_counter() + WARM_UP
+    while time.perf_counter() < end:
+        _step(engine, optimizer, batches)
+        synchronize(engine.device)
 
 
 def _step(engine: Engine, optimizer: Optimizer, batches: list[MicroBatch]) -> None:
