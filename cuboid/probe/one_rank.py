@@ -27,7 +27,6 @@ from cuboid.train.optimizer import Optimizer
 from cuboid.train.step import compute_gradients
 from cuboid.train.tally import Tally
 
-
 WARM_UP = 3.0
 """Seconds for which a GPU works before its steps are timed."""
 
