@@ -138,7 +138,10 @@ class _Builder:
         self.deferral = Deferral()
         self.compiled = is_compiled(run, device)
         self.units: dict[str, Unit] = {}
-        traced = self.compiled and not run.output.count_communication
+        # Gloo, through which ranks that share a GPU speak, takes its sums from the host's memory only (it would crash);
+        # exchanges that go on under products do not go through it.
+        reachable = device.type != "cuda" or not groups.tensor.is_gloo or run.training.overlap_tensor == "on"
+        traced = self.compiled and not run.output.count_communication and reachable
         self.region = Region(groups.tensor, self.layout.sequence_parallel, traced) if groups.tensor.size > 1 else None
         seen = self.region is not None and self.region.traced
         self.options = compiler_options(run, groups.tensor, device, seen)

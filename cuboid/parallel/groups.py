@@ -39,6 +39,10 @@ class Group:
         is computed on decides how much power a GPU draws, and so how fast it is."""
         return self.handle is not None and dist.get_backend(self.handle) == "fake"
 
+    @property
+    def is_gloo(self) -> bool:
+        return self.handle is not None and dist.get_backend(self.handle) == "gloo"
+
     def count(self, kind: Kind, size: int) -> None:
         """Enter one exchange of `size` bytes."""
         if self.ledger is not None:
