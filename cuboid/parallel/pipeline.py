@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from cuboid.model.precision import wide
 from cuboid.parallel.channel import Channels
@@ -88,7 +89,7 @@ class Pipeline:
         self._scale = scale
         self._loss = torch.zeros((), dtype=self._loss_dtype, device=scale.device)
         self._channels = Channels(self.schedule, self.rank, *self._groups, self._like)
-        self._in_flight: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._in_flight: dict[tuple[int, int], tuple[Tensor, GradientEdge]] = {}
         self._postponed: dict[tuple[int, int], dict[Any, list[Callable[[], None]]]] = {}
         self.timing.clear()
         for action in self.schedule.actions[self.rank]:
@@ -107,11 +108,9 @@ class Pipeline:
         self._micro_batches = micro_batches
         self._loss = torch.zeros((), dtype=self._loss_dtype, device=self._like.device)
         self._channels = Channels(schedule, self.rank, *self._groups, self._like)
-        self._in_flight = {}
         for action in schedule.actions[self.rank]:
             PULSE.do("forward", action.stage, action.micro_batch)
             self._forward(action.stage, action.micro_batch)
-            self._in_flight.clear()
         self._channels.finish()
         return self._loss
 
@@ -130,17 +129,19 @@ class Pipeline:
         received = stage > 0
         x = self._receive(Message(stage - 1, stage, index)).requires_grad_() if received else share.tokens
         y = self.stages[stage].forward(x, share)
-        self._in_flight[stage, index] = (x, y)
+        if y.requires_grad:
+            # Where the backward pass enters, and not what went out: once it is sent, nobody needs that.
+            self._in_flight[stage, index] = (x, get_gradient_edge(y))
         if stage + 1 < self.schedule.stages:
             self._channels.send(Message(stage, stage + 1, index), y.detach())
         else:
             self._loss += y.detach()
 
     def _backward(self, stage: int, index: int) -> None:
-        x, y = self._in_flight.pop((stage, index))
+        x, output = self._in_flight.pop((stage, index))
         last = stage + 1 == self.schedule.stages
         gradient = self._scale if last else self._receive(Message(stage + 1, stage, index))
-        self.stages[stage].backward(y, gradient)
+        self.stages[stage].backward(output, gradient)
         if stage > 0:
             assert x.grad is not None
             self._channels.send(Message(stage, stage - 1, index), x.grad)

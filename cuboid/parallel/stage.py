@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.profiler import record_function
 
 from cuboid.parallel.deferral import Deferral
@@ -114,7 +115,7 @@ class Stage:
             segment.release()
         return x
 
-    def backward(self, output: Tensor, gradient: Tensor) -> None:
+    def backward(self, output: GradientEdge, gradient: Tensor) -> None:
         torch.autograd.backward(output, gradient)
         for segment in reversed(self.segments):
             segment.end_backward()  # an embedding has no input whose gradient could end it

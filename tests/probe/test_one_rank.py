@@ -44,6 +44,19 @@ def test_recomputation_keeps_less(capsys: pytest.CaptureFixture[str]) -> None:
     assert again["activations"] < some["activations"] < kept["activations"]
 
 
+def test_what_was_sent_is_not_kept(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a micro-batch on its way a stage keeps the input of each of its layers, not what it gave the next stage."""
+    layers, tokens = 2, 64
+    one = 4 * tokens * 64  # bytes of what goes from layer to layer
+    kept = []
+    for count in (2, 3):
+        layout = "dp=1,pp=4,recompute=full"
+        job = [*JOB, "--global-batch", str(count), "--json"]
+        assert main(["probe", "--rank", "1", "--layout", layout, *job]) == 0
+        kept.append(json.loads(capsys.readouterr().out)["measured"]["memory"]["activations"])
+    assert kept[1] - kept[0] == layers * one
+
+
 def test_what_cannot_be_run_alone_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["probe", "--rank", "8", "--layout", "dp=8", *JOB]) == 2
     assert "use rank=0 to rank=7" in capsys.readouterr().err
