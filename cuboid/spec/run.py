@@ -190,16 +190,35 @@ class Run:
                     "training.overlap_tensor=on hides exchanges, which output.count_communication=true counts; "
                     "use one of them"
                 )
+        if self.training.cuda_graphs == "on" and self.obstacle_to_graphs:
+            raise UserError(f"training.cuda_graphs=on needs {self.obstacle_to_graphs}; use cuda_graphs=auto")
         if self.evaluation.every and not self.data.holds_out:
             raise UserError(
                 f"evaluation.every={self.evaluation.every} has no held-out data; "
                 "use data.validation_fraction=0.01 or name a source in data.validation"
             )
-
         self.profile.check(self.layout.world_size, self.training.steps)
         if self.resilience.goes_back and not self.checkpoint.every:
             policy = self.resilience.bad_steps
             raise UserError(f"resilience.bad_steps={policy} has no checkpoints to go back to; use checkpoint.every=100")
+
+    @property
+    def obstacle_to_graphs(self) -> str:
+        """What the passes of a step would need to be a CUDA graph: nothing exchanged, shapes that stay, nothing in them
+        decided or looked at by the host. Empty: nothing that a run could say."""
+        exact = self.training.deterministic or self.training.precision == "float64"
+        obstacles = {
+            f"one rank, not layout={self.layout}": self.layout.world_size > 1,
+            "offload=false": self.layout.offload,
+            "a model without experts": self.model.mixture is not None,
+            "data.attention_within_documents=false": self.data.attention_within_documents,
+            "output.count_communication=false": self.output.count_communication,
+            "output.keep_timing=false": self.output.keep_timing,
+            "a run that is not profiled": self.profile.steps > 0,
+            "a GPU, not training.device=cpu": self.training.device == "cpu",
+            "compiled blocks": self.training.compile == "off" or (exact and self.training.compile == "auto"),
+        }
+        return next((need for need, missing in obstacles.items() if missing), "")
 
     @property
     def micro_batches(self) -> int:

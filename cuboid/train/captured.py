@@ -15,7 +15,6 @@ from torch import Tensor
 from cuboid.errors import UserError
 from cuboid.parallel.apply import Engine
 from cuboid.parallel.share import Share
-from cuboid.spec.run import Run
 from cuboid.train.optimizer import Optimizer
 
 WARM_UP = 3
@@ -40,24 +39,12 @@ RunPasses = Callable[[list[Share], Tensor], Passes]
 """From what the rank sees of its micro-batches and the loss scale."""
 
 
-def can_be_captured(run: Run, engine: Engine) -> bool:
-    """Nothing is exchanged, shapes stay the same, and nothing in the passes is decided by the host."""
-    plain = engine.balance is None and engine.ledger is None and not run.data.attention_within_documents
-    alone = run.layout.world_size == 1 and engine.device.type == "cuda" and not run.layout.offload
-    watched = run.profile.steps or run.output.keep_timing
-    return alone and plain and engine.compiled and not watched
-
-
 def make_passes(engine: Engine, optimizer: Optimizer, plain: RunPasses) -> RunPasses:
     """`plain`: the passes as the host starts them, kernel by kernel. `optimizer`: updates from what they leave."""
     asked = engine.run.training.cuda_graphs
-    possible = can_be_captured(engine.run, engine)
-    if asked == "on" and not possible:
-        raise UserError(
-            "training.cuda_graphs=on needs a dense model in a compiled training on one GPU, without offload, "
-            "attention within documents, counted communication, timing or a profile; "
-            "use training.cuda_graphs=auto or off"
-        )
+    if asked == "on" and engine.device.type != "cuda":
+        raise UserError("training.cuda_graphs=on needs a GPU; use cuda_graphs=auto")
+    possible = engine.device.type == "cuda" and not engine.run.obstacle_to_graphs
     return plain if asked == "off" or not possible else CapturedPasses(plain, optimizer, always=asked == "on")
 
 
@@ -100,6 +87,7 @@ class CapturedPasses:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             self._outputs = self._plain(*self._inputs)
+        torch.cuda.empty_cache()  # of gradients as they were before, which this graph has its own memory for
         self._optimizer.capture()
 
     def _replay(self, shares: list[Share], factor: Tensor) -> Passes:

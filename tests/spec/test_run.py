@@ -190,3 +190,22 @@ def test_exchanges_go_under_products_where_that_can_be() -> None:
     assert "training.compile=on" in refusal([on, "training.precision=float64"])
     assert "sequence_parallel=true" in refusal([on, "layout=tp=2,sequence_parallel=false"])
     assert "output.count_communication=true" in refusal([on, "layout=tp=2", "output.count_communication=true"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "need"),
+    [
+        (["layout=dp=2"], "one rank, not layout=dp=2,tp=1,pp=1"),
+        (["data.attention_within_documents=true"], "data.attention_within_documents=false"),
+        (["training.device=cpu"], "a GPU, not training.device=cpu"),
+        (["training.precision=float64"], "compiled blocks"),
+        (["profile.steps=3"], "a run that is not profiled"),
+    ],
+)
+def test_what_cuda_graphs_need(changes: list[str], need: str) -> None:
+    on = "training.cuda_graphs=on"
+    assert build_run(PLAIN, [on]).obstacle_to_graphs == ""
+    with pytest.raises(UserError) as error:
+        build_run(PLAIN, [on, *changes])
+    assert str(error.value) == f"training.cuda_graphs=on needs {need}; use cuda_graphs=auto"
+    assert build_run(PLAIN, ["training.cuda_graphs=auto", *changes]).obstacle_to_graphs == need
