@@ -9,8 +9,9 @@ from cuboid.cost.engine import Engine
 from cuboid.cost.flops import head_parameters, layer_parameters
 from cuboid.cost.inputs import Array, Jobs, Shape
 
-WARM = 0.7
-"""Share of a layer's time that multiplications take where an accelerator was measured."""
+COOL, WARM = 0.58, 0.7
+"""Shares of a layer's time that multiplications take: below the first nothing limits their power, at the second their
+rate was measured."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def _heated(engine: Engine, linear: Array, rest: Array) -> Array:
     if not engine.heat:
         return linear
     share = 3 * linear / (3 * linear + rest)
-    return np.asarray(linear * (1 + engine.heat * (share - WARM)))
+    return np.asarray(linear * (1 + engine.heat * (np.maximum(share, COOL) - WARM)))
 
 
 def _attention(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine) -> tuple[Array, Array]:
@@ -122,8 +123,9 @@ def _attention(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine) -> tuple[Ar
     full = 4 * jobs.tokens * jobs.sequence * width / jobs.tp
     peak = chip.peak["bf16"]
     if engine.fused_attention:
-        forward = 0.5 * full / (peak * chip.attention_forward) * engine.attention_scale + chip.kernel_floor
-        scale = engine.attention_scale * engine.attention_back
+        scale = engine.attention_scale * (1 + engine.attention_narrow * np.maximum(128 / shape.head_dim - 1, 0.0))
+        forward = 0.5 * full / (peak * chip.attention_forward) * scale + chip.kernel_floor
+        scale = scale * engine.attention_back
         backward = 1.25 * full / (peak * chip.attention_backward) * scale + 2 * chip.kernel_floor
         return forward, backward
     scores = jobs.tokens * jobs.sequence * shape.heads / jobs.tp

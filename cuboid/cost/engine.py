@@ -19,11 +19,14 @@ class Engine:
     """Attention time against the accelerator's own best kernel."""
     attention_back: float = 1.0
     """… of its backward pass, once more."""
+    attention_narrow: float = 0.0
+    """Share by which it is slower with heads of 64 than with heads of 128: as many exponentials for half the
+    multiplications."""
     linear_scale: float = 1.0
     """Matrix multiplication time against the accelerator's own best."""
     heat: float = 0.0
-    """Share by which multiplications slow down per share of the time that they take beyond `WARM`: an accelerator at
-    its power limit gives them less, the less else it does."""
+    """Share by which multiplications slow down per share of the time that they take beyond `compute.WARM`: an
+    accelerator at its power limit gives them less, the less else it does."""
     apart: bool = False
     """Queries, keys, values, gate and up are multiplications of their own."""
     hidden_traffic: float = 28.0
