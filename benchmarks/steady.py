@@ -59,7 +59,8 @@ CLASSES = (
     ("attention", r"sdpa|fmha|flash|attention|cudnn_generated"),
     ("matrix products", r"nvjet|gemm|cutlass|cublas|splitk|xmma|_mm_"),
     ("copies", r"memcpy|memset|copy_kernel|direct_copy"),
-    ("norm of the gradient", r"multi_tensor|pow_sum|foreach"),
+    ("norm of the gradient", r"multi_tensor|pow_sum|foreach|sum_squares"),
+    ("loss", r"loss_and_gradient"),
     ("element-wise", r"triton|elementwise|reduce|softmax|index|embedding|cat|fill|scatter|gather"),
 )
 

@@ -61,7 +61,7 @@ def _track(source: int, target: int) -> Track:
 
 def transport_device(like: Tensor, group: Group) -> torch.device:
     """Gloo, which serves ranks that share a GPU, sends from host memory only."""
-    return torch.device("cpu") if dist.get_backend(group.handle) == "gloo" else like.device
+    return torch.device("cpu") if group.is_gloo else like.device
 
 
 class Channels:

@@ -93,7 +93,7 @@ def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
     if group.is_imagined:
         return Pending(None, torch.sum(x.view(group.size, *part.shape), 0, out=part))
     awaited: tuple[Track, Wait] = (group.track, "reduce-scatter")
-    if dist.get_backend(group.handle) == "gloo":
+    if group.is_gloo:
         # Its own reduce-scatter is an all-reduce in disguise; a direct exchange moves half the bytes, in one hop.
         received = torch.empty_like(x, memory_format=torch.contiguous_format)
         work = dist.all_to_all_single(received, x.contiguous(), group=group.handle, async_op=True)
@@ -110,7 +110,7 @@ def start_shift(x: Tensor, group: Group, tag: int = 0) -> Pending:
         with group.track.joined("shift"):
             return Pending(None, group.local.shift(x))
     # Gloo, which also serves ranks that share a GPU, sends from host memory only.
-    device = torch.device("cpu") if dist.get_backend(group.handle) == "gloo" else x.device
+    device = torch.device("cpu") if group.is_gloo else x.device
     sent = x.contiguous().to(device)
     received = torch.empty_like(sent)
     after, before = group.ranks[(group.index + 1) % group.size], group.ranks[group.index - 1]

@@ -17,10 +17,8 @@ from cuboid.spec.run import Run
 
 
 def is_compiled(run: Run, device: torch.device) -> bool:
-    if run.training.compile == "auto":
-        exact = run.training.deterministic or run.training.precision == "float64"
-        return device.type == "cuda" and not exact
-    return run.training.compile == "on"
+    wanted = run.training.compile == "on" or device.type == "cuda"
+    return wanted and not run.training.compiles_nothing
 
 
 class _Recomputed(nn.Module):

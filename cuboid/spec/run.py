@@ -206,7 +206,6 @@ class Run:
     def obstacle_to_graphs(self) -> str:
         """What the passes of a step would need to be a CUDA graph: nothing exchanged, shapes that stay, nothing in them
         decided or looked at by the host. Empty: nothing that a run could say."""
-        exact = self.training.deterministic or self.training.precision == "float64"
         obstacles = {
             f"one rank, not layout={self.layout}": self.layout.world_size > 1,
             "offload=false": self.layout.offload,
@@ -216,7 +215,7 @@ class Run:
             "output.keep_timing=false": self.output.keep_timing,
             "a run that is not profiled": self.profile.steps > 0,
             "a GPU, not training.device=cpu": self.training.device == "cpu",
-            "compiled blocks": self.training.compile == "off" or (exact and self.training.compile == "auto"),
+            "compiled blocks": self.training.compiles_nothing,
         }
         return next((need for need, missing in obstacles.items() if missing), "")
 

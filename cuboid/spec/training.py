@@ -49,13 +49,19 @@ class TrainingSpec:
     with sequence_parallel, on GPUs of one machine that reach one another's memory. Not measured on GPUs yet, so it
     has to be asked for."""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
-    """Start forward and backward passes on one GPU by a single call of the host; auto: where the GPU is seen to wait
-    for the host. Changes no result."""
+    """Start forward and backward passes, and the update, on one GPU by a single call of the host each; auto: where the
+    GPU is seen to wait for the host. Changes no result."""
 
     @property
     def weights(self) -> Literal["float32", "bf16", "fp16", "float64"]:
         """The precision of weights and activations."""
         return "bf16" if self.precision == "fp8" else self.precision
+
+    @property
+    def compiles_nothing(self) -> bool:
+        """Whatever the device."""
+        exact = self.deterministic or self.precision == "float64"
+        return self.compile == "off" or (exact and self.compile == "auto")
 
     def __post_init__(self) -> None:
         check_types(self, "training")
@@ -73,8 +79,7 @@ class TrainingSpec:
             )
         if self.overlap_tensor == "on" and self.device == "cpu":
             raise UserError("training.overlap_tensor=on needs GPUs, not training.device=cpu; use overlap_tensor=auto")
-        exact = self.deterministic or self.precision == "float64"
-        if self.overlap_tensor == "on" and (self.compile == "off" or (exact and self.compile == "auto")):
+        if self.overlap_tensor == "on" and self.compiles_nothing:
             raise UserError(
                 "training.overlap_tensor=on needs compiled blocks; use training.compile=on or overlap_tensor=auto"
             )
