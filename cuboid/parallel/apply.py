@@ -26,7 +26,7 @@ from cuboid.parallel.loss_scale import LossScale
 from cuboid.parallel.pipeline import Pipeline
 from cuboid.parallel.recompute import with_recompute
 from cuboid.parallel.share import Share, Sharing
-from cuboid.parallel.stage import Segment, Stage
+from cuboid.parallel.stage import Reduction, Segment, Stage
 from cuboid.parallel.tensor import Region, split_block, split_embedding, split_head
 from cuboid.parallel.unit import Unit
 from cuboid.plan.parameters import BALANCE, EXPERTS, TIED, is_block_linear, unit_of
@@ -136,6 +136,7 @@ class _Builder:
         if self.fp8_rows is not None:
             require_fp8(device)
         self.deferral = Deferral()
+        self.reduction = Reduction()
         self.compiled = is_compiled(run, device)
         self.units: dict[str, Unit] = {}
         # Gloo, through which ranks that share a GPU speak, takes its sums from the host's memory only (it would crash);
@@ -227,7 +228,7 @@ class _Builder:
                 set_parameter(module, inside[name], unit.parameters[name])
             if not unit_name.endswith(BALANCE):  # always whole, and no gradient ever comes to it
                 used.append(unit)
-        return Segment(prefix, run, used, self.deferral)
+        return Segment(prefix, run, used, self.deferral, self.reduction)
 
     def _unit(self, name: str, shapes: dict[str, tuple[int, ...]]) -> Unit:
         if name not in self.units:

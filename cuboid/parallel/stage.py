@@ -19,15 +19,35 @@ from cuboid.parallel.share import Share
 from cuboid.parallel.unit import Unit
 
 
+class Reduction:
+    """Of all segments of a rank one at most has its gradients on their way whole, as long as the next one computes."""
+
+    def __init__(self) -> None:
+        self._sent: list[Unit] = []
+
+    def begin(self, units: list[Unit]) -> None:
+        for unit in self._sent:
+            unit.settle_shards()
+        self._sent = units
+        for unit in units:
+            unit.collect()
+
+
 class Segment:
     """A module and the units its parameters lie in."""
 
     def __init__(
-        self, name: str, run: Callable[[Tensor, Share], Tensor], units: list[Unit], deferral: Deferral
+        self,
+        name: str,
+        run: Callable[[Tensor, Share], Tensor],
+        units: list[Unit],
+        deferral: Deferral,
+        reduction: Reduction,
     ) -> None:
         self.name = name
         self.run = run
         self.units = units
+        self._reduction = reduction
         self.deferral = deferral
         self.before: Segment | None = None
         self.after: Segment | None = None
@@ -54,8 +74,7 @@ class Segment:
 
     def collect(self) -> None:
         with REGIONS.around("reduce gradients of", self.name):
-            for unit in self.units:
-                unit.collect()
+            self._reduction.begin(self.units)
 
     def begin_backward(self) -> None:
         self._in_backward = True

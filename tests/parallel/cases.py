@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -44,6 +45,24 @@ def assert_equal(pool: Pool, run: Run) -> None:
     result = verdict(pool, run)
     assert result["passed"], result
     assert not result["unforeseen"], result["unforeseen"]
+
+
+def most_on_their_way(rank: int, run: Run) -> int:
+    """Of how many segments gradients are being summed at once, at most, in one step."""
+    engine = build_engine(run, rank, CPU)
+    optimizer = Optimizer(engine, run.optimizer)
+    segments = [segment for stage in engine.pipeline.stages.values() for segment in stage.segments]
+    seen = []
+    for segment in segments:
+
+        def collect(plain: Callable[[], None] = segment.collect) -> None:
+            plain()
+            seen.append(sum(any(unit._gradients._reducing for unit in each.units) for each in segments))
+
+        segment.collect = collect  # type: ignore[method-assign]
+    batches = micro_batches(make_source(run), run, 0, engine.groups.coordinates.dp, CPU)
+    train_step(engine, optimizer, batches, 1e-3)
+    return max(seen)
 
 
 def held_bytes(rank: int, run: Run) -> dict[str, int]:

@@ -36,6 +36,14 @@ def test_each_stage_splits_what_it_says(pool: Pool, dp: int) -> None:
             assert zero < 3 or rank["parameters"] == 0
 
 
+@pytest.mark.parametrize(
+    "layout", ["dp=2,zero=2", "dp=2,pp=2,vpp=2,zero=3,schedule=interleaved", "dp=2,pp=2,zero=2,schedule=zbv"]
+)
+def test_whole_gradients_of_one_segment_at_most_wait_to_be_summed(pool: Pool, layout: str) -> None:
+    run = small_run(layout, "model.layers=4")
+    assert set(pool.run("tests.parallel.cases:most_on_their_way", (run,), ranks=run.layout.world_size)) == {1}
+
+
 def test_hybrid_sharding_splits_over_the_shard_group_only(pool: Pool) -> None:
     whole = whole_bytes()
     for rank in held(pool, "dp=4,zero=1,shard=2"):
