@@ -146,10 +146,10 @@ def rank_memory(
     kept = _kept(shape, jobs, engine, layers, first, again)
     activations = in_flight(jobs, rank) * kept.layers
     if engine.compiled:
-        # What a stage hands on lives until its gradient has come back.
+        # From both neighbours one message is received ahead, and the gradient that is being used has come from one.
         split = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
-        handed = (1 - last) * engine.activation_wire * jobs.tokens * shape.hidden / split
-        activations = in_flight(jobs, rank) * (kept.layers + handed)
+        message = engine.activation_wire * jobs.tokens * shape.hidden / split
+        activations = activations + ((1 - first) + 2 * (1 - last)) * message
         alone, moment = fullest(shape, jobs, engine, held, kept, activations, first, last)
         gradients = np.where(alone, 0.0, gradients) + moment.gradients
         lines = (moment.activations, moment.logits, moment.transient, np.asarray(engine.fixed))
