@@ -47,7 +47,9 @@ class Profile:
         self._before = resident_peak()
         self._records = run.profile.traces(rank) and run.profile.memory and device.type == "cuda"
         if self._records:
-            torch.cuda.memory._record_memory_history(max_entries=MOST_ALLOCATIONS, stacks="python")
+            # Not where memory is freed: that happens while an exception passes too, as recomputation ends by one, and
+            # looking at Python's frames then loses the exception.
+            torch.cuda.memory._record_memory_history(context="alloc", max_entries=MOST_ALLOCATIONS, stacks="python")
 
     def __enter__(self) -> Profile:
         return self
