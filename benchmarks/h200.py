@@ -20,7 +20,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,9 +44,13 @@ SHAPES = {
 }
 VOCABULARY = 128256
 PEAK = 989e12
-WARM_UP = 4
+STEPS = 12
 REPORTED = 3
-"""The peer reports the mean speed of so many steps; the median of such reports is taken on both sides."""
+"""The peer trains so many steps and reports the mean speed of every three; the median of all reports but those with
+the compilation in them is taken on both sides."""
+LEARNING_RATE, WARM_UP = 8e-4, 2
+"""The peer's: the highest, then linearly to nothing. What has been learned is what is computed on, and so it matters:
+the same products of other numbers draw another power."""
 
 
 def benchmark_run(shape: str, micro_batch: int, sequence: int, store: str, changes: list[str]) -> Run:
@@ -72,29 +75,32 @@ def measure(run: Run, steps: int) -> dict[str, Any]:
     optimizer = Optimizer(engine, run.optimizer)
     passes = make_passes(engine, optimizer, partial(run_passes, engine))
     source = make_source(run)
-    ends: list[float] = []
-    before: PendingStep | None = None
-    for step in range(WARM_UP + steps + 1):  # as the trainer does: one step is started while the one before computes
-        if step == WARM_UP:
+    begun: list[PendingStep] = []
+    for step in range(steps):  # as the trainer does: one step is started while the one before computes
+        if step == REPORTED:
             torch.cuda.reset_peak_memory_stats()
-        now = start_step(engine, optimizer, micro_batches(source, run, step, 0, device), 1e-5, passes=passes)
-        if before is not None:
-            before.result()
-        before = now
-        ends.append(time.perf_counter())
-    torch.cuda.synchronize()
-    seconds = [end - start for start, end in itertools.pairwise(ends[WARM_UP:])]
+        batches = micro_batches(source, run, step, 0, device)
+        begun.append(start_step(engine, optimizer, batches, learning_rate(step, steps), passes=passes))
+        if step:
+            begun[-2].result()
+    loss = begun[-1].result().loss
+    pairs = itertools.pairwise(begun[REPORTED - 1 :])
+    seconds = [seconds for before, now in pairs if (seconds := now.seconds_after(before)) is not None]
     reports = [statistics.mean(seconds[first : first + REPORTED]) for first in range(0, len(seconds), REPORTED)]
     median = statistics.median(reports)
     tokens = run.training.global_batch * run.training.sequence
     return {
         "tokens_per_second": tokens / median,
         "mfu": flops_per_token(run) * tokens / median / PEAK,
-        "spread": (max(seconds) - min(seconds)) / median,
+        "step_seconds": seconds,
         "allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
-        "loss": now.result().loss,
+        "loss": loss,
     }
+
+
+def learning_rate(step: int, steps: int) -> float:
+    return LEARNING_RATE * min((step + 1) / WARM_UP, (steps - step) / (steps - WARM_UP))
 
 
 def flops_per_token(run: Run) -> float:
@@ -111,8 +117,9 @@ def peer(script: str, shape: str, micro_batch: int, sequence: int) -> dict[str, 
     memory = [float(found) for found in re.findall(r"memory: ([\d.]+)GiB", text)]
     if len(speeds) < 3:
         return {"failed": text.strip().splitlines()[-1][-200:] if text.strip() else f"exit code {done.returncode}"}
-    settled = speeds[2:]  # the first two reports hold the compilation
-    return {"tokens_per_second": statistics.median(settled), "reserved_gib": max(memory)}
+    losses = [float(found) for found in re.findall(r"loss: +([\d.]+)", text)]
+    settled = speeds[2:]  # reports come after the first step and after every third: the first two hold the compilation
+    return {"tokens_per_second": statistics.median(settled), "reserved_gib": max(memory), "loss": losses[-1]}
 
 
 def ours(case: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -157,7 +164,7 @@ def parts(case: str) -> tuple[str, int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", default=["1B:2", "3B:1", "8B-16L:1"], help="shape:micro-batch[:sequence]")
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--steps", type=int, default=STEPS, help="the peer's are always 12")
     parser.add_argument("--set", action="append", default=[], help="change a field of the run")
     parser.add_argument("--peer", help="the peer's script; its arguments are shape, micro-batch, sequence, 1, none")
     parser.add_argument("--json", type=Path, help="append a line for each case")
