@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from h200 import SHAPES, WARM_UP, benchmark_run, letters
+from h200 import SHAPES, benchmark_run, letters
 from torch import Tensor
 
 from cuboid.data.loader import micro_batches
@@ -45,6 +45,7 @@ from cuboid.train.step import PendingStep, start_step
 
 SHAPES["tiny"] = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 128}
 AT_ONCE = 2**26
+WARM_UP = 4
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 

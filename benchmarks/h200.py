@@ -48,9 +48,9 @@ STEPS = 12
 REPORTED = 3
 """The peer trains so many steps and reports the mean speed of every three; the median of all reports but those with
 the compilation in them is taken on both sides."""
-LEARNING_RATE, WARM_UP = 8e-4, 2
-"""The peer's: the highest, then linearly to nothing. What has been learned is what is computed on, and so it matters:
-the same products of other numbers draw another power."""
+LEARNING_RATE, RISING = 8e-4, 2
+"""The peer's: the highest, and in how many steps it is reached; then it falls linearly. What has been learned is what
+is computed on, and so it matters: the same products of other numbers draw another power."""
 
 
 def benchmark_run(shape: str, micro_batch: int, sequence: int, store: str, changes: list[str]) -> Run:
@@ -100,7 +100,7 @@ def measure(run: Run, steps: int) -> dict[str, Any]:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    return LEARNING_RATE * min((step + 1) / WARM_UP, (steps - step) / (steps - WARM_UP))
+    return LEARNING_RATE * min((step + 1) / RISING, (steps - step) / (steps - RISING))
 
 
 def flops_per_token(run: Run) -> float:

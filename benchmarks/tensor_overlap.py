@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from h200 import SHAPES, WARM_UP, benchmark_run, letters
+from h200 import SHAPES, benchmark_run, letters
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -44,6 +44,7 @@ from cuboid.train.step import PendingStep, start_step, train_step
 
 SHAPES["small"] = {"hidden": 1024, "layers": 2, "heads": 16, "kv_heads": 8, "ffn": 4096}
 WAYS = ("off", "on")
+WARM_UP = 4
 FUSED = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
 COMPARED = 2**16
 """Of every tensor so many elements at most."""
