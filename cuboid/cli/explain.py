@@ -36,7 +36,9 @@ def command(
     cluster: Annotated[str | None, typer.Argument(help="The cluster, where a model is named.")] = None,
     layout: Annotated[str | None, typer.Option(help="Explain this layout, e.g. dp=8,tp=8,pp=16.")] = None,
     global_batch: Annotated[int | None, typer.Option(help="Sequences per step, where a model is named.")] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens per sequence, where a model is named.")] = None,
+    seq: Annotated[
+        int | None, typer.Option("--seq", "--sequence", help="Tokens per sequence, where a model is named.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Explain a plan: what must be split and why, what travels where, what fills memory and time, what rivals lose.

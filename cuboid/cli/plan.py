@@ -22,7 +22,7 @@ def command(
     model: Annotated[str, typer.Argument(help="A catalog name, a TOML file or a Hugging Face config.json.")],
     cluster: Annotated[str, typer.Argument(help="A name such as h100x1024, or a TOML file.")],
     global_batch: Annotated[int | None, typer.Option(help="Sequences per optimizer step.")] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens per sequence.")] = None,
+    seq: Annotated[int | None, typer.Option("--seq", "--sequence", help="Tokens per sequence.")] = None,
     purpose: Annotated[str, typer.Option("--for", help="train, or generate.")] = "train",
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of a prompt, for --for generate.")] = 512,
     output_tokens: Annotated[int, typer.Option(help="Tokens that follow it.")] = 128,

@@ -1,6 +1,7 @@
 """The command line: help, one-line errors with status 2, and nothing imported that was not asked for."""
 
 import os
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -29,6 +30,13 @@ def test_every_verb_has_help_with_an_example_and_json(verb: str, capsys: pytest.
     assert f"Example: cuboid {verb}" in shown
     assert "--json" in shown
     assert callable(import_module(f"cuboid.cli.{module_of(verb)}").command)
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "explain", "plan", "probe"])
+def test_the_length_of_sequences_has_one_name_everywhere(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert {"--seq", "--sequence"} <= set(re.findall(r"--[a-z]+", shown))
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
