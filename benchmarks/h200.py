@@ -171,6 +171,8 @@ def main() -> None:
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--table", type=Path, help="print the table of such lines")
     options = parser.parse_args()
+    if options.steps < 2 * REPORTED:
+        parser.error(f"--steps {options.steps} leaves nothing to report; use {2 * REPORTED} or more")
     if options.table:
         print(table([json.loads(line) for line in options.table.read_text().splitlines()]))
         return
