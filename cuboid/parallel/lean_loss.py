@@ -49,7 +49,7 @@ def _loss_and_gradient_on_gpu(logits: Tensor, labels: Tensor) -> Tensor:
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
     magnifier = _magnifier(logits.dtype)
     loss_and_gradient[(rows,)](
-        logits, labels, losses, columns, magnifier, IGNORED=IGNORED, STRIPS=2, STRIP=4096, num_warps=16
+        logits, labels, losses, columns, magnifier, IGNORED=IGNORED, STRIPS=8, STRIP=8192, num_warps=32
     )
     return losses.sum()
 
