@@ -34,6 +34,10 @@ def causal_mix(query: Tensor, key: Tensor, value: Tensor, positions: Positions) 
     return mixed.transpose(1, 2)
 
 
+Project = Callable[[Tensor, Positions], tuple[Tensor, Tensor, Tensor]]
+"""From tokens to queries, keys and values in the shapes that `Mix` takes them in."""
+
+
 class Attention(nn.Module):
     """Input and output are (batch · length, hidden): tokens of all sequences one after another."""
 
@@ -49,15 +53,20 @@ class Attention(nn.Module):
         # Which key-value head each query head reads; None: consecutive groups of equal size.
         self.kv_head_of_query: Tensor | None = None
         self.mix: Mix = causal_mix
+        self.joined: Project | None = None
+        """By one product, where something else knows how."""
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
+        query, key, value = (self.joined or self._project)(x, positions)
+        if self.kv_head_of_query is not None:
+            key, value = key.index_select(2, self.kv_head_of_query), value.index_select(2, self.kv_head_of_query)
+        return self.output(self.mix(query, key, value, positions).reshape(x.shape[0], -1))
+
+    def _project(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
         # The head counts come from the weights, so that a module holding a part of the heads works unchanged.
         shape = (-1, positions.length, self.query.weight.shape[0] // self.head_dim, self.head_dim)
         kv_shape = (-1, positions.length, self.key.weight.shape[0] // self.head_dim, self.head_dim)
         query, key, value = self.query(x).view(shape), self.key(x).view(kv_shape), self.value(x).view(kv_shape)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        query, key = rotate(query, positions), rotate(key, positions)
-        if self.kv_head_of_query is not None:
-            key, value = key.index_select(2, self.kv_head_of_query), value.index_select(2, self.kv_head_of_query)
-        return self.output(self.mix(query, key, value, positions).reshape(x.shape[0], -1))
+        return rotate(query, positions), rotate(key, positions), value

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
@@ -16,9 +18,11 @@ class FeedForward(nn.Module):
         self.gate = Linear(model.hidden, width, model.mlp_bias) if model.activation == "swiglu" else None
         self.up = Linear(model.hidden, width, model.mlp_bias)
         self.down = Linear(width, model.hidden, model.mlp_bias)
+        self.joined: Callable[[Tensor], Tensor] | None = None
+        """All but the last product with gate and up in one, where something else knows how."""
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         """Every token alike, wherever it stands."""
         if self.gate is None:
             return self.down(functional.gelu(self.up(x), approximate="tanh"))
-        return self.down(functional.silu(self.gate(x)) * self.up(x))
+        return self.down(functional.silu(self.gate(x)) * self.up(x) if self.joined is None else self.joined(x))

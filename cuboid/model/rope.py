@@ -126,8 +126,12 @@ def rotate(x: Tensor, positions: Positions) -> Tensor:
     """x: (batch, length, heads, head_dim)."""
     if positions.cosine is None or positions.sine is None:
         return x
+    return turned(x, positions.cosine, positions.sine)
+
+
+def turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
-    return x * positions.cosine + torch.cat((-second, first), dim=-1) * positions.sine
+    return x * cosine + torch.cat((-second, first), dim=-1) * sine
 
 
 def neighbours_apart(x: Tensor) -> Tensor:

@@ -50,6 +50,15 @@ class Embedding(nn.Module):
         return x + self.positions(positions.index.expand_as(tokens).flatten())
 
 
+Branch = Callable[[Norm, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+"""From the residual stream, and what joins it if anything does, to the stream as it goes on and what branches off."""
+
+
+def branch(norm: Norm, x: Tensor, joins: Tensor | None) -> tuple[Tensor, Tensor]:
+    x = x if joins is None else x + joins
+    return x, norm(x)
+
+
 class Block(nn.Module):
     def __init__(self, model: ModelSpec, layer: int) -> None:
         super().__init__()
@@ -60,10 +69,12 @@ class Block(nn.Module):
         self.feed_forward_norm = Norm(model, model.hidden)
         routed = model.has_experts(layer)
         self.feed_forward: Mixture | FeedForward = Mixture(model) if routed else FeedForward(model, model.ffn)
+        self.branch: Branch = branch
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), positions)
-        return x + self.feed_forward(self.feed_forward_norm(x), positions)
+        x, normed = self.branch(self.attention_norm, x, None)
+        x, normed = self.branch(self.feed_forward_norm, x, self.attention(normed, positions))
+        return x + self.feed_forward(normed, positions)
 
 
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -15,12 +15,14 @@ from cuboid.model.linear import Linear
 from cuboid.model.mixture import Experts, Mixture
 from cuboid.model.precision import wide
 from cuboid.model.transformer import Block, Embedding, Head
+from cuboid.parallel.branch import branch
 from cuboid.parallel.compiled import compiled_block, is_compiled
 from cuboid.parallel.context import ContextMix
 from cuboid.parallel.deferral import Deferral, deferrable_grouped_product, deferrable_product
 from cuboid.parallel.expert import join_sequences, make_balance, spread_experts, watched
 from cuboid.parallel.groups import Groups, make_groups
 from cuboid.parallel.interleave import compiler_options
+from cuboid.parallel.joined import join_products
 from cuboid.parallel.lean_loss import lean_loss
 from cuboid.parallel.loss_scale import LossScale
 from cuboid.parallel.pipeline import Pipeline
@@ -189,7 +191,12 @@ class _Builder:
             spread_experts(block.feed_forward, self.groups.expert)
             join_sequences(block.feed_forward, self.balance, self.groups, self.run)
             run = watched(block.feed_forward, self.balance, layer, run)
-        return self._segment(block, f"layers.{layer}", lambda x, share: run(x, share.positions))
+        segment = self._segment(block, f"layers.{layer}", lambda x, share: run(x, share.positions))
+        if self.compiled and self.fp8_rows is None and not self.schedule.splits_backward:
+            join_products(block, self.units[f"layers.{layer}"], self.model.positions == "rope")
+            if self.model.norm == "rmsnorm" and self.dtype != torch.float64:
+                block.branch = branch
+        return segment
 
     def _head(self) -> Segment:
         with torch.device("meta"):

@@ -82,6 +82,19 @@ class Unit:
     def _view(self, flat: Tensor, part: Part) -> Tensor:
         return flat[part.offset : part.offset + part.size].view(part.shape)
 
+    def side_by_side(self, parameters: list[nn.Parameter]) -> Tensor | None:
+        """These matrices as one, row after row, if they lie so; without a copy, and nothing asks for its gradient."""
+        offsets = {id(self.parameters[part.name]): part.offset for part in self.parts}
+        first = end = offsets[id(parameters[0])]
+        for parameter in parameters:
+            if offsets[id(parameter)] != end:
+                return None
+            end += parameter.numel()
+        self._make_room()  # nothing can be seen of memory that is not there
+        joined = self._flat.data[first:end].view(-1, parameters[0].shape[1])
+        self._free_if_unused()
+        return joined
+
     def fill(self, held: Callable[[Part], Tensor]) -> None:
         """Set the parameters from what this rank holds of each full tensor; padding stays zero."""
         self._settle_kept()

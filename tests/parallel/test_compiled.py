@@ -17,6 +17,7 @@ FIELDS = (
 LAYOUTS = [
     "dp=1",
     "dp=2,tp=2,zero=2",
+    "dp=2,zero=3",
     "tp=2,recompute=selective",
     "tp=2,recompute=full,recompute_layers=2",
     "tp=2,pp=2,schedule=zbv",

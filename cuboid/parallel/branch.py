@@ -1,0 +1,89 @@
+"""Where a block branches off its residual stream: the norm, whose backward pass takes what comes back along the stream
+with it. One operation, because it is slower as the compiler divides it."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuboid.model.linear import Norm
+
+MEMBERS = 16384
+"""How many numbers a program of the kernel takes at a time, at most four rows."""
+
+
+@torch.library.custom_op("cuboid::norm_backward", mutates_args=())
+def norm_backward(
+    gradient: Tensor, stream: Tensor, x: Tensor, inverse: Tensor, weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`stream`: the gradient that comes back beside the norm. `inverse`: what rows were multiplied by."""
+    if not x.is_cuda:
+        exact, normed = gradient.to(inverse.dtype), x.to(inverse.dtype) * inverse
+        scaled = exact * weight
+        along = (scaled * normed).mean(1, keepdim=True)
+        result = stream + (inverse * (scaled - normed * along)).to(x.dtype)
+        return result, (exact * normed).sum(0).to(weight.dtype)
+    from cuboid.parallel.norm_kernel import norm_backward_rows
+
+    x = x.contiguous()
+    rows, columns = x.shape
+    width = 1 << (columns - 1).bit_length()
+    tile = min(4, max(1, MEMBERS // width))
+    each = -(-rows // (2 * _multiprocessors(x.device) * tile)) * tile
+    programs = -(-rows // each)
+    result = torch.empty_like(x)
+    sums = torch.empty(programs, columns, dtype=torch.float32, device=x.device)
+    norm_backward_rows[(programs,)](
+        gradient.contiguous(),
+        stream.contiguous(),
+        x,
+        inverse,
+        weight,
+        result,
+        sums,
+        rows,
+        columns,
+        each,
+        TILE=tile,
+        WIDTH=width,
+        num_warps=8 if width <= 2048 else 16,
+    )
+    return result, sums.sum(0).to(weight.dtype)
+
+
+@norm_backward.register_fake
+def _(gradient: Tensor, stream: Tensor, x: Tensor, inverse: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+class _Branch(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, joins: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        # In three dimensions: a sum in two the compiler would put into the product that it comes of, which then copies
+        # the stream first.
+        stream = x.view_as(x) if joins is None else (x.unsqueeze(0) + joins.unsqueeze(0)).squeeze(0)
+        exact = stream.float()
+        inverse = torch.rsqrt(exact.pow(2).mean(1, keepdim=True) + epsilon)
+        context.save_for_backward(stream, inverse, weight)
+        context.joined = joins is not None
+        return stream, (exact * inverse * weight).to(x.dtype)
+
+    @staticmethod
+    def backward(context: Any, stream: Tensor, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, inverse, weight = context.saved_tensors
+        result, weight_gradient = norm_backward(gradient, stream, x, inverse, weight)
+        return result, result if context.joined else None, weight_gradient, None
+
+
+def branch(norm: Norm, x: Tensor, joins: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As `transformer.branch`, of an RMS norm in float32 or less."""
+    stream, normed = _Branch.apply(x, joins, norm.weight, norm.epsilon)
+    return stream, normed

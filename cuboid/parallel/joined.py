@@ -1,0 +1,122 @@
+"""Products of the same tokens as one, where their weights lie side by side in a unit: queries, keys and values; gate
+and up. A GPU is busier with one large product than with several, and nothing adds their gradients up afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+from cuboid.model.attention import Attention
+from cuboid.model.feed_forward import FeedForward
+from cuboid.model.linear import Linear
+from cuboid.model.precision import wide
+from cuboid.model.rope import Positions
+from cuboid.parallel.rotation import Rotation
+from cuboid.parallel.unit import Unit
+
+BLOCK = 4096
+
+
+@torch.library.custom_op("cuboid::swiglu_backward", mutates_args=())
+def swiglu_backward(gradient: Tensor, joined: Tensor) -> Tensor:
+    """`joined`: in each row all gates and then all ups. One operation, because the compiler would write gates and ups
+    apart and put them together afterwards."""
+    if not joined.is_cuda or wide(joined.dtype) != torch.float32:
+        gate, up = joined.chunk(2, 1)
+        exact = gate.to(wide(gate.dtype))
+        share = exact.sigmoid()
+        gate_gradient = (gradient * up).to(exact.dtype) * share * (1 + exact * (1 - share))
+        return torch.cat((gate_gradient.to(gate.dtype), gradient * (exact * share).to(gate.dtype)), 1)
+    from cuboid.parallel.swiglu_kernel import swiglu_backward_rows
+
+    rows, width = gradient.shape
+    result = torch.empty_like(joined)
+    grid = (rows, -(-width // BLOCK))
+    swiglu_backward_rows[grid](gradient.contiguous(), joined, result, width, BLOCK=BLOCK, num_warps=8)
+    return result
+
+
+@swiglu_backward.register_fake
+def _(gradient: Tensor, joined: Tensor) -> Tensor:
+    return torch.empty_like(joined)
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, joined: Tensor) -> Tensor:
+        context.save_for_backward(joined)
+        gate, up = joined.chunk(2, 1)
+        return functional.silu(gate) * up
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        (joined,) = context.saved_tensors
+        result: Tensor = swiglu_backward(gradient, joined)
+        return result
+
+
+class _JoinedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, joined: Tensor, *weights: Tensor) -> Tensor:
+        """`joined`: the weights once more, as one; their gradients are rows of one, too."""
+        context.save_for_backward(x, joined)
+        context.rows = [weight.shape[0] for weight in weights]
+        return x @ joined.t()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, joined = context.saved_tensors
+        return gradient @ joined, None, *(gradient.t() @ x).split(context.rows)
+
+
+class _Joined:
+    """The product with several linears."""
+
+    def __init__(self, linears: list[Linear], joined: Tensor) -> None:
+        self._linears, self._joined = linears, joined
+
+    def __call__(self, x: Tensor) -> Tensor:
+        product: Tensor = _JoinedProduct.apply(x, self._joined, *(linear.weight for linear in self._linears))
+        return product
+
+    @property
+    def rows(self) -> list[int]:
+        return [linear.weight.shape[0] for linear in self._linears]
+
+
+def join_products(module: nn.Module, unit: Unit, rotates: bool) -> None:
+    """Join what can be of a block whose parameters are the unit's. `rotates`: positions are rotations."""
+    for child in module.modules():
+        # A norm would come between product and rotation.
+        if isinstance(child, Attention) and rotates and child.query_norm is None:
+            _join_attention(child, unit)
+        if isinstance(child, FeedForward) and child.gate is not None:
+            _join_feed_forward(child, child.gate, unit)
+
+
+def _join_attention(attention: Attention, unit: Unit) -> None:
+    joined = _joined([attention.query, attention.key, attention.value], unit)
+    if joined is None:
+        return
+    heads, kv_heads, _ = (rows // attention.head_dim for rows in joined.rows)
+
+    def project(x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = Rotation.apply(joined(x), positions.cosine, positions.sine, heads, kv_heads)
+        return query, key, value
+
+    attention.joined = project
+
+
+def _join_feed_forward(feed_forward: FeedForward, gate: Linear, unit: Unit) -> None:
+    joined = _joined([gate, feed_forward.up], unit)
+    if joined is not None:
+        feed_forward.joined = lambda x: _Swiglu.apply(joined(x))
+
+
+def _joined(linears: list[Linear], unit: Unit) -> _Joined | None:
+    plain = all(linear.product is functional.linear and linear.bias is None for linear in linears)
+    together = unit.side_by_side([linear.weight for linear in linears]) if plain else None
+    return None if together is None else _Joined(linears, together)
