@@ -6,7 +6,8 @@
 
 bf16 with float32 master weights and moments, AdamW, clipping, Llama shapes with a vocabulary of 128,256, on the same
 kind of text as the peer (random letters: what is computed on changes how much power a GPU draws, and so its speed).
-Each measurement has a process of its own, the peer's and ours in turn. MFU counts 6 FLOP per parameter and token
+Each measurement has a process of its own, the peer's and ours in turn; the next one imports what it needs, and waits,
+while one prepares its model. MFU counts 6 FLOP per parameter and token
 without the embedding, and attention in full, against 989 TFLOP/s: the peer's own formula."""
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import itertools
 import json
 import random
 import re
+import runpy
 import statistics
 import subprocess
 import sys
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.compile_fx
 
 from cuboid.data.build import BuildRequest, build
 from cuboid.data.loader import micro_batches
@@ -96,6 +99,7 @@ def measure(run: Run, steps: int) -> dict[str, Any]:
         "allocated_gib": torch.cuda.max_memory_allocated() / 2**30,
         "reserved_gib": torch.cuda.max_memory_reserved() / 2**30,
         "loss": loss,
+        "gpu": torch.cuda.get_device_name(),
     }
 
 
@@ -109,27 +113,51 @@ def flops_per_token(run: Run) -> float:
     return 6 * counted + 12 * model.layers * model.heads * model.head_dim * run.training.sequence
 
 
-def peer(script: str, shape: str, micro_batch: int, sequence: int) -> dict[str, Any]:
-    command = [sys.executable, script, shape, str(micro_batch), str(sequence), "1", "none"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    text = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout + done.stderr)
+def run_peer(script: str, shape: str, micro_batch: int, sequence: int) -> None:
+    sys.argv = [script, shape, str(micro_batch), str(sequence), "1", "none"]
+    runpy.run_path(script, run_name="__main__")
+
+
+def peer(text: str) -> dict[str, Any] | None:
+    """What the peer printed as a result."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
     speeds = [float(found.replace(",", "")) for found in re.findall(r"tps: ([\d,]+)", text)]
     memory = [float(found) for found in re.findall(r"memory: ([\d.]+)GiB", text)]
     if len(speeds) < 3:
-        return {"failed": text.strip().splitlines()[-1][-200:] if text.strip() else f"exit code {done.returncode}"}
+        return None
     losses = [float(found) for found in re.findall(r"loss: +([\d.]+)", text)]
     settled = speeds[2:]  # reports come after the first step and after every third: the first two hold the compilation
     return {"tokens_per_second": statistics.median(settled), "reserved_gib": max(memory), "loss": losses[-1]}
 
 
-def ours(case: str, options: argparse.Namespace) -> dict[str, Any]:
-    changes = [part for change in options.set for part in ("--set", change)]
-    command = [sys.executable, __file__, case, "--one", "--steps", str(options.steps), *changes]
-    done = subprocess.run(command, capture_output=True, text=True)
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        return {"failed": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][-200:]}
-    return dict(json.loads(lines[-1]))
+def ours(text: str) -> dict[str, Any] | None:
+    lines = text.strip().splitlines()
+    return dict(json.loads(lines[-1])) if lines and lines[-1].startswith("{") else None
+
+
+class Measurement:
+    """A process that is ready to measure, and waits for a line to begin."""
+
+    def __init__(self, case: str, side: str, arguments: list[str]) -> None:
+        self.case, self.side = case, side
+        command = [sys.executable, __file__, case, "--side", side, *arguments]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def begin(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+
+    def result(self) -> dict[str, Any]:
+        text, _ = self._process.communicate()
+        found = peer(text) if self.side == "peer" else ours(text)
+        if found is None:
+            lines = text.strip().splitlines() or [f"exit code {self._process.returncode}"]
+            errors = [line for line in lines if "Error" in line]
+            return {"failed": (errors or lines)[-1][-200:]}
+        return found
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -168,31 +196,54 @@ def main() -> None:
     parser.add_argument("--set", action="append", default=[], help="change a field of the run")
     parser.add_argument("--peer", help="the peer's script; its arguments are shape, micro-batch, sequence, 1, none")
     parser.add_argument("--json", type=Path, help="append a line for each case")
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--table", type=Path, help="print the table of such lines")
+    parser.add_argument("--side", choices=("peer", "cuboid"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.steps < 2 * REPORTED:
         parser.error(f"--steps {options.steps} leaves nothing to report; use {2 * REPORTED} or more")
     if options.table:
         print(table([json.loads(line) for line in options.table.read_text().splitlines()]))
         return
-    for case in options.cases:
-        shape, micro_batch, sequence = parts(case)
-        if options.one:
-            with tempfile.TemporaryDirectory() as folder:
-                run = benchmark_run(shape, micro_batch, sequence, letters(Path(folder)), options.set)
-                print(json.dumps(measure(run, options.steps)))
-            return
-        row: dict[str, Any] = {"case": case, "torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
-        if options.peer:
-            row["peer"] = peer(options.peer, shape, micro_batch, sequence)
-        row["cuboid"] = ours(case, options)
-        if "tokens_per_second" in row.get("peer", {}) and "tokens_per_second" in row["cuboid"]:
-            row["ratio"] = row["cuboid"]["tokens_per_second"] / row["peer"]["tokens_per_second"]
-        print(json.dumps(row), flush=True)
-        if options.json:
-            with options.json.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+    if options.side:
+        if sys.stdin.readline():  # else the one that would say so has ended
+            measure_side(options)
+        return
+    given = ["--steps", str(options.steps), *(part for change in options.set for part in ("--set", change))]
+    given += ["--peer", options.peer] if options.peer else []
+    sides = ("peer", "cuboid") if options.peer else ("cuboid",)
+    planned = [(case, side) for case in options.cases for side in sides]
+    waiting = Measurement(*planned[0], given)
+    row: dict[str, Any] = {}
+    for following in (*planned[1:], None):
+        running = waiting
+        running.begin()
+        if following is not None:
+            waiting = Measurement(*following, given)
+        row.setdefault("case", running.case)
+        row[running.side] = running.result()
+        if running.side == "cuboid":
+            report(row, options.json)
+            row = {}
+
+
+def measure_side(options: argparse.Namespace) -> None:
+    (case,) = options.cases
+    if options.side == "peer":
+        run_peer(options.peer, *parts(case))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        run = benchmark_run(*parts(case), letters(Path(folder)), options.set)
+        print(json.dumps(measure(run, options.steps)))
+
+
+def report(row: dict[str, Any], file: Path | None) -> None:
+    row["torch"] = torch.__version__
+    if "tokens_per_second" in row.get("peer", {}) and "tokens_per_second" in row["cuboid"]:
+        row["ratio"] = row["cuboid"]["tokens_per_second"] / row["peer"]["tokens_per_second"]
+    print(json.dumps(row), flush=True)
+    if file is not None:
+        with file.open("a") as lines:
+            lines.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":
