@@ -19,24 +19,21 @@ MEMBERS = 16384
 def norm_backward(
     gradient: Tensor, stream: Tensor, x: Tensor, inverse: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """`stream`: the gradient that comes back beside the norm. `inverse`: what rows were multiplied by."""
+    """`stream`: the gradient that comes back beside the norm. `inverse`: what rows were multiplied by. Returns the
+    gradient of `x`, and that of the weight in parts that are still to be summed."""
     if not x.is_cuda:
         exact, normed = gradient.to(inverse.dtype), x.to(inverse.dtype) * inverse
         scaled = exact * weight
         along = (scaled * normed).mean(1, keepdim=True)
         result = stream + (inverse * (scaled - normed * along)).to(x.dtype)
-        return result, (exact * normed).sum(0).to(weight.dtype)
+        return result, (exact * normed).sum(0, keepdim=True)
     from cuboid.parallel.norm_kernel import norm_backward_rows
 
     x = x.contiguous()
     rows, columns = x.shape
-    width = 1 << (columns - 1).bit_length()
-    tile = min(4, max(1, MEMBERS // width))
-    each = -(-rows // (2 * _multiprocessors(x.device) * tile)) * tile
-    programs = -(-rows // each)
-    result = torch.empty_like(x)
-    sums = torch.empty(programs, columns, dtype=torch.float32, device=x.device)
-    norm_backward_rows[(programs,)](
+    width, tile, each = _division(x)
+    result, sums = torch.empty_like(x), _empty_sums(x, inverse)
+    norm_backward_rows[(sums.shape[0],)](
         gradient.contiguous(),
         stream.contiguous(),
         x,
@@ -51,12 +48,26 @@ def norm_backward(
         WIDTH=width,
         num_warps=8 if width <= 2048 else 16,
     )
-    return result, sums.sum(0).to(weight.dtype)
+    return result, sums
 
 
 @norm_backward.register_fake
 def _(gradient: Tensor, stream: Tensor, x: Tensor, inverse: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight)
+    return torch.empty_like(x), _empty_sums(x, inverse)
+
+
+def _division(x: Tensor) -> tuple[int, int, int]:
+    """Columns, made even; rows that a program takes at a time; all rows that it takes."""
+    rows, columns = x.shape
+    width = 1 << (columns - 1).bit_length()
+    tile = min(4, max(1, MEMBERS // width))
+    return width, tile, -(-rows // (2 * _multiprocessors(x.device) * tile)) * tile
+
+
+def _empty_sums(x: Tensor, inverse: Tensor) -> Tensor:
+    rows, columns = x.shape
+    programs = -(-rows // _division(x)[2]) if x.is_cuda else 1
+    return inverse.new_empty(programs, columns)
 
 
 @cache
@@ -79,8 +90,8 @@ class _Branch(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, stream: Tensor, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, inverse, weight = context.saved_tensors
-        result, weight_gradient = norm_backward(gradient, stream, x, inverse, weight)
-        return result, result if context.joined else None, weight_gradient, None
+        result, sums = norm_backward(gradient, stream, x, inverse, weight)
+        return result, result if context.joined else None, sums.sum(0).to(weight.dtype), None
 
 
 def branch(norm: Norm, x: Tensor, joins: Tensor | None) -> tuple[Tensor, Tensor]:
