@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from cuboid.parallel.adjacent import follows, together
 from cuboid.parallel.halves import join_halves, split_halves
 from cuboid.parallel.piece import Piece
 from cuboid.spec.training import OptimizerSpec
@@ -51,6 +52,26 @@ class Elements:
         return self.kept.dtype == torch.int16
 
     @property
+    def _tensors(self) -> list[Tensor]:
+        found = (self.kept, self.first, self.second, self.gradient, self.weight)
+        return [tensor for tensor in found if tensor is not None]
+
+    def is_followed_by(self, other: Elements) -> bool:
+        """In memory, all of it, by what is updated alike."""
+        alike = self.decays == other.decays and self.in_rows == other.in_rows
+        return alike and all(map(follows, self._tensors, other._tensors))
+
+    def with_following(self, other: Elements) -> Elements:
+        return replace(
+            self,
+            kept=together(self.kept, other.kept),
+            first=together(self.first, other.first),
+            second=together(self.second, other.second),
+            gradient=together(self.gradient, other.gradient),
+            weight=None if self.weight is None or other.weight is None else together(self.weight, other.weight),
+        )
+
+    @property
     def master(self) -> Tensor:
         """Of halved elements a copy: `set_master` makes it count."""
         return join_halves(self.weight, self.kept) if self.is_halved and self.weight is not None else self.kept
@@ -65,6 +86,17 @@ class Elements:
         near, rest = split_halves(values)
         self.weight.copy_(near)
         self.kept.copy_(rest)
+
+
+def in_runs(lot: Iterable[Elements]) -> list[Elements]:
+    """As few as they can be, in their order."""
+    runs: list[Elements] = []
+    for elements in lot:
+        if runs and runs[-1].is_followed_by(elements):
+            runs[-1] = runs[-1].with_following(elements)
+        else:
+            runs.append(elements)
+    return runs
 
 
 def _update(

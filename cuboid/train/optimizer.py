@@ -16,7 +16,7 @@ from cuboid.parallel.apply import Engine
 from cuboid.parallel.piece import Piece
 from cuboid.parallel.unit import Unit
 from cuboid.spec.training import OptimizerSpec
-from cuboid.train.adamw import Elements, update_compiled, update_eagerly
+from cuboid.train.adamw import Elements, in_runs, update_compiled, update_eagerly
 from cuboid.train.offload import OffloadedState
 
 
@@ -42,8 +42,14 @@ class ResidentState:
     host_bytes = 0
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        pieces = [piece for unit in units for piece in unit.pieces()]
-        self._moments = {piece.part.name: (_zeros(piece), _zeros(piece)) for piece in pieces}
+        # Those of a unit lie one after another, as its weights do, so that they can be updated together.
+        self._moments: dict[str, tuple[Tensor, Tensor]] = {}
+        for unit in units:
+            if pieces := unit.pieces():
+                sizes = [piece.stop - piece.start for piece in pieces]
+                both = [torch.split(_zeros(pieces[0], sum(sizes)), sizes) for _ in range(2)]
+                for piece, first, second in zip(pieces, *both, strict=True):
+                    self._moments[piece.part.name] = (first, second)
 
     @property
     def device_bytes(self) -> int:
@@ -147,7 +153,7 @@ class Optimizer:
         """Returns the gradients."""
         read = []
         for lot in self._state.visit([unit]):
-            for elements in lot:
+            for elements in in_runs(lot):
                 update_compiled(elements, self._spec, numbers[elements.decays])
                 read.append(elements.gradient)
         return read
@@ -186,5 +192,6 @@ class Optimizer:
         return self._state.host_bytes
 
 
-def _zeros(piece: Piece) -> Tensor:
-    return torch.zeros_like(piece.kept, dtype=torch.float32 if piece.is_halved else piece.kept.dtype)
+def _zeros(like: Piece, elements: int) -> Tensor:
+    dtype = torch.float32 if like.is_halved else like.kept.dtype
+    return torch.zeros(elements, dtype=dtype, device=like.kept.device)
