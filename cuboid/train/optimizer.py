@@ -1,8 +1,9 @@
 """AdamW on the pieces this rank keeps, with clipping by the norm of the whole gradient.
 
-On a GPU the update is one compiled pass over memory per run of neighbouring pieces: it reads the gradient in whatever precision it was
-computed, scales it, updates master weight and moments, and writes the weight the products use. Learning rate, clipping
-and the decision to leave a step out are numbers on the device, so the host never waits for them."""
+On a GPU the update is one compiled pass over memory per run of neighbouring pieces: it reads the gradient in whatever
+precision it was computed, scales it, updates master weight and moments, and writes the weight the products use.
+Learning rate, clipping and the decision to leave a step out are numbers on the device, so the host never waits for
+them."""
 
 from __future__ import annotations
 
