@@ -20,6 +20,9 @@ from cuboid.spec.training import OptimizerSpec
 from cuboid.train.adamw import Elements, in_runs, update_compiled, update_eagerly
 from cuboid.train.offload import OffloadedState
 
+EVEN = 16
+"""Numbers of any kind that are a multiple of the widest words."""
+
 
 class State(Protocol):
     """Where the moments lie."""
@@ -43,14 +46,11 @@ class ResidentState:
     host_bytes = 0
 
     def __init__(self, units: Sequence[Unit]) -> None:
-        # Those of a unit lie one after another, as its weights do, so that they can be updated together.
         self._moments: dict[str, tuple[Tensor, Tensor]] = {}
         for unit in units:
-            if pieces := unit.pieces():
-                sizes = [piece.stop - piece.start for piece in pieces]
-                both = [torch.split(_zeros(pieces[0], sum(sizes)), sizes) for _ in range(2)]
-                for piece, first, second in zip(pieces, *both, strict=True):
-                    self._moments[piece.part.name] = (first, second)
+            pieces = unit.pieces()
+            for piece, first, second in zip(pieces, _zeros(pieces), _zeros(pieces), strict=True):
+                self._moments[piece.part.name] = (first, second)
 
     @property
     def device_bytes(self) -> int:
@@ -193,6 +193,11 @@ class Optimizer:
         return self._state.host_bytes
 
 
-def _zeros(like: Piece, elements: int) -> Tensor:
-    dtype = torch.float32 if like.is_halved else like.kept.dtype
-    return torch.zeros(elements, dtype=dtype, device=like.kept.device)
+def _zeros(pieces: list[Piece]) -> list[Tensor]:
+    """One after another, as a unit's weights lie, so that they can be updated together; but apart where one would begin
+    at an odd place, which kernels do not read well."""
+    sizes = [piece.stop - piece.start for piece in pieces]
+    kinds = [torch.float32 if piece.is_halved else piece.kept.dtype for piece in pieces]
+    if not pieces or any(size % EVEN for size in sizes[:-1]):
+        return [torch.zeros_like(piece.kept, dtype=kind) for piece, kind in zip(pieces, kinds, strict=True)]
+    return list(torch.split(torch.zeros(sum(sizes), dtype=kinds[0], device=pieces[0].kept.device), sizes))

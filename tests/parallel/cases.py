@@ -47,6 +47,14 @@ def assert_equal(pool: Pool, run: Run) -> None:
     assert not result["unforeseen"], result["unforeseen"]
 
 
+def odd_moments(rank: int, run: Run) -> int:
+    """How many of a rank's moments begin at a place that is no multiple of 16 bytes."""
+    optimizer = Optimizer(build_engine(run, rank, CPU), run.optimizer)
+    moments = [moment for piece in optimizer.pieces for moment in optimizer.moments(piece)]
+    assert any((piece.stop - piece.start) % 16 for piece in optimizer.pieces)
+    return sum(moment.data_ptr() % 16 > 0 for moment in moments)
+
+
 def most_on_their_way(rank: int, run: Run) -> int:
     """Of how many segments gradients are being summed at once, at most, in one step."""
     engine = build_engine(run, rank, CPU)

@@ -2,6 +2,7 @@
 
 import torch
 
+from cuboid.launch.pool import Pool
 from cuboid.parallel.adjacent import in_runs
 from cuboid.parallel.apply import build_engine
 from cuboid.train.adamw import in_runs as in_element_runs
@@ -20,6 +21,12 @@ def test_neighbours_become_runs() -> None:
 def test_what_is_of_another_kind_begins_anew() -> None:
     bits = torch.zeros(8, dtype=torch.int16)
     assert [run.numel() for run in in_runs([bits[:4], bits[4:].view(torch.bfloat16)])] == [4, 4]
+
+
+def test_moments_at_odd_places_lie_apart(pool: Pool) -> None:
+    """Three ranks divide a unit where no kernel would: whatever a rank keeps begins at an even place."""
+    for odd in pool.run("tests.parallel.cases:odd_moments", (small_run("dp=3,zero=1"),), ranks=3):
+        assert odd == 0
 
 
 def test_a_block_is_updated_in_four_runs() -> None:
