@@ -7,8 +7,8 @@
 bf16 with float32 master weights and moments, AdamW, clipping, Llama shapes with a vocabulary of 128,256, on the same
 kind of text as the peer (random letters: what is computed on changes how much power a GPU draws, and so its speed).
 Each measurement has a process of its own, the peer's and ours in turn; the next one imports what it needs, and waits,
-while one prepares its model. MFU counts 6 FLOP per parameter and token
-without the embedding, and attention in full, against 989 TFLOP/s: the peer's own formula."""
+while one prepares its model. MFU counts 6 FLOP per parameter and token without the embedding, and attention in full,
+against 989 TFLOP/s: the peer's own formula."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._inductor.compile_fx
+import torch._inductor.compile_fx  # now, while the process before still prepares its model
 
 from cuboid.data.build import BuildRequest, build
 from cuboid.data.loader import micro_batches

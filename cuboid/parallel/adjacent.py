@@ -3,13 +3,16 @@ its end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 from torch import Tensor
 
+Item = TypeVar("Item")
+
 
 def follows(before: Tensor, after: Tensor) -> bool:
-    same = before.dtype == after.dtype and before.untyped_storage()._cdata == after.untyped_storage()._cdata
+    same = before.dtype == after.dtype and before.untyped_storage().data_ptr() == after.untyped_storage().data_ptr()
     return same and before.storage_offset() + before.numel() == after.storage_offset()
 
 
@@ -18,12 +21,14 @@ def together(before: Tensor, after: Tensor) -> Tensor:
     return before.as_strided((before.numel() + after.numel(),), (1,))
 
 
-def in_runs(tensors: Iterable[Tensor]) -> list[Tensor]:
+def in_runs(
+    items: Iterable[Item], is_followed: Callable[[Item, Item], bool], join: Callable[[Item, Item], Item]
+) -> list[Item]:
     """As few as they can be, in their order."""
-    runs: list[Tensor] = []
-    for tensor in tensors:
-        if runs and follows(runs[-1], tensor):
-            runs[-1] = together(runs[-1], tensor)
+    runs: list[Item] = []
+    for item in items:
+        if runs and is_followed(runs[-1], item):
+            runs[-1] = join(runs[-1], item)
         else:
-            runs.append(tensor)
+            runs.append(item)
     return runs

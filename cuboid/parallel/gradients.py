@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from cuboid.parallel.adjacent import in_runs
+from cuboid.parallel.adjacent import follows, in_runs, together
 from cuboid.parallel.apply import Engine
 from cuboid.parallel.collectives import all_reduce
 from cuboid.parallel.groups import Group
@@ -69,7 +69,7 @@ def squared_norm(engine: Engine) -> Tensor:
     if gradients and engine.device.type == "cuda" and dtype == torch.float32:
         from cuboid.parallel.square_kernel import squared_norms
 
-        total += squared_norms(in_runs(gradients))
+        total += squared_norms(in_runs(gradients, follows, together))
     elif gradients:
         total += torch.stack(torch._foreach_norm(gradients, 2, dtype)).square().sum()
     return total

@@ -88,17 +88,6 @@ class Elements:
         self.kept.copy_(rest)
 
 
-def in_runs(lot: Iterable[Elements]) -> list[Elements]:
-    """As few as they can be, in their order."""
-    runs: list[Elements] = []
-    for elements in lot:
-        if runs and runs[-1].is_followed_by(elements):
-            runs[-1] = runs[-1].with_following(elements)
-        else:
-            runs.append(elements)
-    return runs
-
-
 def _update(
     kept: Tensor,
     first: Tensor,

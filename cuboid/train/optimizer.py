@@ -13,15 +13,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from cuboid.parallel.adjacent import in_runs
 from cuboid.parallel.apply import Engine
 from cuboid.parallel.piece import Piece
 from cuboid.parallel.unit import Unit
 from cuboid.spec.training import OptimizerSpec
-from cuboid.train.adamw import Elements, in_runs, update_compiled, update_eagerly
+from cuboid.train.adamw import Elements, update_compiled, update_eagerly
 from cuboid.train.offload import OffloadedState
 
 EVEN = 16
-"""Numbers of any kind that are a multiple of the widest words."""
+"""So many numbers of any kind fill the widest words that a kernel reads."""
 
 
 class State(Protocol):
@@ -154,7 +155,7 @@ class Optimizer:
         """Returns the gradients."""
         read = []
         for lot in self._state.visit([unit]):
-            for elements in in_runs(lot):
+            for elements in in_runs(lot, Elements.is_followed_by, Elements.with_following):
                 update_compiled(elements, self._spec, numbers[elements.decays])
                 read.append(elements.gradient)
         return read

@@ -3,16 +3,16 @@
 import torch
 
 from cuboid.launch.pool import Pool
-from cuboid.parallel.adjacent import in_runs
+from cuboid.parallel.adjacent import follows, in_runs, together
 from cuboid.parallel.apply import build_engine
-from cuboid.train.adamw import in_runs as in_element_runs
+from cuboid.train.adamw import Elements
 from cuboid.train.optimizer import ResidentState
 from tests.parallel.cases import small_run
 
 
 def test_neighbours_become_runs() -> None:
     flat, other = torch.arange(12.0), torch.arange(4.0)
-    runs = in_runs([flat[:3], flat[3:5], flat[6:8], flat[8:], other, flat[:2]])
+    runs = in_runs([flat[:3], flat[3:5], flat[6:8], flat[8:], other, flat[:2]], follows, together)
     assert [run.tolist() for run in runs] == [[0, 1, 2, 3, 4], [6, 7, 8, 9, 10, 11], [0, 1, 2, 3], [0, 1]]
     runs[0].zero_()
     assert flat[:6].tolist() == [0, 0, 0, 0, 0, 5]
@@ -20,7 +20,8 @@ def test_neighbours_become_runs() -> None:
 
 def test_what_is_of_another_kind_begins_anew() -> None:
     bits = torch.zeros(8, dtype=torch.int16)
-    assert [run.numel() for run in in_runs([bits[:4], bits[4:].view(torch.bfloat16)])] == [4, 4]
+    runs = in_runs([bits[:4], bits[4:].view(torch.bfloat16)], follows, together)
+    assert [run.numel() for run in runs] == [4, 4]
 
 
 def test_moments_at_odd_places_lie_apart(pool: Pool) -> None:
@@ -37,7 +38,7 @@ def test_a_block_is_updated_in_four_runs() -> None:
     unit = next(unit for unit in engine.units if unit.name == "layers.0")
     unit.begin_step(1)
     (lot,) = state.visit([unit])
-    runs = in_element_runs(lot)
+    runs = in_runs(lot, Elements.is_followed_by, Elements.with_following)
     assert [elements.decays for elements in runs] == [False, True, False, True]
     assert sum(elements.kept.numel() for elements in runs) == sum(elements.kept.numel() for elements in lot)
     for run_tensor, tensors in (

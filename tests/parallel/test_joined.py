@@ -10,7 +10,7 @@ from cuboid.model.feed_forward import FeedForward
 from cuboid.model.linear import Norm
 from cuboid.model.rope import Positions, make_positions, rotate
 from cuboid.model.transformer import branch as plain_branch
-from cuboid.parallel.apply import build_engine
+from cuboid.parallel.apply import build_engine, set_parameter
 from cuboid.parallel.branch import branch
 from cuboid.parallel.joined import join_products, swiglu_backward
 from cuboid.parallel.rotation import Rotation
@@ -23,12 +23,6 @@ RUN = small_run("dp=1", "training.precision=float32", "training.sequence=16")
 def block_unit(layout: str = "dp=1") -> Unit:
     run = small_run(layout, "training.precision=float32")
     return next(unit for unit in build_engine(run, 0, torch.device("cpu")).units if unit.name == "layers.0")
-
-
-def fill(module: torch.nn.Module, prefix: str, unit: Unit) -> None:
-    for name, _ in list(module.named_parameters()):
-        owner, _, last = name.rpartition(".")
-        setattr(module.get_submodule(owner), last, unit.parameters[f"{prefix}.{name}"])
 
 
 def gradients(unit: Unit, output: Tensor, x: Tensor) -> dict[str, Tensor]:
@@ -46,39 +40,25 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6 + 1e-5 * float(value.abs().max()))
 
 
-def test_joined_attention_is_attention() -> None:
-    model = RUN.model
-    unit = block_unit()
-    attention = Attention(model)
-    fill(attention, "layers.0.attention", unit)
+@pytest.mark.parametrize("kind", ["attention", "feed_forward"])
+def test_what_is_joined_computes_the_same(kind: str) -> None:
+    model, unit = RUN.model, block_unit()
+    module: Attention | FeedForward = Attention(model) if kind == "attention" else FeedForward(model, model.ffn)
+    for name, _ in list(module.named_parameters()):
+        set_parameter(module, name, unit.parameters[f"layers.0.{kind}.{name}"])
     positions = make_positions(model, 16, torch.float32, torch.device("cpu"))
     x = torch.randn(32, model.hidden, requires_grad=True)
-    plain = attention(x, positions)
+    plain = module(x, positions)
     expected = gradients(unit, plain, x)
-    join_products(attention, unit, rotates=True)
-    assert attention.joined is not None
-    joined = attention(x, positions)
+    join_products(module, unit, rotates=True)
+    assert module.joined is not None
+    joined = module(x, positions)
     torch.testing.assert_close(joined, plain, rtol=1e-5, atol=1e-6)
     assert_same(gradients(unit, joined, x), expected)
-    # No copies: the gradients of the three are rows of one.
-    held = {unit.parameters[f"layers.0.attention.{name}.weight"].grad for name in ("query", "key", "value")}
+    # No copies: the gradients of those that were joined are rows of one.
+    names = ("query", "key", "value") if kind == "attention" else ("gate", "up")
+    held = [unit.parameters[f"layers.0.{kind}.{name}.weight"].grad for name in names]
     assert len({gradient.untyped_storage().data_ptr() for gradient in held if gradient is not None}) == 1
-
-
-def test_joined_feed_forward_is_the_feed_forward() -> None:
-    model = RUN.model
-    unit = block_unit()
-    feed_forward = FeedForward(model, model.ffn)
-    fill(feed_forward, "layers.0.feed_forward", unit)
-    positions = make_positions(model, 16, torch.float32, torch.device("cpu"))
-    x = torch.randn(32, model.hidden, requires_grad=True)
-    plain = feed_forward(x, positions)
-    expected = gradients(unit, plain, x)
-    join_products(feed_forward, unit, rotates=True)
-    assert feed_forward.joined is not None
-    joined = feed_forward(x, positions)
-    torch.testing.assert_close(joined, plain, rtol=1e-5, atol=1e-6)
-    assert_same(gradients(unit, joined, x), expected)
 
 
 @pytest.mark.parametrize("zero", [0, 3])
