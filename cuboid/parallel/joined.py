@@ -60,8 +60,11 @@ class _Swiglu(torch.autograd.Function):
 
 class _JoinedProduct(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, x: Tensor, joined: Tensor, *weights: Tensor) -> Tensor:
-        """`joined`: the weights once more, as one; their gradients are rows of one, too."""
+    def forward(context: Any, x: Tensor, *held: Tensor) -> Tensor:
+        """`held`: all weights as one, and then each; their gradients are rows of one, too. They have one name, because
+        without gradients the compiler takes a function that is given one thing more than it names to have no context:
+        with `joined, *weights` that was so of two weights."""
+        joined, *weights = held
         context.save_for_backward(x, joined)
         context.rows = [weight.shape[0] for weight in weights]
         return x @ joined.t()

@@ -19,6 +19,7 @@ from cuboid.launch.pool import Pool
 from cuboid.parallel.apply import build_engine
 from cuboid.plan import exchanges
 from cuboid.spec.run import Run
+from cuboid.train.evaluate import evaluate
 from cuboid.train.optimizer import Optimizer
 from cuboid.train.step import train_step
 
@@ -95,6 +96,19 @@ def losses(rank: int, run: Run) -> list[float]:
         batches = micro_batches(source, run, step, engine.groups.coordinates.dp, CPU)
         result.append(train_step(engine, optimizer, batches, run.learning_rate.peak).loss)
     return result
+
+
+def losses_and_evaluation(rank: int, run: Run) -> list[float]:
+    """The losses of steps, and that of the first batch before and after them."""
+    engine = build_engine(run, rank, CPU)
+    optimizer = Optimizer(engine, run.optimizer)
+    source, replica = make_source(run), engine.groups.coordinates.dp
+    first = [micro_batches(source, run, 0, replica, CPU)]
+    result = [evaluate(engine, first)]
+    for step in range(run.training.steps):
+        batches = micro_batches(source, run, step, replica, CPU)
+        result.append(train_step(engine, optimizer, batches, run.learning_rate.peak).loss)
+    return [loss for loss in (*result, evaluate(engine, first)) if loss is not None]
 
 
 def poisoned_step(rank: int, run: Run) -> tuple[bool, bool]:
