@@ -127,11 +127,16 @@ def _update_rows(*arguments: Any) -> None:
     _update(*arguments)
 
 
+TUNING = {"triton.autotune_pointwise": False}
+"""Else the compiler tries blocks of several sizes on copies of all that is written, gigabytes of an embedding; they are
+alike fast."""
+
+
 @cache
 def _compiled_update(in_rows: bool) -> Any:
     if in_rows:
-        return torch.compile(_update_rows, fullgraph=True)
-    return torch.compile(_update, dynamic=True, fullgraph=True)
+        return torch.compile(_update_rows, fullgraph=True, options=TUNING)
+    return torch.compile(_update, dynamic=True, fullgraph=True, options=TUNING)
 
 
 def update_compiled(elements: Elements, spec: OptimizerSpec, numbers: Tensor) -> None:

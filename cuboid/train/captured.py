@@ -1,7 +1,8 @@
 """Forward and backward passes of a step on one GPU as one CUDA graph, and its update as another: the host starts each
 with a single call.
 
-It pays where kernels are shorter than what the host takes to start them: in small models. There the GPU would wait."""
+It pays where kernels are shorter than what the host takes to start them, in small models, where the GPU would wait; and
+a little, by shorter gaps between kernels, wherever there is memory to spare."""
 
 from __future__ import annotations
 
@@ -45,11 +46,12 @@ def make_passes(engine: Engine, optimizer: Optimizer, plain: RunPasses) -> RunPa
     if asked == "on" and engine.device.type != "cuda":
         raise UserError("training.cuda_graphs=on needs a GPU; use cuda_graphs=auto")
     possible = engine.device.type == "cuda" and not engine.run.obstacle_to_graphs
-    return plain if asked == "off" or not possible else CapturedPasses(plain, optimizer, always=asked == "on")
+    return plain if asked == "off" or not possible else CapturedPasses(engine, plain, optimizer, always=asked == "on")
 
 
 class CapturedPasses:
-    def __init__(self, plain: RunPasses, optimizer: Optimizer, always: bool) -> None:
+    def __init__(self, engine: Engine, plain: RunPasses, optimizer: Optimizer, always: bool) -> None:
+        self._engine = engine
         self._plain = plain
         self._optimizer = optimizer
         self._pays: bool | None = True if always else None
@@ -76,7 +78,8 @@ class CapturedPasses:
         torch.cuda.synchronize()
         end = time.perf_counter()
         if self._pays is None:
-            self._pays = end - started < WAITING * (end - start)
+            waits = end - started < WAITING * (end - start)
+            self._pays = waits or _has_room()
         return passes
 
     def _capture(self, shares: list[Share], factor: Tensor) -> None:
@@ -84,10 +87,12 @@ class CapturedPasses:
         as it is from then on."""
         copies = [replace(share, tokens=share.tokens.clone(), labels=share.labels.clone()) for share in shares]
         self._inputs = (copies, factor.clone())
+        for unit in self._engine.units:
+            unit.begin_step(len(shares))  # lets gradients go that the graph will have its own memory for
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        # Other threads, which save checkpoints or read data, may go on with what would spoil a graph of their own.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._outputs = self._plain(*self._inputs)
-        torch.cuda.empty_cache()  # of gradients as they were before, which this graph has its own memory for
         self._optimizer.capture()
 
     def _replay(self, shares: list[Share], factor: Tensor) -> Passes:
@@ -100,3 +105,9 @@ class CapturedPasses:
         self._graph.replay()
         # The next step overwrites these.
         return Passes(self._outputs.tokens.clone(), self._outputs.loss.clone(), self._outputs.square.clone())
+
+
+def _has_room() -> bool:
+    """A graph keeps its memory to itself: whatever else the run computes, such as an evaluation, needs as much again at
+    most."""
+    return 2 * torch.cuda.max_memory_reserved() < torch.cuda.mem_get_info()[1]
