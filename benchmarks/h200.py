@@ -7,14 +7,16 @@
 bf16 with float32 master weights and moments, AdamW, clipping, Llama shapes with a vocabulary of 128,256, on the same
 kind of text as the peer (random letters: what is computed on changes how much power a GPU draws, and so its speed).
 Each measurement has a process of its own, the peer's and ours in turn; the next one imports what it needs, and waits,
-while one prepares its model. MFU counts 6 FLOP per parameter and token without the embedding, and attention in full,
-against 989 TFLOP/s: the peer's own formula."""
+while one prepares its model. Both use expandable segments, as the peer's figures do, unless PYTORCH_CUDA_ALLOC_CONF is
+set. MFU counts 6 FLOP per parameter and token without the embedding, and attention in full, against 989 TFLOP/s: the
+peer's own formula."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
 import json
+import os
 import random
 import re
 import runpy
@@ -142,7 +144,12 @@ class Measurement:
         self.case, self.side = case, side
         command = [sys.executable, __file__, case, "--side", side, *arguments]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ},
         )
 
     def begin(self) -> None:

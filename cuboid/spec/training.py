@@ -50,7 +50,7 @@ class TrainingSpec:
     between GPUs, so it has to be asked for."""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
     """Start forward and backward passes, and the update, on one GPU by a single call of the host each; auto: where the
-    GPU is seen to wait for the host, or has more than twice the memory that the run takes. Changes no result."""
+    GPU is seen to wait for the host, or has as much memory free as the run has taken. Changes no result."""
 
     @property
     def weights(self) -> Literal["float32", "bf16", "fp16", "float64"]:

@@ -110,4 +110,5 @@ class CapturedPasses:
 def _has_room() -> bool:
     """A graph keeps its memory to itself: whatever else the run computes, such as an evaluation, needs as much again at
     most."""
-    return 2 * torch.cuda.max_memory_reserved() < torch.cuda.mem_get_info()[1]
+    free, _ = torch.cuda.mem_get_info()
+    return torch.cuda.max_memory_reserved() < free
