@@ -127,7 +127,7 @@ def _update_rows(*arguments: Any) -> None:
     _update(*arguments)
 
 
-TUNING = {"triton.autotune_pointwise": False}
+TUNING: dict[str, Any] = {"triton.autotune_pointwise": False}
 """Else the compiler tries blocks of several sizes on copies of all that is written, gigabytes of an embedding; they are
 alike fast."""
 
