@@ -15,6 +15,7 @@ from cuboid.model.linear import Linear
 from cuboid.model.mixture import Experts, Mixture
 from cuboid.model.precision import wide
 from cuboid.model.transformer import Block, Embedding, Head
+from cuboid.model.wide_products import fast_products
 from cuboid.parallel.branch import branch
 from cuboid.parallel.compiled import compiled_block, is_compiled
 from cuboid.parallel.context import ContextMix
@@ -101,6 +102,7 @@ def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -
         builder.deferral,
         torch.empty(tokens, model.hidden, dtype=builder.dtype, device=device),
         run.output.keep_timing,
+        None if builder.compiled else fast_products(device, run.training.precision),
     )
     sharing = Sharing(run, groups.coordinates.cp, builder.dtype, device)
     units = list(builder.units.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,9 +63,10 @@ class Pipeline:
         deferral: Deferral,
         like: Tensor,
         keep_timing: bool = False,
+        products: AbstractContextManager[object] | None = None,
     ) -> None:
         """`stages`: those of this rank by index; `groups`: ascending, descending; `like`: shape of what stages
-        exchange."""
+        exchange. `products`: entered to compute in, again and again."""
         self.schedule = schedule
         self.rank = rank
         self.stages = stages
@@ -72,6 +74,7 @@ class Pipeline:
         self._deferral = deferral
         self._like = like
         self._keep_timing = keep_timing
+        self._products = products or nullcontext()
         self._loss_dtype = wide(like.dtype)
         self.timing: list[TimedAction] = []
         self._runners: dict[Kind, Callable[[int, int], None]] = {
@@ -95,7 +98,8 @@ class Pipeline:
         for action in self.schedule.actions[self.rank]:
             start = self._ready = self._now()
             PULSE.do(ACTIVITIES[action.kind], action.stage, action.micro_batch)
-            self._runners[action.kind](action.stage, action.micro_batch)
+            with self._products:
+                self._runners[action.kind](action.stage, action.micro_batch)
             if self._keep_timing:
                 self.timing.append(TimedAction(action, start, self._ready, self._now()))
         self._channels.finish()
@@ -110,7 +114,8 @@ class Pipeline:
         self._channels = Channels(schedule, self.rank, *self._groups, self._like)
         for action in schedule.actions[self.rank]:
             PULSE.do("forward", action.stage, action.micro_batch)
-            self._forward(action.stage, action.micro_batch)
+            with self._products:
+                self._forward(action.stage, action.micro_batch)
         self._channels.finish()
         return self._loss
 

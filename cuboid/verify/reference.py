@@ -18,6 +18,7 @@ from cuboid.model.precision import wide
 from cuboid.model.rope import PositionTable
 from cuboid.model.routing import Router
 from cuboid.model.transformer import IGNORED, Transformer
+from cuboid.model.wide_products import fast_products
 from cuboid.parallel.device import choose_device
 from cuboid.spec.run import Run
 from cuboid.train.learning_rate import learning_rate
@@ -93,9 +94,10 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
         for place, (inputs, labels) in enumerate(samples):
             ids = source.documents_at(first + place).unsqueeze(0) if run.data.uses_documents else None
             positions = table.of(torch.arange(run.training.sequence), ids, run.data)
-            part = computing.model.loss(inputs.unsqueeze(0).to(device), labels.unsqueeze(0).to(device), positions)
-            part = part / max(tokens, 1)
-            (part * factor).backward()
+            with fast_products(device, precision):
+                part = computing.model.loss(inputs.unsqueeze(0).to(device), labels.unsqueeze(0).to(device), positions)
+                part = part / max(tokens, 1)
+                (part * factor).backward()
             computing.collect()
             loss += part.item()
         for parameter in parameters.values():
