@@ -3,8 +3,9 @@
     python benchmarks/steady.py 1B:2 3B:1 8B-16L:1 --json steady.jsonl      # shape:micro-batch[:sequence]
     python benchmarks/steady.py tiny:2:64 --steps 50                        # without a GPU, what a CPU can tell
 
-The shapes, text and settings are those of `h200.py`, and steps are run as the trainer runs them: one is started while
-the one before computes, then the host waits for that one's result. Four passes over the same engine:
+The shapes, text and settings are those of `h200.py`, and steps are run as the trainer runs them, kernel by kernel (no
+CUDA graphs, in which nobody could see what waits): one is started while the one before computes, then the host waits
+for that one's result. Four passes over the same engine:
 
 1. times of `--steps` steps (p5, median, p95, largest, smallest), and how long the host needs to start one;
 2. a step under `torch.cuda.set_sync_debug_mode("warn")`, which names every line that waits for the device;
