@@ -216,9 +216,12 @@ class _Builder:
         return self._segment(head, "head", lambda x, share: head.loss(x, share.labels))
 
     def _segment(self, module: nn.Module, prefix: str, run: Callable[[Tensor, Share], Tensor]) -> Segment:
+        # A compiled block computes both gradients of a product at once: the compiler would take for granted what it saw
+        # when it made the graph, and a recomputation, which comes while gradients wait, would not fit it.
+        at_once = self.compiled and prefix.startswith("layers.")
         if self.schedule.splits_backward:
             for child in module.modules():
-                if isinstance(child, Linear):
+                if isinstance(child, Linear) and not at_once:
                     in_block = self.fp8_rows if prefix.startswith("layers.") else None
                     child.product = deferrable_product(self.deferral, in_block)
                 if isinstance(child, Experts):
