@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as functional
 
+from cuboid.model.wide_products import fast_products
 from cuboid.parallel.apply import DTYPES
 
 Shape = tuple[int, int, int]
@@ -83,7 +84,12 @@ def _product(shape: Shape, precision: str, device: torch.device) -> Callable[[],
         x, weight, gradient = (
             torch.randn(size, device=device).to(dtype) for size in ((rows, inner), (columns, inner), (rows, columns))
         )
-        return lambda: (x @ weight.T, gradient @ weight, gradient.T @ x)
+
+        def multiply() -> object:
+            with fast_products(device, precision):  # as ranks do
+                return x @ weight.T, gradient @ weight, gradient.T @ x
+
+        return multiply
 
     return prepare
 
