@@ -23,6 +23,7 @@ from cuboid.verify.rounding import (
     moved,
     number_bound,
     tensor_bound,
+    walked,
 )
 
 TOLERANCE = {"float64": 1e-9, "float32": 1e-3}
@@ -128,13 +129,14 @@ def compare_rounded(run: Run, observed: Trace, reference: Trace, exact: Trace) -
     traces = (observed, reference, exact)
     among = decided(reference.gradients, exact.gradients)
     seen, expected, true = (moved(trace.parameters, exact.start, among) for trace in traces)
+    ways = walked(exact.parameters, exact.start, among)
     rounding = MULTIPLE * TENSOR_UNITS.get(run.training.precision, UNIT)
     least = max(rounding, REROUTED if run.model.mixture is not None else 0.0)
     bounds = {
         "loss": number_bound(observed.losses, reference.losses, exact.losses),
         "gradient": tensor_bound(observed.gradients, reference.gradients, exact.gradients, least),
         "gradient_norm": number_bound(observed.gradient_norms, reference.gradient_norms, exact.gradient_norms),
-        "parameter": tensor_bound(seen, expected, true, max(least, 1 / DECIDED)),
+        "parameter": tensor_bound(seen, expected, true, max(least, 1 / DECIDED), beside=ways),
     }
     if exact.routers:
         seen, expected, true = ([{"": statistics} for statistics in trace.routers] for trace in traces)

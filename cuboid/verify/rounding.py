@@ -5,11 +5,16 @@ number foresees. So one process computes twice, in bf16 and in float32, from the
 by is the spread of equally good answers, tensor by tensor and step by step. A layout, which sums the same products in
 another order, has a spread of the same size. A tensor is allowed `MULTIPLE` times its own spread, or that of the median
 tensor where that is more, and never less than for one rounding. Errors are root mean squares over a tensor, relative to
-the tensor in float32 (of parameters, to how far they have moved): a factor of two is an error of 1, a sum over two
+the tensor in float32 (of parameters, to the way they have gone): a factor of two is an error of 1, a sum over two
 ranks that was left out about 1/2.
 
 Adam moves a parameter by the learning rate whatever the size of its gradient. One whose gradient is as small as the
 rounding moves up or down by chance: of parameters only those are compared whose gradients were larger in every step.
+What these differ by is relative to the way they have gone, there and back, and not to where they have come. An update
+is a mean of gradients over their root mean square: gradients that are off by a share e of themselves change it by up to
+2 e learning rates, also where gradients of both signs cancel and little is left of the update itself. A parameter that
+has come back to where it began has that error still, and no distance to hold it against. Its way is no shorter than its
+first update, a whole learning rate that only a sign decides: after three steps the error is less than 2 e of the way.
 Of a mixture one step is compared: in the next these weights send some tokens to other experts, in any two orders of
 summation (measured: gradients of one process in bf16 and float32 then differ by a third to a half). In the first a
 token whose experts score alike may already be sent elsewhere; so tensors of a mixture are allowed `REROUTED`."""
@@ -69,13 +74,20 @@ def number_bound(observed: list[float], reference: list[float], exact: list[floa
     return max(bounds, key=lambda bound: bound.share)
 
 
-def tensor_bound(observed: list[Tensors], reference: list[Tensors], exact: list[Tensors], least: float) -> Bound:
-    """The tensor of any step that takes up most of what it is allowed, which is never less than `least`."""
+def tensor_bound(
+    observed: list[Tensors],
+    reference: list[Tensors],
+    exact: list[Tensors],
+    least: float,
+    beside: list[Tensors] | None = None,
+) -> Bound:
+    """The tensor of any step that takes up most of what it is allowed, which is never less than `least`. Errors are
+    relative to the size of what is `beside` it; left out: of `exact`."""
     bounds = [Bound(0.0, least)]
-    for seen, expected, true in zip(observed, reference, exact, strict=True):
+    for seen, expected, true, large in zip(observed, reference, exact, beside or exact, strict=True):
         if odd := _different(seen, expected):
             return Bound(float("inf"), least, odd)
-        scales = {name: _size(tensor) for name, tensor in true.items()}
+        scales = {name: _size(tensor) for name, tensor in large.items()}
         floor = NEGLIGIBLE * max(scales.values()) or 1.0
         scales = {name: max(scale, floor) for name, scale in scales.items()}
         spreads = {name: _distance(expected[name], true[name]) / scales[name] for name in true}
@@ -92,6 +104,17 @@ def moved(parameters: list[Tensors], start: Tensors, among_steps: list[Tensors])
         {name: (tensor - start[name].to(tensor))[among[name]] for name, tensor in step.items()}
         for step, among in zip(parameters, among_steps, strict=True)
     ]
+
+
+def walked(parameters: list[Tensors], start: Tensors, among_steps: list[Tensors]) -> list[Tensors]:
+    """The way of each parameter that counts, there and back, after every step."""
+    found: list[Tensors] = []
+    before, ways = start, {name: tensor.new_zeros(tensor.shape) for name, tensor in start.items()}
+    for step, among in zip(parameters, among_steps, strict=True):
+        ways = {name: ways[name] + (tensor - before[name]).abs() for name, tensor in step.items()}
+        found.append({name: way[among[name]] for name, way in ways.items()})
+        before = step
+    return found
 
 
 def decided(reference: list[Tensors], exact: list[Tensors]) -> list[Tensors]:

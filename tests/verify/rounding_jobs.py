@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import count
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from cuboid.parallel import gradient_sum
 from cuboid.parallel.collectives import Pending
 from cuboid.parallel.unit import Unit
 from cuboid.spec.run import Run
+from cuboid.train.optimizer import Optimizer
 from cuboid.verify.compare import compare_rounded
 from cuboid.verify.observe import observed_trace
 from cuboid.verify.reference import reference_trace
@@ -69,3 +71,14 @@ def with_the_rounding_of_few_bits(rank: int, run: Run) -> dict[str, Any] | None:
         return y + (y.detach().to(torch.float8_e4m3fn).to(y.dtype) - y.detach())
 
     return verdict(rank, run, Linear, "forward", coarse)
+
+
+def with_an_update_left_out_by_one_rank(rank: int, run: Run) -> dict[str, Any] | None:
+    """The second one, so that gradients hardly tell."""
+    right, calls = Optimizer.step, count()
+
+    def wrong(self: Optimizer, *arguments: Any) -> None:
+        if (next(calls), rank) != (1, 1):
+            right(self, *arguments)
+
+    return verdict(rank, run, Optimizer, "step", wrong)

@@ -7,13 +7,15 @@ import math
 from collections.abc import Callable
 
 import pytest
+import torch
+from torch import Tensor
 
 from cuboid.cli.verify import verification_run
 from cuboid.launch.pool import Pool
 from cuboid.spec.run import Run
 from cuboid.verify.compare import compare_rounded
 from cuboid.verify.reference import Trace, reference_trace
-from cuboid.verify.rounding import MULTIPLE, UNIT
+from cuboid.verify.rounding import MULTIPLE, TENSOR_UNITS, UNIT, moved, walked
 
 SMALL = tuple(
     f"{'training' if key in ('sequence', 'global_batch') else 'model'}.{key}={value}"
@@ -97,3 +99,43 @@ def test_bugs_planted_in_ranks_are_found_and_sound_ranks_pass(pool: Pool) -> Non
     doubled = verdict("with_one_gradient_doubled", "dp=2")
     assert not doubled["passed"] and doubled["worst_gradient"] == "layers.1.feed_forward.down.weight"
     assert not verdict("with_the_rounding_of_few_bits", "tp=2")["passed"]
+
+
+def adam(gradients: list[Tensor]) -> list[dict[str, Tensor]]:
+    parameter = torch.zeros_like(gradients[0], requires_grad=True)
+    optimizer = torch.optim.AdamW([parameter], lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    parameters = []
+    for gradient in gradients:
+        parameter.grad = gradient
+        optimizer.step()
+        parameters.append({"p": parameter.detach().clone()})
+    return parameters
+
+
+def test_gradients_off_by_a_share_move_each_parameter_by_less_than_twice_that_share_of_its_way() -> None:
+    """What parameters are allowed is derived from this. No multiple of the share of their distance holds: some come
+    back to where they began."""
+    random = torch.Generator().manual_seed(0)
+
+    def drawn() -> Tensor:
+        return torch.randn(100_000, generator=random, dtype=torch.float64)
+
+    gradients = [drawn().exp() * drawn().sign() for _ in range(3)]
+    share = TENSOR_UNITS["fp8"]
+    exact, rounded = adam(gradients), adam([gradient * (1 + share * drawn().sign()) for gradient in gradients])
+    start, every = {"p": torch.zeros_like(gradients[0])}, [{"p": torch.ones_like(gradients[0], dtype=torch.bool)}] * 3
+    seen, true, ways = moved(rounded, start, every), moved(exact, start, every), walked(exact, start, every)
+    for one, other, way in zip(seen, true, ways, strict=True):
+        assert ((one["p"] - other["p"]).abs() <= 2 * share * way["p"]).all()
+    assert ((seen[2]["p"] - true[2]["p"]).abs() > 100 * share * true[2]["p"].abs()).any()
+
+
+def test_fp8_after_steps_of_adam(pool: Pool) -> None:
+    """Elements that go there and back differ by much of the distance that is left, and are sound. An update that one
+    of two ranks leaves out is found still, though by the parameters alone."""
+    run = verification_run("tp=2", "tiny-gpt2", ("model.layers=2",), steps=3, dtype="fp8")
+    sound = pool.run("tests.verify.rounding_jobs:sound", (run,), ranks=2)[0]
+    assert sound["passed"], sound
+    bug = pool.run("tests.verify.rounding_jobs:with_an_update_left_out_by_one_rank", (run,), ranks=2)[0]
+    assert bug["parameter_error"] > bug["tolerances"]["parameter"] and not bug["passed"], bug
+    assert bug["gradient_error"] <= bug["tolerances"]["gradient"]
