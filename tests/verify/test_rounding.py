@@ -15,7 +15,7 @@ from cuboid.launch.pool import Pool
 from cuboid.spec.run import Run
 from cuboid.verify.compare import compare_rounded
 from cuboid.verify.reference import Trace, reference_trace
-from cuboid.verify.rounding import MULTIPLE, TENSOR_UNITS, UNIT, moved, walked
+from cuboid.verify.rounding import DECIDED, MULTIPLE, TENSOR_UNITS, UNIT, decided, moved, walked
 
 SMALL = tuple(
     f"{'training' if key in ('sequence', 'global_batch') else 'model'}.{key}={value}"
@@ -128,6 +128,14 @@ def test_gradients_off_by_a_share_move_each_parameter_by_less_than_twice_that_sh
     for one, other, way in zip(seen, true, ways, strict=True):
         assert ((one["p"] - other["p"]).abs() <= 2 * share * way["p"]).all()
     assert ((seen[2]["p"] - true[2]["p"]).abs() > 100 * share * true[2]["p"].abs()).any()
+
+
+def test_rows_that_nobody_looked_up_do_not_hide_the_rounding_of_the_others() -> None:
+    true, expected = torch.zeros(1024, 4), torch.zeros(1024, 4)
+    true[0] = torch.tensor([1.0, -1.0, 100.0, -100.0])
+    expected[0] = true[0] + torch.tensor([1.0, -1.0, 1.0, -1.0])
+    (among,) = decided([{"table": expected}], [{"table": true}])
+    assert among["table"].nonzero().tolist() == [[0, 2], [0, 3]] and DECIDED < 100
 
 
 def test_fp8_after_steps_of_adam(pool: Pool) -> None:
