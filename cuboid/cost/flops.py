@@ -48,8 +48,13 @@ def layer_parameters(shape: Shape) -> LayerParameters:
 
 
 def embedding_parameters(shape: Shape) -> Array:
-    """Parameters of the input embedding, learned positions included."""
-    return shape.hidden * (shape.vocab + shape.positions)
+    """Parameters of the input embedding, without positions."""
+    return shape.hidden * shape.vocab
+
+
+def position_parameters(shape: Shape) -> Array:
+    """Parameters of learned positions, which every tensor rank holds whole."""
+    return shape.hidden * shape.positions
 
 
 def head_parameters(shape: Shape) -> Array:
@@ -62,7 +67,8 @@ def total_parameters(shape: Shape) -> Array:
     layer = layer_parameters(shape)
     mixture_layers = shape.layers - shape.dense_layers
     body = shape.dense_layers * layer.dense + mixture_layers * (layer.mixture + layer.routed)
-    return body + embedding_parameters(shape) + np.where(shape.tied > 0, 0.0, head_parameters(shape)) + shape.hidden
+    tables = embedding_parameters(shape) + np.where(shape.tied > 0, 0.0, head_parameters(shape))
+    return body + tables + position_parameters(shape) + shape.hidden
 
 
 def active_parameters(shape: Shape) -> Array:

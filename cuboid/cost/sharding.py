@@ -7,7 +7,7 @@ import numpy as np
 from cuboid.cost.communication import all_gather, all_reduce, group, reduce_scatter
 from cuboid.cost.constants import Fabric
 from cuboid.cost.engine import Engine
-from cuboid.cost.flops import embedding_parameters, head_parameters, layer_parameters
+from cuboid.cost.flops import embedding_parameters, head_parameters, layer_parameters, position_parameters
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.layers import LayerTimes
 
@@ -41,7 +41,7 @@ def rank_parameters(shape: Shape, jobs: Jobs, layers: Array, first: Array, last:
     mixture = layers - dense
     once = (shape.tied > 0) & (first > 0)
     tables = first * embedding_parameters(shape) + np.where(once, 0.0, last * head_parameters(shape))
-    plain = (dense * each.dense + mixture * each.mixture + tables) / jobs.tp
+    plain = (dense * each.dense + mixture * each.mixture + tables) / jobs.tp + first * position_parameters(shape)
     return RankParameters(plain, mixture * each.routed / np.maximum(jobs.ep, 1))
 
 

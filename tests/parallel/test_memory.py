@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 
 from cuboid.cost.constants import engine_named
-from cuboid.cost.inputs import Jobs, Shape
+from cuboid.cost.inputs import Jobs, Shape, number
 from cuboid.cost.memory import memory_by_rank
+from cuboid.cost.sharding import rank_parameters
 from cuboid.launch.pool import Pool
 from tests.parallel.cases import small_run
 
@@ -55,6 +56,14 @@ def test_pipeline_and_tensor_ranks_hold_their_part(pool: Pool) -> None:
     total = sum(rank["optimizer"] for rank in ranks)
     # Norms are whole on both tensor ranks, and odd vocabularies are padded: a little more than the model, never less.
     assert 2 * whole_bytes() <= total <= 2 * whole_bytes() * 1.03
+
+
+def test_learned_positions_are_whole_on_tensor_ranks_as_predicted(pool: Pool) -> None:
+    run = small_run("tp=2", model="tiny-gpt2")
+    shape, jobs, one = Shape.of(run.model), Jobs.of([run.layout], global_batch=1, sequence=8), number(1)
+    predicted = float(rank_parameters(shape, jobs, shape.layers, one, one).total.item())
+    for rank in pool.run("tests.parallel.cases:held_bytes", (run,), ranks=2):
+        assert close(rank["parameters"], 8 * predicted)
 
 
 def test_bf16_keeps_float32_master_weights_and_gradients(pool: Pool) -> None:
