@@ -43,8 +43,19 @@ def join(place: Place, device: torch.device) -> None:
     dist.init_process_group(backend, init_method=address, rank=place.rank, world_size=place.world_size)
 
 
+def what_went_wrong(error: Exception) -> str:
+    """In one line: torch writes many, of which the first says it and the last ones give advice."""
+    lines = [line.strip() for line in "".join(traceback.format_exception_only(error)).splitlines() if line.strip()]
+    said = lines[0]
+    for line in lines[1:]:
+        if not said.endswith(":"):
+            break
+        said += f" {line}"
+    return said
+
+
 def run_rank(run: Run, signals: Listener, quiet: bool = False, place: Place | None = None) -> Outcome:
-    """A failure is also written into the run folder, under the rank's number."""
+    """A failure is also written into the run folder, under the rank's number: what went wrong in its first line."""
     place = place or find_place(os.environ) or Place(0, 1, 0, 1, "127.0.0.1", 0)
     try:
         arm(PULSE, place.rank, run.output.folder)
@@ -59,10 +70,11 @@ def run_rank(run: Run, signals: Listener, quiet: bool = False, place: Place | No
         if place.world_size > 1:
             dist.destroy_process_group()
         return outcome
-    except Exception:
+    except Exception as error:
         folder = Path(run.output.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"failure-{place.rank:05d}.txt").write_text(traceback.format_exc())
+        report = f"{what_went_wrong(error)}\n\n{traceback.format_exc()}"
+        (folder / f"failure-{place.rank:05d}.txt").write_text(report)
         if place.world_size > 1:
             time.sleep(LINGER)
         raise

@@ -131,12 +131,12 @@ def _explain_failure(run: Run, rank: int, exit_code: int) -> NoReturn:
     if not (folder / f"failure-{rank:05d}.txt").exists():
         raise RankError(f"rank {rank} failed: {_ending(exit_code)}") from None
     report = min(folder.glob("failure-*.txt"), key=lambda path: path.stat().st_mtime_ns)
-    lines = report.read_text().strip().splitlines() or ["it left an empty report"]
+    sentence = report.read_text().partition("\n")[0] or "it left an empty report"
     for kind in (UserError, RankError):  # whose sentences say it all
-        if lines[-1].startswith(f"cuboid.errors.{kind.__name__}: "):
-            raise kind(lines[-1].partition(": ")[2]) from None
+        if sentence.startswith(f"cuboid.errors.{kind.__name__}: "):
+            raise kind(sentence.partition(": ")[2]) from None
     rank = int(report.stem.partition("-")[2])
-    raise RankError(f"rank {rank} failed: {lines[-1]}; its traceback is in {report}") from None
+    raise RankError(f"rank {rank} failed: {sentence}; its traceback is in {report}") from None
 
 
 def _ending(exit_code: int) -> str:
