@@ -26,13 +26,18 @@ if TYPE_CHECKING:
 
 
 def check_machine(run: Run, place: Place | None) -> None:
-    """What depends on where the run starts, refused before it does: the ranks there are, the GPU that is asked for."""
+    """What depends on where the run starts, refused before it does: the ranks there are, the GPU that is asked for or
+    that something else needs."""
     if place is not None:
         check_world_size(run.layout, place.world_size)
-    if run.training.device == "cuda":
-        from cuboid.parallel.device import choose_device
+    needs = [name for name in ("overlap_tensor", "cuda_graphs") if getattr(run.training, name) == "on"]
+    if run.training.device == "cuda" or needs:
+        from cuboid.parallel.device import choose_device  # it brings torch, for which others need not wait
 
-        choose_device("cuda", 0)
+        if choose_device(run.training.device, 0).type != "cuda":
+            raise UserError(
+                f"training.{needs[0]}=on needs a GPU and this machine has no usable one; use training.{needs[0]}=auto"
+            )
 
 
 def start_training(run: Run, quiet: bool = False) -> Outcome:
