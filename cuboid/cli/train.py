@@ -22,6 +22,7 @@ from cuboid.spec.load import read_toml
 from cuboid.spec.partition import partition
 from cuboid.spec.profile import USUAL
 from cuboid.spec.run import Run, build_run
+from cuboid.spec.suggest import up_to
 from cuboid.spec.supported import check_supported
 from cuboid.train.claim import claimed
 from cuboid.train.communication import summarize
@@ -119,8 +120,8 @@ def _rehearse(run: Run, inject: str | None) -> None:
         os.environ[VARIABLE] = inject
     for fault in parse_faults(os.environ.get(VARIABLE, "")):
         if not 0 <= fault.rank < run.layout.world_size:
-            last = run.layout.world_size - 1
-            raise UserError(f"fault {fault.kind} rank={fault.rank} is outside {run.layout}; use rank=0 to rank={last}")
+            works = up_to(run.layout.world_size - 1, "rank=")
+            raise UserError(f"fault {fault.kind} rank={fault.rank} is outside {run.layout}; use {works}")
 
 
 def _check_start(run: Run, overwrite: bool) -> list[str]:

@@ -103,7 +103,8 @@ def check_samples(run: Run, opened: OpenedSource, split: Split) -> None:
             side = "trained on" if ranges is split.training else "held out"
             raise UserError(
                 f"training.sequence={run.training.sequence} is too long for the {held:,} tokens of data.source="
-                f"{opened.name} that are {side}; use sequence={max(held - 1, 1)} or less, or data.packing=padded"
+                f"{opened.name} that are {side}; use training.sequence={max(held - 1, 1)} or less, or "
+                "data.packing=padded"
             )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cuboid.errors import UserError
+from cuboid.spec.suggest import up_to
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ def find_place(environment: Mapping[str, str]) -> Place | None:
     except ValueError as problem:
         raise UserError(f"the variables of torchrun or Slurm are damaged: {problem}; start the ranks anew") from None
     if place is not None and not 0 <= place.rank < place.world_size:
-        last = place.world_size - 1
-        raise UserError(f"RANK={place.rank} is not below WORLD_SIZE={place.world_size}; use RANK=0 to RANK={last}")
+        works = up_to(place.world_size - 1, "RANK=")
+        raise UserError(f"RANK={place.rank} is not below WORLD_SIZE={place.world_size}; use {works}")
     return place
 
 

@@ -22,6 +22,7 @@ from cuboid.parallel.apply import Engine, build_engine
 from cuboid.parallel.device import choose_device
 from cuboid.probe.clock import synchronize
 from cuboid.spec.run import Run
+from cuboid.spec.suggest import up_to
 from cuboid.train.holdings import held, storages
 from cuboid.train.optimizer import Optimizer
 from cuboid.train.step import compute_gradients
@@ -67,7 +68,7 @@ def run_one_rank(run: Run, rank: int, steps: int = 3) -> RankReport:
 def check_one_rank(run: Run, rank: int) -> None:
     """Refuse what cannot be run without the others."""
     if not 0 <= rank < run.layout.world_size:
-        raise UserError(f"rank={rank} is not in layout={run.layout}; use rank=0 to rank={run.layout.world_size - 1}")
+        raise UserError(f"rank={rank} is not in layout={run.layout}; use {up_to(run.layout.world_size - 1, 'rank=')}")
     if run.layout.ep > 1:
         raise UserError(
             f"ep={run.layout.ep} sends rows where other ranks want them, which one rank cannot know; use ep=1"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from cuboid.errors import UserError
 from cuboid.spec.coding import check_types
-from cuboid.spec.suggest import either
+from cuboid.spec.suggest import either, up_to
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class ClusterSpec:
         for tier in self.tiers:
             if len({rank // tier.size for rank in members}) <= 1:
                 return tier
-        raise UserError(f"rank={max(members)} is outside {self.name}; use rank=0 to rank={self.accelerators - 1}")
+        raise UserError(f"rank={max(members)} is outside {self.name}; use {up_to(self.accelerators - 1, 'rank=')}")
 
 
 def load_cluster(text: str) -> ClusterSpec:

@@ -9,15 +9,25 @@ from cuboid.spec.partition import longest_stage
 from cuboid.spec.suggest import either, nearest_numbers, use
 
 
-def check(layout: Layout, model: ModelSpec, *, global_batch: int, sequence: int, world_size: int | None = None) -> None:
-    """Every rule that needs the model, the batch or the number of ranks; returns when the layout works for them."""
-    require_positive("global_batch", global_batch)
-    require_positive("sequence", sequence)
+def check(
+    layout: Layout,
+    model: ModelSpec,
+    *,
+    global_batch: int,
+    sequence: int,
+    world_size: int | None = None,
+    section: str = "",
+) -> None:
+    """Every rule that needs the model, the batch or the number of ranks; returns when the layout works for them.
+
+    `section`: what stands before the names of batch and sequence where the user writes them; `training.` in a run."""
+    require_positive(f"{section}global_batch", global_batch)
+    require_positive(f"{section}sequence", sequence)
     if world_size is not None:
         check_world_size(layout, world_size)
     check_model(layout, model)
-    _check_batch(layout, global_batch)
-    _check_sequence(layout, model, sequence)
+    _check_batch(layout, global_batch, f"{section}global_batch")
+    _check_sequence(layout, model, sequence, f"{section}sequence")
     _check_recompute(layout, model, sequence)
 
 
@@ -79,28 +89,28 @@ def _check_stages(layout: Layout, model: ModelSpec) -> None:
     raise UserError(f"pp={layout.pp}{virtual} makes more stages than layers={model.layers}; {works}")
 
 
-def _check_batch(layout: Layout, global_batch: int) -> None:
+def _check_batch(layout: Layout, global_batch: int, name: str) -> None:
     unit = layout.dp * layout.micro_batch
     if global_batch % unit:
         near = nearest_numbers(global_batch, lambda number: number % unit == 0, unit, global_batch + unit)
         raise UserError(
-            f"global_batch={global_batch} does not divide by dp={layout.dp} × micro_batch={layout.micro_batch}; "
-            f"{use('global_batch', near)}"
+            f"{name}={global_batch} does not divide by dp={layout.dp} × micro_batch={layout.micro_batch}; "
+            f"{use(name, near)}"
         )
 
 
-def _check_sequence(layout: Layout, model: ModelSpec, sequence: int) -> None:
+def _check_sequence(layout: Layout, model: ModelSpec, sequence: int, name: str) -> None:
     if model.positions == "learned" and sequence > model.max_positions:
         raise UserError(
-            f"sequence={sequence} is longer than max_positions={model.max_positions} of {model.name}; "
-            f"{use('sequence', [model.max_positions])} or less"
+            f"{name}={sequence} is longer than max_positions={model.max_positions} of {model.name}; "
+            f"{use(name, [model.max_positions])} or less"
         )
     chunks = 2 * layout.cp if layout.cp > 1 else 1
     if sequence % chunks:
         near = nearest_numbers(sequence, lambda number: number % chunks == 0, chunks, sequence + chunks)
         raise UserError(
-            f"sequence={sequence} does not divide into the 2 × cp = {chunks} chunks that give every rank equal work; "
-            f"{use('sequence', near)}"
+            f"{name}={sequence} does not divide into the 2 × cp = {chunks} chunks that give every rank equal work; "
+            f"{use(name, near)}"
         )
     tokens = layout.micro_batch * sequence // layout.cp
     if (layout.sequence_parallel or model.mixture is not None) and tokens % layout.tp:
@@ -110,9 +120,9 @@ def _check_sequence(layout: Layout, model: ModelSpec, sequence: int) -> None:
 
         near = nearest_numbers(sequence, works, 1, sequence + chunks * layout.tp)
         dense = model.mixture is None
-        values = either([f"sequence={number}" for number in near] + ["sequence_parallel=false"] * dense)
+        values = either([f"{name}={number}" for number in near] + ["sequence_parallel=false"] * dense)
         raise UserError(
-            f"micro_batch={layout.micro_batch} × sequence={sequence} tokens do not divide by tp={layout.tp} "
+            f"micro_batch={layout.micro_batch} × {name}={sequence} tokens do not divide by tp={layout.tp} "
             f"{'under sequence_parallel' if dense else 'to be routed'}; use {values}"
         )
 
@@ -133,22 +143,24 @@ def _check_recompute(layout: Layout, model: ModelSpec, sequence: int) -> None:
 FP8_MULTIPLE = 16
 
 
-def check_fp8(layout: Layout, model: ModelSpec, sequence: int) -> None:
-    """Both dimensions of each linear in a block, as a rank holds it, and its tokens must divide by 16."""
+def check_fp8(layout: Layout, model: ModelSpec, sequence: int, section: str = "") -> None:
+    """Both dimensions of each linear in a block, as a rank holds it, and its tokens must divide by 16. `section`: as in
+    `check`."""
     tokens = layout.micro_batch * sequence // layout.cp
     wanted = FP8_MULTIPLE * layout.cp
     if tokens % FP8_MULTIPLE:
         near = nearest_numbers(sequence, lambda number: number % wanted == 0, wanted, sequence + wanted)
         raise UserError(
-            f"precision=fp8 multiplies by {FP8_MULTIPLE} tokens, and micro_batch={layout.micro_batch} × "
-            f"sequence={sequence}{f' / cp={layout.cp}' if layout.cp > 1 else ''} = {tokens} does not divide by it; "
-            f"{use('sequence', near)}"
+            f"{section}precision=fp8 multiplies by {FP8_MULTIPLE} tokens, and micro_batch={layout.micro_batch} × "
+            f"{section}sequence={sequence}{f' / cp={layout.cp}' if layout.cp > 1 else ''} = {tokens} does not divide "
+            f"by it; {use(f'{section}sequence', near)}"
         )
     for name, size in _linear_widths(layout, model).items():
         if size % FP8_MULTIPLE:
             smaller = f"a smaller tp than {layout.tp} or " if layout.tp > 1 else ""
             raise UserError(
-                f"precision=fp8 needs {name}={size} to divide by {FP8_MULTIPLE}; use {smaller}precision=bf16"
+                f"{section}precision=fp8 needs {name}={size} to divide by {FP8_MULTIPLE}; "
+                f"use {smaller}{section}precision=bf16"
             )
 
 

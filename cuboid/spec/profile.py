@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from cuboid.errors import UserError
 from cuboid.spec.coding import check_types, require_in_range
+from cuboid.spec.suggest import up_to
 
 WARM_UP = 3
 """Steps before those traced by default: two in which kernels are compiled and memory is taken, one in which the
@@ -37,7 +38,7 @@ class ProfileSpec:
         """Against the run it belongs to."""
         for rank in self.chosen_ranks:
             if rank >= world_size:
-                raise UserError(f"profile.ranks={rank} is outside the layout; use 0 to {world_size - 1}")
+                raise UserError(f"profile.ranks={rank} is outside the layout; use {up_to(world_size - 1)}")
         if self.steps and self.first > steps:
             raise UserError(f"profile.first={self.first} is after training.steps={steps}; use profile.first={steps}")
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from cuboid.errors import UserError
 from cuboid.spec.layout import Layout
+from cuboid.spec.suggest import up_to
 
 Group = tuple[int, ...]
 
@@ -25,7 +26,7 @@ class Coordinates:
 def coordinates(rank: int, layout: Layout) -> Coordinates:
     """Where a rank sits."""
     if not 0 <= rank < layout.world_size:
-        raise UserError(f"rank={rank} is outside {layout}; use rank=0 to rank={layout.world_size - 1}")
+        raise UserError(f"rank={rank} is outside {layout}; use {up_to(layout.world_size - 1, 'rank=')}")
     rank, tp = divmod(rank, layout.tp)
     rank, cp = divmod(rank, layout.cp)
     pp, dp = divmod(rank, layout.dp)
@@ -37,7 +38,7 @@ def rank_of(place: Coordinates, layout: Layout) -> int:
     for name in ("pp", "dp", "cp", "tp"):
         size, index = getattr(layout, name), getattr(place, name)
         if not 0 <= index < size:
-            raise UserError(f"coordinate {name}={index} is outside {layout}; use {name}=0 to {name}={size - 1}")
+            raise UserError(f"coordinate {name}={index} is outside {layout}; use {up_to(size - 1, f'{name}=')}")
     return ((place.pp * layout.dp + place.dp) * layout.cp + place.cp) * layout.tp + place.tp
 
 

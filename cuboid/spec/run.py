@@ -179,9 +179,10 @@ class Run:
 
     def __post_init__(self) -> None:
         check_types(self)
-        check(self.layout, self.model, global_batch=self.training.global_batch, sequence=self.training.sequence)
+        batch, sequence = self.training.global_batch, self.training.sequence
+        check(self.layout, self.model, global_batch=batch, sequence=sequence, section="training.")
         if self.training.precision == "fp8":
-            check_fp8(self.layout, self.model, self.training.sequence)
+            check_fp8(self.layout, self.model, sequence, section="training.")
         if self.training.overlap_tensor == "on" and self.layout.tp > 1:
             if not self.layout.sequence_parallel:
                 raise UserError("training.overlap_tensor=on needs sequence_parallel=true; use it or overlap_tensor=off")

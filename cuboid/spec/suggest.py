@@ -27,6 +27,11 @@ def nearest_numbers(value: int, works: Callable[[int], bool], low: int, high: in
     return [number for number in (below, above) if number is not None]
 
 
+def up_to(last: int, field: str = "") -> str:
+    """`rank=0`, `rank=0 to rank=3`."""
+    return f"{field}0 to {field}{last}" if last else f"{field}0"
+
+
 def use(field: str, values: Iterable[object]) -> str:
     """The end of an error sentence: `use tp=2 or tp=4`."""
     return "use " + either(f"{field}={value}" for value in values)

@@ -40,11 +40,12 @@ def overrides(*fields: str) -> list[str]:
         (["--layout", "tp=8", *overrides("model.ffn=100")], "tp=8 does not divide ffn=100; use tp=4"),
         (
             ["--layout", "dp=3"],
-            "global_batch=16 does not divide by dp=3 × micro_batch=1; use global_batch=15 or global_batch=18",
+            "training.global_batch=16 does not divide by dp=3 × micro_batch=1; "
+            "use training.global_batch=15 or training.global_batch=18",
         ),
         (
             ["--layout", "dp=2,micro_batch=3"],
-            "global_batch=16 does not divide by dp=2 × micro_batch=3; use global_batch=12 or global_batch=18",
+            "training.global_batch=16 does not divide by dp=2 × micro_batch=3; use training.global_batch=12",
         ),
         (["--layout", "pp=2,schedule=2f2b"], "unknown schedule=2f2b; use schedule=1f1b"),
         (["--model", "tiny-lama"], "unknown model=tiny-lama; did you mean tiny-llama"),
@@ -62,8 +63,8 @@ def overrides(*fields: str) -> list[str]:
         ),
         (
             ["--layout", "cp=3"],
-            "sequence=256 does not divide into the 2 × cp = 6 chunks that give every rank equal work; "
-            "use sequence=252 or sequence=258",
+            "training.sequence=256 does not divide into the 2 × cp = 6 chunks that give every rank equal work; "
+            "use training.sequence=252 or training.sequence=258",
         ),
         (["--layout", "dp=2,ep=2"], "ep=2 needs experts and tiny-llama has none; use ep=1"),
         (["--layout", "dp=2,ep=4", *overrides(*MIXTURE)], "ep=4 does not divide dp × cp × tp = 2; use ep=2"),
@@ -74,7 +75,7 @@ def overrides(*fields: str) -> list[str]:
         ),
         (
             ["--layout", "tp=2,sequence_parallel=false", *overrides(*MIXTURE, "training.sequence=7")],
-            "micro_batch=1 × sequence=7 tokens do not divide by tp=2 to be routed; use sequence=6 or sequence=8",
+            "micro_batch=1 × training.sequence=7 tokens do not divide by tp=2 to be routed; use training.sequence=6",
         ),
         (
             overrides(*MIXTURE, "model.mlp_bias=true"),
@@ -90,11 +91,12 @@ def overrides(*fields: str) -> list[str]:
         ),
         (
             ["--model", "tiny-gpt2", *overrides("training.sequence=2048")],
-            "sequence=2048 is longer than max_positions=1024 of tiny-gpt2; use sequence=1024 or less",
+            "training.sequence=2048 is longer than max_positions=1024 of tiny-gpt2; use training.sequence=1024 or less",
         ),
         (
             ["--layout", "tp=2", *overrides("training.sequence=7")],
-            "micro_batch=1 × sequence=7 tokens do not divide by tp=2 under sequence_parallel; use sequence=6",
+            "micro_batch=1 × training.sequence=7 tokens do not divide by tp=2 under sequence_parallel; "
+            "use training.sequence=6",
         ),
         (["absent.toml"], "absent.toml does not exist; name an existing TOML file"),
         (["."], ". cannot be read: Is a directory; name a readable TOML file"),
@@ -164,10 +166,29 @@ def test_ranks_that_cannot_be(
     assert refused(capsys, "--layout", "dp=4").startswith(sentence)
 
 
-def test_a_gpu_that_is_not_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (
+            ["--layout", "dp=2", *overrides("training.device=cuda")],
+            "training.device=cuda but this machine has no usable GPU; use device=cpu or device=auto",
+        ),
+        (
+            ["--layout", "tp=2", *overrides("training.overlap_tensor=on")],
+            "training.overlap_tensor=on needs a GPU and this machine has no usable one; "
+            "use training.overlap_tensor=auto",
+        ),
+        (
+            overrides("training.cuda_graphs=on", "data.attention_within_documents=false"),
+            "training.cuda_graphs=on needs a GPU and this machine has no usable one; use training.cuda_graphs=auto",
+        ),
+    ],
+)
+def test_a_gpu_that_is_not_there(
+    arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    sentence = refused(capsys, "--layout", "dp=2", "--set", "training.device=cuda")
-    assert sentence == "training.device=cuda but this machine has no usable GPU; use device=cpu or device=auto"
+    assert refused(capsys, *arguments) == sentence
 
 
 def test_a_folder_that_holds_another_run(capsys: pytest.CaptureFixture[str]) -> None:

@@ -207,5 +207,7 @@ def test_text_is_refused_with_the_command_that_turns_it_into_tokens(tmp_path: Pa
 
 def test_too_few_tokens_for_one_sample_are_refused(store: Path) -> None:
     sentence = refusal(check_data, make_run(store, "training.sequence=100000"))
-    assert sentence.startswith("training.sequence=100000 is too long for the ")
+    assert (
+        sentence.startswith("training.sequence=100000 is too long for the ") and "; use training.sequence=" in sentence
+    )
     check_data(make_run(store, "training.sequence=100000", "data.packing=padded"))

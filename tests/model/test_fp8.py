@@ -102,10 +102,11 @@ def test_dimensions_that_do_not_divide_are_refused() -> None:
             build_run({"model": shape, "layout": layout, "training": training})
         return str(caught.value)
 
-    assert refusal(ffn=200) == "precision=fp8 needs ffn=200 to divide by 16; use precision=bf16"
+    assert refusal(ffn=200) == "training.precision=fp8 needs ffn=200 to divide by 16; use training.precision=bf16"
     several = refusal(layout="tp=4", heads=8, kv_heads=4, head_dim=8)
-    assert several.startswith("precision=fp8 needs kv_heads × head_dim / tp=4=8") and "a smaller tp than 4" in several
-    assert refusal(sequence=40).endswith("= 40 does not divide by it; use sequence=32 or sequence=48")
+    assert several.startswith("training.precision=fp8 needs kv_heads × head_dim / tp=4=8")
+    assert "a smaller tp than 4" in several
+    assert refusal(sequence=40).endswith("= 40 does not divide by it; use training.sequence=32 or training.sequence=48")
 
 
 def test_a_cpu_needs_no_fp8_hardware() -> None:
