@@ -169,6 +169,7 @@ class Pulse:
     def _begin(self) -> None:
         words = self.words
         words[VERSION], words[PID], words[RANK] = CURRENT, os.getpid(), self.rank
+        words[STAGE] = words[MICRO_BATCH] = -1  # as `do` has it where there is none
         words[PHASE_SINCE] = words[ACTIVITY_SINCE] = words[CHANGED] = time.monotonic_ns()
 
     def track(self, name: str, ranks: Sequence[int]) -> Track:

@@ -44,7 +44,6 @@ class Profile:
         self._window = range(0)
         self._profiler: profile | None = None
         self._tally: Tally | None = None
-        self._before = resident_peak()
         self._records = run.profile.traces(rank) and run.profile.memory and device.type == "cuda"
         if self._records:
             # Not where memory is freed: that happens while an exception passes too, as recomputation ends by one, and
@@ -130,7 +129,8 @@ class Profile:
             self._records = False
 
     def _memory(self) -> dict[str, int]:
-        """By kind at the fullest moment; activations are all that lived for a part of a step."""
+        """By kind at the fullest moment; activations are all that lived for a part of a step. On a CPU they
+        are counted where nothing is compiled, in a step before those traced; else they are among the others."""
         known = held(self._engine.units, self._optimizer)
         if self._device.type == "cuda":
             known["gradients"] += left_by_autograd(self._engine.units)
@@ -140,10 +140,9 @@ class Profile:
                 "activations": max(0, peak - sum(known.values())),
                 "other": torch.cuda.max_memory_reserved(self._device) - peak,
             }
-        resident = resident_peak()
-        counted = self._tally.beside if self._tally is not None else resident - self._before - sum(known.values())
-        activations = max(0, counted)
-        return {**known, "activations": activations, "other": max(0, resident - sum(known.values()) - activations)}
+        if self._tally is not None:
+            known["activations"] = self._tally.beside
+        return {**known, "other": max(0, resident_peak() - sum(known.values()))}
 
     def _write(self, pattern: str, write: Callable[[Path], object]) -> None:
         write_whole(_path(self._run, self._rank, pattern), write)

@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 
 from cuboid.errors import UserError
+from cuboid.launch.pool import Pool
 from cuboid.schedule.make import make_schedule
 from cuboid.spec.profile import ProfileSpec
 from cuboid.spec.run import build_run
 from cuboid.train.profile import MEMORY, TRACES
 from tests.cli.command import SHORT, run, train
+from tests.train.cases import short_run
 
 STEPS = 7
 NAMES = {"F": "forward", "B": "backward"}
@@ -67,6 +69,15 @@ def test_traces_of_a_pipeline_under_zero_3(tmp_path: Path) -> None:
         assert 0 < held["activations"] < held["other"]
 
 
+def test_activations_that_nobody_counted_are_no_kind_of_their_own(tmp_path: Path, pool: Pool) -> None:
+    """The first step is traced, so none before it could be followed."""
+    alone = short_run("dp=1", str(tmp_path), "training.steps=1", "profile.steps=1")
+    pool.run("tests.train.cases:train_rank", (alone,), ranks=1)
+    held = json.loads((tmp_path / "profile/memory-00000.json").read_text())["bytes"]
+    assert list(held) == ["parameters", "master weights", "optimizer", "gradients", "other"]
+    assert held["other"] > held["optimizer"] > 0
+
+
 def assert_nested(events: list[dict[str, Any]]) -> None:
     """A viewer draws a region inside another or beside it, never across its end."""
     open_until: list[float] = []
@@ -100,6 +111,8 @@ def test_what_cannot_be_traced_is_refused() -> None:
         table = {"model": "tiny-llama", "layout": "dp=2", "profile": {"steps": 1}}
         with pytest.raises(UserError, match=sentence):
             build_run(table, [setting])
+    with pytest.raises(UserError, match=r"profile.ranks=7 is outside the layout; use 0$"):
+        build_run({"model": "tiny-llama"}, ["profile.ranks=7"])
 
 
 def test_a_training_that_fails_leaves_what_it_traced(tmp_path: Path) -> None:

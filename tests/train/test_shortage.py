@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
-from cuboid.train.shortage import SIZE, _told, shortage_in
+from cuboid.resilience.pulse import Pulse
+from cuboid.spec.run import build_run
+from cuboid.train import shortage
+from cuboid.train.shortage import SIZE, Shortage, _sentence, _told, shortage_in
 from tests.cli.command import SHORT, run, train
 
 FIELDS = ["training.steps=1", "training.global_batch=64", "training.sequence=256"]
@@ -47,6 +51,13 @@ def test_one_rank_of_four(tmp_path: Path) -> None:
     assert finished.returncode == 2 and finished.stderr.count("\n") == 1, finished.stderr
     assert finished.stderr.startswith("error: rank 3 of dp=2,tp=1,pp=2 ran out of memory in step 2: it wanted ")
     assert "not enough: use more ranks too" in finished.stderr, "nothing can hold what was asked for"
+
+
+def test_before_anything_is_computed_no_stage_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shortage, "PULSE", Pulse())
+    lack = Shortage(asked=2**30, used=2**30, limit=2**30, held={})
+    told = _sentence(build_run({"model": "tiny-llama"}), 0, torch.device("cpu"), lack)
+    assert told.startswith("rank 0 of dp=1,tp=1,pp=1 ran out of memory in set-up: it wanted 1.00 GiB more")
 
 
 def test_what_torch_says_of_a_gpu() -> None:
