@@ -4,6 +4,7 @@ for float32; so they are computed in float32 and rounded once, which is what suc
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
@@ -27,6 +28,9 @@ PRODUCTS = {
 """And how many of their results are rounded."""
 SLOW = 8
 """Times as long as float32."""
+
+# Where products stay in 16 bits torch says, with a screen of its own frames, that it takes another way to the result.
+warnings.filterwarnings("ignore", message="mkldnn_matmul failed, switching to BLAS gemm")
 
 
 class WideProducts(TorchDispatchMode):

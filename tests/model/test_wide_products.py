@@ -1,5 +1,6 @@
 """Products of 16-bit numbers in float32: rounded once, forward and backward."""
 
+import warnings
 from contextlib import nullcontext
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from cuboid.launch.pool import Pool
 from cuboid.model.wide_products import WideProducts, fast_products
 
 KINDS = [torch.bfloat16, torch.float16]
@@ -45,6 +47,17 @@ def test_attention_keeps_its_kinds(dtype: torch.dtype) -> None:
     for x, y in zip(given, exact, strict=True):
         assert x.grad is not None and x.grad.dtype == dtype and y.grad is not None
         torch.testing.assert_close(x.grad.float(), y.grad, rtol=0.05, atol=0.05)
+
+
+def test_a_cpu_without_them_needs_no_warning(pool: Pool) -> None:
+    assert pool.run("tests.model.test_wide_products:warned", ranks=1) == [[]]
+
+
+def warned(_: int) -> list[str]:
+    """In a rank, because pytest has filters of its own."""
+    with warnings.catch_warnings(record=True) as caught:
+        functional.linear(*leaves(torch.bfloat16, (64, 64), (128, 64)))
+    return [str(warning.message) for warning in caught]
 
 
 def test_other_numbers_and_devices_stay_as_they_are() -> None:
