@@ -71,6 +71,10 @@ def _status(given: list[str]) -> int:
     except UsageError as error:
         message = error.format_message() if hasattr(error, "format_message") else str(error)
         message = message.replace("Value error, ", "")
+        # Some versions of the parser do not say what was given; what they raise it from does.
+        problems = getattr(error.__cause__, "errors", None)
+        if problems is not None:
+            message = message.replace("Input should", f"{problems()[0]['input']} should")
         return _refuse(f"{message.rstrip('.')}; see cuboid {_verb(given) or ''} --help".replace("  ", " "))
     except BrokenPipeError:
         # The reader of a pipe has seen enough; Python would complain again when it closes the stream.
