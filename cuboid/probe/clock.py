@@ -31,13 +31,13 @@ def timed(action: Callable[[], object], seconds: float, device: torch.device) ->
 
     Ranks share cores with one another, and a busy machine shares them with strangers: how long an action keeps a core
     hardly varies, how long it waits for one varies wildly and is the same for all actions. So they are told apart."""
-    for _ in range(2):  # the first call may pay for libraries
+    for _ in range(2):  # the first call may pay for libraries and for memory, and says nothing
         start = _now(device)
         action()
         synchronize(device)
         clock, busy = (now - then for now, then in zip(_now(device), start, strict=True))
-        if clock > seconds:
-            return _timing([(clock, busy, 1)])
+    if clock > seconds:
+        return _timing([(clock, busy, 1)])
     window = seconds / WINDOWS
     # The clock is read twenty times a window; a device works through a whole batch without a word from the host.
     batch = max(1, int(window / 20 / max(clock, 1e-7)))
