@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from cuboid.cli.given import given_options
 from cuboid.cli.output import write_output
 from cuboid.errors import UserError
 from cuboid.launch.jobs import kubernetes, skypilot, slurm, trainjob
@@ -96,11 +97,7 @@ def command(
 
     Example: cuboid launch skypilot run.toml --bucket s3://bucket/run --spot -o run.yaml
     """
-    said = {
-        option: value
-        for option, value in context.params.items()
-        if getattr(context.get_parameter_source(option), "name", "") == "COMMANDLINE"
-    }
+    said = given_options(context)
     options = _options(scheduler, {option: value for option, value in said.items() if option in BELONGS})
     changes = tuple(overrides or ())
     run = load_run(file, changes)

@@ -4,24 +4,28 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from cuboid.cli.output import write_output
+from cuboid.cli.given import given_options
+from cuboid.cli.output import check_output, write_output
 from cuboid.errors import UserError
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.run import Run, build_run
 
-GIB = 2**30
+OF_A_MEASUREMENT = ("output", "ranks", "seconds", "nodes", "rendezvous", "interface")
+OF_A_JOB = ("layout", "model", "sequence", "micro_batch", "global_batch", "precision", "cluster")
+DAY = 86400.0
 
 
 def command(
+    context: typer.Context,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the profile, for plan to use.")] = None,
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Ranks on this host; left out: its GPUs, or its cores where it has none.")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.5, help="How long to measure, about.")] = 60.0,
+    seconds: Annotated[float, typer.Option(min=0.5, max=DAY, help="How long to measure, about.")] = 60.0,
     nodes: Annotated[int, typer.Option(min=1, help="Hosts that take part; run this on each.")] = 1,
     rendezvous: Annotated[str | None, typer.Option(help="HOST:PORT of the host that leads and writes.")] = None,
     interface: Annotated[str | None, typer.Option(help="The network interface; left out: the one to HOST.")] = None,
@@ -46,6 +50,11 @@ def command(
 
     Example: cuboid probe --rank 5 --layout dp=2,tp=2,pp=2 --model tiny-llama
     """
+    for option, value in given_options(context).items():
+        if rank is None and option in OF_A_JOB:
+            raise UserError(f"{option}={value} is of a job, of which one rank is run; add --rank 0")
+        if rank is not None and option in OF_A_MEASUREMENT:
+            raise UserError(f"{option}={value} is for measuring this machine, not rank={rank} of a job; leave one out")
     if rank is not None:
         if layout is None or model is None:
             raise UserError(f"rank={rank} needs a job; add --layout dp=2,tp=2,pp=2 --model tiny-llama")
@@ -60,9 +69,6 @@ def command(
         table = {"model": model, "layout": wanted, "training": training, "data": {"source": "synthetic"}}
         _one_rank(build_run(table), rank, cluster, kind, as_json)
         return
-    for name, value in (("layout", layout), ("model", model), ("cluster", cluster)):
-        if value is not None:
-            raise UserError(f"{name}={value} is of a job, of which one rank is run; add --rank 0")
     _probe(output, ranks, seconds, nodes, rendezvous, interface, device, as_json)
 
 
@@ -84,18 +90,24 @@ def _probe(
     device: str,
     as_json: bool,
 ) -> None:
-    from cuboid.probe.hosts import Meeting, interface_to, parse_rendezvous, run_probe
+    from cuboid.probe.hosts import Meeting, check_interface, interface_to, is_here, parse_rendezvous, run_probe
 
     meeting = None
     if nodes > 1:
         if rendezvous is None:
             raise UserError(f"nodes={nodes} need a place to meet; add --rendezvous HOST:PORT, the same on every host")
         host, port = parse_rendezvous(rendezvous)
+        if interface is not None:
+            check_interface(interface)
         meeting = Meeting(nodes, host, port, interface or interface_to(host, port))
-    elif rendezvous is not None:
-        raise UserError(f"rendezvous={rendezvous} is for several hosts; add --nodes 2 or leave it out")
-    if output is not None and output.suffix != ".toml":
-        raise UserError(f"output={output} is no TOML file; name it like cluster.toml, for plan to know it")
+    for name, value in (("rendezvous", rendezvous), ("interface", interface)):
+        if nodes == 1 and value is not None:
+            raise UserError(f"{name}={value} is for several hosts; add --nodes 2 or leave it out")
+    if output is not None:
+        if output.suffix != ".toml":
+            raise UserError(f"output={output} is no TOML file; name it like cluster.toml, for plan to know it")
+        if meeting is None or is_here(meeting.host):  # which writes it
+            check_output(output)
     count = ranks or _default_ranks(_device_type(device))
 
     def tell(text: str) -> None:
@@ -105,7 +117,7 @@ def _probe(
     if samples is None:
         tell("done; the leading host has the profile")
         return
-    from cuboid.probe.profile import dump_profile, make_cluster
+    from cuboid.probe.profile import dump_profile, make_cluster, profile_table
     from cuboid.probe.session import facts
 
     here = facts(device)
@@ -117,17 +129,11 @@ def _probe(
         about = {"device": here.name, "torch": str(torch.__version__), "seconds": seconds}
         write_output(output, dump_profile(found, samples, about))
     if as_json:
-        print(json.dumps({"cluster": _table(found), "samples": [sample.row() for sample in samples]}))
+        print(json.dumps({"cluster": profile_table(found), "samples": [sample.row() for sample in samples]}))
         return
     from cuboid.cli.probe_table import show
 
     show(found, samples, output)
-
-
-def _table(cluster: Any) -> dict[str, object]:
-    from cuboid.spec.coding import encode
-
-    return {**encode(cluster), "tiers": [encode(tier) for tier in cluster.tiers]}
 
 
 def _default_ranks(kind: str) -> int:
@@ -146,6 +152,13 @@ def _one_rank(run: Run, rank: int, cluster: str | None, kind: str, as_json: bool
     check_supported(run)
     check_one_rank(run, rank)
     place = load_cluster(cluster or ("cpux8" if kind == "cpu" else _accelerator_here()))
+    world = run.layout.world_size
+    # A profile says what an accelerator of this machine does, for jobs that this machine is too small for.
+    if cluster is not None and not place.measured and place.accelerators < world:
+        raise UserError(
+            f"cluster={cluster} has {place.accelerators} of the {world} accelerators that layout={run.layout} needs; "
+            "name one with all of them, or a profile of any size"
+        )
     told = expected(run, rank, place)
     report = run_one_rank(run, rank)
     if as_json:

@@ -20,7 +20,7 @@ def show(cluster: ClusterSpec, samples: Sequence[Sample], output: Path | None) -
     console = Console(highlight=False)
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("what", "size", "ranks", "ms", "from", "to", "rate"):
-        table.add_column(name, justify="left" if name == "what" else "right", no_wrap=True)
+        table.add_column(name, justify="left" if name == "what" else "right", no_wrap=name != "what")
     for sample in samples:
         if sample.kind == "share":
             continue
@@ -34,7 +34,10 @@ def show(cluster: ClusterSpec, samples: Sequence[Sample], output: Path | None) -
         f"\n{cluster.nodes} host(s) with {cluster.accelerators_per_node} rank(s) of {cluster.accelerator} each"
     )
     for tier in cluster.tiers:
-        console.print(f"{tier.name}: {tier.bandwidth:.4g} GB/s and {tier.latency:.4g} µs a step, per rank")
+        if tier.size > 1:
+            console.print(f"{tier.name}: {tier.bandwidth:.4g} GB/s and {tier.latency:.4g} µs a step, per rank")
+    if cluster.accelerators == 1:
+        console.print("links: one rank has none to measure, and plans take the catalog's")
     chip = cluster.measured["chip"]
     for sample in samples:
         if sample.kind == "share" and cluster.accelerator == "cpu":
@@ -42,7 +45,9 @@ def show(cluster: ClusterSpec, samples: Sequence[Sample], output: Path | None) -
             console.print(f"a rank {sample.way} had {mean:.0%} of a core ({low:.0%} to {high:.0%})")
     console.print(f"while all compute a rank has {chip['together']:.0%} of the speed it has alone")
     if output is not None:
-        console.print(f"profile: {output}; use it in place of a cluster's name: cuboid plan MODEL {output} …")
+        console.print(
+            f"profile: {output}; use it in place of a cluster's name: cuboid plan MODEL {output} …", soft_wrap=True
+        )
 
 
 def _rate(sample: Sample) -> str:
@@ -59,7 +64,8 @@ def show_rank(run: Run, rank: int, memory: dict[str, float], seconds: Sequence[f
     console = Console(highlight=False)
     console.print(f"rank {rank} of {run.layout}, {run.model.name}, {run.micro_batches} micro-batches", style="bold")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("", "measured", "predicted"):
+    same = told.precision == run.training.precision
+    for name in ("", "measured", "predicted" if same else f"predicted in {told.precision}"):
         table.add_column(name, justify="right" if name else "left")
     for kind, size in memory.items():
         table.add_row(kind, f"{size / MIB:,.1f} MiB", f"{told.memory[kind] / MIB:,.1f} MiB")

@@ -35,6 +35,8 @@ class Expected:
     seconds: float
     """Of its computing in a step: layers, embedding, head, update, and the copies that stand for what other ranks would
     send (`parallel.imagined`); no communication, no waiting."""
+    precision: str
+    """Of this prediction: the planner does not know float64, and takes float32 in its place."""
 
 
 def expected(run: Run, rank: int, cluster: ClusterSpec) -> Expected:
@@ -52,7 +54,7 @@ def expected(run: Run, rank: int, cluster: ClusterSpec) -> Expected:
     stage = coordinates(rank, layout).pp
     row = plan.memory[stage]
     memory = {kind: sum(row[line] for line in lines) for kind, lines in KINDS.items()}
-    return Expected(memory, _seconds(question, run, rank, stage))
+    return Expected(memory, _seconds(question, run, rank, stage), precision)
 
 
 def _seconds(question: Question, run: Run, rank: int, stage: int) -> float:

@@ -11,7 +11,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -22,6 +22,7 @@ from cuboid.launch.orphan import follow_parent
 from cuboid.launch.pool import fork_server
 from cuboid.probe.samples import Sample
 from cuboid.probe.session import Seat, measure
+from cuboid.spec.suggest import either
 
 PATIENCE = 300.0
 """Seconds to wait for the other hosts."""
@@ -55,7 +56,10 @@ def interface_to(host: str, port: int) -> str:
         try:
             there.connect((host, port))
         except OSError as problem:
-            raise UserError(f"rendezvous={host}:{port} cannot be reached: {problem.strerror or problem}") from None
+            why = problem.strerror or problem
+            raise UserError(
+                f"rendezvous={host}:{port} cannot be reached: {why}; use the name or IPv4 address of the leading host"
+            ) from None
         address = there.getsockname()[0]
         for _, name in socket.if_nameindex():
             try:
@@ -65,6 +69,13 @@ def interface_to(host: str, port: int) -> str:
             if socket.inet_ntoa(found[20:24]) == address:
                 return name
     raise UserError(f"rendezvous={host}:{port} is reached by no interface with an address; name one with --interface")
+
+
+def check_interface(names: str) -> None:
+    """Refuse what the ranks would not find; they take several, with commas between."""
+    known = [name for _, name in socket.if_nameindex()]
+    if not set(names.split(",")) <= set(known):
+        raise UserError(f"interface={names} is not on this host; use {either(known)}")
 
 
 def is_here(host: str) -> bool:
@@ -84,7 +95,9 @@ def run_probe(
     if meeting is not None:
         # Read by the ranks when they are started.
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = meeting.interface
-        store, node = _meet(meeting, ranks)
+        wanted = {"ranks": ranks, "nodes": meeting.nodes, "seconds": seconds, "device": device}
+        tell(f"{meeting.nodes} hosts meet at {meeting.host}:{meeting.port}")
+        store, node = _meet(meeting, wanted)
         tell(f"host {node + 1} of {meeting.nodes}, {ranks} ranks, over {meeting.interface}")
         found = _run_ranks(ranks, node, meeting.nodes, seconds, device, (meeting.host, meeting.port), tell)
         del store  # the leader's server, which the ranks needed until now
@@ -94,8 +107,8 @@ def run_probe(
         return _run_ranks(ranks, 0, 1, seconds, device, folder, tell)
 
 
-def _meet(meeting: Meeting, ranks: int) -> tuple[Any, int]:
-    """The store all hosts share, and this host's number."""
+def _meet(meeting: Meeting, settings: Mapping[str, object]) -> tuple[Any, int]:
+    """The store all hosts share, and this host's number. `settings`: options that must be the same on all."""
     from cuboid.launch.rendezvous import reach_store, serve_store
 
     where = f"{meeting.host}:{meeting.port}"
@@ -104,16 +117,28 @@ def _meet(meeting: Meeting, ranks: int) -> tuple[Any, int]:
             store = serve_store(socket.create_server((meeting.host, meeting.port)))
         except OSError as problem:
             raise UserError(f"rendezvous={where} cannot be opened: {problem.strerror}; use another port") from None
-        store.set(f"{MARK}/ranks", str(ranks))
+        for name, value in settings.items():
+            store.set(f"{MARK}/{name}", str(value))
+        until = time.monotonic() + PATIENCE
+        while (came := 1 + int(store.add(f"{MARK}/hosts", 0))) < meeting.nodes:
+            if time.monotonic() > until:
+                raise UserError(
+                    f"nodes={meeting.nodes}, and {came} met at {where} within {PATIENCE:g} s; "
+                    "start cuboid probe on the others too, or use fewer --nodes"
+                )
+            time.sleep(0.05)
         return store, 0
     try:
         store = reach_store(meeting.host, meeting.port, MARK, timedelta(seconds=PATIENCE))
-        number = int(store.add("hosts", 1))
-        wanted = int(store.get("ranks"))
+        leading = {name: store.get(name).decode() for name in settings}
+        for name, value in settings.items():
+            if str(value) != leading[name]:
+                raise UserError(
+                    f"{name}={value} is not what the leading host has; use --{name} {leading[name]} on every host"
+                )
+        number = int(store.add("hosts", 1))  # last, so that a host that was refused may come again
     except RuntimeError:
         raise UserError(f"rendezvous={where} does not answer; start cuboid probe on that host too") from None
-    if wanted != ranks:
-        raise UserError(f"ranks={ranks} is not what the leading host has; use --ranks {wanted} on every host")
     if number >= meeting.nodes:
         raise UserError(f"nodes={meeting.nodes} hosts are there already; start no more, or use --nodes {number + 1}")
     return store, number
@@ -183,6 +208,7 @@ def _serve(connection: Connection, seat: Seat, meeting: str | tuple[str, int]) -
     from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
 
     from cuboid.launch.rendezvous import reach_store
+    from cuboid.train.shortage import shortage_in
 
     follow_parent()
     torch.set_num_threads(1)
@@ -208,5 +234,10 @@ def _serve(connection: Connection, seat: Seat, meeting: str | tuple[str, int]) -
         connection.send(("done", found if seat.rank == 0 else None))
     except UserError as error:
         connection.send(("refused", str(error)))
-    except Exception:
-        connection.send(("failed", traceback.format_exc()))
+    except Exception as error:
+        short = shortage_in(error)
+        if short is None:
+            connection.send(("failed", traceback.format_exc()))
+            return
+        first = str(short).splitlines()[0].rstrip(".")
+        connection.send(("refused", f"ranks={seat.local} run out of memory: {first}; free some, or use fewer --ranks"))

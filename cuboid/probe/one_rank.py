@@ -21,10 +21,12 @@ from cuboid.model.batch import MicroBatch
 from cuboid.parallel.apply import Engine, build_engine
 from cuboid.parallel.device import choose_device
 from cuboid.probe.clock import synchronize
+from cuboid.resilience.pulse import PULSE
 from cuboid.spec.run import Run
 from cuboid.spec.suggest import up_to
 from cuboid.train.holdings import held, storages
 from cuboid.train.optimizer import Optimizer
+from cuboid.train.shortage import told_when_short
 from cuboid.train.step import compute_gradients
 from cuboid.train.tally import Tally
 
@@ -54,12 +56,9 @@ def run_one_rank(run: Run, rank: int, steps: int = 3) -> RankReport:
 
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=run.layout.world_size)
     try:
-        with warnings.catch_warnings():
+        with told_when_short(run, rank, device), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what nobody sent is not initialized
             return _measure(run, rank, device, steps)
-    except torch.OutOfMemoryError as reason:
-        first = str(reason).splitlines()[0]
-        raise UserError(f"rank={rank} of layout={run.layout} does not fit on this device: {first}") from None
     finally:
         if run.layout.world_size > 1:
             dist.destroy_process_group()
@@ -78,9 +77,11 @@ def check_one_rank(run: Run, rank: int) -> None:
 def _measure(run: Run, rank: int, device: torch.device, steps: int) -> RankReport:
     on_gpu = device.type == "cuda"
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    PULSE.enter("set-up")  # where a rank that runs out of memory says that it was
     engine = build_engine(run, rank, device)
     optimizer = Optimizer(engine, run.optimizer)
     batches = micro_batches(make_source(run), run, 0, engine.groups.coordinates.dp, device)
+    PULSE.enter("step", 1)
     _step(engine, optimizer, batches)
     synchronize(device)
     if on_gpu:

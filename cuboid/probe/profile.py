@@ -9,7 +9,7 @@ from cuboid.probe.fit import fit_chip, fit_engine
 from cuboid.probe.fit_links import fit_fabric
 from cuboid.probe.samples import Sample
 from cuboid.spec.accelerators import accelerator_names
-from cuboid.spec.cluster import ClusterSpec, LinkTier
+from cuboid.spec.cluster import ClusterSpec, LinkTier, load_cluster
 from cuboid.spec.coding import encode
 from cuboid.spec.toml import dumps
 
@@ -40,35 +40,46 @@ def make_cluster(
         "memory_bandwidth": _short(bandwidth / 1e9),
         "host_memory_gib": _short(host_memory / GIB),
     }
-    fabric = fit_fabric(samples, local, nodes)
-    found: dict[str, dict[str, object]] = {"chip": chip, "fabric": fabric}
+    found: dict[str, dict[str, object]] = {"chip": chip}
+    tiers = load_cluster(f"{table['accelerator']}x1").tiers
+    if local * nodes > 1:  # else there was no link to measure
+        found["fabric"] = fit_fabric(samples, local, nodes)
+        tiers = _tiers(found["fabric"], local, nodes)
     if on_cpu:
         plain = chip_from("cpu", table)
-        bare = ClusterSpec(**table, tiers=_tiers(fabric, local, nodes), measured={"chip": chip})
+        bare = ClusterSpec(**table, tiers=tiers, measured={"chip": chip})
         engine, floor = fit_engine(samples, profiled(plain, bare, "chip"))
         chip["kernel_floor"] = floor
         found["engine"] = engine
     else:  # the kernels were measured themselves, and need no factor
         found["engine"] = {"linear_scale": 1.0, "attention_scale": 1.0, "attention_back": 1.0}
     rounded = {kind: {key: _rounded(value) for key, value in constants.items()} for kind, constants in found.items()}
-    return ClusterSpec(**table, tiers=_tiers(fabric, local, nodes), measured=rounded)
+    return ClusterSpec(**table, tiers=tiers, measured=rounded)
 
 
 def _tiers(fabric: dict[str, object], local: int, nodes: int) -> tuple[LinkTier, ...]:
     tiers: list[LinkTier] = []
     for name, size, kind in (("host", local, "inner"), ("network", local * nodes, "outer")):
-        bandwidth, latency = fabric.get(f"{kind}_bandwidth", 1e9), fabric.get(f"{kind}_latency", 1e-6)
-        assert isinstance(bandwidth, float) and isinstance(latency, float)
         if not tiers or size > local:
+            bandwidth, latency = fabric[f"{kind}_bandwidth"], fabric[f"{kind}_latency"]
+            assert isinstance(bandwidth, float) and isinstance(latency, float)
             tiers.append(
                 LinkTier(name=name, size=size, bandwidth=_short(bandwidth / 1e9), latency=_short(latency * 1e6))
             )
     return tuple(tiers)
 
 
+def profile_table(cluster: ClusterSpec) -> dict[str, Any]:
+    """The cluster without links that nobody measured, for which readers take the catalog's."""
+    table = encode(cluster) | {"tiers": [encode(tier) for tier in cluster.tiers]}
+    if "fabric" not in cluster.measured:
+        del table["tiers"]
+    return table
+
+
 def dump_profile(cluster: ClusterSpec, samples: Sequence[Sample], about: dict[str, object]) -> str:
     """The file: the cluster, and under `probe` every sample with its median and range."""
-    table = encode(cluster) | {"tiers": [encode(tier) for tier in cluster.tiers]}
+    table = profile_table(cluster)
     del table["name"]  # a file is called what it is called
     probe = {**about, "samples": [sample.row() for sample in samples]}
     return dumps({**table, "probe": probe})

@@ -1,10 +1,12 @@
 """One rank of a larger job, run alone: its bytes are those the planner predicts, line by line."""
 
 import json
+from pathlib import Path
 
 import pytest
 
 from cuboid.cli.main import main
+from cuboid.resilience.pulse import Pulse
 
 JOB = ["--model", "tiny-llama", "--global-batch", "8", "--sequence", "64", "--device", "cpu"]
 
@@ -64,5 +66,43 @@ def test_what_cannot_be_run_alone_is_refused(capsys: pytest.CaptureFixture[str])
     assert "use ep=1" in capsys.readouterr().err
     assert main(["probe", "--rank", "0"]) == 2
     assert "--layout" in capsys.readouterr().err
-    assert main(["probe", "--layout", "dp=8"]) == 2
-    assert "--rank 0" in capsys.readouterr().err
+    assert main(["probe", "--rank", "0", "--layout", "dp=2", *JOB, "--cluster", "h100x1"]) == 2
+    assert "cluster=h100x1 has 1 of the 2 accelerators that layout=dp=2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option", ["--layout dp=8", "--micro-batch 2", "--global-batch 16", "--seq 256", "--precision bf16"]
+)
+def test_options_of_a_job_need_a_rank(capsys: pytest.CaptureFixture[str], option: str) -> None:
+    assert main(["probe", *option.split()]) == 2
+    assert f"{option.split()[1]} is of a job, of which one rank is run; add --rank 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option", ["--output here.toml", "--ranks 2", "--seconds 2.5", "--nodes 1", "--rendezvous a:1", "--interface lo"]
+)
+def test_options_of_a_measurement_are_refused_with_a_rank(capsys: pytest.CaptureFixture[str], option: str) -> None:
+    assert main(["probe", "--rank", "1", "--layout", "dp=8", *JOB, *option.split()]) == 2
+    said = option.removeprefix("--").replace(" ", "=")
+    assert f"{said} is for measuring this machine, not rank=1 of a job" in capsys.readouterr().err
+
+
+def test_a_rank_that_does_not_fit_says_so_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fresh = Pulse()  # as in a process of its own, where no other test has taken steps
+    monkeypatch.setattr("cuboid.train.shortage.PULSE", fresh)
+    monkeypatch.setattr("cuboid.probe.one_rank.PULSE", fresh)
+    model = tmp_path / "huge.toml"
+    sizes = {"hidden": 64, "layers": 1, "heads": 8, "kv_heads": 4, "ffn": 192, "vocab": 2**44}
+    model.write_text("\n".join(['family = "llama"', *(f"{name} = {size}" for name, size in sizes.items())]))
+    assert main(["probe", "--rank", "0", "--layout", "dp=2", *JOB, "--model", str(model)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: rank 0 of dp=2,tp=1,pp=1 ran out of memory in set-up: it wanted 4194304.00 GiB more")
+    assert told.count("\n") == 1
+
+
+def test_a_prediction_says_that_it_is_of_another_precision(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--global-batch", "2", "--sequence", "16"]
+    assert main(["probe", "--rank", "0", "--layout", "dp=2", *JOB, *small, "--precision", "float64"]) == 0
+    assert "predicted in float32" in capsys.readouterr().out

@@ -1,6 +1,7 @@
 """A probe of this machine, and what the planner makes of its profile."""
 
 import json
+import socket
 import tomllib
 from pathlib import Path
 
@@ -8,9 +9,11 @@ import pytest
 
 from cuboid.cli.main import main
 from cuboid.errors import UserError
+from cuboid.launch.rendezvous import serve_store
 from cuboid.plan.question import Question
-from cuboid.probe.hosts import interface_to, is_here, parse_rendezvous
-from cuboid.probe.profile import catalog_name
+from cuboid.probe.hosts import MARK, Meeting, _meet, interface_to, is_here, parse_rendezvous
+from cuboid.probe.profile import catalog_name, dump_profile, make_cluster
+from cuboid.probe.samples import Sample
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.model import load_model
 
@@ -60,6 +63,22 @@ def test_the_planner_uses_it_in_place_of_the_catalog(profile: Path) -> None:
     assert question.profile.hidden_traffic == written["engine"]["hidden_traffic"]
 
 
+def test_one_rank_claims_nothing_about_links(profile: Path, tmp_path: Path) -> None:
+    rows = tomllib.loads(profile.read_text())["probe"]["samples"]
+    samples = [
+        Sample(row["kind"], tuple(row["size"]), (row["seconds"],), row.get("precision", ""), way=row["way"])
+        for row in rows
+        if row["ranks"] == 1
+    ]
+    found = make_cluster(samples, device="cpu", memory=2**33, host_memory=2**33, local=1, nodes=1)
+    alone = tmp_path / "alone.toml"
+    alone.write_text(dump_profile(found, samples, {}))
+    written = tomllib.loads(alone.read_text())
+    assert "tiers" not in written and written["measured"].keys() == {"chip", "engine"}
+    assert load_cluster(str(alone)).tiers == load_cluster("cpux1").tiers
+    assert main(["plan", "tiny-llama", str(alone), "--global-batch", "4", "--seq", "64"]) == 0
+
+
 def test_a_broken_profile_is_refused_by_name(profile: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.toml"
     broken.write_text(profile.read_text().replace("kernel_floor", "kernel_flor"))
@@ -70,16 +89,50 @@ def test_a_broken_profile_is_refused_by_name(profile: Path, tmp_path: Path) -> N
         _ = question.machine
 
 
-def test_wrong_questions_are_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_questions_are_refused_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "folder.toml"
+    folder.mkdir()
     for words, mended in (
         (["--nodes", "2"], "--rendezvous HOST:PORT"),
         (["--rendezvous", "10.0.0.1:29400"], "--nodes 2"),
         (["--nodes", "2", "--rendezvous", "nowhere"], "10.0.0.1:29400"),
         (["-o", "profile.json"], "cluster.toml"),
+        (["-o", str(folder)], "Is a directory"),
+        (["-o", str(tmp_path / "nowhere" / "here.toml")], "in a folder that exists"),
         (["--device", "tpu"], "auto, cpu or cuda"),
+        (["--interface", "lo"], "--nodes 2"),
+        (["--nodes", "2", "--rendezvous", "127.0.0.1:29400", "--interface", "none"], "lo"),
+        (["--seconds", "inf"], "86400"),
     ):
         assert main(["probe", *words]) == 2
-        assert mended in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert mended in told and told.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_host_that_leads_does_not_wait_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cuboid.probe.hosts.PATIENCE", 0.1)
+    with pytest.raises(UserError, match=r"nodes=2, and 1 met at .* within 0.1 s; start cuboid probe on the others"):
+        _meet(Meeting(2, "127.0.0.1", _free_port(), "lo"), {})
+
+
+def test_hosts_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = _free_port()
+    store = serve_store(socket.create_server(("127.0.0.1", port)))
+    store.set(f"{MARK}/seconds", "60.0")
+    monkeypatch.setattr("cuboid.probe.hosts.is_here", lambda host: False)
+    meeting = Meeting(2, "127.0.0.1", port, "lo")
+    with pytest.raises(UserError, match=r"seconds=10\.0 is not what the leading host has; use --seconds 60.0"):
+        _meet(meeting, {"seconds": 10.0})
+    _, number = _meet(meeting, {"seconds": 60.0})
+    assert number == 1
+    with pytest.raises(UserError, match="use --nodes 3"):
+        _meet(meeting, {"seconds": 60.0})
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 def test_hosts_find_each_other() -> None:
