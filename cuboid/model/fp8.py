@@ -64,14 +64,22 @@ def output_of(x: Tensor, weight: Tensor, by_row: bool) -> tuple[Tensor, Tensor, 
     return y, *quantise_columns(x, INPUT, by_row, apart=True)
 
 
-def input_gradient_of(gradient: Tensor, weight: Tensor, by_row: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of the input, and what the weight gradient needs of that of the output. One scale for all of a
-    gradient needs the range of e5m2; one for each row does not."""
+Factors = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Of a product: both in 8 bits, each before its scale."""
+
+
+def input_gradient_factors(gradient: Tensor, weight: Tensor, by_row: bool) -> tuple[Factors, tuple[Tensor, Tensor]]:
+    """Of the product that is the gradient of the input, and what the weight gradient needs of that of the output. One
+    scale for all of a gradient needs the range of e5m2; one for each row does not."""
     dtype = INPUT if by_row else torch.float8_e5m2
-    narrow = quantise(gradient, dtype, by_row)
-    turned_weight = quantise_columns(weight, INPUT, by_row)
-    result = multiply(*narrow, *turned_weight, weight.dtype, fast=False)
-    return result, *quantise_columns(gradient, dtype, by_row, apart=by_row)
+    factors = (*quantise(gradient, dtype, by_row), *quantise_columns(weight, INPUT, by_row))
+    return factors, quantise_columns(gradient, dtype, by_row, apart=by_row)
+
+
+def input_gradient_of(gradient: Tensor, weight: Tensor, by_row: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of the input, and what the weight gradient needs of that of the output."""
+    factors, turned = input_gradient_factors(gradient, weight, by_row)
+    return multiply(*factors, weight.dtype, fast=False), *turned
 
 
 class _Product(torch.autograd.Function):

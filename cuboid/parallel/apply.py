@@ -29,6 +29,7 @@ from cuboid.parallel.loss_scale import LossScale
 from cuboid.parallel.pipeline import Pipeline
 from cuboid.parallel.recompute import with_recompute
 from cuboid.parallel.share import Share, Sharing
+from cuboid.parallel.split_products import UNTOUCHED, split_product
 from cuboid.parallel.stage import Reduction, Segment, Stage
 from cuboid.parallel.tensor import Region, split_block, split_embedding, split_head
 from cuboid.parallel.unit import Unit
@@ -150,6 +151,8 @@ class _Builder:
         self.region = Region(groups.tensor, self.layout.sequence_parallel, traced) if groups.tensor.size > 1 else None
         seen = self.region is not None and self.region.traced
         self.options = compiler_options(run, groups.tensor, device, seen)
+        if schedule.splits_backward:
+            self.options = {**(self.options or {}), **UNTOUCHED}
         self.balance = make_balance(run, device) if self.model.mixture is not None else None
 
     def stage(self, index: int, layers: range) -> Stage:
@@ -184,8 +187,7 @@ class _Builder:
         # The compiler stops at these, and gives up a block that it would have to stop in while it recomputes.
         stops = self.layout.cp > 1 or self.run.data.attention_within_documents or routed
         if self.compiled and not (stops and recompute == "selective"):
-            apart = stops or self.schedule.splits_backward
-            whole = (self.region is None or self.region.traced) and not apart
+            whole = (self.region is None or self.region.traced) and not stops
             run = compiled_block(block, recompute, whole, self.options)
         else:
             run = with_recompute(block, recompute)
@@ -194,11 +196,21 @@ class _Builder:
             join_sequences(block.feed_forward, self.balance, self.groups, self.run)
             run = watched(block.feed_forward, self.balance, layer, run)
         segment = self._segment(block, f"layers.{layer}", lambda x, share: run(x, share.positions))
-        if self.compiled and self.fp8_rows is None and not self.schedule.splits_backward:
-            join_products(block, self.units[f"layers.{layer}"], self.model.positions == "rope")
+        if self.compiled:
+            self._rework(block, self.units[f"layers.{layer}"])
+        return segment
+
+    def _rework(self, block: Block, unit: Unit) -> None:
+        """Of a block that is compiled: what the compiler does not find."""
+        waits = self.deferral if self.schedule.splits_backward else None
+        if self.fp8_rows is None:
+            join_products(block, unit, self.model.positions == "rope", waits)
             if self.model.norm == "rmsnorm" and self.dtype != torch.float64:
                 block.branch = branch
-        return segment
+        if waits is not None:
+            for child in block.modules():
+                if isinstance(child, Linear):
+                    child.product = split_product(child, waits, self.fp8_rows)
 
     def _head(self) -> Segment:
         with torch.device("meta"):
@@ -216,14 +228,11 @@ class _Builder:
         return self._segment(head, "head", lambda x, share: head.loss(x, share.labels))
 
     def _segment(self, module: nn.Module, prefix: str, run: Callable[[Tensor, Share], Tensor]) -> Segment:
-        # A compiled block computes both gradients of a product at once: the compiler would take for granted what it saw
-        # when it made the graph, and a recomputation, which comes while gradients wait, would not fit it.
-        at_once = self.compiled and prefix.startswith("layers.")
+        in_block = prefix.startswith("layers.")
         if self.schedule.splits_backward:
             for child in module.modules():
-                if isinstance(child, Linear) and not at_once:
-                    in_block = self.fp8_rows if prefix.startswith("layers.") else None
-                    child.product = deferrable_product(self.deferral, in_block)
+                if isinstance(child, Linear) and not (self.compiled and in_block):
+                    child.product = deferrable_product(self.deferral, self.fp8_rows if in_block else None)
                 if isinstance(child, Experts):
                     child.product = deferrable_grouped_product(self.deferral)
         inside: dict[str, str] = {}

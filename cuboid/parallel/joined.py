@@ -3,6 +3,7 @@ and up. A GPU is busier with one large product than with several, and nothing ad
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from cuboid.model.feed_forward import FeedForward
 from cuboid.model.linear import Linear
 from cuboid.model.precision import wide
 from cuboid.model.rope import Positions
+from cuboid.parallel.deferral import Deferral
 from cuboid.parallel.rotation import Rotation
+from cuboid.parallel.split_products import split_joined_product
 from cuboid.parallel.unit import Unit
 
 BLOCK = 4096
@@ -75,36 +78,23 @@ class _JoinedProduct(torch.autograd.Function):
         return gradient @ joined, None, *(gradient.t() @ x).split(context.rows)
 
 
-class _Joined:
-    """The product with several linears."""
-
-    def __init__(self, linears: list[Linear], joined: Tensor) -> None:
-        self._linears, self._joined = linears, joined
-
-    def __call__(self, x: Tensor) -> Tensor:
-        product: Tensor = _JoinedProduct.apply(x, self._joined, *(linear.weight for linear in self._linears))
-        return product
-
-    @property
-    def rows(self) -> list[int]:
-        return [linear.weight.shape[0] for linear in self._linears]
-
-
-def join_products(module: nn.Module, unit: Unit, rotates: bool) -> None:
-    """Join what can be of a block whose parameters are the unit's. `rotates`: positions are rotations."""
+def join_products(module: nn.Module, unit: Unit, rotates: bool, deferral: Deferral | None = None) -> None:
+    """Join what can be of a block whose parameters are the unit's. `rotates`: positions are rotations. `deferral`: of a
+    schedule that splits the backward pass."""
     for child in module.modules():
         # A norm would come between product and rotation.
         if isinstance(child, Attention) and rotates and child.query_norm is None:
-            _join_attention(child, unit)
+            _join_attention(child, unit, deferral)
         if isinstance(child, FeedForward) and child.gate is not None:
-            _join_feed_forward(child, child.gate, unit)
+            _join_feed_forward(child, child.gate, unit, deferral)
 
 
-def _join_attention(attention: Attention, unit: Unit) -> None:
-    joined = _joined([attention.query, attention.key, attention.value], unit)
+def _join_attention(attention: Attention, unit: Unit, deferral: Deferral | None) -> None:
+    linears = [attention.query, attention.key, attention.value]
+    joined = _joined(linears, unit, deferral)
     if joined is None:
         return
-    heads, kv_heads, _ = (rows // attention.head_dim for rows in joined.rows)
+    heads, kv_heads, _ = (linear.weight.shape[0] // attention.head_dim for linear in linears)
 
     def project(x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
         query, key, value = Rotation.apply(joined(x), positions.cosine, positions.sine, heads, kv_heads)
@@ -113,13 +103,19 @@ def _join_attention(attention: Attention, unit: Unit) -> None:
     attention.joined = project
 
 
-def _join_feed_forward(feed_forward: FeedForward, gate: Linear, unit: Unit) -> None:
-    joined = _joined([gate, feed_forward.up], unit)
+def _join_feed_forward(feed_forward: FeedForward, gate: Linear, unit: Unit, deferral: Deferral | None) -> None:
+    joined = _joined([gate, feed_forward.up], unit, deferral)
     if joined is not None:
         feed_forward.joined = lambda x: _Swiglu.apply(joined(x))
 
 
-def _joined(linears: list[Linear], unit: Unit) -> _Joined | None:
+def _joined(linears: list[Linear], unit: Unit, deferral: Deferral | None) -> Callable[[Tensor], Tensor] | None:
+    """The product with several linears."""
+    weights = [linear.weight for linear in linears]
     plain = all(linear.product is functional.linear and linear.bias is None for linear in linears)
-    together = unit.side_by_side([linear.weight for linear in linears]) if plain else None
-    return None if together is None else _Joined(linears, together)
+    together = unit.side_by_side(weights) if plain else None
+    if together is None:
+        return None
+    if deferral is not None:
+        return split_joined_product(weights, together, deferral)
+    return lambda x: _JoinedProduct.apply(x, together, *weights)

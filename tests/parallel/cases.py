@@ -17,6 +17,8 @@ from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.launch.pool import Pool
 from cuboid.parallel.apply import build_engine
+from cuboid.parallel.deferral import Deferral
+from cuboid.parallel.stage import Segment
 from cuboid.plan import exchanges
 from cuboid.spec.run import Run
 from cuboid.train.evaluate import evaluate
@@ -109,6 +111,25 @@ def losses_and_evaluation(rank: int, run: Run) -> list[float]:
         batches = micro_batches(source, run, step, replica, CPU)
         result.append(train_step(engine, optimizer, batches, run.learning_rate.peak).loss)
     return [loss for loss in (*result, evaluate(engine, first)) if loss is not None]
+
+
+def traced_split(rank: int, run: Run) -> tuple[list[float], set[str]]:
+    """As the compiler traces blocks, run operation by operation: the losses, and the segments whose weight gradients
+    waited."""
+    waited: set[str] = set()
+    plain = Deferral.postpone
+
+    def postpone(deferral: Deferral, work: Callable[[], None]) -> None:
+        assert isinstance(deferral.owner, Segment)
+        waited.add(deferral.owner.name)
+        plain(deferral, work)
+
+    try:
+        Deferral.postpone = postpone  # type: ignore[method-assign]
+        with torch.compiler.set_stance("default", force_backend="aot_eager"):
+            return losses(rank, run), waited
+    finally:
+        Deferral.postpone = plain  # type: ignore[method-assign]
 
 
 def poisoned_step(rank: int, run: Run) -> tuple[bool, bool]:
