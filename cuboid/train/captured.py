@@ -18,8 +18,8 @@ from cuboid.parallel.apply import Engine
 from cuboid.parallel.share import Share
 from cuboid.train.optimizer import Optimizer
 
-WARM_UP = 3
-"""Steps before a graph is made: kernels are compiled and chosen in the first two, the third is timed."""
+WARM_UP = 2
+"""Steps before a graph is made: kernels are compiled and chosen in the first, the second is timed."""
 WAITING = 0.1
 """The host is what holds a step up if the GPU is done this soon after it, as a share of the step."""
 
