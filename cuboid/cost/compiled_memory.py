@@ -7,7 +7,7 @@ import numpy as np
 
 from cuboid.cost.context import gathered_bytes
 from cuboid.cost.engine import Engine
-from cuboid.cost.flops import head_parameters, layer_parameters
+from cuboid.cost.flops import layer_parameters, table_parameters
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.mixing import Kept
 from cuboid.cost.sharding import RankParameters
@@ -68,10 +68,10 @@ def fullest(
 ) -> tuple[Array, Fullest]:
     """Whether gradients stay as the backward pass leaves them (one micro-batch, nobody to add), and the moment."""
     element = engine.activation_wire
-    each = layer_parameters(shape)
-    of_layer = np.where(shape.experts > 0, each.mixture / jobs.tp + each.routed / np.maximum(jobs.ep, 1), 0.0)
-    of_layer = np.maximum(of_layer, each.dense / jobs.tp)
-    table = head_parameters(shape) / jobs.tp
+    each = layer_parameters(shape, jobs.tp)
+    of_layer = np.where(shape.experts > 0, each.mixture + each.routed / np.maximum(jobs.ep, 1), 0.0)
+    of_layer = np.maximum(of_layer, each.dense)
+    table = table_parameters(shape, jobs.tp)
     states = jobs.tokens * shape.hidden * element
     gradient = element  # bytes of one that autograd made
     alone = (jobs.dp * jobs.cp * jobs.tp == 1) & (jobs.micro_batches == 1) & ((shape.tied == 0) | (jobs.pp == 1))

@@ -6,7 +6,7 @@ import numpy as np
 
 from cuboid.cost.constants import Chip
 from cuboid.cost.engine import Engine
-from cuboid.cost.flops import head_parameters, layer_parameters
+from cuboid.cost.flops import layer_parameters, table_parameters
 from cuboid.cost.inputs import Array, Jobs, Shape
 
 COOL, WARM = 0.58, 0.7
@@ -196,8 +196,8 @@ def _with_gradients(
     shape: Shape, jobs: Jobs, engine: Engine, rates: _Rates, dense: Array, mixture: Array
 ) -> tuple[Array, Array, Array]:
     """Backward passes of layers with their gradients added to others, and what that takes for the head."""
-    each, table = layer_parameters(shape), head_parameters(shape)
+    each, table = layer_parameters(shape, jobs.tp), table_parameters(shape, jobs.tp)
     alone = (jobs.dp * jobs.cp * jobs.tp == 1) & (jobs.micro_batches == 1)
     moved = np.where(alone, 0.0, engine.accumulate_traffic / rates.bandwidth)
-    routed = each.mixture / jobs.tp + each.routed / np.maximum(jobs.ep, 1)
-    return dense + moved * each.dense / jobs.tp, mixture + moved * routed, moved * table / jobs.tp
+    routed = each.mixture + each.routed / np.maximum(jobs.ep, 1)
+    return dense + moved * each.dense, mixture + moved * routed, moved * table

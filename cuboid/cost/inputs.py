@@ -44,6 +44,12 @@ class Shape:
     tied: Array
     qk_norm: Array
     """1 where queries and keys are normalized."""
+    layernorm: Array
+    """1 where norms have a bias."""
+    qkv_bias: Array
+    output_bias: Array
+    mlp_bias: Array
+    router_bias: Array
     positions: Array
     """Learned position rows; 0 with rotary positions."""
     experts: Array
@@ -76,6 +82,11 @@ class Shape:
             gated=model.activation == "swiglu",
             tied=model.tie_embeddings,
             qk_norm=model.qk_norm,
+            layernorm=model.norm == "layernorm",
+            qkv_bias=model.qkv_bias,
+            output_bias=model.output_bias,
+            mlp_bias=model.mlp_bias,
+            router_bias=mixture.router_bias if mixture else 0,
             positions=model.max_positions if model.positions == "learned" else 0,
             experts=mixture.experts if mixture else 0,
             top_k=mixture.top_k if mixture else 0,

@@ -7,7 +7,7 @@ import numpy as np
 from cuboid.cost.compiled_memory import compiled_kept, fullest
 from cuboid.cost.context import gathered_bytes
 from cuboid.cost.engine import Engine
-from cuboid.cost.flops import head_parameters, layer_parameters
+from cuboid.cost.flops import layer_parameters, table_parameters
 from cuboid.cost.inputs import Array, Jobs, Shape, single
 from cuboid.cost.mixing import Kept, heavier, lighter, mixes, recomputed
 from cuboid.cost.offload import brought_bytes
@@ -160,9 +160,9 @@ def rank_memory(
     working = working + _gathered(jobs, engine, held, layers, weights, gradients)
     update = _split(jobs, held, engine.update_bytes, 1)
     transient = np.maximum(working, update - activations - logits)
-    each = layer_parameters(shape)
-    one_layer = np.where(shape.experts > 0, each.mixture, each.dense) + last * head_parameters(shape)
-    buffers = engine.fixed + engine.buffer_bytes * held.total + engine.buffer_layer * one_layer / jobs.tp
+    each = layer_parameters(shape, jobs.tp)
+    one_layer = np.where(shape.experts > 0, each.mixture, each.dense) + last * table_parameters(shape, jobs.tp)
+    buffers = engine.fixed + engine.buffer_bytes * held.total + engine.buffer_layer * one_layer
     buffers = buffers + engine.buffer_expert * each.routed / np.maximum(jobs.ep, 1)
     return Memory(weights, gradients, optimizer, activations, logits, transient, buffers)
 

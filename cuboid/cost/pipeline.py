@@ -6,7 +6,7 @@ import numpy as np
 
 from cuboid.cost.constants import Chip
 from cuboid.cost.engine import Engine
-from cuboid.cost.flops import head_parameters, layer_parameters
+from cuboid.cost.flops import attention_parameters, feed_forward_parameters, table_parameters
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.spec.layout import SCHEDULES
 
@@ -47,7 +47,8 @@ def _balanced(shape: Shape, ranks: Array) -> Partition:
 
     The blocks are the embedding, the layers, and behind them norm, head, cast and loss, of which only the head counts.
     """
-    head = head_parameters(shape) / np.maximum(layer_parameters(shape).dense - 2 * shape.hidden, 1)
+    layer = attention_parameters(shape) + feed_forward_parameters(shape, shape.ffn)
+    head = table_parameters(shape) / np.maximum(layer, 1)
     total, ranks, layers = np.broadcast_arrays(shape.layers + head, ranks, shape.layers)
     rank, cost, held = np.zeros(total.shape), np.zeros(total.shape), np.zeros(total.shape)
     first, middle, last = np.zeros(total.shape), np.zeros(total.shape), np.zeros(total.shape)

@@ -82,6 +82,9 @@ def _shape(row: Row) -> dict[str, float]:
     values["tied"] = known.get("tied", 0.0)
     values["qk_norm"] = known.get("qk_norm", 0.0)
     values["positions"] = 0.0 if values["gated"] else 2048.0
+    for key in ("layernorm", "qkv_bias", "output_bias", "mlp_bias"):
+        values[key] = 1.0 - values["gated"]  # as the GPT models have them
+    values["router_bias"] = 0.0
     printed = _number(row, "ffn")
     experts = _number(row, "moe_experts") or known.get("experts", 0.0)
     values["experts"] = experts

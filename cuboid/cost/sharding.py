@@ -7,7 +7,7 @@ import numpy as np
 from cuboid.cost.communication import all_gather, all_reduce, group, reduce_scatter
 from cuboid.cost.constants import Fabric
 from cuboid.cost.engine import Engine
-from cuboid.cost.flops import embedding_parameters, head_parameters, layer_parameters, position_parameters
+from cuboid.cost.flops import layer_parameters, norm_parameters, position_parameters, table_parameters
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.layers import LayerTimes
 
@@ -36,12 +36,12 @@ def dense_layers_of(shape: Shape, jobs: Jobs, layers: Array, first: Array) -> Ar
 
 def rank_parameters(shape: Shape, jobs: Jobs, layers: Array, first: Array, last: Array) -> RankParameters:
     """Parameters of a rank with so many layers, with the embedding (`first`) and the head (`last`) or without."""
-    each = layer_parameters(shape)
+    each = layer_parameters(shape, jobs.tp)
     dense = dense_layers_of(shape, jobs, layers, first)
     mixture = layers - dense
-    once = (shape.tied > 0) & (first > 0)
-    tables = first * embedding_parameters(shape) + np.where(once, 0.0, last * head_parameters(shape))
-    plain = (dense * each.dense + mixture * each.mixture + tables) / jobs.tp + first * position_parameters(shape)
+    tables = np.where(shape.tied > 0, np.maximum(first, last), first + last) * table_parameters(shape, jobs.tp)
+    outside = tables + first * position_parameters(shape) + last * norm_parameters(shape)
+    plain = dense * each.dense + mixture * each.mixture + outside
     return RankParameters(plain, mixture * each.routed / np.maximum(jobs.ep, 1))
 
 
@@ -72,11 +72,10 @@ def reduction(jobs: Jobs, fabric: Fabric, engine: Engine, held: RankParameters, 
 
 def fully_sharded(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, times: LayerTimes) -> Array:
     """Seconds per micro-batch that ZeRO 3 traffic is not hidden behind the compute of its layers."""
-    each = layer_parameters(shape)
-    routed = each.routed / np.maximum(jobs.ep, 1)
-    mean = (times.dense_share * each.dense + (1 - times.dense_share) * (each.mixture + routed)) / jobs.tp
+    each = layer_parameters(shape, jobs.tp)
     members = group(fabric, jobs.shard * jobs.cp, jobs.tp)
-    experts = (1 - times.dense_share) * routed / jobs.tp
+    experts = (1 - times.dense_share) * each.routed / np.maximum(jobs.ep, 1) / jobs.tp
+    mean = times.dense_share * each.dense + (1 - times.dense_share) * each.mixture + experts
     wire = engine.shard_wire or engine.parameter_wire
     gather = all_gather(fabric, wire * (mean - experts) + engine.parameter_wire * experts, members)
     scatter = reduce_scatter(fabric, engine.gradient_wire * mean, members)

@@ -46,7 +46,7 @@ def relief(run: Run, cluster: ClusterSpec, stage: int, used: float, limit: float
         found = []
         for changes, plan in _predicted(run, question, size):
             need = wide * _held(plan, now, stage) + beyond
-            freed = wide * _held(now, now, stage) + beyond - need
+            freed = wide * (_held(now, now, stage) - _held(plan, now, stage))
             change = ",".join(f"{name}={str(value).lower()}" for name, value in changes.items())
             found.append(Relief(change, freed, need <= DEFAULT_SHARE * limit, plan.seconds / now.seconds - 1))
         enough = [each for each in found if each.enough]

@@ -58,12 +58,14 @@ def test_pipeline_and_tensor_ranks_hold_their_part(pool: Pool) -> None:
     assert 2 * whole_bytes() <= total <= 2 * whole_bytes() * 1.03
 
 
-def test_learned_positions_are_whole_on_tensor_ranks_as_predicted(pool: Pool) -> None:
-    run = small_run("tp=2", model="tiny-gpt2")
+@pytest.mark.parametrize(("model", "tp"), [("tiny-gpt2", 2), ("tiny-qwen3", 4), ("tiny-deepseek", 4)])
+def test_what_tensor_ranks_hold_whole_is_predicted(pool: Pool, model: str, tp: int) -> None:
+    run = small_run(f"tp={tp}", model=model)
     shape, jobs, one = Shape.of(run.model), Jobs.of([run.layout], global_batch=1, sequence=8), number(1)
     predicted = float(rank_parameters(shape, jobs, shape.layers, one, one).total.item())
-    for rank in pool.run("tests.parallel.cases:held_bytes", (run,), ranks=2):
-        assert close(rank["parameters"], 8 * predicted)
+    for rank in pool.run("tests.parallel.cases:held_bytes", (run,), ranks=tp):
+        assert rank["parameters"] == pytest.approx(8 * predicted, rel=0.002)
+        assert rank["gradients"] == pytest.approx(8 * predicted, rel=0.002)
 
 
 def test_bf16_keeps_float32_master_weights_and_gradients(pool: Pool) -> None:
