@@ -84,7 +84,7 @@ class Shortage:
         if device.type != "cuda":
             asked = _told(rf"tried to allocate {SIZE}|Unable to allocate {SIZE}", message)
             used, limit = _process_memory()
-            kinds |= {"activations": used - before - sum(kinds.values()), "other": before}
+            kinds["other"] = used - sum(kinds.values())  # activations too: nobody counted them
             return cls(asked, used, limit, kinds, before)
         left, whole = torch.cuda.mem_get_info(device)
         free = _told(rf"of which {SIZE} is free", message)
