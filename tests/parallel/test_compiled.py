@@ -38,6 +38,17 @@ def test_compiled_blocks_compute_the_same(pool: Pool, layout: str) -> None:
         assert found == pytest.approx(plain, rel=1e-5)
 
 
+@pytest.mark.thorough
+def test_blocks_that_would_write_over_what_waits(pool: Pool) -> None:
+    """As those of a Llama happen not to."""
+    fields = (*FIELDS[:3], *FIELDS[-1:], "model.layers=5")
+    plain = losses_and_evaluation(0, small_run("dp=1", *fields, model="tiny-qwen3", micro_batches=4))
+    layout = "pp=2,schedule=zbv,recompute=selective"
+    run = small_run(layout, *fields, "training.compile=on", model="tiny-qwen3", micro_batches=4)
+    for found in pool.run("tests.parallel.cases:losses_and_evaluation", (run,), ranks=2):
+        assert found == pytest.approx(plain, rel=1e-5)
+
+
 def test_the_graphs_of_steps_and_of_evaluation() -> None:
     """As the compiler traces them, run operation by operation: no kernels are made, which takes long."""
     plain = losses_and_evaluation(0, small_run("dp=1", *FIELDS))
