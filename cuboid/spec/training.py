@@ -46,8 +46,8 @@ class TrainingSpec:
     must be the same each time: the compiler times kernels as a run starts, and which it takes changes the last bits."""
     overlap_tensor: Literal["auto", "on", "off"] = "off"
     """Let compiled blocks take the products beside exchanges of tensor ranks apart, so that both go on at once; auto:
-    with sequence_parallel, on GPUs of one machine that reach one another's memory. What it gains was never measured
-    between GPUs, so it has to be asked for."""
+    with sequence_parallel, on GPUs of one machine that reach one another's memory. Where the schedule splits the
+    backward pass, only forward. What it gains was never measured between GPUs, so it has to be asked for."""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
     """Start forward and backward passes, and the update, on one GPU by a single call of the host each; auto: where the
     GPU is seen to wait for the host, or has as much memory free as the run has taken. Changes no result."""
