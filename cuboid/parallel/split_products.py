@@ -2,7 +2,10 @@
 
 A compiled backward pass is one graph, which cannot ask whether weight gradients are to wait. So the product that gives
 the input gradient is an operation that the compiler does not look into, and this one either leaves what the weight
-gradient needs for later, or computes it at once. Weights get their gradients from it and not from autograd."""
+gradient needs for later, or computes it at once. Weights get their gradients from it and not from autograd.
+
+Blocks that are not compiled have the products of `deferral`, whose operations those can see who follow each of them:
+a tally of memory, 16-bit products computed in float32."""
 
 from __future__ import annotations
 

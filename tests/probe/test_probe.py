@@ -16,6 +16,7 @@ from cuboid.probe.profile import catalog_name, dump_profile, make_cluster
 from cuboid.probe.samples import Sample
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.model import load_model
+from tests.launch.ports import free_port
 
 
 @pytest.fixture(scope="module")
@@ -113,11 +114,11 @@ def test_wrong_questions_are_refused_before_anything_starts(tmp_path: Path, caps
 def test_a_host_that_leads_does_not_wait_forever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cuboid.probe.hosts.PATIENCE", 0.1)
     with pytest.raises(UserError, match=r"nodes=2, and 1 met at .* within 0.1 s; start cuboid probe on the others"):
-        _meet(Meeting(2, "127.0.0.1", _free_port(), "lo"), {})
+        _meet(Meeting(2, "127.0.0.1", free_port(), "lo"), {})
 
 
 def test_hosts_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = _free_port()
+    port = free_port()
     store = serve_store(socket.create_server(("127.0.0.1", port)))
     store.set(f"{MARK}/seconds", "60.0")
     monkeypatch.setattr("cuboid.probe.hosts.is_here", lambda host: False)
@@ -128,11 +129,6 @@ def test_hosts_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     assert number == 1
     with pytest.raises(UserError, match="use --nodes 3"):
         _meet(meeting, {"seconds": 60.0})
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def test_hosts_find_each_other() -> None:
