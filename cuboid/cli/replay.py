@@ -54,7 +54,14 @@ def command(
     done = manifest.step if manifest else 0
     arguments = (run, str(checkpoint or ""), done, step - 1, times, logged)
     with Pool() as pool:
-        replayed = pool.run("cuboid.verify.replay:replay_rank", arguments, ranks=run.layout.world_size, timeout=3600)[0]
+        replayed = pool.run(
+            "cuboid.verify.replay:replay_rank",
+            arguments,
+            ranks=run.layout.world_size,
+            timeout=3600,
+            device=run.training.device,
+            backend=run.training.backend,
+        )[0]
     verdict = judge(replayed.attempts, logged, run)
     if as_json:
         print(json.dumps(_table(step, run, done, logged, replayed, verdict)))

@@ -133,7 +133,14 @@ def command(
         processes = f"{run.layout.world_size} processes"
         print(f"{run.model.name} on {run.layout} ({processes}) against one process, {run.training.precision}")
     with Pool() as pool:
-        verdict = pool.run("cuboid.verify.compare:verify_rank", (run,), ranks=run.layout.world_size, timeout=3600)[0]
+        verdict = pool.run(
+            "cuboid.verify.compare:verify_rank",
+            (run,),
+            ranks=run.layout.world_size,
+            timeout=3600,
+            device=run.training.device,
+            backend=run.training.backend,
+        )[0]
     if as_json:
         print(json.dumps(verdict))
     else:
@@ -153,7 +160,16 @@ def _verify_chain(runs: list[Run], as_json: bool) -> int:
     with Pool() as pool, TemporaryDirectory(prefix="cuboid-") as folder:
         for index, run in enumerate(runs):
             leg = (run, folder, index * steps, (index + 1) * steps)
-            losses.append(pool.run("cuboid.verify.resume:train_leg", leg, ranks=run.layout.world_size, timeout=3600)[0])
+            losses.append(
+                pool.run(
+                    "cuboid.verify.resume:train_leg",
+                    leg,
+                    ranks=run.layout.world_size,
+                    timeout=3600,
+                    device=run.training.device,
+                    backend=run.training.backend,
+                )[0]
+            )
         arguments = (runs, folder, losses)
         verdict = pool.run("cuboid.verify.resume:judge_chain", arguments, ranks=1, timeout=3600)[0]
     if as_json:

@@ -37,17 +37,9 @@ def run_ranks(name: str, spec: GenerationSpec, arguments: tuple[Any, ...], heard
     if ranks == 1:
         globals()[name](0, heard, spec, *arguments)
         return
-    from cuboid.parallel.device import choose_device
-
-    alone = False
-    if choose_device(spec.device, 0).type == "cuda":
-        import torch
-
-        alone = ranks <= torch.cuda.device_count()
     with Pool() as pool:
         job = f"{__name__}:{name}"
-        backend = "nccl" if alone else "gloo"
-        pool.run(job, (spec, *arguments), ranks=ranks, timeout=PATIENCE, backend=backend, heard=heard)
+        pool.run(job, (spec, *arguments), ranks=ranks, timeout=PATIENCE, device=spec.device, heard=heard)
 
 
 def _generator(spec: GenerationSpec, rank: int) -> Any:

@@ -57,20 +57,21 @@ def _serve(connection: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    from cuboid.launch.backend import join_world
+    from cuboid.parallel.device import choose_device
+
     follow_parent()
     torch.set_num_threads(1)
     while True:
         try:
-            function, arguments, rank, ranks, folder, timeout, backend, talks = connection.recv()
+            function, arguments, rank, ranks, folder, timeout, device, backend, talks = connection.recv()
         except EOFError:
             return
         try:
             if ranks > 1:
                 store = dist.FileStore(os.path.join(folder, "store"), ranks)  # type: ignore[attr-defined]
                 limit = timedelta(seconds=timeout)
-                if backend == "nccl":
-                    torch.cuda.set_device(rank)
-                dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=limit)
+                join_world(store, rank, ranks, choose_device(device, rank), backend, limit)
                 dist.barrier()  # a rank with little to do would leave before another has reached it
             say = (lambda value: connection.send(Answer("said", value, time.monotonic())),) if talks else ()
             result = resolve_name(function)(rank, *say, *arguments)
@@ -113,11 +114,13 @@ class Pool:
         *,
         ranks: int,
         timeout: float = 300,
-        backend: str = "gloo",
+        device: str = "cpu",
+        backend: str = "auto",
         heard: Callable[[Any], None] | None = None,
     ) -> list[Any]:
         """`function(rank, *arguments)` on each of `ranks` processes joined in one process group; their results in
-        order. With `heard` it is `function(rank, say, *arguments)`: what a rank says on its way is heard here at once.
+        order. `device` and `backend`: as a run's settings have them. With `heard` it is `function(rank, say,
+        *arguments)`: what a rank says on its way is heard here at once.
 
         The function is given by name, so that this process need not import what only the ranks use."""
         if any(connection.poll() for _, connection in self._ranks):
@@ -131,7 +134,7 @@ class Pool:
         with tempfile.TemporaryDirectory(prefix="cuboid-") as folder:
             connections = [connection for _, connection in self._ranks[:ranks]]
             for rank, connection in enumerate(connections):
-                connection.send((function, arguments, rank, ranks, folder, timeout, backend, heard is not None))
+                connection.send((function, arguments, rank, ranks, folder, timeout, device, backend, heard is not None))
             return self._results(connections, timeout, heard)
 
     def _results(

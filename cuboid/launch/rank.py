@@ -10,7 +10,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from cuboid.launch.backend import Backend, Wanted, join_world
 from cuboid.launch.orphan import follow_parent
 from cuboid.launch.place import Place, find_place
 from cuboid.launch.rendezvous import reach_store
@@ -27,20 +29,15 @@ LINGER = 1.0
 first."""
 
 
-def join(place: Place, device: torch.device) -> None:
-    """NCCL, unless ranks share a GPU, which it refuses; gloo then and on CPUs."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    alone = device.type == "cuda" and place.local_world_size <= torch.cuda.device_count()
-    backend = "nccl" if alone else "gloo"
+def join(place: Place, device: torch.device, wanted: Wanted) -> Backend:
+    """Meet the other ranks where the launcher says: at the supervisor's store, at torchrun's, or at the master's."""
     if place.attempt:
         store = reach_store(place.master_address, place.master_port, place.attempt)
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size)
-        return
-    address = f"tcp://{place.master_address}:{place.master_port}"
-    if os.environ.get("TORCHELASTIC_RUN_ID"):
-        address = "env://"  # the store of torchrun's agent is already listening there
-    dist.init_process_group(backend, init_method=address, rank=place.rank, world_size=place.world_size)
+    else:
+        # torchrun's agent already listens there; else rank 0 does.
+        serves = place.rank == 0 and not os.environ.get("TORCHELASTIC_RUN_ID")
+        store = TCPStore(place.master_address, place.master_port, place.world_size, serves, wait_for_workers=False)
+    return join_world(store, place.rank, place.world_size, device, wanted)
 
 
 def what_went_wrong(error: Exception) -> str:
@@ -65,7 +62,7 @@ def run_rank(run: Run, signals: Listener, quiet: bool = False, place: Place | No
         device = choose_device(run.training.device, place.local_rank)
         if place.world_size > 1:
             with PULSE.everybody("world", place.world_size).joined("join"):
-                join(place, device)
+                join(place, device, run.training.backend)
         outcome = train(run, place.rank, device, quiet, lambda: signals.asked)
         if place.world_size > 1:
             dist.destroy_process_group()

@@ -36,6 +36,9 @@ class TrainingSpec:
     """Largest global gradient norm; 0 turns clipping off."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is one."""
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """What carries collectives; auto: NCCL where ranks have GPUs, also where they share one, and gloo on CPUs. Ranks
+    that share a GPU may use either; NCCL then runs over sockets."""
     threads_per_rank: int = 1
     """Threads of a rank on a CPU."""
     start_from: str = ""
@@ -77,6 +80,8 @@ class TrainingSpec:
                 "training.compile=on takes whichever kernel is fastest as a run starts, and its last bits, but "
                 "training.deterministic=true asks for the same each time; use training.compile=auto or off"
             )
+        if self.backend == "nccl" and self.device == "cpu":
+            raise UserError("training.backend=nccl needs GPUs, not training.device=cpu; use backend=auto or gloo")
         if self.overlap_tensor == "on" and self.device == "cpu":
             raise UserError("training.overlap_tensor=on needs GPUs, not training.device=cpu; use overlap_tensor=auto")
         if self.overlap_tensor == "on" and self.compiles_nothing:
