@@ -23,7 +23,7 @@ from cuboid.generate.words import Words
 from cuboid.model.rope import PositionTable
 from cuboid.parallel.apply import DTYPES
 from cuboid.parallel.collectives import all_reduce, all_reduce_maximum
-from cuboid.parallel.groups import Group, Groups
+from cuboid.parallel.groups import Group, Groups, connect_groups
 from cuboid.plan.cache import cache_shape
 from cuboid.say import say
 from cuboid.spec.generation import GenerationSpec, SamplingSpec
@@ -40,6 +40,7 @@ def make_generator(
     """With weights of its own, from where the spec says or copied from `tensors`, which have the names of Hugging Face;
     every rank calls it."""
     groups = make_generation_groups(spec, rank, device)
+    connect_groups(groups, device)
     builder = Builder(spec, groups, groups.context_outer, device)
     index = groups.coordinates.pp
     stage = builder.stage(partition(spec.model, spec.layout.pp, spec.length)[index])
@@ -71,7 +72,7 @@ class Generator:
         self._places = cache_shape(spec.model, layout, spec.slots, spec.length).places
         self._like = torch.empty(0, dtype=dtype, device=device)
         self._rower = Rower(self._table, context, self._places, multiple, self._like)
-        self._wires = Wires(groups.ascending, groups.descending)
+        self._wires = Wires(groups)
         self._decoders: dict[range, FixedDecoder] = {}
         # Where a rank has several stages, messages of two batches would cross.
         self._batches = spec.batches if len(stage_rank) == layout.pp else 1
@@ -147,7 +148,7 @@ class Generator:
                 if logits is not None:
                     answers[batch] = answer(logits, batch)
                     if answers[batch]:
-                        self._wires.answer(answers[batch], self.device)
+                        self._wires.answer(answers[batch])
         self._wires.finish()
 
     @property
@@ -168,7 +169,7 @@ class Generator:
         if self._is_last:
             return own.pop(batch, [])
         count = len(batch.written())
-        return self._wires.receive_answer(count, self._stage_rank[-1], self.device) if count else []
+        return self._wires.receive_answer(count, self._stage_rank[-1]) if count else []
 
     def _anybody(self, busy: bool) -> bool:
         if not self._in_step:

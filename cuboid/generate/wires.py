@@ -1,6 +1,8 @@
 """Messages between the pipeline ranks of a generation: activations from stage to stage, tokens from the last one back.
 
-Every rank knows from its books what comes next and how large it is. A send never waits."""
+Every rank knows from its books what comes next and how large it is. Activations only go from stage to stage, over the
+links of the pipeline. Tokens are in the host's memory when they are chosen, and are wanted there: they go over a gloo
+group of their own. A gloo send never waits for its receive, so that no rank waits for another in a circle."""
 
 from __future__ import annotations
 
@@ -12,39 +14,48 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cuboid.parallel.channel import transport_device
-from cuboid.parallel.groups import Group
+from cuboid.parallel.groups import Groups
 
 
 class Wires:
-    def __init__(self, ascending: Group, descending: Group) -> None:
-        self._ascending, self._descending = ascending, descending
-        self.index = ascending.index
+    def __init__(self, groups: Groups) -> None:
+        self._links, self._ranks = groups.links, groups.pipeline.ranks
+        self.index = groups.pipeline.index
         self._sent: deque[tuple[Any, Tensor]] = deque()
+        self._tokens: dist.ProcessGroup | None = None
+        if len(self._ranks) > 1:
+            self._tokens = dist.new_group(list(self._ranks), backend="gloo", use_local_synchronization=True)
 
     def send(self, x: Tensor, target: int) -> None:
-        group = self._ascending if self.index < target else self._descending
-        x = x.contiguous().to(transport_device(x, group))
-        self._sent.append((dist.isend(x, group.ranks[target], group=group.handle), x))
+        link = self._links[self.index, target]
+        x = x.contiguous().to(transport_device(x, link))
+        self._keep(dist.isend(x, link.ranks[1], group=link.handle), x)
+
+    def _keep(self, work: Any, x: Tensor) -> None:
+        """Until it has left."""
+        self._sent.append((work, x))
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
 
     def receive(self, like: Tensor, source: int) -> Tensor:
-        group = self._ascending if source < self.index else self._descending
-        buffer = torch.empty_like(like, device=transport_device(like, group))
-        work = dist.irecv(buffer, group.ranks[source], group=group.handle)
+        link = self._links[source, self.index]
+        buffer = torch.empty_like(like, device=transport_device(like, link))
+        work = dist.irecv(buffer, link.ranks[0], group=link.handle)
         assert work is not None
         work.wait()
         return buffer.to(like.device)
 
-    def answer(self, tokens: list[int], device: torch.device) -> None:
+    def answer(self, tokens: list[int]) -> None:
         """From the rank of the last stage to all others."""
-        values = torch.tensor(tokens, dtype=torch.int64).to(device)
-        for target in range(self._ascending.size):
-            if target != self.index:
-                self.send(values, target)
+        values = torch.tensor(tokens, dtype=torch.int64)
+        for index, target in enumerate(self._ranks):
+            if index != self.index:
+                self._keep(dist.isend(values, target, group=self._tokens), values)
 
-    def receive_answer(self, count: int, source: int, device: torch.device) -> list[int]:
-        tokens: list[int] = self.receive(torch.empty(count, dtype=torch.int64, device=device), source).tolist()
+    def receive_answer(self, count: int, source: int) -> list[int]:
+        values = torch.empty(count, dtype=torch.int64)
+        dist.recv(values, self._ranks[source], group=self._tokens)
+        tokens: list[int] = values.tolist()
         return tokens
 
     def finish(self) -> None:

@@ -21,7 +21,7 @@ from cuboid.parallel.compiled import compiled_block, is_compiled
 from cuboid.parallel.context import ContextMix
 from cuboid.parallel.deferral import Deferral, deferrable_grouped_product, deferrable_product
 from cuboid.parallel.expert import join_sequences, make_balance, spread_experts, watched
-from cuboid.parallel.groups import Groups, make_groups
+from cuboid.parallel.groups import Groups, connect_groups, make_groups
 from cuboid.parallel.interleave import compiler_options
 from cuboid.parallel.joined import join_products
 from cuboid.parallel.lean_loss import lean_loss
@@ -89,6 +89,7 @@ def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -
     groups = make_groups(
         layout, rank, kv_part_count(model, layout.tp), tied_apart, model.mixture is not None, device.type == "cpu"
     )
+    connect_groups(groups, device)
     ledger = Ledger() if run.output.count_communication else None
     if ledger is not None:
         groups = groups.counted(ledger)
@@ -97,9 +98,8 @@ def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -
     tokens = layout.micro_batch * run.training.sequence // layout.cp // (layout.tp if layout.sequence_parallel else 1)
     pipeline = Pipeline(
         schedule,
-        groups.coordinates.pp,
         stages,
-        (groups.ascending, groups.descending),
+        groups,
         builder.deferral,
         torch.empty(tokens, model.hidden, dtype=builder.dtype, device=device),
         run.output.keep_timing,

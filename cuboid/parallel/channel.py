@@ -1,7 +1,7 @@
-"""Messages between pipeline ranks: one first-in-first-out channel per directed pair.
+"""Messages between pipeline ranks: one group of two ranks, and so one communicator, for each direction of a pair.
 
-A send never waits. A receive is posted in the order in which the other rank sends, whatever order this rank consumes
-in, because NCCL matches messages by order alone; and one message ahead, so that it travels while this rank computes."""
+Sends and receives are issued in the order of `schedule.order`, which is one order for all ranks. Messages of a pair
+travel first in, first out, because NCCL matches them by order alone."""
 
 from __future__ import annotations
 
@@ -12,98 +12,81 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cuboid.parallel.groups import Group
+from cuboid.parallel.groups import Group, Groups
 from cuboid.resilience.pulse import PULSE, Track
-from cuboid.schedule.program import Message, channels
+from cuboid.schedule.program import Message
 from cuboid.schedule.table import Schedule
 
 
-class _Inbox:
-    """Receives from one rank."""
-
-    def __init__(self, messages: tuple[Message, ...], source: int, group: Group, like: Tensor) -> None:
-        self._expected = deque(enumerate(messages))
-        self._source = source
-        self._group = group
-        self._like = like
-        self._posted: dict[Message, tuple[Any, Tensor, int]] = {}
-        self._track = _track(source, group.ranks[group.index])
-        self._earlier = self._track.count
-        """Messages of steps before this one."""
-        self._post()
-
-    def _post(self) -> None:
-        if self._expected:
-            tag, message = self._expected.popleft()
-            buffer = torch.empty_like(self._like, device=transport_device(self._like, self._group))
-            if self._group.is_imagined:
-                buffer.normal_()
-            work = dist.irecv(buffer, self._source, group=self._group.handle, tag=tag)
-            self._posted[message] = (work, buffer, self._earlier + tag + 1)
-
-    def take(self, message: Message) -> Tensor:
-        while message not in self._posted:
-            self._post()
-        work, buffer, number = self._posted.pop(message)
-        if not self._posted:
-            self._post()
-        self._track.wait("message", number)
-        work.wait()
-        PULSE.go_on()
-        self._track.advance()
-        return buffer.to(self._like.device)
-
-
-def _track(source: int, target: int) -> Track:
-    """How far messages of one rank to another have come: as sent at the one, as received at the other."""
-    return PULSE.track("message", (source, target))
-
-
 def transport_device(like: Tensor, group: Group) -> torch.device:
-    """Gloo, which serves ranks that share a GPU, sends from host memory only."""
+    """Gloo sends from host memory only, also between ranks that have GPUs."""
     return torch.device("cpu") if group.is_gloo else like.device
+
+
+def _track(link: Group) -> Track:
+    """How far messages of one rank to another have come: as sent at the one, as received at the other."""
+    return PULSE.track("message", link.ranks)
 
 
 class Channels:
     """All messages of this rank during one step."""
 
-    def __init__(self, schedule: Schedule, rank: int, ascending: Group, descending: Group, like: Tensor) -> None:
+    def __init__(self, schedule: Schedule, groups: Groups, like: Tensor) -> None:
+        """`like`: shape, dtype and device of every message."""
         self._stage_rank = schedule.stage_rank
-        self._rank = rank
-        self._ascending, self._descending = ascending, descending
-        self._inboxes: dict[int, _Inbox] = {}
-        for (source, target), messages in channels(schedule).items():
-            if target == rank:
-                group = self._group(source, target)
-                self._inboxes[source] = _Inbox(messages, group.ranks[source], group, like)
+        self._groups, self._like = groups, like
+        self._rank = groups.pipeline.index
         self._kept: dict[Message, Tensor] = {}
+        """What goes from one stage of this rank to the next."""
+        self._posted: dict[Message, tuple[Any, Tensor, Track, int]] = {}
         self._sent: deque[tuple[Any, Tensor, Track, int]] = deque()
-        self._sent_to = [0] * schedule.ranks
+        self._tags: dict[tuple[int, int], int] = {}
+        """How many messages each link has carried in this step."""
 
-    def _group(self, source: int, target: int) -> Group:
-        return self._ascending if source < target else self._descending
+    def _link(self, source: int, target: int) -> tuple[Group, int]:
+        tag = self._tags.get((source, target), 0)
+        self._tags[source, target] = tag + 1
+        return self._groups.links[source, target], tag
+
+    def keep(self, message: Message, tensor: Tensor) -> None:
+        """For the next action of this rank on the neighbouring stage."""
+        self._kept[message] = tensor
 
     def send(self, message: Message, tensor: Tensor) -> None:
         target = self._stage_rank[message.target_stage]
-        if target == self._rank:
-            self._kept[message] = tensor
+        self._groups.pipeline.count("send", tensor.nbytes)
+        link, tag = self._link(self._rank, target)
+        if link.is_imagined:  # nobody would ever say that it arrived
             return
-        group = self._group(self._rank, target)
-        group.count("send", tensor.nbytes)
-        if group.is_imagined:  # nobody would ever say that it arrived
-            return
-        tag = self._sent_to[target]
-        self._sent_to[target] += 1
-        tensor = tensor.contiguous().to(transport_device(tensor, group))
-        track = _track(group.ranks[self._rank], group.ranks[target])
-        work = dist.isend(tensor, group.ranks[target], group=group.handle, tag=tag)
+        tensor = tensor.contiguous().to(transport_device(tensor, link))
+        track = _track(link)
+        work = dist.isend(tensor, link.ranks[1], group=link.handle, tag=tag)
         self._sent.append((work, tensor, track, track.advance()))
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
 
-    def receive(self, message: Message) -> Tensor:
+    def post(self, message: Message) -> None:
+        """Begin to receive."""
         source = self._stage_rank[message.source_stage]
-        return self._kept.pop(message) if source == self._rank else self._inboxes[source].take(message)
+        link, tag = self._link(source, self._rank)
+        buffer = torch.empty_like(self._like, device=transport_device(self._like, link))
+        if link.is_imagined:
+            buffer.normal_()
+        track = _track(link)
+        posted = sum(waiting[2] is track for waiting in self._posted.values())
+        work = dist.irecv(buffer, link.ranks[0], group=link.handle, tag=tag)
+        self._posted[message] = (work, buffer, track, track.count + posted + 1)
+
+    def take(self, message: Message) -> Tensor:
+        """What was received, or kept; on a GPU it is there for everything issued from now on."""
+        if message in self._kept:
+            return self._kept.pop(message)
+        work, buffer, track, number = self._posted.pop(message)
+        track.wait("message", number)
+        work.wait()
+        PULSE.go_on()
+        track.advance()
+        return buffer.to(self._like.device)
 
     def finish(self) -> None:
         """Wait until everything sent has left."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
+import torch
 import torch.distributed as dist
 
 from cuboid.parallel.local import LocalExchange, connect
 from cuboid.resilience.pulse import NOWHERE, PULSE, Track
+from cuboid.schedule.make import FAMILIES
 from cuboid.spec.layout import Layout
 from cuboid.spec.ledger import Kind, Ledger
 from cuboid.spec.ranks import Coordinates, coordinates
@@ -42,6 +45,10 @@ class Group:
     @property
     def is_gloo(self) -> bool:
         return self.handle is not None and dist.get_backend(self.handle) == "gloo"
+
+    @property
+    def is_nccl(self) -> bool:
+        return self.handle is not None and dist.get_backend(self.handle) == "nccl"
 
     def count(self, kind: Kind, size: int) -> None:
         """Enter one exchange of `size` bytes."""
@@ -87,10 +94,11 @@ class Groups(Holders):
     """The tensor ranks that hold the same key-value heads."""
     embedding: Group | None
     """First and last stage, which share a tied embedding; None on the stages between, or when one rank holds both."""
-    ascending: Group
-    """The pipeline's ranks, for messages to a higher rank."""
-    descending: Group
-    """The pipeline's ranks, for messages to a lower rank. Apart, so that no direction waits behind the other."""
+    pipeline: Group
+    """The ranks of this pipeline, which have no collective: their messages go over `links`."""
+    links: dict[tuple[int, int], Group]
+    """(sending, receiving) pipeline rank -> the group of these two, for messages in this direction alone: NCCL runs
+    what is issued on one communicator in order, and so no direction waits for the other."""
 
     @property
     def nobody_adds(self) -> bool:
@@ -113,8 +121,7 @@ DIMENSIONS = {
     "tensor": "tp",
     "expert": "ep",
     "kv_replicas": "kv",
-    "ascending": "pp",
-    "descending": "pp",
+    "pipeline": "pp",
     "context_inner": "cp",
     "context_outer": "cp",
 }
@@ -190,9 +197,46 @@ def make_groups(
         context_outer=own("cp_outer", kinds["cp_outer"], busy=True),
         kv_replicas=tensor if kv_parts == 1 else own("kv", _kv_replica_ranks(kinds["tp"], kv_parts)),
         embedding=_own("embedding", rank, kinds["embedding"], everybody) if embedding_on_two_ranks else None,
-        ascending=own("ascending", kinds["pp"]),
-        descending=own("descending", kinds["pp"]),
+        pipeline=next(Group(line, line.index(rank)) for line in kinds["pp"] if rank in line),
+        links=_links(layout, rank, next(line for line in kinds["pp"] if rank in line)),
     )
+
+
+def _links(layout: Layout, rank: int, line: tuple[int, ...]) -> dict[tuple[int, int], Group]:
+    """Both directions between ranks with neighbouring stages. Every rank makes its own in one order of all: first pairs
+    that begin at an even rank, then those at an odd one, then what leads from the last rank back to the first. So at
+    most three of these wait for one another, however long the pipeline is."""
+    placed = FAMILIES[layout.schedule].place(layout.pp, layout.vpp)
+    pairs = {pair for here, there in pairwise(placed) if here != there for pair in ((here, there), (there, here))}
+    links: dict[tuple[int, int], Group] = {}
+    for source, target in sorted(pairs, key=lambda pair: (abs(pair[0] - pair[1]) > 1, min(pair) % 2, pair)):
+        ranks = (line[source], line[target])
+        if rank in ranks:
+            track = PULSE.track("link", ranks)
+            with track.joined("new group"):
+                handle = dist.new_group(list(ranks), use_local_synchronization=True)
+            links[source, target] = Group(ranks, ranks.index(rank), handle, dimension="pp", track=track)
+    return links
+
+
+def connect_groups(groups: Groups, device: torch.device) -> None:
+    """Make NCCL's communicators now, in one order on all ranks. Left to itself each is made by the first call that
+    needs it, which blocks the host until the other ranks make the same call: in a pipeline that is a deadlock."""
+    named = [group for group in vars(groups).values() if isinstance(group, Group)]
+    collective = [*named, *vars(groups.routed).values()]
+    word = torch.zeros(1, device=device)
+    known = set[int]()
+    for group in collective:
+        if group.is_nccl and id(group.handle) not in known:
+            known.add(id(group.handle))
+            with group.track.joined("new group"):
+                dist.all_reduce(word, group=group.handle)
+    for link in groups.links.values():  # in the order they were made in
+        if link.is_nccl:
+            with link.track.joined("new group"):
+                (dist.send, dist.recv)[link.index](word, link.ranks[1 - link.index], group=link.handle)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def context_group(groups: Groups, layout: Layout, rank: int) -> Group:

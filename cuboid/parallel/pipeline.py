@@ -1,4 +1,4 @@
-"""Pipeline parallelism: runs this rank's actions of a schedule table, in order."""
+"""Pipeline parallelism: runs this rank's actions of a schedule table, and its messages, in the order of all ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -15,10 +16,12 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from cuboid.model.precision import wide
 from cuboid.parallel.channel import Channels
 from cuboid.parallel.deferral import Deferral
-from cuboid.parallel.groups import Group
+from cuboid.parallel.groups import Groups
+from cuboid.parallel.overlapped_pair import OverlappedPair
 from cuboid.parallel.share import Share
 from cuboid.parallel.stage import Stage
 from cuboid.resilience.pulse import PULSE, Activity
+from cuboid.schedule.order import UNITS, Receive, Send, instructions
 from cuboid.schedule.program import Message
 from cuboid.schedule.table import Action, Kind, Schedule
 
@@ -32,13 +35,16 @@ class TimedAction:
     end: float
 
 
+@lru_cache(maxsize=8)
 def forward_only(schedule: Schedule, micro_batches: int) -> Schedule:
-    """Every rank takes all micro-batches through its first stage, then its next; sends never wait, so this ends."""
+    """As many micro-batches as there are ranks go through a rank's first stage, then its next; then the next so many.
+    So a rank with several stages keeps few messages."""
     actions = tuple(
         tuple(
             Action(Kind.FORWARD, stage, micro_batch)
+            for first in range(0, micro_batches, schedule.ranks)
             for stage in schedule.stages_of(rank)
-            for micro_batch in range(micro_batches)
+            for micro_batch in range(first, min(first + schedule.ranks, micro_batches))
         )
         for rank in range(schedule.ranks)
     )
@@ -53,30 +59,56 @@ ACTIVITIES: dict[Kind, Activity] = {
 }
 
 
+class _Clock:
+    """Moments of a step. On a GPU they are events in the stream, so that nothing waits while messages are on their way;
+    the host's clock is set against the last of them when the step has ended."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+
+    def now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, moments: list[Any]) -> list[float]:
+        """On the host's clock."""
+        if not self._on_gpu:
+            return moments
+        last = self.now()
+        last.synchronize()
+        end = time.perf_counter()
+        return [end - moment.elapsed_time(last) / 1e3 for moment in moments]
+
+
 class Pipeline:
     def __init__(
         self,
         schedule: Schedule,
-        rank: int,
         stages: dict[int, Stage],
-        groups: tuple[Group, Group],
+        groups: Groups,
         deferral: Deferral,
         like: Tensor,
         keep_timing: bool = False,
         products: AbstractContextManager[object] | None = None,
+        pair: OverlappedPair | None = None,
     ) -> None:
-        """`stages`: those of this rank by index; `groups`: ascending, descending; `like`: shape of what stages
-        exchange. `products`: entered to compute in, again and again."""
+        """`stages`: those of this rank by index; `like`: shape of what stages send one another. `products`: entered to
+        compute in, again and again. `pair`: runs the pairs of DualPipeV together; None: one after the other."""
         self.schedule = schedule
-        self.rank = rank
+        self.rank = groups.pipeline.index
         self.stages = stages
         self._groups = groups
         self._deferral = deferral
         self._like = like
         self._keep_timing = keep_timing
         self._products = products or nullcontext()
+        self._pair = pair
         self._loss_dtype = wide(like.dtype)
         self.timing: list[TimedAction] = []
+        self._clock = _Clock(like.device)
         self._runners: dict[Kind, Callable[[int, int], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -88,46 +120,77 @@ class Pipeline:
         """Forward and backward of all micro-batches. `scale` multiplies the summed loss before its gradient is taken.
 
         Returns the summed loss of this rank's micro-batches, unscaled: zero on a rank without the last stage."""
-        self._micro_batches = micro_batches
         self._scale = scale
-        self._loss = torch.zeros((), dtype=self._loss_dtype, device=scale.device)
-        self._channels = Channels(self.schedule, self.rank, *self._groups, self._like)
         self._in_flight: dict[tuple[int, int], tuple[Tensor, GradientEdge]] = {}
         self._postponed: dict[tuple[int, int], dict[Any, list[Callable[[], None]]]] = {}
-        self.timing.clear()
-        for action in self.schedule.actions[self.rank]:
-            start = self._ready = self._now()
-            PULSE.do(ACTIVITIES[action.kind], action.stage, action.micro_batch)
-            with self._products:
-                self._runners[action.kind](action.stage, action.micro_batch)
-            if self._keep_timing:
-                self.timing.append(TimedAction(action, start, self._ready, self._now()))
-        self._channels.finish()
+        self.timing = self._follow(self.schedule, micro_batches)
         return self._loss
 
     @torch.no_grad()
     def evaluate(self, micro_batches: list[Share]) -> Tensor:
         """Forward only: the summed loss of this rank's micro-batches, zero on a rank without the last stage."""
-        schedule = forward_only(self.schedule, len(micro_batches))
-        self._micro_batches = micro_batches
-        self._loss = torch.zeros((), dtype=self._loss_dtype, device=self._like.device)
-        self._channels = Channels(schedule, self.rank, *self._groups, self._like)
-        for action in schedule.actions[self.rank]:
-            PULSE.do("forward", action.stage, action.micro_batch)
-            with self._products:
-                self._forward(action.stage, action.micro_batch)
-        self._channels.finish()
+        self._follow(forward_only(self.schedule, len(micro_batches)), micro_batches)
         return self._loss
 
-    def _now(self) -> float:
-        if self._keep_timing and self._like.is_cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter()
+    def _follow(self, schedule: Schedule, micro_batches: list[Share]) -> list[TimedAction]:
+        """Issue this rank's part of the order that all ranks follow (`schedule.order`); its times, if they are kept."""
+        self._micro_batches = micro_batches
+        self._loss = torch.zeros((), dtype=self._loss_dtype, device=self._like.device)
+        self._channels = channels = Channels(schedule, self._groups, self._like)
+        self._made: dict[Message, Tensor] = {}
+        timed: list[tuple[tuple[Action, ...], Any, Any, Any]] = []
+        for instruction in instructions(schedule, self._pair is not None)[self.rank]:
+            if isinstance(instruction, Receive):
+                channels.post(instruction.message)
+            elif isinstance(instruction, Send):
+                channels.send(instruction.message, self._made.pop(instruction.message))
+            else:
+                start = self._ready = self._clock.now() if self._keep_timing else None
+                self._compute(instruction.actions)
+                if self._keep_timing:
+                    timed.append((instruction.actions, start, self._ready, self._clock.now()))
+        channels.finish()
+        return self._timed(timed)
+
+    def _compute(self, actions: tuple[Action, ...]) -> None:
+        first = actions[0]
+        PULSE.do(ACTIVITIES[first.kind], first.stage, first.micro_batch)
+        if len(actions) == 1:
+            self._act(first)
+            return
+        assert self._pair is not None
+        self._pair.run(partial(self._act, first), partial(self._act, actions[1]), self._like.device)
+
+    def _act(self, action: Action) -> None:
+        with self._products:
+            self._runners[action.kind](action.stage, action.micro_batch)
+
+    def _timed(self, timed: list[tuple[tuple[Action, ...], Any, Any, Any]]) -> list[TimedAction]:
+        """The time of a pair is divided between its two actions as the order does it."""
+        seconds = iter(self._clock.seconds([moment for _, *moments in timed for moment in moments]))
+        result = []
+        for actions, *_ in timed:
+            start, ready, end = next(seconds), next(seconds), next(seconds)
+            whole, spent = sum(UNITS[action.kind] for action in actions), 0
+            for action in actions:
+                spent += UNITS[action.kind]
+                until = ready + (end - ready) * spent / whole
+                result.append(TimedAction(action, start, ready, until))
+                start = ready = until
+        return result
 
     def _receive(self, message: Message) -> Tensor:
-        received = self._channels.receive(message)
-        self._ready = self._now()
+        received = self._channels.take(message)
+        if self._keep_timing:
+            self._ready = self._clock.now()
         return received
+
+    def _give(self, message: Message, tensor: Tensor) -> None:
+        """To the neighbouring stage: at once if that is on this rank, else when the order says so."""
+        if self.schedule.stage_rank[message.target_stage] == self.rank:
+            self._channels.keep(message, tensor)
+        else:
+            self._made[message] = tensor
 
     def _forward(self, stage: int, index: int) -> None:
         share = self._micro_batches[index]
@@ -138,7 +201,7 @@ class Pipeline:
             # Where the backward pass enters, and not what went out: once it is sent, nobody needs that.
             self._in_flight[stage, index] = (x, get_gradient_edge(y))
         if stage + 1 < self.schedule.stages:
-            self._channels.send(Message(stage, stage + 1, index), y.detach())
+            self._give(Message(stage, stage + 1, index), y.detach())
         else:
             self._loss += y.detach()
 
@@ -149,7 +212,7 @@ class Pipeline:
         self.stages[stage].backward(output, gradient)
         if stage > 0:
             assert x.grad is not None
-            self._channels.send(Message(stage, stage - 1, index), x.grad)
+            self._give(Message(stage, stage - 1, index), x.grad)
 
     def _input_backward(self, stage: int, index: int) -> None:
         self._deferral.active = True

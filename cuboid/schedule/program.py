@@ -1,16 +1,12 @@
-"""The order in which a schedule's actions can run, and what each waits for: the base of validation and simulation.
+"""Who waits for whom in a schedule: the messages of its actions, and one order of them that a simulation can follow.
 
-The model of execution is the executor's. A rank runs its list strictly in order; an action whose input comes from
-another rank waits for that message; sends are buffered and never wait. Messages from one rank to another share one
-first-in first-out channel, and the receiver takes them in the order they were sent, keeping early ones until their
-action comes up. What a message waits for is therefore only its sender's progress: those before it in the channel were
-sent earlier in the same list. Such a network of processes ends in the same state whatever the timing (Kahn 1974), so
-one run that reaches the end of every list proves that none can deadlock.
+Here a rank runs its list strictly in order, and an action whose input comes from another rank waits for that message;
+sends are buffered and never wait. Such a network ends in the same state whatever the timing (Kahn 1974), which is what
+a simulation needs. Real messages do wait: `order` says how ranks issue them all the same, and `validate` proves it.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -50,17 +46,6 @@ def _between_ranks(source: int, target: int, micro_batch: int, schedule: Schedul
     if schedule.stage_rank[source] == schedule.stage_rank[target]:
         return None
     return Message(source, target, micro_batch)
-
-
-def channels(schedule: Schedule) -> dict[tuple[int, int], tuple[Message, ...]]:
-    """For each (sending rank, receiving rank) its messages in the order they are sent, and so must be received."""
-    sent: defaultdict[tuple[int, int], list[Message]] = defaultdict(list)
-    for rank, actions in enumerate(schedule.actions):
-        for action in actions:
-            message = produced(action, schedule)
-            if message is not None:
-                sent[rank, schedule.stage_rank[message.target_stage]].append(message)
-    return {pair: tuple(messages) for pair, messages in sorted(sent.items())}
 
 
 @dataclass(frozen=True)

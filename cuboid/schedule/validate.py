@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn
 
 from cuboid.errors import UserError
-from cuboid.schedule.program import program_of
+from cuboid.schedule.order import Compute, Instruction, Receive, Send, instructions, pairs_overlap
+from cuboid.schedule.program import Message, needed, program_of
 from cuboid.schedule.table import Action, Kind, Schedule
 
 
@@ -14,13 +16,58 @@ def validate(schedule: Schedule) -> None:
 
     Holds afterwards: each (stage, micro-batch) has one F, on the stage's rank, then either one B or one I and later one
     W; on a rank that holds neighbouring stages their order respects the model's; and the ranks cannot deadlock when
-    each runs its list in order, with first-in first-out channels between ranks and sends that never wait (see
-    `program`).
+    each issues its instructions (`order`) one after another and every one of them blocks until it has ended, a send
+    until the other rank has come to its receive. NCCL never waits for more than that.
     """
     _check_shape(schedule)
     for rank, actions in enumerate(schedule.actions):
         _check_rank(schedule, rank, actions)
     program_of(schedule)
+    run_blocking(schedule, instructions(schedule))
+    if pairs_overlap(schedule):
+        run_blocking(schedule, instructions(schedule, paired=True))
+
+
+def run_blocking(schedule: Schedule, rows: Sequence[Sequence[Instruction]]) -> None:
+    """Run instructions of all ranks when each blocks its rank until it has ended; a message ends when both sides have
+    come to it. An action whose input was never received, or ranks that wait for one another, are refused."""
+    position = [0] * len(rows)
+    received: list[set[Message]] = [set() for _ in rows]
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(rows):
+            while position[rank] < len(row):
+                instruction = row[position[rank]]
+                if isinstance(instruction, Compute):
+                    _check_inputs(schedule, rank, instruction, received[rank])
+                    position[rank] += 1
+                    moved = True
+                    continue
+                message = instruction.message
+                ends = (schedule.stage_rank[message.source_stage], schedule.stage_rank[message.target_stage])
+                other = ends[1] if rank == ends[0] else ends[0]
+                partner = Receive(message) if isinstance(instruction, Send) else Send(message)
+                if position[other] == len(rows[other]) or rows[other][position[other]] != partner:
+                    break
+                position[rank] += 1
+                position[other] += 1
+                received[ends[1]].add(message)
+                moved = True
+    stuck = [
+        f"rank {rank} at {row[place]}"
+        for rank, (row, place) in enumerate(zip(rows, position, strict=True))
+        if place < len(row)
+    ]
+    if stuck:
+        _refuse(schedule, f"deadlocks where every call waits: {', '.join(stuck)}")
+
+
+def _check_inputs(schedule: Schedule, rank: int, compute: Compute, received: set[Message]) -> None:
+    for action in compute.actions:
+        message = needed(action, schedule)
+        if message is not None and message not in received:
+            _refuse(schedule, f"has {action} on rank {rank} before the receive of {message}")
 
 
 def _check_shape(schedule: Schedule) -> None:
@@ -41,9 +88,9 @@ def _check_rank(schedule: Schedule, rank: int, actions: tuple[Action, ...]) -> N
             _refuse(schedule, f"has {action} on rank {rank}, but only {schedule.micro_batches} micro-batches")
         if action in done:
             _refuse(schedule, f"has {action} twice on rank {rank}")
-        for needed in _needed_before(schedule, action):
-            if not any(choice in done for choice in needed):
-                _refuse(schedule, f"has {action} on rank {rank} before {' or '.join(map(str, needed))}")
+        for choices in _needed_before(schedule, action):
+            if not any(choice in done for choice in choices):
+                _refuse(schedule, f"has {action} on rank {rank} before {' or '.join(map(str, choices))}")
         if action.kind in (Kind.BACKWARD, Kind.INPUT) and _other_backward(action) in done:
             _refuse(schedule, f"has both {action} and {_other_backward(action)} on rank {rank}")
         done.add(action)
