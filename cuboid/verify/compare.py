@@ -10,7 +10,7 @@ from torch import Tensor
 from cuboid.model.balance import EXTRA
 from cuboid.spec.run import Run
 from cuboid.verify.observe import observed_trace
-from cuboid.verify.reference import Tensors, Trace, reference_trace
+from cuboid.verify.reference import Tensors, Trace, known_trace
 from cuboid.verify.rounding import (
     DECIDED,
     MULTIPLE,
@@ -171,7 +171,7 @@ def verify_rank(rank: int, run: Run) -> dict[str, Any] | None:
     observed = observed_trace(run, rank)
     if observed is None:
         return None
-    reference = reference_trace(run)
+    reference = known_trace(run)
     if run.training.precision in ROUNDED:
-        return asdict(compare_rounded(run, observed, reference, reference_trace(run, precision="float32")))
+        return asdict(compare_rounded(run, observed, reference, known_trace(run, "float32")))
     return asdict(compare(run, observed, reference))

@@ -13,6 +13,7 @@ from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.model.precision import wide
 from cuboid.parallel.apply import Engine, build_engine
+from cuboid.parallel.compiled import is_compiled
 from cuboid.parallel.device import choose_device
 from cuboid.parallel.gradients import counted_pieces
 from cuboid.plan.exchanges import unforeseen
@@ -28,8 +29,10 @@ Contribution = list[tuple[Part, int, int, Tensor]]
 
 def observed_trace(run: Run, rank: int) -> Trace | None:
     """The trace on rank 0, None elsewhere. Every rank calls this."""
-    run = replace(run, output=replace(run.output, count_communication=True))
     device = choose_device(run.training.device, rank)
+    # Counting takes collectives out of compiled graphs, which would then not be the graphs that train.
+    counted = not is_compiled(run, device)
+    run = replace(run, output=replace(run.output, count_communication=counted))
     engine = build_engine(run, rank, device)
     optimizer = Optimizer(engine, run.optimizer)
     source = make_source(run)
@@ -44,9 +47,9 @@ def observed_trace(run: Run, rank: int) -> Trace | None:
         if result.routers is not None:
             trace.routers.append(result.routers)
         apply_update(engine, optimizer, pending, learning_rate(run.learning_rate, step, run.training.steps))
-        assert engine.ledger is not None
-        surprises = _gathered(engine, unforeseen(run, rank, engine.ledger.take()))
-        trace.unforeseen += [f"rank {place} {line}" for place, lines in surprises for line in lines]
+        if engine.ledger is not None:
+            surprises = _gathered(engine, unforeseen(run, rank, engine.ledger.take()))
+            trace.unforeseen += [f"rank {place} {line}" for place, lines in surprises for line in lines]
         trace.parameters.append(_whole(engine, gradients=False))
     return trace if rank == 0 else None
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from cuboid.model.routing import Router
 from cuboid.model.transformer import IGNORED, Transformer
 from cuboid.model.wide_products import fast_products
 from cuboid.parallel.device import choose_device
+from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run
 from cuboid.train.learning_rate import learning_rate
 
@@ -52,6 +54,16 @@ class Trace:
     """Exchanges between ranks that are not as the planner counts them."""
     routers: list[Tensor] = field(default_factory=list)
     """Of a mixture: a row per layer, assignments of each expert and the sums of its auxiliary losses."""
+
+
+def known_trace(run: Run, precision: str = "") -> Trace:
+    """`reference_trace`, computed once for all layouts of a model and its settings that this process compares."""
+    return _known(replace(run, layout=Layout()), precision)
+
+
+@lru_cache(maxsize=8)
+def _known(run: Run, precision: str) -> Trace:
+    return reference_trace(run, precision=precision)
 
 
 def reference_trace(run: Run, moments_after: Collection[int] = (), precision: str = "") -> Trace:
