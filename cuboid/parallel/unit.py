@@ -213,9 +213,9 @@ class Unit:
         """One use of one micro-batch has computed its weight gradients."""
         self._gradients.collect()
 
-    def settle_shards(self) -> None:
-        """Two and three keep shards of gradients: let what was sent whole be gone."""
-        if self.zero >= 2:
+    def settle(self) -> None:
+        """Go on with what was sent when the segment before computed, where there is more to do than to wait for it."""
+        if self._gradients.has_more_to_do:
             self._gradients.settle()
 
     def finish_reduction(self) -> None:
