@@ -40,3 +40,22 @@ def test_replicas_sum_their_shards_under_the_backward_pass(pool: Pool, layout: s
 )
 def test_hybrid_sharding_is_equal_to_one_device(pool: Pool, model: str, layout: str, overrides: list[str]) -> None:
     assert_equal(pool, small_run(layout, *overrides, model=model))
+
+
+@pytest.mark.parametrize(
+    ("layout", "compiled"), [("tp=2", False), ("tp=2,sequence_parallel=false", False), ("tp=2", True)]
+)
+def test_input_gradients_are_summed_under_the_matmul_of_weight_gradients(
+    pool: Pool, layout: str, compiled: bool
+) -> None:
+    """On CPUs a rank waits where it starts: what follows the wait is what would be computed under the collective."""
+    compilation = f"training.compile={'on' if compiled else 'off'}"
+    run = small_run(layout, "training.precision=float32", "model.layers=2", compilation, micro_batches=1)
+    kind = "reduce-scatter" if run.layout.sequence_parallel else "all-reduce"
+    names = ("wait: ", "_c10d_functional::", "aten::mm", "aten::addmm", "backward of layers.", "gradients of")
+    for calls in pool.run("tests.parallel.overlap_jobs:started", (run, names), ranks=2):
+        first = next(place for place, name in enumerate(calls) if name.startswith("backward of layers."))
+        backward = calls[first : calls.index("gradients of this step")]
+        sums = [place for place, name in enumerate(backward) if name == f"wait: {kind} of tp"]
+        assert len(sums) >= 2 * run.model.layers, backward
+        assert all(backward[place + 1].startswith("aten::mm") for place in sums[: 2 * run.model.layers]), backward
