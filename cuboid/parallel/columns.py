@@ -62,7 +62,8 @@ def _narrow_backward(factors: list[Tensor], waiting: list[Tensor], dtype: torch.
 
 
 def _multiplied(factors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    return [multiply(*factors[at : at + 4], dtype, fast=False) for at in range(0, len(factors), 4)]
+    quadruples = zip(factors[::4], factors[1::4], factors[2::4], factors[3::4], strict=True)
+    return [multiply(a, a_scale, b, b_scale, dtype, fast=False) for a, a_scale, b, b_scale in quadruples]
 
 
 # `define`, not `custom_op`: every layer calls these twice, and what `custom_op` adds takes the host longer.
@@ -81,13 +82,13 @@ def _empty_sum(tokens: int, like: Tensor, width: int, dtype: torch.dtype, region
     return like.new_empty(tokens // there.group.size if there.sequence_parallel else tokens, width, dtype=dtype)
 
 
-@torch.library.register_fake("cuboid::columns_backward")
+@torch.library.register_fake("cuboid::columns_backward")  # type: ignore[untyped-decorator]
 def _(gradients: list[Tensor], weights: list[Tensor], x: Tensor, region: int) -> list[Tensor]:
     summed = _empty_sum(x.shape[0], x, x.shape[1], x.dtype, region)
     return [summed, *(weight.new_empty(weight.shape) for weight in weights)]
 
 
-@torch.library.register_fake("cuboid::narrow_columns_backward")
+@torch.library.register_fake("cuboid::narrow_columns_backward")  # type: ignore[untyped-decorator]
 def _(factors: list[Tensor], waiting: list[Tensor], dtype: torch.dtype, region: int) -> list[Tensor]:
     summed = _empty_sum(factors[0].shape[0], factors[0], factors[2].shape[0], dtype, region)
     shapes = [(waiting[at].shape[0], waiting[at + 2].shape[0]) for at in range(0, len(waiting), 4)]
@@ -110,7 +111,7 @@ class _Columns(torch.autograd.Function):
         weights, biases = held[: len(held) // 2], held[len(held) // 2 :]
         context.save_for_backward(whole, *weights)
         context.region, context.has_bias = region, [bias is not None for bias in biases]
-        return tuple(functional.linear(whole, *both) for both in zip(weights, biases, strict=True))
+        return tuple(functional.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))  # type: ignore[arg-type]
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
