@@ -164,6 +164,12 @@ class Unit:
                 self._make_room()
                 self._narrow.widen(gathered, self._flat)
 
+    def settle_gather(self) -> None:
+        """Let the current stream wait for parameters that are on their way, whoever uses them next."""
+        if self._gathering is not None:
+            self.gather()
+            self.release()
+
     def release(self) -> None:
         self._users -= 1
         self._free_if_unused()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch.profiler import ProfilerActivity, profile
 
@@ -10,8 +12,9 @@ from cuboid.data.source import make_source
 from cuboid.parallel.apply import build_engine
 from cuboid.parallel.regions import REGIONS
 from cuboid.spec.run import Run
+from cuboid.train.captured import CapturedPasses
 from cuboid.train.optimizer import Optimizer
-from cuboid.train.step import train_step
+from cuboid.train.step import run_passes, train_step
 
 CPU = torch.device("cpu")
 
@@ -31,3 +34,20 @@ def started(rank: int, run: Run, names: tuple[str, ...]) -> list[str]:
         REGIONS.end()
     events = sorted(seen.events(), key=lambda event: event.time_range.start)
     return [event.name for event in events if event.name.startswith(names)]
+
+
+def decided(rank: int, run: Run, wishes: tuple[bool, ...]) -> bool:
+    engine = build_engine(run, rank, CPU)
+    passes = CapturedPasses(engine, partial(run_passes, engine), Optimizer(engine, run.optimizer), always=False)
+    return passes._everywhere(wishes[rank])
+
+
+def settled(rank: int, run: Run) -> tuple[bool, bool]:
+    """Whether parameters are on their way after a step, and after what comes before a graph."""
+    engine = build_engine(run, rank, CPU)
+    batches = micro_batches(make_source(run), run, 0, engine.groups.coordinates.dp, CPU)
+    train_step(engine, Optimizer(engine, run.optimizer), batches, 1e-3)
+    before = any(unit._gathering is not None for unit in engine.units)
+    for unit in engine.units:
+        unit.settle_gather()
+    return before, any(unit._gathering is not None for unit in engine.units)
