@@ -25,7 +25,8 @@ from cuboid.parallel.apply import DTYPES, set_parameter
 from cuboid.parallel.collectives import all_gather
 from cuboid.parallel.expert import spread_experts
 from cuboid.parallel.groups import Group, Groups, make_groups
-from cuboid.parallel.tensor import Region, split_block, split_embedding, split_head
+from cuboid.parallel.tensor import split_block, split_embedding, split_head
+from cuboid.parallel.tensor_region import Region
 from cuboid.plan.cache import cache_shape
 from cuboid.plan.parameters import BALANCE, EXPERTS, TIED, unit_of
 from cuboid.plan.slices import Part, expert_slice, kv_part_count, slice_of

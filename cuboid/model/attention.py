@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from cuboid.model.block_attention import documents_mix
 from cuboid.model.fused_attention import has_flash
-from cuboid.model.linear import Linear, Norm
+from cuboid.model.linear import Columns, Linear, Norm, columns
 from cuboid.model.rope import Positions, rotate
 from cuboid.spec.model import ModelSpec
 
@@ -53,6 +53,7 @@ class Attention(nn.Module):
         # Which key-value head each query head reads; None: consecutive groups of equal size.
         self.kv_head_of_query: Tensor | None = None
         self.mix: Mix = causal_mix
+        self.columns: Columns = columns
         self.joined: Project | None = None
         """By one product, where something else knows how."""
 
@@ -60,13 +61,14 @@ class Attention(nn.Module):
         query, key, value = (self.joined or self._project)(x, positions)
         if self.kv_head_of_query is not None:
             key, value = key.index_select(2, self.kv_head_of_query), value.index_select(2, self.kv_head_of_query)
-        return self.output(self.mix(query, key, value, positions).reshape(x.shape[0], -1))
+        return self.output(self.mix(query, key, value, positions).reshape(-1, self.output.weight.shape[1]))
 
     def _project(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
         # The head counts come from the weights, so that a module holding a part of the heads works unchanged.
         shape = (-1, positions.length, self.query.weight.shape[0] // self.head_dim, self.head_dim)
         kv_shape = (-1, positions.length, self.key.weight.shape[0] // self.head_dim, self.head_dim)
-        query, key, value = self.query(x).view(shape), self.key(x).view(kv_shape), self.value(x).view(kv_shape)
+        query, key, value = self.columns(x, (self.query, self.key, self.value))
+        query, key, value = query.view(shape), key.view(kv_shape), value.view(kv_shape)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
         return rotate(query, positions), rotate(key, positions), value

@@ -38,6 +38,11 @@ class Tokens:
         return torch.arange(self.index * x.shape[0], (self.index + 1) * x.shape[0], device=x.device)
 
 
+def counted(numbers: Tensor, many: int) -> Tensor:
+    """How often each of 0, 1, … many - 1 occurs. As `bincount`, for which the host would wait for the device."""
+    return numbers.new_zeros(many).scatter_add_(0, numbers, torch.ones_like(numbers))
+
+
 class _WithLoss(torch.autograd.Function):
     """The first argument; its backward also begins that of the loss, whatever the gradient."""
 
@@ -86,8 +91,8 @@ class Balance:
         place = tokens.numbers(chosen) // tokens.length
         with torch.no_grad():
             sequences = tokens.sequences(chosen.shape[0])
-            asked = (place.unsqueeze(1) * experts + chosen).flatten().bincount(minlength=sequences * experts)
-            asked = asked.view(sequences, experts).to(scores.dtype)
+            asked = (place.unsqueeze(1) * experts + chosen).flatten()
+            asked = counted(asked, sequences * experts).view(sequences, experts).to(scores.dtype)
         losses = []
         balance = z = None
         if self.mixture.balance_coefficient:

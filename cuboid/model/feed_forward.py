@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from cuboid.model.linear import Linear
+from cuboid.model.linear import Columns, Linear, columns
 from cuboid.model.rope import Positions
 from cuboid.spec.model import ModelSpec
 
@@ -18,11 +18,16 @@ class FeedForward(nn.Module):
         self.gate = Linear(model.hidden, width, model.mlp_bias) if model.activation == "swiglu" else None
         self.up = Linear(model.hidden, width, model.mlp_bias)
         self.down = Linear(width, model.hidden, model.mlp_bias)
+        self.columns: Columns = columns
         self.joined: Callable[[Tensor], Tensor] | None = None
         """All but the last product with gate and up in one, where something else knows how."""
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         """Every token alike, wherever it stands."""
+        if self.joined is not None:
+            return self.down(self.joined(x))
         if self.gate is None:
-            return self.down(functional.gelu(self.up(x), approximate="tanh"))
-        return self.down(functional.silu(self.gate(x)) * self.up(x) if self.joined is None else self.joined(x))
+            (up,) = self.columns(x, (self.up,))
+            return self.down(functional.gelu(up, approximate="tanh"))
+        gate, up = self.columns(x, (self.gate, self.up))
+        return self.down(functional.silu(gate) * up)

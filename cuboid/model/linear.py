@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as functional
@@ -24,6 +24,15 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.product(x, self.weight, self.bias)
+
+
+Columns = Callable[[Tensor, Sequence[Linear]], Sequence[Tensor]]
+"""From one input to what several linears make of it."""
+
+
+def columns(x: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
+    """One after the other; tensor parallelism has another way."""
+    return [linear(x) for linear in linears]
 
 
 class Norm(nn.Module):

@@ -21,19 +21,27 @@ GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def grouped_product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Rows of x, `counts` consecutive ones per expert, each group times its expert's weight of shape (out, in)."""
+    """Rows of x, `counts` consecutive ones per expert, each group times its expert's weight of shape (out, in). What
+    comes of rows behind the last group has no meaning."""
     if takes_one_kernel(x, weight.shape[1]):
         return functional.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
-    groups = zip(x.split(counts.tolist()), weight.unbind(), strict=True)
-    return torch.cat([functional.linear(rows, each) for rows, each in groups])
+    *groups, rest = _groups(x, counts)
+    made = [functional.linear(rows, each) for rows, each in zip(groups, weight.unbind(), strict=True)]
+    return torch.cat([*made, rest.new_zeros(rest.shape[0], weight.shape[1])])
 
 
 def grouped_outer(y: Tensor, x: Tensor, counts: Tensor) -> Tensor:
     """(experts, out, in): the gradient of a grouped product's weight, from that of its result and its input."""
     if takes_one_kernel(x, y.shape[1]):
         return functional.grouped_mm(y.t(), x, offs=counts.cumsum(0, dtype=torch.int32))
+    pairs = zip(_groups(y, counts)[:-1], _groups(x, counts)[:-1], strict=True)
+    return torch.stack([left.t() @ right for left, right in pairs])
+
+
+def _groups(x: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
+    """The rows of each expert, and those that are no expert's."""
     sizes = counts.tolist()
-    return torch.stack([left.t() @ right for left, right in zip(y.split(sizes), x.split(sizes), strict=True)])
+    return x.split([*sizes, x.shape[0] - sum(sizes)])
 
 
 def takes_one_kernel(x: Tensor, width: int) -> bool:
@@ -63,7 +71,10 @@ class Experts(nn.Module):
 
 
 class Journey(Protocol):
-    """Rows on their way to their experts."""
+    """Rows on their way to their experts. How many each expert gets is known before the rows themselves are there."""
+
+    def leave(self, rows: Tensor) -> None:
+        """Begin, with rows in the order of experts."""
 
     def arrive(self) -> tuple[Tensor, Tensor]:
         """The rows for the experts held here, in their order, and how many each has."""
@@ -72,12 +83,14 @@ class Journey(Protocol):
         """What the experts made of the rows, where these came from."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Stay:
     """The journey of rows whose experts are all here."""
 
-    rows: Tensor
     counts: Tensor
+
+    def leave(self, rows: Tensor) -> None:
+        self.rows = rows
 
     def arrive(self) -> tuple[Tensor, Tensor]:
         return self.rows, self.counts
@@ -94,7 +107,7 @@ class Mixture(nn.Module):
         self.router = Router(model.hidden, mixture)
         self.experts = Experts(model, mixture.experts, mixture.expert_ffn)
         self.shared = FeedForward(model, mixture.shared_ffn) if mixture.shared_ffn else None
-        self.depart: Callable[[Tensor, Tensor], Journey] = Stay
+        self.depart: Callable[[Tensor], Journey] = Stay
         self.take_part: Callable[[Tensor], Tensor] = _itself
         """The tokens that this rank routes, of those it holds."""
         self.put_together: Callable[[Tensor], Tensor] = _itself
@@ -107,7 +120,8 @@ class Mixture(nn.Module):
         mine = self.take_part(x)
         routing = self.router(mine, Tokens(positions.length, *self.part))
         places = places_of(routing, self.router.mixture.experts)
-        journey = self.depart(places.spread(mine), places.counts)
+        journey = self.depart(places.counts)
+        journey.leave(places.spread(mine))
         shared = None if self.shared is None else self.shared(x, positions)  # while rows travel
         rows, counts = journey.arrive()
         rows = journey.go_back(self.experts(rows, counts))

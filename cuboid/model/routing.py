@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from cuboid.model.balance import Balance, Tokens
+from cuboid.model.balance import Balance, Tokens, counted
 from cuboid.model.precision import wide
 from cuboid.spec.mixture import MixtureSpec
 
@@ -128,7 +128,9 @@ class Places:
     """Where each assignment of a token to an expert stands in the order of experts."""
 
     order: Tensor
-    """(rows): the assignment, token · top_k + choice, of each row."""
+    """(rows): the assignment, token · top_k + choice, of each row. As many rows as assignments, so that the host need
+    not know how many are kept: those that are not stand behind the last expert's, and nobody reads what becomes of
+    them."""
     home: Tensor
     """(tokens, top_k): the row of each assignment; the number of rows where it was not kept."""
     counts: Tensor
@@ -149,10 +151,9 @@ def places_of(routing: Routing, experts: int) -> Places:
     if routing.kept is not None:
         wanted = wanted.where(routing.kept.flatten(), experts)  # behind the last expert
     order = wanted.argsort(stable=True)
-    counts = wanted.bincount(minlength=experts)[:experts]
+    counts = counted(wanted, experts + 1)[:experts]
     home = torch.empty_like(order)
     home[order] = torch.arange(order.numel(), device=order.device)
     if routing.kept is not None:
-        rows = int(counts.sum())
-        order, home = order[:rows], home.clamp(max=rows)
+        home = home.where(routing.kept.flatten(), order.numel())
     return Places(order, home.view(routing.chosen.shape), counts)

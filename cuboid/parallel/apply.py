@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cuboid.model.balance import Balance
-from cuboid.model.fp8 import fp8_product, require_fp8
+from cuboid.model.fp8 import Fp8Product, require_fp8
 from cuboid.model.initialize import initial_tensor
 from cuboid.model.linear import Linear
 from cuboid.model.mixture import Experts, Mixture
@@ -31,7 +31,8 @@ from cuboid.parallel.recompute import with_recompute
 from cuboid.parallel.share import Share, Sharing
 from cuboid.parallel.split_products import UNTOUCHED, split_product
 from cuboid.parallel.stage import Reduction, Segment, Stage
-from cuboid.parallel.tensor import Region, split_block, split_embedding, split_head
+from cuboid.parallel.tensor import split_block, split_embedding, split_head
+from cuboid.parallel.tensor_region import Region
 from cuboid.parallel.unit import Unit
 from cuboid.plan.parameters import BALANCE, EXPERTS, TIED, is_block_linear, unit_of
 from cuboid.plan.slices import Part, Slice, expert_slice, kv_part_count, lay_out, slice_of
@@ -151,6 +152,9 @@ class _Builder:
         self.region = Region(groups.tensor, self.layout.sequence_parallel, traced) if groups.tensor.size > 1 else None
         seen = self.region is not None and self.region.traced
         self.options = compiler_options(run, groups.tensor, device, seen)
+        if self.region is not None:
+            # Where the compiler takes matmuls beside collectives apart, it has to see both.
+            self.region.overlaps = self.options is None and not schedule.splits_backward
         if schedule.splits_backward:
             self.options = {**(self.options or {}), **UNTOUCHED}
         self.balance = make_balance(run, device) if self.model.mixture is not None else None
@@ -180,7 +184,7 @@ class _Builder:
         if self.fp8_rows is not None:
             for child in block.modules():
                 if isinstance(child, Linear):
-                    child.product = fp8_product(self.fp8_rows)
+                    child.product = Fp8Product(self.fp8_rows)
         if self.layout.cp > 1:
             block.attention.mix = ContextMix(self.groups, gathers=self.layout.cp_method == "allgather")
         routed = isinstance(block.feed_forward, Mixture)
@@ -204,7 +208,7 @@ class _Builder:
         """Of a block that is compiled: what the compiler does not find."""
         waits = self.deferral if self.schedule.splits_backward else None
         if self.fp8_rows is None:
-            join_products(block, unit, self.model.positions == "rope", waits)
+            join_products(block, unit, self.model.positions == "rope", waits, self.region)
             if self.model.norm == "rmsnorm" and self.dtype != torch.float64:
                 block.branch = branch
         if waits is not None:

@@ -27,7 +27,7 @@ class _Recomputed(nn.Module):
     def __init__(self, block: Block, kind: Recompute) -> None:
         super().__init__()
         self.block = block
-        self._run = with_recompute(block, kind)
+        self._run = with_recompute(block, kind, traced=True)
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         return self._run(x, positions)

@@ -67,7 +67,7 @@ class _DeferrableProduct(torch.autograd.Function):
 
 
 class _DeferrableNarrowProduct(torch.autograd.Function):
-    """`fp8.fp8_product`; what waits is kept in 8 bits."""
+    """`fp8.Fp8Product`; what waits is kept in 8 bits."""
 
     @staticmethod
     def forward(

@@ -2,21 +2,27 @@
 
 Every rank of the group routes tokens of its own. Rows leave in the order of experts, which is the order of ranks too,
 arrive rank by rank, and are sorted by expert there. Exchanges begin before shared experts compute and end after,
-forward and backward."""
+forward and backward.
+
+The host must know how many rows go where, and waits for that once a layer, in the forward pass: recomputation and the
+backward pass have it from there. The device permutes rows meanwhile."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
+import torch.nn.functional as functional
 from torch import Tensor
 
 from cuboid.model.balance import Balance, Tokens
 from cuboid.model.mixture import Mixture
 from cuboid.parallel.collectives import Pending, all_gather, all_reduce, start_all_to_all
 from cuboid.parallel.groups import Group, Groups
+from cuboid.parallel.recompute import remembered
+from cuboid.resilience.pulse import PULSE
 from cuboid.spec.run import Run
 from cuboid.spec.zigzag import places_of
 
@@ -89,28 +95,74 @@ class _Reorder(torch.autograd.Function):
         return gradient.index_select(0, inverse), None, None
 
 
+class _Sizes:
+    """How many rows each rank sends and receives, on the device and on their way to the host."""
+
+    def __init__(self, group: Group, counts: Tensor) -> None:
+        leaving = counts.view(group.size, -1)
+        group.count("all-to-all", leaving.nbytes)
+        self.arriving = start_all_to_all(leaving, [1] * group.size, [1] * group.size, group).wait()
+        """(ranks, experts held here)"""
+        sums = torch.stack((leaving.sum(1), self.arriving.sum(1)))
+        self._read: tuple[list[int], list[int]] | None = None
+        self._arrival: torch.cuda.Event | None = None
+        self._host = sums
+        if sums.is_cuda:
+            # On a stream of its own, so that the host waits for these numbers and not for what the device is given to
+            # do after them.
+            self._host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+            stream = _copies(sums.device)
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._host.copy_(sums, non_blocking=True)
+                self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._arrival.record()
+            sums.record_stream(stream)
+
+    def read(self) -> tuple[list[int], list[int]]:
+        """What is sent to each rank, and received from each."""
+        if self._read is None:
+            if self._arrival is not None:
+                PULSE.wait("device")
+                self._arrival.synchronize()
+                PULSE.go_on()
+            send, receive = self._host.tolist()
+            self._read = (send, receive)
+        return self._read
+
+
+@cache
+def _copies(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 class Travel:
     """The journey of rows whose experts are spread over a group."""
 
-    def __init__(self, group: Group, rows: Tensor, counts: Tensor) -> None:
-        leaving = counts.view(group.size, -1)
-        group.count("all-to-all", leaving.nbytes)
-        arriving = start_all_to_all(leaving, [1] * group.size, [1] * group.size, group).wait()
-        send, receive = torch.stack((leaving.sum(1), arriving.sum(1))).tolist()
-        self._there, self._back = _Trip(group, send, receive, len(rows)), _Trip(group, receive, send, len(rows))
-        self._rows = _Depart.apply(rows, self._there)
-        self.counts = arriving.sum(0)
-        expert = torch.arange(counts.numel(), device=counts.device) % leaving.shape[1]
-        self._order = expert.repeat_interleave(arriving.flatten()).argsort(stable=True)
+    def __init__(self, group: Group, counts: Tensor) -> None:
+        self._group = group
+        self._sizes = remembered(lambda: _Sizes(group, counts))
+        self.counts = self._sizes.arriving.sum(0)
+
+    def leave(self, rows: Tensor) -> None:
+        group, arriving = self._group, self._sizes.arriving
+        send, receive = self._sizes.read()
+        home, there = sum(send), sum(receive)
+        self._stay = len(rows) - home
+        self._there, self._back = _Trip(group, send, receive, home), _Trip(group, receive, send, home)
+        self._rows = _Depart.apply(rows[:home], self._there)
+        expert = torch.arange(arriving.numel(), device=rows.device) % arriving.shape[1]
+        self._order = expert.repeat_interleave(arriving.flatten(), output_size=there).argsort(stable=True)
         self._inverse = torch.empty_like(self._order)
-        self._inverse[self._order] = torch.arange(self._order.numel(), device=counts.device)
+        self._inverse[self._order] = torch.arange(there, device=rows.device)
 
     def arrive(self) -> tuple[Tensor, Tensor]:
         rows = _Arrive.apply(self._rows, self._there)
         return _Reorder.apply(rows, self._order, self._inverse), self.counts
 
     def go_back(self, rows: Tensor) -> Tensor:
-        return self._back.run(_Reorder.apply(rows, self._inverse, self._order))
+        rows = self._back.run(_Reorder.apply(rows, self._inverse, self._order))
+        return functional.pad(rows, (0, 0, 0, self._stay)) if self._stay else rows
 
 
 def spread_experts(mixture: Mixture, group: Group) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from cuboid.parallel.collectives import Pending, all_reduce, start_all_reduce, start_reduce_scatter
+from cuboid.parallel.collectives import Pending, start_all_reduce, start_reduce_scatter
 from cuboid.parallel.groups import Holders
 from cuboid.plan.slices import Part
 
@@ -32,6 +32,10 @@ class GradientSum:
         self._is_alone = groups.nobody_adds
         self._adds_in_place = zero < 2 and first.dtype == dtype
         self._reducing: Pending | None = None
+        self._replicating: Pending | None = None
+        # Whether something waits to be done with the result of the reduction: it is added to a shard, which frees the
+        # whole, or summed over replicas. ZeRO 0, and 1 without replicas, leave it alone until the step ends.
+        self.has_more_to_do = zero >= 2 or (zero == 1 and groups.replicate.size > 1)
         self._collected = self._expected = 0
 
     @property
@@ -96,19 +100,25 @@ class GradientSum:
             parameter.grad = None
 
     def settle(self) -> None:
-        """Wait for what is on its way; under ZeRO 2 and 3 add it to this rank's shard, which frees the whole."""
-        if self._reducing is not None:
-            reduced = self._reducing.wait()
-            self._reducing = None
-            if self._zero >= 2:
-                self._sum.add_(reduced)
-            elif self._zero == 1:
-                self.shard.copy_(reduced)
+        """Wait for what is on its way; under ZeRO 2 and 3 add it to this rank's shard, which frees the whole. The last
+        sum of a step goes on to the replicas of the shard (hybrid sharding) at once, in place, under whatever the
+        caller computes next."""
+        if self._reducing is None:
+            return
+        reduced = self._reducing.wait()
+        self._reducing = None
+        if self._zero >= 2:
+            self._sum.add_(reduced)
+        elif self._zero == 1:
+            self.shard.copy_(reduced)
+        if self._zero and self._collected == self._expected:
+            self._replicating = start_all_reduce(self.shard, self._groups.replicate)
 
     def finish(self) -> None:
         self.settle()
-        if self._zero and not self.are_autograds:
-            all_reduce(self.shard, self._groups.replicate)
+        if self._replicating is not None:
+            self._replicating.wait()
+            self._replicating = None
 
     def of_piece(self, part: Part, here: slice) -> Tensor:
         """`here`: the piece's place in this rank's shard."""

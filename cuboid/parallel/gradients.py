@@ -19,6 +19,8 @@ from cuboid.plan.parameters import TIED
 def finish_gradients(engine: Engine) -> None:
     """After this every rank's pieces hold the gradient of the global batch."""
     for unit in engine.units:
+        unit.settle()  # what is left of the last segment starts for all units before any is waited for
+    for unit in engine.units:
         unit.finish_reduction()
     for sharing, group in (("tensor", engine.groups.tensor), ("kv", engine.groups.kv_replicas)):
         parts = [

@@ -15,9 +15,11 @@ from cuboid.model.feed_forward import FeedForward
 from cuboid.model.linear import Linear
 from cuboid.model.precision import wide
 from cuboid.model.rope import Positions
+from cuboid.parallel.columns import joined_columns
 from cuboid.parallel.deferral import Deferral
 from cuboid.parallel.rotation import Rotation
 from cuboid.parallel.split_products import split_joined_product
+from cuboid.parallel.tensor_region import Region
 from cuboid.parallel.unit import Unit
 
 BLOCK = 4096
@@ -78,20 +80,22 @@ class _JoinedProduct(torch.autograd.Function):
         return gradient @ joined, None, *(gradient.t() @ x).split(context.rows)
 
 
-def join_products(module: nn.Module, unit: Unit, rotates: bool, deferral: Deferral | None = None) -> None:
+def join_products(
+    module: nn.Module, unit: Unit, rotates: bool, deferral: Deferral | None = None, region: Region | None = None
+) -> None:
     """Join what can be of a block whose parameters are the unit's. `rotates`: positions are rotations. `deferral`: of a
-    schedule that splits the backward pass."""
+    schedule that splits the backward pass. `region`: of tensor ranks."""
     for child in module.modules():
         # A norm would come between product and rotation.
         if isinstance(child, Attention) and rotates and child.query_norm is None:
-            _join_attention(child, unit, deferral)
+            _join_attention(child, unit, deferral, region)
         if isinstance(child, FeedForward) and child.gate is not None:
-            _join_feed_forward(child, child.gate, unit, deferral)
+            _join_feed_forward(child, child.gate, unit, deferral, region)
 
 
-def _join_attention(attention: Attention, unit: Unit, deferral: Deferral | None) -> None:
+def _join_attention(attention: Attention, unit: Unit, deferral: Deferral | None, region: Region | None) -> None:
     linears = [attention.query, attention.key, attention.value]
-    joined = _joined(linears, unit, deferral)
+    joined = _joined(linears, unit, deferral, region)
     if joined is None:
         return
     heads, kv_heads, _ = (linear.weight.shape[0] // attention.head_dim for linear in linears)
@@ -103,19 +107,29 @@ def _join_attention(attention: Attention, unit: Unit, deferral: Deferral | None)
     attention.joined = project
 
 
-def _join_feed_forward(feed_forward: FeedForward, gate: Linear, unit: Unit, deferral: Deferral | None) -> None:
-    joined = _joined([gate, feed_forward.up], unit, deferral)
+def _join_feed_forward(
+    feed_forward: FeedForward, gate: Linear, unit: Unit, deferral: Deferral | None, region: Region | None
+) -> None:
+    joined = _joined([gate, feed_forward.up], unit, deferral, region)
     if joined is not None:
         feed_forward.joined = lambda x: _Swiglu.apply(joined(x))
 
 
-def _joined(linears: list[Linear], unit: Unit, deferral: Deferral | None) -> Callable[[Tensor], Tensor] | None:
+def _joined(
+    linears: list[Linear], unit: Unit, deferral: Deferral | None, region: Region | None
+) -> Callable[[Tensor], Tensor] | None:
     """The product with several linears."""
     weights = [linear.weight for linear in linears]
     plain = all(linear.product is functional.linear and linear.bias is None for linear in linears)
     together = unit.side_by_side(weights) if plain else None
     if together is None:
         return None
-    if deferral is not None:
-        return split_joined_product(weights, together, deferral)
-    return lambda x: _JoinedProduct.apply(x, together, *weights)
+    if region is not None and region.overlaps:
+        return lambda x: joined_columns(region, x, together, weights)
+
+    def product(x: Tensor) -> Tensor:
+        y: Tensor = _JoinedProduct.apply(x, together, *weights)
+        return y
+
+    made = product if deferral is None else split_joined_product(weights, together, deferral)
+    return made if region is None else lambda x: made(region.enter(x))

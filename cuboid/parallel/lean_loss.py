@@ -15,7 +15,7 @@ from cuboid.model.transformer import IGNORED, Head
 from cuboid.parallel.collectives import all_reduce, all_reduce_maximum
 from cuboid.parallel.deferral import Deferral, accumulate
 from cuboid.parallel.groups import Group
-from cuboid.parallel.tensor import Region
+from cuboid.parallel.tensor_region import Region
 from cuboid.plan.slices import vocabulary_rows
 
 
@@ -100,8 +100,17 @@ def _split_loss(logits: Tensor, labels: Tensor, vocabulary: int, group: Group) -
 class _LeanLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        context: Any, x: Tensor, weight: Tensor, labels: Tensor, vocabulary: int, group: Group, deferral: Deferral
+        context: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        vocabulary: int,
+        group: Group,
+        region: Region | None,
+        deferral: Deferral,
     ) -> Tensor:
+        context.region = region
+        x = x if region is None else region.gather(x)
         logits = x @ weight.t()
         alone = group.size == 1
         loss: Tensor = _loss_of_whole_rows(logits, labels) if alone else _split_loss(logits, labels, vocabulary, group)
@@ -116,18 +125,18 @@ class _LeanLoss(torch.autograd.Function):
         scale = (scale / _magnifier(x.dtype)).to(x.dtype)
         input_gradient = (gradient @ weight) * scale
         scaled = x * scale  # smaller than the logits' gradient, which the scale would otherwise have to pass over
-        nothing = (None, None, None, None)
-        if not deferral.active:
-            return input_gradient, gradient.t() @ scaled, *nothing
-        deferral.postpone(lambda: accumulate(weight, gradient.t() @ scaled))
-        return input_gradient, None, *nothing
+        nothing = (None, None, None, None, None)
+        summed = None if context.region is None else context.region.start_sum(input_gradient)
+        weight_gradient = None if deferral.active else gradient.t() @ scaled  # under the collective
+        if deferral.active:
+            deferral.postpone(lambda: accumulate(weight, gradient.t() @ scaled))
+        return input_gradient if summed is None else summed.wait(), weight_gradient, *nothing
 
 
 def lean_loss(
     head: Head, x: Tensor, labels: Tensor, vocabulary: int, group: Group, region: Region | None, deferral: Deferral
 ) -> Tensor:
     """`group`: the tensor ranks. `region`: where they divide the work."""
-    normed = head.norm(x)
-    whole = normed if region is None else region.enter(normed)
-    loss: Tensor = _LeanLoss.apply(whole, head.output.weight, labels.flatten(), vocabulary, group, deferral)
+    weight, labels = head.output.weight, labels.flatten()
+    loss: Tensor = _LeanLoss.apply(head.norm(x), weight, labels, vocabulary, group, region, deferral)
     return loss

@@ -5,9 +5,10 @@ full: only a block's input is kept. selective: the results of matrix products an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,10 +41,65 @@ def _policy(_: Any, operation: Any, *arguments: Any, **options: Any) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE if operation in _DEAR else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def with_recompute(run: Callable[..., Tensor], kind: Recompute) -> Callable[..., Tensor]:
+class _Memory:
+    """What the host found out in one forward pass, in order; recomputation need not ask the device again."""
+
+    current: _Memory | None = None
+
+    def __init__(self) -> None:
+        self._values: list[Any] = []
+        self._place: int | None = None
+        """Of the next value; None in the forward pass itself."""
+
+    @contextmanager
+    def during(self, again: bool) -> Iterator[None]:
+        self._place, _Memory.current = 0 if again else None, self
+        try:
+            yield
+        finally:
+            _Memory.current = None
+
+    def take(self, find: Callable[[], Any]) -> Any:
+        if self._place is None:
+            self._values.append(find())
+            return self._values[-1]
+        self._place += 1
+        return self._values[self._place - 1]
+
+
+T = TypeVar("T")
+
+
+def remembered(find: Callable[[], T]) -> T:
+    """What `find` returns, or returned at this place of the forward pass that is being recomputed."""
+    memory = _Memory.current
+    result: T = find() if memory is None else memory.take(find)
+    return result
+
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def _contexts(selective: bool) -> Contexts:
+    """For the forward pass and for its recomputation."""
+    memory = _Memory()
+    if not selective:
+        return memory.during(again=False), memory.during(again=True)
+    kept, found = create_selective_checkpoint_contexts(_policy)
+    return _both(memory.during(again=False), kept), _both(memory.during(again=True), found)
+
+
+@contextmanager
+def _both(first: AbstractContextManager[Any], second: AbstractContextManager[Any]) -> Iterator[None]:
+    with first, second:
+        yield
+
+
+def with_recompute(run: Callable[..., Tensor], kind: Recompute, traced: bool = False) -> Callable[..., Tensor]:
+    """`traced`: by the compiler, which knows only what torch itself makes of a policy."""
     if kind == "none":
         return run
-    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-    if kind == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    return partial(checkpoint, run, **options)
+    contexts: Callable[[], Any] = partial(_contexts, kind == "selective")
+    if traced:
+        contexts = partial(create_selective_checkpoint_contexts, _policy)
+    return partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)

@@ -97,7 +97,7 @@ class _SplitProduct(torch.autograd.Function):
 
 
 class _SplitNarrowProduct(torch.autograd.Function):
-    """`fp8.fp8_product`; what waits is kept in 8 bits."""
+    """`fp8.Fp8Product`; what waits is kept in 8 bits."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, by_row: bool, number: Tensor) -> Tensor:

@@ -20,14 +20,16 @@ from cuboid.parallel.unit import Unit
 
 
 class Reduction:
-    """Of all segments of a rank one at most has its gradients on their way whole, as long as the next one computes."""
+    """Of all segments of a rank one at most has its gradients on their way whole, as long as the next one computes. The
+    sum of a shard over its replicas starts when that one is done, under the segments that follow. What starts when is
+    decided by the order of the schedule's actions alone, which all replicas share."""
 
     def __init__(self) -> None:
         self._sent: list[Unit] = []
 
     def begin(self, units: list[Unit]) -> None:
         for unit in self._sent:
-            unit.settle_shards()
+            unit.settle()
         self._sent = units
         for unit in units:
             unit.collect()

@@ -3,16 +3,18 @@
 Between two regions activations are either whole on every rank, or, with sequence parallelism, split by token:
 
     norm → enter (gather tokens) → column products → … → row product → leave (sum, scatter tokens) → residual
+
+Backward, the collective that leaves through `enter` overlaps with the matmuls of weight gradients: `columns`.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as functional
-from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_gather_tensor_autograd, reduce_scatter_tensor_autograd
+from torch import Tensor
 
 from cuboid.model.feed_forward import FeedForward
 from cuboid.model.latent import LatentAttention
@@ -20,99 +22,23 @@ from cuboid.model.linear import Linear
 from cuboid.model.mixture import Mixture
 from cuboid.model.precision import wide
 from cuboid.model.transformer import IGNORED, Block, Embedding, Head, VocabularyEmbedding
-from cuboid.parallel.collectives import all_gather, all_reduce, all_reduce_maximum, reduce_scatter
+from cuboid.parallel.collectives import all_gather, all_reduce, all_reduce_maximum
+from cuboid.parallel.columns import columns
 from cuboid.parallel.groups import Group
-from cuboid.parallel.imagined import imagined_gather, imagined_scatter
+from cuboid.parallel.tensor_region import Region
 from cuboid.plan.slices import kv_head_of_query, vocabulary_rows
 from cuboid.spec.model import ModelSpec
 
 
-class _SumGradient(torch.autograd.Function):
-    """Whole → whole; each rank's column products give a part of the gradient."""
+class ColumnLinear(Linear):
+    """A matmul whose output columns are split."""
 
-    @staticmethod
-    def forward(context: Any, x: Tensor, group: Group) -> Tensor:
-        context.group = group
-        return x.view_as(x)
+    def __init__(self, whole: Linear, region: Region) -> None:
+        super().__init__(whole.weight.shape[1], whole.weight.shape[0], bias=whole.bias is not None)
+        self.region = region
 
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(gradient.contiguous().clone(), context.group), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, x: Tensor, group: Group) -> Tensor:
-        # A copy, because selective recomputation keeps the product itself.
-        return all_reduce(x.contiguous().clone(), group)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, x: Tensor, group: Group) -> Tensor:
-        context.group = group
-        return all_gather(x, group)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter(gradient, context.group), None
-
-
-class _ScatterTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, x: Tensor, group: Group) -> Tensor:
-        context.group = group
-        return reduce_scatter(x, group)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return all_gather(gradient.contiguous(), context.group), None
-
-
-class Region:
-    """The border between what is whole (or split by token) and what is split by head, column or vocabulary row."""
-
-    def __init__(self, group: Group, sequence_parallel: bool, traced: bool = False) -> None:
-        """`traced`: the compiler takes exchanges of tokens into the graph of a block, where it can start them early and
-        let them go on under products; nobody counts or watches them there."""
-        self.group = group
-        self.sequence_parallel = sequence_parallel
-        self.traced = traced and sequence_parallel
-        self._ranks: Any = group.handle
-        self._imagined = group.is_imagined
-
-    def enter(self, x: Tensor) -> Tensor:
-        if self.traced and torch.compiler.is_compiling():
-            if self._imagined:
-                return imagined_gather(x, self.group.size)
-            return all_gather_tensor_autograd(x, 0, self._ranks)
-        return self._enter(x)
-
-    def leave(self, x: Tensor) -> Tensor:
-        if self.traced and torch.compiler.is_compiling():
-            if self._imagined:
-                return imagined_scatter(x, self.group.size)
-            return reduce_scatter_tensor_autograd(x, "sum", 0, self._ranks)
-        return self._leave(x)
-
-    # Else the compiler stops at both.
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _enter(self, x: Tensor) -> Tensor:
-        function = _GatherTokens if self.sequence_parallel else _SumGradient
-        return function.apply(x, self.group)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _leave(self, x: Tensor) -> Tensor:
-        function = _ScatterTokens if self.sequence_parallel else _Sum
-        return function.apply(x, self.group)
-
-    def enter_before(self, module: nn.Module) -> None:
-        module.register_forward_pre_hook(lambda _, arguments: (self.enter(arguments[0]), *arguments[1:]))
+    def forward(self, x: Tensor) -> Tensor:
+        return columns(self.region, x, (self,))[0]
 
 
 class RowLinear(Linear):
@@ -211,7 +137,7 @@ def split_block(block: Block, model: ModelSpec, region: Region, device: torch.de
         served = kv_head_of_query(model, region.group.size, region.group.index)
         if served is not None:
             attention.kv_head_of_query = torch.tensor(served, device=device)
-        region.enter_before(attention)
+        attention.columns = partial(columns, region)
     attention.output = RowLinear(attention.output, region)
     if isinstance(feed_forward, Mixture):
         _split_mixture(feed_forward, region)
@@ -220,7 +146,7 @@ def split_block(block: Block, model: ModelSpec, region: Region, device: torch.de
 
 
 def _split_feed_forward(feed_forward: FeedForward, region: Region) -> None:
-    region.enter_before(feed_forward)
+    feed_forward.columns = partial(columns, region)
     feed_forward.down = RowLinear(feed_forward.down, region)
 
 
@@ -241,5 +167,5 @@ def split_head(head: Head, model: ModelSpec, region: Region) -> None:
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
         return _SplitVocabularyLoss.apply(logits, labels, first, rows, region.group)
 
-    region.enter_before(head.output)
+    head.output = ColumnLinear(head.output, region)
     head.summed_loss = loss

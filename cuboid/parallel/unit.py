@@ -164,6 +164,12 @@ class Unit:
                 self._make_room()
                 self._narrow.widen(gathered, self._flat)
 
+    def settle_gather(self) -> None:
+        """Let the current stream wait for parameters that are on their way, whoever uses them next."""
+        if self._gathering is not None:
+            self.gather()
+            self.release()
+
     def release(self) -> None:
         self._users -= 1
         self._free_if_unused()
@@ -213,9 +219,9 @@ class Unit:
         """One use of one micro-batch has computed its weight gradients."""
         self._gradients.collect()
 
-    def settle_shards(self) -> None:
-        """Two and three keep shards of gradients: let what was sent whole be gone."""
-        if self.zero >= 2:
+    def settle(self) -> None:
+        """Go on with what was sent when the segment before computed, where there is more to do than to wait for it."""
+        if self._gradients.has_more_to_do:
             self._gradients.settle()
 
     def finish_reduction(self) -> None:

@@ -90,7 +90,7 @@ class LayerExchanges:
         yield self._exchange("ep", "all-to-all", layout.ep, 4 + 2 * self._again, size, what)
         counts = INTEGER * mixture.experts
         what = f"rows of each expert: {INTEGER} B × {mixture.experts}"
-        yield self._exchange("ep", "all-to-all", layout.ep, 1 + self._again, counts, what)
+        yield self._exchange("ep", "all-to-all", layout.ep, 1, counts, what)
 
     def _routing(self) -> Iterator[Exchange]:
         """What routers must know of whole sequences."""

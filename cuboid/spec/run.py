@@ -205,11 +205,14 @@ class Run:
 
     @property
     def obstacle_to_graphs(self) -> str:
-        """What the passes of a step would need to be a CUDA graph: nothing exchanged, shapes that stay, nothing in them
-        decided or looked at by the host. Empty: nothing that a run could say."""
+        """What the passes of a step would need to be a CUDA graph: collectives that begin and end within them, shapes
+        that stay, nothing in them decided or looked at by the host. Empty: nothing that a run could say."""
+        layout = self.layout
+        beyond = layout.pp * layout.cp * layout.ep > 1 or layout.zero == 3
         obstacles = {
-            f"one rank, not layout={self.layout}": self.layout.world_size > 1,
-            "offload=false": self.layout.offload,
+            f"one rank, or only dp and tp with zero=0, 1 or 2, not layout={layout}": layout.world_size > 1 and beyond,
+            "training.overlap_tensor=off": layout.tp > 1 and self.training.overlap_tensor != "off",
+            "offload=false": layout.offload,
             "a model without experts": self.model.mixture is not None,
             "data.attention_within_documents=false": self.data.attention_within_documents,
             "output.count_communication=false": self.output.count_communication,

@@ -1,8 +1,12 @@
-"""Forward and backward passes of a step on one GPU as one CUDA graph, and its update as another: the host starts each
-with a single call.
+"""Forward and backward passes of a step as one CUDA graph, and its update as another: the host starts each with a single
+call.
 
 It pays where kernels are shorter than what the host takes to start them, in small models, where the GPU would wait; and
-a little, by shorter gaps between kernels, wherever there is memory to spare."""
+a little, by shorter gaps between kernels, wherever there is memory to spare.
+
+Of several ranks the graph holds NCCL's collectives too, over communicators that the steps before it have made. All
+ranks capture in the same step, or none does. No collective may cross the border of a graph: parameters that ZeRO 1 and
+2 gather after an update are waited for before the next one starts."""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from torch import Tensor
 
 from cuboid.errors import UserError
 from cuboid.parallel.apply import Engine
+from cuboid.parallel.collectives import all_reduce_maximum
 from cuboid.parallel.share import Share
 from cuboid.train.optimizer import Optimizer
 
@@ -46,6 +51,10 @@ def make_passes(engine: Engine, optimizer: Optimizer, plain: RunPasses) -> RunPa
     if asked == "on" and engine.device.type != "cuda":
         raise UserError("training.cuda_graphs=on needs a GPU; use cuda_graphs=auto")
     possible = engine.device.type == "cuda" and not engine.run.obstacle_to_graphs
+    if possible and not engine.groups.world.is_nccl and engine.groups.world.size > 1:
+        if asked == "on":
+            raise UserError("training.cuda_graphs=on needs one rank or NCCL between ranks; use cuda_graphs=auto")
+        possible = False
     return plain if asked == "off" or not possible else CapturedPasses(engine, plain, optimizer, always=asked == "on")
 
 
@@ -79,8 +88,13 @@ class CapturedPasses:
         end = time.perf_counter()
         if self._pays is None:
             waits = end - started < WAITING * (end - start)
-            self._pays = waits or _has_room()
+            self._pays = self._everywhere(waits or _has_room())
         return passes
+
+    def _everywhere(self, here: bool) -> bool:
+        """Whether it is so on all ranks."""
+        refusals = torch.tensor(int(not here), device=self._engine.device)
+        return not all_reduce_maximum(refusals, self._engine.groups.world).item()
 
     def _capture(self, shares: list[Share], factor: Tensor) -> None:
         """Nothing is computed yet. What the passes leave on the host, above all which tensors are the gradients, stays
@@ -88,6 +102,7 @@ class CapturedPasses:
         copies = [replace(share, tokens=share.tokens.clone(), labels=share.labels.clone()) for share in shares]
         self._inputs = (copies, factor.clone())
         for unit in self._engine.units:
+            unit.settle_gather()
             unit.begin_step(len(shares))  # lets gradients go that the graph will have its own memory for
         self._graph = torch.cuda.CUDAGraph()
         # Other threads, which save checkpoints or read data, may go on with what would spoil a graph of their own.
@@ -102,6 +117,8 @@ class CapturedPasses:
             copy.tokens.copy_(share.tokens)
             copy.labels.copy_(share.labels)
         kept_factor.copy_(factor)
+        for unit in self._engine.units:
+            unit.settle_gather()
         self._graph.replay()
         # The next step overwrites these.
         return Passes(self._outputs.tokens.clone(), self._outputs.loss.clone(), self._outputs.square.clone())

@@ -142,7 +142,8 @@ class Optimizer:
         if self._graph is None:
             self._numbers = [tensor.clone() for tensor in numbers]
             self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
+            # Other threads may go on: NCCL has one that looks at events.
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 for unit in self._units:
                     self._update_unit(unit, self._numbers)
         for kept, new in zip(self._numbers, numbers, strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cuboid.data.source import make_source
 from cuboid.model.balance import Balance
-from cuboid.model.fp8 import fp8_product
+from cuboid.model.fp8 import Fp8Product
 from cuboid.model.initialize import initialize
 from cuboid.model.linear import Linear
 from cuboid.model.precision import wide
@@ -80,7 +80,7 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
     if precision == "fp8":
         for child in computing.model.layers.modules():
             if isinstance(child, Linear):
-                child.product = fp8_product(run.training.fp8_scaling == "row")
+                child.product = Fp8Product(run.training.fp8_scaling == "row")
     matrices = [parameter for parameter in parameters.values() if parameter.ndim > 1]
     vectors = [parameter for parameter in parameters.values() if parameter.ndim == 1]
     optimizer = torch.optim.AdamW(

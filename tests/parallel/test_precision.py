@@ -82,7 +82,7 @@ def test_a_block_is_one_graph_that_rounds_each_input_once(
     block = block.to(torch.bfloat16)
     for child in block.modules():
         if isinstance(child, Linear):
-            child.product = fp8.fp8_product(by_row)
+            child.product = fp8.Fp8Product(by_row)
     graphs: list[tuple[Counter[str], list[Tensor]]] = []
 
     def note(graph: GraphModule, inputs: list[Tensor]) -> Any:

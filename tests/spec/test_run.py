@@ -195,7 +195,9 @@ def test_exchanges_go_under_products_where_that_can_be() -> None:
 @pytest.mark.parametrize(
     ("changes", "need"),
     [
-        (["layout=dp=2"], "one rank, not layout=dp=2,tp=1,pp=1"),
+        (["layout=dp=1,pp=2"], "one rank, or only dp and tp with zero=0, 1 or 2, not layout=dp=1,tp=1,pp=2"),
+        (["layout=dp=2,zero=3"], "one rank, or only dp and tp with zero=0, 1 or 2, not layout=dp=2,tp=1,pp=1,zero=3"),
+        (["layout=tp=2", "training.overlap_tensor=auto"], "training.overlap_tensor=off"),
         (["data.attention_within_documents=true"], "data.attention_within_documents=false"),
         (["training.device=cpu"], "a GPU, not training.device=cpu"),
         (["training.precision=float64"], "compiled blocks"),
@@ -205,6 +207,7 @@ def test_exchanges_go_under_products_where_that_can_be() -> None:
 def test_what_cuda_graphs_need(changes: list[str], need: str) -> None:
     on = "training.cuda_graphs=on"
     assert build_run(PLAIN, [on]).obstacle_to_graphs == ""
+    assert build_run(PLAIN, [on, "layout=dp=2,tp=2,zero=2"]).obstacle_to_graphs == ""
     with pytest.raises(UserError) as error:
         build_run(PLAIN, [on, *changes])
     assert str(error.value) == f"training.cuda_graphs=on needs {need}; use cuda_graphs=auto"

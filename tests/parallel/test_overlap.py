@@ -1,0 +1,61 @@
+"""Collectives start before the computation they are to overlap with: by the order of calls on real ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from cuboid.launch.pool import Pool
+from tests.parallel.cases import assert_equal, small_run
+
+ALL_REDUCE = "c10d::allreduce_"
+BACKWARD = ("backward of layers.", "weight gradients of layers.")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=4,zero=1,shard=2",
+        "dp=4,zero=2,shard=2",
+        "dp=4,zero=3,shard=2",
+        "dp=4,pp=2,zero=2,shard=2,schedule=zb1p",
+    ],
+)
+def test_replicas_sum_their_shards_under_the_backward_pass(pool: Pool, layout: str) -> None:
+    run = small_run(layout, "model.layers=6")
+    ranks = run.layout.world_size
+    for calls in pool.run("tests.parallel.overlap_jobs:started", (run, (ALL_REDUCE, *BACKWARD)), ranks=ranks):
+        last = max(place for place, name in enumerate(calls) if name.startswith(BACKWARD))
+        assert ALL_REDUCE in calls[:last], calls
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "overrides"),
+    [
+        ("tiny-llama", "dp=4,zero=1,shard=2", ["model.tie_embeddings=true"]),
+        ("tiny-llama", "dp=4,pp=2,zero=2,shard=2,schedule=zbv", []),
+        ("tiny-llama", "dp=4,pp=2,zero=3,shard=2,schedule=dualpipev", ["model.tie_embeddings=true"]),
+        ("tiny-deepseek", "dp=4,ep=2,zero=1,shard=2", []),
+        ("tiny-mixtral", "dp=4,tp=2,ep=2,zero=3,shard=2,offload=true", []),
+    ],
+)
+def test_hybrid_sharding_is_equal_to_one_device(pool: Pool, model: str, layout: str, overrides: list[str]) -> None:
+    assert_equal(pool, small_run(layout, *overrides, model=model))
+
+
+@pytest.mark.parametrize(
+    ("layout", "compiled"), [("tp=2", False), ("tp=2,sequence_parallel=false", False), ("tp=2", True)]
+)
+def test_input_gradients_are_summed_under_the_matmul_of_weight_gradients(
+    pool: Pool, layout: str, compiled: bool
+) -> None:
+    """On CPUs a rank waits where it starts: what follows the wait is what would be computed under the collective."""
+    compilation = f"training.compile={'on' if compiled else 'off'}"
+    run = small_run(layout, "training.precision=float32", "model.layers=2", compilation, micro_batches=1)
+    kind = "reduce-scatter" if run.layout.sequence_parallel else "all-reduce"
+    names = ("wait: ", "_c10d_functional::", "aten::mm", "aten::addmm", "backward of layers.", "gradients of")
+    for calls in pool.run("tests.parallel.overlap_jobs:started", (run, names), ranks=2):
+        first = next(place for place, name in enumerate(calls) if name.startswith("backward of layers."))
+        backward = calls[first : calls.index("gradients of this step")]
+        sums = [place for place, name in enumerate(backward) if name == f"wait: {kind} of tp"]
+        assert len(sums) >= 2 * run.model.layers, backward
+        assert all(backward[place + 1].startswith("aten::mm") for place in sums[: 2 * run.model.layers]), backward
