@@ -20,14 +20,15 @@ from cuboid.parallel.branch import branch
 from cuboid.parallel.compiled import compiled_block, is_compiled
 from cuboid.parallel.context import ContextMix
 from cuboid.parallel.deferral import Deferral, deferrable_grouped_product, deferrable_product
-from cuboid.parallel.expert import join_sequences, make_balance, spread_experts, watched
+from cuboid.parallel.expert import join_sequences, make_balance, spread_experts, stay_on, watched
 from cuboid.parallel.groups import Groups, connect_groups, make_groups
 from cuboid.parallel.interleave import compiler_options
 from cuboid.parallel.joined import join_products
 from cuboid.parallel.lean_loss import lean_loss
 from cuboid.parallel.loss_scale import LossScale
+from cuboid.parallel.overlapped_pair import OverlappedPair
 from cuboid.parallel.pipeline import Pipeline
-from cuboid.parallel.recompute import with_recompute
+from cuboid.parallel.recompute import Memory, with_recompute
 from cuboid.parallel.share import Share, Sharing
 from cuboid.parallel.split_products import UNTOUCHED, split_product
 from cuboid.parallel.stage import Reduction, Segment, Stage
@@ -37,6 +38,7 @@ from cuboid.parallel.unit import Unit
 from cuboid.plan.parameters import BALANCE, EXPERTS, TIED, is_block_linear, unit_of
 from cuboid.plan.slices import Part, Slice, expert_slice, kv_part_count, lay_out, slice_of
 from cuboid.schedule.make import make_schedule
+from cuboid.schedule.order import pairs_overlap
 from cuboid.schedule.table import Schedule
 from cuboid.spec.course import Course
 from cuboid.spec.layout import Recompute
@@ -105,6 +107,7 @@ def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -
         torch.empty(tokens, model.hidden, dtype=builder.dtype, device=device),
         run.output.keep_timing,
         None if builder.compiled else fast_products(device, run.training.precision),
+        builder.pair,
     )
     sharing = Sharing(run, groups.coordinates.cp, builder.dtype, device)
     units = list(builder.units.values())
@@ -158,6 +161,10 @@ class _Builder:
         if schedule.splits_backward:
             self.options = {**(self.options or {}), **UNTOUCHED}
         self.balance = make_balance(run, device) if self.model.mixture is not None else None
+        # Without experts elsewhere nothing in a pass would hand over.
+        self.pair = OverlappedPair() if self.layout.ep > 1 and pairs_overlap(schedule) else None
+        if self.pair is not None:
+            self.pair.carried = [(self.balance, "recording"), (Memory, "current")]
 
     def stage(self, index: int, layers: range) -> Stage:
         stage = Stage()
@@ -196,7 +203,7 @@ class _Builder:
         else:
             run = with_recompute(block, recompute)
         if isinstance(block.feed_forward, Mixture) and self.balance is not None:
-            spread_experts(block.feed_forward, self.groups.expert)
+            spread_experts(block.feed_forward, self.groups.expert, self.pair.hand_over if self.pair else stay_on)
             join_sequences(block.feed_forward, self.balance, self.groups, self.run)
             run = watched(block.feed_forward, self.balance, layer, run)
         segment = self._segment(block, f"layers.{layer}", lambda x, share: run(x, share.positions))

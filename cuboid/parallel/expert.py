@@ -26,12 +26,18 @@ from cuboid.resilience.pulse import PULSE
 from cuboid.spec.run import Run
 from cuboid.spec.zigzag import places_of
 
+HandOver = Callable[[], None]
+
+
+def stay_on() -> None:
+    """There is no other pass."""
+
 
 class _Trip:
     """One exchange of rows; its backward is the same the other way round."""
 
-    def __init__(self, group: Group, send: list[int], receive: list[int], home: int) -> None:
-        self.group, self.send, self.receive = group, send, receive
+    def __init__(self, group: Group, send: list[int], receive: list[int], home: int, hand_over: HandOver) -> None:
+        self.group, self.send, self.receive, self.hand_over = group, send, receive, hand_over
         self.home = home
         """How many rows it has where they are routed, which no routing changes: what is counted, both ways."""
         self.there: Pending | None = None
@@ -41,13 +47,13 @@ class _Trip:
         self.group.count("all-to-all", self.home * rows.shape[1] * rows.element_size())
         return start_all_to_all(rows, send, receive, self.group)
 
+    def wait(self, pending: Pending | None) -> Tensor:
+        assert pending is not None
+        self.hand_over()
+        return pending.wait()
+
     def run(self, rows: Tensor) -> Tensor:
         return _Arrive.apply(_Depart.apply(rows, self), self)
-
-
-def _wait(pending: Pending | None) -> Tensor:
-    assert pending is not None
-    return pending.wait()
 
 
 class _Depart(torch.autograd.Function):
@@ -62,7 +68,7 @@ class _Depart(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
         trip = context.trip
-        gradient, trip.back = _wait(trip.back), None
+        gradient, trip.back = trip.wait(trip.back), None
         return gradient, None
 
 
@@ -70,7 +76,7 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, rows: Tensor, trip: _Trip) -> Tensor:
         context.trip = trip
-        _wait(trip.there)
+        trip.wait(trip.there)
         trip.there = None
         return rows.view_as(rows)
 
@@ -115,7 +121,7 @@ class _Sizes:
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 self._host.copy_(sums, non_blocking=True)
-                self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                self._arrival = torch.cuda.Event()
                 self._arrival.record()
             sums.record_stream(stream)
 
@@ -139,8 +145,8 @@ def _copies(device: torch.device) -> torch.cuda.Stream:
 class Travel:
     """The journey of rows whose experts are spread over a group."""
 
-    def __init__(self, group: Group, counts: Tensor) -> None:
-        self._group = group
+    def __init__(self, group: Group, hand_over: HandOver, counts: Tensor) -> None:
+        self._group, self._hand_over = group, hand_over
         self._sizes = remembered(lambda: _Sizes(group, counts))
         self.counts = self._sizes.arriving.sum(0)
 
@@ -149,7 +155,8 @@ class Travel:
         send, receive = self._sizes.read()
         home, there = sum(send), sum(receive)
         self._stay = len(rows) - home
-        self._there, self._back = _Trip(group, send, receive, home), _Trip(group, receive, send, home)
+        self._there = _Trip(group, send, receive, home, self._hand_over)
+        self._back = _Trip(group, receive, send, home, self._hand_over)
         self._rows = _Depart.apply(rows[:home], self._there)
         expert = torch.arange(arriving.numel(), device=rows.device) % arriving.shape[1]
         self._order = expert.repeat_interleave(arriving.flatten(), output_size=there).argsort(stable=True)
@@ -165,9 +172,10 @@ class Travel:
         return functional.pad(rows, (0, 0, 0, self._stay)) if self._stay else rows
 
 
-def spread_experts(mixture: Mixture, group: Group) -> None:
+def spread_experts(mixture: Mixture, group: Group, hand_over: HandOver = stay_on) -> None:
+    """`hand_over`: called where a pass would wait for rows, so that another pass may compute meanwhile."""
     if group.size > 1:
-        mixture.depart = partial(Travel, group)
+        mixture.depart = partial(Travel, group, hand_over)
 
 
 def make_balance(run: Run, device: torch.device) -> Balance:

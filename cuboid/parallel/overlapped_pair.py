@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ class OverlappedPair:
     def __init__(self) -> None:
         self.active = False
         self.carried: list[tuple[object, str]] = []
-        """(object, attribute) that each pass sees as it left it, whatever the other does in between."""
+        """(object, attribute) that each pass sees as it left it, or as it was before both, whatever the other does."""
         self._running = 0
         self._ended = [False, False]
         self._may_run = (threading.Semaphore(0), threading.Semaphore(0))
@@ -25,13 +26,16 @@ class OverlappedPair:
     def run(self, first: Callable[[], None], second: Callable[[], None], device: torch.device) -> None:
         """`second` runs in a thread of its own; an error of either is raised here when both have ended."""
         errors: list[BaseException] = []
+        before = self._carried()
         self.active, self._running, self._ended = True, 0, [False, False]
 
         def one(side: int, work: Callable[[], None]) -> None:
             self._may_run[side].acquire()
             try:
-                if side == 1 and device.type == "cuda":
-                    torch.cuda.set_device(device)
+                if side == 1:
+                    self._restore(before)
+                    if device.type == "cuda":  # a thread begins with the first one
+                        torch.cuda.set_device(device)
                 work()
             except BaseException as error:
                 errors.append(error)
@@ -55,10 +59,16 @@ class OverlappedPair:
         """Called by a pass that would wait now. Returns when the other pass hands over in turn, or has ended."""
         if not self.active or self._ended[1 - self._running]:
             return
-        kept = [getattr(owner, name) for owner, name in self.carried]
+        kept = self._carried()
         side = self._running
         self._running = 1 - side
         self._may_run[1 - side].release()
         self._may_run[side].acquire()
-        for (owner, name), value in zip(self.carried, kept, strict=True):
+        self._restore(kept)
+
+    def _carried(self) -> list[Any]:
+        return [getattr(owner, name) for owner, name in self.carried]
+
+    def _restore(self, values: list[Any]) -> None:
+        for (owner, name), value in zip(self.carried, values, strict=True):
             setattr(owner, name, value)

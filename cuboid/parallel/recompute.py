@@ -41,10 +41,10 @@ def _policy(_: Any, operation: Any, *arguments: Any, **options: Any) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE if operation in _DEAR else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _Memory:
+class Memory:
     """What the host found out in one forward pass, in order; recomputation need not ask the device again."""
 
-    current: _Memory | None = None
+    current: Memory | None = None
 
     def __init__(self) -> None:
         self._values: list[Any] = []
@@ -53,11 +53,11 @@ class _Memory:
 
     @contextmanager
     def during(self, again: bool) -> Iterator[None]:
-        self._place, _Memory.current = 0 if again else None, self
+        self._place, Memory.current = 0 if again else None, self
         try:
             yield
         finally:
-            _Memory.current = None
+            Memory.current = None
 
     def take(self, find: Callable[[], Any]) -> Any:
         if self._place is None:
@@ -72,7 +72,7 @@ T = TypeVar("T")
 
 def remembered(find: Callable[[], T]) -> T:
     """What `find` returns, or returned at this place of the forward pass that is being recomputed."""
-    memory = _Memory.current
+    memory = Memory.current
     result: T = find() if memory is None else memory.take(find)
     return result
 
@@ -82,7 +82,7 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 def _contexts(selective: bool) -> Contexts:
     """For the forward pass and for its recomputation."""
-    memory = _Memory()
+    memory = Memory()
     if not selective:
         return memory.during(again=False), memory.during(again=True)
     kept, found = create_selective_checkpoint_contexts(_policy)

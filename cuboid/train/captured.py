@@ -1,4 +1,4 @@
-"""Forward and backward passes of a step as one CUDA graph, and its update as another: the host starts each with a single
+"""Forward and backward passes of a step as one CUDA graph, and its update as another: the host starts each with one
 call.
 
 It pays where kernels are shorter than what the host takes to start them, in small models, where the GPU would wait; and

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
+from cuboid.parallel import expert
 from cuboid.parallel.apply import build_engine
+from cuboid.parallel.overlapped_pair import OverlappedPair
 from cuboid.parallel.regions import REGIONS
 from cuboid.spec.run import Run
 from cuboid.train.captured import CapturedPasses
 from cuboid.train.optimizer import Optimizer
-from cuboid.train.step import run_passes, train_step
+from cuboid.train.step import compute_gradients, run_passes, train_step
 
 CPU = torch.device("cpu")
 
@@ -51,3 +55,40 @@ def settled(rank: int, run: Run) -> tuple[bool, bool]:
     for unit in engine.units:
         unit.settle_gather()
     return before, any(unit._gathering is not None for unit in engine.units)
+
+
+def pair_log(rank: int, run: Run) -> list[list[tuple[str, str]]]:
+    """Of each pair of passes that ran together in one step: which of them issued an all-to-all or waited, in order."""
+    logs: list[list[tuple[str, str]]] = []
+    real_run, real_start, real_wait = OverlappedPair.run, expert.start_all_to_all, expert._Trip.wait
+
+    together = False
+
+    def note(what: str) -> None:
+        if together:
+            helps = threading.current_thread().name == "overlapped backward"
+            logs[-1].append(("backward" if helps else "forward", what))
+
+    def paired(self: OverlappedPair, *arguments: Any) -> None:
+        nonlocal together
+        logs.append([])
+        together = True
+        real_run(self, *arguments)
+        together = False
+
+    def start(*arguments: Any) -> Any:
+        note("issue")
+        return real_start(*arguments)
+
+    def wait(self: Any, pending: Any) -> Any:
+        result = real_wait(self, pending)
+        note("waited")
+        return result
+
+    OverlappedPair.run, expert.start_all_to_all, expert._Trip.wait = paired, start, wait  # type: ignore
+    try:
+        engine = build_engine(run, rank, CPU)
+        compute_gradients(engine, micro_batches(make_source(run), run, 0, engine.groups.coordinates.dp, CPU))
+    finally:
+        OverlappedPair.run, expert.start_all_to_all, expert._Trip.wait = real_run, real_start, real_wait  # type: ignore
+    return logs
