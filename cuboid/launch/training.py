@@ -31,10 +31,13 @@ def check_machine(run: Run, place: Place | None) -> None:
     if place is not None:
         check_world_size(run.layout, place.world_size)
     needs = [name for name in ("overlap_tensor", "cuda_graphs") if getattr(run.training, name) == "on"]
-    if run.training.device == "cuda" or needs:
-        from cuboid.parallel.device import choose_device  # it brings torch, for which others need not wait
+    if run.training.device == "cuda" or run.training.backend == "nccl" or needs:
+        from cuboid.launch.backend import refuse_backend  # they bring torch, for which others need not wait
+        from cuboid.parallel.device import choose_device
 
-        if choose_device(run.training.device, 0).type != "cuda":
+        device = choose_device(run.training.device, 0)
+        refuse_backend(run.training.backend, device)
+        if needs and device.type != "cuda":
             raise UserError(
                 f"training.{needs[0]}=on needs a GPU and this machine has no usable one; use training.{needs[0]}=auto"
             )

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from cuboid.errors import UserError
+from cuboid.launch.backend import SHARED_GPU, count_cards, set_defaults
 
 
 def describe(rank: int, word: str) -> tuple[int, str, bool]:
@@ -67,3 +68,18 @@ def count_aloud(rank: int, say: Callable[[object], None], count: int) -> int:
     for number in range(count):
         say((rank, number))
     return count
+
+
+def cards_of(rank: int, path: str, cards: list[str]) -> tuple[int, int]:
+    """What ranks with these cards find; an empty name is none."""
+    return count_cards(dist.FileStore(path, len(cards)), cards[rank], len(cards))  # type: ignore[attr-defined]
+
+
+def environment_after_defaults(rank: int, chosen: dict[str, str]) -> dict[str, str]:
+    wanted = {"NCCL_HOSTID": f"host-{rank}", **SHARED_GPU}
+    before = {name: os.environ.pop(name, None) for name in wanted}
+    os.environ.update(chosen)
+    set_defaults(wanted)
+    found = {name: os.environ.pop(name) for name in wanted}
+    os.environ.update({name: value for name, value in before.items() if value is not None})
+    return found
