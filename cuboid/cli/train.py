@@ -186,7 +186,7 @@ def _conclude(run: Run, as_json: bool) -> None:
     }
     if (folder / BACKEND).exists():
         told = json.loads((folder / BACKEND).read_text())
-        summary |= {"backend": told["backend"], "gpus": told["gpus"], "gpu_shared": told["gpu_shared"]}
+        summary |= {name: told[name] for name in ("backend", "gpus", "gpu_shared", "bound")}
     spent = read_spent(folder)
     if spent is not None:
         summary |= {"goodput": round(spent.goodput, 4), "spent": spent.as_row(), "slowest": rows[-1].get("slowest")}

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from cuboid.launch.backend import Joined, Wanted, join_world
+from cuboid.launch.binding import Binding, bind_near
 from cuboid.launch.orphan import follow_parent
 from cuboid.launch.place import Place, find_place
 from cuboid.launch.rendezvous import reach_store
@@ -43,13 +44,15 @@ def join(place: Place, device: torch.device, wanted: Wanted) -> Joined:
     return join_world(store, place.rank, place.world_size, device, wanted)
 
 
-def _tell(run: Run, joined: Joined, quiet: bool) -> None:
-    """What carries the collectives, in the first lines and for `--json`."""
+def _tell(run: Run, joined: Joined, binding: Binding | None, quiet: bool) -> None:
+    """What carries the collectives and where ranks run, in the first lines and for `--json`."""
     if not quiet:
         say(joined.sentence)
+        if binding is not None:
+            say(binding.sentence)
     folder = Path(run.output.folder)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / BACKEND).write_text(json.dumps(joined.as_json()))
+    (folder / BACKEND).write_text(json.dumps({**joined.as_json(), "bound": binding and binding.as_json()}))
 
 
 def what_went_wrong(error: Exception) -> str:
@@ -72,12 +75,13 @@ def run_rank(run: Run, signals: Listener, quiet: bool = False, place: Place | No
         if run.training.deterministic:  # cuBLAS reads this when it starts
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         device = choose_device(run.training.device, place.local_rank)
+        binding = bind_near(device, run.training.bind)  # before pinned memory and threads are made
         joined = Joined(1, gpus=int(device.type == "cuda"))
         if place.world_size > 1:
             with PULSE.everybody("world", place.world_size).joined("join"):
                 joined = join(place, device, run.training.backend)
         if place.rank == 0:
-            _tell(run, joined, quiet)
+            _tell(run, joined, binding, quiet)
         outcome = train(run, place.rank, device, quiet, lambda: signals.asked)
         if place.world_size > 1:
             dist.destroy_process_group()
