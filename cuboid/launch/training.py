@@ -87,7 +87,7 @@ def launch(run: Run, quiet: bool, signals: Forwarder, places: tuple[Place, ...])
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from cuboid.launch.rank import run_started_rank
-    from cuboid.launch.readings import share_with_all
+    from cuboid.launch.readings import share_with_all, stand_still_everywhere
     from cuboid.launch.rendezvous import BACKEND
 
     config = LaunchConfig(
@@ -105,7 +105,8 @@ def launch(run: Run, quiet: bool, signals: Forwarder, places: tuple[Place, ...])
     logging.disable(logging.ERROR)  # the agent tells at length what is said below in one sentence
     pids = fork_server().RawArray("q", len(places))
     signals.follow(pids)
-    watchdog = Watchdog(run, [place.rank for place in places], share_with_all(places))
+    ranks_here = [place.rank for place in places]
+    watchdog = Watchdog(run, ranks_here, share_with_all(places), stand_still_everywhere(places))
     try:
         with watchdog:
             ranks = elastic_launch(config, run_started_rank)
