@@ -36,6 +36,9 @@ def command(
     batch: Annotated[int, typer.Option(min=1, help="Sequences at a time on each replica.")] = 8,
     precision: Annotated[str | None, typer.Option(help="float32, bf16 or float64; left out: as trained.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    backend: Annotated[
+        str, typer.Option(help="nccl, gloo or auto: NCCL on GPUs, also where ranks share one.")
+    ] = "auto",
     tokenizer: Annotated[str | None, typer.Option(help="byte, or a tokenizer.json in place of the model's.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -65,6 +68,7 @@ def command(
             batch=batch,
             precision=precision,
             device=device,
+            backend=backend,
         )
         print(json.dumps({"results": measured_tasks}) if as_json else table(measured_tasks))
         return
@@ -86,12 +90,20 @@ def command(
         weights=found.weights,
         precision=precision or found.precision,  # type: ignore[arg-type]
         device=device,  # type: ignore[arg-type]
+        backend=backend,  # type: ignore[arg-type]
         slots=min(batch, -(-len(requests) // wanted.dp)),
         length=max(len(request.tokens) for request in requests),
     )
     start = time.perf_counter()
-    scores = start_scoring(spec, requests)
-    said: dict[str, Any] = {"seconds": time.perf_counter() - start}
+    said: dict[str, Any] = {"backend": None, "gpu_shared": False}
+
+    def joined(told: dict[str, Any]) -> None:
+        said.update({name: told[name] for name in ("backend", "gpu_shared")})
+        if not as_json:
+            print(told["sentence"], file=sys.stderr, flush=True)
+
+    scores = start_scoring(spec, requests, joined)
+    said["seconds"] = time.perf_counter() - start
     if choices is not None:
         accuracy = judge(questions, [score.likelihood for score in scores])
         said |= {

@@ -21,6 +21,7 @@ def evaluate_tasks(
     batch: int,
     precision: str | None,
     device: str,
+    backend: str,
 ) -> dict[str, Any]:
     """The harness's results, by task."""
     try:
@@ -38,7 +39,7 @@ def evaluate_tasks(
         manager = TaskManager(include_path=folder and str(folder))
     if unknown := sorted(set(tasks) - set(manager.all_tasks)):
         raise UserError(f"harness={unknown[0]} is no task that lm_eval knows; lm-eval ls tasks shows them")
-    model = CuboidModel(target, layout, batch, precision, device)
+    model = CuboidModel(target, layout, batch, precision, device, backend)
     try:
         found = simple_evaluate(model, tasks=list(tasks), num_fewshot=shots, limit=limit, task_manager=manager)
     except (OSError, ConnectionError) as error:

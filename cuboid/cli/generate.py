@@ -33,6 +33,9 @@ def command(
     batch: Annotated[int, typer.Option(min=1, help="Sequences at a time on each replica.")] = 32,
     precision: Annotated[str | None, typer.Option(help="float32, bf16 or float64; left out: as trained.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    backend: Annotated[
+        str, typer.Option(help="nccl, gloo or auto: NCCL on GPUs, also where ranks share one.")
+    ] = "auto",
     tokenizer: Annotated[str | None, typer.Option(help="byte, or a tokenizer.json in place of the model's.")] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Add results as JSON Lines; a second run goes on with it.")
@@ -69,6 +72,7 @@ def command(
         weights=found.weights,
         precision=precision or found.precision,  # type: ignore[arg-type]
         device=device,  # type: ignore[arg-type]
+        backend=backend,  # type: ignore[arg-type]
         slots=min(batch, -(-len(requests) // wanted.dp)),
         length=longest(requests),
     )
@@ -83,9 +87,16 @@ def command(
 
     left = [each for each in given if each.number not in rows]
     texts = Texts(left, found.words, sampling.stop, _shown(len(given), as_json), keep)
+    backend_used: dict[str, Any] = {"backend": None, "gpu_shared": False}
+
+    def joined(told: dict[str, Any]) -> None:
+        backend_used.update({name: told[name] for name in backend_used})
+        if not as_json:
+            print(told["sentence"], file=sys.stderr, flush=True)
+
     if left:
-        start_generation(spec, [requests[each.number] for each in left], sampling, found.words, texts.hear)
-    _conclude(rows, texts, len(given) - len(left), output, as_json)
+        start_generation(spec, [requests[each.number] for each in left], sampling, found.words, texts.hear, joined)
+    _conclude(rows, texts, len(given) - len(left), output, as_json, backend_used)
 
 
 def _prompts(prompt: list[str] | None, file: Path | None, words: Words, vocabulary: int) -> list[Prompt]:
@@ -112,7 +123,14 @@ def _shown(count: int, as_json: bool) -> Any:
     return show
 
 
-def _conclude(rows: dict[int, dict[str, Any]], texts: Texts, skipped: int, output: Path | None, as_json: bool) -> None:
+def _conclude(
+    rows: dict[int, dict[str, Any]],
+    texts: Texts,
+    skipped: int,
+    output: Path | None,
+    as_json: bool,
+    backend_used: dict[str, Any],
+) -> None:
     if as_json:
         summary = {
             "results": [rows[number] for number in sorted(rows)],
@@ -120,6 +138,7 @@ def _conclude(rows: dict[int, dict[str, Any]], texts: Texts, skipped: int, outpu
             "new_tokens": texts.tokens,
             "seconds": texts.seconds,
             "first_token_seconds": texts.first_token_seconds,
+            **backend_used,
         }
         print(json.dumps(summary, ensure_ascii=False))
         return

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -14,7 +14,7 @@ from cuboid.errors import UserError
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.run import Run, build_run
 
-OF_A_MEASUREMENT = ("output", "ranks", "seconds", "nodes", "rendezvous", "interface")
+OF_A_MEASUREMENT = ("output", "ranks", "seconds", "nodes", "rendezvous", "interface", "backend")
 OF_A_JOB = ("layout", "model", "sequence", "micro_batch", "global_batch", "precision", "cluster")
 DAY = 86400.0
 
@@ -30,6 +30,9 @@ def command(
     rendezvous: Annotated[str | None, typer.Option(help="HOST:PORT of the host that leads and writes.")] = None,
     interface: Annotated[str | None, typer.Option(help="The network interface; left out: the one to HOST.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    backend: Annotated[
+        Literal["auto", "nccl", "gloo"], typer.Option(help="What carries collectives; auto: NCCL on GPUs.")
+    ] = "auto",
     rank: Annotated[int | None, typer.Option(min=0, help="Run this one rank of a job, without the others.")] = None,
     layout: Annotated[str | None, typer.Option(help="Of the job, for --rank: dp=2,tp=2,pp=2.")] = None,
     model: Annotated[str | None, typer.Option(help="Of the job: a catalog name, a TOML file or a config.json.")] = None,
@@ -69,7 +72,7 @@ def command(
         table = {"model": model, "layout": wanted, "training": training, "data": {"source": "synthetic"}}
         _one_rank(build_run(table), rank, cluster, kind, as_json)
         return
-    _probe(output, ranks, seconds, nodes, rendezvous, interface, device, as_json)
+    _probe(output, ranks, seconds, nodes, rendezvous, interface, device, backend, as_json)
 
 
 def _device_type(device: str) -> str:
@@ -88,6 +91,7 @@ def _probe(
     rendezvous: str | None,
     interface: str | None,
     device: str,
+    backend: Literal["auto", "nccl", "gloo"],
     as_json: bool,
 ) -> None:
     from cuboid.probe.hosts import Meeting, check_interface, interface_to, is_here, parse_rendezvous, run_probe
@@ -108,12 +112,16 @@ def _probe(
             raise UserError(f"output={output} is no TOML file; name it like cluster.toml, for plan to know it")
         if meeting is None or is_here(meeting.host):  # which writes it
             check_output(output)
-    count = ranks or _default_ranks(_device_type(device))
+    kind = _device_type(device)
+    if backend == "nccl" and kind != "cuda":
+        raise UserError("backend=nccl needs a GPU for every rank, and this host has none; use --backend auto or gloo")
+    count = ranks or _default_ranks(kind)
 
     def tell(text: str) -> None:
         print(f"probe: {text}", file=sys.stderr, flush=True)
 
-    samples = run_probe(count, seconds, device, meeting, tell)
+    probed = run_probe(count, seconds, device, meeting, tell, backend)
+    samples = probed.samples
     if samples is None:
         tell("done; the leading host has the profile")
         return
@@ -126,10 +134,13 @@ def _probe(
     if output is not None:
         import torch
 
-        about = {"device": here.name, "torch": str(torch.__version__), "seconds": seconds}
+        carried = str(probed.joined.get("backend") or "none")
+        about = {"device": here.name, "torch": str(torch.__version__), "seconds": seconds, "backend": carried}
         write_output(output, dump_profile(found, samples, about))
     if as_json:
-        print(json.dumps({"cluster": profile_table(found), "samples": [sample.row() for sample in samples]}))
+        rows = [sample.row() for sample in samples]
+        carried_by = {name: probed.joined.get(name) for name in ("backend", "gpus", "gpu_shared")}
+        print(json.dumps({"cluster": profile_table(found), "samples": rows, **carried_by}))
         return
     from cuboid.cli.probe_table import show
 

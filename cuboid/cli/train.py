@@ -26,7 +26,7 @@ from cuboid.spec.suggest import up_to
 from cuboid.spec.supported import check_supported
 from cuboid.train.claim import claimed
 from cuboid.train.communication import summarize
-from cuboid.train.folder import checkpoint_folder, prepare_folder
+from cuboid.train.folder import BACKEND, checkpoint_folder, prepare_folder
 from cuboid.train.trackers import check_trackers
 
 if TYPE_CHECKING:
@@ -47,6 +47,10 @@ def command(
     profile: Annotated[
         bool, typer.Option("--profile", help="Trace three steps for Perfetto, and what memory holds; see [profile].")
     ] = False,
+    backend: Annotated[
+        str | None,
+        typer.Option(help="nccl, gloo or auto: NCCL on GPUs, also where ranks share one. Short for training.backend."),
+    ] = None,
     inject: Annotated[
         str | None, typer.Option(help='Faults to rehearse, e.g. "kill rank=1 step=7; hang rank=0 step=12".')
     ] = None,
@@ -74,6 +78,8 @@ def command(
         here = Path(model).is_file() or (Path(model) / "config.json").is_file()
         table["model"] = str(Path(model).absolute()) if here else model
     changes = [*(overrides or ()), *(["output.count_communication=true"] if count_communication else ())]
+    if backend is not None:
+        changes.append(f"training.backend={backend}")
     if profile:  # what is said of it elsewhere counts
         table["profile"] = {"steps": USUAL, **table.get("profile", {})}
     run = build_run(table, changes, folder=file.parent if file is not None else Path())
@@ -178,6 +184,9 @@ def _conclude(run: Run, as_json: bool) -> None:
         "tokens_per_second": sum(row["tokens"] for row in later) / sum(row["seconds"] for row in later),
         "folder": str(folder),
     }
+    if (folder / BACKEND).exists():
+        told = json.loads((folder / BACKEND).read_text())
+        summary |= {name: told[name] for name in ("backend", "gpus", "gpu_shared", "bound")}
     spent = read_spent(folder)
     if spent is not None:
         summary |= {"goodput": round(spent.goodput, 4), "spent": spent.as_row(), "slowest": rows[-1].get("slowest")}

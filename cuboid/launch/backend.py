@@ -3,12 +3,16 @@
 NCCL refuses two ranks on one GPU only where they also look like one host. A `NCCL_HOSTID` of its own for each rank
 makes them look like several hosts, which talk through sockets: slower than between GPUs, but the same library, in the
 same order, with the same results. The UUIDs of the cards decide whether ranks share a GPU, so a launcher that shows
-each rank one card (`srun --gpus-per-task=1`) gets plain NCCL."""
+each rank one card (`srun --gpus-per-task=1`) gets plain NCCL.
+
+What the user has set in NCCL_*, TORCH_NCCL_* or GLOO_* stays as it is: everything here is a default."""
 
 from __future__ import annotations
 
 import os
 import socket
+import sys
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, Literal, cast
 
@@ -16,19 +20,58 @@ import torch
 import torch.distributed as dist
 
 from cuboid.errors import UserError
+from cuboid.parallel.local import machine_identity
 
 Wanted = Literal["auto", "nccl", "gloo"]
 Backend = Literal["nccl", "gloo"]
 
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
 SHARED_GPU: dict[str, str] = {"NCCL_IB_DISABLE": "1", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
-"""What NCCL needs to talk between ranks of one GPU: sockets only. The user's own settings win."""
+"""What NCCL needs to talk between ranks of one GPU: sockets only."""
 
 
-def refuse_backend(wanted: Wanted, device: torch.device) -> None:
+@dataclass(frozen=True)
+class Joined:
+    """What the ranks of a job found when they joined."""
+
+    ranks: int
+    backend: Backend | None = None
+    """None: one rank, which has nobody to talk to."""
+    gpus: int = 0
+    """Cards that the ranks compute on, all nodes together; 0: they compute on CPUs."""
+    hosts: int = 1
+
+    @property
+    def gpu_shared(self) -> bool:
+        return 0 < self.gpus < self.ranks
+
+    @property
+    def sentence(self) -> str:
+        """For the first lines of a run."""
+        ranks = f"{self.ranks} ranks"
+        cards = f"{self.gpus} GPU" + ("" if self.gpus == 1 else "s")
+        share = f"{ranks} share {cards}" if self.gpu_shared else f"{ranks} on {cards}"
+        if self.backend is None:
+            return "backend: none, one rank" + (" on a GPU" if self.gpus else " on CPUs")
+        if not self.gpus:
+            return f"backend: gloo, {ranks} on CPUs"
+        if self.backend == "gloo":
+            return f"backend: gloo, as asked, through host memory: {share}"
+        return f"backend: NCCL over sockets: {share}" if self.gpu_shared else f"backend: NCCL, {share}"
+
+    def as_json(self) -> dict[str, Any]:
+        """For `--json` and the run's folder."""
+        return {**asdict(self), "gpu_shared": self.gpu_shared}
+
+
+def refuse_backend(wanted: str, device: torch.device, field: str = "training.backend") -> None:
+    """Before any process starts, and again on each rank: another node may have no GPU."""
+    if wanted not in ("auto", "nccl", "gloo"):
+        raise UserError(f"{field}={wanted} is unknown; use auto, nccl or gloo")
     if wanted == "nccl" and device.type != "cuda":
-        raise UserError(
-            "training.backend=nccl needs a GPU for every rank, and a rank has none; use backend=auto or gloo"
-        )
+        raise UserError(f"{field}=nccl needs a GPU for every rank, and a rank has none; use backend=auto or gloo")
+    if wanted != "gloo" and device.type == "cuda" and not dist.is_nccl_available():
+        raise UserError(f"{field}={wanted} needs NCCL on GPUs, and this PyTorch has none; use backend=gloo")
 
 
 def join_world(
@@ -38,29 +81,46 @@ def join_world(
     device: torch.device,
     wanted: Wanted = "auto",
     timeout: timedelta | None = None,
-) -> Backend:
+) -> Joined:
     """Make the process group of all ranks. Every rank calls this with a store that all of them share."""
     refuse_backend(wanted, device)
-    backend: Backend = "gloo"
+    card = ""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        shared = _shares_gpu(dist.PrefixStore("cards", store), device, world_size)  # type: ignore[attr-defined]
-        backend = "gloo" if wanted == "gloo" else "nccl"
-        if shared and backend == "nccl":
-            for name, value in {**SHARED_GPU, "NCCL_HOSTID": f"{socket.gethostname()}-{rank}"}.items():
-                os.environ.setdefault(name, value)
+        card = str(cast(Any, torch.cuda.get_device_properties(device)).uuid)
+    gpus, hosts = count_cards(dist.PrefixStore("cards", store), card, world_size)  # type: ignore[attr-defined]
+    backend: Backend = "nccl" if gpus and wanted != "gloo" else "gloo"
+    joined = Joined(world_size, backend, gpus, hosts)
+    if backend == "nccl" and joined.gpu_shared:
+        set_defaults(SHARED_GPU | {"NCCL_HOSTID": f"{socket.gethostname()}-{rank}"})
+        if hosts == 1:
+            set_defaults({"NCCL_SOCKET_IFNAME": LOOPBACK})
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     group_store = dist.PrefixStore("group", store)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size, **options)
-    return backend
+    return joined
 
 
-def _shares_gpu(store: Any, device: torch.device, world_size: int) -> bool:
-    """Whether any two ranks of the job have one GPU. A few calls of the store for each rank, however many there are."""
-    card = cast(Any, torch.cuda.get_device_properties(device)).uuid
-    if store.add(f"ranks of {card}", 1) > 1:
-        store.set("shared", "yes")
+def set_defaults(values: dict[str, str]) -> None:
+    """In this process and those it starts; what the user has set wins."""
+    for name, value in values.items():
+        os.environ.setdefault(name, value)
+
+
+def count_cards(store: Any, card: str, world_size: int) -> tuple[int, int]:
+    """Different GPUs and different hosts of the job. A few calls of the store for each rank, however many there are.
+    `card`: the UUID of this rank's GPU; empty: it has none."""
+    for kind, name in (("gpus", card), ("hosts", machine_identity())):
+        if name and store.add(f"{kind}/{name}", 1) == 1:
+            store.add(kind, 1)
+    store.add("with a GPU", int(bool(card)))
     if store.add("ranks", 1) == world_size:
-        store.set("all", "yes")  # after `shared`, if any rank has set that
+        store.set("all", "yes")  # after all of the above, on every rank
     store.wait(["all"])
-    return bool(store.check(["shared"]))
+    with_gpu = store.add("with a GPU", 0)
+    if with_gpu not in (0, world_size):
+        raise UserError(
+            f"training.device: {with_gpu} of {world_size} ranks have a usable GPU and the others none; "
+            "give every rank one, or use training.device=cpu"
+        )
+    return store.add("gpus", 0), store.add("hosts", 0)

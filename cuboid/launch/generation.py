@@ -24,22 +24,43 @@ def start_generation(
     sampling: SamplingSpec,
     words: Words,
     heard: Callable[[list[Event]], None],
+    joined: Callable[[dict[str, Any]], None] | None = None,
 ) -> None:
-    """Returns when every request has its text."""
-    run_ranks("generate_rank", spec, (list(requests), sampling, words), heard)
+    """Returns when every request has its text. `joined`: as `Pool.run` has it."""
+    run_ranks("generate_rank", spec, (list(requests), sampling, words), heard, joined)
 
 
-def run_ranks(name: str, spec: GenerationSpec, arguments: tuple[Any, ...], heard: Callable[[Any], None]) -> None:
+def run_ranks(
+    name: str,
+    spec: GenerationSpec,
+    arguments: tuple[Any, ...],
+    heard: Callable[[Any], None],
+    joined: Callable[[dict[str, Any]], None] | None = None,
+) -> None:
     """`name`, a function of this file, on every rank of the layout: here where that is one."""
     ranks = spec.layout.world_size
     if find_place(os.environ) is not None:
         raise UserError("torchrun or Slurm started this process as a rank, and generation starts its own; run it alone")
+    if spec.backend == "nccl":
+        from cuboid.launch.backend import refuse_backend
+        from cuboid.parallel.device import choose_device
+
+        refuse_backend(spec.backend, choose_device(spec.device, 0), "backend")
     if ranks == 1:
         globals()[name](0, heard, spec, *arguments)
         return
     with Pool() as pool:
         job = f"{__name__}:{name}"
-        pool.run(job, (spec, *arguments), ranks=ranks, timeout=PATIENCE, device=spec.device, heard=heard)
+        pool.run(
+            job,
+            (spec, *arguments),
+            ranks=ranks,
+            timeout=PATIENCE,
+            device=spec.device,
+            backend=spec.backend,
+            heard=heard,
+            joined=joined,
+        )
 
 
 def _generator(spec: GenerationSpec, rank: int) -> Any:
@@ -64,15 +85,17 @@ def generate_rank(
     _generator(spec, rank).generate(requests, sampling, words, say)
 
 
-def start_scoring(spec: GenerationSpec, requests: Sequence[Request]) -> list[Score]:
-    """How likely the labels of each request are, in order."""
+def start_scoring(
+    spec: GenerationSpec, requests: Sequence[Request], joined: Callable[[dict[str, Any]], None] | None = None
+) -> list[Score]:
+    """How likely the labels of each request are, in order. `joined`: as `Pool.run` has it."""
     found: dict[int, Score] = {}
 
     def heard(scores: list[Score]) -> None:
         for score in scores:
             found[score.number] = found[score.number] + score if score.number in found else score
 
-    run_ranks("score_rank", spec, (list(requests),), heard)
+    run_ranks("score_rank", spec, (list(requests),), heard, joined)
     return [found[request.number] for request in requests]
 
 

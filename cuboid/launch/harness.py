@@ -34,13 +34,19 @@ MOST = 256
 
 class CuboidModel(LM):  # type: ignore[misc]
     def __init__(
-        self, target: Target, layout: Layout, batch: int = 8, precision: str | None = None, device: str = "auto"
+        self,
+        target: Target,
+        layout: Layout,
+        batch: int = 8,
+        precision: str | None = None,
+        device: str = "auto",
+        backend: str = "auto",
     ) -> None:
         super().__init__()
         if not target.words.tokenizer:
             raise UserError("the model has no tokenizer for text; use --tokenizer byte or --tokenizer FOLDER")
         self._target, self._layout, self._batch = target, layout, batch
-        self._precision, self._on = precision or target.precision, device
+        self._precision, self._on, self._backend = precision or target.precision, device, backend
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
         """Of each continuation after its context; what does not fit into the model is cut at its beginning."""
@@ -107,6 +113,7 @@ class CuboidModel(LM):  # type: ignore[misc]
             weights=self._target.weights,
             precision=self._precision,  # type: ignore[arg-type]
             device=self._on,  # type: ignore[arg-type]
+            backend=self._backend,  # type: ignore[arg-type]
             slots=min(self._batch, -(-len(requests) // self._layout.dp)),
             length=length,
         )

@@ -48,8 +48,9 @@ def supervise_node(run: Run, nodes: Nodes, listener: socket.socket | None, quiet
 
 def _supervise(run: Run, nodes: Nodes, listener: socket.socket | None, quiet: bool, signals: Forwarder) -> Order:
     name = f"{nodes.interface.address}/{os.getpid()}"
-    os.environ["GLOO_SOCKET_IFNAME"] = nodes.interface.name
-    os.environ["NCCL_SOCKET_IFNAME"] = f"={nodes.interface.name}"
+    # Ranks inherit these. A user who knows the network (several cards, InfiniBand) has set them already.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", nodes.interface.name)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={nodes.interface.name}")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else every rank warns of addresses that have no name
     limit, desk, where, meeting = run.resilience.contact_seconds, None, nodes.endpoint, None
     listens = (

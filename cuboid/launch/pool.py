@@ -31,9 +31,9 @@ class Answer(NamedTuple):
     """What a rank says when its job is over."""
 
     outcome: str
-    """done, refused (the user's to mend), failed, or died; said: its job goes on."""
+    """done, refused (the user's to mend), failed, or died; joined or said: its job goes on."""
     value: Any
-    """The result, the sentence, the traceback, or what it said."""
+    """The result, the sentence, the traceback, what the ranks found when they joined, or what it said."""
     moment: float
     """On the clock all processes of the machine share."""
 
@@ -71,8 +71,11 @@ def _serve(connection: Connection) -> None:
             if ranks > 1:
                 store = dist.FileStore(os.path.join(folder, "store"), ranks)  # type: ignore[attr-defined]
                 limit = timedelta(seconds=timeout)
-                join_world(store, rank, ranks, choose_device(device, rank), backend, limit)
+                joined = join_world(store, rank, ranks, choose_device(device, rank), backend, limit)
                 dist.barrier()  # a rank with little to do would leave before another has reached it
+                if rank == 0:
+                    told = {**joined.as_json(), "sentence": joined.sentence}
+                    connection.send(Answer("joined", told, time.monotonic()))
             say = (lambda value: connection.send(Answer("said", value, time.monotonic())),) if talks else ()
             result = resolve_name(function)(rank, *say, *arguments)
             if ranks > 1:
@@ -117,10 +120,12 @@ class Pool:
         device: str = "cpu",
         backend: str = "auto",
         heard: Callable[[Any], None] | None = None,
+        joined: Callable[[dict[str, Any]], None] | None = None,
     ) -> list[Any]:
         """`function(rank, *arguments)` on each of `ranks` processes joined in one process group; their results in
         order. `device` and `backend`: as a run's settings have them. With `heard` it is `function(rank, say,
-        *arguments)`: what a rank says on its way is heard here at once.
+        *arguments)`: what a rank says on its way is heard here at once. `joined` is told the backend and the GPUs
+        (`Joined.as_json`, and its `sentence`) when several ranks have joined.
 
         The function is given by name, so that this process need not import what only the ranks use."""
         if any(connection.poll() for _, connection in self._ranks):
@@ -135,11 +140,16 @@ class Pool:
             connections = [connection for _, connection in self._ranks[:ranks]]
             for rank, connection in enumerate(connections):
                 connection.send((function, arguments, rank, ranks, folder, timeout, device, backend, heard is not None))
-            return self._results(connections, timeout, heard)
+            return self._results(connections, timeout, heard, joined)
 
     def _results(
-        self, connections: list[Connection], timeout: float, heard: Callable[[Any], None] | None = None
+        self,
+        connections: list[Connection],
+        timeout: float,
+        heard: Callable[[Any], None] | None = None,
+        joined: Callable[[dict[str, Any]], None] | None = None,
     ) -> list[Any]:
+        listeners = {"said": heard, "joined": joined}
         results: dict[int, Any] = {}
         while len(results) < len(connections):
             ready = wait([c for rank, c in enumerate(connections) if rank not in results], timeout)
@@ -148,9 +158,10 @@ class Pool:
                     f"ranks {sorted(set(range(len(connections))) - set(results))} gave no answer in {timeout} s"
                 )
             answers = {rank: _receive(c) for rank, c in enumerate(connections) if c in ready}
-            for rank in [rank for rank, answer in answers.items() if answer.outcome == "said"]:
-                if heard is not None:
-                    heard(answers[rank].value)
+            for rank in [rank for rank, answer in answers.items() if answer.outcome in listeners]:
+                listener = listeners[answers[rank].outcome]
+                if listener is not None:
+                    listener(answers[rank].value)
                 del answers[rank]
             if any(answer.outcome != "done" for answer in answers.values()):
                 # Ranks that miss a failed one fail in turn, and may be heard of sooner: the first to fail is the cause.
@@ -160,7 +171,7 @@ class Pool:
                     if not ready:
                         break
                     more = {rank: _receive(c) for rank, c in rest.items() if c in ready}
-                    answers |= {rank: answer for rank, answer in more.items() if answer.outcome != "said"}
+                    answers |= {rank: answer for rank, answer in more.items() if answer.outcome not in listeners}
                 failures = [rank for rank, answer in answers.items() if answer.outcome != "done"]
                 first = min(failures, key=lambda rank: answers[rank].moment)
                 self._fail(first, answers[first])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 import traceback
@@ -12,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from cuboid.launch.backend import Backend, Wanted, join_world
+from cuboid.launch.backend import Joined, Wanted, join_world
+from cuboid.launch.binding import Binding, bind_near
 from cuboid.launch.orphan import follow_parent
 from cuboid.launch.place import Place, find_place
 from cuboid.launch.rendezvous import reach_store
@@ -21,7 +23,9 @@ from cuboid.resilience.faults import arm
 from cuboid.resilience.preemption import Listener
 from cuboid.resilience.pulse import PULSE
 from cuboid.resilience.stacks import offer_stack
+from cuboid.say import say
 from cuboid.spec.run import Run
+from cuboid.train.folder import BACKEND
 from cuboid.train.trainer import Outcome, train
 
 LINGER = 1.0
@@ -29,7 +33,7 @@ LINGER = 1.0
 first."""
 
 
-def join(place: Place, device: torch.device, wanted: Wanted) -> Backend:
+def join(place: Place, device: torch.device, wanted: Wanted) -> Joined:
     """Meet the other ranks where the launcher says: at the supervisor's store, at torchrun's, or at the master's."""
     if place.attempt:
         store = reach_store(place.master_address, place.master_port, place.attempt)
@@ -38,6 +42,17 @@ def join(place: Place, device: torch.device, wanted: Wanted) -> Backend:
         serves = place.rank == 0 and not os.environ.get("TORCHELASTIC_RUN_ID")
         store = TCPStore(place.master_address, place.master_port, place.world_size, serves, wait_for_workers=False)
     return join_world(store, place.rank, place.world_size, device, wanted)
+
+
+def _tell(run: Run, joined: Joined, binding: Binding | None, quiet: bool) -> None:
+    """What carries the collectives and where ranks run, in the first lines and for `--json`."""
+    if not quiet:
+        say(joined.sentence)
+        if binding is not None:
+            say(binding.sentence)
+    folder = Path(run.output.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / BACKEND).write_text(json.dumps({**joined.as_json(), "bound": binding and binding.as_json()}))
 
 
 def what_went_wrong(error: Exception) -> str:
@@ -60,9 +75,13 @@ def run_rank(run: Run, signals: Listener, quiet: bool = False, place: Place | No
         if run.training.deterministic:  # cuBLAS reads this when it starts
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         device = choose_device(run.training.device, place.local_rank)
+        binding = bind_near(device, run.training.bind)  # before pinned memory and threads are made
+        joined = Joined(1, gpus=int(device.type == "cuda"))
         if place.world_size > 1:
             with PULSE.everybody("world", place.world_size).joined("join"):
-                join(place, device, run.training.backend)
+                joined = join(place, device, run.training.backend)
+        if place.rank == 0:
+            _tell(run, joined, binding, quiet)
         outcome = train(run, place.rank, device, quiet, lambda: signals.asked)
         if place.world_size > 1:
             dist.destroy_process_group()

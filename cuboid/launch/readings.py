@@ -41,5 +41,26 @@ def share_with_all(places: tuple[Place, ...], patience: float = PATIENCE) -> Cal
     return share
 
 
+def stand_still_everywhere(places: tuple[Place, ...], patience: float = PATIENCE) -> Callable[[bool], bool]:
+    """For a watchdog: counts the nodes whose ranks all wait for others, in one number of the store. It says whether
+    that is every node. A node that cannot reach the store leaves the judgement to the others."""
+    here = places[0]
+    nodes = here.world_size // len(places)
+    if nodes == 1:
+        return bool
+    counted = False
+
+    def everywhere(stands: bool) -> bool:
+        nonlocal counted
+        with suppress(RuntimeError):
+            store = reach_store(here.master_address, here.master_port, here.attempt, timedelta(seconds=patience))
+            number = store.add("nodes that stand still", int(stands) - int(counted))
+            counted = stands
+            return stands and int(number) >= nodes
+        return False
+
+    return everywhere
+
+
 def _key(first_rank: int) -> str:
     return f"readings/{first_rank}"

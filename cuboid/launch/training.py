@@ -31,10 +31,13 @@ def check_machine(run: Run, place: Place | None) -> None:
     if place is not None:
         check_world_size(run.layout, place.world_size)
     needs = [name for name in ("overlap_tensor", "cuda_graphs") if getattr(run.training, name) == "on"]
-    if run.training.device == "cuda" or needs:
-        from cuboid.parallel.device import choose_device  # it brings torch, for which others need not wait
+    if run.training.device == "cuda" or run.training.backend == "nccl" or needs:
+        from cuboid.launch.backend import refuse_backend  # they bring torch, for which others need not wait
+        from cuboid.parallel.device import choose_device
 
-        if choose_device(run.training.device, 0).type != "cuda":
+        device = choose_device(run.training.device, 0)
+        refuse_backend(run.training.backend, device)
+        if needs and device.type != "cuda":
             raise UserError(
                 f"training.{needs[0]}=on needs a GPU and this machine has no usable one; use training.{needs[0]}=auto"
             )
@@ -84,7 +87,7 @@ def launch(run: Run, quiet: bool, signals: Forwarder, places: tuple[Place, ...])
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from cuboid.launch.rank import run_started_rank
-    from cuboid.launch.readings import share_with_all
+    from cuboid.launch.readings import share_with_all, stand_still_everywhere
     from cuboid.launch.rendezvous import BACKEND
 
     config = LaunchConfig(
@@ -102,7 +105,8 @@ def launch(run: Run, quiet: bool, signals: Forwarder, places: tuple[Place, ...])
     logging.disable(logging.ERROR)  # the agent tells at length what is said below in one sentence
     pids = fork_server().RawArray("q", len(places))
     signals.follow(pids)
-    watchdog = Watchdog(run, [place.rank for place in places], share_with_all(places))
+    ranks_here = [place.rank for place in places]
+    watchdog = Watchdog(run, ranks_here, share_with_all(places), stand_still_everywhere(places))
     try:
         with watchdog:
             ranks = elastic_launch(config, run_started_rank)

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from cuboid.errors import RankError, UserError
+from cuboid.launch.backend import Wanted
 from cuboid.launch.orphan import follow_parent
 from cuboid.launch.pool import fork_server
 from cuboid.probe.samples import Sample
@@ -88,23 +89,37 @@ def is_here(host: str) -> bool:
     return True
 
 
+@dataclass(frozen=True)
+class Probed:
+    samples: list[Sample] | None
+    """Of all ranks, on the host that leads; None on the others."""
+    joined: dict[str, Any]
+    """What carried the collectives (`Joined.as_json`), on the host that leads and where there are several ranks."""
+
+
 def run_probe(
-    ranks: int, seconds: float, device: str, meeting: Meeting | None, tell: Callable[[str], None]
-) -> list[Sample] | None:
-    """The samples of all ranks on the host that leads, None on the others."""
+    ranks: int,
+    seconds: float,
+    device: str,
+    meeting: Meeting | None,
+    tell: Callable[[str], None],
+    backend: Wanted = "auto",
+) -> Probed:
     if meeting is not None:
-        # Read by the ranks when they are started.
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = meeting.interface
-        wanted = {"ranks": ranks, "nodes": meeting.nodes, "seconds": seconds, "device": device}
+        # Read by the ranks when they are started. A user who has set them knows the network better.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", meeting.interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", meeting.interface)
+        wanted = {"ranks": ranks, "nodes": meeting.nodes, "seconds": seconds, "device": device, "backend": backend}
         tell(f"{meeting.nodes} hosts meet at {meeting.host}:{meeting.port}")
         store, node = _meet(meeting, wanted)
         tell(f"host {node + 1} of {meeting.nodes}, {ranks} ranks, over {meeting.interface}")
-        found = _run_ranks(ranks, node, meeting.nodes, seconds, device, (meeting.host, meeting.port), tell)
+        where = (meeting.host, meeting.port)
+        found = _run_ranks(ranks, node, meeting.nodes, seconds, device, where, tell, backend)
         del store  # the leader's server, which the ranks needed until now
         return found
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     with tempfile.TemporaryDirectory(prefix="cuboid-") as folder:
-        return _run_ranks(ranks, 0, 1, seconds, device, folder, tell)
+        return _run_ranks(ranks, 0, 1, seconds, device, folder, tell, backend)
 
 
 def _meet(meeting: Meeting, settings: Mapping[str, object]) -> tuple[Any, int]:
@@ -152,13 +167,14 @@ def _run_ranks(
     device: str,
     meeting: str | tuple[str, int],
     tell: Callable[[str], None],
-) -> list[Sample] | None:
+    backend: Wanted,
+) -> Probed:
     context = fork_server()
     started = []
     for local in range(ranks):
         ours, theirs = context.Pipe()
         seat = Seat(node * ranks + local, ranks, nodes, seconds, device)
-        process = context.Process(target=_serve, args=(theirs, seat, meeting), daemon=True)
+        process = context.Process(target=_serve, args=(theirs, seat, meeting, backend), daemon=True)
         process.start()
         theirs.close()
         started.append((process, ours))
@@ -171,11 +187,10 @@ def _run_ranks(
             process.join()
 
 
-def _listen(
-    connections: list[Connection], first: int, seconds: float, tell: Callable[[str], None]
-) -> list[Sample] | None:
+def _listen(connections: list[Connection], first: int, seconds: float, tell: Callable[[str], None]) -> Probed:
     """Pass on what rank 0 says, and wait for all to be done."""
     result: list[Sample] | None = None
+    joined: dict[str, Any] = {}
     waiting = {connection: first + index for index, connection in enumerate(connections)}
     until = time.monotonic() + PATIENCE + 20 * seconds
     while waiting:
@@ -191,6 +206,8 @@ def _listen(
                 raise RankError(f"rank {rank} of the probe died") from None
             if what == "doing":
                 tell(value)
+            elif what == "joined":
+                joined = value
             elif what == "refused":
                 raise UserError(value)
             elif what == "failed":
@@ -198,16 +215,18 @@ def _listen(
             else:
                 del waiting[connection]
                 result = value if rank == 0 else result
-    return result
+    return Probed(result, joined)
 
 
-def _serve(connection: Connection, seat: Seat, meeting: str | tuple[str, int]) -> None:
+def _serve(connection: Connection, seat: Seat, meeting: str | tuple[str, int], backend: Wanted) -> None:
     """A rank process."""
     import torch
     import torch.distributed as dist
-    from torch.distributed import FileStore, PrefixStore  # type: ignore[attr-defined]
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+    from cuboid.launch.backend import join_world
     from cuboid.launch.rendezvous import reach_store
+    from cuboid.parallel.device import choose_device
     from cuboid.train.shortage import shortage_in
 
     follow_parent()
@@ -221,12 +240,11 @@ def _serve(connection: Connection, seat: Seat, meeting: str | tuple[str, int]) -
                 if isinstance(meeting, str)
                 else reach_store(*meeting, MARK)
             )
-            backend = "gloo"
-            if seat.device != "cpu" and torch.cuda.is_available():
-                torch.cuda.set_device(seat.rank % seat.local % torch.cuda.device_count())
-                backend = "nccl" if seat.local <= torch.cuda.device_count() else "gloo"
-            prefixed = PrefixStore("group", store)
-            dist.init_process_group(backend, store=prefixed, rank=seat.rank, world_size=seat.world, timeout=limit)
+            device = choose_device(seat.device, seat.rank % seat.local)
+            joined = join_world(store, seat.rank, seat.world, device, backend, limit)
+            if seat.rank == 0:
+                connection.send(("doing", joined.sentence))
+                connection.send(("joined", joined.as_json()))
         found = measure(seat, lambda text: connection.send(("doing", text)) if seat.rank == 0 else None)
         if seat.world > 1:
             dist.barrier()

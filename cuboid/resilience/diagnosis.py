@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cuboid.resilience.pulse import Activity, Phase
-from cuboid.resilience.reading import Reading, Waiting
+from cuboid.resilience.reading import Place, Reading, Waiting
 
 STOPPED = ("T", "t")
 GONE = ("", "Z", "X")
@@ -26,6 +26,7 @@ GROUPS = {
     "cp_inner": "the context-parallel ranks",
     "cp_outer": "the context-parallel ranks",
     "world": "all ranks",
+    "link": "the pipeline ranks",
 }
 ACTIVITIES: dict[Activity, str] = {
     "data": "reading data",
@@ -54,6 +55,8 @@ def diagnose(readings: Sequence[Reading]) -> Diagnosis:
     known = {reading.rank: reading for reading in readings if not (reading.phase == "finish" and reading.state in GONE)}
     edges = {rank: _waits_for(reading, known) for rank, reading in known.items()}
     behind = {rank: _dependents(rank, edges) for rank in {*known, *(one for ones in edges.values() for one in ones)}}
+    if different := _in_different_collectives(known):
+        return different
     culprits = _culprits(known, edges, behind) or _odd_one(known, known)
     if not culprits:
         return Diagnosis((), _together(readings))
@@ -62,6 +65,8 @@ def diagnose(readings: Sequence[Reading]) -> Diagnosis:
         text = f"{_who(culprits)} {_state(known[first], edges, len(culprits))}"
     else:
         text = f"{_who(culprits)} of another node did not come"
+    if first in known and len(culprits) > 1 and _in_circle(first, edges):
+        text += ": " + _each_in(culprits, known)
     all_behind = set().union(*(behind[rank] for rank in culprits)) - set(culprits)
     direct = sorted(rank for rank in all_behind if edges[rank] & set(culprits))
     return Diagnosis(culprits, text + _waiters(direct, sorted(all_behind - set(direct)), known))
@@ -116,6 +121,43 @@ def _culprits(
     if held_up := {one for rank in roots if behind[rank] for one in _together_with(known[rank], known)}:
         return _odd_one(held_up, known) or _ordered(held_up, known, behind)
     return _ordered([rank for rank in edges if _in_circle(rank, edges)], known, behind)
+
+
+def _in_different_collectives(known: Mapping[int, Reading]) -> Diagnosis | None:
+    """Ranks of one group that began its same collective, but not the same kind of it: neither can end."""
+    kinds: dict[tuple[Place, int], dict[str, list[int]]] = {}
+    if any(reading.state in (*GONE, *STOPPED, NOT_BEGUN) for reading in known.values()):
+        return None  # which tells more
+    for rank, reading in known.items():
+        waiting = reading.waiting
+        if waiting is not None and waiting.place is not None and waiting.kind not in ("message", "send", "save"):
+            kinds.setdefault((waiting.place, waiting.sequence), {}).setdefault(waiting.kind, []).append(rank)
+    for found in kinds.values():
+        if len(found) > 1:
+            everybody = sorted(rank for ranks in found.values() for rank in ranks)
+            fewest = min(found.values(), key=len)
+            culprits = tuple(fewest if 2 * len(fewest) < len(everybody) else everybody)
+            text = f"ranks of one group are in different collectives, {where(known[culprits[0]])}: "
+            return Diagnosis(culprits, text + _each_in(everybody, known))
+    return None
+
+
+def _each_in(ranks: Iterable[int], known: Mapping[int, Reading]) -> str:
+    """Which ranks are in what, ranks in the same together."""
+    groups: dict[str, list[int]] = {}
+    for rank in ranks:
+        waiting = known[rank].waiting if rank in known else None
+        if waiting is not None:
+            groups.setdefault(_in(waiting), []).append(rank)
+    return ", ".join(f"{_who(members)} {what}" for what, members in groups.items())
+
+
+def tell_busy(readings: Sequence[Reading], ranks: Sequence[int]) -> str:
+    """Who works while the others wait, at what, and who waits in what."""
+    known = {reading.rank: reading for reading in readings}
+    waiters = _each_in([rank for rank in known if rank not in ranks], known)
+    working = f"{_who(ranks)} work{'s' if len(ranks) == 1 else ''} {where(known[ranks[0]])}"
+    return working + (f", the others wait: {waiters}" if waiters else "")
 
 
 def _together_with(reading: Reading, known: Mapping[int, Reading]) -> list[int]:

@@ -23,6 +23,8 @@ class Limit:
     """0: none."""
     origin: str
     """Where it comes from, in words."""
+    learned: bool = False
+    """From this job's own phases."""
 
 
 def limit_of(reading: Reading, spec: ResilienceSpec) -> Limit:
@@ -34,9 +36,9 @@ def limit_of(reading: Reading, spec: ResilienceSpec) -> Limit:
         return Limit(spec.setup_seconds, f"resilience.setup_seconds={spec.setup_seconds:g}")
     seconds = max(spec.hang_factor * learned.typical, OVER_LONGEST * learned.longest)
     if seconds < spec.hang_floor_seconds:
-        return Limit(spec.hang_floor_seconds, f"resilience.hang_floor_seconds={spec.hang_floor_seconds:g}")
+        return Limit(spec.hang_floor_seconds, f"resilience.hang_floor_seconds={spec.hang_floor_seconds:g}", True)
     plural = "" if learned.seen == 1 else "s"
-    return Limit(seconds, f"learned from {learned.seen} {phase}{plural}")
+    return Limit(seconds, f"learned from {learned.seen} {phase}{plural}", True)
 
 
 def limit_of_all(readings: Sequence[Reading], spec: ResilienceSpec) -> Limit:

@@ -51,7 +51,7 @@ STEPPING, READING, DEVICE = _PHASE["step"], _ACTIVITY["data"], _WAIT["device"]
 
 # The words of the file, eight bytes each. Times are nanoseconds of the clock that all processes of a machine share.
 VERSION, PID, RANK, PHASE, STEP, ACTIVITY, STAGE, MICRO_BATCH, WAIT, TRACK, SEQUENCE, CHANGED, CHANGES = range(13)
-WAITED, READ, TABLE_SIZE, PHASE_SINCE, ACTIVITY_SINCE = range(13, 18)
+WAITED, READ, TABLE_SIZE, PHASE_SINCE, ACTIVITY_SINCE, DEVICE_PASSED, DEVICE_LEFT = range(13, 20)
 SPENT = 24
 """Time spent in each phase so far."""
 SEEN, TYPICAL, LONGEST = 32, 40, 48
@@ -142,6 +142,8 @@ class Pulse:
         """Called at each change of phase, activity and wait: where faults are injected."""
         self.observer: Observer | None = None
         """Where a trace is taken: who gives its parts their names."""
+        self.mark: Callable[[], None] | None = None
+        """Where ranks have GPUs: called where a mark in the device's own order tells later how far it has come."""
         self.waits: list[tuple[int, int, int, int]] | None = None
         """Where a run keeps its times: kind, track, begin and end of each wait since they were last taken."""
         self.rank = 0
@@ -231,6 +233,8 @@ class Pulse:
         words[ACTIVITY_SINCE] = words[CHANGED] = now
         words[WAIT] = 0
         words[CHANGES] += 1
+        if self.mark is not None:
+            self.mark()
         if self.observer is not None:
             self.observer.turned(activity, stage, micro_batch)
         if self.hook is not None:
@@ -262,6 +266,8 @@ class Pulse:
             self.waits.append((words[WAIT], words[TRACK], words[CHANGED], now))
         words[WAIT], words[CHANGED] = 0, now
         words[CHANGES] += 1
+        if self.mark is not None:
+            self.mark()
         if self.observer is not None:
             self.observer.goes_on()
 

@@ -56,6 +56,8 @@ class Reading:
     changed: float = 0.0
     """When it last noted anything, on its machine's clock."""
     changes: int = 0
+    device_left: int = 0
+    """Marks that its GPU has still to pass; 0 also where none are made."""
     state: str = "S"
     """Of its process, as Linux calls it: R, S, D, T (stopped), Z; empty: there is none. `?`: it has not begun."""
     call: str = ""
@@ -124,6 +126,7 @@ def read_pulse(words: memoryview[int]) -> Reading:
         counts={place: words[file.COUNTS + index] for index, place in enumerate(places)},
         changed=words[file.CHANGED] / 1e9,
         changes=words[file.CHANGES],
+        device_left=words[file.DEVICE_LEFT],
         state=process_state(words[file.PID]),
         call=process_call(words[file.PID]),
         learned={name: _learned(words, index) for index, name in enumerate(PHASES)},

@@ -30,13 +30,22 @@ def offer_stack(folder: str | Path, rank: int) -> None:
     faulthandler.register(SIGNAL, file=file, all_threads=True, chain=False)
 
 
+COMPILING = ("_dynamo/convert_frame.py", "in compile_fx_inner", "_inductor/async_compile.py", "/triton/compiler/")
+"""What stands in a stack while PyTorch compiles, and not while what it compiled runs."""
+
+
+def is_compiling(reading: Reading, folder: str | Path) -> bool:
+    """Whether a thread of this rank compiles just now."""
+    path = stack_path(folder, reading.rank)
+    before = _size(path)
+    _ask([reading], folder)
+    stacks = path.read_bytes()[before:].decode(errors="replace") if path.exists() else ""
+    return any(mark in stacks for mark in COMPILING)
+
+
 def collect_stacks(readings: Sequence[Reading], folder: str | Path, target: Path) -> None:
     """One text per rank in `target`: what it noted last, its process, and the stacks of all its threads."""
-    asked = [reading for reading in readings if reading.pid and reading.state not in STOPPED]
-    for reading in asked:
-        with suppress(ProcessLookupError):
-            os.kill(reading.pid, SIGNAL)
-    _settle([stack_path(folder, reading.rank) for reading in asked])
+    _ask([reading for reading in readings if reading.pid and reading.state not in STOPPED], folder)
     for reading in readings:
         path = stack_path(folder, reading.rank)
         stacks = path.read_text() if path.exists() else ""
@@ -44,15 +53,24 @@ def collect_stacks(readings: Sequence[Reading], folder: str | Path, target: Path
         (target / f"rank-{reading.rank:05d}.txt").write_text(text)
 
 
-def _settle(paths: Sequence[Path]) -> None:
-    """Until all have written and none grows."""
+def _ask(readings: Sequence[Reading], folder: str | Path) -> None:
+    """Returns when all have written their stacks and no file grows, or nobody waits any longer."""
+    paths = [stack_path(folder, reading.rank) for reading in readings]
+    written = [_size(path) for path in paths]
+    for reading in readings:
+        with suppress(ProcessLookupError):
+            os.kill(reading.pid, SIGNAL)
     until = time.monotonic() + PATIENCE
     sizes: list[int] = []
     while time.monotonic() < until:
-        before, sizes = sizes, [path.stat().st_size if path.exists() else 0 for path in paths]
-        if sizes and all(sizes) and sizes == before:
+        before, sizes = sizes, [_size(path) for path in paths]
+        if sizes == before and all(now > then for now, then in zip(sizes, written, strict=True)):
             return
         time.sleep(SETTLED)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _process(reading: Reading) -> str:

@@ -21,9 +21,10 @@ from cuboid.errors import HangError
 from cuboid.resilience.diagnosis import GONE, NOT_BEGUN, diagnose
 from cuboid.resilience.goodput import Attempt, note_attempt
 from cuboid.resilience.limits import Limit, Silence, limit_of_all
-from cuboid.resilience.pulse import CHANGES, PID, SIZE, STEP, VERSION, pulse_path
+from cuboid.resilience.pulse import CHANGES, DEVICE_PASSED, PID, SIZE, STEP, VERSION, pulse_path
 from cuboid.resilience.reading import Reading, process_state, read_pulse
-from cuboid.resilience.stacks import collect_stacks
+from cuboid.resilience.stacks import collect_stacks, is_compiling
+from cuboid.resilience.standstill import Standstill
 from cuboid.resilience.stragglers import Stragglers
 from cuboid.spec.run import Run
 
@@ -44,11 +45,19 @@ class Hang:
 class Watchdog:
     """Used in a `with` statement around an attempt; ranks write their pulses into `folder`."""
 
-    def __init__(self, run: Run, ranks: Sequence[int], share: Callable[[list[Reading]], list[Reading]] = list) -> None:
-        """`share` shows the readings of this machine to the other nodes and returns those of all."""
+    def __init__(
+        self,
+        run: Run,
+        ranks: Sequence[int],
+        share: Callable[[list[Reading]], list[Reading]] = list,
+        everywhere: Callable[[bool], bool] = bool,
+    ) -> None:
+        """`share` shows the readings of this machine to the other nodes and returns those of all. `everywhere`: tells
+        them whether all ranks here stand still, and returns whether those of all nodes do."""
         self._run = run
         self._ranks = ranks
         self._share = share
+        self._standstill = Standstill(run.resilience, everywhere, lambda reading: is_compiling(reading, self.folder))
         self._words: dict[int, memoryview[int]] = {}
         self._waited_for_a_core: dict[int, int] = {}
         self._over = threading.Event()
@@ -97,9 +106,14 @@ class Watchdog:
             all_there = len(self._words) == len(self._ranks)
             if all_there and stragglers.is_due(self._words[self._ranks[0]][STEP]):
                 stragglers.look(self.readings())
-            noted = tuple(words[CHANGES] for words in self._words.values())
+            noted = tuple(words[place] for words in self._words.values() for place in (CHANGES, DEVICE_PASSED))
             seconds = silence.look(time.monotonic(), noted, self._starved())
-            if not spec.hang_factor or seconds < spec.hang_floor_seconds:
+            if not spec.hang_factor:
+                continue
+            if (stuck := self._standstill.look(seconds, self.readings)) is not None:
+                self._end(*stuck, seconds)
+                return
+            if seconds < spec.hang_floor_seconds:
                 continue
             readings = self.readings()
             limit = limit_of_all(readings, spec)

@@ -83,6 +83,8 @@ class GenerationSpec:
     """hf:FOLDER or a checkpoint; empty: random ones."""
     precision: Literal["float32", "bf16", "fp16", "float64"] = "float32"
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    backend: Literal["auto", "nccl", "gloo"] = "auto"
+    """What carries collectives, as in a training."""
     slots: int
     """Sequences in the cache of one replica at a time."""
     length: int

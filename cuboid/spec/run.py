@@ -129,6 +129,9 @@ class ResilienceSpec:
     setup_seconds: float = 1800.0
     """How long it may stand still where nothing is learned yet: while it sets up, in its first steps, its first
     evaluation and its first save. 0: for ever."""
+    stuck_seconds: float = 40.0
+    """How long it may stand still there if every rank waits for another: none computes, compiles, loads or reads. That
+    is a deadlock or a lost rank, and is named and ended. 0: it is not looked for."""
     bad_steps: Literal["skip", "retry", "rollback", "stop"] = "skip"
     """What is done about a step whose loss or gradient norm is not finite, or a spike: leave its update out, go back to
     the newest checkpoint and try again (a batch that is bad twice is left out), go back and leave its batch out of the
@@ -146,7 +149,14 @@ class ResilienceSpec:
 
     def __post_init__(self) -> None:
         check_types(self, "resilience")
-        seconds = ("grace_seconds", "gather_seconds", "rejoin_seconds", "hang_floor_seconds", "setup_seconds")
+        seconds = (
+            "grace_seconds",
+            "gather_seconds",
+            "rejoin_seconds",
+            "hang_floor_seconds",
+            "setup_seconds",
+            "stuck_seconds",
+        )
         counts = ("restarts", "hang_factor", "most_bad_steps", "spike_score", "check_replicas_every")
         require_in_range(self, "resilience", (*counts, *seconds), low=0)
         require_in_range(self, "resilience", ("contact_seconds",), low=3)

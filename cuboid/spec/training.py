@@ -39,6 +39,9 @@ class TrainingSpec:
     backend: Literal["auto", "nccl", "gloo"] = "auto"
     """What carries collectives; auto: NCCL where ranks have GPUs, also where they share one, and gloo on CPUs. Ranks
     that share a GPU may use either; NCCL then runs over sockets."""
+    bind: Literal["auto", "off"] = "auto"
+    """Keep each rank on the cores near its GPU (those of its NUMA node), and so its memory; auto: where the system says
+    which they are, and nobody (Slurm, taskset, numactl) has bound the rank already."""
     threads_per_rank: int = 1
     """Threads of a rank on a CPU."""
     start_from: str = ""

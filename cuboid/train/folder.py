@@ -16,7 +16,10 @@ from cuboid.spec.run import Run, build_run, dump_run, load_run
 from cuboid.train.rows import last_step
 
 RUN_FILE = "run.toml"
+BACKEND = "backend.json"
+"""What carries the collectives, on how many GPUs; written by rank 0 when all have joined."""
 WRITTEN = (
+    BACKEND,
     IDENTITY,
     "metrics.jsonl",
     "timing-*.jsonl",

@@ -1,13 +1,17 @@
 """What the tests of the pool let its ranks do; they are found by name, as `tests.launch.jobs:function`."""
 
 import os
+import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from cuboid.errors import UserError
+from cuboid.launch.backend import SHARED_GPU, count_cards, set_defaults
+from cuboid.launch.binding import Binding, bind_to
 
 
 def describe(rank: int, word: str) -> tuple[int, str, bool]:
@@ -67,3 +71,35 @@ def count_aloud(rank: int, say: Callable[[object], None], count: int) -> int:
     for number in range(count):
         say((rank, number))
     return count
+
+
+def cards_of(rank: int, path: str, cards: list[str]) -> tuple[int, int]:
+    """What ranks with these cards find; an empty name is none."""
+    return count_cards(dist.FileStore(path, len(cards)), cards[rank], len(cards))  # type: ignore[attr-defined]
+
+
+def environment_after_defaults(rank: int, chosen: dict[str, str]) -> dict[str, str]:
+    wanted = {"NCCL_HOSTID": f"host-{rank}", **SHARED_GPU}
+    before = {name: os.environ.pop(name, None) for name in wanted}
+    os.environ.update(chosen)
+    set_defaults(wanted)
+    found = {name: os.environ.pop(name) for name in wanted}
+    os.environ.update({name: value for name, value in before.items() if value is not None})
+    return found
+
+
+def bind(rank: int, root: str, address: str) -> tuple[Binding | None, list[set[int]]]:
+    """Bind this process, look where its threads may run, and undo it for the next job."""
+    before, over = os.sched_getaffinity(0), threading.Event()
+    thread = threading.Thread(target=over.wait)
+    thread.start()
+    try:
+        binding = bind_to(address, Path(root))
+        tasks = [int(task) for task in os.listdir("/proc/self/task")]
+        cores = [os.sched_getaffinity(task) for task in tasks]
+    finally:
+        over.set()
+        thread.join()
+    for task in map(int, os.listdir("/proc/self/task")):
+        os.sched_setaffinity(task, before)
+    return binding, cores

@@ -1,0 +1,133 @@
+"""Whether a silent job stands still: no rank of it computes, compiles or reads any more.
+
+Where nothing is learned yet, silence alone says little: one rank may compile for minutes while all others wait for it.
+So each rank is looked at. One that waits in a collective, for a message or for a communicator does nothing else. One
+that notes no wait is asked for the time of a core it has taken since the job fell silent, and for how far its GPU has
+come. If nobody works, nobody will end the silence: that is a deadlock or a lost rank, and it is known at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+
+from cuboid.resilience.diagnosis import GONE, NOT_BEGUN, STOPPED, tell_busy
+from cuboid.resilience.limits import Limit, limit_of_all
+from cuboid.resilience.pulse import Wait
+from cuboid.resilience.reading import Reading, Waiting
+from cuboid.say import say
+from cuboid.spec.run import ResilienceSpec
+
+QUIET = 1.0
+"""Seconds of silence after which it is noted how much ranks have worked so far."""
+EVERY = 3.0
+"""Seconds between two close looks."""
+BUSY = 0.002
+"""Part of a core from which a rank works: what only wakes up now and then takes a tenth of this."""
+MAY_WORK: tuple[Wait, ...] = ("load", "save", "agreement")
+"""Waits in which a rank may do something itself: read, write, plan."""
+
+
+class Standstill:
+    def __init__(
+        self,
+        spec: ResilienceSpec,
+        everywhere: Callable[[bool], bool] = bool,
+        compiles: Callable[[Reading], bool] = lambda reading: False,
+    ) -> None:
+        """`everywhere`: tells the other nodes whether the ranks of this one stand still, and returns whether all do.
+        `compiles`: looks into the stacks of a rank."""
+        self._spec, self._everywhere, self._compiles = spec, everywhere, compiles
+        self._efforts: Efforts | None = None
+        self._next = 0.0
+        self._told = self._said = False
+
+    def look(self, seconds: float, read: Callable[[], list[Reading]]) -> tuple[list[Reading], Limit] | None:
+        """`seconds`: of silence. What all ranks do, and the limit they have passed, if nobody works any more."""
+        if seconds < QUIET:
+            self._efforts, self._told = None, False
+            self._say_everywhere(False)
+            return None
+        if self._efforts is None:
+            self._efforts, self._next = Efforts(read()), 0.0
+        stuck = self._spec.stuck_seconds
+        if not stuck or seconds < stuck or time.monotonic() < self._next:
+            return None
+        self._next = time.monotonic() + EVERY
+        readings = read()
+        if limit_of_all(readings, self._spec).learned:
+            return None  # which knows better how long this phase may take
+        waiting = [self._waits(reading) for reading in readings]
+        busy = [reading.rank for reading, waits in zip(readings, waiting, strict=True) if waits is None]
+        if busy:
+            if not self._told:
+                self._told = True
+                bound = f"resilience.setup_seconds={self._spec.setup_seconds:g}"
+                say(f"{tell_busy(readings, busy)}; nobody else works, for {seconds:.0f} s; limit {bound}", True)
+            self._say_everywhere(False)
+            return None
+        if not self._say_everywhere(True):
+            return None
+        limit = Limit(stuck, f"resilience.stuck_seconds={stuck:g}: no rank computes, compiles or reads")
+        return [reading for reading in waiting if reading is not None], limit
+
+    def _say_everywhere(self, stands: bool) -> bool:
+        """Only what has changed is told."""
+        if stands or self._said:
+            self._said = stands
+            return self._everywhere(stands)
+        return False
+
+    def _waits(self, reading: Reading) -> Reading | None:
+        """The reading of a rank that waits, as its diagnosis needs it; None: it works."""
+        kind = reading.waiting.kind if reading.waiting is not None else ""
+        if reading.state in (*STOPPED, *GONE):
+            return reading
+        if reading.state == NOT_BEGUN or (not kind and reading.activity in ("reading", "writing", "data")):
+            return None
+        if kind == "device":
+            return reading if reading.device_left else None
+        if kind and kind not in MAY_WORK:
+            return reading
+        assert self._efforts is not None
+        if self._efforts.is_idle(reading):
+            return reading
+        # Its GPU has not come on while its host runs. A host waits for the device in many calls, and most of them spin.
+        if not kind and reading.device_left and not self._compiles(reading):
+            return replace(reading, waiting=Waiting("device", None))
+        return None
+
+
+class Efforts:
+    """The time of a core that each rank has taken since the job fell silent."""
+
+    def __init__(self, readings: Sequence[Reading]) -> None:
+        self._begin = time.monotonic()
+        self._before = {reading.rank: core_seconds(reading.pid) for reading in readings}
+
+    def is_idle(self, reading: Reading) -> bool:
+        before, now = self._before.get(reading.rank), core_seconds(reading.pid)
+        if before is None or now is None or reading.state == "D":  # which waits for a disk
+            return False
+        return 0 <= now - before < BUSY * (time.monotonic() - self._begin)
+
+
+def core_seconds(pid: int) -> float | None:
+    """Of the threads that run a rank's own code, and of the processes it has started: those compile for it. Threads of
+    NCCL and its watchdog poll all the time, and count for nothing."""
+    total = 0.0
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            if task.name == str(pid) or (task / "comm").read_text().startswith("pt_autograd"):
+                total += int((task / "schedstat").read_text().split()[0]) / 1e9
+        for child in psutil.Process(pid).children(recursive=True):
+            with suppress(psutil.Error):
+                times = child.cpu_times()
+                total += times.user + times.system
+    except (OSError, ValueError, IndexError, psutil.Error):
+        return None
+    return total

@@ -1,0 +1,129 @@
+"""Deadlocks in set-up and in the first step are named soon, and ranks that compute or compile for long are not."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from cuboid.errors import HangError
+from cuboid.launch.pool import fork_server
+from cuboid.resilience.failures import failures
+from cuboid.resilience.reading import Reading, Waiting
+from cuboid.resilience.standstill import Standstill
+from cuboid.resilience.watchdog import Watchdog
+from cuboid.spec.run import ResilienceSpec, Run, build_run
+from tests.cli.command import SHORT, rows, run, train
+from tests.resilience.stuck_jobs import begin
+
+STUCK = "resilience.stuck_seconds=3"
+
+
+def watched(tmp_path: Path, job: str, ranks: int = 2) -> tuple[Watchdog, int]:
+    """A job of the file beside this one under a watchdog, until it is over; how many ranks came to its end."""
+    made: Run = build_run(
+        {"model": "tiny-llama", "layout": f"dp={ranks}", "output": {"folder": str(tmp_path / "run")}},
+        ["training.global_batch=8", STUCK],
+    )
+    context = fork_server()
+    with Watchdog(made, list(range(ranks))) as watchdog:
+        started = [
+            context.Process(target=begin, args=(rank, ranks, str(watchdog.folder), job), daemon=True)
+            for rank in range(ranks)
+        ]
+        for process in started:
+            process.start()
+        for process in started:
+            process.join(120)
+        done = len(list(watchdog.folder.glob("done-*")))
+    return watchdog, done
+
+
+CASES = {
+    "opposite_order": "ranks 0–1 wait for each other in a circle, in step 1, in its forward pass: rank 0 in the "
+    "all-reduce of the data-parallel ranks 0–1, rank 1 in the all-reduce of the tensor-parallel ranks 0–1",
+    "different_kinds": "ranks of one group are in different collectives, while it sets up: rank 0 in the all-reduce of "
+    "all ranks, rank 1 in the all-gather of all ranks",
+    "missing_in_set_up": "rank 1 hangs while it sets up: rank 0 waits for it in the new group of all ranks",
+}
+
+
+@pytest.mark.parametrize("job", CASES)
+def test_a_real_deadlock_is_named_with_its_ranks_and_collectives(tmp_path: Path, job: str) -> None:
+    watchdog, _ = watched(tmp_path, job)
+    with pytest.raises(HangError) as caught:
+        watchdog.explain()
+    said = str(caught.value)
+    assert said.startswith(CASES[job]), said
+    assert "limit 3.0 s (resilience.stuck_seconds=3: no rank computes, compiles or reads)" in said
+    stacks = [(tmp_path / f"run/hang-00001/rank-{rank:05d}.txt").read_text() for rank in (0, 1)]
+    assert all(f", in {job}" in text or f"in {job}" in text for text in stacks)
+    report = json.loads((tmp_path / "run/hang-00001/report.json").read_text())
+    assert report["culprits"] == ([1] if job == "missing_in_set_up" else [0, 1])
+
+
+@pytest.mark.parametrize("job", ["busy_for_long", "compile_elsewhere"])
+def test_a_rank_that_works_for_long_is_waited_for_and_told_of(
+    tmp_path: Path, job: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    watchdog, done = watched(tmp_path, job)
+    assert watchdog.hang is None and done == 2
+    told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: rank 1 works in step 1")]
+    assert len(told) == 1, "once in a silence"
+    assert "the others wait: rank 0 in the all-reduce of all ranks; nobody else works, for 3 s" in told[0]
+
+
+def test_ranks_that_hang_in_set_up_and_in_the_first_step_are_named_and_started_again(tmp_path: Path) -> None:
+    faults = "hang rank=1 at=set-up; hang rank=2 step=1 at=backward"
+    fields = [*SHORT, "checkpoint.every=3", "resilience.stuck_seconds=6"]
+    result = run(train("--layout", "dp=2,pp=2", "--inject", faults, fields=fields), tmp_path)
+    folder = tmp_path / "runs/default"
+    assert result.returncode == 0, result.stderr
+    assert len(rows(folder / "metrics.jsonl")) == 3
+    first, second = failures(folder)
+    assert first.reason.startswith("rank 1 hangs while it sets up, in the join of all ranks"), first.reason
+    assert second.reason.startswith("rank 2 hangs in step 1, in its backward pass of stage 1: rank"), second.reason
+    assert "resilience.stuck_seconds=6" in first.reason and "resilience.stuck_seconds=6" in second.reason
+
+
+def judged(readings: list[Reading], **settings: float) -> bool:
+    """Of ranks that are this process, which works, and have been silent for ten seconds."""
+    standstill = Standstill(ResilienceSpec(stuck_seconds=5, **settings))  # type: ignore[arg-type]
+    until = time.monotonic() + 0.1
+    assert standstill.look(2.0, lambda: readings) is None
+    while time.monotonic() < until:
+        pass
+    return standstill.look(10.0, lambda: readings) is not None
+
+
+def test_a_device_that_has_marks_to_pass_and_passes_none_stands_still() -> None:
+    import os
+
+    waits = Reading(0, os.getpid(), "step", 1, waiting=Waiting("device", None), device_left=3)
+    spins = Reading(1, os.getpid(), "step", 1, "forward", device_left=2)
+    assert judged([waits])
+    assert judged([waits, spins]), "a host that spins in a call that waits for its device does not work"
+    assert not judged([waits, Reading(1, os.getpid(), "step", 1, "forward")]), "its device waits for the host"
+    assert not judged([waits, Reading(1, os.getpid(), "step", 1, waiting=Waiting("device", None))]), "it computes"
+    assert not judged([waits, Reading(1, os.getpid(), "set-up", activity="reading")])
+    assert not judged([waits, Reading(1, state="?")]), "it has not begun"
+    assert judged([waits, Reading(1, os.getpid(), "step", 1, state="T")])
+
+
+def test_nodes_of_which_one_still_works_wait() -> None:
+    told: list[bool] = []
+
+    def everywhere(stands: bool) -> bool:
+        told.append(stands)
+        return len(told) > 1
+
+    standstill = Standstill(ResilienceSpec(stuck_seconds=5), everywhere)
+    readings = [Reading(0, 1, waiting=Waiting("join", None))]
+    assert standstill.look(10.0, lambda: readings) is None, "another node has not said so yet"
+    standstill._next = 0.0
+    assert standstill.look(10.0, lambda: readings) is not None
+    assert standstill.look(0.2, lambda: readings) is None
+    assert told == [True, True, False]
+    assert standstill.look(0.2, lambda: readings) is None and len(told) == 3, "nothing new to tell"
