@@ -113,11 +113,13 @@ def make_run(case: Case, precision: str, device: str, backend: str) -> Run:
 
 def prepare(rank: int, run: Run) -> None:
     """The reference, kept in this process for all layouts that are compared with it."""
-    from cuboid.verify.compare import ROUNDED, known_trace
+    from cuboid.verify.compare import ROUNDED, known_trace, rounded_traces
 
-    known_trace(run)
     if run.training.precision in ROUNDED:
+        rounded_traces(run)
         known_trace(run, "float32")
+    else:
+        known_trace(run)
 
 
 def prove(rank: int, run: Run) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -124,23 +125,26 @@ def compare(run: Run, observed: Trace, reference: Trace) -> Verdict:
     return _verdict(run, observed, bounds)
 
 
-def compare_rounded(run: Run, observed: Trace, reference: Trace, exact: Trace) -> Verdict:
-    """In bf16 and the like: `reference` in it, `exact` in float32, both by one process."""
-    traces = (observed, reference, exact)
-    among = decided(reference.gradients, exact.gradients)
-    seen, expected, true = (moved(trace.parameters, exact.start, among) for trace in traces)
+def compare_rounded(run: Run, observed: Trace, rounded: Sequence[Trace], exact: Trace) -> Verdict:
+    """In bf16 and the like: `rounded` are equally good answers in it, and `exact` is one in float32, all by one
+    process. The first of `rounded` is what is compared with."""
+    among = decided([trace.gradients for trace in rounded], exact.gradients)
+    seen, true = (moved(trace.parameters, exact.start, among) for trace in (observed, exact))
+    expected = [moved(trace.parameters, exact.start, among) for trace in rounded]
     ways = walked(exact.parameters, exact.start, among)
     rounding = MULTIPLE * TENSOR_UNITS.get(run.training.precision, UNIT)
     least = max(rounding, REROUTED if run.model.mixture is not None else 0.0)
+    norms, losses = [trace.gradient_norms for trace in rounded], [trace.losses for trace in rounded]
+    gradients = [trace.gradients for trace in rounded]
     bounds = {
-        "loss": number_bound(observed.losses, reference.losses, exact.losses),
-        "gradient": tensor_bound(observed.gradients, reference.gradients, exact.gradients, least),
-        "gradient_norm": number_bound(observed.gradient_norms, reference.gradient_norms, exact.gradient_norms),
+        "loss": number_bound(observed.losses, losses, exact.losses),
+        "gradient": tensor_bound(observed.gradients, gradients, exact.gradients, least),
+        "gradient_norm": number_bound(observed.gradient_norms, norms, exact.gradient_norms),
         "parameter": tensor_bound(seen, expected, true, max(least, 1 / DECIDED), beside=ways),
     }
     if exact.routers:
-        seen, expected, true = ([{"": statistics} for statistics in trace.routers] for trace in traces)
-        bounds["router"] = tensor_bound(seen, expected, true, rounding)
+        routers = [[{"": statistics} for statistics in trace.routers] for trace in (observed, exact, *rounded)]
+        bounds["router"] = tensor_bound(routers[0], routers[2:], routers[1], rounding)
     return _verdict(run, observed, bounds)
 
 
@@ -166,12 +170,17 @@ def _verdict(run: Run, observed: Trace, bounds: dict[str, Bound]) -> Verdict:
     )
 
 
+def rounded_traces(run: Run) -> list[Trace]:
+    """What one process computes in the run's 16 bits; where tensor ranks sum, also with sums as NCCL rounds them."""
+    hops = [1, run.layout.tp] if run.layout.tp > 1 else [1]
+    return [known_trace(run, hops=each) for each in hops]
+
+
 def verify_rank(rank: int, run: Run) -> dict[str, Any] | None:
     """What each rank process does; the verdict comes from rank 0."""
     observed = observed_trace(run, rank)
     if observed is None:
         return None
-    reference = known_trace(run)
     if run.training.precision in ROUNDED:
-        return asdict(compare_rounded(run, observed, reference, known_trace(run, "float32")))
-    return asdict(compare(run, observed, reference))
+        return asdict(compare_rounded(run, observed, rounded_traces(run), known_trace(run, "float32")))
+    return asdict(compare(run, observed, known_trace(run)))

@@ -24,6 +24,7 @@ from cuboid.parallel.device import choose_device
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run
 from cuboid.train.learning_rate import learning_rate
+from cuboid.verify.hops import sum_hop_by_hop
 
 DTYPES = {
     "float32": torch.float32,
@@ -56,18 +57,18 @@ class Trace:
     """Of a mixture: a row per layer, assignments of each expert and the sums of its auxiliary losses."""
 
 
-def known_trace(run: Run, precision: str = "") -> Trace:
+def known_trace(run: Run, precision: str = "", hops: int = 1) -> Trace:
     """`reference_trace`, computed once for all layouts of a model and its settings that this process compares."""
-    return _known(replace(run, layout=Layout()), precision)
+    return _known(replace(run, layout=Layout()), precision, hops)
 
 
 @lru_cache(maxsize=8)
-def _known(run: Run, precision: str) -> Trace:
-    return reference_trace(run, precision=precision)
+def _known(run: Run, precision: str, hops: int) -> Trace:
+    return reference_trace(run, precision=precision, hops=hops)
 
 
-def reference_trace(run: Run, moments_after: Collection[int] = (), precision: str = "") -> Trace:
-    """`precision`: another than the run's."""
+def reference_trace(run: Run, moments_after: Collection[int] = (), precision: str = "", hops: int = 1) -> Trace:
+    """`precision`: another than the run's. `hops`: of how many tensor ranks the sums are rounded as NCCL does."""
     precision = precision or run.training.precision
     dtype = DTYPES[precision]
     factor = run.training.loss_scale if precision == "fp16" else 1.0
@@ -81,6 +82,8 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
         for child in computing.model.layers.modules():
             if isinstance(child, Linear):
                 child.product = Fp8Product(run.training.fp8_scaling == "row")
+    if hops > 1:
+        sum_hop_by_hop(computing.model, hops)
     matrices = [parameter for parameter in parameters.values() if parameter.ndim > 1]
     vectors = [parameter for parameter in parameters.values() if parameter.ndim == 1]
     optimizer = torch.optim.AdamW(

@@ -3,10 +3,11 @@
 Every product in bf16 rounds by up to 2^-8 of its result, and errors add up with depth and over steps in a way no fixed
 number foresees. So one process computes twice, in bf16 and in float32, from the same weights: what its own bf16 differs
 by is the spread of equally good answers, tensor by tensor and step by step. A layout, which sums the same products in
-another order, has a spread of the same size. A tensor is allowed `MULTIPLE` times its own spread, or that of the median
-tensor where that is more, and never less than for one rounding. Errors are root mean squares over a tensor, relative to
-the tensor in float32 (of parameters, to the way they have gone): a factor of two is an error of 1, a sum over two
-ranks that was left out about 1/2.
+another order, has a spread of the same size. NCCL rounds a sum over tensor ranks at every hop; so where a layout has
+such sums one process also computes with sums rounded like that (`hops`), and the larger spread counts. A tensor is
+allowed `MULTIPLE` times its own spread, or that of the median tensor where that is more, and never less than for one
+rounding. Errors are root mean squares over a tensor, relative to the tensor in float32 (of parameters, to the way they
+have gone): a factor of two is an error of 1, a sum over two ranks that was left out about 1/2.
 
 Adam moves a parameter by the learning rate whatever the size of its gradient. One whose gradient is as small as the
 rounding moves up or down by chance: of parameters only those are compared whose gradients were larger in every step.
@@ -21,6 +22,7 @@ token whose experts score alike may already be sent elsewhere; so tensors of a m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
@@ -65,32 +67,34 @@ def allowed(spread: float, least: float = MULTIPLE * UNIT) -> float:
     return max(MULTIPLE * spread, least)
 
 
-def number_bound(observed: list[float], reference: list[float], exact: list[float]) -> Bound:
-    """The step that takes up most of what is allowed in it."""
+def number_bound(observed: list[float], rounded: Sequence[list[float]], exact: list[float]) -> Bound:
+    """The step that takes up most of what is allowed in it. The first of `rounded` is compared with."""
     bounds = []
-    for seen, expected, true in zip(observed, reference, exact, strict=True):
+    for seen, true, *others in zip(observed, exact, *rounded, strict=True):
         scale = abs(true) or 1.0
-        bounds.append(Bound(abs(seen - expected) / scale, allowed(abs(expected - true) / scale)))
+        spread = max(abs(other - true) for other in others)
+        bounds.append(Bound(abs(seen - others[0]) / scale, allowed(spread / scale)))
     return max(bounds, key=lambda bound: bound.share)
 
 
 def tensor_bound(
     observed: list[Tensors],
-    reference: list[Tensors],
+    rounded: Sequence[list[Tensors]],
     exact: list[Tensors],
     least: float,
     beside: list[Tensors] | None = None,
 ) -> Bound:
-    """The tensor of any step that takes up most of what it is allowed, which is never less than `least`. Errors are
-    relative to the size of what is `beside` it; left out: of `exact`."""
+    """The tensor of any step that takes up most of what it is allowed, which is never less than `least`. The first of
+    `rounded` is compared with. Errors are relative to the size of what is `beside` it; left out: of `exact`."""
     bounds = [Bound(0.0, least)]
-    for seen, expected, true, large in zip(observed, reference, exact, beside or exact, strict=True):
+    for seen, true, large, *others in zip(observed, exact, beside or exact, *rounded, strict=True):
+        expected = others[0]
         if odd := _different(seen, expected):
             return Bound(float("inf"), least, odd)
         scales = {name: _size(tensor) for name, tensor in large.items()}
         floor = NEGLIGIBLE * max(scales.values()) or 1.0
         scales = {name: max(scale, floor) for name, scale in scales.items()}
-        spreads = {name: _distance(expected[name], true[name]) / scales[name] for name in true}
+        spreads = {name: max(_distance(other[name], true[name]) for other in others) / scales[name] for name in true}
         typical = median(spreads.values())
         for name, scale in scales.items():
             error = _distance(seen[name], expected[name]) / scale
@@ -117,15 +121,16 @@ def walked(parameters: list[Tensors], start: Tensors, among_steps: list[Tensors]
     return found
 
 
-def decided(reference: list[Tensors], exact: list[Tensors]) -> list[Tensors]:
+def decided(rounded: Sequence[list[Tensors]], exact: list[Tensors]) -> list[Tensors]:
     """For every step and tensor of gradients: which elements rounding did not give their sign, in it and before."""
     found: list[Tensors] = []
-    for expected, true in zip(reference, exact, strict=True):
+    for true, *others in zip(exact, *rounded, strict=True):
         now = {}
         for name, tensor in true.items():
             # Rows that no token looked up have no gradient and no rounding: they would hide that of the others.
-            has = (tensor != 0) | (expected[name] != 0)
-            now[name] = tensor.abs() > DECIDED * _distance(expected[name][has], tensor[has])
+            has = (tensor != 0) | (others[0][name] != 0)
+            spread = max(_distance(other[name][has], tensor[has]) for other in others)
+            now[name] = tensor.abs() > DECIDED * spread
             if found:
                 now[name] &= found[-1][name]
         found.append(now)

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 from cuboid.model.linear import Linear
-from cuboid.parallel import gradient_sum
+from cuboid.parallel import collectives, gradient_sum, local
 from cuboid.parallel.collectives import Pending
 from cuboid.parallel.unit import Unit
 from cuboid.spec.run import Run
 from cuboid.train.optimizer import Optimizer
-from cuboid.verify.compare import compare_rounded
+from cuboid.verify.compare import compare_rounded, rounded_traces
 from cuboid.verify.observe import observed_trace
-from cuboid.verify.reference import reference_trace
+from cuboid.verify.reference import known_trace
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def verdict(rank: int, run: Run, owner: Any, name: str, bug: Any) -> dict[str, A
         observed = observed_trace(run, rank)
     if observed is None:
         return None
-    return asdict(compare_rounded(run, observed, reference_trace(run), reference_trace(run, precision="float32")))
+    return asdict(compare_rounded(run, observed, rounded_traces(run), known_trace(run, "float32")))
 
 
 def sound(rank: int, run: Run) -> dict[str, Any] | None:
@@ -82,3 +82,21 @@ def with_an_update_left_out_by_one_rank(rank: int, run: Run) -> dict[str, Any] |
             right(self, *arguments)
 
     return verdict(rank, run, Optimizer, "step", wrong)
+
+
+def _hop_by_hop(rows: torch.Tensor) -> torch.Tensor:
+    """Each rank adds its own to what came and passes that on, in the precision of the message."""
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total
+
+
+def with_sums_as_nccl_rounds_them(rank: int, run: Run, leaves_out: int = 0) -> dict[str, Any] | None:
+    """`leaves_out`: how many ranks a sum forgets."""
+
+    def ring(rows: torch.Tensor) -> torch.Tensor:
+        return _hop_by_hop(rows[leaves_out:])
+
+    with planted(local, "sum_rows", ring):
+        return verdict(rank, run, collectives, "sum_rows", ring)

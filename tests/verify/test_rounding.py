@@ -42,9 +42,9 @@ def traces(run: Run) -> tuple[Trace, Trace]:
 
 def test_another_order_of_the_same_samples_passes(run: Run, traces: tuple[Trace, Trace]) -> None:
     """What the bound is made for, without any layout: float32 itself is as far from bf16 as the spread says."""
-    verdict = compare_rounded(run, copy.deepcopy(traces[0]), *traces)
+    verdict = compare_rounded(run, copy.deepcopy(traces[0]), traces[:1], traces[1])
     assert verdict.passed and verdict.gradient_error == 0
-    exact = compare_rounded(run, copy.deepcopy(traces[1]), *traces)
+    exact = compare_rounded(run, copy.deepcopy(traces[1]), traces[:1], traces[1])
     assert exact.passed and 0 < exact.gradient_error <= exact.tolerances["gradient"] / MULTIPLE * 1.0001
     assert min(exact.tolerances.values()) >= MULTIPLE * UNIT
 
@@ -75,7 +75,7 @@ def test_every_kind_of_difference_is_seen(
 ) -> None:
     observed = copy.deepcopy(traces[0])
     disturb(observed)
-    verdict = compare_rounded(run, observed, *traces)
+    verdict = compare_rounded(run, observed, traces[:1], traces[1])
     assert not verdict.passed
     assert not getattr(verdict, f"{kind}_error") <= verdict.tolerances[kind]
 
@@ -99,6 +99,36 @@ def test_bugs_planted_in_ranks_are_found_and_sound_ranks_pass(pool: Pool) -> Non
     doubled = verdict("with_one_gradient_doubled", "dp=2")
     assert not doubled["passed"] and doubled["worst_gradient"] == "layers.1.feed_forward.down.weight"
     assert not verdict("with_the_rounding_of_few_bits", "tp=2")["passed"]
+
+
+@pytest.mark.parametrize(("model", "precision"), [("tiny-llama", "bf16"), ("tiny-gpt2", "fp8")])
+def test_sums_that_nccl_rounds_at_every_hop_pass_and_a_sum_that_forgets_a_rank_does_not(
+    pool: Pool, model: str, precision: str
+) -> None:
+    few = ("model.layers=2", "training.global_batch=2", "training.sequence=16")
+    wide = () if precision == "bf16" else ("model.hidden=128", "model.ffn=128")
+    run = verification_run("tp=8", model, (*few, *wide), steps=2, dtype=precision)
+    job = "tests.verify.rounding_jobs:with_sums_as_nccl_rounds_them"
+    sound = pool.run(job, (run,), ranks=8)[0]
+    assert sound["passed"], sound
+    bug = pool.run(job, (run, 1), ranks=8)[0]
+    assert not bug["passed"] and bug["gradient_error"] > bug["tolerances"]["gradient"], bug
+
+
+def test_one_process_that_sums_hop_by_hop_rounds_more_with_more_hops() -> None:
+    """And computes the same: in float32 the parts add up to the whole."""
+    few = ("model.layers=2", "training.global_batch=2", "training.sequence=16")
+    run = verification_run("tp=8", "tiny-qwen3", few, steps=1, dtype="bf16")
+    exact = reference_trace(run, precision="float32")
+    in_parts = reference_trace(run, precision="float32", hops=8)
+    for name, gradient in exact.gradients[0].items():
+        assert torch.allclose(in_parts.gradients[0][name], gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max())
+
+    def spread(hops: int) -> float:
+        rounded = reference_trace(run, hops=hops).gradients[0]["embedding.tokens.weight"]
+        return float((rounded - exact.gradients[0]["embedding.tokens.weight"]).norm())
+
+    assert spread(8) > 1.1 * spread(1)
 
 
 def adam(gradients: list[Tensor]) -> list[dict[str, Tensor]]:
@@ -134,7 +164,7 @@ def test_rows_that_nobody_looked_up_do_not_hide_the_rounding_of_the_others() -> 
     true, expected = torch.zeros(1024, 4), torch.zeros(1024, 4)
     true[0] = torch.tensor([1.0, -1.0, 100.0, -100.0])
     expected[0] = true[0] + torch.tensor([1.0, -1.0, 1.0, -1.0])
-    (among,) = decided([{"table": expected}], [{"table": true}])
+    (among,) = decided([[{"table": expected}]], [{"table": true}])
     assert among["table"].nonzero().tolist() == [[0, 2], [0, 3]] and DECIDED < 100
 
 
