@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 import torch
 import torch.distributed as dist
@@ -128,17 +128,26 @@ DIMENSIONS = {
 """Field of `Groups` -> the dimension its exchanges belong to, where that has another name."""
 
 
+def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    """With its own ranks alone. Torch names such a group by its ranks and by the number of groups that this process
+    has, so all ranks must make as many, in one order; a rank for which there is none makes one of itself."""
+    handle: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+    return handle
+
+
 def _own(kind: str, rank: int, members: tuple[tuple[int, ...], ...], world: Track) -> Group | None:
-    """Make all groups of one kind (every rank of the job calls this in the same order) and return this rank's."""
-    mine: Group | None = None
-    for ranks in members:
-        handle: dist.ProcessGroup | None = None
-        if len(ranks) > 1:
-            with world.joined("new group"):
-                handle = dist.new_group(list(ranks))
-        if rank in ranks:
-            mine = Group(ranks, ranks.index(rank), handle, track=PULSE.track(kind, ranks) if handle else NOWHERE)
-    return mine
+    """Make this rank's group of one kind, and no other rank's. Every rank of the job calls this for the same kinds in
+    the same order; groups of one kind have no rank in common, so no group waits for another of its kind."""
+    ranks = next((ranks for ranks in members if rank in ranks), None)
+    handle: dist.ProcessGroup | None = None
+    if any(len(each) > 1 for each in members):
+        with world.joined("new group"):
+            handle = _new_group(ranks or (rank,))
+    if ranks is None:
+        return None
+    if len(ranks) == 1:
+        return Group(ranks, 0)
+    return Group(ranks, ranks.index(rank), handle, track=PULSE.track(kind, ranks))
 
 
 def _kv_replica_ranks(tensor_groups: tuple[tuple[int, ...], ...], parts: int) -> tuple[tuple[int, ...], ...]:
@@ -203,19 +212,26 @@ def make_groups(
 
 
 def _links(layout: Layout, rank: int, line: tuple[int, ...]) -> dict[tuple[int, int], Group]:
-    """Both directions between ranks with neighbouring stages. Every rank makes its own in one order of all: first pairs
-    that begin at an even rank, then those at an odd one, then what leads from the last rank back to the first. So at
-    most three of these wait for one another, however long the pipeline is."""
+    """Both directions between ranks with neighbouring stages, in rounds of pairs that have no rank in common: first
+    those that begin at an even rank, then those at an odd one, then what leads from the last rank back to the first. So
+    at most three of these wait for one another, however long the pipeline is."""
     placed = FAMILIES[layout.schedule].place(layout.pp, layout.vpp)
     pairs = {pair for here, there in pairwise(placed) if here != there for pair in ((here, there), (there, here))}
     links: dict[tuple[int, int], Group] = {}
-    for source, target in sorted(pairs, key=lambda pair: (abs(pair[0] - pair[1]) > 1, min(pair) % 2, pair)):
-        ranks = (line[source], line[target])
-        if rank in ranks:
-            track = PULSE.track("link", ranks)
-            with track.joined("new group"):
-                handle = dist.new_group(list(ranks), use_local_synchronization=True)
-            links[source, target] = Group(ranks, ranks.index(rank), handle, dimension="pp", track=track)
+
+    def round_of(pair: tuple[int, int]) -> tuple[bool, int, bool]:
+        return abs(pair[0] - pair[1]) > 1, min(pair) % 2, pair[0] > pair[1]
+
+    for _, together in groupby(sorted(pairs, key=round_of), key=round_of):
+        own = next((pair for pair in together if line.index(rank) in pair), None)
+        if own is None:
+            _new_group((rank,))
+            continue
+        ranks = (line[own[0]], line[own[1]])
+        track = PULSE.track("link", ranks)
+        with track.joined("new group"):
+            handle = _new_group(ranks)
+        links[own] = Group(ranks, ranks.index(rank), handle, dimension="pp", track=track)
     return links
 
 
