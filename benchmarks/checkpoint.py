@@ -21,10 +21,10 @@ import torch
 from cuboid.checkpoint.folder import checkpoint_path, clear
 from cuboid.checkpoint.location import locate
 from cuboid.checkpoint.resume import resume
-from cuboid.checkpoint.save import deadline_group
 from cuboid.checkpoint.saver import Saver
 from cuboid.launch.pool import Pool
 from cuboid.parallel.apply import Engine, build_engine
+from cuboid.parallel.coordination import open_coordination
 from cuboid.spec.run import Run, build_run
 from cuboid.train.optimizer import Optimizer
 
@@ -94,7 +94,7 @@ def measure(rank: int, run: Run, rounds: int) -> dict[str, Any]:
     for asynchronous in (False, True):
         spec = replace(run.checkpoint, asynchronous=asynchronous, keep=1000)
         changed = replace(engine, run=replace(run, checkpoint=spec))
-        savers[asynchronous] = Saver(changed, optimizer, place, deadline_group(600))
+        savers[asynchronous] = Saver(changed, optimizer, place, open_coordination(600))
     count = len(savers[True]._own.content)
     found: dict[str, list[float]] = {name: [] for name in ("disk write", "disk read", "save", "load", "stall", "write")}
     step = 0

@@ -31,9 +31,9 @@ from cuboid.checkpoint.memory.nodes import gather, open_memory
 from cuboid.checkpoint.memory.recall import Recall
 from cuboid.checkpoint.memory.saver import MemorySaver
 from cuboid.checkpoint.resume import resume
-from cuboid.checkpoint.save import deadline_group
 from cuboid.checkpoint.saver import Saver
 from cuboid.launch.pool import Pool
+from cuboid.parallel.coordination import open_coordination
 from cuboid.resilience.failures import failures
 from cuboid.spec.run import Run, dump_run
 
@@ -43,11 +43,11 @@ NODES = "aabb"
 def measure(rank: int, run: Run, rounds: int) -> dict[str, Any]:
     """Each round: save both ways, load all ways; what is timed is the slowest rank."""
     engine, optimizer = build(rank, run)
-    group = deadline_group(600)
+    group = open_coordination(600)
     place = locate(run.output.folder) / "checkpoints"
     memory = open_memory(run, rank, group, NODES[rank])
     savers: dict[str, BackgroundSaver] = {
-        "disk": Saver(engine, optimizer, place, deadline_group(600)),
+        "disk": Saver(engine, optimizer, place, open_coordination(600)),
         "memory": MemorySaver(engine, optimizer, memory),
     }
     found: dict[str, list[float]] = {}

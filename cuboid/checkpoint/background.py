@@ -8,15 +8,15 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 
 import torch
-import torch.distributed as dist
 
 from cuboid.checkpoint.manifest import Manifest
-from cuboid.checkpoint.save import deadline_group, describe, kept_state
+from cuboid.checkpoint.save import GivenUp, describe, kept_state
 from cuboid.checkpoint.staging import Staging
 from cuboid.checkpoint.state import Moments
 from cuboid.data.opened import data_identity
 from cuboid.parallel.apply import Engine
 from cuboid.parallel.collectives import all_reduce
+from cuboid.parallel.coordination import Coordination
 from cuboid.resilience.pulse import PULSE
 
 GRACE = 2.0
@@ -40,10 +40,6 @@ class SaveReport:
     """Or memory."""
 
 
-class GivenUp(Exception):
-    """A save that failed, which all ranks know."""
-
-
 class BackgroundSaver(ABC):
     """One save is in flight at a time. A save that fails costs a warning, and leaves the earlier ones alone."""
 
@@ -51,13 +47,12 @@ class BackgroundSaver(ABC):
     kept = "checkpoint"
     """What is made, in a sentence."""
 
-    def __init__(self, engine: Engine, optimizer: Moments, group: dist.ProcessGroup | None = None) -> None:
-        """`group` is of all ranks and used by nobody else, from `deadline_group`; every rank calls this."""
+    def __init__(self, engine: Engine, optimizer: Moments, group: Coordination) -> None:
+        """`group` is used by nobody else while a save is in flight; every rank calls this."""
         self._engine, self._optimizer = engine, optimizer
         self._rank = engine.groups.world.index
         self._spec = engine.run.checkpoint
         self._group = group
-        self._group_works = True
         # Rank 0 writes the manifest: the others need not look at the data to say which it is.
         self._data = data_identity(engine.run) if self._rank == 0 else ""
         self._bytes = 0
@@ -85,8 +80,8 @@ class BackgroundSaver(ABC):
 
     @abstractmethod
     def _keep(self, staging: Staging, manifest: Manifest) -> str:
-        """In the thread: returns a warning, or nothing, when it is kept; raises `GivenUp` if all ranks know it is not.
-        What else is raised leaves the group unusable."""
+        """In the thread: returns a warning, or nothing, when it is kept; raises `GivenUp` if all ranks know it is
+        not."""
 
     @property
     def _knows_it_is_kept(self) -> bool:
@@ -96,12 +91,11 @@ class BackgroundSaver(ABC):
         """Every rank calls this after `step` steps. Returns when the state is copied, or on a GPU being copied."""
         start = time.perf_counter()
         ready = self._is_ready()
-        hindered, broken_groups, kept = self._count(not ready, not self._group_works, self._knows_it_is_kept)
+        hindered, kept = self._count(not ready, self._knows_it_is_kept)
         if hindered:
             self._leave_out(step, time.perf_counter() - start)
             return
-        if broken_groups:
-            self._group, self._group_works = deadline_group(self._spec.timeout_seconds), True
+        self._group = self._group.renew()
         manifest = describe(self._engine, self._optimizer, step, self._data)
         self._staging = self._place_for(kept > 0)
         self._staging.fill(kept_state(self._engine, self._optimizer))
@@ -175,7 +169,7 @@ class BackgroundSaver(ABC):
         return int(all_reduce(torch.tensor(own, device=self._engine.device), self._engine.groups.world))
 
     def _work(self, staging: Staging, manifest: Manifest) -> None:
-        """The thread. Whatever happens is said in the result; a collective that failed leaves its group unusable."""
+        """The thread. Whatever happens is said in the result."""
         start, count = time.perf_counter(), 0
         try:
             staging.wait()
@@ -184,8 +178,7 @@ class BackgroundSaver(ABC):
         except GivenUp as error:
             warning = f"no {self.kept} after step {manifest.step}: {error}"
         except Exception as error:
-            self._group_works = self._group is None
-            late = time.perf_counter() - start >= self._spec.timeout_seconds
+            late = isinstance(error, TimeoutError) or time.perf_counter() - start >= self._spec.timeout_seconds
             reason = f"a rank did not answer {self._deadline}" if late else str(error)
             warning = f"no {self.kept} after step {manifest.step}: {reason}"
         PULSE.everybody(self.kept).reach(manifest.step)

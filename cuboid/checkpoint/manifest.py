@@ -30,6 +30,10 @@ LARGEST = 1 << 30
 COUNTS = range(1 << 62)
 
 
+def data_file(rank: int) -> str:
+    return f"data-{rank:05d}.bin"
+
+
 class Damage(UserError):
     """A checkpoint is not what it says; names the file and the reason."""
 

@@ -55,13 +55,13 @@ class Reader(StorageReader):
         self._folder = locate(folder)
         self._share = share
         self.damage: Damage | None = None
-        self._index = check_index(self._folder) if index is None else index
-        self.names = self._index.keys()
+        self.index = check_index(self._folder) if index is None else index
+        self.names = self.index.keys()
 
     def require(self, shapes: dict[str, tuple[int, ...]]) -> None:
         """A `Damage` if it is of another model, whatever its manifest says."""
         for name, shape in shapes.items():
-            held = self._index.get(name, {}).get("shape")
+            held = self.index.get(name, {}).get("shape")
             if held != list(shape):
                 reason = "lacks" if held is None else f"has {'×'.join(map(str, held))} elements in"
                 raise Damage(self._folder, INDEX, f"{reason} {name}, which needs {'×'.join(map(str, shape))}")
@@ -73,7 +73,7 @@ class Reader(StorageReader):
         """`storage_data`: file, position and lengths of each chunk."""
         tensors: dict[str, Any] = {}
         stored: dict[MetadataIndex, tuple[str, int, tuple[int, ...]]] = {}
-        for name, entry in self._index.items():
+        for name, entry in self.index.items():
             chunks = []
             for chunk in entry["chunks"]:
                 offsets, lengths = torch.Size(chunk["offsets"]), torch.Size(chunk["lengths"])
@@ -106,7 +106,6 @@ class Reader(StorageReader):
                 # A disk that fails is damage too: an older checkpoint may lie on good ground.
                 unread = Damage(self._folder, file, f"cannot be read ({error})")
                 self.damage = error if isinstance(error, Damage) else unread
-        PULSE.everybody().wait("load", PULSE.everybody().advance())
         future: Future[None] = Future()
         future.set_result(None)
         return future

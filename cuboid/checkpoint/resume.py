@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
-
 from cuboid.checkpoint.folder import checkpoints, step_of, sweep
+from cuboid.checkpoint.generators import generators
 from cuboid.checkpoint.index import check_index
 from cuboid.checkpoint.location import Location, locate
 from cuboid.checkpoint.manifest import INDEX, Manifest, Place, StoredFile
 from cuboid.checkpoint.memory.copies import Generation
 from cuboid.checkpoint.memory.recall import Lost, Recall
+from cuboid.checkpoint.parts import Wishes
 from cuboid.checkpoint.save import Damaged, agree, load
-from cuboid.checkpoint.state import Moments
+from cuboid.checkpoint.state import Moments, state_to_load
 from cuboid.checkpoint.verify import check_file, verify
 from cuboid.errors import UserError
 from cuboid.parallel.apply import Engine, draw_weights
+from cuboid.parallel.coordination import Coordination
 from cuboid.resilience.pulse import PULSE
 from cuboid.say import say
 
@@ -25,7 +27,7 @@ def resume(
     engine: Engine,
     optimizer: Moments,
     folder: Place,
-    group: dist.ProcessGroup | None = None,
+    group: Coordination,
     quiet: bool = False,
     recall: Recall | None = None,
 ) -> int:
@@ -36,17 +38,20 @@ def resume(
     if speaks:
         sweep(place)
     names = [path.name for path in checkpoints(place)] if speaks else []
-    sources: list[Location | Generation] = [place / name for name in _from_first(names, group)]
+    sources: list[Location | Generation] = [place / name for name in group.broadcast(names)]
     sources += reversed(recall.generations) if recall is not None else ()
     steps, spoiled = engine.run.training.steps, False
+    wishes = Wishes(group, lambda: {**state_to_load(engine, optimizer), **generators(engine)})
     # The newest first; of the same step that in memory, which is read sooner.
     for source in sorted(sources, key=_step)[::-1]:
         try:
             if isinstance(source, Location):
-                found, (manifest, index), where = source, _look_together(source, speaks, group), ""
-                share = _share(manifest)
+                found, where = source, ""
+                manifest, whole, share = _look_together(source, group)
                 if manifest.step >= steps:
                     agree(_damage(found, share), group)
+                else:
+                    index = wishes.part(whole)
             else:
                 assert recall is not None
                 brought = recall.bring(source, engine, optimizer)
@@ -54,7 +59,7 @@ def resume(
                 where = f" in memory ({brought.sent})" if brought.sent else " in memory"
             if manifest.step < steps:
                 spoiled = True
-                load(engine, optimizer, found, group, index, share)
+                load(engine, optimizer, found, group, manifest, index, share)
         except (Lost, Damaged) as error:
             if speaks:
                 say(str(error), as_warning=True)
@@ -88,42 +93,26 @@ def _step(source: Location | Generation) -> int:
     return step_of(source) if isinstance(source, Location) else source.step
 
 
-def _from_first(found: Any, group: dist.ProcessGroup | None) -> Any:
-    """What rank 0 found, on all ranks: a folder may look different to each while somebody writes in it."""
-    answer = [found]
-    if dist.is_initialized():
-        with PULSE.everybody().joined("agreement"):
-            dist.broadcast_object_list(answer, src=0, group=group)
-    return answer[0]
-
-
-def _look_together(
-    checkpoint: Location, speaks: bool, group: dist.ProcessGroup | None
-) -> tuple[Manifest, dict[str, Any]]:
-    """Everything but the contents of the data: manifest and index on all ranks, or `Damaged`."""
-    found: tuple[Manifest | None, str] = (None, "")
-    if speaks:
+def _look_together(checkpoint: Location, group: Coordination) -> tuple[Manifest, dict[str, Any], dict[str, StoredFile]]:
+    """Everything but the contents of the data, which rank 0 alone looks at: the manifest without its files, the index
+    (on rank 0), and the files whose contents this rank answers for; where the layout is the one that wrote them, its
+    own. Or `Damaged`."""
+    manifest, reason, index = None, "", dict[str, Any]()
+    shares: list[dict[str, StoredFile]] = []
+    if group.rank == 0:
         try:
-            found = (verify(checkpoint, contents=False), "")
+            manifest = verify(checkpoint, contents=False)
+            check_file(checkpoint, INDEX, manifest.files[INDEX])
+            index = check_index(checkpoint, manifest.files)
+            files = [(name, file) for name, file in manifest.files.items() if name != INDEX]
+            shares = [dict(files[rank :: group.size]) for rank in range(group.size)]
+            manifest = replace(manifest, files={})
         except UserError as error:
-            found = (None, str(error))
-    manifest, reason = _from_first(found, group)
+            manifest, reason = None, str(error)
+    manifest, reason = group.broadcast((manifest, reason))
     if manifest is None:
         raise Damaged(reason)
-    index: dict[str, Any] = {}
-    try:
-        check_file(checkpoint, INDEX, manifest.files[INDEX])
-        index = check_index(checkpoint)
-    except UserError as error:
-        reason = str(error)
-    agree(reason, group)
-    return manifest, index
-
-
-def _share(manifest: Manifest) -> dict[str, StoredFile]:
-    """The files that this rank answers for; where the layout is the one that wrote them, its own."""
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    return {name: manifest.files[name] for name in [name for name in manifest.files if name != INDEX][rank::ranks]}
+    return manifest, index, group.scatter(shares)
 
 
 def _damage(checkpoint: Location, share: dict[str, StoredFile]) -> str:

@@ -1,56 +1,42 @@
-"""Save and load a training's state through `torch.distributed.checkpoint`, from any layout into any other."""
+"""Save and load a training's state, from any layout into any other."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from datetime import timedelta
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
-from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from cuboid.checkpoint.folder import checkpoint_path
 from cuboid.checkpoint.generators import generators, restore_generators
 from cuboid.checkpoint.location import Location
-from cuboid.checkpoint.manifest import Manifest, Place, StoredFile, read_manifest
+from cuboid.checkpoint.manifest import Manifest, Place, StoredFile, data_file, read_manifest
 from cuboid.checkpoint.reader import Reader
-from cuboid.checkpoint.scattered import LoadPlanner, SavePlanner, Scattered
+from cuboid.checkpoint.scattered import LoadPlanner, Scattered
 from cuboid.checkpoint.staging import Staging
 from cuboid.checkpoint.state import Moments, state_to_load, state_to_save
-from cuboid.checkpoint.writer import Writer
+from cuboid.checkpoint.writer import Writer, index_part, whole_index
 from cuboid.data.opened import data_identity
 from cuboid.parallel.apply import Engine
-from cuboid.resilience.pulse import PULSE
+from cuboid.parallel.coordination import Coordination, open_coordination
 from cuboid.spec.run import dump_run
 
-# That one process needs no group is no news.
+# Each rank reads for itself; what they must agree on they tell each other through a `Coordination`.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-
-
-def deadline_group(seconds: float) -> dist.ProcessGroup | None:
-    """A group of all ranks for checkpoints alone: it never waits behind the training's collectives, nor for ever. Every
-    rank calls this; None if there is only one."""
-    if not dist.is_initialized():
-        return None
-    with PULSE.everybody().joined("new group"):
-        group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=seconds))
-    return group
 
 
 class Damaged(Exception):
     """A checkpoint cannot be used, as all ranks know; says why."""
 
 
-def agree(reason: str, group: dist.ProcessGroup | None) -> None:
+class GivenUp(Exception):
+    """A save that failed, which all ranks know."""
+
+
+def agree(reason: str, group: Coordination) -> None:
     """Every rank says why the checkpoint is damaged, or nothing; all raise the same `Damaged` if one did."""
-    reasons = [reason]
-    if dist.is_initialized():
-        reasons = [""] * dist.get_world_size()
-        with PULSE.everybody().joined("agreement"):
-            dist.all_gather_object(reasons, reason, group=group)
-    if reason := next(filter(None, reasons), ""):
+    if reason := group.agree(reason):
         raise Damaged(reason)
 
 
@@ -68,12 +54,36 @@ def kept_state(engine: Engine, optimizer: Moments) -> dict[str, Scattered]:
     return {**state_to_save(engine, optimizer), **generators(engine)}
 
 
-def write(staging: Staging, target: Location, rank: int, manifest: Manifest, group: dist.ProcessGroup | None) -> None:
-    """Every rank calls this with its state staged; when it returns the checkpoint is published."""
-    writer = Writer(target, rank, manifest, staging)
-    planner = SavePlanner(flatten_state_dict=False)
-    alone = not dist.is_initialized()
-    save_state(staging.state, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
+def gather_index(staging: Staging, group: Coordination) -> bytes:
+    """The index of all that the ranks stage, on rank 0: it is the same at every save. Every rank calls this."""
+    return whole_index(group.gather(index_part(staging, group.rank)))
+
+
+def write(staging: Staging, target: Location, manifest: Manifest, index: bytes, group: Coordination) -> None:
+    """Every rank calls this with its state staged; when it returns the checkpoint is published. `index`: of all ranks,
+    on rank 0."""
+    writer = Writer(target, group.rank, manifest, staging)
+    problem = group.broadcast(_problem(writer.open) if group.rank == 0 else "")
+    if not problem:
+        own: list[StoredFile | None] = []
+        said = _problem(lambda: own.append(writer.write()))
+        told = group.gather((said, own[0] if own else None))
+        if group.rank == 0:
+            files = {data_file(rank): file for rank, (_, file) in enumerate(told) if file is not None}
+            first = next((said for said, _ in told if said), "")
+            problem = first or _problem(lambda: writer.publish(index, files))
+        problem = group.broadcast(problem)
+    if problem:
+        raise GivenUp(problem)
+
+
+def _problem(work: Callable[[], None]) -> str:
+    """What went wrong, told in words: an exception of one rank must not keep the others waiting."""
+    try:
+        work()
+    except Exception as error:
+        return str(error) or type(error).__name__
+    return ""
 
 
 def save(engine: Engine, optimizer: Moments, folder: Place, step: int) -> Location:
@@ -84,7 +94,8 @@ def save(engine: Engine, optimizer: Moments, folder: Place, step: int) -> Locati
     staging.fill(state)
     staging.wait()
     manifest = describe(engine, optimizer, step, data_identity(engine.run))
-    write(staging, target, engine.groups.world.index, manifest, None)
+    group = open_coordination(engine.run.checkpoint.timeout_seconds)
+    write(staging, target, manifest, gather_index(staging, group), group)
     return target
 
 
@@ -92,26 +103,26 @@ def load(
     engine: Engine,
     optimizer: Moments,
     checkpoint: Place,
-    group: dist.ProcessGroup | None = None,
+    group: Coordination | None = None,
+    manifest: Manifest | None = None,
     index: dict[str, Any] | None = None,
     share: Mapping[str, StoredFile] | None = None,
 ) -> Manifest:
     """Fill this rank's state, whatever layout wrote it; every rank calls this. Random generators go on where they were
     if the layout is the one that wrote it: to another one their numbers would mean nothing.
 
-    `index`: the checkpoint's, checked already. `share`: files that this rank compares with their checksums; if any rank
-    finds one damaged, all raise `Damaged`, and what they hold is worth nothing."""
-    manifest = read_manifest(checkpoint)
+    `manifest`, `index`: the checkpoint's, checked already; of the index at least what this rank needs. `share`: files
+    that this rank compares with their checksums; if any rank finds one damaged, all raise `Damaged`, and what they hold
+    is worth nothing."""
+    manifest = manifest or read_manifest(checkpoint)
     reader = Reader(checkpoint, index, share)
     state = state_to_load(engine, optimizer)
     reader.require({name: held.full_shape for name, held in state.items()})
     own = generators(engine) if manifest.layout == str(engine.run.layout) else {}
     own = {name: held for name, held in own.items() if name in reader.names}
     planner = LoadPlanner(flatten_state_dict=False)
-    alone = not dist.is_initialized()
-    with PULSE.everybody().joined("load"):
-        load_state({**state, **own}, storage_reader=reader, planner=planner, process_group=group, no_dist=alone)
-    if share is not None:
+    load_state({**state, **own}, storage_reader=reader, planner=planner, no_dist=True)
+    if share is not None and group is not None:
         agree(str(reader.damage or ""), group)
     restore_generators(engine, own)
     optimizer.set_steps_taken(manifest.updates)

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from cuboid.checkpoint.boxes import Box
 
@@ -26,17 +25,6 @@ class Scattered:
     def _chunks(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.lengths)) for box, _ in self.boxes]
 
-    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self.dtype)
-        return [
-            WriteItem(
-                index=MetadataIndex(name, chunk.offsets, position),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(self.full_shape)),
-            )
-            for position, chunk in enumerate(self._chunks())
-        ]
-
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return self._chunks()
 
@@ -49,12 +37,6 @@ class Scattered:
 
     def size(self) -> torch.Size:
         return torch.Size(self.full_shape)
-
-
-class SavePlanner(DefaultSavePlanner):
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        held: Scattered = self.state_dict[index.fqn]
-        return held.at(index)
 
 
 class LoadPlanner(DefaultLoadPlanner):

@@ -13,21 +13,21 @@ from itertools import product
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from cuboid.checkpoint.folder import checkpoints
 from cuboid.checkpoint.huggingface.folder import ModelFolder, model_of
 from cuboid.checkpoint.location import locate
 from cuboid.checkpoint.manifest import Place
+from cuboid.checkpoint.parts import Index, Wishes
 from cuboid.checkpoint.scattered import Scattered
 from cuboid.checkpoint.state import weights_to_load
-from cuboid.checkpoint.weights import Weights, find_checkpoint, run_of
+from cuboid.checkpoint.weights import Weights, find_checkpoint, run_of, stored_names
 from cuboid.data.store import TOKENIZER, is_store
 from cuboid.errors import UserError
 from cuboid.model.huggingface import check_shape, from_huggingface, match_names, to_huggingface
 from cuboid.parallel.apply import Engine
-from cuboid.resilience.pulse import PULSE
+from cuboid.parallel.coordination import open_coordination
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.run import Run
 
@@ -50,8 +50,11 @@ def start(engine: Engine, place: str, quiet: bool = True) -> Started:
     """Fill this rank's parameters; every rank calls it."""
     if engine.groups.world.index == 0 and not quiet:
         print(f"starting from {place}", flush=True)
-    found = place if place.startswith(PREFIX) else _agreed(engine, place)
-    started = read_weights(found, engine.run.model, weights_to_load(engine))
+    weights = weights_to_load(engine)
+    if place.startswith(PREFIX):
+        started = read_weights(place, engine.run.model, weights)
+    else:
+        started = _read_together(engine, place, weights)
     for unit in engine.units:
         unit.publish()
     return started
@@ -63,6 +66,10 @@ def read_weights(place: str, model: ModelSpec, weights: dict[str, Scattered]) ->
         folder = ModelFolder(Path(place.removeprefix(PREFIX)))
         return copy_tensors(folder.tensors, folder.read, model, weights)
     Weights(locate(place), model).read(weights)
+    return _read(weights)
+
+
+def _read(weights: dict[str, Scattered]) -> Started:
     sizes = [values.nbytes for held in weights.values() for _, values in held.boxes]
     return Started(sum(sizes), max(sizes, default=0))
 
@@ -85,16 +92,17 @@ def copy_tensors(
     return Started(size, largest)
 
 
-def _agreed(engine: Engine, place: str) -> str:
-    """The checkpoint that rank 0 found, which verifies it for all."""
-    answer: list[str | None] = [None]
-    if engine.groups.world.index == 0:
-        answer = [str(find_checkpoint(place)[0])]
-    if engine.groups.world.handle is not None:
-        with PULSE.everybody().joined("agreement"):
-            dist.broadcast_object_list(answer, src=0)
-    assert answer[0] is not None
-    return answer[0]
+def _read_together(engine: Engine, place: str, weights: dict[str, Scattered]) -> Started:
+    """Of the checkpoint that rank 0 finds, verifies and reads the index of for all."""
+    group = open_coordination(engine.run.checkpoint.timeout_seconds)
+    found, index = "", Index()
+    if group.rank == 0:
+        checkpoint = find_checkpoint(place)[0]
+        found, index = str(checkpoint), Weights(checkpoint, engine.run.model).index
+    found = group.broadcast(found)
+    index = Wishes(group, lambda: stored_names(weights)).part(index)
+    Weights(locate(found), engine.run.model, index).read(weights)
+    return _read(weights)
 
 
 def check_start(run: Run, own: Place, overwrite: bool = False) -> list[str]:

@@ -6,7 +6,6 @@ import tomllib
 import warnings
 from collections.abc import Mapping
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_state
@@ -15,6 +14,7 @@ from cuboid.checkpoint.boxes import Box
 from cuboid.checkpoint.folder import checkpoints, newest_whole
 from cuboid.checkpoint.location import Location, locate
 from cuboid.checkpoint.manifest import INDEX, MANIFEST, Damage, Manifest, Place
+from cuboid.checkpoint.parts import Index
 from cuboid.checkpoint.reader import Reader
 from cuboid.checkpoint.scattered import LoadPlanner, Scattered
 from cuboid.checkpoint.verify import verify
@@ -60,8 +60,11 @@ def _parse(folder: Location, name: str, text: str) -> Run:
 class Weights:
     """The parameters of a checkpoint, of which any part can be read."""
 
-    def __init__(self, checkpoint: Location, model: ModelSpec) -> None:
-        self._reader = Reader(checkpoint)
+    def __init__(self, checkpoint: Location, model: ModelSpec, index: Index | None = None) -> None:
+        """`index`: what is needed of it, checked by the rank that read it."""
+        self._reader = Reader(checkpoint, index)
+        if index is not None:
+            return
         held = self._reader.read_metadata().state_dict_metadata
         for name, shape in parameter_shapes(model).items():
             entry = held.get(f"parameter/{name}")
@@ -72,13 +75,22 @@ class Weights:
                     f"{name} of {checkpoint} has shape {tuple(entry.size)}, not {shape}; use the model it was made with"
                 )
 
+    @property
+    def index(self) -> Index:
+        return self._reader.index
+
     def read(self, wanted: Mapping[str, Scattered]) -> None:
-        """Fills the boxes of the named parameters, each in its own dtype; under a process group every rank calls it."""
-        state = {f"parameter/{name}": boxes for name, boxes in wanted.items()}
+        """Fills the boxes of the named parameters, each in its own dtype."""
+        state = stored_names(wanted)
         planner = LoadPlanner(flatten_state_dict=False)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
-            load_state(state, storage_reader=self._reader, planner=planner, no_dist=not dist.is_initialized())
+            load_state(state, storage_reader=self._reader, planner=planner, no_dist=True)
+
+
+def stored_names(wanted: Mapping[str, Scattered]) -> dict[str, Scattered]:
+    """Parameters under the names that checkpoints have for them."""
+    return {f"parameter/{name}": boxes for name, boxes in wanted.items()}
 
 
 def whole(values: Tensor) -> Scattered:

@@ -11,19 +11,13 @@ folders cannot be renamed the manifest is written last, and what has none is no 
 from __future__ import annotations
 
 import json
-import os
-from dataclasses import dataclass, replace
-from typing import Any
-
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
-from torch.futures import Future
+from collections.abc import Iterable
+from dataclasses import replace
 
 from cuboid.checkpoint.checksum import checksum_of_bytes, checksum_of_file, kind_here, new_digest, spell
 from cuboid.checkpoint.folder import withdraw
 from cuboid.checkpoint.location import Location
-from cuboid.checkpoint.manifest import INDEX, MANIFEST, Manifest, StoredFile
+from cuboid.checkpoint.manifest import INDEX, MANIFEST, Manifest, StoredFile, data_file
 from cuboid.checkpoint.reader import DTYPES
 from cuboid.checkpoint.staging import Staging
 from cuboid.resilience.pulse import PULSE
@@ -32,19 +26,44 @@ CHUNK = 16 << 20
 """Bytes written at a time: large, because between two of them a thread may wait for the interpreter."""
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-
-@dataclass(frozen=True)
-class Stored:
-    """Where a chunk lies."""
-
-    name: str
-    position: int
-    bytes: int
-    file: StoredFile
+IndexPart = dict[str, tuple[str, str]]
+"""Name -> the beginning of its entry in the index, and this rank's chunks: JSON that needs only to be put together."""
 
 
-class Writer(StorageWriter):
-    """Every rank writes one file; the coordinator then writes index and manifest and publishes."""
+def index_part(staging: Staging, rank: int) -> IndexPart:
+    """What the index says of this rank's file, the same at every save."""
+    part: IndexPart = {}
+    for name, held in staging.state.items():
+        chunks = [
+            {
+                "offsets": list(box.offsets),
+                "lengths": list(box.lengths),
+                "file": data_file(rank),
+                "position": staging.position_of(values),
+                "bytes": values.nbytes,
+            }
+            for box, values in held.boxes
+        ]
+        if chunks:
+            head = {"dtype": NAMES[held.dtype], "shape": list(held.full_shape)}
+            part[name] = (json.dumps(head)[:-1], json.dumps(chunks)[1:-1])
+    return part
+
+
+def whole_index(parts: Iterable[IndexPart]) -> bytes:
+    """The index, of what all ranks say."""
+    heads: dict[str, str] = {}
+    chunks: dict[str, list[str]] = {}
+    for part in parts:
+        for name, (head, own) in part.items():
+            heads.setdefault(name, head)
+            chunks.setdefault(name, []).append(own)
+    entries = (f'{json.dumps(name)}: {head}, "chunks": [{", ".join(chunks[name])}]}}' for name, head in heads.items())
+    return f"{{{', '.join(entries)}}}".encode()
+
+
+class Writer:
+    """Every rank writes one file; rank 0 then writes index and manifest and publishes."""
 
     def __init__(self, target: Location, rank: int, manifest: Manifest, staging: Staging) -> None:
         self._target = target
@@ -53,33 +72,16 @@ class Writer(StorageWriter):
         self._manifest = manifest
         self._staging = staging
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
+    def open(self) -> None:
+        """By rank 0, before anybody writes."""
+        self._aside.remove(first=MANIFEST)
+        self._aside.make_folder()
 
-    def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
-        if is_coordinator:
-            self._aside.remove(first=MANIFEST)
-            self._aside.make_folder()
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results: list[WriteResult] = []
-        if plan.items:
-            name = f"data-{self._rank:05d}.bin"
-            file = self._write_file(self._aside / name)
-            for item in plan.items:
-                values: Any = planner.resolve_data(item)
-                stored = Stored(name, self._staging.position_of(values), values.nbytes, file)
-                results.append(WriteResult(item.index, values.nbytes, stored))
+    def write(self) -> StoredFile | None:
+        """This rank's file; None if it has nothing to say."""
+        file = self._write_file(self._aside / data_file(self._rank)) if self._staging.content.nbytes else None
         PULSE.everybody("checkpoint").reach(self._manifest.step)
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+        return file
 
     def _write_file(self, place: Location) -> StoredFile:
         content, files = self._staging.content, place.files
@@ -100,21 +102,10 @@ class Writer(StorageWriter):
             raise OSError(f"{place} does not read back as it was written")
         return written
 
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        stored = {result.index: result.storage_data for rank in results for result in rank}
-        index: dict[str, Any] = {}
-        for name, tensor in metadata.state_dict_metadata.items():
-            assert isinstance(tensor, TensorStorageMetadata)
-            chunks = []
-            for chunk in tensor.chunks:
-                place: Stored = stored[MetadataIndex(name, chunk.offsets)]
-                where = {"file": place.name, "position": place.position, "bytes": place.bytes}
-                chunks.append({"offsets": list(chunk.offsets), "lengths": list(chunk.sizes), **where})
-            index[name] = {"dtype": NAMES[tensor.properties.dtype], "shape": list(tensor.size), "chunks": chunks}
-        content = json.dumps(index).encode()
-        files = {place.name: place.file for place in stored.values()}
-        files[INDEX] = StoredFile(len(content), checksum_of_bytes(content))
-        (self._aside / INDEX).write_durably(content)
+    def publish(self, index: bytes, files: dict[str, StoredFile]) -> None:
+        """By rank 0, when all have written theirs."""
+        files = {**files, INDEX: StoredFile(len(index), checksum_of_bytes(index))}
+        (self._aside / INDEX).write_durably(index)
         for name, file in files.items():
             self._require_whole(name, file)
         manifest = replace(self._manifest, files=dict(sorted(files.items())))
@@ -135,7 +126,3 @@ class Writer(StorageWriter):
         self._aside.files.fsync_folder(self._aside.path)
         self._aside.rename(self._target)
         self._target.files.fsync_folder(self._target.parent.path)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True

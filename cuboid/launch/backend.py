@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from cuboid.errors import UserError
+from cuboid.parallel.coordination import remember_store
 from cuboid.parallel.local import machine_identity
 
 Wanted = Literal["auto", "nccl", "gloo"]
@@ -98,6 +99,7 @@ def join_world(
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     group_store = dist.PrefixStore("group", store)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size, **options)
+    remember_store(dist.PrefixStore("coordination", store))  # type: ignore[attr-defined]
     return joined
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch.distributed as dist
-
 from cuboid.checkpoint.background import SaveReport
 from cuboid.checkpoint.memory.nodes import open_memory
 from cuboid.checkpoint.memory.recall import Recall
 from cuboid.checkpoint.memory.saver import MemorySaver
 from cuboid.checkpoint.resume import begin_anew, resume
-from cuboid.checkpoint.save import deadline_group
 from cuboid.checkpoint.saver import Saver
 from cuboid.checkpoint.start import start
 from cuboid.parallel.apply import Engine, draw_weights
+from cuboid.parallel.coordination import open_coordination
 from cuboid.say import say
 from cuboid.train.folder import checkpoint_folder, last_row
 from cuboid.train.optimizer import Optimizer
@@ -27,7 +25,7 @@ class Keeper:
         run = engine.run
         self._engine, self._optimizer, self._quiet = engine, optimizer, quiet
         self._folder = checkpoint_folder(run)
-        self._group: dist.ProcessGroup | None = deadline_group(run.checkpoint.timeout_seconds)
+        self._group = open_coordination(run.checkpoint.timeout_seconds)
         nodes = open_memory(run, rank, self._group) if run.checkpoint.memory_every else None
         self.found = self._resume(Recall(nodes, self._group, last_row(run)) if nodes else None)
         """Steps done, as the run begins or goes on."""

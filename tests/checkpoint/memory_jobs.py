@@ -20,11 +20,11 @@ from cuboid.checkpoint.memory.recall import Recall
 from cuboid.checkpoint.memory.saver import MemorySaver
 from cuboid.checkpoint.memory.slot import Slot
 from cuboid.checkpoint.resume import resume
-from cuboid.checkpoint.save import deadline_group
 from cuboid.checkpoint.saver import Saver
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.parallel.apply import build_engine
+from cuboid.parallel.coordination import open_coordination
 from cuboid.spec.run import Run
 from cuboid.train.folder import checkpoint_folder
 from cuboid.train.optimizer import Optimizer
@@ -98,7 +98,7 @@ def attempt(rank: int, run: Run, nodes: str, until: int, newest: int = 10**6, ba
     with redirect_stdout(said), redirect_stderr(said):
         engine = build_engine(run, rank, CPU)
         optimizer = Optimizer(engine, run.optimizer)
-        group = deadline_group(60)
+        group = open_coordination(60)
         memory = open_memory(run, rank, group, nodes[rank])
         torch.manual_seed(rank)
         began = resume(engine, optimizer, checkpoint_folder(run), group, False, Recall(memory, group, newest))

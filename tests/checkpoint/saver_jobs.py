@@ -16,11 +16,11 @@ from cuboid.checkpoint.background import SaveReport
 from cuboid.checkpoint.files import LocalFiles
 from cuboid.checkpoint.folder import checkpoints, step_of
 from cuboid.checkpoint.location import Location
-from cuboid.checkpoint.save import deadline_group
 from cuboid.checkpoint.saver import Saver
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.parallel.apply import build_engine
+from cuboid.parallel.coordination import open_coordination
 from cuboid.spec.run import Run
 from cuboid.train.folder import checkpoint_folder
 from cuboid.train.optimizer import Optimizer
@@ -78,7 +78,7 @@ class Steps:
         self.engine = build_engine(run, rank, CPU)
         self.optimizer = Optimizer(self.engine, run.optimizer)
         self.place = Location(files, checkpoint_folder(run).path)
-        self.saver = Saver(self.engine, self.optimizer, self.place, deadline_group(run.checkpoint.timeout_seconds))
+        self.saver = Saver(self.engine, self.optimizer, self.place, open_coordination(run.checkpoint.timeout_seconds))
         self.done = 0
 
     def step(self) -> float:

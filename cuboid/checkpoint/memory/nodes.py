@@ -2,45 +2,26 @@
 
 from __future__ import annotations
 
-import threading
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
-
-import torch.distributed as dist
 
 from cuboid.checkpoint.location import Location
 from cuboid.checkpoint.memory.copies import ranks_by_node
 from cuboid.checkpoint.memory.folder import identity_of, node_name, open_folder
-from cuboid.resilience.pulse import PULSE
+from cuboid.parallel.coordination import Coordination
 from cuboid.spec.run import Run
 
 Answer = TypeVar("Answer")
 
 
-def _noted() -> AbstractContextManager[None]:
-    """That this rank waits, unless it is only the thread of a save."""
-    alone = threading.current_thread() is not threading.main_thread()
-    return nullcontext() if alone else PULSE.everybody().joined("agreement")
-
-
-def gather(own: Answer, group: dist.ProcessGroup | None) -> list[Answer]:
+def gather(own: Answer, group: Coordination) -> list[Answer]:
     """What every rank says, in order; returns when all have said it."""
-    if group is None:
-        return [own]
-    answers: list[Answer] = [own] * dist.get_world_size(group)
-    with _noted():
-        dist.all_gather_object(answers, own, group=group)
-    return answers
+    return group.broadcast(group.gather(own))
 
 
-def from_rank(source: int, own: Answer, group: dist.ProcessGroup | None) -> Answer:
+def from_rank(source: int, own: Answer, group: Coordination) -> Answer:
     """What one rank says."""
-    answer = [own]
-    if group is not None:
-        with _noted():
-            dist.broadcast_object_list(answer, src=source, group=group)
-    return answer[0]
+    return gather(own if group.rank == source else None, group)[source] if source else group.broadcast(own)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -66,7 +47,7 @@ class Memory:
         return self.neighbours[0] == self.rank
 
 
-def open_memory(run: Run, rank: int, group: dist.ProcessGroup | None, node: str = "") -> Memory:
+def open_memory(run: Run, rank: int, group: Coordination, node: str = "") -> Memory:
     """Every rank calls this. `node`: left out, as the system or the supervisor names it."""
     identity = identity_of(run, make=True) if rank == 0 else ""
     told = gather((node or node_name(), identity), group)

@@ -9,7 +9,6 @@ from hashlib import sha256
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from cuboid.checkpoint.boxes import Box
 from cuboid.checkpoint.checksum import checksum_of_bytes, kind_of
@@ -21,6 +20,7 @@ from cuboid.checkpoint.manifest import INDEX, MANIFEST, Damage, Manifest, Stored
 from cuboid.checkpoint.memory.copies import Generation, Held, Transfer, holders, known, missing, transfers
 from cuboid.checkpoint.memory.folder import sweep_all_but
 from cuboid.checkpoint.memory.nodes import Memory, from_rank, gather
+from cuboid.checkpoint.memory.pairs import Pairs
 from cuboid.checkpoint.memory.slot import chunks, map_new_file
 from cuboid.checkpoint.scattered import Scattered
 from cuboid.checkpoint.staging import as_bytes
@@ -29,6 +29,7 @@ from cuboid.checkpoint.verify import check_file
 from cuboid.data.opened import data_identity
 from cuboid.errors import UserError
 from cuboid.parallel.apply import Engine
+from cuboid.parallel.coordination import Coordination
 
 
 class Lost(Exception):
@@ -51,10 +52,11 @@ class Brought:
 class Recall:
     """Every rank makes one as a run starts, and calls the same methods in the same order."""
 
-    def __init__(self, memory: Memory, group: dist.ProcessGroup | None, newest: int) -> None:
+    def __init__(self, memory: Memory, group: Coordination, newest: int) -> None:
         """`newest`: the last step that the run's own rows tell of, as rank 0 sees it; a state of a later one belongs to
         a past that was given up."""
         self._memory, self._group = memory, group
+        self._pairs = Pairs(group, memory.nodes)
         if memory.leads:
             sweep_all_but(memory.folder, map(step_of, checkpoints(memory.folder)))
         told = gather((memory.node, _held_here(memory.folder) if memory.leads else None), group)
@@ -181,8 +183,9 @@ class Recall:
 
     def _send(self, place: Location, facts: StoredFile, target: int) -> None:
         content = torch.from_file(place.path, shared=False, size=facts.bytes, dtype=torch.uint8)
+        self._pairs.connect([target])
         for part in chunks(content):
-            dist.send(part, target, group=self._group)
+            self._pairs.send(part, target).wait()
 
     def _receive(self, place: Location, facts: StoredFile, source: int) -> str:
         """Published under its name when it is whole; a sentence if it is not. All of it is taken in any case, because
@@ -194,8 +197,9 @@ class Recall:
         except OSError as error:
             problem = f"node {self._memory.node} has no room for {_part(place.name)} ({error.strerror})"
             content = torch.empty(facts.bytes, dtype=torch.uint8)
+        self._pairs.connect([source])
         for part in chunks(content):
-            dist.recv(part, source, group=self._group)
+            self._pairs.receive(part, source).wait()
         if not problem and checksum_of_bytes(as_bytes(content), kind_of(facts.checksum)) != facts.checksum:
             problem = f"{_part(place.name)} from node {self._memory.nodes[source]} does not match its checksum"
         if not problem:

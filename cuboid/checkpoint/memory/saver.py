@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
-import torch.distributed as dist
-
-from cuboid.checkpoint.background import BackgroundSaver, GivenUp
+from cuboid.checkpoint.background import BackgroundSaver
 from cuboid.checkpoint.checksum import FAST, PLAIN, checksum_of_bytes, kind_here
 from cuboid.checkpoint.folder import checkpoints, step_of
-from cuboid.checkpoint.manifest import INDEX, Manifest, StoredFile
+from cuboid.checkpoint.manifest import INDEX, Manifest, StoredFile, data_file
 from cuboid.checkpoint.memory.copies import peers
-from cuboid.checkpoint.memory.nodes import Answer, Memory, from_rank, gather
-from cuboid.checkpoint.memory.slot import Slot, chunks, data_file
-from cuboid.checkpoint.save import deadline_group, kept_state
+from cuboid.checkpoint.memory.nodes import Answer, Memory, gather
+from cuboid.checkpoint.memory.pairs import Pairs
+from cuboid.checkpoint.memory.slot import Slot, chunks
+from cuboid.checkpoint.save import GivenUp, gather_index, kept_state
 from cuboid.checkpoint.staging import Staging, as_bytes, staged_bytes
 from cuboid.checkpoint.state import Moments
-from cuboid.checkpoint.writer import NAMES
 from cuboid.errors import UserError
 from cuboid.parallel.apply import Engine
+from cuboid.parallel.coordination import open_coordination
 from cuboid.say import say
 
 
@@ -33,7 +31,7 @@ class MemorySaver(BackgroundSaver):
     kept = "copy in memory"
 
     def __init__(self, engine: Engine, optimizer: Moments, memory: Memory, quiet: bool = False) -> None:
-        super().__init__(engine, optimizer, deadline_group(engine.run.checkpoint.timeout_seconds))
+        super().__init__(engine, optimizer, open_coordination(engine.run.checkpoint.timeout_seconds))
         self._memory = memory
         chosen = peers(memory.nodes)
         self._peer = chosen[memory.rank]
@@ -44,6 +42,9 @@ class MemorySaver(BackgroundSaver):
         """Of checksums, which all nodes must be able to compute."""
         self._copies = {owner: sizes[owner] for owner, keeper in enumerate(chosen) if keeper == memory.rank}
         self._bytes = sum(sizes)
+        self._pairs = Pairs(self._group, memory.nodes)
+        self._exchanged = True
+        """Whether the last exchange went well here."""
         self._slots: list[Slot | None] = [None, None]
         self._turn = 0
         self._warned = False
@@ -76,28 +77,7 @@ class MemorySaver(BackgroundSaver):
         """Where each chunk lies, the same at every save; the parts of all ranks are put together by the first."""
         slot = self._slots[0]
         assert slot is not None
-        own: dict[str, Any] = {}
-        for name, held in slot.staging.state.items():
-            chunks = [
-                {
-                    "offsets": list(box.offsets),
-                    "lengths": list(box.lengths),
-                    "file": data_file(self._rank),
-                    "position": slot.staging.position_of(values),
-                    "bytes": values.nbytes,
-                }
-                for box, values in held.boxes
-            ]
-            if chunks:
-                own[name] = {"dtype": NAMES[held.dtype], "shape": list(held.full_shape), "chunks": chunks}
-        parts: list[dict[str, Any]] | None = [own] * len(self._memory.nodes) if self._rank == 0 else None
-        if self._group is not None:
-            dist.gather_object(own, parts, dst=0, group=self._group)
-        whole: dict[str, Any] = {}
-        for part in parts or ():
-            for name, entry in part.items():
-                whole.setdefault(name, {**entry, "chunks": []})["chunks"] += entry["chunks"]
-        return from_rank(0, json.dumps(whole).encode(), self._group)
+        return self._group.broadcast(gather_index(slot.staging, self._group))
 
     def _is_ready(self) -> bool:
         no_room = self._knows_it_is_kept and None in self._slots
@@ -113,6 +93,9 @@ class MemorySaver(BackgroundSaver):
             super()._leave_out(step, seconds)
 
     def _place_for(self, kept_before: bool) -> Staging:
+        (broken,) = self._count(not self._exchanged)
+        if broken:
+            self._pairs.break_off()
         self._turn = 1 - self._turn if kept_before else self._turn
         if self._slots[self._turn] is None:  # this rank did not hear how the first save ended
             self._open_slot(self._turn)
@@ -124,10 +107,12 @@ class MemorySaver(BackgroundSaver):
     def _keep(self, staging: Staging, manifest: Manifest) -> str:
         slot = self._slots[self._turn]
         assert slot is not None
+        self._exchanged = False
         works = self._start_exchange(slot)
         own = StoredFile(slot.own.nbytes, checksum_of_bytes(staging.content, self._kind))
         for work in works:
             work.wait()
+        self._exchanged = True
         received = {owner: checksum_of_bytes(as_bytes(copy), self._kind) for owner, copy in slot.copies.items()}
         told = self._agree((own, received, manifest if self._rank == 0 else None))
         for keeper, (_, copies, _) in enumerate(told):
@@ -158,11 +143,12 @@ class MemorySaver(BackgroundSaver):
         return gather(own, self._group)
 
     def _start_exchange(self, slot: Slot) -> list[Any]:
+        self._pairs.connect([*slot.copies, *([] if self._peer is None else [self._peer])])
         works: list[Any] = []
         for owner, copy in slot.copies.items():
-            works += [dist.irecv(part, owner, group=self._group) for part in chunks(copy)]
+            works += [self._pairs.receive(part, owner) for part in chunks(copy)]
         if self._peer is not None:
-            works += [dist.isend(part, self._peer, group=self._group) for part in chunks(slot.own)]
+            works += [self._pairs.send(part, self._peer) for part in chunks(slot.own)]
         return works
 
     def _publish(self, slot: Slot, manifest: Manifest) -> str:

@@ -11,15 +11,11 @@ from torch import Tensor
 
 from cuboid.checkpoint.folder import checkpoint_path, step_of
 from cuboid.checkpoint.location import Location
-from cuboid.checkpoint.manifest import INDEX, MANIFEST
+from cuboid.checkpoint.manifest import INDEX, MANIFEST, data_file
 from cuboid.checkpoint.scattered import Scattered
 from cuboid.checkpoint.staging import Staging, staged_bytes
 
 CHUNK = 64 << 20
-
-
-def data_file(rank: int) -> str:
-    return f"data-{rank:05d}.bin"
 
 
 def map_new_file(place: Location, size: int, device: torch.device) -> Tensor:
