@@ -45,6 +45,8 @@ def fork_server() -> Any:
     # Torch's allocator gives freed memory back after ten milliseconds, in which a rank that shares a core may not run
     # at all; taking it again page by page costs a tenth of a step.
     os.environ.setdefault("MIMALLOC_PURGE_DELAY", "-1")
+    # NCCL's group warns of each communicator for messages, which the pipeline makes on purpose.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Of what a rank that was ended leaves behind, Python's tracker clears what it warns of.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
     context = multiprocessing.get_context("forkserver")
