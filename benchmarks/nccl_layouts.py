@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cuboid.cli.verify import verification_run
 from cuboid.errors import RankError, UserError
 from cuboid.launch.pool import Pool
@@ -123,8 +125,6 @@ def prepare(rank: int, run: Run) -> None:
 
 
 def prove(rank: int, run: Run) -> dict[str, Any] | None:
-    import torch
-
     from cuboid.verify.compare import verify_rank
 
     torch.compiler.reset()  # it takes only so many shapes of one function, and counts those of earlier layouts
@@ -177,9 +177,13 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     print("| layout | ranks | model | loss | gradients | norm | parameters | seconds | result |")
     print("|---|---|---|---|---|---|---|---|---|", flush=True)
+    cards, shared = torch.cuda.device_count() if options.device == "cuda" else 0, False
     with Pool() as pool:
         for case in chosen:
             run = make_run(case, options.precision, options.device, options.backend)
+            if 1 < cards < run.layout.world_size and not shared:
+                pool.close()  # new ranks: NCCL reads its settings once, and these begin to share GPUs
+                shared = True
             rows.append(attempt(pool, case, run, options.seconds or SECONDS[options.precision]))
             print(line(rows[-1]), flush=True)
             if options.json is not None:

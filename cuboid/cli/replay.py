@@ -4,7 +4,7 @@ import json
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -13,7 +13,8 @@ from cuboid.checkpoint.location import Location
 from cuboid.checkpoint.manifest import Manifest
 from cuboid.checkpoint.verify import verify
 from cuboid.errors import UserError
-from cuboid.launch.pool import Pool
+from cuboid.launch.nodes import NodeOptions
+from cuboid.launch.once import Heard, take_post
 from cuboid.resilience.bad_steps import bad_steps, number
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run, load_run
@@ -31,10 +32,25 @@ def command(
     step: Annotated[int, typer.Option(help="Which step, counted from 1.")],
     layout: Annotated[str | None, typer.Option(help="Layout in place of the run's, e.g. dp=1.")] = None,
     times: Annotated[int, typer.Option(min=2, help="How many times.")] = 2,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"] | None, typer.Option(help="In place of the run's.", show_default=False)
+    ] = None,
+    backend: Annotated[
+        Literal["auto", "nccl", "gloo"] | None, typer.Option(help="In place of the run's.", show_default=False)
+    ] = None,
+    rendezvous: Annotated[str | None, typer.Option(help="HOST:PORT where nodes meet; HOST is one of them.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Nodes, each started with this same command.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(help="Default: the layout's ranks / nodes.")] = None,
+    interface: Annotated[
+        str | None, typer.Option(help="Interface or address of this node; default: the one towards HOST.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only one JSON object.")] = False,
 ) -> None:
     """Rerun one step of a run on the same data, several times: the same bad value each time is the fault of the data, a
-    different one that of the hardware. Nothing is written into the run's folder.
+    different one that of the hardware. Nothing is written into the run's folder, which all nodes see.
+
+    Under torchrun or srun this process is one rank of the replay; on many nodes the command runs on each of them, with
+    --nodes and --rendezvous.
 
     Example: cuboid replay runs/demo --step 17
     """
@@ -46,27 +62,30 @@ def command(
     run = replace(run, output=replace(run.output, folder=str(folder)))
     if layout is not None:
         run = replace(run, layout=Layout.parse(layout))
+    own = run.training
+    run = replace(run, training=replace(own, device=device or own.device, backend=backend or own.backend))
     check_supported(run)
+    post = take_post(
+        run, NodeOptions(rendezvous=rendezvous, nodes=nodes, ranks_per_node=ranks_per_node, interface=interface)
+    )
     from cuboid.verify.replay import judge
 
+    heard, job, asked = Heard(silent=as_json or not post.speaks), "cuboid.verify.replay:replay_rank", f"{step} {times}"
+    if not post.speaks:  # one process looks for the checkpoint and reads all of it
+        post.call(job, (), heard, asked)
+        return
     checkpoint, manifest, newest = _start(run, step)
     logged = _logged(run, folder, step, newest)
     done = manifest.step if manifest else 0
-    arguments = (run, str(checkpoint or ""), done, step - 1, times, logged)
-    with Pool() as pool:
-        replayed = pool.run(
-            "cuboid.verify.replay:replay_rank",
-            arguments,
-            ranks=run.layout.world_size,
-            timeout=3600,
-            device=run.training.device,
-            backend=run.training.backend,
-        )[0]
+    if not as_json:
+        begin = f"the checkpoint after step {done}" if done else "the beginning"
+        print(f"step {step} on {run.layout}, from {begin}, {times} times", flush=True)
+    replayed = post.call(job, (run, str(checkpoint or ""), done, step - 1, times, logged), heard, asked)
     verdict = judge(replayed.attempts, logged, run)
     if as_json:
-        print(json.dumps(_table(step, run, done, logged, replayed, verdict)))
+        print(json.dumps({**_table(step, run, done, logged, replayed, verdict), **heard.backend}))
     else:
-        _show(step, run, done, logged, replayed, verdict)
+        _show(logged, replayed, verdict)
 
 
 def _start(run: Run, step: int) -> tuple[Location | None, Manifest | None, Manifest | None]:
@@ -130,9 +149,7 @@ def _finite(table: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _show(step: int, run: Run, done: int, logged: "Logged", replayed: "Replayed", verdict: "Verdict") -> None:
-    begin = f"the checkpoint after step {done}" if done else "the beginning"
-    print(f"step {step} on {run.layout}, from {begin}, {len(replayed.attempts)} times")
+def _show(logged: "Logged", replayed: "Replayed", verdict: "Verdict") -> None:
     if logged.seen is not None:
         said = f"  ({logged.reason})" if logged.reason else ""
         print(f"the run   loss {logged.seen.loss!r}  norm {logged.seen.gradient_norm!r}{said}")

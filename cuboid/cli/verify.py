@@ -3,6 +3,7 @@ them does."""
 
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
@@ -11,6 +12,9 @@ import typer
 
 from cuboid.data.opened import check_data
 from cuboid.errors import UserError
+from cuboid.launch.nodes import NodeOptions
+from cuboid.launch.once import Heard, take_post
+from cuboid.launch.place import find_place
 from cuboid.launch.pool import Pool
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model
@@ -111,39 +115,54 @@ def command(
         ),
     ] = "float64",
     seed: Annotated[int, typer.Option(help="Of the weights and the data.")] = 0,
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="cuda: ranks may share a GPU.")] = "cpu",
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="auto: a GPU where there is one; ranks may share it.")
+    ] = "auto",
+    backend: Annotated[
+        Literal["auto", "nccl", "gloo"], typer.Option(help="auto: NCCL on GPUs, also where ranks share one.")
+    ] = "auto",
+    rendezvous: Annotated[str | None, typer.Option(help="HOST:PORT where nodes meet; HOST is one of them.")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Nodes, each started with this same command.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(help="Default: the layout's ranks / nodes.")] = None,
+    interface: Annotated[
+        str | None, typer.Option(help="Interface or address of this node; default: the one towards HOST.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
     """Prove a layout: the loss, every gradient, the gradient norm and the parameters after clipped optimizer steps
     are compared with one plain process from the same seed. With --resume: train on each layout of a chain in turn,
     each from the checkpoint the one before it wrote, and compare with one process that was never interrupted.
 
+    Collectives go over NCCL where ranks have GPUs. Run it as the training will run: here, under torchrun or srun with
+    one process per rank, or on each node with --nodes and --rendezvous.
+
     Example: cuboid verify --layout dp=2,pp=4,zero=3,schedule=zbv --set model.layers=9
     """
-    changed = (f"training.device={device}", *(overrides or ()))
+    changed = (f"training.device={device}", f"training.backend={backend}", *(overrides or ()))
+    options = NodeOptions(rendezvous=rendezvous, nodes=nodes, ranks_per_node=ranks_per_node, interface=interface)
     if resume is not None:
         if layout is not None:
             raise UserError("--layout proves one layout and --resume a chain of them; use one of them")
+        if options != NodeOptions() or find_place(os.environ) is not None:
+            raise UserError(
+                "--resume starts other ranks for each layout; use it on one machine, without --nodes, torchrun or srun"
+            )
         return _verify_chain(chain_runs(resume, model, changed, steps, dtype, seed), as_json)
     run = verification_run(layout or "dp=2,tp=2,pp=2", model, changed, steps, dtype, seed)
     check_supported(run)
     check_provable(run)
     check_data(run)
-    if not as_json:
+    post = take_post(run, options)
+    heard = Heard(silent=as_json or not post.speaks)
+    if not heard.silent:
         processes = f"{run.layout.world_size} processes"
-        print(f"{run.model.name} on {run.layout} ({processes}) against one process, {run.training.precision}")
-    with Pool() as pool:
-        verdict = pool.run(
-            "cuboid.verify.compare:verify_rank",
-            (run,),
-            ranks=run.layout.world_size,
-            timeout=3600,
-            device=run.training.device,
-            backend=run.training.backend,
-        )[0]
-    if as_json:
-        print(json.dumps(verdict))
-    else:
+        print(
+            f"{run.model.name} on {run.layout} ({processes}) against one process, {run.training.precision}", flush=True
+        )
+    verdict = post.call("cuboid.verify.compare:verify_rank", (run,), heard)
+    if post.speaks and as_json:
+        print(json.dumps({**verdict, **heard.backend}))
+    elif post.speaks:
         _show(verdict)
     return 0 if verdict["passed"] else 1
 
@@ -156,27 +175,25 @@ def _verify_chain(runs: list[Run], as_json: bool) -> int:
     if not as_json:
         dtype = runs[0].training.precision
         print(f"{runs[0].model.name}, {steps} steps on each layout, against one uninterrupted process, {dtype}")
-    losses = []
-    with Pool() as pool, TemporaryDirectory(prefix="cuboid-") as folder:
+    losses, heard = [], Heard(silent=as_json)
+    with TemporaryDirectory(prefix="cuboid-") as folder:
         for index, run in enumerate(runs):
             leg = (run, folder, index * steps, (index + 1) * steps)
-            losses.append(
-                pool.run(
-                    "cuboid.verify.resume:train_leg",
-                    leg,
-                    ranks=run.layout.world_size,
-                    timeout=3600,
-                    device=run.training.device,
-                    backend=run.training.backend,
-                )[0]
-            )
-        arguments = (runs, folder, losses)
-        verdict = pool.run("cuboid.verify.resume:judge_chain", arguments, ranks=1, timeout=3600)[0]
+            losses.append(_in_ranks("train_leg", leg, run, run.layout.world_size, heard))
+        verdict = _in_ranks("judge_chain", (runs, folder, losses), runs[0], 1, heard)
     if as_json:
-        print(json.dumps(verdict))
+        print(json.dumps({**verdict, **heard.backend}))
     else:
         _show_chain(verdict)
     return 0 if verdict["passed"] else 1
+
+
+def _in_ranks(job: str, arguments: tuple[Any, ...], run: Run, ranks: int, heard: Heard) -> Any:
+    """New ones: NCCL reads its settings once in a process, and they depend on whether ranks share GPUs."""
+    training = run.training
+    settings: dict[str, Any] = {"device": training.device, "backend": training.backend, "timeout": 3600}
+    with Pool() as pool:
+        return pool.run(f"cuboid.verify.resume:{job}", arguments, ranks=ranks, joined=heard, **settings)[0]
 
 
 def _show_chain(verdict: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from cuboid.errors import RankError, UserError
 from cuboid.launch.orphan import follow_parent
+from cuboid.launch.place import Place, seats
 
 PRELOADED = ["cuboid.launch.preload"]
 LINGER = 2.0
@@ -60,20 +61,25 @@ def _serve(connection: Connection) -> None:
     import torch.distributed as dist
 
     from cuboid.launch.backend import join_world
+    from cuboid.launch.rendezvous import reach_store
     from cuboid.parallel.device import choose_device
 
     follow_parent()
     torch.set_num_threads(1)
     while True:
         try:
-            function, arguments, rank, ranks, folder, timeout, device, backend, talks = connection.recv()
+            function, arguments, place, folder, timeout, device, backend, talks = connection.recv()
         except EOFError:
             return
         try:
+            rank, ranks = place.rank, place.world_size
             if ranks > 1:
-                store = dist.FileStore(os.path.join(folder, "store"), ranks)  # type: ignore[attr-defined]
+                if place.attempt:
+                    store = reach_store(place.master_address, place.master_port, place.attempt)
+                else:
+                    store = dist.FileStore(os.path.join(folder, "store"), ranks)  # type: ignore[attr-defined]
                 limit = timedelta(seconds=timeout)
-                joined = join_world(store, rank, ranks, choose_device(device, rank), backend, limit)
+                joined = join_world(store, rank, ranks, choose_device(device, place.local_rank), backend, limit)
                 dist.barrier()  # a rank with little to do would leave before another has reached it
                 if rank == 0:
                     told = {**joined.as_json(), "sentence": joined.sentence}
@@ -123,11 +129,13 @@ class Pool:
         backend: str = "auto",
         heard: Callable[[Any], None] | None = None,
         joined: Callable[[dict[str, Any]], None] | None = None,
+        places: tuple[Place, ...] = (),
     ) -> list[Any]:
         """`function(rank, *arguments)` on each of `ranks` processes joined in one process group; their results in
         order. `device` and `backend`: as a run's settings have them. With `heard` it is `function(rank, say,
         *arguments)`: what a rank says on its way is heard here at once. `joined` is told the backend and the GPUs
-        (`Joined.as_json`, and its `sentence`) when several ranks have joined.
+        (`Joined.as_json`, and its `sentence`) when several ranks have joined. `places`: of these ranks among those of
+        other machines; left out, they are all there are.
 
         The function is given by name, so that this process need not import what only the ranks use."""
         if any(connection.poll() for _, connection in self._ranks):
@@ -140,9 +148,10 @@ class Pool:
             self._ranks.append((process, ours))
         with tempfile.TemporaryDirectory(prefix="cuboid-") as folder:
             connections = [connection for _, connection in self._ranks[:ranks]]
-            for rank, connection in enumerate(connections):
-                connection.send((function, arguments, rank, ranks, folder, timeout, device, backend, heard is not None))
-            return self._results(connections, timeout, heard, joined)
+            places = places or seats(ranks, 0, ranks, "", 0, "")
+            for place, connection in zip(places, connections, strict=True):
+                connection.send((function, arguments, place, folder, timeout, device, backend, heard is not None))
+            return self._results(connections, timeout, heard, joined, places[0].rank)
 
     def _results(
         self,
@@ -150,15 +159,16 @@ class Pool:
         timeout: float,
         heard: Callable[[Any], None] | None = None,
         joined: Callable[[dict[str, Any]], None] | None = None,
+        number: int = 0,
     ) -> list[Any]:
+        """`number`: of the first rank."""
         listeners = {"said": heard, "joined": joined}
         results: dict[int, Any] = {}
         while len(results) < len(connections):
             ready = wait([c for rank, c in enumerate(connections) if rank not in results], timeout)
             if not ready:
-                self._abandon(
-                    f"ranks {sorted(set(range(len(connections))) - set(results))} gave no answer in {timeout} s"
-                )
+                silent = [number + rank for rank in range(len(connections)) if rank not in results]
+                self._abandon(f"ranks {silent} gave no answer in {timeout} s")
             answers = {rank: _receive(c) for rank, c in enumerate(connections) if c in ready}
             for rank in [rank for rank, answer in answers.items() if answer.outcome in listeners]:
                 listener = listeners[answers[rank].outcome]
@@ -176,7 +186,7 @@ class Pool:
                     answers |= {rank: answer for rank, answer in more.items() if answer.outcome not in listeners}
                 failures = [rank for rank, answer in answers.items() if answer.outcome != "done"]
                 first = min(failures, key=lambda rank: answers[rank].moment)
-                self._fail(first, answers[first])
+                self._fail(number + first, answers[first])
             results |= {rank: answer.value for rank, answer in answers.items()}
         return [results[rank] for rank in range(len(connections))]
 

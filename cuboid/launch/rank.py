@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import MutableSequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,15 +34,17 @@ LINGER = 1.0
 first."""
 
 
-def join(place: Place, device: torch.device, wanted: Wanted) -> Joined:
-    """Meet the other ranks where the launcher says: at the supervisor's store, at torchrun's, or at the master's."""
+def store_of(place: Place) -> Any:
+    """Where the ranks meet: at the supervisor's store, at torchrun's, or at the master's."""
     if place.attempt:
-        store = reach_store(place.master_address, place.master_port, place.attempt)
-    else:
-        # torchrun's agent already listens there; else rank 0 does.
-        serves = place.rank == 0 and not os.environ.get("TORCHELASTIC_RUN_ID")
-        store = TCPStore(place.master_address, place.master_port, place.world_size, serves, wait_for_workers=False)
-    return join_world(store, place.rank, place.world_size, device, wanted)
+        return reach_store(place.master_address, place.master_port, place.attempt)
+    # torchrun's agent already listens there; else rank 0 does.
+    serves = place.rank == 0 and not os.environ.get("TORCHELASTIC_RUN_ID")
+    return TCPStore(place.master_address, place.master_port, place.world_size, serves, wait_for_workers=False)
+
+
+def join(place: Place, device: torch.device, wanted: Wanted) -> Joined:
+    return join_world(store_of(place), place.rank, place.world_size, device, wanted)
 
 
 def _tell(run: Run, joined: Joined, binding: Binding | None, quiet: bool) -> None:

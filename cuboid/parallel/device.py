@@ -14,3 +14,10 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def joined_device(wanted: str) -> torch.device:
+    """Of a rank that has joined the others, which made its GPU the current one: only there is its number among the
+    ranks of its machine known."""
+    device = choose_device(wanted, 0)
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device

@@ -14,7 +14,7 @@ from cuboid.data.source import make_source
 from cuboid.model.precision import wide
 from cuboid.parallel.apply import Engine, build_engine
 from cuboid.parallel.compiled import is_compiled
-from cuboid.parallel.device import choose_device
+from cuboid.parallel.device import joined_device
 from cuboid.parallel.gradients import counted_pieces
 from cuboid.plan.exchanges import unforeseen
 from cuboid.plan.slices import Part
@@ -29,7 +29,7 @@ Contribution = list[tuple[Part, int, int, Tensor]]
 
 def observed_trace(run: Run, rank: int) -> Trace | None:
     """The trace on rank 0, None elsewhere. Every rank calls this."""
-    device = choose_device(run.training.device, rank)
+    device = joined_device(run.training.device)
     # Counting takes collectives out of compiled graphs, which would then not be the graphs that train.
     counted = not is_compiled(run, device)
     run = replace(run, output=replace(run.output, count_communication=counted))

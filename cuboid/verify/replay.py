@@ -17,7 +17,7 @@ from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.parallel.apply import Engine, build_engine
 from cuboid.parallel.collectives import start_all_gather
-from cuboid.parallel.device import choose_device
+from cuboid.parallel.device import joined_device
 from cuboid.spec.run import Run
 from cuboid.train.learning_rate import learning_rate
 from cuboid.train.optimizer import Optimizer
@@ -86,7 +86,7 @@ def replay_rank(rank: int, run: Run, checkpoint: str, first: int, step: int, tim
     from 0. Every rank calls this."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads this when it starts
     torch.use_deterministic_algorithms(True)
-    device = choose_device(run.training.device, rank)
+    device = joined_device(run.training.device)
     source = make_source(run)
     attempts = []
     for _ in range(times):

@@ -17,7 +17,7 @@ from cuboid.checkpoint.whole import whole_tensors
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.parallel.apply import build_engine
-from cuboid.parallel.device import choose_device
+from cuboid.parallel.device import joined_device
 from cuboid.spec.run import Run
 from cuboid.train.learning_rate import learning_rate
 from cuboid.train.optimizer import Optimizer
@@ -58,7 +58,7 @@ class ChainVerdict:
 
 def train_leg(rank: int, run: Run, folder: str, first: int, last: int) -> list[float]:
     """Steps first + 1 to last on this layout; every rank calls this and gets the losses."""
-    device = choose_device(run.training.device, rank)
+    device = joined_device(run.training.device)
     engine = build_engine(run, rank, device)
     optimizer = Optimizer(engine, run.optimizer)
     source = make_source(run)

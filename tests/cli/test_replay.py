@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from cuboid.resilience.bad_steps import bad_steps
 from cuboid.spec.run import Run
 from cuboid.train.folder import prepare_folder
 from cuboid.verify.replay import Logged, Seen, judge
+from tests.cli.command import environment
+from tests.launch.ports import free_port
 from tests.train.cases import short_run
 from tests.train.test_bad_steps import FIELDS
 
@@ -47,7 +51,16 @@ def test_a_fault_that_passed_and_a_good_step(tmp_path: Path, pool: Pool, capsys:
     assert main(["replay", str(tmp_path), "--step", "10", "--times", "3"]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "step 10 on dp=2,tp=1,pp=2, from the checkpoint after step 9, 3 times"
-    assert shown[5] == "none: every replay gives what the run saw, and nothing is bad about it (bit for bit)"
+    assert shown[1] == "backend: gloo, 4 ranks on CPUs"
+    assert shown[6] == "none: every replay gives what the run saw, and nothing is bad about it (bit for bit)"
+    meeting = ["--nodes", "2", "--rendezvous", f"127.0.0.1:{free_port()}", "--step", "8", "--json"]
+    command = [sys.executable, "-m", "cuboid.cli.main", "replay", str(tmp_path), *meeting]
+    nodes = [
+        subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        for _ in range(2)
+    ]
+    told = "".join(node.communicate(timeout=300)[0] for node in nodes)
+    assert [node.returncode for node in nodes] == [0, 0] and json.loads(told) == bad, "on two nodes as on one"
     assert contents(tmp_path) == before, "nothing is written there"
 
 

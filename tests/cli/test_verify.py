@@ -37,6 +37,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert [key for key in found if key in PROMISED] == PROMISED
     assert (found["layout"], found["world_size"], found["steps"]) == ("dp=2,tp=1,pp=1", 2, 2)
     assert (found["passed"], found["seed"], found["dtype"]) == (True, 3, "float64")
+    assert (found["backend"], found["gpus"], found["gpu_shared"]) == ("gloo", 0, False)
     assert found.pop("router_error") is None, "a dense model has no routers"
     errors = [found[key] for key in found if key.endswith("_error")]
     assert all(isinstance(error, float) and 0 <= error <= 1e-9 for error in errors)
@@ -76,8 +77,9 @@ def test_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--layout", "tp=2", *SMALL]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "tiny-llama on dp=1,tp=2,pp=1 (2 processes) against one process, float64"
-    assert [line.split("equal")[0].strip() for line in lines[1:5]] == ["loss", "gradient", "gradient norm", "parameter"]
-    assert lines[5] == "The layout changed nothing but speed: all within 1e-09 over 2 clipped optimizer steps."
+    assert lines[1] == "backend: gloo, 2 ranks on CPUs"
+    assert [line.split("equal")[0].strip() for line in lines[2:6]] == ["loss", "gradient", "gradient norm", "parameter"]
+    assert lines[6] == "The layout changed nothing but speed: all within 1e-09 over 2 clipped optimizer steps."
 
 
 def test_a_difference_is_exit_status_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,6 +110,12 @@ def test_a_difference_is_exit_status_one(capsys: pytest.CaptureFixture[str]) -> 
             ["--set", "data.source=python-stdlib", "--set", "model.vocab=99"],
             "error: model.vocab=99 is smaller than the",
         ),
+        (
+            ["--backend", "nccl", "--device", "cpu"],
+            "error: training.backend=nccl needs GPUs, not training.device=cpu; ",
+        ),
+        (["--nodes", "2"], "error: nodes=2 needs a place where nodes meet; add --rendezvous HOST:PORT"),
+        (["--nodes", "3", "--rendezvous", "127.0.0.1:29400"], "error: nodes=3 do not divide the 8 ranks of dp=2,tp=2,"),
         (["--model", "tiny-lama"], "error: unknown model=tiny-lama; did you mean tiny-llama"),
     ],
 )
@@ -155,8 +163,9 @@ def test_a_chain_is_told_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--resume", "dp=2 -> dp=1", *options]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "tiny-llama, 1 steps on each layout, against one uninterrupted process, float32"
-    assert lines[1].split()[:4] == ["steps", "1-1", "dp=2,tp=1,pp=1", "equal"]
-    assert lines[2].split()[:4] == ["steps", "2-2", "dp=1,tp=1,pp=1", "equal"]
+    assert lines[1] == "backend: gloo, 2 ranks on CPUs"
+    assert lines[2].split()[:4] == ["steps", "1-1", "dp=2,tp=1,pp=1", "equal"]
+    assert lines[3].split()[:4] == ["steps", "2-2", "dp=1,tp=1,pp=1", "equal"]
     assert lines[-1].startswith("The changes of layout lost nothing")
 
 
@@ -168,6 +177,7 @@ def test_a_chain_is_told_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
         (["dp=2 -> pd=1"], "error: layout 2 of --resume, pd=1: unknown key pd;"),
         (["dp=2 -> pp=16"], "error: layout 2 of --resume, pp=16: pp=16 makes more stages than layers=8; use pp=8"),
         (["dp=2 -> dp=1", "--layout", "dp=2"], "error: --layout proves one layout and --resume a chain of them; "),
+        (["dp=2 -> dp=1", "--nodes", "2"], "error: --resume starts other ranks for each layout; use it on one machine"),
         (["dp=2 -> dp=1", "--set", "training.precision=fp16"], "error: training.precision=fp16 is too coarse"),
         (["dp=2 -> dp=1", "--steps", "0"], "error: layout 1 of --resume, dp=2: training.steps=0 is too small"),
     ],

@@ -63,6 +63,13 @@ def sleep_on(rank: int, sleeping: int) -> int:
     return rank
 
 
+def fail_while_others_sleep(rank: int, failing: int) -> None:
+    """Nothing tells the others: they are in no collective."""
+    if rank == failing:
+        raise ValueError(f"rank {rank} has a reason")
+    time.sleep(600)
+
+
 def unsendable(rank: int) -> object:
     return lambda: rank
 

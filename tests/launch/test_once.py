@@ -1,0 +1,127 @@
+"""Proofs on many nodes and among ranks that torchrun or Slurm started: real processes on loopback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cli.command import environment
+from tests.launch.ports import free_port
+
+SMALL = ["--layout", "dp=2,pp=2", "--steps", "1", "--set", "model.layers=2", "--set", "training.sequence=8"]
+VERIFY = ["-m", "cuboid.cli.main", "verify", *SMALL]
+DIFFERS = [
+    "--dtype",
+    "float32",
+    "--steps",
+    "2",
+    "--set",
+    "optimizer.epsilon=1e-30",
+    "--set",
+    "learning_rate.peak=100.0",
+]
+"""Float32 differs from layout to layout in the last digits; an absurd learning rate makes them the first."""
+Ended = tuple[int, str, str]
+
+
+class Processes:
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._started = folder, list[subprocess.Popen[str]]()
+
+    def start(self, *arguments: str, **variables: str) -> subprocess.Popen[str]:
+        self._started.append(
+            subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=self._folder,
+                env=environment(**variables),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+        return self._started[-1]
+
+    def end(self) -> None:
+        for process in self._started:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    made = Processes(tmp_path)
+    yield made
+    made.end()
+
+
+def ended(process: subprocess.Popen[str]) -> Ended:
+    out, errors = process.communicate(timeout=300)
+    return process.returncode, out, errors
+
+
+def test_the_ranks_of_two_torchruns_prove_a_layout(processes: Processes) -> None:
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "proof"]
+    torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2", *meeting]
+    both = [processes.start(*torchrun, "--local-addr", "127.0.0.1", *VERIFY, "--json") for _ in range(2)]
+    codes, outs, _ = zip(*map(ended, both), strict=True)
+    assert codes == (0, 0)
+    (verdict,) = [json.loads(line) for out in outs for line in out.splitlines()]
+    assert (verdict["passed"], verdict["world_size"], verdict["backend"]) == (True, 4, "gloo")
+
+
+def test_the_tasks_of_srun_all_end_with_the_verdict(processes: Processes) -> None:
+    slurm = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "7", "MASTER_ADDR": "127.0.0.1"}
+    slurm |= {"SLURM_STEP_TASKS_PER_NODE": "2(x2)", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
+    tasks = [
+        processes.start(*VERIFY, *DIFFERS, **slurm, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank % 2))
+        for rank in range(4)
+    ]
+    codes, outs, _ = zip(*map(ended, tasks), strict=True)
+    assert codes == (1, 1, 1, 1)
+    assert "DIFFERS" in outs[0] and outs[0].splitlines()[1] == "backend: gloo, 4 ranks on CPUs"
+    assert outs[1:] == ("", "", "")
+
+
+def test_two_nodes_prove_a_layout_and_refuse_one_with_another_command(processes: Processes) -> None:
+    meeting = ["--nodes", "2", "--rendezvous", f"127.0.0.1:{free_port()}"]
+    leading = processes.start(*VERIFY, *meeting, "--json")
+    assert leading.stderr is not None and leading.stderr.readline().startswith("2 nodes meet at 127.0.0.1:")
+    code, out, errors = ended(processes.start(*VERIFY, *meeting, "--seed", "1", "--json"))
+    assert (code, out) == (2, "")
+    assert errors == (
+        "error: this node was given another run, or other options, than the others; "
+        "start all nodes with the same command\n"
+    )
+    assert ended(processes.start(*VERIFY, *meeting, "--json")) == (0, "", "")
+    code, out, errors = ended(leading)
+    verdict = json.loads(out)
+    assert (code, errors, verdict["passed"], verdict["world_size"]) == (0, "", True, 4)
+
+
+CALL = """
+from cuboid.cli.verify import verification_run
+from cuboid.errors import RankError
+from cuboid.launch.nodes import NodeOptions
+from cuboid.launch.once import Heard, take_post
+
+if __name__ == "__main__":
+    post = take_post(verification_run("dp=4"), NodeOptions(nodes=2, rendezvous={meeting!r}))
+    try:
+        post.call("tests.launch.jobs:fail_while_others_sleep", (3,), Heard(silent=True))
+    except RankError as error:
+        print(error)
+"""
+
+
+def test_a_rank_that_fails_ends_the_ranks_of_other_nodes(processes: Processes, tmp_path: Path) -> None:
+    (tmp_path / "call.py").write_text(CALL.format(meeting=f"127.0.0.1:{free_port()}"))
+    leading = processes.start("call.py")
+    assert leading.stderr is not None and leading.stderr.readline()
+    code, out, _ = ended(processes.start("call.py"))
+    assert code == 0 and out.startswith("rank 3 failed:") and out.strip().endswith("ValueError: rank 3 has a reason")
+    assert ended(leading)[:2] == (0, "another node failed: rank 3 failed: ValueError: rank 3 has a reason\n")
