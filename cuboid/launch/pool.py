@@ -79,8 +79,10 @@ def _serve(connection: Connection) -> None:
                 else:
                     store = dist.FileStore(os.path.join(folder, "store"), ranks)  # type: ignore[attr-defined]
                 limit = timedelta(seconds=timeout)
-                joined = join_world(store, rank, ranks, choose_device(device, place.local_rank), backend, limit)
-                dist.barrier()  # a rank with little to do would leave before another has reached it
+                chosen = choose_device(device, place.local_rank)
+                joined = join_world(store, rank, ranks, chosen, backend, limit)
+                own = [chosen.index] if joined.backend == "nccl" else None
+                dist.barrier(device_ids=own)  # a rank with little to do would leave before another has reached it
                 if rank == 0:
                     told = {**joined.as_json(), "sentence": joined.sentence}
                     connection.send(Answer("joined", told, time.monotonic()))

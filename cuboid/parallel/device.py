@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 
 from cuboid.errors import UserError
+
+# Autograd computes in a thread of its own, which has no CUDA context before its first matmul; torch then makes it so.
+warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
 
 
 def choose_device(wanted: str, local_rank: int) -> torch.device:

@@ -17,6 +17,7 @@ from cuboid.checkpoint.whole import whole_tensors
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.parallel.apply import build_engine
+from cuboid.parallel.coordination import open_coordination
 from cuboid.parallel.device import joined_device
 from cuboid.spec.run import Run
 from cuboid.train.learning_rate import learning_rate
@@ -62,7 +63,8 @@ def train_leg(rank: int, run: Run, folder: str, first: int, last: int) -> list[f
     engine = build_engine(run, rank, device)
     optimizer = Optimizer(engine, run.optimizer)
     source = make_source(run)
-    done = resume(engine, optimizer, locate(folder), quiet=True) if first else 0
+    group = open_coordination(run.checkpoint.timeout_seconds)
+    done = resume(engine, optimizer, locate(folder), group, quiet=True) if first else 0
     if done != first:
         raise AssertionError(f"resumed after step {done}, not {first}")
     losses = []

@@ -37,7 +37,7 @@ class Pairs:
             if other not in self._links:
                 store = dist.PrefixStore(f"pair/{self._number}/{low}-{high}", self._group.store)  # type: ignore[attr-defined]
                 limit = timedelta(seconds=self._group.seconds)
-                self._links[other] = dist.ProcessGroupGloo(store, int(own == high), 2, limit)  # type: ignore[attr-defined]
+                self._links[other] = dist.ProcessGroupGloo(store, int(own == high), 2, limit)
 
     def break_off(self) -> None:
         """After a failure all ranks connect anew."""
