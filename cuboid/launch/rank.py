@@ -21,6 +21,7 @@ from cuboid.launch.place import Place, find_place
 from cuboid.launch.rendezvous import reach_store
 from cuboid.parallel.device import choose_device
 from cuboid.resilience.faults import arm
+from cuboid.resilience.flight import offer_record
 from cuboid.resilience.preemption import Listener
 from cuboid.resilience.pulse import PULSE
 from cuboid.resilience.stacks import offer_stack
@@ -79,6 +80,8 @@ def run_rank(run: Run, signals: Listener, quiet: bool = False, place: Place | No
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         device = choose_device(run.training.device, place.local_rank)
         binding = bind_near(device, run.training.bind)  # before pinned memory and threads are made
+        if device.type == "cuda":
+            offer_record(run.output.folder, PULSE.folder, torch.__version__)
         joined = Joined(1, gpus=int(device.type == "cuda"))
         if place.world_size > 1:
             with PULSE.everybody("world", place.world_size).joined("join"):

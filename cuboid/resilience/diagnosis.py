@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cuboid.resilience.pulse import Activity, Phase
+from cuboid.resilience.pulse import Activity, Phase, Wait
 from cuboid.resilience.reading import Place, Reading, Waiting
 
 STOPPED = ("T", "t")
@@ -28,6 +28,7 @@ GROUPS = {
     "world": "all ranks",
     "link": "the pipeline ranks",
 }
+KINDS: dict[Wait, str] = {"new group": "making of the communicator"}
 ACTIVITIES: dict[Activity, str] = {
     "data": "reading data",
     "forward": "in its forward pass",
@@ -145,7 +146,7 @@ def _in_different_collectives(known: Mapping[int, Reading]) -> Diagnosis | None:
 def _each_in(ranks: Iterable[int], known: Mapping[int, Reading]) -> str:
     """Which ranks are in what, ranks in the same together."""
     groups: dict[str, list[int]] = {}
-    for rank in ranks:
+    for rank in sorted(ranks):
         waiting = known[rank].waiting if rank in known else None
         if waiting is not None:
             groups.setdefault(_in(waiting), []).append(rank)
@@ -156,8 +157,11 @@ def tell_busy(readings: Sequence[Reading], ranks: Sequence[int]) -> str:
     """Who works while the others wait, at what, and who waits in what."""
     known = {reading.rank: reading for reading in readings}
     waiters = _each_in([rank for rank in known if rank not in ranks], known)
-    working = f"{_who(ranks)} work{'s' if len(ranks) == 1 else ''} {where(known[ranks[0]])}"
-    return working + (f", the others wait: {waiters}" if waiters else "")
+    one = len(ranks) == 1
+    does = f"work{'s' if one else ''} {where(known[ranks[0]])}"
+    if known[ranks[0]].state == NOT_BEGUN:
+        does = f"{'has' if one else 'have'} not begun"
+    return f"{_who(ranks)} {does}, and the others wait: {waiters}"
 
 
 def _together_with(reading: Reading, known: Mapping[int, Reading]) -> list[int]:
@@ -264,7 +268,9 @@ def _in(waiting: Waiting) -> str:
     if place is None or not place.ranks:
         return f"in {waiting.kind}"
     group = GROUPS.get(place.name, place.name)
-    return f"in the {waiting.kind} of {group}" + ("" if place.name == "world" else f" {spans(place.ranks)}")
+    return f"in the {KINDS.get(waiting.kind, waiting.kind)} of {group}" + (
+        "" if place.name == "world" else f" {spans(place.ranks)}"
+    )
 
 
 def _waiters(direct: Sequence[int], others: Sequence[int], known: Mapping[int, Reading]) -> str:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import psutil
 
@@ -26,10 +25,10 @@ QUIET = 1.0
 """Seconds of silence after which it is noted how much ranks have worked so far."""
 EVERY = 3.0
 """Seconds between two close looks."""
-BUSY = 0.002
-"""Part of a core from which a rank works: what only wakes up now and then takes a tenth of this."""
-MAY_WORK: tuple[Wait, ...] = ("load", "save", "agreement")
-"""Waits in which a rank may do something itself: read, write, plan."""
+BUSY = 0.005
+"""Part of a core from which a rank works: threads that only wake up now and then take a tenth of this."""
+MAY_WORK: tuple[Wait, ...] = ("load", "agreement")
+"""Waits in which a rank may do something itself: read, plan."""
 
 
 class Standstill:
@@ -64,10 +63,10 @@ class Standstill:
         waiting = [self._waits(reading) for reading in readings]
         busy = [reading.rank for reading, waits in zip(readings, waiting, strict=True) if waits is None]
         if busy:
-            if not self._told:
+            if not self._told and len(busy) < len(readings):
                 self._told = True
                 bound = f"resilience.setup_seconds={self._spec.setup_seconds:g}"
-                say(f"{tell_busy(readings, busy)}; nobody else works, for {seconds:.0f} s; limit {bound}", True)
+                say(f"{tell_busy(readings, busy)}; so far for {seconds:.0f} s, limit {bound}", as_warning=True)
             self._say_everywhere(False)
             return None
         if not self._say_everywhere(True):
@@ -89,6 +88,8 @@ class Standstill:
             return reading
         if reading.state == NOT_BEGUN or (not kind and reading.activity in ("reading", "writing", "data")):
             return None
+        if kind == "save":
+            return None  # its own thread writes, and has a limit of its own: checkpoint.timeout_seconds
         if kind == "device":
             return reading if reading.device_left else None
         if kind and kind not in MAY_WORK:
@@ -96,7 +97,8 @@ class Standstill:
         assert self._efforts is not None
         if self._efforts.is_idle(reading):
             return reading
-        # Its GPU has not come on while its host runs. A host waits for the device in many calls, and most of them spin.
+        # Its GPU has not come on while its host runs: a host waits for the device in many calls, and most of them spin,
+        # as do threads of NCCL.
         if not kind and reading.device_left and not self._compiles(reading):
             return replace(reading, waiting=Waiting("device", None))
         return None
@@ -117,17 +119,13 @@ class Efforts:
 
 
 def core_seconds(pid: int) -> float | None:
-    """Of the threads that run a rank's own code, and of the processes it has started: those compile for it. Threads of
-    NCCL and its watchdog poll all the time, and count for nothing."""
-    total = 0.0
+    """Of all threads of a rank, and of the processes it has started: PyTorch compiles in those."""
     try:
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            if task.name == str(pid) or (task / "comm").read_text().startswith("pt_autograd"):
-                total += int((task / "schedstat").read_text().split()[0]) / 1e9
-        for child in psutil.Process(pid).children(recursive=True):
+        rank = psutil.Process(pid)
+        times = [rank.cpu_times()]
+        for child in rank.children(recursive=True):
             with suppress(psutil.Error):
-                times = child.cpu_times()
-                total += times.user + times.system
-    except (OSError, ValueError, IndexError, psutil.Error):
+                times.append(child.cpu_times())
+    except psutil.Error:
         return None
-    return total
+    return sum(each.user + each.system for each in times)

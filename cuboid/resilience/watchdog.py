@@ -19,6 +19,7 @@ from typing import Any
 
 from cuboid.errors import HangError
 from cuboid.resilience.diagnosis import GONE, NOT_BEGUN, diagnose
+from cuboid.resilience.flight import Open, Recorders, oldest_open, tell_open
 from cuboid.resilience.goodput import Attempt, note_attempt
 from cuboid.resilience.limits import Limit, Silence, limit_of_all
 from cuboid.resilience.pulse import CHANGES, DEVICE_PASSED, PID, SIZE, STEP, VERSION, pulse_path
@@ -133,27 +134,33 @@ class Watchdog:
 
     def _end(self, readings: list[Reading], limit: Limit, seconds: float) -> None:
         """Say who hangs, keep what tells why, and end all ranks: the attempt fails with what is said here."""
-        target = _next_report(Path(self._run.output.folder))
+        moment, folder = time.time(), Path(self._run.output.folder)
+        target = _next_report(folder)
         try:
+            recorders = Recorders(readings, folder, self.folder)
             found = diagnose(self._share(readings))
-            sentence = (
-                f"{found.sentence}; silent for {seconds:.1f} s, limit {limit.seconds:.1f} s ({limit.origin}); "
-                f"stacks in {target}"
-            )
+            end = f"silent for {seconds:.1f} s, limit {limit.seconds:.1f} s ({limit.origin}); stacks in {target}"
+            self.hang = Hang(found.culprits, f"{found.sentence}; {end}")
+            open_now: dict[int, Open] = {}
+            with suppress(OSError):  # a disk that is full keeps nobody from going on
+                target.mkdir(parents=True)
+                collect_stacks(readings, self.folder, target)
+                records = {rank: oldest_open(path) for rank, path in recorders.collect(target).items()}
+                open_now = {rank: each for rank, each in records.items() if each is not None}
+            sentence = "; ".join(filter(None, (found.sentence, tell_open(open_now), end)))
             self.hang = Hang(found.culprits, sentence)
             report: dict[str, Any] = {
-                "time": time.time(),
+                "time": moment,
                 "culprits": list(found.culprits),
                 "sentence": sentence,
                 "silent_seconds": seconds,
                 "limit_seconds": limit.seconds,
                 "limit_origin": limit.origin,
+                "open_collectives": {rank: str(each) for rank, each in open_now.items()},
                 "ranks": [reading.as_json() for reading in readings],
             }
-            with suppress(OSError):  # a disk that is full keeps nobody from going on
-                target.mkdir(parents=True)
+            with suppress(OSError):
                 (target / "report.json").write_text(json.dumps(report, indent=1))
-                collect_stacks(readings, self.folder, target)
         finally:
             for reading in readings:
                 if reading.pid:

@@ -28,6 +28,7 @@ WRITTEN = (
     "failures.jsonl",
     "fault-*.json",
     "hang-*",
+    "flight-*",
     "goodput.json",
     "ranks-*.jsonl",
     "bad_steps.jsonl",

@@ -23,6 +23,7 @@ from cuboid.spec.run import Run
 from cuboid.train.bad_steps import BadSteps
 from cuboid.train.captured import make_passes
 from cuboid.train.communication import CommunicationLog
+from cuboid.train.device_progress import device_progress
 from cuboid.train.evaluate import evaluate
 from cuboid.train.keeper import Keeper
 from cuboid.train.learning_rate import learning_rate
@@ -55,7 +56,7 @@ def train(
 ) -> Outcome:
     """Train to the last step, from the newest checkpoint of the run or the first step. `asked`: whether this rank was
     asked to stop; if any was, all save and stop at the next step."""
-    with told_when_short(run, rank, device):
+    with told_when_short(run, rank, device), device_progress(device):
         return Trainer(run, rank, device, quiet, asked).train()
 
 

@@ -6,7 +6,7 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 
 from cuboid.launch.place import seats
-from cuboid.launch.readings import share_with_all
+from cuboid.launch.readings import share_with_all, stand_still_everywhere
 from cuboid.launch.rendezvous import serve_store
 from cuboid.resilience.diagnosis import diagnose
 from cuboid.resilience.reading import Place, Reading, Waiting
@@ -45,3 +45,20 @@ def test_who_is_cut_off_judges_by_itself() -> None:
     own = [noted(0), noted(1)]
     assert share_with_all(seats(2, 0, 4, "127.0.0.1", port, "order-1"), patience=0.2)(own) == own
     assert share_with_all(seats(2, 0, 2, "127.0.0.1", port, "order-1"))(own) == own, "all ranks are here"
+
+
+def test_a_job_stands_still_when_every_node_does() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = serve_store(listener)
+    first, second, third = (stand_still_everywhere(seats(2, rank, 6, "127.0.0.1", port, "a")) for rank in (0, 2, 4))
+    assert not first(True) and not second(True) and not first(True), "one of three still works"
+    assert not second(False)
+    assert not third(True)
+    assert second(True) and first(True) and third(True)
+    again = stand_still_everywhere(seats(2, 0, 6, "127.0.0.1", port, "b"))
+    assert not again(True), "another attempt counts anew"
+    del store
+    assert stand_still_everywhere(seats(2, 0, 2, "127.0.0.1", port, "a"))(True), "all ranks are here"
+    cut_off = stand_still_everywhere(seats(2, 0, 4, "127.0.0.1", free_port(), "a"), patience=0.2)
+    assert not cut_off(True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+import threading
 import time
 from pathlib import Path
 
@@ -10,13 +12,15 @@ import torch
 import torch.distributed as dist
 
 from cuboid.launch.orphan import follow_parent
-from cuboid.resilience.pulse import PULSE
+from cuboid.resilience.flight import offer_record
+from cuboid.resilience.pulse import DEVICE_LEFT, PULSE
 from cuboid.resilience.stacks import offer_stack
 
 
-def begin(rank: int, ranks: int, folder: str, job: str) -> None:
+def begin(rank: int, ranks: int, folder: str, job: str, run_folder: str) -> None:
     """A rank process: join the others over gloo, then `job`."""
     follow_parent()
+    os.environ["CUBOID_TEST_FOLDER"] = run_folder
     torch.set_num_threads(1)
     offer_stack(folder, rank)
     PULSE.open(folder, rank)
@@ -59,7 +63,7 @@ def busy_for_long(rank: int, ranks: int) -> None:
     """One rank computes for several times the limit while the others wait for it; then all go on to the end."""
     PULSE.enter("step", 1)
     PULSE.do("forward")
-    until = time.monotonic() + 9
+    until = time.monotonic() + 6
     while rank == 1 and time.monotonic() < until:
         torch.ones(64, 64) @ torch.ones(64, 64)
     with PULSE.everybody().joined("all-reduce"):
@@ -72,7 +76,37 @@ def compile_elsewhere(rank: int, ranks: int) -> None:
     PULSE.enter("step", 1)
     PULSE.do("forward")
     if rank == 1:
-        os.system("timeout 9 sh -c 'while :; do :; done'")
+        os.system("timeout 6 sh -c 'while :; do :; done'")
     with PULSE.everybody().joined("all-reduce"):
         dist.all_reduce(torch.ones(1))
     Path(PULSE.folder or "", f"done-{rank}").touch()
+
+
+ENTRIES = [
+    {"state": "completed", "is_p2p": False, "collective_seq_id": 6, "profiling_name": "nccl:all_reduce"},
+    {"state": "scheduled", "is_p2p": False, "collective_seq_id": 7, "profiling_name": "nccl:all_gather"},
+    {"state": "scheduled", "is_p2p": True, "p2p_seq_id": 1, "profiling_name": "nccl:send 0->1"},
+]
+
+
+def record_flight(rank: int, stem: str, prefix: str) -> None:
+    """What PyTorch does beside NCCL, which cannot run here: a pipe, and a record when something is written to it."""
+    pipe = f"{stem}{rank}.pipe"
+    os.mkfifo(pipe)
+    handle = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    while not os.read(handle, 128):
+        time.sleep(0.1)
+    entries = [{**entry, "process_group": ("0", "default_pg")} for entry in ENTRIES]
+    record = {"version": "2.10", "pg_config": {"0": {"ranks": "[0, 1]", "desc": "default_pg"}}, "entries": entries}
+    Path(f"{prefix}{rank}").write_bytes(pickle.dumps(record, protocol=2))
+
+
+def hang_on_the_device(rank: int, ranks: int) -> None:
+    """Hosts that wait for devices whose kernels never end; they have the variables that a rank with a GPU sets."""
+    offer_record(os.environ["CUBOID_TEST_FOLDER"], PULSE.folder, torch.__version__)
+    names = ("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE")
+    threading.Thread(target=record_flight, args=(rank, *(os.environ[name] for name in names)), daemon=True).start()
+    PULSE.enter("step", 1)
+    PULSE.words[DEVICE_LEFT] = 5
+    PULSE.wait("device")
+    threading.Event().wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -30,7 +31,9 @@ def watched(tmp_path: Path, job: str, ranks: int = 2) -> tuple[Watchdog, int]:
     context = fork_server()
     with Watchdog(made, list(range(ranks))) as watchdog:
         started = [
-            context.Process(target=begin, args=(rank, ranks, str(watchdog.folder), job), daemon=True)
+            context.Process(
+                target=begin, args=(rank, ranks, str(watchdog.folder), job, str(tmp_path / "run")), daemon=True
+            )
             for rank in range(ranks)
         ]
         for process in started:
@@ -46,7 +49,8 @@ CASES = {
     "all-reduce of the data-parallel ranks 0–1, rank 1 in the all-reduce of the tensor-parallel ranks 0–1",
     "different_kinds": "ranks of one group are in different collectives, while it sets up: rank 0 in the all-reduce of "
     "all ranks, rank 1 in the all-gather of all ranks",
-    "missing_in_set_up": "rank 1 hangs while it sets up: rank 0 waits for it in the new group of all ranks",
+    "missing_in_set_up": "rank 1 hangs while it sets up: rank 0 waits for it in the making of the communicator "
+    "of all ranks",
 }
 
 
@@ -61,7 +65,21 @@ def test_a_real_deadlock_is_named_with_its_ranks_and_collectives(tmp_path: Path,
     stacks = [(tmp_path / f"run/hang-00001/rank-{rank:05d}.txt").read_text() for rank in (0, 1)]
     assert all(f", in {job}" in text or f"in {job}" in text for text in stacks)
     report = json.loads((tmp_path / "run/hang-00001/report.json").read_text())
-    assert report["culprits"] == ([1] if job == "missing_in_set_up" else [0, 1])
+    assert sorted(report["culprits"]) == ([1] if job == "missing_in_set_up" else [0, 1])
+
+
+def test_devices_that_hang_leave_their_flight_records_and_name_the_collective(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    watchdog, _ = watched(tmp_path, "hang_on_the_device")
+    assert watchdog.hang is not None
+    assert (
+        "; not ended on the device: ranks 0–1 in nccl:all_gather 7 of ranks 0–1; silent for" in watchdog.hang.sentence
+    )
+    folder = tmp_path / "run/hang-00001"
+    assert sorted(path.name for path in folder.glob("flight-*")) == ["flight-0", "flight-1"]
+    assert not list((tmp_path / "run").glob("flight-*")), "they lie beside the stacks"
+    report = json.loads((folder / "report.json").read_text())
+    assert report["open_collectives"] == dict.fromkeys(("0", "1"), "nccl:all_gather 7 of ranks 0–1")
 
 
 @pytest.mark.parametrize("job", ["busy_for_long", "compile_elsewhere"])
@@ -72,7 +90,7 @@ def test_a_rank_that_works_for_long_is_waited_for_and_told_of(
     assert watchdog.hang is None and done == 2
     told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: rank 1 works in step 1")]
     assert len(told) == 1, "once in a silence"
-    assert "the others wait: rank 0 in the all-reduce of all ranks; nobody else works, for 3 s" in told[0]
+    assert "and the others wait: rank 0 in the all-reduce of all ranks; so far for 3 s, limit resilience" in told[0]
 
 
 def test_ranks_that_hang_in_set_up_and_in_the_first_step_are_named_and_started_again(tmp_path: Path) -> None:
@@ -99,8 +117,6 @@ def judged(readings: list[Reading], **settings: float) -> bool:
 
 
 def test_a_device_that_has_marks_to_pass_and_passes_none_stands_still() -> None:
-    import os
-
     waits = Reading(0, os.getpid(), "step", 1, waiting=Waiting("device", None), device_left=3)
     spins = Reading(1, os.getpid(), "step", 1, "forward", device_left=2)
     assert judged([waits])
@@ -110,6 +126,7 @@ def test_a_device_that_has_marks_to_pass_and_passes_none_stands_still() -> None:
     assert not judged([waits, Reading(1, os.getpid(), "set-up", activity="reading")])
     assert not judged([waits, Reading(1, state="?")]), "it has not begun"
     assert judged([waits, Reading(1, os.getpid(), "step", 1, state="T")])
+    assert not judged([waits, Reading(1, os.getpid(), "save", 1, waiting=Waiting("save", None))]), "a thread writes"
 
 
 def test_nodes_of_which_one_still_works_wait() -> None:
