@@ -125,7 +125,14 @@ def same_tokens(texts: Any, reference: list[list[int]]) -> float:
 
 
 def on_ranks(pool: Pool, spec: GenerationSpec, requests: list[Request], repeats: int) -> Timing:
-    told = pool.run("benchmarks.generate:on_rank", (spec, requests, repeats), ranks=spec.layout.world_size)
+    told = pool.run(
+        "benchmarks.generate:on_rank",
+        (spec, requests, repeats),
+        ranks=spec.layout.world_size,
+        device=spec.device,
+        backend=spec.backend,
+        joined=lambda joined: say(joined["sentence"]),
+    )
     return {
         "texts": {number: text for timing, _ in told for number, text in timing["texts"].items()},
         "seconds": max(timing["seconds"] for timing, _ in told),
@@ -137,6 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--shape", default="small", choices=SHAPES)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--backend", default="auto", choices=("auto", "nccl", "gloo"))
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--tokens", type=int, default=64)
@@ -167,6 +175,7 @@ def main() -> None:
                 weights=f"hf:{folder}",
                 precision=precision,
                 device=options.device,
+                backend=options.backend,
                 slots=-(-options.prompts // wanted.dp),
                 length=max(lengths) + options.tokens,
                 chunk=2048 if options.device == "cuda" else 512,

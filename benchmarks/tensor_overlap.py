@@ -8,8 +8,8 @@ same text. Compared are all losses and gradient norms, and the gradients of the 
 of the optimizer are a multiple: they may differ by what adding in another order rounds. The exit code is 1 where they
 differ by more, or where `on` took no product apart: a step under the profiler counts those.
 
-Ranks that share a GPU speak through gloo, and memory is shared within it, without multicast: right, but slow. Only
-where every rank has a GPU the ratio of the speeds says something."""
+Ranks that share a GPU speak through gloo unless `--backend nccl` asks for NCCL, and memory is shared within it, without
+multicast: right, but slow. Only where every rank has a GPU the ratio of the speeds says something."""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def rank(options: argparse.Namespace, text: str, way: str, output: Path) -> None
     place = find_place(os.environ)
     assert place is not None
     device = choose_device("cuda", place.local_rank)
-    join(place, device)
+    shared = torch.cuda.device_count() < options.tp
+    join(place, device, options.backend or ("gloo" if shared else "auto"))
     run = make_run(options, text, way)
     engine = build_engine(run, place.rank, device)
     optimizer = Optimizer(engine, run.optimizer)
@@ -156,6 +157,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", nargs="?", default="small:1:4096", help="shape:micro-batch[:sequence]")
     parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--backend", choices=("nccl", "gloo"))
     parser.add_argument("--recompute", default="none")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--set", action="append", default=[], help="change a field of the run")

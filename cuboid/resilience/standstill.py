@@ -128,4 +128,4 @@ def core_seconds(pid: int) -> float | None:
                 times.append(child.cpu_times())
     except psutil.Error:
         return None
-    return sum(each.user + each.system for each in times)
+    return float(sum(each.user + each.system for each in times))

@@ -25,16 +25,17 @@ def test_four_ranks(tmp_path: Path) -> None:
     assert lines[0] == "tiny-llama: 427,456 parameters on 4 ranks, dp=2,tp=1,pp=2"
     assert lines[1] == "layers per stage: 4 4"
     assert lines[2] == "64 tokens a step in 2 micro-batches per replica; runs/default/metrics.jsonl"
-    for step, line in enumerate(lines[3:6], start=1):
+    assert lines[3] == "backend: gloo, 4 ranks on CPUs"
+    for step, line in enumerate(lines[4:7], start=1):
         assert re.fullmatch(rf"step {step}/3  loss \d\.\d{{4}}  norm [\d.]+  lr \d\.\d\de-\d\d  [\d,]+ tokens/s", line)
-    assert re.fullmatch(r"loss \d\.\d{4} → \d\.\d{4} in 3 steps", lines[6])
-    assert re.fullmatch(r"goodput [\d.]+ %: [\d.]+ of [\d.]+ s in steps that count \(.* set up.*\)", lines[7])
-    assert len(lines) == 8, "one rank speaks for all"
+    assert re.fullmatch(r"loss \d\.\d{4} → \d\.\d{4} in 3 steps", lines[7])
+    assert re.fullmatch(r"goodput [\d.]+ %: [\d.]+ of [\d.]+ s in steps that count \(.* set up.*\)", lines[8])
+    assert len(lines) == 9, "one rank speaks for all"
 
     folder = tmp_path / "runs" / "default"
     metrics = rows(folder / "metrics.jsonl")
     assert [row["step"] for row in metrics] == [1, 2, 3]
-    for row, line in zip(metrics, lines[3:6], strict=True):
+    for row, line in zip(metrics, lines[4:7], strict=True):
         assert f"loss {row['loss']:.4f}" in line
         assert (row["tokens"], row["labelled_tokens"], row["finite"]) == (64, 64, True)
         assert row["gradient_norm"] > 0 and row["seconds"] > 0
@@ -83,6 +84,10 @@ def test_json_and_a_run_file_from_another_folder(tmp_path: Path) -> None:
         "last_loss": metrics[-1]["loss"],
         "folder": "runs/default",
         "slowest": None,
+        "backend": "gloo",
+        "gpus": 0,
+        "gpu_shared": False,
+        "bound": None,
     }
     done = run(command, tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, first.stdout, "")
@@ -118,7 +123,7 @@ def test_joins_the_ranks_of_torchrun(tmp_path: Path, pool: Pool) -> None:
     assert joined.stdout.count("step 3/3") == 1, "one rank speaks for all"
     assert joined.stdout.startswith("tiny-llama: 427,456 parameters on 2 ranks")
     assert rows(tmp_path / "runs/default/metrics.jsonl")[-1]["loss"] == alone[0]
-    assert kept(tmp_path / "runs/default") == ["metrics.jsonl", "run.toml"]
+    assert kept(tmp_path / "runs/default") == ["backend.json", "metrics.jsonl", "run.toml"]
     longer = run([*launcher, *train("--layout", "dp=2", *here, fields=[*SHORT, "training.steps=4"])], tmp_path)
     assert "resuming after step 3, written on dp=1,tp=1,pp=2" in longer.stdout, longer.stderr
     assert [row["step"] for row in rows(tmp_path / "started/metrics.jsonl")] == [1, 2, 3, 4]
@@ -148,7 +153,7 @@ def test_control_c_leaves_nothing_behind(training: Training) -> None:
     os.killpg(training.command.pid, signal.SIGINT)  # as a terminal does: to every process at once
     assert training.end() == (130, "stopped by SIGINT\n")
     training.assert_nothing_is_left()
-    assert kept(training.folder / "runs/default") == ["metrics.jsonl", "run.toml"]
+    assert kept(training.folder / "runs/default") == ["backend.json", "metrics.jsonl", "run.toml"]
 
 
 def test_ranks_end_when_the_command_is_killed(training: Training) -> None:
