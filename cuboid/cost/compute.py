@@ -33,6 +33,12 @@ class Kernels:
     """The input embedding, forward and backward."""
     head_forward: Array
     head_backward: Array
+    attention_columns: Array
+    """The weight gradients of queries, keys and values, under which their input gradient can be summed."""
+    feed_columns: Array
+    """… of gate and up."""
+    shared_columns: Array
+    """… of those of shared experts."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +195,19 @@ def kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: str
         embedding,
         head + 0.5 * loss,
         2 * head + 0.5 * loss + table,
+        *_columns(rates, shape, rows, tp),
     )
+
+
+def _columns(rates: _Rates, shape: Shape, rows: Array, tp: Array) -> tuple[Array, Array, Array]:
+    """A weight gradient takes as long as the multiplication forward. Latents are summed before what they were made of
+    is, under nothing."""
+    width, kv = shape.heads * shape.head_dim / tp, np.maximum(shape.kv_heads / tp, 1) * shape.head_dim
+    attention = np.where(shape.latent > 0, 0.0, _multiply(rates, rows, shape.hidden, width + 2 * kv))
+    feed, shared = (
+        _multiply(rates, rows, shape.hidden, (1 + shape.gated) * each / tp) for each in (shape.ffn, shape.shared_ffn)
+    )
+    return attention, feed, np.where(shape.shared_ffn > 0, shared, 0.0)
 
 
 def _with_gradients(

@@ -62,6 +62,9 @@ class Engine:
     host_step: float = 0.0
     tensor_overlap: float = 0.0
     """Share of tensor-parallel communication hidden behind compute."""
+    tensor_under_weights: float = 0.0
+    """Share of the matmuls of weight gradients that the collective of their input gradient can hide behind; none where
+    the schedule puts them off."""
     context_overlap: float = 0.8
     """Most that a ring hides of its messages."""
     host_block: float = 5e-5
@@ -72,7 +75,7 @@ class Engine:
     gradient_overlap: float = 0.0
     """Share of the backward pass of the last micro-batch that gradient reduction can hide behind."""
     gather_overlap: float = 0.0
-    """Share of gathering parameters (ZeRO 1 and 2 after the step) that is hidden."""
+    """Share of gathering parameters (ZeRO 1 and 2 after the step) that is hidden, by a forward pass at most."""
     shard_overlap: float = 0.9
     """Share of the compute of a layer that ZeRO 3 traffic can hide behind."""
     shard_contention: float = 0.12
@@ -82,6 +85,8 @@ class Engine:
     reduce_every_micro_batch: bool = False
     transfer_exposed: float = 1.0
     """Share of the transfers between stages that compute waits for in the steady state."""
+    transfer_scheduled: bool = False
+    """Of that share only what the schedule cannot hide (`pipeline.waited_transfers`)."""
     transfer_split: bool = True
     """Tensor-parallel ranks send a slice each between stages and gather it on arrival."""
     optimizer_passes: float = 34.0

@@ -102,7 +102,7 @@ def _alike(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts: Kern
     crosses = ((jobs.pp > 1) & (jobs.world_size / jobs.pp >= fabric.node)).astype(np.float64)
     core = (parts.attention_forward, parts.attention_backward)
     tensor, (context, context_back) = (
-        tensor_waits(engine, fabric, shape, jobs),
+        tensor_waits(engine, fabric, shape, jobs, parts),
         waiting(engine, fabric, shape, jobs, core),
     )
     added = _host(engine, fabric, shape, jobs, crosses, precision)

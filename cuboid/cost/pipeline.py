@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cuboid.cost.constants import Chip
 from cuboid.cost.engine import Engine
@@ -87,6 +88,29 @@ def turns_back(jobs: Jobs) -> Array:
     """1 where the first rank also holds the last stage: one rank only, or a V-shaped schedule."""
     vee = (jobs.schedule == ZERO_BUBBLE_V) | (jobs.schedule == DUAL_PIPE_V)
     return np.asarray((jobs.pp == 1) | vee, dtype=np.float64)
+
+
+def splits_backward(jobs: Jobs) -> NDArray[np.bool_]:
+    """Whether the schedule puts weight gradients off."""
+    return np.asarray(jobs.schedule >= ZERO_BUBBLE)
+
+
+def waited_transfers(jobs: Jobs, engine: Engine) -> Array:
+    """How many times a step waits for a message there and back, as simulating the tables with a short transfer gives.
+
+    In the steady state only 1F1B waits: it has no more micro-batches in flight than ranks compute on, so that each of
+    them waits at all ranks but one of its round. Filling and draining the pipeline always does, twice where it is
+    filled with halves of a pass, and as often as there are chunks."""
+    gaps = jobs.pp - 1
+    if not engine.transfer_scheduled:
+        return np.asarray(jobs.micro_batches * jobs.vpp * engine.transfer_exposed + gaps)
+    steady = np.where(jobs.schedule == PLAIN, gaps / jobs.pp, 0.0)
+    fill = np.select(
+        [jobs.schedule == GPIPE, jobs.schedule == PLAIN, jobs.schedule == INTERLEAVED],
+        [gaps, gaps - 1, jobs.vpp * gaps + 1],
+        2 * gaps,
+    )
+    return np.asarray(jobs.micro_batches * jobs.vpp * engine.transfer_exposed * steady + np.maximum(fill, 0.0))
 
 
 def in_flight(jobs: Jobs, rank: Array) -> Array:

@@ -52,26 +52,65 @@ def owned_parameters(jobs: Jobs, held: RankParameters) -> Array:
     return held.plain / shard + held.routed / routed
 
 
-def reduction(jobs: Jobs, fabric: Fabric, engine: Engine, held: RankParameters, backward: Array) -> Array:
-    """Seconds of gradient reduction and parameter gathering that nothing hides, with ZeRO 0 to 2."""
-    members = group(fabric, jobs.dp * jobs.cp, jobs.tp)
+def reduction(
+    jobs: Jobs, fabric: Fabric, engine: Engine, held: RankParameters, forward: Array, backward: Array
+) -> Array:
+    """Seconds of gradient reduction and parameter gathering that nothing hides, with ZeRO 0 to 2. `forward`,
+    `backward`: of one micro-batch."""
+    # The profiles of others were fitted as if all replicas shared shards, and gathering hid behind anything.
+    shard, most = (jobs.shard, forward) if engine.own_exchanges else (jobs.dp, np.asarray(np.inf))
     copies = np.maximum(jobs.dp * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1), 1)
-    expert_members = group(fabric, copies, np.maximum(jobs.ep, 1))
-    scatter_expert = reduce_scatter(fabric, engine.gradient_wire * held.routed, expert_members)
-    scatter = reduce_scatter(fabric, engine.gradient_wire * held.plain, members) + scatter_expert
-    whole = all_reduce(fabric, engine.gradient_wire * held.plain, members) + 2 * scatter_expert
-    reduce = np.where(jobs.zero > 0, scatter, whole)
-    gather = all_gather(fabric, engine.parameter_wire * held.plain, members)
-    gather = gather + all_gather(fabric, engine.parameter_wire * held.routed, expert_members)
+    shards = np.maximum(shard * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1), 1)
+    plain = _Sums(fabric, engine, held.plain, jobs.dp * jobs.cp, shard * jobs.cp, jobs.tp)
+    routed = _Sums(fabric, engine, held.routed, copies, shards, np.maximum(jobs.ep, 1))
+    # Halves, and not one sum, because few engines join the reductions of experts.
+    whole = plain.whole() + 2 * routed.scattered(copies)
+    scatter = np.where(jobs.zero > 0, plain.scattered() + routed.scattered(), whole)
+    replicas = np.where(jobs.zero > 0, plain.replicated() + routed.replicated(), 0.0)
+    gather = np.where(jobs.zero > 0, plain.gathered() + routed.gathered(), 0.0)
     times = np.where((jobs.zero == 2) | engine.reduce_every_micro_batch, jobs.micro_batches, 1.0)
-    # However much overlaps, the last bucket has nothing left to hide behind.
-    exposed = times * np.maximum(reduce - engine.gradient_overlap * backward, reduce * 0.05)
-    gathered = np.where(jobs.zero > 0, gather * (1 - engine.gather_overlap), 0.0)
-    return np.where(jobs.zero < 3, exposed + gathered, 0.0)
+
+    def exposed(seconds: Array) -> Array:
+        # However much overlaps, the last bucket has nothing left to hide behind.
+        return np.maximum(seconds - engine.gradient_overlap * backward, seconds * 0.05)
+
+    # Replicas of a shard are summed once a step, under the last backward pass.
+    reduced = (times - 1) * exposed(scatter) + exposed(scatter + replicas)
+    waits = reduced + gather - np.minimum(gather * engine.gather_overlap, most)
+    return np.where(jobs.zero < 3, waits, 0.0)
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What keeps the holders of the same parameters equal: so many `ranks`, in groups of `shards`, a `stride` apart."""
+
+    fabric: Fabric
+    engine: Engine
+    parameters: Array
+    ranks: Array
+    shards: Array
+    stride: Array
+
+    def whole(self) -> Array:
+        members = group(self.fabric, self.ranks, self.stride)
+        return all_reduce(self.fabric, self.engine.gradient_wire * self.parameters, members)
+
+    def scattered(self, ranks: Array | None = None) -> Array:
+        members = group(self.fabric, self.shards if ranks is None else ranks, self.stride)
+        return reduce_scatter(self.fabric, self.engine.gradient_wire * self.parameters, members)
+
+    def replicated(self) -> Array:
+        members = group(self.fabric, self.ranks / self.shards, self.stride * self.shards)
+        return all_reduce(self.fabric, self.engine.gradient_wire * self.parameters / self.shards, members)
+
+    def gathered(self) -> Array:
+        members = group(self.fabric, self.shards, self.stride)
+        return all_gather(self.fabric, self.engine.parameter_wire * self.parameters, members)
 
 
 def fully_sharded(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, times: LayerTimes) -> Array:
-    """Seconds per micro-batch that ZeRO 3 traffic is not hidden behind the compute of its layers."""
+    """Seconds per step that ZeRO 3 traffic is not hidden behind the compute of its layers. Replicas of a shard are
+    summed with every micro-batch, or, by this program, with the last."""
     each = layer_parameters(shape, jobs.tp)
     members = group(fabric, jobs.shard * jobs.cp, jobs.tp)
     experts = (1 - times.dense_share) * each.routed / np.maximum(jobs.ep, 1) / jobs.tp
@@ -80,14 +119,21 @@ def fully_sharded(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, time
     gather = all_gather(fabric, wire * (mean - experts) + engine.parameter_wire * experts, members)
     scatter = reduce_scatter(fabric, engine.gradient_wire * mean, members)
     replicas = group(fabric, jobs.dp / jobs.shard, jobs.tp * jobs.shard)
-    scatter = scatter + all_reduce(fabric, engine.gradient_wire * mean / jobs.shard, replicas)
+    replicated = all_reduce(fabric, engine.gradient_wire * mean / jobs.shard, replicas)
     slowed = np.maximum(members.nodes / 2, 1.0) ** engine.shard_decay
-    gather, scatter = gather * slowed, scatter * slowed
+    gather, scatter, replicated = gather * slowed, scatter * slowed, replicated * slowed
     # Tensor-parallel collectives that leave the node use the ports this traffic needs.
     busy = np.where(jobs.tp > fabric.node, 1.0, 0.0)
     forward, backward = (times.mean("total", way) - busy * times.mean("tensor", way) for way in (0, 1))
-    waits = np.maximum(gather - engine.shard_overlap * forward, 0.0)
-    waits = waits + np.maximum(gather + scatter - engine.shard_overlap * backward, 0.0)
-    # Traffic that is hidden still slows the kernels it hides behind (Galvatron measured an eighth).
-    waits = waits + engine.shard_contention * (2 * gather + scatter)
-    return np.where(jobs.zero == 3, waits * shape.layers / jobs.pp + gather + scatter, 0.0)
+
+    def waits(reduced: Array) -> Array:
+        """Of one micro-batch."""
+        waits = np.maximum(gather - engine.shard_overlap * forward, 0.0)
+        waits = waits + np.maximum(gather + reduced - engine.shard_overlap * backward, 0.0)
+        # Traffic that is hidden still slows the kernels it hides behind (Galvatron measured an eighth).
+        waits = waits + engine.shard_contention * (2 * gather + reduced)
+        return waits * shape.layers / jobs.pp + gather + reduced
+
+    often = 1.0 if engine.own_exchanges else jobs.micro_batches
+    step = (jobs.micro_batches - often) * waits(scatter) + often * waits(scatter + replicated)
+    return np.where(jobs.zero == 3, step, 0.0)

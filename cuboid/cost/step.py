@@ -11,7 +11,7 @@ from cuboid.cost.engine import Engine
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.layers import LayerTimes, hop, layer_times
 from cuboid.cost.offload import optimizer_time
-from cuboid.cost.pipeline import Partition, bubble, partition, turns_back, with_shared_cores
+from cuboid.cost.pipeline import Partition, bubble, partition, turns_back, waited_transfers, with_shared_cores
 from cuboid.cost.sharding import fully_sharded, rank_parameters, reduction
 
 PARTS = ("compute", "tensor", "context", "expert", "host", "bubble", "transfer", "data", "optimizer", "straggler")
@@ -100,10 +100,10 @@ def step_time(shape: Shape, jobs: Jobs, chip: Chip, fabric: Fabric, engine: Engi
     if chip.together < 1:
         idle = np.maximum(chip.together * (count * alone + idle) - count * slowest, 0.0)
     message = hop(shape, jobs, fabric, engine, times.crosses) * (jobs.pp > 1)
-    moving = 2 * message * (count * jobs.vpp * engine.transfer_exposed + jobs.pp - 1)
+    moving = 2 * message * waited_transfers(jobs, engine)
     held = rank_parameters(shape, jobs, stage.first, ONE, turns_back(jobs))
-    data = reduction(jobs, fabric, engine, held, stage.first * times.mean("total", 1))
-    data = data + count * fully_sharded(shape, jobs, fabric, engine, times)
+    passes = (stage.first * times.mean("total", 0), stage.first * times.mean("total", 1))
+    data = reduction(jobs, fabric, engine, held, *passes) + fully_sharded(shape, jobs, fabric, engine, times)
     doublings = np.log2(np.maximum(jobs.world_size / fabric.node, 1.0))
     return StepTime(
         compute=np.asarray(compute),
@@ -114,6 +114,6 @@ def step_time(shape: Shape, jobs: Jobs, chip: Chip, fabric: Fabric, engine: Engi
         bubble=idle,
         transfer=moving,
         data=data,
-        optimizer=optimizer_time(jobs, chip, engine, held, stage.first * times.mean("total", 0)),
+        optimizer=optimizer_time(jobs, chip, engine, held, passes[0]),
         straggler=fabric.straggler * doublings * (count * slowest + idle),
     )

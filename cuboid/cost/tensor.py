@@ -5,9 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from cuboid.cost.communication import all_gather, all_reduce, group, reduce_scatter
+from cuboid.cost.compute import Kernels
 from cuboid.cost.constants import Fabric
 from cuboid.cost.engine import Engine
 from cuboid.cost.inputs import Array, Jobs, Shape
+from cuboid.cost.pipeline import splits_backward
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class _Border:
     backward: Array
 
 
-def tensor_waits(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs) -> TensorWaits:
+def tensor_waits(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs, parts: Kernels) -> TensorWaits:
     """Two sums forward and two backward in every layer, or as much gathering and scattering."""
     members = group(fabric, jobs.tp, np.ones(()))
     lost = 2 * fabric.spill * (members.nodes - 1) ** 0.7
@@ -46,12 +48,15 @@ def tensor_waits(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs) -> Te
     down = shape.kv_rank + shape.rope_dim
     latent = np.where(shape.q_rank > 0, summed(shape.q_rank + down), whole + summed(down))
     entered = np.where(shape.latent > 0, latent, whole)
-    return _own(jobs, shape, whole, entered)
+    hides = engine.tensor_under_weights * ~splits_backward(jobs)
+    under = (hides * parts.attention_columns, hides * parts.feed_columns, hides * parts.shared_columns)
+    return _own(jobs, shape, whole, entered, under)
 
 
-def _own(jobs: Jobs, shape: Shape, whole: Array, entered: Array) -> TensorWaits:
+def _own(jobs: Jobs, shape: Shape, whole: Array, entered: Array, under: tuple[Array, Array, Array]) -> TensorWaits:
     """As `plan.layer_exchanges` says of this engine: recomputation, selective too, runs a layer again up to its last
-    product, and tensor ranks route their parts of the tokens to whole experts."""
+    product, and tensor ranks route their parts of the tokens to whole experts. `under`: how much of the sums of input
+    gradients is hidden, in attention, feed-forward and shared experts."""
     split = jobs.sequence_parallel
     again = (jobs.recompute > 0).astype(np.float64)
     attention_enter = _border(split, 0.5 * entered, 0.5 * entered, 0.0 * entered, entered)
@@ -59,14 +64,15 @@ def _own(jobs: Jobs, shape: Shape, whole: Array, entered: Array) -> TensorWaits:
     leave = _border(split, 0.5 * whole, 0.5 * whole, whole, 0.0 * whole)
     together = _border(split, 0.0 * whole, 0.0 * whole, 0.5 * whole, 0.5 * whole)
     attention = attention_enter.forward + leave.forward
-    attention_back = attention_enter.backward + leave.backward + again * attention
-    feed_forward, feed_back = enter.forward + leave.forward, enter.backward + leave.backward
+    attention_back = np.maximum(attention_enter.backward - under[0], 0.0) + leave.backward + again * attention
+    feed_forward = enter.forward + leave.forward
+    feed_back, shared_back = (np.maximum(enter.backward - hidden, 0.0) + leave.backward for hidden in under[1:])
     shared = (shape.shared_ffn > 0).astype(np.float64)
     return TensorWaits(
         dense=(attention + feed_forward, attention_back + feed_back + again * enter.forward),
         mixture=(
             attention + shared * feed_forward + together.forward,
-            attention_back + shared * (feed_back + again * feed_forward) + together.backward,
+            attention_back + shared * (shared_back + again * feed_forward) + together.backward,
         ),
     )
 

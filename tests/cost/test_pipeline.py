@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cuboid.cost.engine import Engine
 from cuboid.cost.inputs import Jobs, Shape, number
-from cuboid.cost.pipeline import bubble, in_flight, partition, turns_back
+from cuboid.cost.pipeline import bubble, in_flight, partition, turns_back, waited_transfers
 from cuboid.cost.stages import even_layers
 from cuboid.schedule.make import make_schedule
 from cuboid.schedule.simulate import StageCosts, simulate
@@ -142,3 +142,16 @@ def test_v_shaped_schedules_end_where_they_begin() -> None:
     flags = [float(turns_back(jobs(name, 4, 8))) for name in SCHEDULES]
     assert flags == [0, 0, 0, 0, 1, 1]
     assert float(turns_back(jobs("1f1b", 1, 8))) == 1
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("times", [2, 8])
+def test_transfers_are_waited_for_as_in_the_tables(name: str, ranks: int, times: int) -> None:
+    """To within a few of them: in the steady state all schedules but 1F1B hide theirs."""
+    short, chunks, count = 0.01, CHUNKS.get(name, 1), times * ranks
+    schedule = make_schedule(name, ranks, count, chunks)
+    costs = StageCosts.uniform(ranks * chunks)
+    waited = (simulate(schedule, costs, short).makespan - simulate(schedule, costs).makespan) / (2 * short)
+    found = float(waited_transfers(jobs(name, ranks, count), Engine(name="test", transfer_scheduled=True)))
+    assert found == pytest.approx(waited, abs=0.4 * ranks)

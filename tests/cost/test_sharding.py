@@ -43,8 +43,11 @@ def made(**values: object) -> Jobs:
     return Jobs.make(**{"global_batch": 256, "sequence": 2048, **values})
 
 
-def exposed(engine: Engine = BARE, backward: float = 0.0, **values: object) -> float:
-    return float(reduction(made(**values), FABRIC, engine, HELD, number(backward)))
+OWN = Engine(name="own", own_exchanges=True)
+
+
+def exposed(engine: Engine = BARE, backward: float = 0.0, forward: float = 0.0, **values: object) -> float:
+    return float(reduction(made(**values), FABRIC, engine, HELD, number(forward), number(backward)))
 
 
 def given(model: ModelSpec, tp: int, ep: int = 1, *, first: bool = True, last: bool = True) -> int:
@@ -118,6 +121,22 @@ def test_zero_2_reduces_with_every_micro_batch() -> None:
     assert often - gather == pytest.approx(32 * (once - gather))
 
 
+def test_hybrid_sharding_scatters_inside_and_sums_shards_between() -> None:
+    inside = 7 / 8 * (4e9 + 2e9) / 1e11
+    between = 2 * 7 / 8 * 4e9 / 8 / 1e10  # of an eighth of the gradients, over eight nodes
+    assert exposed(OWN, dp=64, zero=1, shard=8) == pytest.approx(inside + between)
+    # ZeRO 2 scatters with every micro-batch and sums between nodes once.
+    again = 7 / 8 * 4e9 / 1e11
+    assert exposed(OWN, dp=64, zero=2, shard=8) == pytest.approx(inside + between + 3 * again)
+
+
+def test_gathering_hides_behind_a_forward_pass_at_most() -> None:
+    hiding = Engine(name="hiding", own_exchanges=True, gather_overlap=1.0)
+    gather = 7 / 8 * 2e9 / 1e11
+    hidden = [exposed(OWN, dp=8, zero=1) - exposed(hiding, forward=seconds, dp=8, zero=1) for seconds in (100.0, 0.001)]
+    assert hidden == pytest.approx([gather, 0.001])
+
+
 def test_zero_3_leaves_reduction_to_its_layers() -> None:
     assert exposed(dp=8, zero=3) == 0
 
@@ -125,23 +144,31 @@ def test_zero_3_leaves_reduction_to_its_layers() -> None:
 QUICK = Fabric(name="quick", inner_bandwidth=4e11, outer_bandwidth=4e10, inner_latency=0.0, outer_latency=1e-4)
 
 
-def waiting(**values: object) -> float:
+def waiting(engine: Engine = BARE, **values: object) -> float:
     jobs = made(zero=3, **values)
     parts = kernels(LLAMA, jobs, chip_named("h100-80g"), BARE, "bf16")
     times = layer_times(LLAMA, jobs, QUICK, BARE, parts, "bf16")
-    return float(fully_sharded(LLAMA, jobs, QUICK, BARE, times))
+    return float(fully_sharded(LLAMA, jobs, QUICK, engine, times))
 
 
 def test_fully_sharded_traffic_waits_where_layers_are_too_short() -> None:
-    # Per token: four short micro-batches wait longer than one that hides most of its traffic.
-    assert 4 * waiting(dp=64, micro_batch=1) > 3 * waiting(dp=64, micro_batch=4)
+    # Four short micro-batches wait longer than one that hides most of its traffic.
+    assert waiting(dp=64, micro_batch=1) > 3 * waiting(dp=64, micro_batch=4)
 
 
 def test_hybrid_sharding_saves_the_trip_around_all_nodes() -> None:
     assert waiting(dp=1024, shard=8, micro_batch=1) < 0.5 * waiting(dp=1024, micro_batch=1)
 
 
+def test_this_program_sums_shards_over_replicas_once_a_step() -> None:
+    often, once = (waiting(engine, dp=64, shard=8, micro_batch=1) for engine in (BARE, OWN))
+    alone = [waiting(engine, dp=8, micro_batch=1, global_batch=32) for engine in (BARE, OWN)]
+    assert alone[0] == alone[1], "without replicas both are one"
+    assert often - alone[0] == pytest.approx(4 * (once - alone[0]))
+
+
 def test_everything_broadcasts_over_layouts() -> None:
-    times = reduction(made(dp=number([1, 8, 64]), zero=number([0, 1, 2])), FABRIC, BARE, HELD, number(0))
+    jobs = made(dp=number([1, 8, 64]), zero=number([0, 1, 2]))
+    times = reduction(jobs, FABRIC, BARE, HELD, number(0), number(0))
     assert times.shape == (3,)
     assert np.all(np.diff(times) > 0)

@@ -1,5 +1,7 @@
 """The time of a step: its parts, and how it moves when the layout or the machine does."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -150,3 +152,16 @@ def test_expert_traffic_counts_a_node_once() -> None:
         float(step(MIXED, Engine(name="test", expert_once=flag), dp=32, ep=32).expert) for flag in (True, False)
     )
     assert once < often
+
+
+def test_input_gradients_are_summed_under_weight_gradients() -> None:
+    """Of all that tensor ranks wait for, no more than the sums of input gradients backward; nothing where the schedule
+    puts weight gradients off, and no longer than those take."""
+    engine = engine_named("cuboid")
+    bare = replace(engine, tensor_under_weights=0.0)
+    for layout, most in (("sequence_parallel", 0.25), ("whole", 0.5)):
+        split = number(layout == "sequence_parallel")
+        hiding, plain = (float(step(engine=each, tp=8, sequence_parallel=split).tensor) for each in (engine, bare))
+        assert 0.5 * most * plain < plain - hiding <= most * plain * (1 + 1e-9), layout
+    deferred = [step(engine=each, tp=8, pp=8, schedule=SCHEDULES.index("zb1p")).tensor for each in (engine, bare)]
+    assert deferred[0] == deferred[1]

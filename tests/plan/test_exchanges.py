@@ -160,7 +160,7 @@ def test_the_time_of_layers_is_that_of_their_exchanges(
         for dimension in ("tp", "ep")
     }
     fabric = replace(fabric_named("h100"), inner_latency=0.0, curve={}, spill=0.0)
-    engine = replace(engine_named("cuboid"), tensor_overlap=0.0, expert_overlap=0.0).in_precision(precision)
+    engine = replace(engine_named("cuboid"), tensor_under_weights=0.0).in_precision(precision)
     shape, jobs = Shape.of(run.model), Jobs.of([run.layout], global_batch=16, sequence=256)
     parts = kernels(shape, jobs, chip_named("h100-80g"), engine, precision)
     times = layer_times(shape, jobs, fabric, engine, parts, precision)
