@@ -16,6 +16,7 @@ import argparse
 import json
 import tempfile
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -71,8 +72,8 @@ def measure(rank: int, ranks: int, path: str) -> None:
                 (dist.send, dist.recv)[rank - first](values, 2 * first + 1 - rank, group=pair)
         linked.append(card.free())
     if rank == 0:
-        costs = [(before - after) / 2**20 / ranks for before, after in zip(free, free[1:], strict=False)]
-        links = [(before - after) / 2**20 / ranks for before, after in zip(linked, linked[1:], strict=False)]
+        costs = [(before - after) / 2**20 / ranks for before, after in pairwise(free)]
+        links = [(before - after) / 2**20 / ranks for before, after in pairwise(linked)]
         found = {"ranks": ranks, "first": costs[0], "communicator": fmean(costs[1:]), "link": fmean(links)}
         Path(path).write_text(json.dumps(found))
     dist.destroy_process_group()
