@@ -47,7 +47,7 @@ def resume(
         try:
             if isinstance(source, Location):
                 found, where = source, ""
-                manifest, whole, share = _look_together(source, group)
+                manifest, whole, share = look_together(source, group)
                 if manifest.step >= steps:
                     agree(_damage(found, share), group)
                 else:
@@ -93,7 +93,7 @@ def _step(source: Location | Generation) -> int:
     return step_of(source) if isinstance(source, Location) else source.step
 
 
-def _look_together(checkpoint: Location, group: Coordination) -> tuple[Manifest, dict[str, Any], dict[str, StoredFile]]:
+def look_together(checkpoint: Location, group: Coordination) -> tuple[Manifest, dict[str, Any], dict[str, StoredFile]]:
     """Everything but the contents of the data, which rank 0 alone looks at: the manifest without its files, the index
     (on rank 0), and the files whose contents this rank answers for; where the layout is the one that wrote them, its
     own. Or `Damaged`."""

@@ -154,8 +154,12 @@ class Engine:
     """… per parameter of one layer's routed experts."""
     fixed: float = 1.0e9
     """Bytes of context, libraries and workspaces."""
-    fixed_group: float = 0.0
-    """Bytes per communicator this rank belongs to."""
+    communicator: float = 0.0
+    """Bytes per communicator with collectives that a rank belongs to, where `fixed` does not hold them already."""
+    communicator_peer: float = 0.0
+    """… and per other rank in it."""
+    communicator_link: float = 0.0
+    """Bytes per communicator of two pipeline neighbours, one for each direction."""
     reserve: float = 1.0
     """What the measure of this engine's reports counts, against allocated bytes."""
     thrash: float = 0.0

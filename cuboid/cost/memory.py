@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from cuboid.cost.communicators import communicator_bytes
 from cuboid.cost.compiled_memory import compiled_kept, fullest
 from cuboid.cost.context import gathered_bytes
 from cuboid.cost.engine import Engine
@@ -152,7 +153,8 @@ def rank_memory(
         activations = activations + ((1 - first) + 2 * (1 - last)) * message
         alone, moment = fullest(shape, jobs, engine, held, kept, activations, first, last)
         gradients = np.where(alone, 0.0, gradients) + moment.gradients
-        lines = (moment.activations, moment.logits, moment.transient, np.asarray(engine.fixed))
+        buffers = np.asarray(engine.fixed + communicator_bytes(shape, jobs, engine))
+        lines = (moment.activations, moment.logits, moment.transient, buffers)
         return Memory(weights, gradients, optimizer, *lines)
     logit = last * jobs.tokens * shape.vocab / jobs.tp
     logits = engine.kept_logit * logit
@@ -162,7 +164,12 @@ def rank_memory(
     transient = np.maximum(working, update - activations - logits)
     each = layer_parameters(shape, jobs.tp)
     one_layer = np.where(shape.experts > 0, each.mixture, each.dense) + last * table_parameters(shape, jobs.tp)
-    buffers = engine.fixed + engine.buffer_bytes * held.total + engine.buffer_layer * one_layer
+    buffers = (
+        engine.fixed
+        + communicator_bytes(shape, jobs, engine)
+        + engine.buffer_bytes * held.total
+        + engine.buffer_layer * one_layer
+    )
     buffers = buffers + engine.buffer_expert * each.routed / np.maximum(jobs.ep, 1)
     return Memory(weights, gradients, optimizer, activations, logits, transient, buffers)
 

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from cuboid.launch.backend import Joined, Wanted, join_world
 from cuboid.launch.binding import Binding, bind_near
 from cuboid.launch.orphan import follow_parent
 from cuboid.launch.place import Place, find_place
-from cuboid.launch.rendezvous import reach_store
+from cuboid.launch.rendezvous import allow_many_connections, reach_store
 from cuboid.parallel.device import choose_device
 from cuboid.resilience.faults import arm
 from cuboid.resilience.flight import offer_record
@@ -41,7 +41,11 @@ def store_of(place: Place) -> Any:
         return reach_store(place.master_address, place.master_port, place.attempt)
     # torchrun's agent already listens there; else rank 0 does.
     serves = place.rank == 0 and not os.environ.get("TORCHELASTIC_RUN_ID")
-    return TCPStore(place.master_address, place.master_port, place.world_size, serves, wait_for_workers=False)
+    if serves:
+        allow_many_connections()
+    store = TCPStore(place.master_address, place.master_port, place.world_size, serves, wait_for_workers=False)
+    # torchrun starts failed ranks again at the same store, where what they had said still stands.
+    return PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def join(place: Place, device: torch.device, wanted: Wanted) -> Joined:
@@ -90,6 +94,8 @@ def run_rank(run: Run, signals: Listener, quiet: bool = False, place: Place | No
             _tell(run, joined, binding, quiet)
         outcome = train(run, place.rank, device, quiet, lambda: signals.asked)
         if place.world_size > 1:
+            if not place.attempt:
+                dist.barrier()  # rank 0 may serve the store, from which others read how the last save went
             dist.destroy_process_group()
         return outcome
     except Exception as error:

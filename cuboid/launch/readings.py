@@ -11,34 +11,43 @@ from datetime import timedelta
 
 from cuboid.launch.place import Place
 from cuboid.launch.rendezvous import reach_store
+from cuboid.resilience.diagnosis import Diagnosis, diagnose
 from cuboid.resilience.reading import Reading
 
+JUDGEMENT = "judgement"
 PATIENCE = 5.0
 """Seconds between the first node that finds the job standing still and the last: they read the same silence."""
 
 
-def share_with_all(places: tuple[Place, ...], patience: float = PATIENCE) -> Callable[[list[Reading]], list[Reading]]:
-    """For a watchdog: shows a node's own readings to the others and returns those of all that showed theirs in time.
-    `places`: of this node's ranks."""
+def judge_with_all(places: tuple[Place, ...], patience: float = PATIENCE) -> Callable[[list[Reading]], Diagnosis]:
+    """For a watchdog: who holds up the job, by what all nodes noted that showed it in time. The first node judges for
+    all: if each read what all others noted, that would grow with the square of the nodes. `places`: of this node's
+    ranks."""
     here = places[0]
     if len(places) == here.world_size:
-        return list
+        return diagnose
 
-    def share(own: list[Reading]) -> list[Reading]:
+    def judge(own: list[Reading]) -> Diagnosis:
         until = time.monotonic() + patience
-        found = list(own)
-        with suppress(RuntimeError):  # a node that is cut off judges by what it sees itself
-            store = reach_store(here.master_address, here.master_port, here.attempt, timedelta(seconds=patience))
-            store.set(_key(here.rank), json.dumps([reading.as_json() for reading in own]))
-            for first in range(0, here.world_size, len(places)):
-                if first != here.rank:
-                    left = timedelta(seconds=max(0.1, until - time.monotonic()))
-                    with suppress(RuntimeError):
-                        store.wait([_key(first)], left)
-                        found += [Reading.from_json(table) for table in json.loads(store.get(_key(first)))]
-        return found
+        try:
+            # The first node may wait so long for the others.
+            store = reach_store(here.master_address, here.master_port, here.attempt, timedelta(seconds=2 * patience))
+            if here.rank:
+                store.set(_key(here.rank), json.dumps([reading.as_json() for reading in own]))
+                culprits, sentence = json.loads(store.get(JUDGEMENT))
+                return Diagnosis(tuple(culprits), sentence)
+            found = list(own)
+            for first in range(len(places), here.world_size, len(places)):
+                with suppress(RuntimeError):
+                    store.wait([_key(first)], timedelta(seconds=max(0.01, until - time.monotonic())))
+                    found += [Reading.from_json(table) for table in json.loads(store.get(_key(first)))]
+            judged = diagnose(found)
+            store.set(JUDGEMENT, json.dumps([judged.culprits, judged.sentence]))
+            return judged
+        except RuntimeError:  # a node that is cut off judges by what it sees itself
+            return diagnose(own)
 
-    return share
+    return judge
 
 
 def stand_still_everywhere(places: tuple[Place, ...], patience: float = PATIENCE) -> Callable[[bool], bool]:

@@ -87,7 +87,7 @@ def launch(run: Run, quiet: bool, signals: Forwarder, places: tuple[Place, ...])
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from cuboid.launch.rank import run_started_rank
-    from cuboid.launch.readings import share_with_all, stand_still_everywhere
+    from cuboid.launch.readings import judge_with_all, stand_still_everywhere
     from cuboid.launch.rendezvous import BACKEND
 
     config = LaunchConfig(
@@ -106,7 +106,7 @@ def launch(run: Run, quiet: bool, signals: Forwarder, places: tuple[Place, ...])
     pids = fork_server().RawArray("q", len(places))
     signals.follow(pids)
     ranks_here = [place.rank for place in places]
-    watchdog = Watchdog(run, ranks_here, share_with_all(places), stand_still_everywhere(places))
+    watchdog = Watchdog(run, ranks_here, judge_with_all(places), stand_still_everywhere(places))
     try:
         with watchdog:
             ranks = elastic_launch(config, run_started_rank)

@@ -6,7 +6,7 @@ ranks that nobody keeps from going on."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from cuboid.resilience.pulse import Activity, Phase, Wait
@@ -54,8 +54,9 @@ class Diagnosis:
 def diagnose(readings: Sequence[Reading]) -> Diagnosis:
     """`readings`: of as many ranks as can be read; a rank that others wait for may be missing."""
     known = {reading.rank: reading for reading in readings if not (reading.phase == "finish" and reading.state in GONE)}
-    edges = {rank: _waits_for(reading, known) for rank, reading in known.items()}
-    behind = {rank: _dependents(rank, edges) for rank in {*known, *(one for ones in edges.values() for one in ones)}}
+    late = Late(known)
+    edges = {rank: _waits_for(reading, known, late) for rank, reading in known.items()}
+    behind = Behind(edges)
     if different := _in_different_collectives(known):
         return different
     culprits = _culprits(known, edges, behind) or _odd_one(known, known)
@@ -69,52 +70,89 @@ def diagnose(readings: Sequence[Reading]) -> Diagnosis:
     if first in known and len(culprits) > 1 and _in_circle(first, edges):
         text += ": " + _each_in(culprits, known)
     all_behind = set().union(*(behind[rank] for rank in culprits)) - set(culprits)
-    direct = sorted(rank for rank in all_behind if edges[rank] & set(culprits))
+    direct = sorted(rank for rank in all_behind if not edges[rank].isdisjoint(culprits))
     return Diagnosis(culprits, text + _waiters(direct, sorted(all_behind - set(direct)), known))
 
 
-def _waits_for(reading: Reading, known: Mapping[int, Reading]) -> set[int]:
+class Late:
+    """Who has not come as far on a track: looked up once, however many ranks wait there."""
+
+    def __init__(self, known: Mapping[int, Reading]) -> None:
+        self._known = known
+        self._found: dict[tuple[Place, int], frozenset[int]] = {}
+
+    def on(self, place: Place, sequence: int) -> frozenset[int]:
+        """Of the ranks whose pulses are known."""
+        if (place, sequence) not in self._found:
+            self._found[place, sequence] = frozenset(
+                rank
+                for rank in place.ranks
+                if rank in self._known and self._known[rank].counts.get(place, 0) < sequence
+            )
+        return self._found[place, sequence]
+
+
+def _waits_for(reading: Reading, known: Mapping[int, Reading], late: Late) -> frozenset[int]:
     """Ranks of other nodes whose pulses are not known count as not come, unless a known one did not come."""
     waiting = reading.waiting
     if waiting is None:
-        return set()
-    if waiting.place is None:
-        if waiting.kind != "device":
-            return set()
+        return frozenset()
+    if waiting.place is not None:
+        found = late.on(waiting.place, waiting.sequence)
+    elif waiting.kind == "device":
         # The host waits for its device, where everything it has begun may be what is waited for.
-        tracks = list(reading.counts.items())
+        found = frozenset().union(*(late.on(place, sequence) for place, sequence in reading.counts.items()))
     else:
-        tracks = [(waiting.place, waiting.sequence)]
-    late = {
-        rank
-        for place, sequence in tracks
-        for rank in place.ranks
-        if rank in known and known[rank].counts.get(place, 0) < sequence
-        # Its own thread may be what writes the checkpoint it waits for; of messages it counts those that have come.
-        if rank != reading.rank or waiting.kind == "save"
-    }
-    if late or waiting.place is None:
-        return late
-    return {rank for rank in waiting.place.ranks if rank not in known}
+        return frozenset()
+    # Its own thread may be what writes the checkpoint it waits for; of messages it counts those that have come.
+    if reading.rank in found and waiting.kind != "save":
+        found -= {reading.rank}
+    if found or waiting.place is None:
+        return found
+    return frozenset(rank for rank in waiting.place.ranks if rank not in known)
 
 
-def _dependents(rank: int, edges: Mapping[int, set[int]]) -> set[int]:
-    """All that wait for a rank, at first or second hand."""
-    found: set[int] = set()
-    latest = {rank}
-    while latest:
-        latest = {one for one, ones in edges.items() if ones & latest} - found - {rank}
-        found |= latest
-    return found
+class Behind(Mapping[int, set[int]]):
+    """Rank -> all that wait for it, at first or second hand. Ranks that wait for the same ones are looked at together:
+    a job of thousands has few such groups."""
+
+    def __init__(self, edges: Mapping[int, frozenset[int]]) -> None:
+        members: dict[frozenset[int], list[int]] = {}
+        for rank, ones in edges.items():
+            members.setdefault(ones, []).append(rank)
+        self._members = list(members.values())
+        self._waiting: dict[int, list[int]] = {rank: [] for rank in edges}
+        """Rank -> the groups that wait for it."""
+        for number, ones in enumerate(members):
+            for rank in ones:
+                self._waiting.setdefault(rank, []).append(number)
+        self._found: dict[tuple[int, ...], set[int]] = {}
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._waiting)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __getitem__(self, rank: int) -> set[int]:
+        groups = tuple(self._waiting[rank])
+        if groups not in self._found:
+            seen, latest = set(groups), list(groups)
+            while latest:
+                after = {group for number in latest for one in self._members[number] for group in self._waiting[one]}
+                latest = list(after - seen)
+                seen |= after
+            self._found[groups] = {one for number in seen for one in self._members[number]}
+        return self._found[groups] - {rank}
 
 
 def _culprits(
-    known: Mapping[int, Reading], edges: Mapping[int, set[int]], behind: Mapping[int, set[int]]
+    known: Mapping[int, Reading], edges: Mapping[int, frozenset[int]], behind: Mapping[int, set[int]]
 ) -> tuple[int, ...]:
     for states in (GONE, STOPPED, (NOT_BEGUN,)):
         if found := [rank for rank, reading in known.items() if reading.state in states]:
             return _ordered(found, known, behind)
-    roots = [rank for rank in behind if not edges.get(rank, set()) - {rank}]
+    roots = [rank for rank in behind if edges.get(rank, frozenset()) <= {rank}]
     working = [rank for rank in roots if rank not in known or known[rank].waiting is None or rank in edges[rank]]
     if working:
         most = max(len(behind[rank]) for rank in working)
@@ -182,7 +220,7 @@ def _odd_one(candidates: Iterable[int], known: Mapping[int, Reading]) -> tuple[i
     return next((tuple(found) for found in (running, odd) if len(found) == 1), ())
 
 
-def _in_circle(rank: int, edges: Mapping[int, set[int]]) -> bool:
+def _in_circle(rank: int, edges: Mapping[int, frozenset[int]]) -> bool:
     seen: set[int] = set()
     latest = set(edges[rank])
     while latest:
@@ -234,7 +272,7 @@ def where(reading: Reading) -> str:
     return ", ".join(parts)
 
 
-def _state(reading: Reading, edges: Mapping[int, set[int]], number: int) -> str:
+def _state(reading: Reading, edges: Mapping[int, frozenset[int]], number: int) -> str:
     """What is the matter with a culprit, as a verb and a place."""
     place = where(reading)
     if reading.state == NOT_BEGUN:

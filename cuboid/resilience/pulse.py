@@ -75,7 +75,7 @@ def short(ranks: Sequence[int]) -> list[int] | dict[str, int]:
     """Ranks of a group in JSON: those at equal distances by their first, number and distance."""
     if len(ranks) > 2:
         stride = ranks[1] - ranks[0]
-        if all(after - before == stride for before, after in pairwise(ranks)):
+        if isinstance(ranks, range) or all(after - before == stride for before, after in pairwise(ranks)):
             return {"first": ranks[0], "count": len(ranks), "stride": stride}
     return list(ranks)
 

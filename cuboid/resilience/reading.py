@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from cuboid.resilience import pulse as file
-from cuboid.resilience.pulse import ACTIVITIES, PHASES, WAITS, Activity, Phase, Wait
+from cuboid.resilience.pulse import ACTIVITIES, PHASES, WAITS, Activity, Phase, Wait, short
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,12 @@ class Place:
     """A track by what all its ranks call it."""
 
     name: str
-    ranks: tuple[int, ...]
+    ranks: Sequence[int]
+    """A `range` where they are at equal distances: of all ranks of a job everybody tells, and it is compared by its
+    ends."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", _ranks(short(self.ranks)))
 
 
 @dataclass(frozen=True)
@@ -71,20 +76,24 @@ class Reading:
     """Seconds in each phase, the one it is in up to its last note."""
 
     def as_json(self) -> dict[str, Any]:
-        table = asdict(replace(self, counts={}))  # whose keys are no strings
-        table["counts"] = [[place.name, list(place.ranks), count] for place, count in self.counts.items()]
+        table = asdict(replace(self, counts={}, waiting=None))  # whose places are no strings
+        table["counts"] = [[place.name, short(place.ranks), count] for place, count in self.counts.items()]
+        if self.waiting is not None:
+            place = self.waiting.place
+            told = None if place is None else {"name": place.name, "ranks": short(place.ranks)}
+            table["waiting"] = {"kind": self.waiting.kind, "place": told, "sequence": self.waiting.sequence}
         return table
 
     @classmethod
     def from_json(cls, table: Mapping[str, Any]) -> Reading:
         """The inverse of `as_json`."""
         values = dict(table)
-        values["counts"] = {Place(name, tuple(ranks)): count for name, ranks, count in table["counts"]}
+        values["counts"] = {Place(name, _ranks(ranks)): count for name, ranks, count in table["counts"]}
         values["learned"] = {phase: Learned(**learned) for phase, learned in table["learned"].items()}
         waiting = table["waiting"]
         if waiting is not None:
             place = waiting["place"]
-            known = None if place is None else Place(place["name"], tuple(place["ranks"]))
+            known = None if place is None else Place(place["name"], _ranks(place["ranks"]))
             values["waiting"] = Waiting(waiting["kind"], known, waiting["sequence"])
         return cls(**values)
 
@@ -149,7 +158,9 @@ def _places(words: memoryview[int]) -> list[Place]:
         return []  # it is being written
 
 
-def _ranks(ranks: list[int] | dict[str, int]) -> tuple[int, ...]:
+def _ranks(ranks: list[int] | dict[str, int]) -> Sequence[int]:
+    """The inverse of `short`."""
     if isinstance(ranks, list):
         return tuple(ranks)
-    return tuple(ranks["first"] + ranks["stride"] * index for index in range(ranks["count"]))
+    first, stride = ranks["first"], ranks["stride"]
+    return range(first, first + stride * ranks["count"], stride)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cuboid.errors import HangError
-from cuboid.resilience.diagnosis import GONE, NOT_BEGUN, diagnose
+from cuboid.resilience.diagnosis import GONE, NOT_BEGUN, Diagnosis, diagnose
 from cuboid.resilience.flight import Open, Recorders, oldest_open, tell_open
 from cuboid.resilience.goodput import Attempt, note_attempt
 from cuboid.resilience.limits import Limit, Silence, limit_of_all
@@ -50,14 +50,14 @@ class Watchdog:
         self,
         run: Run,
         ranks: Sequence[int],
-        share: Callable[[list[Reading]], list[Reading]] = list,
+        judge: Callable[[list[Reading]], Diagnosis] = diagnose,
         everywhere: Callable[[bool], bool] = bool,
     ) -> None:
-        """`share` shows the readings of this machine to the other nodes and returns those of all. `everywhere`: tells
+        """`judge`: who holds up the job, by the readings of this machine and those of other nodes. `everywhere`: tells
         them whether all ranks here stand still, and returns whether those of all nodes do."""
         self._run = run
         self._ranks = ranks
-        self._share = share
+        self._judge = judge
         self._standstill = Standstill(run.resilience, everywhere, lambda reading: is_compiling(reading, self.folder))
         self._words: dict[int, memoryview[int]] = {}
         self._waited_for_a_core: dict[int, int] = {}
@@ -138,7 +138,7 @@ class Watchdog:
         target = _next_report(folder)
         try:
             recorders = Recorders(readings, folder, self.folder)
-            found = diagnose(self._share(readings))
+            found = self._judge(readings)
             end = f"silent for {seconds:.1f} s, limit {limit.seconds:.1f} s ({limit.origin}); stacks in {target}"
             self.hang = Hang(found.culprits, f"{found.sentence}; {end}")
             open_now: dict[int, Open] = {}

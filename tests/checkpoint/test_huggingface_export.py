@@ -12,22 +12,21 @@ import pytest
 import torch
 import torch.nn.functional as functional
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cuboid.checkpoint.folder import checkpoint_path
 from cuboid.checkpoint.huggingface.export import export_model
 from cuboid.checkpoint.location import Location, locate
 from cuboid.checkpoint.manifest import INDEX, Manifest
-from cuboid.checkpoint.scattered import SavePlanner
+from cuboid.checkpoint.save import gather_index, write
 from cuboid.checkpoint.staging import Staging
 from cuboid.checkpoint.weights import Weights, whole
-from cuboid.checkpoint.writer import Writer
 from cuboid.data.source import make_source
 from cuboid.errors import UserError
 from cuboid.launch.pool import Pool
 from cuboid.model.huggingface import parameter_shapes
 from cuboid.model.transformer import IGNORED, Transformer
+from cuboid.parallel.coordination import open_coordination
 from cuboid.spec.run import Run, build_run, dump_run
 from tests.cli.command import environment
 from tests.parallel.cases import small_run
@@ -175,8 +174,8 @@ def test_memory_holds_one_file_of_weights(tmp_path: Path) -> None:
     state = {f"parameter/{name}": whole(torch.ones(shape)) for name, shape in parameter_shapes(run.model).items()}
     staging = Staging(state, torch.device("cpu"))
     staging.fill(state)
-    writer = Writer(checkpoint_path(tmp_path, 1), 0, Manifest(1, 1, 16, "", "dp=1", dump_run(run)), staging)
-    save(staging.state, storage_writer=writer, planner=SavePlanner(flatten_state_dict=False), no_dist=True)
+    alone, manifest = open_coordination(60), Manifest(1, 1, 16, "", "dp=1", dump_run(run))
+    write(staging, checkpoint_path(tmp_path, 1), manifest, gather_index(staging, alone), alone)
     finished = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", MEASURED, str(tmp_path)],
         env=environment(),

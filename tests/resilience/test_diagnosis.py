@@ -171,3 +171,19 @@ def test_nodes_can_show_their_readings_to_each_other(layout: Layout, order: list
     for reading in stuck(layout, order, 0, collectives):
         full = replace(reading, learned={"step": Learned(3, 0.5, 0.75)}, spent={"step": 2.5})
         assert Reading.from_json(json.loads(json.dumps(full.as_json()))) == full
+
+
+def test_thousands_of_ranks_are_judged_in_one_look() -> None:
+    """All but one wait for it, in the tensor group, in the data groups of its stage or behind these; told as JSON, a
+    rank takes as much room as in a small job."""
+    ranks = 4096
+    world = Place("world", tuple(range(ranks)))
+    readings = [Reading(0, 10, "step", 5, "forward", counts={world: 7})]
+    for rank in range(1, ranks):
+        readings.append(Reading(rank, 10 + rank, "step", 5, waiting=Waiting("all-reduce", world, 8), counts={world: 8}))
+    told = [json.dumps(reading.as_json()) for reading in readings]
+    assert max(map(len, told)) < 2000
+    assert [Reading.from_json(json.loads(text)) for text in told] == readings
+    found = diagnose(readings)
+    assert found.culprits == (0,)
+    assert "ranks 1–4095 wait for it in the all-reduce of all ranks" in found.sentence

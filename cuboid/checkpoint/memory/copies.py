@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from cuboid.checkpoint.manifest import INDEX, data_file
+
 
 class Generation(NamedTuple):
     """A state kept in memory; newer ones are larger. Two attempts may keep the same step on two layouts, whose parts do
@@ -20,9 +22,14 @@ class Generation(NamedTuple):
 class Held:
     """What one node has of one generation."""
 
-    expected: frozenset[str]
-    """All files of the generation, the same on every node."""
+    ranks: int
+    """Whose parts are its files, the same on every node."""
     present: frozenset[str]
+
+    @property
+    def expected(self) -> frozenset[str]:
+        """All files of the generation."""
+        return frozenset([INDEX, *map(data_file, range(self.ranks))])
 
 
 Holdings = Mapping[str, Mapping[Generation, Held]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -14,14 +15,11 @@ from cuboid.spec.run import Run
 Answer = TypeVar("Answer")
 
 
-def gather(own: Answer, group: Coordination) -> list[Answer]:
-    """What every rank says, in order; returns when all have said it."""
-    return group.broadcast(group.gather(own))
-
-
 def from_rank(source: int, own: Answer, group: Coordination) -> Answer:
     """What one rank says."""
-    return gather(own if group.rank == source else None, group)[source] if source else group.broadcast(own)  # type: ignore[return-value]
+    told = group.gather(own if group.rank == source else None)
+    answer: Answer = group.broadcast(told[source] if told else None)  # type: ignore[assignment]
+    return answer
 
 
 @dataclass(frozen=True)
@@ -50,5 +48,9 @@ class Memory:
 def open_memory(run: Run, rank: int, group: Coordination, node: str = "") -> Memory:
     """Every rank calls this. `node`: left out, as the system or the supervisor names it."""
     identity = identity_of(run, make=True) if rank == 0 else ""
-    told = gather((node or node_name(), identity), group)
-    return Memory(open_folder(run, told[0][1], node), tuple(name for name, _ in told), rank)
+    told = group.gather(node or node_name())
+    names = {name: number for number, name in enumerate(dict.fromkeys(told))}
+    # Each name once: a rank is a number of two bytes in what is told to every other.
+    names, numbers, identity = group.broadcast((names, array("H", (names[name] for name in told)), identity))
+    known = list(names)
+    return Memory(open_folder(run, identity, node), tuple(known[number] for number in numbers), rank)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -19,7 +19,7 @@ from cuboid.checkpoint.location import Location
 from cuboid.checkpoint.manifest import INDEX, MANIFEST, Damage, Manifest, StoredFile, read_manifest
 from cuboid.checkpoint.memory.copies import Generation, Held, Transfer, holders, known, missing, transfers
 from cuboid.checkpoint.memory.folder import sweep_all_but
-from cuboid.checkpoint.memory.nodes import Memory, from_rank, gather
+from cuboid.checkpoint.memory.nodes import Memory, from_rank
 from cuboid.checkpoint.memory.pairs import Pairs
 from cuboid.checkpoint.memory.slot import chunks, map_new_file
 from cuboid.checkpoint.scattered import Scattered
@@ -59,9 +59,10 @@ class Recall:
         self._pairs = Pairs(group, memory.nodes)
         if memory.leads:
             sweep_all_but(memory.folder, map(step_of, checkpoints(memory.folder)))
-        told = gather((memory.node, _held_here(memory.folder) if memory.leads else None), group)
-        self._holdings = {node: held for node, held in told if held is not None}
-        self.generations = known(self._holdings, from_rank(0, newest, group))
+        told = group.gather(_held_here(memory.folder) if memory.leads else None)
+        holdings = {node: held for node, held in zip(memory.nodes, told, strict=False) if held is not None}
+        self._holdings, newest = group.broadcast((holdings, newest))
+        self.generations = known(self._holdings, newest)
 
     def bring(self, generation: Generation, engine: Engine, optimizer: Moments) -> Brought:
         """Bring this node what its ranks need of it, all of it verified. Raises `Lost`."""
@@ -88,12 +89,12 @@ class Recall:
 
     def settle(self, step: int | None) -> None:
         """The run goes on from this step in memory, or from elsewhere: everything else is given back."""
-        gather(None, self._group)
+        self._group.agree("")
         if self._memory.leads:
             sweep_all_but(self._memory.folder, [] if step is None else [step])
 
     def _agree(self, step: int, problem: str) -> None:
-        if problem := next(filter(None, gather(problem, self._group)), ""):
+        if problem := self._group.agree(problem):
             raise Lost(step, problem)
 
     def _bring_manifest(self, folder: Location, generation: Generation) -> Manifest:
@@ -129,8 +130,9 @@ class Recall:
         is verified as it arrives; what is damaged comes from the next who has it. `held`, file -> nodes, is kept
         true."""
         needed: dict[str, frozenset[str]] = {}
-        for node, files in zip(self._memory.nodes, gather(frozenset(wanted), self._group), strict=True):
+        for node, files in zip(self._memory.nodes, self._group.gather(frozenset(wanted)), strict=False):
             needed[node] = needed.get(node, frozenset()) | files
+        needed = self._group.broadcast(needed)
         here, neighbours = self._memory.node, self._memory.neighbours
         present = sorted(file for file in needed[here] if here in held.get(file, ()))
         damaged: dict[str, str] = {}
@@ -140,7 +142,7 @@ class Recall:
             except Damage as damage:
                 damaged[name] = f"{_part(name)} on node {here} {damage.reason}"
         reasons: dict[str, str] = {}
-        for node, found in zip(self._memory.nodes, gather(damaged, self._group), strict=True):
+        for node, found in _told_by_some(self._memory.nodes, damaged, self._group):
             reasons |= found
             for name in found:
                 held[name].remove(node)
@@ -170,7 +172,7 @@ class Recall:
                 self._send(place, facts, transfer.target)
             elif self._memory.rank == transfer.target and (problem := self._receive(place, facts, transfer.source)):
                 failed[transfer] = problem
-        for told in gather(failed, self._group):
+        for _, told in _told_by_some(self._memory.nodes, failed, self._group):
             failed |= told
         for transfer in plan:
             nodes = held[transfer.file]
@@ -207,6 +209,11 @@ class Recall:
         return problem
 
 
+def _told_by_some(nodes: Sequence[str], own: dict[Any, str], group: Coordination) -> list[tuple[str, dict[Any, str]]]:
+    """What ranks have to tell, with their nodes, on all ranks: most have nothing."""
+    return group.broadcast([(node, told) for node, told in zip(nodes, group.gather(own), strict=False) if told])
+
+
 def _held_here(folder: Location) -> dict[Generation, Held]:
     """What this node has, by names and sizes."""
     result: dict[Generation, Held] = {}
@@ -216,7 +223,7 @@ def _held_here(folder: Location) -> dict[Generation, Held]:
             generation = Generation(manifest.step, sha256((path / MANIFEST).read()).hexdigest())
             present = frozenset(name for name, facts in manifest.files.items() if (path / name).size == facts.bytes)
             if manifest.step == step_of(path):
-                result[generation] = Held(frozenset(manifest.files), present)
+                result[generation] = Held(len(manifest.files) - 1, present)  # all but the index
     return result
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from cuboid.checkpoint.background import BackgroundSaver
 from cuboid.checkpoint.checksum import FAST, PLAIN, checksum_of_bytes, kind_here
 from cuboid.checkpoint.folder import checkpoints, step_of
 from cuboid.checkpoint.manifest import INDEX, Manifest, StoredFile, data_file
-from cuboid.checkpoint.memory.copies import peers
-from cuboid.checkpoint.memory.nodes import Answer, Memory, gather
+from cuboid.checkpoint.memory.copies import peers, ranks_by_node
+from cuboid.checkpoint.memory.nodes import Memory
 from cuboid.checkpoint.memory.pairs import Pairs
 from cuboid.checkpoint.memory.slot import Slot, chunks
 from cuboid.checkpoint.save import GivenUp, gather_index, kept_state
@@ -20,6 +20,8 @@ from cuboid.errors import UserError
 from cuboid.parallel.apply import Engine
 from cuboid.parallel.coordination import open_coordination
 from cuboid.say import say
+
+Told = TypeVar("Told")
 
 
 class MemorySaver(BackgroundSaver):
@@ -35,13 +37,17 @@ class MemorySaver(BackgroundSaver):
         self._memory = memory
         chosen = peers(memory.nodes)
         self._peer = chosen[memory.rank]
-        state = kept_state(engine, optimizer)
-        told = gather((staged_bytes(state), kind_here()), self._group)
-        sizes = [size for size, _ in told]
-        self._kind = PLAIN if any(kind == PLAIN for _, kind in told) else FAST
+        own = staged_bytes(kept_state(engine, optimizer))
+        sizes = self._group.gather(own)
+        self._bytes = self._sum_of_all(own)
+        self._kind = self._group.agree("" if kind_here() == FAST else PLAIN) or FAST
         """Of checksums, which all nodes must be able to compute."""
-        self._copies = {owner: sizes[owner] for owner, keeper in enumerate(chosen) if keeper == memory.rank}
-        self._bytes = sum(sizes)
+        copies: list[dict[int, int]] = [{} for _ in sizes]
+        for owner, keeper in enumerate(chosen if sizes else ()):
+            if keeper is not None:
+                copies[keeper][owner] = sizes[owner]
+        self._copies = self._group.scatter(copies)
+        """Ranks whose parts are copied here, and their sizes."""
         self._pairs = Pairs(self._group, memory.nodes)
         self._exchanged = True
         """Whether the last exchange went well here."""
@@ -74,10 +80,17 @@ class MemorySaver(BackgroundSaver):
         self._slots[number] = Slot(self._memory.folder, number, self._rank, state, self._copies, device)
 
     def _make_index(self) -> bytes:
-        """Where each chunk lies, the same at every save; the parts of all ranks are put together by the first."""
+        """Where each chunk lies, the same at every save; the parts of all ranks are put together by the first, for who
+        leads a node."""
         slot = self._slots[0]
         assert slot is not None
-        return self._group.broadcast(gather_index(slot.staging, self._group))
+        return self._tell_leaders(gather_index(slot.staging, self._group), b"")
+
+    def _tell_leaders(self, whole: Told, nothing: Told) -> Told:
+        """What rank 0 has, to those alone that publish it."""
+        leaders = {ranks[0] for ranks in ranks_by_node(self._memory.nodes).values()}
+        everybody = range(self._group.size) if self._rank == 0 else ()
+        return self._group.scatter([whole if rank in leaders else nothing for rank in everybody])
 
     def _is_ready(self) -> bool:
         no_room = self._knows_it_is_kept and None in self._slots
@@ -114,33 +127,39 @@ class MemorySaver(BackgroundSaver):
             work.wait()
         self._exchanged = True
         received = {owner: checksum_of_bytes(as_bytes(copy), self._kind) for owner, copy in slot.copies.items()}
-        told = self._agree((own, received, manifest if self._rank == 0 else None))
-        for keeper, (_, copies, _) in enumerate(told):
-            for owner, checksum in copies.items():
-                if checksum != told[owner][0].checksum:
-                    raise GivenUp(f"the part of rank {owner} did not reach rank {keeper} as it was sent")
-        files = {data_file(rank): file for rank, (file, _, _) in enumerate(told)}
-        files[INDEX] = StoredFile(len(self._index), checksum_of_bytes(self._index, self._kind))
-        first = told[0][2]
-        assert first is not None
-        problem = self._publish(slot, replace(first, files=files))
+        whole = self._collect(own, received, manifest)
         # Only when every node has published it may what was there before go.
-        if problem := next(filter(None, self._agree(problem)), ""):
+        if problem := self._agree(self._publish(slot, whole)):
             raise GivenUp(problem)
         self._withdraw_all_but(manifest.step)
         return self._open_second_slot() if None in self._slots else ""
 
     def _open_second_slot(self) -> str:
         """After the first save, when what an earlier attempt had left is gone from all nodes."""
-        gather(None, self._group)
+        self._group.agree("")
         try:
             self._open_slot(1)
         except OSError as error:
             return f"no more copies in memory: {self._spec.memory_folder} holds one and not two ({error.strerror})"
         return ""
 
-    def _agree(self, own: Answer) -> list[Answer]:
-        return gather(own, self._group)
+    def _collect(self, own: StoredFile, received: dict[int, str], manifest: Manifest) -> Manifest | None:
+        """The manifest with all files, for who leads a node, if all copies are as they were sent."""
+        told = self._group.gather((own, received))
+        files = {data_file(rank): file for rank, (file, _) in enumerate(told)}
+        files[INDEX] = StoredFile(len(self._index), checksum_of_bytes(self._index, self._kind))
+        wrong = (
+            f"the part of rank {owner} did not reach rank {keeper} as it was sent"
+            for keeper, (_, copies) in enumerate(told)
+            for owner, checksum in copies.items()
+            if checksum != told[owner][0].checksum
+        )
+        if problem := self._group.broadcast(next(wrong, "")):
+            raise GivenUp(problem)
+        return self._tell_leaders(replace(manifest, files=files), None)
+
+    def _agree(self, problem: str) -> str:
+        return self._group.agree(problem)
 
     def _start_exchange(self, slot: Slot) -> list[Any]:
         self._pairs.connect([*slot.copies, *([] if self._peer is None else [self._peer])])
@@ -151,8 +170,8 @@ class MemorySaver(BackgroundSaver):
             works += [self._pairs.send(part, self._peer) for part in chunks(slot.own)]
         return works
 
-    def _publish(self, slot: Slot, manifest: Manifest) -> str:
-        if not self._memory.leads:
+    def _publish(self, slot: Slot, manifest: Manifest | None) -> str:
+        if manifest is None:  # another rank of this node does it
             return ""
         try:
             slot.publish(manifest.step, self._index, manifest.render(self._kind))
