@@ -98,7 +98,7 @@ def test_bugs_planted_in_ranks_are_found_and_sound_ranks_pass(pool: Pool) -> Non
     assert not missing["passed"] and missing["gradient_error"] > 0.3  # type: ignore[operator]
     doubled = verdict("with_one_gradient_doubled", "dp=2")
     assert not doubled["passed"] and doubled["worst_gradient"] == "layers.1.feed_forward.down.weight"
-    assert not verdict("with_the_rounding_of_few_bits", "tp=2")["passed"]
+    assert not verdict("with_the_rounding_of_few_bits", "dp=2")["passed"]
 
 
 @pytest.mark.parametrize(("model", "precision"), [("tiny-llama", "bf16"), ("tiny-gpt2", "fp8")])
