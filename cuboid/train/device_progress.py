@@ -79,7 +79,7 @@ class DeviceProgress:
 
 @contextmanager
 def device_progress(device: torch.device) -> Iterator[None]:
-    """Of a rank that has others to wait for; one alone may capture graphs, which no other thread may disturb."""
+    """Of a rank that has others to wait for. Its thread may look while graphs are captured: `thread_local` errors."""
     if device.type != "cuda" or not dist.is_initialized():
         yield
         return
