@@ -70,6 +70,8 @@ class Engine:
     host_block: float = 5e-5
     """Seconds of the host for each further block of attention that context parallelism makes."""
     expert_overlap: float = 0.0
+    expert_paired: float = 0.0
+    """Share of the compute of one pass of a DualPipeV pair that the tokens of the other can travel behind."""
     expert_once: bool = True
     """A token goes to another node once, however many of its experts are there (DeepEP and its like)."""
     gradient_overlap: float = 0.0

@@ -11,6 +11,7 @@ from cuboid.cost.context import further_blocks, waiting
 from cuboid.cost.engine import Engine
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.mixing import heavier, lighter, mixed, mixes
+from cuboid.cost.pipeline import paired_share
 from cuboid.cost.tensor import tensor_waits
 
 ZERO = np.zeros(())
@@ -109,6 +110,7 @@ def _alike(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts: Kern
     blocks = engine.host_block * further_blocks(jobs)
     full, selective = jobs.recompute == 2, jobs.recompute == 1
     again = 1.0 + (full | (selective & engine.own_exchanges))
+    paired = paired_share(jobs) * (engine.expert_paired > 0)
 
     def one(compute: Array, tensor: Array, context: Array, expert: Array, floor: Array) -> Pass:
         busy = compute + tensor + context + expert
@@ -121,8 +123,12 @@ def _alike(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts: Kern
         back = engine.host_backward + added + more + 2 * blocks + np.where(full, ahead, 0.0)
         again_light = parts.light_forward if engine.compiled else parts.attention_forward
         repeated = np.where(full, forward, np.where(selective, again_light, 0.0))
-        behind = one(backward + repeated, tensor[1], context_back + full * context, expert * again, back)
-        return one(forward, tensor[0], context, expert, ahead), behind
+        backward = backward + repeated
+        # In a pair each pass computes while the tokens of the other travel.
+        waits = expert - paired * np.minimum(expert, engine.expert_paired * backward)
+        waits_back = expert * again - paired * np.minimum(expert * again, engine.expert_paired * forward)
+        behind = one(backward, tensor[1], context_back + full * context, waits_back, back)
+        return one(forward, tensor[0], context, waits, ahead), behind
 
     routing = np.where(shape.experts > 0, engine.host_mixture, 0.0)
     expert = _expert(engine, fabric, shape, jobs)

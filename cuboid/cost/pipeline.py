@@ -95,6 +95,12 @@ def splits_backward(jobs: Jobs) -> NDArray[np.bool_]:
     return np.asarray(jobs.schedule >= ZERO_BUBBLE)
 
 
+def paired_share(jobs: Jobs) -> Array:
+    """Of all passes those that DualPipeV runs as pairs, as counted in its tables: all but filling and draining."""
+    paired = np.maximum(1 - 1.23 * jobs.pp / jobs.micro_batches, 0.0)
+    return np.where((jobs.schedule == DUAL_PIPE_V) & (jobs.pp > 1), paired, 0.0)
+
+
 def waited_transfers(jobs: Jobs, engine: Engine) -> Array:
     """How many times a step waits for a message there and back, as simulating the tables with a short transfer gives.
 

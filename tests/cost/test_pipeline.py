@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from cuboid.cost.engine import Engine
 from cuboid.cost.inputs import Jobs, Shape, number
-from cuboid.cost.pipeline import bubble, in_flight, partition, turns_back, waited_transfers
+from cuboid.cost.pipeline import bubble, in_flight, paired_share, partition, turns_back, waited_transfers
 from cuboid.cost.stages import even_layers
 from cuboid.schedule.make import make_schedule
+from cuboid.schedule.order import Compute, instructions
 from cuboid.schedule.simulate import StageCosts, simulate
 from cuboid.spec.layout import SCHEDULES
 from cuboid.spec.model import ModelSpec
@@ -155,3 +156,13 @@ def test_transfers_are_waited_for_as_in_the_tables(name: str, ranks: int, times:
     waited = (simulate(schedule, costs, short).makespan - simulate(schedule, costs).makespan) / (2 * short)
     found = float(waited_transfers(jobs(name, ranks, count), Engine(name="test", transfer_scheduled=True)))
     assert found == pytest.approx(waited, abs=0.4 * ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("times", [2, 4, 8])
+def test_pairs_are_as_many_as_in_the_table(ranks: int, times: int) -> None:
+    count = times * ranks
+    rows = instructions(make_schedule("dualpipev", ranks, count, 2), paired=True)
+    pairs = sum(isinstance(each, Compute) and len(each.actions) == 2 for row in rows for each in row)
+    assert float(paired_share(jobs("dualpipev", ranks, count))) == pytest.approx(pairs / (2 * ranks * count), abs=0.02)
+    assert float(paired_share(jobs("zbv", ranks, count))) == 0
