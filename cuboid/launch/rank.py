@@ -94,8 +94,8 @@ def run_rank(run: Run, signals: Listener, quiet: bool = False, place: Place | No
             _tell(run, joined, binding, quiet)
         outcome = train(run, place.rank, device, quiet, lambda: signals.asked)
         if place.world_size > 1:
-            if not place.attempt:
-                dist.barrier()  # rank 0 may serve the store, from which others read how the last save went
+            if not place.attempt:  # rank 0 may serve the store, from which others read how the last save went
+                dist.barrier(device_ids=[device.index] if joined.backend == "nccl" else None)
             dist.destroy_process_group()
         return outcome
     except Exception as error:
