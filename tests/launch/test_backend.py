@@ -103,10 +103,9 @@ def test_generation_refuses_nccl_without_a_gpu() -> None:
         start_scoring(spec, [])
 
 
-def test_a_training_says_its_backend_first_and_in_json(tmp_path: Path) -> None:
-    said = run(train("--layout", "dp=2"), tmp_path).stdout
-    assert "backend: gloo, 2 ranks on CPUs" in said.splitlines()[:5]
-    told = json.loads(run(train("--layout", "dp=2", "--overwrite", "--json"), tmp_path).stdout)
+def test_a_training_says_its_backend_in_json(tmp_path: Path) -> None:
+    """That it says so in its first lines is seen in tests/cli/test_train.py."""
+    told = json.loads(run(train("--layout", "dp=2", "--json"), tmp_path).stdout)
     assert (told["backend"], told["gpus"], told["gpu_shared"]) == ("gloo", 0, False)
     assert json.loads((tmp_path / "runs/default/backend.json").read_text())["ranks"] == 2
 
