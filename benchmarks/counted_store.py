@@ -9,7 +9,7 @@ from typing import Any
 
 from cuboid.checkpoint.files import LocalFiles
 
-SECONDS = 300.0
+SECONDS = 1200.0
 """Until somebody who waits gives up."""
 
 
@@ -20,6 +20,8 @@ class Store:
         self.values: dict[str, bytes] = {}
         self.waiting: dict[str, list[threading.Event]] = {}
         self.lock = threading.Lock()
+        self.turn = threading.Lock()
+        """Held by the one rank that runs: thousands of threads would fight over the interpreter."""
 
 
 @dataclass
@@ -51,7 +53,10 @@ class Counter:
                 if key in self.shared.values:
                     continue
                 self.shared.waiting.setdefault(key, []).append(event)
-            if not event.wait(limit.total_seconds()):
+            self.shared.turn.release()
+            came = event.wait(limit.total_seconds())
+            self.shared.turn.acquire()
+            if not came:
                 raise RuntimeError(f"{key} did not come")
 
     def get(self, key: str) -> bytes:

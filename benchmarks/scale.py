@@ -33,7 +33,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from counted_store import Counter, MemoryFiles, Store, Through
+from counted_store import SECONDS, Counter, MemoryFiles, Store, Through
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cuboid.checkpoint.boxes import Box
@@ -59,7 +59,6 @@ STAGES, TENSORS, KINDS = 4, 4, ("parameter", "exp_avg", "exp_avg_sq")
 PER_NODE = 8
 ID_BYTES = 128
 """Of what NCCL's ranks find each other by."""
-SECONDS = 300.0
 MARGIN = 1.15
 """By which growth may be above ranks × log(ranks): names of ranks get longer."""
 CPU = torch.device("cpu")
@@ -172,13 +171,14 @@ def count_groups(ranks: int) -> tuple[int, int]:
 # Counted.
 
 
-def together(ranks: int, work: Callable[[int], None]) -> float:
+def together(ranks: int, shared: Store, work: Callable[[int], None]) -> float:
     """On a thread for each rank; how long it took."""
     problems: list[str] = []
 
     def guarded(rank: int) -> None:
         try:
-            work(rank)
+            with shared.turn:
+                work(rank)
         except Exception as error:
             problems.append(f"rank {rank}: {type(error).__name__}: {error}")
 
@@ -200,7 +200,7 @@ def together(ranks: int, work: Callable[[int], None]) -> float:
 def phase(name: str, ranks: int, shared: Store, counters: list[Counter], work: Callable[[int], None]) -> Row:
     for counter in counters:
         counter.calls = counter.bytes = 0
-    seconds = together(len(counters), work)
+    seconds = together(len(counters), shared, work)
     calls = [counter.calls for counter in counters]
     total = sum(counter.bytes for counter in counters)
     return Row(ranks, name, "counted", sum(calls), max(calls), total, len(shared.values), seconds=seconds)
