@@ -1,4 +1,4 @@
-"""What NCCL communicators cost in memory of the GPU: the numbers `communicator`, `communicator_peer` and
+"""What NCCL communicators cost in memory of the GPU: the numbers `communicator_first`, `communicator` and
 `communicator_link` of cost/data/engines.toml.
 
     python benchmarks/nccl_memory.py                      # needs a GPU; ranks share the first one

@@ -65,5 +65,6 @@ def communicators(shape: Shape, jobs: Jobs) -> Communicators:
 def communicator_bytes(shape: Shape, jobs: Jobs, engine: Engine) -> Array:
     """Bytes on the accelerator, beside what `engine.fixed` holds."""
     found = communicators(shape, jobs)
+    library = engine.communicator_first * (found.collective > 0)
     collective = engine.communicator * found.collective + engine.communicator_peer * found.peers
-    return np.asarray(collective + engine.communicator_link * found.links)
+    return np.asarray(library + collective + engine.communicator_link * found.links)

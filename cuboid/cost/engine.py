@@ -156,6 +156,8 @@ class Engine:
     """… per parameter of one layer's routed experts."""
     fixed: float = 1.0e9
     """Bytes of context, libraries and workspaces."""
+    communicator_first: float = 0.0
+    """Bytes that the library takes with a rank's first communicator, where `fixed` does not hold them already."""
     communicator: float = 0.0
     """Bytes per communicator with collectives that a rank belongs to, where `fixed` does not hold them already."""
     communicator_peer: float = 0.0
