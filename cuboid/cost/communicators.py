@@ -1,6 +1,7 @@
 """Communicators of a rank, as `parallel/groups.py` makes them, and the memory they take on its accelerator."""
 
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
@@ -40,7 +41,9 @@ def communicators(shape: Shape, jobs: Jobs) -> Communicators:
         (none, np.where(experts, jobs.cp * jobs.tp, 1.0)),
     ]
     sizes = [
-        np.where(np.any([(stride == other) & (size == same) for other, same in shared[:number]], axis=0), 1.0, size)
+        np.where(
+            reduce(np.logical_or, ((stride == other) & (size == same) for other, same in shared[:number])), 1.0, size
+        )
         if number
         else size
         for number, (stride, size) in enumerate(shared)
