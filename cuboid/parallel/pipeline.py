@@ -74,8 +74,8 @@ class _Clock:
         return event
 
     def seconds(self, moments: list[Any]) -> list[float]:
-        """On the host's clock."""
-        if not self._on_gpu:
+        """On the host's clock. Waits for the device, and so never where no times are kept: the step may be a graph."""
+        if not self._on_gpu or not moments:
             return moments
         last = self.now()
         last.synchronize()
