@@ -51,10 +51,10 @@ def make_passes(engine: Engine, optimizer: Optimizer, plain: RunPasses) -> RunPa
     if asked == "on" and engine.device.type != "cuda":
         raise UserError("training.cuda_graphs=on needs a GPU; use cuda_graphs=auto")
     possible = engine.device.type == "cuda" and not engine.run.obstacle_to_graphs
-    if possible and not engine.groups.world.is_nccl and engine.groups.world.size > 1:
-        if asked == "on":
+    if possible and engine.groups.world.size > 1:
+        if asked == "on" and not engine.groups.world.is_nccl:
             raise UserError("training.cuda_graphs=on needs one rank or NCCL between ranks; use cuda_graphs=auto")
-        possible = False
+        possible = asked == "on"  # until graphs with collectives in them have been measured on several GPUs
     return plain if asked == "off" or not possible else CapturedPasses(engine, plain, optimizer, always=asked == "on")
 
 
