@@ -48,9 +48,9 @@ def start_training(run: Run, quiet: bool = False) -> Outcome:
         with Forwarder(run) as signals:
             return supervise(run, lambda: _launch_here(run, quiet, signals))
     with Listener(run) as signals:
-        from cuboid.launch.rank import run_rank
+        from cuboid.launch.rank import run_joined_rank
 
-        return run_rank(run, signals, quiet)
+        return run_joined_rank(run, signals, quiet)
 
 
 def _launch_here(run: Run, quiet: bool, signals: Forwarder) -> Outcome:

@@ -52,10 +52,13 @@ class Watchdog:
         ranks: Sequence[int],
         judge: Callable[[list[Reading]], Diagnosis] = diagnose,
         everywhere: Callable[[bool], bool] = bool,
+        folder: Path | None = None,
+        announce: Callable[[str], None] | None = None,
     ) -> None:
         """`judge`: who holds up the job, by the readings of this machine and those of other nodes. `everywhere`: tells
-        them whether all ranks here stand still, and returns whether those of all nodes do."""
-        self._run = run
+        them whether all ranks here stand still, and returns whether those of all nodes do. `folder`: where ranks that
+        somebody else started write their heartbeats. `announce`: told who hangs before all ranks are ended."""
+        self._run, self._given, self._announce = run, folder, announce
         self._ranks = ranks
         self._judge = judge
         self._standstill = Standstill(run.resilience, everywhere, lambda reading: is_compiling(reading, self.folder))
@@ -68,7 +71,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         _sweep()
-        self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=_memory()))
+        self.folder = self._given or Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=_memory()))
         note_attempt(self.folder, Attempt(STARTED, time.time()))
         self._thread.start()
         return self
@@ -161,6 +164,8 @@ class Watchdog:
             }
             with suppress(OSError):
                 (target / "report.json").write_text(json.dumps(report, indent=1))
+            if self._announce is not None:
+                self._announce(sentence)
         finally:
             for reading in readings:
                 if reading.pid:
@@ -181,6 +186,13 @@ def _next_report(folder: Path) -> Path:
 def _memory() -> str:
     """A folder that is never written to a disk, if there is one."""
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
+
+
+def shared_folder(attempt: str) -> Path:
+    """The same for all ranks of this machine that one launcher started, for one attempt of theirs."""
+    folder = Path(_memory()) / f"{PREFIX}{os.getppid()}-{attempt}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
 
 
 def _sweep() -> None:

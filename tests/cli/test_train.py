@@ -129,6 +129,15 @@ def test_joins_the_ranks_of_torchrun(tmp_path: Path, pool: Pool) -> None:
     assert [row["step"] for row in rows(tmp_path / "started/metrics.jsonl")] == [1, 2, 3, 4]
 
 
+def test_a_hang_of_ranks_that_torchrun_started_is_named(tmp_path: Path) -> None:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    stuck = ("--set", "resilience.stuck_seconds=3")
+    ended = run([*launcher, *train("--layout", "dp=2", *stuck, "--inject", "hang rank=1 step=1")], tmp_path)
+    assert ended.returncode
+    assert "error: rank 1 hangs in step 1: rank 0 waits for it in the all-reduce" in ended.stderr
+    assert (tmp_path / "runs/default/hang-00001/rank-00001.txt").exists()
+
+
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[Training]:
     under_way = Training(tmp_path, "dp=2,pp=2")
