@@ -30,7 +30,8 @@ parallel/test_context checkpoint/test_huggingface_export checkpoint/test_moments
 train/test_bit_identical train/test_training checkpoint/test_full_disk checkpoint/test_resume train/test_offload
 train/test_resume cli/test_simulate cli/test_fine_tune cli/test_replay checkpoint/test_start checkpoint/test_memory
 checkpoint/test_saver train/test_samples train/test_profile docs/test_site parallel/test_random_layouts
-parallel/test_interleave cli/test_verify launch/test_once plan/test_explain data/test_build
+parallel/test_interleave resilience/test_standstill launch/test_once launch/test_backend parallel/test_overlap
+parallel/test_nccl_model parallel/test_compiled cli/test_verify plan/test_explain data/test_build
 """.split()
 """Files that take long begin first, the longest of them foremost, so that none is left when the others are done."""
 

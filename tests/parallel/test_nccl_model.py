@@ -26,7 +26,7 @@ FAMILIES = [
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: f"{family[0]}-{family[1]}")
 def test_no_schedule_deadlocks(family: tuple[str, int], ranks: int) -> None:
-    for batches in (1, ranks - 1, 4 * ranks) if ranks < 16 else (3, 2 * ranks):
+    for batches in (1, 2 * ranks + 1) if ranks < 16 else (2 * ranks,):
         schedule = make_schedule(family[0], ranks, batches, family[1])
         for paired in {False, pairs_overlap(schedule)}:
             rows = [issued_by(schedule, rank, paired) for rank in range(ranks)]
