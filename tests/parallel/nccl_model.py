@@ -8,8 +8,7 @@ Each rank is a host that issues calls in order and a device with one compute str
 - `work.wait()` lets the compute stream wait, not the host;
 - a device synchronisation blocks the host until every kernel it has issued has ended.
 
-Waiting only ever adds waiting, so a program that ends with a synchronisation before every call ends with any of them
-left away."""
+A synchronisation only adds waiting. So a program that ends with one before every call also ends with fewer of them."""
 
 from __future__ import annotations
 
