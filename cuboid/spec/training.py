@@ -55,9 +55,9 @@ class TrainingSpec:
     with sequence_parallel, on GPUs of one machine that reach one another's memory. Where the schedule splits the
     backward pass, only forward. What it gains was never measured between GPUs, so it has to be asked for."""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
-    """Start forward and backward passes, and the update, by a single call of the host each. auto: on one GPU, where it
-    is seen to wait for the host or has as much memory free as the run has taken. on: also over NCCL with dp, tp and
-    zero up to 2, which has not been run between GPUs. Changes no result."""
+    """Start forward and backward passes, and the update, by a single call of the host each. auto: where
+    GPUs are seen to wait for the host, and on one GPU also where as much memory is free as the run has taken. Of
+    several ranks: over NCCL, with dp, tp and zero up to 2. Changes no result."""
 
     @property
     def weights(self) -> Literal["float32", "bf16", "fp16", "float64"]:
