@@ -3,16 +3,26 @@
     python benchmarks/gpu_experts.py
 
 Tokens are spread unevenly, with an expert that gets none; the result and all gradients are compared, of the plain
-product and of the one whose weight gradient comes later (split-backward pipelines)."""
+product and of the one whose weight gradient comes later (split-backward pipelines). Then a whole MoE layer, dispatch
+and combine included: with our kernels, with torch's own operations, both against float64; with and without dropped
+tokens."""
 
 from __future__ import annotations
+
+import copy
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from cuboid.model.mixture import GroupedProduct, grouped_product
+import cuboid.model.mixture as mixture_module
+from cuboid.model import routing
+from cuboid.model.initialize import initialize
+from cuboid.model.mixture import GroupedProduct, Mixture, grouped_product
+from cuboid.model.rope import Positions
 from cuboid.parallel.deferral import Deferral, deferrable_grouped_product
+from cuboid.spec.mixture import MixtureSpec
+from cuboid.spec.model import ModelSpec
 
 DEVICE = torch.device("cuda")
 HIDDEN, WIDTH, EXPERTS, ROWS = 2048, 1024, 16, 16384
@@ -61,5 +71,47 @@ def main() -> None:
         print(f"{name:>11}: {milliseconds(product, x, weight, counts, gradient):6.2f} ms, errors {shown} {verdict}")
 
 
+def layer_outcome(layer: Mixture, x: Tensor, gradient: Tensor) -> list[Tensor]:
+    x = x.detach().requires_grad_()
+    layer.zero_grad()
+    result = layer(x, Positions(length=x.shape[0] // 2))
+    result.backward(gradient)
+    return [
+        value for value in (result.detach(), x.grad, *(each.grad for each in layer.parameters())) if value is not None
+    ]
+
+
+def compare_layers(capacity: float) -> None:
+    mixture = MixtureSpec(experts=64, top_k=8, expert_ffn=768, capacity_factor=capacity)
+    model = ModelSpec(hidden=2048, layers=1, heads=16, ffn=1024, vocab=512, mixture=mixture)
+    layer = Mixture(model).to(DEVICE)
+    initialize(model, layer, seed=0)
+    layer.to(torch.bfloat16)
+    exact = copy.deepcopy(layer).double()
+    x, gradient = (torch.randn(8192, 2048, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    chosen = layer.router.choose(torch.rand(8192, 64, device=DEVICE) + torch.rand(64, device=DEVICE))
+    layer.router.choose = exact.router.choose = lambda scores: chosen  # type: ignore[method-assign]
+    expected = layer_outcome(exact, x.double(), gradient.double())
+    own = routing.fuses
+    for name, rule in (("our kernels", own), ("torch's", lambda _: False)):
+        routing.fuses = mixture_module.fuses = rule
+        found = layer_outcome(layer, x, gradient)
+        errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
+        times = []
+        for _ in range(10):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            layer_outcome(layer, x, gradient)
+            end.record()
+            torch.cuda.synchronize()
+            times.append(start.elapsed_time(end))
+        verdict = "" if max(errors) < 2e-2 else "WRONG"
+        shown = " ".join(f"{error:.1e}" for error in errors)
+        print(f"layer, capacity {capacity}, {name:>11}: {sorted(times)[5]:6.2f} ms, errors {shown} {verdict}")
+    routing.fuses = mixture_module.fuses = own
+
+
 if __name__ == "__main__":
     main()
+    for factor in (0.0, 1.0):
+        compare_layers(factor)

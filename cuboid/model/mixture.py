@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as functional
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cuboid.model.balance import Tokens
 from cuboid.model.feed_forward import FeedForward
 from cuboid.model.rope import Positions
-from cuboid.model.routing import Router, places_of
+from cuboid.model.routing import Router, fuses, places_of
 from cuboid.spec.model import ModelSpec
 
 GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -49,6 +49,41 @@ def takes_one_kernel(x: Tensor, width: int) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and width % 8 == 0
 
 
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Experts are not compiled, so on a GPU a kernel of our own fuses it."""
+    return _Swiglu.apply(gate, up) if fuses(gate) else functional.silu(gate) * up
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, gate: Tensor, up: Tensor) -> Tensor:
+        from cuboid.model import expert_kernels
+
+        context.save_for_backward(gate, up)
+        result, count = torch.empty_like(gate), gate.numel()
+        expert_kernels.swiglu[(_blocks(count),)](gate, up, result, count, BLOCK=SWIGLU_BLOCK)
+        return result
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        from cuboid.model import expert_kernels
+
+        gate, up = context.saved_tensors
+        results, count = (torch.empty_like(gate), torch.empty_like(up)), gate.numel()
+        expert_kernels.swiglu_gradients[(_blocks(count),)](
+            gradient.contiguous(), gate, up, *results, count, BLOCK=SWIGLU_BLOCK
+        )
+        return results
+
+
+SWIGLU_BLOCK = 4096
+
+
+def _blocks(count: int) -> int:
+    """At least one, which finds nothing to do: an expert rank may have been sent no row at all."""
+    return max(1, -(-count // SWIGLU_BLOCK))
+
+
 class Experts(nn.Module):
     """The routed experts, stacked; how many it holds comes from the weights."""
 
@@ -66,7 +101,7 @@ class Experts(nn.Module):
         if self.gate is None:
             inner = functional.gelu(up, approximate="tanh")
         else:
-            inner = functional.silu(self.product(x, self.gate, counts)) * up
+            inner = swiglu(self.product(x, self.gate, counts), up)
         return self.product(inner, self.down, counts)
 
 
