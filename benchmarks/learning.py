@@ -1,5 +1,5 @@
-"""How Cuboid's defaults learn beside torchtitan's, in one run on one GPU: the same text, the same batches of tokens, the
-same optimizer settings and learning rates, several seeds.
+"""How Cuboid's defaults learn beside torchtitan's, in one run on one GPU: the same text, the same batches of tokens,
+the same optimizer settings and learning rates, several seeds.
 
     python benchmarks/learning.py --peer .peers/vendor --json results.jsonl           # three shapes, three seeds
     python benchmarks/learning.py 1B --steps 600 --seeds 1 --rate 8e-4 --warmup 200   # Cuboid alone

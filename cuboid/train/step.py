@@ -87,13 +87,13 @@ class PendingStep:
             told += [loss_scale.factor, loss_scale.overflows]
         values = torch.stack([value.double() for value in told])
         self._arrival: torch.cuda.Event | None = None
+        self._values, self._loads = values, routers
         if values.is_cuda:
-            self._values = torch.empty(len(told), dtype=torch.float64, pin_memory=True)
-            self._values.copy_(values, non_blocking=True)
+            # To the host now: a copy that is asked for later would wait for the step that has been started since.
+            self._values = _copied(values)
+            self._loads = None if routers is None else _copied(routers)
             self._arrival = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._arrival.record()
-        else:
-            self._values = values
 
     @property
     def counts(self) -> Tensor:
@@ -116,10 +116,15 @@ class PendingStep:
             self._arrival.synchronize()
             PULSE.go_on()
         loss, norm, tokens, asked, *scaling = self._values.tolist()
-        routers = None if self.routers is None else self.routers.cpu()
         scale, before = scaling or (0.0, 0)
-        result = StepResult(loss, norm, int(tokens), asked > 0, self.left_out, scale, int(before), routers)
+        result = StepResult(loss, norm, int(tokens), asked > 0, self.left_out, scale, int(before), self._loads)
         return replace(result, overflows=result.overflows + result.overflowed)
+
+
+def _copied(values: Tensor) -> Tensor:
+    """On its way to memory of the host."""
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)
 
 
 def run_passes(engine: Engine, shares: list[Share], factor: Tensor) -> Passes:
