@@ -34,7 +34,7 @@ from cuboid.spec.run import Run
 PREFIX = "hf:"
 ROWS = 4096
 """Rows compared together, where two tensors must be equal."""
-NO_MATHS = ("name", "initial_std", "max_positions")
+NO_MATHS = ("name", "initialization", "initial_std", "max_positions")
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
+from cuboid.model.recipes import standard_deviation
 from cuboid.spec.model import ModelSpec
 
 GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -41,9 +42,9 @@ def initial_tensor(
         return torch.zeros(kept, device=device)
     if kind[0].endswith("norm"):
         return torch.ones(kept, device=device)
-    # Projections that write into the residual stream are drawn smaller, so that its variance does not grow with depth.
-    into_residual = name != "head.output.weight" and name.endswith((".output.weight", ".down.weight", "experts.down"))
-    deviation = model.initial_std / math.sqrt(2 * model.layers) if into_residual else model.initial_std
+    deviation = standard_deviation(model, name)
+    if not deviation:
+        return torch.zeros(kept, device=device)
     drawn = torch.empty(math.prod(kept), device=device)
     inner = math.prod(shape[dimension + 1 :])
     block = BLOCK[device.type]

@@ -10,9 +10,19 @@ from cuboid.spec.coding import check_types, require_at_least
 from cuboid.spec.mixture import MixtureSpec
 from cuboid.spec.suggest import nearest_numbers, use
 
-__all__ = ["Family", "LatentAttentionSpec", "MixtureSpec", "ModelSpec", "RopeScaling", "YarnScaling", "load_model"]
+__all__ = [
+    "Family",
+    "Initialization",
+    "LatentAttentionSpec",
+    "MixtureSpec",
+    "ModelSpec",
+    "RopeScaling",
+    "YarnScaling",
+    "load_model",
+]
 
 Family = Literal["llama", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3"]
+Initialization = Literal["auto", "megatron", "flat", "depth", "fan_in", "zero_output"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +73,14 @@ class ModelSpec:
     """Biases of the feed-forward block."""
     qk_norm: bool = False
     """Norms of queries and keys in each head."""
+    initialization: Initialization = "auto"
+    """How wide each parameter is drawn, by its role. auto: the default of the family. megatron: `initial_std`, divided
+    by √(2 · layers) where a matrix adds to the residual stream. flat: `initial_std` for all. depth (torchtitan):
+    `initial_std`, divided by √(2 · (layer + 1)) for up, down, attention's output and routers; embedding 1, head
+    1/√hidden. fan_in: 1/√fan-in, divided by √(2 · layers) where a matrix adds to the residual stream; embedding 1.
+    zero_output: like fan_in, but these matrices start at zero. Tied embeddings have `initial_std` in all of them."""
     initial_std: float = 0.02
-    """Deviation of the first parameters."""
+    """Standard deviation of the first parameters, in recipes of `initialization` that use it."""
     mixture: MixtureSpec | None = None
     """Routed experts in place of feed-forward blocks."""
     latent: LatentAttentionSpec | None = None
@@ -82,6 +98,11 @@ class ModelSpec:
             name = "latent.qk_rope_dim" if self.latent else "head_dim"
             raise UserError(
                 f"model.{name}={self.rope_dim} is odd and rope turns pairs; {use(name, [self.rope_dim + 1])}"
+            )
+        if self.initialization == "zero_output" and self.tie_embeddings:
+            raise UserError(
+                "model.initialization=zero_output with tie_embeddings=true makes every token predict itself at first; "
+                "use initialization=fan_in or tie_embeddings=false"
             )
         for name in ("rope_scaling", "yarn"):
             if getattr(self, name) and self.positions != "rope":

@@ -86,7 +86,8 @@ def test_tied_embeddings_are_one_tensor() -> None:
     assert untied.head.output.weight is not untied.embedding.tokens.weight
     # Both uses add to one gradient: that of two equal, separate tensors together.
     with torch.no_grad():
-        untied.head.output.weight.copy_(untied.embedding.tokens.weight)
+        untied.embedding.tokens.weight.copy_(tied.embedding.tokens.weight)
+        untied.head.output.weight.copy_(tied.embedding.tokens.weight)
     tokens = random_tokens()
     for module in (tied, untied):
         module.loss(tokens, tokens.roll(-1, dims=1)).backward()

@@ -1,0 +1,146 @@
+"""How wide each parameter is drawn: a recipe is a small table from the role of a matrix to a standard deviation.
+
+Pure functions of the model and the parameter's name, so that every layout draws the same."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from cuboid.spec.model import Family, Initialization, ModelSpec
+
+DEFAULTS: dict[Family, Initialization] = {
+    "llama": "depth",
+    "qwen2": "depth",
+    "qwen3": "depth",
+    "gpt2": "megatron",
+    "mixtral": "depth",
+    "qwen3_moe": "depth",
+    "deepseek_v3": "depth",
+}
+"""What `model.initialization = "auto"` means."""
+
+Role = Literal["tokens", "positions", "read", "up", "write", "router", "head"]
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """What a recipe knows of a parameter."""
+
+    role: Role
+    """read: takes from the residual stream or from a latent (queries, keys, values, gate); up: the linear half of a
+    gated feed-forward block; write: adds to the residual stream (attention's output, down)."""
+    fan_in: int
+    """Numbers that one output sums over; 1 for a row that is looked up."""
+    layer: int
+    """Counted from 0; 0 outside of layers."""
+
+
+@dataclass(frozen=True)
+class Deviations:
+    """One standard deviation for each role."""
+
+    tokens: float
+    positions: float
+    read: float
+    up: float
+    write: float
+    router: float
+    head: float
+
+
+def _megatron(model: ModelSpec, matrix: Matrix) -> Deviations:
+    """GPT-2's and Megatron's: what is added to the residual stream is smaller, so that its variance does not grow with
+    depth."""
+    std = model.initial_std
+    small = std / math.sqrt(2 * model.layers)
+    return Deviations(tokens=std, positions=std, read=std, up=std, write=small, router=std, head=std)
+
+
+def _flat(model: ModelSpec, matrix: Matrix) -> Deviations:
+    """One for all. OLMo 2 was trained with 0.02, DeepSeek-V3 with 0.006."""
+    std = model.initial_std
+    return Deviations(tokens=std, positions=std, read=std, up=std, write=std, router=std, head=std)
+
+
+def _depth(model: ModelSpec, matrix: Matrix) -> Deviations:
+    """torchtitan's, and `llama_depth` of OLMo-core: later layers add less to a residual stream that begins at one."""
+    std = model.initial_std
+    small = std / math.sqrt(2 * (matrix.layer + 1))
+    embedding, head = _embedding(model), model.hidden**-0.5
+    return Deviations(embedding, embedding, read=std, up=small, write=small, router=small, head=head)
+
+
+def _fan_in(model: ModelSpec, matrix: Matrix) -> Deviations:
+    """Every matrix keeps the scale of what goes in, at any width; all layers together add as much as goes in."""
+    std = matrix.fan_in**-0.5
+    embedding, small = _embedding(model), std / math.sqrt(2 * model.layers)
+    return Deviations(embedding, embedding, read=std, up=std, write=small, router=std, head=std)
+
+
+def _zero_output(model: ModelSpec, matrix: Matrix) -> Deviations:
+    """As `fan_in`, but every layer begins as the identity."""
+    std = matrix.fan_in**-0.5
+    embedding = _embedding(model)
+    return Deviations(embedding, embedding, read=std, up=std, write=0.0, router=std, head=std)
+
+
+def _embedding(model: ModelSpec) -> float:
+    """A tied embedding is small: the residual stream begins with it, and with a large one every token would predict
+    itself. What the layers add then soon outweighs it."""
+    return model.initial_std if model.tie_embeddings else 1.0
+
+
+RECIPES: dict[Initialization, Callable[[ModelSpec, Matrix], Deviations]] = {
+    "megatron": _megatron,
+    "flat": _flat,
+    "depth": _depth,
+    "fan_in": _fan_in,
+    "zero_output": _zero_output,
+}
+
+
+def recipe_of(model: ModelSpec) -> Initialization:
+    """The name of the recipe that draws a model."""
+    return DEFAULTS[model.family] if model.initialization == "auto" else model.initialization
+
+
+def standard_deviation(model: ModelSpec, name: str) -> float:
+    """Of the initial elements of the matrix called `name`; 0: they are all zero."""
+    matrix = matrix_of(model, name)
+    return float(getattr(RECIPES[recipe_of(model)](model, matrix), matrix.role))
+
+
+def matrix_of(model: ModelSpec, name: str) -> Matrix:
+    """`name`: as the whole model calls a parameter that is neither a norm nor a bias."""
+    path = name.removesuffix(".weight").split(".")
+    if path[0] == "embedding":
+        return Matrix("tokens" if path[1] == "tokens" else "positions", 1, 0)
+    if path[0] == "head":
+        return Matrix("head", model.hidden, 0)
+    layer, inside = int(path[1]), path[3:]
+    if path[2] == "attention":
+        return _attention_matrix(model, inside[0], layer)
+    if inside[-1] == "router":
+        return Matrix("router", model.hidden, layer)
+    if inside[-1] == "down":
+        return Matrix("write", _feed_forward_width(model, inside[0]), layer)
+    gated = model.activation == "swiglu"
+    return Matrix("up" if inside[-1] == "up" and gated else "read", model.hidden, layer)
+
+
+def _attention_matrix(model: ModelSpec, name: str, layer: int) -> Matrix:
+    latent = model.latent
+    if name == "output":
+        return Matrix("write", model.heads * (latent.v_dim if latent else model.head_dim), layer)
+    if latent and name in ("query_up", "key_value_up"):
+        return Matrix("read", latent.q_rank if name == "query_up" else latent.kv_rank, layer)
+    return Matrix("read", model.hidden, layer)
+
+
+def _feed_forward_width(model: ModelSpec, block: str) -> int:
+    if model.mixture is None or block not in ("experts", "shared"):
+        return model.ffn
+    return model.mixture.expert_ffn if block == "experts" else model.mixture.shared_ffn
