@@ -87,6 +87,8 @@ def begin_anew(engine: Engine, optimizer: Moments) -> None:
     optimizer.set_steps_taken(0)
     if engine.loss_scale is not None:
         engine.loss_scale.restore([])
+    if engine.balance is not None:
+        engine.balance.restore([])
 
 
 def _step(source: Location | Generation) -> int:

@@ -44,6 +44,8 @@ def describe(engine: Engine, optimizer: Moments, step: int, data: str) -> Manife
     run = engine.run
     if engine.loss_scale is not None:
         engine.course.loss_scale = engine.loss_scale.values()
+    if engine.balance is not None:
+        engine.course.loads = engine.balance.values()
     position = engine.course.batch(step) * run.training.global_batch
     taken, layout, course = optimizer.steps_taken, str(run.layout), engine.course.table()
     return Manifest(step, taken, position, data, layout, dump_run(run), course=course)
@@ -129,6 +131,8 @@ def load(
     engine.course.restore(manifest.course)
     if engine.loss_scale is not None:
         engine.loss_scale.restore(engine.course.loss_scale)
+    if engine.balance is not None:
+        engine.balance.restore(engine.course.loads)
     for unit in engine.units:
         unit.publish()
     return manifest

@@ -1,9 +1,24 @@
 """What keeps experts equally busy: two auxiliary losses and the statistics from which the routers' biases move.
 
 Both losses are sums over tokens whose divisors are known beforehand (sequences and tokens of the global batch), so
-that the parts of all ranks, micro-batches and pieces of a sequence simply add up. The share of each expert in a
-sequence's assignments is the one thing that a rank with a piece of the sequence must ask the others for; the gradient
-does not pass through it."""
+that the parts of all ranks, micro-batches and pieces of a sequence simply add up. The load-balancing loss weighs each
+expert's score by how busy it is, and the gradient does not pass through that weight:
+
+- over a sequence: its load in this sequence, which ranks with parts of the sequence sum up.
+- over the global batch: its load in the global batch of the step before. The load of this one is not known until all
+  micro-batches have passed through all stages; that of the last one is known on every rank, because the statistics are
+  summed at the end of each step. So no pass waits for a collective, and every layout computes the same loss.
+
+How its coefficient compares with others' (all per layer, the value at perfect balance beside it):
+
+    Cuboid                     1      summed over layers
+    Switch, Megatron           1      summed over layers: the same coefficient
+    DeepSeek-V2 and V3         1      summed over layers: the same coefficient
+    Hugging Face transformers  top_k  mean over layers: the same gradient at coefficient × top_k / layers
+    MegaBlocks                 1      mean over layers: the same gradient at coefficient / layers
+
+A `config.json` carries the coefficient its authors trained with, in the sense of their trainer, so it is taken as it
+stands."""
 
 from __future__ import annotations
 
@@ -66,6 +81,10 @@ class Balance:
         self.sequences, self.tokens = sequences, tokens
         self.statistics = torch.zeros(layers, mixture.experts + len(EXTRA), dtype=torch.float64, device=device)
         """A row per layer: assignments of each expert, and the sums of EXTRA."""
+        self.counts = torch.zeros(layers, mixture.experts, dtype=torch.float64, device=device)
+        """Assignments of each expert in the global batch of the last step that counted; zero before the first."""
+        self.loads = torch.ones_like(self.counts)
+        """The same over their mean. Both keep their memory: a CUDA graph reads them."""
         self.factor: Tensor | None = None
         """What all losses are multiplied by before their gradients are taken."""
         self.recording = True
@@ -75,6 +94,24 @@ class Balance:
 
     def begin_step(self) -> None:
         self.statistics.zero_()
+
+    @torch.no_grad()
+    def end_step(self, statistics: Tensor, counts: Tensor | bool = True) -> None:
+        """`statistics`: summed over all ranks. `counts`: false leaves the step out."""
+        self._follow(torch.where(torch.as_tensor(counts), statistics[:, : self.mixture.experts], self.counts))
+
+    def _follow(self, asked: Tensor) -> None:
+        self.counts.copy_(asked)
+        self.loads.copy_(torch.where(asked.any(1, keepdim=True), asked / asked.mean(1, keepdim=True), 1.0))
+
+    def values(self) -> list[int]:
+        """For a checkpoint: empty where no loss depends on the step before."""
+        follows = self.mixture.balance_over == "global_batch" and self.counts.any()
+        return [int(count) for count in self.counts.flatten().tolist()] if follows else []
+
+    def restore(self, values: list[int]) -> None:
+        """Nothing: as before the first step."""
+        self._follow(self.counts.new_tensor(values or [0] * self.counts.numel()).view_as(self.counts))
 
     def attach(
         self,
@@ -97,10 +134,14 @@ class Balance:
         balance = z = None
         if self.mixture.balance_coefficient:
             share = scores / scores.sum(-1, keepdim=True)
-            whole = self.over_sequence(asked.clone())
-            assignments = whole.sum(1, keepdim=True)
-            frequency = whole * (experts * top_k) / assignments.square()  # the share of each, over tokens of a sequence
-            balance = (share * frequency.index_select(0, place)).sum()
+            if self.mixture.balance_over == "global_batch":
+                load = self.loads[row].to(share.dtype) * (self.sequences / self.tokens)
+                balance = (share * load).sum()
+            else:
+                whole = self.over_sequence(asked.clone())
+                assignments = whole.sum(1, keepdim=True)
+                frequency = whole * (experts * top_k) / assignments.square()  # the share of each, over its tokens
+                balance = (share * frequency.index_select(0, place)).sum()
             losses.append(balance * (self.mixture.balance_coefficient / self.sequences))
         if self.mixture.z_coefficient:
             z = logits.logsumexp(-1).square().sum()

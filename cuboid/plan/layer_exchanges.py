@@ -97,7 +97,7 @@ class LayerExchanges:
         mixture, layout = self._model.mixture, self._layout
         assert mixture is not None
         ranks, calls = layout.cp * layout.tp, 1 + self._again
-        if mixture.balance_coefficient:
+        if mixture.balance_coefficient and mixture.balance_over == "sequence":
             size = self._step.wide * layout.micro_batch * mixture.experts
             what = f"load of experts: {self._step.wide} B × {layout.micro_batch} sequences × {mixture.experts}"
             yield self._exchange("sequence", "all-reduce", ranks, calls, size, what)

@@ -17,6 +17,9 @@ class Course:
     norms: list[float] = field(default_factory=list)
     loss_scale: list[float] = field(default_factory=list)
     """In fp16: the factor of the loss, the good steps since it changed, and how many steps have overflowed."""
+    loads: list[int] = field(default_factory=list)
+    """Of a mixture that is balanced over the global batch: assignments of each expert in the latest good step, layer
+    by layer."""
 
     def batch(self, step: int) -> int:
         """The global batch of a step; both count from 0."""
@@ -44,6 +47,8 @@ def from_table(table: object) -> Course:
         type(batch) is not int or batch < 0 for batch in course.skipped
     ):
         raise ValueError("has batches that are none")
+    if any(type(count) is not int or count < 0 for count in course.loads):
+        raise ValueError("has loads of experts that are none")
     if course.skipped != sorted(set(course.skipped)):
         raise ValueError("has batches out of order")
     numbers = course.losses + course.norms + course.loss_scale

@@ -8,9 +8,11 @@ from cuboid.errors import UserError
 from cuboid.spec.coding import show
 from cuboid.spec.huggingface_parts import (
     DEEPSEEK_KEYS,
+    DEEPSEEK_V2_ROUTING,
     DEEPSEEK_V3_ROUTING,
     MIXTRAL_KEYS,
     QWEN_KEYS,
+    SOFTMAX_BALANCING,
     Table,
     read_attention_bias,
     read_gpt2_width,
@@ -33,12 +35,9 @@ NO_MATHS = frozenset(
 DROPOUT = frozenset("attention_dropout attn_pdrop embd_pdrop resid_pdrop".split())
 """Dropout belongs to a training, not to a model, and Cuboid trains without it."""
 
-ROUTING = frozenset(
-    """aux_loss_alpha ep_size num_mtp_layers num_nextn_predict_layers output_router_logits quantization_config
-    router_aux_loss_coef seq_aux""".split()
-)
-"""Keys of mixtures about training (its auxiliary losses are Cuboid's own, in `mixture.balance_coefficient`), storage,
-and layers that predict further tokens, which are no part of the language model."""
+ROUTING = frozenset("ep_size num_mtp_layers num_nextn_predict_layers output_router_logits quantization_config".split())
+"""Keys of mixtures about storage, what a forward pass returns, and layers that predict further tokens, which are no
+part of the language model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +161,7 @@ READERS: dict[Any, Reader] = {
         ignored=ROUTING,
         finish=(
             read_windows,
-            read_mixture(MIXTRAL_KEYS, {}),
+            read_mixture(MIXTRAL_KEYS, SOFTMAX_BALANCING),
             read_rope,
         ),
     ),
@@ -175,7 +174,7 @@ READERS: dict[Any, Reader] = {
         finish=(
             read_windows,
             read_attention_bias,
-            read_mixture(QWEN_KEYS, {"normalized": False}),
+            read_mixture(QWEN_KEYS, {"normalized": False, **SOFTMAX_BALANCING}),
             read_rope,
         ),
     ),
@@ -191,7 +190,7 @@ READERS: dict[Any, Reader] = {
             "scoring_func": ("softmax",),
         },
         ignored=ROUTING,
-        finish=(read_latent, read_mixture(DEEPSEEK_KEYS, {"normalized": False}), read_rope),
+        finish=(read_latent, read_mixture(DEEPSEEK_KEYS, DEEPSEEK_V2_ROUTING), read_rope),
     ),
     "deepseek_v3": Reader(
         family="deepseek_v3",

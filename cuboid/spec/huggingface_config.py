@@ -52,6 +52,10 @@ def config_from_model(model: ModelSpec) -> Config:
         config["attention_bias"] = model.qkv_bias
     if model.mixture is not None:
         config |= {theirs: getattr(model.mixture, ours) for theirs, ours in MIXTURES[model.family].items()}
+        own = "aux_loss_alpha" if model.family == "deepseek_v3" else "router_aux_loss_coef"
+        config |= {own: model.mixture.balance_coefficient, "seq_aux": model.mixture.balance_over == "sequence"}
+        if model.mixture.z_coefficient:
+            config["router_z_loss_coef"] = model.mixture.z_coefficient
     if model.family == "mixtral" and model.mixture is not None:
         config["intermediate_size"] = model.mixture.expert_ffn
     if model.latent is not None:

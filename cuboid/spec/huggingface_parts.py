@@ -6,6 +6,7 @@ from typing import Any
 
 from cuboid.errors import UserError
 from cuboid.spec.coding import show
+from cuboid.spec.mixture import BIAS_RATE
 
 Table = dict[str, Any]
 
@@ -43,7 +44,19 @@ DEEPSEEK_V3_ROUTING: Table = {
     "groups": 8,
     "top_groups": 4,
     "shared_experts": 1,
+    "balance_coefficient": 0.0001,  # its paper's, as is the rate
+    "balance_over": "sequence",
+    "bias_rate": BIAS_RATE,
 }
+DEEPSEEK_V2_ROUTING: Table = {"normalized": False, "balance_coefficient": 0.001, "balance_over": "sequence"}
+SOFTMAX_BALANCING: Table = {"balance_coefficient": 0.001, "balance_over": "global_batch"}
+"""Of Mixtral and Qwen3-MoE where the config says nothing: the default of Hugging Face's classes."""
+LOSS_KEYS = {
+    "router_aux_loss_coef": "balance_coefficient",
+    "aux_loss_alpha": "balance_coefficient",
+    "router_z_loss_coef": "z_coefficient",
+}
+"""Coefficients are taken as they stand; `cuboid.model.balance` says how they compare."""
 
 
 def take(left: Table, keys: Mapping[str, str]) -> Table:
@@ -124,7 +137,10 @@ def read_gpt2_width(left: Table, table: Table) -> None:
 
 def read_mixture(keys: Mapping[str, str], defaults: Table) -> Callable[[Table, Table], None]:
     def read(left: Table, table: Table) -> None:
-        mixture = {**defaults, **take(left, keys)}
+        mixture = {**defaults, **take(left, keys), **take(left, LOSS_KEYS)}
+        whole_sequences = left.pop("seq_aux", None)
+        if whole_sequences is not None:
+            mixture["balance_over"] = "sequence" if whole_sequences else "global_batch"
         if "experts" not in mixture or "top_k" not in mixture:
             raise UserError(
                 f"{table['name']} does not say how many experts it has and uses; name both in its config.json"

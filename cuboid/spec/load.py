@@ -11,6 +11,7 @@ from typing import Any
 from cuboid.errors import UserError
 from cuboid.spec.coding import decode, encode, field_types, require_known
 from cuboid.spec.huggingface import table_from_config
+from cuboid.spec.mixture import with_balancing
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.suggest import either, nearest_names
 
@@ -42,6 +43,8 @@ def build_model(table: Mapping[str, object], folder: Path = Path()) -> ModelSpec
     merged = _merge_base(dict(table), folder)
     family = merged.get("family", "llama")
     defaults = FAMILY_DEFAULTS.get(family, {}) if isinstance(family, str) else {}
+    if isinstance(merged.get("mixture"), Mapping):
+        merged["mixture"] = with_balancing(merged["mixture"])
     return decode(ModelSpec, {**defaults, **merged}, "model")
 
 

@@ -1,11 +1,28 @@
 """Routed experts: their sizes, how tokens are routed to them, and how they are kept in balance."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from cuboid.errors import UserError
 from cuboid.spec.coding import check_types, require_at_least
 from cuboid.spec.suggest import nearest_numbers, use
+
+BALANCING: dict[str, object] = {"balance_coefficient": 0.01, "balance_over": "global_batch"}
+"""How a mixture is balanced whose table says nothing of it."""
+BIAS_RATE = 0.001
+"""Of a mixture with `router_bias` whose table says nothing of it: DeepSeek-V3's."""
+
+
+def with_balancing(mixture: Mapping[str, object]) -> dict[str, object]:
+    """The table of a mixture; none trains without balancing unless it says so, because without it all tokens soon go to
+    the same few experts. A table that a run has saved says everything, and stays as it is."""
+    table = dict(mixture)
+    if "balance_coefficient" not in table:
+        table = {**BALANCING, **table}
+    if table.get("router_bias") is True:
+        table.setdefault("bias_rate", BIAS_RATE)
+    return table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +55,11 @@ class MixtureSpec:
     top_groups: int = 1
     """How many of the groups a token may use."""
     balance_coefficient: float = 0.0
-    """Of the load-balancing loss: over one sequence, experts × Σ (share of assignments × mean share of score),
-    averaged over the sequences of the global batch and summed over layers. 1 is perfect balance."""
+    """Of the load-balancing loss: experts × Σ (share of assignments × mean share of score), summed over layers. 1 is
+    perfect balance. 0 turns it off."""
+    balance_over: Literal["sequence", "global_batch"] = "sequence"
+    """Where assignments are counted for that loss: in each sequence, or in the global batch of the step before. The
+    second lets experts specialise, because one sequence need not use all of them."""
     z_coefficient: float = 0.0
     """Of the router z-loss: the square of the log-sum-exp of a token's logits, averaged over the tokens of the global
     batch and summed over layers."""

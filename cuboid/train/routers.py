@@ -1,4 +1,4 @@
-"""The routers after a step: their biases moved, their statistics told."""
+"""The routers after a step: their loads kept, their biases moved, their statistics told."""
 
 from __future__ import annotations
 
@@ -22,11 +22,13 @@ def summed_statistics(engine: Engine) -> Tensor | None:
 
 
 @torch.no_grad()
-def move_biases(engine: Engine, statistics: Tensor, finite: Tensor) -> None:
-    """Experts with less than their share of the global batch become easier to choose, the others harder. `finite`:
-    false leaves the step out."""
+def rebalance(engine: Engine, statistics: Tensor, finite: Tensor) -> None:
+    """Experts with less than their share of the global batch become easier to choose, the others harder: by their bias,
+    and by the load-balancing loss of the next step. `finite`: false leaves the step out."""
     mixture = engine.run.model.mixture
-    if mixture is None or not mixture.bias_rate:
+    assert mixture is not None and engine.balance is not None
+    engine.balance.end_step(statistics, finite)
+    if not mixture.bias_rate:
         return
     for unit in engine.units:
         if unit.name.endswith(BALANCE):

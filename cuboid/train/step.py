@@ -23,7 +23,7 @@ from cuboid.resilience.faults import strikes
 from cuboid.resilience.pulse import PULSE
 from cuboid.train.captured import Passes, RunPasses
 from cuboid.train.optimizer import Optimizer
-from cuboid.train.routers import move_biases, summed_statistics
+from cuboid.train.routers import rebalance, summed_statistics
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def apply_update(engine: Engine, optimizer: Optimizer, pending: PendingStep, lea
     if engine.loss_scale is not None:
         engine.loss_scale.update(pending.loss, pending.gradient_norm, counts)
     if pending.routers is not None:
-        move_biases(engine, pending.routers, counts)
+        rebalance(engine, pending.routers, counts)
 
 
 def train_step(

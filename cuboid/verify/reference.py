@@ -129,6 +129,7 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
         optimizer.step()
         if balance is not None:
             trace.routers.append(balance.statistics.cpu().clone())
+            balance.end_step(balance.statistics)
             _move_biases(model, trace.routers[-1])
         trace.parameters.append({name: parameter.detach().cpu().clone() for name, parameter in parameters.items()})
         if step + 1 in moments_after:

@@ -65,6 +65,30 @@ def test_auxiliary_losses_are_as_defined(scoring: str) -> None:
     torch.testing.assert_close(sums, torch.stack((balance.detach(), z.detach(), torch.zeros_like(z))))
 
 
+def test_the_global_batch_is_that_of_the_step_before() -> None:
+    router = make_router(balance_coefficient=0.3, balance_over="global_batch")
+    router.balance = balance = Balance(router.mixture, 1, SEQUENCES, SEQUENCES * LENGTH, CPU)
+    x = torch.randn(SEQUENCES * LENGTH, 4, dtype=torch.float64)
+    weights = router(x, Tokens(LENGTH)).weights
+    (gradient,) = torch.autograd.grad(weights, router.weight, torch.zeros_like(weights))
+    assert gradient.abs().max() < 1e-12, "before the first step all experts count as equally busy"
+    asked = torch.tensor([5.0, 1.0, 0.0, 2.0, 0.0, 4.0], dtype=torch.float64)
+    balance.end_step(torch.cat((asked, torch.zeros(3))).unsqueeze(0))
+    balance.end_step(torch.zeros(1, 9, dtype=torch.float64), counts=False)
+    balance.begin_step()
+    weights = router(x, Tokens(LENGTH)).weights
+    (gradient,) = torch.autograd.grad(weights, router.weight, torch.zeros_like(weights))
+    share = (x @ router.weight.t()).softmax(-1).mean(0)
+    loss = 6 * (asked / 12 * share).sum()
+    torch.testing.assert_close(gradient, torch.autograd.grad(0.3 * loss, router.weight)[0])
+    assert balance.statistics[0, 6].item() / SEQUENCES == pytest.approx(loss.item())
+    kept = Balance(router.mixture, 1, 1, 1, CPU)
+    kept.restore(balance.values())
+    assert kept.loads.equal(balance.loads), "exactly as it was"
+    kept.restore([])
+    assert kept.loads.eq(1).all() and not kept.values()
+
+
 def test_balance_loss_is_one_when_all_experts_are_equally_busy() -> None:
     router = make_router(balance_coefficient=1.0, experts=4, top_k=1)
     with torch.no_grad():

@@ -73,10 +73,18 @@ def test_ranks_hold_their_share_of_the_experts(pool: Pool) -> None:
     assert all_of_them - held == experts * 3 // 4 * 8
 
 
-def test_a_chain_of_layouts_keeps_experts_and_biases(pool: Pool, tmp_path: object) -> None:
+@pytest.mark.parametrize("model", ["tiny-deepseek", "tiny-qwen3-moe"])
+def test_a_chain_of_layouts_keeps_what_balances_experts(pool: Pool, tmp_path: object, model: str) -> None:
     layouts = ["dp=2,ep=2,tp=2", "dp=4,ep=4,zero=3", "pp=2,schedule=zbv"]
     runs = [
-        small_run(layout, "training.global_batch=8", "training.steps=3", "model.layers=4", model="tiny-deepseek")
+        small_run(
+            layout,
+            "training.global_batch=8",
+            "training.steps=3",
+            "model.layers=4",
+            "model.mixture.balance_coefficient=1.0",
+            model=model,
+        )
         for layout in layouts
     ]
     losses = [
