@@ -27,7 +27,7 @@ from cuboid.checkpoint.background import BackgroundSaver
 from cuboid.checkpoint.folder import checkpoint_path
 from cuboid.checkpoint.location import locate
 from cuboid.checkpoint.memory.folder import forget, node_folder
-from cuboid.checkpoint.memory.nodes import gather, open_memory
+from cuboid.checkpoint.memory.nodes import open_memory
 from cuboid.checkpoint.memory.recall import Recall
 from cuboid.checkpoint.memory.saver import MemorySaver
 from cuboid.checkpoint.resume import resume
@@ -62,7 +62,7 @@ def measure(rank: int, run: Run, rounds: int) -> dict[str, Any]:
             (report,) = saver.finish()
             assert not report.warning, report.warning
             note(f"{where} save", start)
-            found.setdefault(f"{where} stall", []).append(max(gather(report.stall_seconds, group)))
+            found.setdefault(f"{where} stall", []).append(max(group.gather(report.stall_seconds), default=0.0))
     step = rounds + 1
     for _ in range(rounds):
         start = together()

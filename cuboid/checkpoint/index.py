@@ -21,8 +21,12 @@ def check_index(place: Place, files: Mapping[str, StoredFile] | None = None) -> 
 
     Nothing else decides what is read, so nothing can be allocated that the files do not hold. `files`: what they are
     known to be, where not all of them are here."""
+    return check_entries(place, read_json(locate(place), INDEX)[1], files)
+
+
+def check_entries(place: Place, index: dict[str, Any], files: Mapping[str, StoredFile] | None = None) -> dict[str, Any]:
+    """The same of an index that is read already."""
     folder = locate(place)
-    _, index = read_json(folder, INDEX)
     used: dict[str, list[tuple[int, int]]] = {}
     for name, entry in index.items():
         try:

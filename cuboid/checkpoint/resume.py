@@ -16,6 +16,7 @@ from cuboid.checkpoint.parts import Wishes
 from cuboid.checkpoint.save import Damaged, agree, load
 from cuboid.checkpoint.state import Moments, state_to_load
 from cuboid.checkpoint.verify import check_file, verify
+from cuboid.data.opened import data_identity
 from cuboid.errors import UserError
 from cuboid.parallel.apply import Engine, draw_weights
 from cuboid.parallel.coordination import Coordination
@@ -54,7 +55,8 @@ def resume(
                     index = wishes.part(whole)
             else:
                 assert recall is not None
-                brought = recall.bring(source, engine, optimizer)
+                brought = recall.bring(source, wishes, str(engine.run.layout))
+                _require_same_data(engine, brought.manifest, group)
                 found, manifest, index, share = brought.folder, brought.manifest, brought.index, None
                 where = f" in memory ({brought.sent})" if brought.sent else " in memory"
             if manifest.step < steps:
@@ -89,6 +91,15 @@ def begin_anew(engine: Engine, optimizer: Moments) -> None:
         engine.loss_scale.restore([])
     if engine.balance is not None:
         engine.balance.restore([])
+
+
+def _require_same_data(engine: Engine, manifest: Manifest, group: Coordination) -> None:
+    """Of a state in memory, about which nobody could ask before the ranks had met."""
+    if not group.broadcast(group.rank > 0 or manifest.data == data_identity(engine.run)):
+        raise UserError(
+            f"data.source={', '.join(engine.run.data.sources)} holds other samples than it did when the state "
+            f"after step {manifest.step} was kept in memory; use the same data, another folder, or --overwrite"
+        )
 
 
 def _step(source: Location | Generation) -> int:

@@ -23,7 +23,7 @@ def kept_by(nodes: list[str]) -> dict[str, frozenset[str]]:
     places = [(node, rank) for rank, node in enumerate(nodes)]
     places += [(nodes[keeper], rank) for rank, keeper in enumerate(chosen) if keeper is not None]
     files = {node: {file_of(rank) for at, rank in places if at == node} for node in nodes}
-    return {node: frozenset({"index.json", *held}) for node, held in files.items()}
+    return {node: frozenset(held) for node, held in files.items()}
 
 
 @given(NODES)
@@ -55,7 +55,7 @@ def test_any_one_node_may_be_lost(nodes: list[str], data: st.DataObject) -> None
 def test_a_state_is_whole_exactly_when_each_part_has_a_holder(nodes: list[str], data: st.DataObject) -> None:
     """Over made-up holdings of several generations, two of one step among them."""
     generations = [Generation(step, digest) for step, digest in ((3, "a"), (5, "a"), (5, "b"), (9, "a"))]
-    expected = frozenset({"index.json", *map(file_of, range(len(nodes)))})
+    expected = frozenset(map(file_of, range(len(nodes))))
     some = st.frozensets(st.sampled_from(sorted(expected)))
     holdings = {
         node: {one: Held(len(nodes), data.draw(some)) for one in generations if data.draw(st.booleans())}

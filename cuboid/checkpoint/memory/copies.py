@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cuboid.checkpoint.manifest import INDEX, data_file
+from cuboid.checkpoint.manifest import data_file
 
 
 class Generation(NamedTuple):
     """A state kept in memory; newer ones are larger. Two attempts may keep the same step on two layouts, whose parts do
-    not mix: the checksum of the manifest tells them apart."""
+    not mix: the checksum of what their manifests share tells them apart."""
 
     step: int
     digest: str
@@ -23,13 +23,13 @@ class Held:
     """What one node has of one generation."""
 
     ranks: int
-    """Whose parts are its files, the same on every node."""
+    """Of the job that kept it: each has one file."""
     present: frozenset[str]
 
     @property
     def expected(self) -> frozenset[str]:
-        """All files of the generation."""
-        return frozenset([INDEX, *map(data_file, range(self.ranks))])
+        """All files of the generation but those in which a node says what it has."""
+        return frozenset(map(data_file, range(self.ranks)))
 
 
 Holdings = Mapping[str, Mapping[Generation, Held]]
@@ -65,6 +65,19 @@ def peers(nodes: Sequence[str]) -> list[int | None]:
         others = by_node[names[(index + 1) % len(names)]]
         for position, rank in enumerate(by_node[name]):
             result[rank] = others[position % len(others)]
+    return result
+
+
+def parts_kept(nodes: Sequence[str]) -> dict[str, list[int]]:
+    """For each node the ranks whose parts lie there: its own, and those it keeps copies for.
+
+    >>> parts_kept(["a", "b", "c"])
+    {'a': [0, 2], 'b': [1, 0], 'c': [2, 1]}
+    """
+    result = ranks_by_node(nodes)
+    for rank, keeper in enumerate(peers(nodes)):
+        if keeper is not None:
+            result[nodes[keeper]].append(rank)
     return result
 
 

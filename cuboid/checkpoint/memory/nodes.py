@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from array import array
 from dataclasses import dataclass
-from typing import TypeVar
 
 from cuboid.checkpoint.location import Location
 from cuboid.checkpoint.memory.copies import ranks_by_node
@@ -12,32 +10,18 @@ from cuboid.checkpoint.memory.folder import identity_of, node_name, open_folder
 from cuboid.parallel.coordination import Coordination
 from cuboid.spec.run import Run
 
-Answer = TypeVar("Answer")
-
-
-def from_rank(source: int, own: Answer, group: Coordination) -> Answer:
-    """What one rank says."""
-    told = group.gather(own if group.rank == source else None)
-    answer: Answer = group.broadcast(told[source] if told else None)  # type: ignore[assignment]
-    return answer
-
 
 @dataclass(frozen=True)
 class Memory:
     folder: Location
     """Of this rank's node and run."""
-    nodes: tuple[str, ...]
-    """The node of each rank."""
+    node: str
+    neighbours: tuple[int, ...]
+    """The ranks of this node, this one among them."""
     rank: int
-
-    @property
-    def node(self) -> str:
-        return self.nodes[self.rank]
-
-    @property
-    def neighbours(self) -> list[int]:
-        """The ranks of this node, this one among them."""
-        return ranks_by_node(self.nodes)[self.node]
+    nodes: tuple[str, ...]
+    """The node of each rank: on rank 0 alone, which plans for all; told to every rank it would grow with the square of
+    the ranks."""
 
     @property
     def leads(self) -> bool:
@@ -46,11 +30,15 @@ class Memory:
 
 
 def open_memory(run: Run, rank: int, group: Coordination, node: str = "") -> Memory:
-    """Every rank calls this. `node`: left out, as the system or the supervisor names it."""
-    identity = identity_of(run, make=True) if rank == 0 else ""
-    told = group.gather(node or node_name())
-    names = {name: number for number, name in enumerate(dict.fromkeys(told))}
-    # Each name once: a rank is a number of two bytes in what is told to every other.
-    names, numbers, identity = group.broadcast((names, array("H", (names[name] for name in told)), identity))
-    known = list(names)
-    return Memory(open_folder(run, identity, node), tuple(known[number] for number in numbers), rank)
+    """Every rank calls this. `node`: as the system or the supervisor names it, unless it is given."""
+    own = node or node_name()
+    identity = group.broadcast(identity_of(run, make=True) if rank == 0 else "")
+    folder = open_folder(run, identity, own)
+    return join_nodes(folder, own, group)
+
+
+def join_nodes(folder: Location, node: str, group: Coordination) -> Memory:
+    """Every rank calls this with its own node and that node's folder."""
+    nodes = tuple(group.gather(node))
+    together = {name: tuple(ranks) for name, ranks in ranks_by_node(nodes).items()}
+    return Memory(folder, node, group.scatter([together[name] for name in nodes]), group.rank, nodes)

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import sha256
-from typing import Any
+from typing import TypeVar
 
 import torch
 
-from cuboid.checkpoint.boxes import Box
 from cuboid.checkpoint.checksum import checksum_of_bytes, kind_of
 from cuboid.checkpoint.folder import checkpoint_path, checkpoints, step_of
-from cuboid.checkpoint.generators import generators
-from cuboid.checkpoint.index import check_index
 from cuboid.checkpoint.location import Location
-from cuboid.checkpoint.manifest import INDEX, MANIFEST, Damage, Manifest, StoredFile, read_manifest
-from cuboid.checkpoint.memory.copies import Generation, Held, Transfer, holders, known, missing, transfers
+from cuboid.checkpoint.manifest import INDEX, Damage, Manifest, StoredFile, read_manifest
+from cuboid.checkpoint.memory.copies import Generation, Held, Transfer, known
 from cuboid.checkpoint.memory.folder import sweep_all_but
-from cuboid.checkpoint.memory.nodes import Memory, from_rank
+from cuboid.checkpoint.memory.gathered import Check, Duty, Gathered, part
+from cuboid.checkpoint.memory.nodes import Memory
 from cuboid.checkpoint.memory.pairs import Pairs
+from cuboid.checkpoint.memory.shares import Share, digest_of, tell_leaders
 from cuboid.checkpoint.memory.slot import chunks, map_new_file
-from cuboid.checkpoint.scattered import Scattered
+from cuboid.checkpoint.parts import Index, Wishes
 from cuboid.checkpoint.staging import as_bytes
-from cuboid.checkpoint.state import Moments, state_to_load
 from cuboid.checkpoint.verify import check_file
-from cuboid.data.opened import data_identity
 from cuboid.errors import UserError
-from cuboid.parallel.apply import Engine
 from cuboid.parallel.coordination import Coordination
+from cuboid.spec.layout import Layout
+
+Answer = TypeVar("Answer")
 
 
 class Lost(Exception):
@@ -41,11 +39,12 @@ class Lost(Exception):
 
 @dataclass(frozen=True)
 class Brought:
-    """A state in memory that can be loaded now: where it lies on this node, its index, and what other nodes sent."""
+    """A state in memory that can be loaded now: where it lies on this node, what this rank needs of its index, and, as
+    rank 0 knows it, what other nodes sent."""
 
     folder: Location
     manifest: Manifest
-    index: dict[str, Any]
+    index: Index
     sent: str
 
 
@@ -56,36 +55,30 @@ class Recall:
         """`newest`: the last step that the run's own rows tell of, as rank 0 sees it; a state of a later one belongs to
         a past that was given up."""
         self._memory, self._group = memory, group
-        self._pairs = Pairs(group, memory.nodes)
+        self._pairs = Pairs(group)
         if memory.leads:
             sweep_all_but(memory.folder, map(step_of, checkpoints(memory.folder)))
-        told = group.gather(_held_here(memory.folder) if memory.leads else None)
-        holdings = {node: held for node, held in zip(memory.nodes, told, strict=False) if held is not None}
-        self._holdings, newest = group.broadcast((holdings, newest))
-        self.generations = known(self._holdings, newest)
+        self._here = _held_here(memory.folder) if memory.leads else {}
+        told = zip(memory.nodes, group.gather(self._here), strict=True)
+        self._holdings = {node: held for node, held in told if held}
+        """On rank 0."""
+        self.generations = group.broadcast(known(self._holdings, newest))
 
-    def bring(self, generation: Generation, engine: Engine, optimizer: Moments) -> Brought:
-        """Bring this node what its ranks need of it, all of it verified. Raises `Lost`."""
-        folder = checkpoint_path(self._memory.folder, generation.step)
-        if lacking := missing(self._holdings, generation):
-            raise Lost(generation.step, f"{_part(lacking[0])} is on no node that is left")
-        manifest = self._bring_manifest(folder, generation)
-        held = holders(self._holdings, generation)
-        self._bring(folder, manifest, held, {INDEX})
-        problem, needed, index = "", set[str](), dict[str, Any]()
-        try:
-            index = check_index(folder, manifest.files)
-            needed = files_for(index, _wanted(engine, optimizer, manifest))
-        except UserError as error:
-            problem = str(error)
-        self._agree(manifest.step, problem)
-        if not from_rank(0, self._memory.rank > 0 or manifest.data == data_identity(engine.run), self._group):
-            raise UserError(
-                f"data.source={', '.join(engine.run.data.sources)} holds other samples than it did when the state "
-                f"after step {manifest.step} was kept in memory; use the same data, another folder, or --overwrite"
-            )
-        brought = self._bring(folder, manifest, held, needed)
-        return Brought(folder, manifest, index, _tell(brought, self._memory.nodes))
+    def bring(self, generation: Generation, wishes: Wishes, layout: str) -> Brought:
+        """Bring this node what its ranks need of it on this layout, all of it verified. Raises `Lost`."""
+        step, group = generation.step, self._group
+        folder = checkpoint_path(self._memory.folder, step)
+        gathered = Gathered(self._memory.nodes)
+        told = group.gather(self._share(folder, generation))
+        manifest = self._first(step, lambda: gathered.put_together(generation, self._holdings, told, folder))
+        self._agree(step, self._make_place(folder, generation))
+        index = wishes.part(gathered.index)
+        wanted = group.gather(files_for(index, with_generators=layout == manifest.layout))
+        gathered.note_damage(group.gather(self._check(folder, group.scatter(gathered.checks(wanted)))))
+        while self._first(step, gathered.plan):
+            gathered.note_failed(group.gather(self._carry_out(folder, group.scatter(gathered.duties()))))
+        self._agree(step, self._write(folder, tell_leaders(self._memory.nodes, gathered.shares(manifest), group)))
+        return Brought(folder, manifest, index, gathered.sent)
 
     def settle(self, step: int | None) -> None:
         """The run goes on from this step in memory, or from elsewhere: everything else is given back."""
@@ -97,97 +90,68 @@ class Recall:
         if problem := self._group.agree(problem):
             raise Lost(step, problem)
 
-    def _bring_manifest(self, folder: Location, generation: Generation) -> Manifest:
-        """To nodes that have nothing of it, or something of another attempt at the same step."""
-        holder = next(node for node, held in self._holdings.items() if generation in held)
-        source = self._memory.nodes.index(holder)
-        has = generation in self._holdings[self._memory.node]
-        content, problem = b"", ""
-        with suppress(OSError):
-            content = (folder / MANIFEST).read() if self._memory.rank == source else b""
-        content = from_rank(source, content, self._group)
-        if self._memory.leads and not has:
+    def _first(self, step: int, work: Callable[[], Answer]) -> Answer:
+        """What rank 0 finds, on all ranks; `Lost` if it cannot."""
+        answer: tuple[Answer | None, str] = (None, "")
+        if self._memory.rank == 0:
             try:
-                folder.remove()
-                folder.make_folder()
-                (folder / MANIFEST).write_durably(content)
-            except OSError as error:
-                problem = str(error)
-        self._agree(generation.step, problem)
-        manifest: Manifest | None = None
+                answer = work(), ""
+            except UserError as error:
+                answer = None, str(error)
+        found, problem = self._group.broadcast(answer)
+        if problem:
+            raise Lost(step, problem)
+        return found  # type: ignore[return-value]
+
+    def _share(self, folder: Location, generation: Generation) -> Share | None:
+        """What this node says of what it has, once."""
+        if generation in self._here:
+            with suppress(UserError, OSError):
+                manifest = read_manifest(folder)
+                if digest_of(manifest) == generation.digest:
+                    with suppress(UserError, OSError):
+                        check_file(folder, INDEX, manifest.files[INDEX])
+                        return Share(manifest, (folder / INDEX).read())
+                    return Share(manifest, b"")
+        return None
+
+    def _make_place(self, folder: Location, generation: Generation) -> str:
+        """On nodes that have nothing of it, or something of another attempt at the same step."""
+        if not self._memory.leads or generation in self._here:
+            return ""
         try:
-            manifest = read_manifest(folder)
-        except UserError as error:
-            problem = str(error)
-        self._agree(generation.step, problem)
-        assert manifest is not None
-        return manifest
+            folder.remove()
+            folder.make_folder()
+        except OSError as error:
+            return str(error)
+        return ""
 
-    def _bring(
-        self, folder: Location, manifest: Manifest, held: dict[str, list[str]], wanted: Iterable[str]
-    ) -> list[Transfer]:
-        """To every node what its ranks want. What a node has of that its ranks verify, each a share; what it is sent
-        is verified as it arrives; what is damaged comes from the next who has it. `held`, file -> nodes, is kept
-        true."""
-        needed: dict[str, frozenset[str]] = {}
-        for node, files in zip(self._memory.nodes, self._group.gather(frozenset(wanted)), strict=False):
-            needed[node] = needed.get(node, frozenset()) | files
-        needed = self._group.broadcast(needed)
-        here, neighbours = self._memory.node, self._memory.neighbours
-        present = sorted(file for file in needed[here] if here in held.get(file, ()))
+    def _check(self, folder: Location, files: Sequence[Check]) -> dict[str, str]:
+        """Why files are damaged; each comes from the next node that has it."""
         damaged: dict[str, str] = {}
-        for name in present[neighbours.index(self._memory.rank) :: len(neighbours)]:
+        for name, facts in files:
             try:
-                check_file(folder, name, manifest.files[name])
+                check_file(folder, name, facts)
             except Damage as damage:
-                damaged[name] = f"{_part(name)} on node {here} {damage.reason}"
-        reasons: dict[str, str] = {}
-        for node, found in _told_by_some(self._memory.nodes, damaged, self._group):
-            reasons |= found
-            for name in found:
-                held[name].remove(node)
-        brought: list[Transfer] = []
-        while True:
-            for name in sorted(frozenset[str]().union(*needed.values())):
-                if not held.get(name):
-                    raise Lost(manifest.step, reasons[name])
-            plan = transfers(self._memory.nodes, needed, held)
-            if not plan:
-                return brought
-            brought += self._carry_out(plan, folder, manifest, held, reasons)
+                damaged[name] = f"{part(name)} on node {self._memory.node} {damage.reason}"
+        return damaged
 
-    def _carry_out(
-        self,
-        plan: list[Transfer],
-        folder: Location,
-        manifest: Manifest,
-        held: dict[str, list[str]],
-        reasons: dict[str, str],
-    ) -> list[Transfer]:
-        """Those that went well."""
+    def _carry_out(self, folder: Location, duties: Sequence[Duty]) -> dict[Transfer, str]:
+        """Those that failed."""
         failed: dict[Transfer, str] = {}
-        for transfer in plan:
-            place, facts = folder / transfer.file, manifest.files[transfer.file]
+        for transfer, facts in duties:
+            place = folder / transfer.file
             if self._memory.rank == transfer.source:
                 self._send(place, facts, transfer.target)
-            elif self._memory.rank == transfer.target and (problem := self._receive(place, facts, transfer.source)):
+            elif problem := self._receive(place, facts, transfer.source):
                 failed[transfer] = problem
-        for _, told in _told_by_some(self._memory.nodes, failed, self._group):
-            failed |= told
-        for transfer in plan:
-            nodes = held[transfer.file]
-            if transfer not in failed:
-                nodes.append(self._memory.nodes[transfer.target])
-            elif self._memory.nodes[transfer.source] in nodes:
-                nodes.remove(self._memory.nodes[transfer.source])
-                reasons[transfer.file] = failed[transfer]
-        return [transfer for transfer in plan if transfer not in failed]
+        return failed
 
     def _send(self, place: Location, facts: StoredFile, target: int) -> None:
         content = torch.from_file(place.path, shared=False, size=facts.bytes, dtype=torch.uint8)
         self._pairs.connect([target])
-        for part in chunks(content):
-            self._pairs.send(part, target).wait()
+        for piece in chunks(content):
+            self._pairs.send(piece, target).wait()
 
     def _receive(self, place: Location, facts: StoredFile, source: int) -> str:
         """Published under its name when it is whole; a sentence if it is not. All of it is taken in any case, because
@@ -197,21 +161,25 @@ class Recall:
             aside.remove()
             content = map_new_file(aside, facts.bytes, torch.device("cpu"))
         except OSError as error:
-            problem = f"node {self._memory.node} has no room for {_part(place.name)} ({error.strerror})"
+            problem = f"node {self._memory.node} has no room for {part(place.name)} ({error.strerror})"
             content = torch.empty(facts.bytes, dtype=torch.uint8)
         self._pairs.connect([source])
-        for part in chunks(content):
-            self._pairs.receive(part, source).wait()
+        for piece in chunks(content):
+            self._pairs.receive(piece, source).wait()
         if not problem and checksum_of_bytes(as_bytes(content), kind_of(facts.checksum)) != facts.checksum:
-            problem = f"{_part(place.name)} from node {self._memory.nodes[source]} does not match its checksum"
+            problem = f"{part(place.name)} sent by rank {source} does not match its checksum"
         if not problem:
             aside.rename(place)
         return problem
 
-
-def _told_by_some(nodes: Sequence[str], own: dict[Any, str], group: Coordination) -> list[tuple[str, dict[Any, str]]]:
-    """What ranks have to tell, with their nodes, on all ranks: most have nothing."""
-    return group.broadcast([(node, told) for node, told in zip(nodes, group.gather(own), strict=False) if told])
+    def _write(self, folder: Location, share: Share | None) -> str:
+        """What was brought counts as this node's own, should the run start again before the next save."""
+        try:
+            if share is not None:
+                share.write(folder)
+        except OSError as error:
+            return f"node {self._memory.node}: {error}"
+        return ""
 
 
 def _held_here(folder: Location) -> dict[Generation, Held]:
@@ -220,52 +188,15 @@ def _held_here(folder: Location) -> dict[Generation, Held]:
     for path in checkpoints(folder):
         with suppress(UserError, OSError):  # what is damaged is as good as gone: another node may have it
             manifest = read_manifest(path)
-            generation = Generation(manifest.step, sha256((path / MANIFEST).read()).hexdigest())
-            present = frozenset(name for name, facts in manifest.files.items() if (path / name).size == facts.bytes)
+            files = ((name, facts) for name, facts in manifest.files.items() if name != INDEX)
+            present = frozenset(name for name, facts in files if (path / name).size == facts.bytes)
             if manifest.step == step_of(path):
-                result[generation] = Held(len(manifest.files) - 1, present)  # all but the index
+                ranks = Layout.parse(manifest.layout).world_size
+                result[Generation(manifest.step, digest_of(manifest))] = Held(ranks, present)
     return result
 
 
-def _wanted(engine: Engine, optimizer: Moments, manifest: Manifest) -> dict[str, Scattered]:
-    own = generators(engine) if manifest.layout == str(engine.run.layout) else {}
-    return {**state_to_load(engine, optimizer), **own}
-
-
-def files_for(index: dict[str, Any], state: dict[str, Scattered]) -> set[str]:
-    """The files that hold something of a state."""
-    result: set[str] = set()
-    for name, held in state.items():
-        for chunk in index[name]["chunks"] if name in index else ():
-            place, stored = chunk["file"], list(zip(chunk["offsets"], chunk["lengths"], strict=True))
-            if place not in result and any(_overlap(box, stored) for box, _ in held.boxes):
-                result.add(place)
-    return result
-
-
-def _overlap(box: Box, stored: list[tuple[int, int]]) -> bool:
-    return all(
-        start < offset + length and offset < start + extent
-        for start, extent, (offset, length) in zip(box.offsets, box.lengths, stored, strict=True)
-    )
-
-
-def _part(file: str) -> str:
-    """
-    >>> _part("data-00003.bin")
-    'the part of rank 3'
-    """
-    return file if file == INDEX else f"the part of rank {int(file[5:-4])}"
-
-
-def _tell(brought: list[Transfer], nodes: tuple[str, ...]) -> str:
-    """Which parts came from where, each told once however many nodes it went to."""
-    senders: dict[str, set[int]] = {}
-    for transfer in brought:
-        if transfer.file != INDEX:
-            senders.setdefault(nodes[transfer.source], set()).add(int(transfer.file[5:-4]))
-    told = []
-    for node, ranks in sorted(senders.items()):
-        few = "part of rank " if len(ranks) == 1 else "parts of ranks "
-        told.append(f"{few}{', '.join(map(str, sorted(ranks)))} from node {node}")
-    return "; ".join(told)
+def files_for(index: Index, with_generators: bool) -> frozenset[str]:
+    """The files that hold what a rank reads."""
+    entries = (entry for name, entry in index.items() if with_generators or not name.startswith("generator/"))
+    return frozenset(chunk["file"] for entry in entries for chunk in entry["chunks"])

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, TypeVar
+from datetime import UTC, datetime
+from typing import Any
 
 from cuboid.checkpoint.background import BackgroundSaver
 from cuboid.checkpoint.checksum import FAST, PLAIN, checksum_of_bytes, kind_here
 from cuboid.checkpoint.folder import checkpoints, step_of
-from cuboid.checkpoint.manifest import INDEX, Manifest, StoredFile, data_file
-from cuboid.checkpoint.memory.copies import peers, ranks_by_node
+from cuboid.checkpoint.manifest import Manifest, StoredFile
+from cuboid.checkpoint.memory.copies import peers
 from cuboid.checkpoint.memory.nodes import Memory
 from cuboid.checkpoint.memory.pairs import Pairs
+from cuboid.checkpoint.memory.shares import share_files, share_index, tell_leaders, with_index
 from cuboid.checkpoint.memory.slot import Slot, chunks
-from cuboid.checkpoint.save import GivenUp, gather_index, kept_state
+from cuboid.checkpoint.save import GivenUp, kept_state
 from cuboid.checkpoint.staging import Staging, as_bytes, staged_bytes
 from cuboid.checkpoint.state import Moments
 from cuboid.errors import UserError
 from cuboid.parallel.apply import Engine
 from cuboid.parallel.coordination import open_coordination
 from cuboid.say import say
-
-Told = TypeVar("Told")
 
 
 class MemorySaver(BackgroundSaver):
@@ -35,20 +35,18 @@ class MemorySaver(BackgroundSaver):
     def __init__(self, engine: Engine, optimizer: Moments, memory: Memory, quiet: bool = False) -> None:
         super().__init__(engine, optimizer, open_coordination(engine.run.checkpoint.timeout_seconds))
         self._memory = memory
-        chosen = peers(memory.nodes)
-        self._peer = chosen[memory.rank]
         own = staged_bytes(kept_state(engine, optimizer))
         sizes = self._group.gather(own)
         self._bytes = self._sum_of_all(own)
         self._kind = self._group.agree("" if kind_here() == FAST else PLAIN) or FAST
         """Of checksums, which all nodes must be able to compute."""
-        copies: list[dict[int, int]] = [{} for _ in sizes]
-        for owner, keeper in enumerate(chosen if sizes else ()):
+        chosen, copies = peers(memory.nodes), [dict[int, int]() for _ in sizes]
+        for owner, keeper in enumerate(chosen):
             if keeper is not None:
                 copies[keeper][owner] = sizes[owner]
-        self._copies = self._group.scatter(copies)
-        """Ranks whose parts are copied here, and their sizes."""
-        self._pairs = Pairs(self._group, memory.nodes)
+        self._peer, self._copies = self._group.scatter(list(zip(chosen, copies, strict=True)))
+        """The rank that keeps a copy of this one's part; ranks whose parts are copied here, and their sizes."""
+        self._pairs = Pairs(self._group)
         self._exchanged = True
         """Whether the last exchange went well here."""
         self._slots: list[Slot | None] = [None, None]
@@ -61,7 +59,8 @@ class MemorySaver(BackgroundSaver):
                 f"checkpoint.memory_folder={self._spec.memory_folder} cannot hold this node's part of the state: "
                 f"{error.strerror}; use a memory file system with more room, or checkpoint.memory_every=0"
             ) from None
-        self._index = self._make_index()
+        assert self._slots[0] is not None
+        self._index = share_index(self._slots[0].staging, memory.nodes, self._group)
         if self._rank == 0 and not quiet:
             self._announce(sizes)
 
@@ -78,19 +77,6 @@ class MemorySaver(BackgroundSaver):
     def _open_slot(self, number: int) -> None:
         state, device = kept_state(self._engine, self._optimizer), self._engine.device
         self._slots[number] = Slot(self._memory.folder, number, self._rank, state, self._copies, device)
-
-    def _make_index(self) -> bytes:
-        """Where each chunk lies, the same at every save; the parts of all ranks are put together by the first, for who
-        leads a node."""
-        slot = self._slots[0]
-        assert slot is not None
-        return self._tell_leaders(gather_index(slot.staging, self._group), b"")
-
-    def _tell_leaders(self, whole: Told, nothing: Told) -> Told:
-        """What rank 0 has, to those alone that publish it."""
-        leaders = {ranks[0] for ranks in ranks_by_node(self._memory.nodes).values()}
-        everybody = range(self._group.size) if self._rank == 0 else ()
-        return self._group.scatter([whole if rank in leaders else nothing for rank in everybody])
 
     def _is_ready(self) -> bool:
         no_room = self._knows_it_is_kept and None in self._slots
@@ -144,19 +130,13 @@ class MemorySaver(BackgroundSaver):
         return ""
 
     def _collect(self, own: StoredFile, received: dict[int, str], manifest: Manifest) -> Manifest | None:
-        """The manifest with all files, for who leads a node, if all copies are as they were sent."""
-        told = self._group.gather((own, received))
-        files = {data_file(rank): file for rank, (file, _) in enumerate(told)}
-        files[INDEX] = StoredFile(len(self._index), checksum_of_bytes(self._index, self._kind))
-        wrong = (
-            f"the part of rank {owner} did not reach rank {keeper} as it was sent"
-            for keeper, (_, copies) in enumerate(told)
-            for owner, checksum in copies.items()
-            if checksum != told[owner][0].checksum
-        )
-        if problem := self._group.broadcast(next(wrong, "")):
-            raise GivenUp(problem)
-        return self._tell_leaders(replace(manifest, files=files), None)
+        """The manifest of this node, for who leads it, if all copies are as they were sent."""
+        nodes = self._memory.nodes
+        files = share_files(own, received, nodes, self._group)
+        # To the microsecond: it tells this attempt at the step from any other.
+        manifest = replace(manifest, written=datetime.now(UTC).isoformat())
+        told = tell_leaders(nodes, dict.fromkeys(nodes, manifest), self._group)
+        return None if told is None else with_index(told, files, self._index, self._kind)
 
     def _agree(self, problem: str) -> str:
         return self._group.agree(problem)

@@ -1,0 +1,98 @@
+"""What a node writes down of a state: the files that it has, and where each chunk lies in them. No node writes down all
+of it, so what a save costs a node does not grow with the nodes; rank 0 puts it together when a run starts again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import TypeVar
+
+from cuboid.checkpoint.checksum import PLAIN, checksum_of_bytes, kind_of
+from cuboid.checkpoint.location import Location
+from cuboid.checkpoint.manifest import INDEX, MANIFEST, Manifest, StoredFile, data_file
+from cuboid.checkpoint.memory.copies import parts_kept, ranks_by_node
+from cuboid.checkpoint.parts import Index
+from cuboid.checkpoint.save import GivenUp
+from cuboid.checkpoint.staging import Staging
+from cuboid.checkpoint.writer import index_part, whole_index
+from cuboid.parallel.coordination import Coordination
+
+Told = TypeVar("Told")
+Files = dict[str, StoredFile]
+
+
+def tell_leaders(nodes: Sequence[str], told: Mapping[str, Told], group: Coordination) -> Told | None:
+    """What rank 0 has for each node, to the rank that leads it; None to others. `nodes`: that of each rank, on rank
+    0."""
+    leaders = {ranks[0] for ranks in ranks_by_node(nodes).values()}
+    return group.scatter([told.get(node) if rank in leaders else None for rank, node in enumerate(nodes)])
+
+
+def share_index(staging: Staging, nodes: Sequence[str], group: Coordination) -> bytes:
+    """The index of the files that a node keeps, for who leads it: it is the same at every save. Every rank calls
+    this."""
+    parts = group.gather(index_part(staging, group.rank))
+    kept = parts_kept(nodes).items()
+    own = tell_leaders(nodes, {node: whole_index(parts[rank] for rank in ranks) for node, ranks in kept}, group)
+    return own or b""
+
+
+def share_files(own: StoredFile, received: Mapping[int, str], nodes: Sequence[str], group: Coordination) -> Files:
+    """The files that a node keeps, for who leads it, if all copies are as they were sent; else `GivenUp` on all ranks.
+    `received`: checksums of this rank's copies, by owner."""
+    told = group.gather((own, received))
+    wrong = (
+        f"the part of rank {owner} did not reach rank {keeper} as it was sent"
+        for keeper, (_, copies) in enumerate(told)
+        for owner, checksum in copies.items()
+        if checksum != told[owner][0].checksum
+    )
+    if problem := group.broadcast(next(wrong, "")):
+        raise GivenUp(problem)
+    kept = parts_kept(nodes).items()
+    files = {node: {data_file(rank): told[rank][0] for rank in ranks} for node, ranks in kept}
+    return tell_leaders(nodes, files, group) or {}
+
+
+def with_index(manifest: Manifest, files: Mapping[str, StoredFile], index: bytes, kind: str) -> Manifest:
+    """A node's manifest."""
+    return replace(manifest, files={**files, INDEX: StoredFile(len(index), checksum_of_bytes(index, kind))})
+
+
+def digest_of(manifest: Manifest) -> str:
+    """Equal on all nodes that have something of the same state."""
+    return sha256(replace(manifest, files={}).render(PLAIN)).hexdigest()
+
+
+@dataclass(frozen=True)
+class Share:
+    """What a node says of its part of a state."""
+
+    manifest: Manifest
+    index: bytes
+    """Empty where it is damaged: another node says the same."""
+
+    @property
+    def entries(self) -> dict[str, Index]:
+        """What the index says of each file."""
+        result: dict[str, Index] = {}
+        for name, entry in json.loads(self.index or b"{}").items():
+            for chunk in entry["chunks"]:
+                part = result.setdefault(chunk["file"], {})
+                part.setdefault(name, {**entry, "chunks": []})["chunks"].append(chunk)
+        return result
+
+    def write(self, folder: Location) -> None:
+        (folder / INDEX).write_durably(self.index)
+        (folder / MANIFEST).write_durably(self.manifest.render(kind_of(self.manifest.files[INDEX].checksum)))
+
+
+def join_entries(parts: Iterable[Index]) -> Index:
+    """The index of several files."""
+    result: Index = {}
+    for part in parts:
+        for name, entry in part.items():
+            result.setdefault(name, {**entry, "chunks": []})["chunks"].extend(entry["chunks"])
+    return result
