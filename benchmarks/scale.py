@@ -1,4 +1,4 @@
-"""What each rank and the store do in set-up, save, resume and the watch of a run, as ranks grow.
+"""What each rank and the store do in set-up, save, resume and the watch of a run, on disk and in memory, as ranks grow.
 
     python benchmarks/scale.py                            # 64 ranks measured; 64, 1,024, 4,096 and 16,384 counted
     python benchmarks/scale.py --counted 64 1024 --json
@@ -37,9 +37,13 @@ from counted_store import SECONDS, Counter, MemoryFiles, Store, Through
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cuboid.checkpoint.boxes import Box
+from cuboid.checkpoint.checksum import checksum_of_bytes
 from cuboid.checkpoint.files import LocalFiles
 from cuboid.checkpoint.location import Location
-from cuboid.checkpoint.manifest import Manifest
+from cuboid.checkpoint.manifest import INDEX, MANIFEST, Manifest, StoredFile, data_file
+from cuboid.checkpoint.memory.nodes import join_nodes
+from cuboid.checkpoint.memory.recall import Recall
+from cuboid.checkpoint.memory.shares import Share, share_copies, share_index, share_manifest
 from cuboid.checkpoint.parts import Wishes
 from cuboid.checkpoint.resume import look_together
 from cuboid.checkpoint.save import agree, gather_index, write
@@ -59,6 +63,7 @@ STAGES, TENSORS, KINDS = 4, 4, ("parameter", "exp_avg", "exp_avg_sq")
 PER_NODE = 8
 ID_BYTES = 128
 """Of what NCCL's ranks find each other by."""
+PHASES = ("set-up", "save", "resume", "memory set-up", "memory save", "memory resume")
 MARGIN = 1.15
 """By which growth may be above ranks × log(ranks): names of ranks get longer."""
 CPU = torch.device("cpu")
@@ -82,6 +87,8 @@ class Row:
     """Files and folders looked at or opened for reading."""
     groups: int = 0
     """Calls of new_group, by the rank that makes most."""
+    node_bytes: int = 0
+    """Of index and manifest, on the node that keeps most of them in memory."""
     sockets: float = 0.0
     """Of a rank."""
     seconds: float = 0.0
@@ -113,25 +120,60 @@ def held_by(rank: int, ranks: int, shift: int = 0) -> dict[str, Scattered]:
 class Rank:
     """One rank and what it has of a run; `index` is what a saver gathers once, in set-up."""
 
-    def __init__(self, group: Coordination, place: Location) -> None:
-        self.group, self.place = group, place
+    def __init__(self, group: Coordination, place: Location, own: Location) -> None:
+        """`own`: where its node keeps states in memory."""
+        self.group, self.place, self.own = group, place, own
         self.staging = Staging(held_by(group.rank, group.size), CPU)
+        self.manifest = Manifest(1, 1, 8, "", str(layout_of(group.size)), "")
         self.index = b""
+
+    def do(self, name: str) -> None:
+        getattr(self, name.replace(" ", "_").replace("-", "_"))()
 
     def set_up(self) -> None:
         self.index = gather_index(self.staging, self.group)
 
     def save(self) -> None:
         self.group = self.group.renew()
-        write(self.staging, self.place / "step-00000001", Manifest(1, 1, 8, "", "dp=1", ""), self.index, self.group)
+        write(self.staging, self.place / "step-00000001", self.manifest, self.index, self.group)
+
+    def wishes(self, shift: int = 0) -> Wishes:
+        return Wishes(self.group, lambda: held_by(self.group.rank, self.group.size, shift))
 
     def resume(self) -> None:
         """All but the reading of the data itself."""
         self.group.broadcast(self.place.names() if self.group.rank == 0 else [])
         _, whole, _ = look_together(self.place / "step-00000001", self.group)
-        part = Wishes(self.group, lambda: held_by(self.group.rank, self.group.size, shift=1)).part(whole)
+        part = self.wishes(shift=1).part(whole)
         assert len(part) == len(KINDS) * TENSORS + 1
         agree("", self.group)
+
+    def memory_set_up(self) -> None:
+        self.memory = join_nodes(self.own, self.own.parent.name, self.group)
+        sizes = self.group.gather(self.staging.content.nbytes)
+        _, self.copies = share_copies(sizes, self.memory.nodes, self.group)
+        self.node_index = share_index(self.staging, self.memory.nodes, self.group)
+
+    def memory_save(self) -> None:
+        """All but the copies of the data to other nodes: every rank has the same."""
+        self.group = self.group.renew()
+        file = StoredFile(self.staging.content.nbytes, checksum_of_bytes(self.staging.content))
+        received = dict.fromkeys(self.copies, file.checksum)
+        nodes, folder = self.memory.nodes, self.own / "step-00000001"
+        manifest = share_manifest(file, received, self.manifest, self.node_index, nodes, self.group)
+        folder.make_folder()
+        for rank in (self.group.rank, *self.copies):
+            (folder / data_file(rank)).write_durably(self.staging.content)
+        if manifest is not None:
+            Share(manifest, self.node_index).write(folder)
+        agree("", self.group)
+
+    def memory_resume(self) -> None:
+        """On the nodes that kept it, which have all they need."""
+        recall = Recall(self.memory, self.group, 1)
+        brought = recall.bring(recall.generations[0], self.wishes(), self.manifest.layout)
+        assert len(brought.index) == len(KINDS) * TENSORS + 1
+        recall.settle(1)
 
 
 def communicators(groups: Groups) -> int:
@@ -209,21 +251,26 @@ def phase(name: str, ranks: int, shared: Store, counters: list[Counter], work: C
 def count(ranks: int) -> list[Row]:
     shared = Store()
     counters = [Counter(shared) for _ in range(ranks)]
-    files = MemoryFiles()
-    place = Location(files, "/run")
-    found = [Rank(Coordination(counter, rank, ranks, SECONDS), place) for rank, counter in enumerate(counters)]
+    disk, *nodes = files = [MemoryFiles() for _ in range(1 + ranks // PER_NODE)]
+    found = []
+    for rank, counter in enumerate(counters):
+        node = rank // PER_NODE
+        own = Location(nodes[node], f"/node-{node}/run")
+        own.make_folder()
+        found.append(Rank(Coordination(counter, rank, ranks, SECONDS), Location(disk, "/run"), own))
     rows = []
-    for name in ("set-up", "save", "resume"):
-        files.looks.clear()
-        rows.append(phase(name, ranks, shared, counters, lambda rank, name=name: _do(found[rank], name)))  # type: ignore[misc]
-        rows[-1].look_ups = len(files.looks)
+    for name in PHASES:
+        for each in files:
+            each.looks.clear()
+        rows.append(phase(name, ranks, shared, counters, lambda rank, name=name: found[rank].do(name)))  # type: ignore[misc]
+        rows[-1].look_ups = sum(len(each.looks) for each in files)
+    rows[PHASES.index("memory save")].node_bytes = max(
+        sum(len(content or b"") for path, content in each.held.items() if path.endswith((INDEX, MANIFEST)))
+        for each in nodes
+    )
     rows[0].groups, made = count_groups(ranks)
     add_communicators(rows[0], made)
     return [*rows, count_watch(ranks)]
-
-
-def _do(rank: Rank, name: str) -> None:
-    {"set-up": rank.set_up, "save": rank.save, "resume": rank.resume}[name]()
 
 
 def count_watch(ranks: int) -> Row:
@@ -269,13 +316,15 @@ def measure_rank(rank: int, ranks: int, port: int, folder: str) -> None:
     dist.init_process_group("fake", store=dist.PrefixStore("group", store), rank=rank, world_size=ranks)  # type: ignore[attr-defined]
     groups = make_groups(layout_of(ranks), rank, 8, True, False, False)
     counter = Through(Store(), real=dist.PrefixStore("coordination", store.clone()))  # type: ignore[attr-defined]
-    this = Rank(Coordination(counter, rank, ranks, SECONDS), Location(LocalFiles(), f"{folder}/run"))
+    own = Location(LocalFiles(), f"{folder}/node-{rank // PER_NODE}/run")
+    this = Rank(Coordination(counter, rank, ranks, SECONDS), Location(LocalFiles(), f"{folder}/run"), own)
+    own.make_folder()
     if rank == 0:
         this.place.make_folder()
     made = communicators(groups)
     found = []
-    for name in ("set-up", "save", "resume"):
-        _do(this, name)
+    for name in PHASES:
+        this.do(name)
         found.append((time.perf_counter() - start, counter.calls, counter.bytes))
         start, counter.calls, counter.bytes = time.perf_counter(), 0, 0
     told = {"phases": found, "sockets": sockets() - before, "communicators": made}
@@ -312,7 +361,7 @@ def measure(ranks: int) -> list[Row]:
         ours.send("over")
         server.join()
     rows = []
-    for number, name in enumerate(("set-up", "save", "resume")):
+    for number, name in enumerate(PHASES):
         seconds, calls, size = zip(*(each["phases"][number] for each in told), strict=True)
         rows.append(Row(ranks, name, "measured", sum(calls), max(calls), sum(size), seconds=max(seconds)))
         rows[-1].sockets = sum(each["sockets"] for each in told) / ranks
@@ -337,8 +386,8 @@ def growth(rows: list[Row]) -> dict[str, dict[str, float]]:
     found: dict[str, dict[str, float]] = {}
     for small in (row for row in counted if row.ranks == least):
         large = next(row for row in counted if (row.ranks, row.phase) == (most, small.phase))
-        for quantity in ("calls", "bytes", "look_ups", "groups"):
-            scale = least if quantity == "groups" else 1  # that one is told of a rank
+        for quantity in ("calls", "bytes", "look_ups", "groups", "node_bytes"):
+            scale = least if quantity in ("groups", "node_bytes") else 1  # these are told of a rank or a node
             before, after = getattr(small, quantity) * scale, getattr(large, quantity) * (most if scale > 1 else 1)
             if before:
                 found.setdefault(small.phase, {})[quantity] = math.log(after / before) / math.log(most / least)
@@ -359,13 +408,14 @@ def too_fast(rows: list[Row]) -> list[str]:
 
 
 def show(rows: list[Row]) -> None:
-    print(f"{'ranks':>6} {'phase':<7} {'':<8} {'calls/rank':>10} {'most':>6} {'calls':>9} {'MB':>8} {'kB/rank':>8} "
-          f"{'keys left':>9} {'look-ups':>8} {'groups':>6} {'sockets':>7} {'seconds':>8}")  # fmt: skip
+    print(f"{'ranks':>6} {'phase':<13} {'':<8} {'calls/rank':>10} {'most':>6} {'calls':>9} {'MB':>8} {'kB/rank':>8} "
+          f"{'keys left':>9} {'look-ups':>8} {'groups':>6} {'kB/node':>7} {'sockets':>7} {'seconds':>8}")  # fmt: skip
     for row in rows:
         mean, each = row.calls / row.ranks, row.bytes / row.ranks / 1e3
-        print(f"{row.ranks:>6,} {row.phase:<7} {row.how:<8} {mean:>10.1f} {row.most_calls:>6,} {row.calls:>9,} "
+        kept = f"{row.node_bytes / 1e3:.1f}" if row.node_bytes else ""
+        print(f"{row.ranks:>6,} {row.phase:<13} {row.how:<8} {mean:>10.1f} {row.most_calls:>6,} {row.calls:>9,} "
               f"{row.bytes / 1e6:>8.1f} {each:>8.1f} {row.keys_left:>9} {row.look_ups:>8,} {row.groups or '':>6} "
-              f"{row.sockets or '':>7} {row.seconds:>8.2f}")  # fmt: skip
+              f"{kept:>7} {row.sockets or '':>7} {row.seconds:>8.2f}")  # fmt: skip
     for name, found in growth(rows).items():
         print(f"{name}: in all " + ", ".join(f"{what} as ranks^{power:.2f}" for what, power in found.items()))
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from cuboid.checkpoint.folder import checkpoints, step_of
+from cuboid.checkpoint.manifest import read_manifest
 from cuboid.checkpoint.memory.folder import bytes_per_node, check_room, identity_of, node_folder
 from cuboid.errors import RankError, UserError
 from cuboid.launch.pool import Pool
@@ -74,11 +76,24 @@ def test_a_part_whose_copies_are_both_gone_is_named(pool: Pool, tmp_path: Path) 
     run = run_in(tmp_path, "pp=2,dp=2,zero=3")
     live(pool, run, "abcd", 3)
     assert held(run, "c") == {3: ["data-00001.bin", "data-00002.bin"]}
+    kept = node_folder(run, "c") / identity_of(run) / "step-00000003"
+    entries = json.loads((kept / "index.json").read_bytes()).values()
+    assert {chunk["file"] for entry in entries for chunk in entry["chunks"]} == {"data-00001.bin", "data-00002.bin"}
+    assert len(read_manifest(kept).files) == 3, "and no node keeps the manifest of the whole"
     lose(run, "b")
     other = run_in(tmp_path, "tp=2")
     lives = live(pool, other, "ad", 5)
     assert [life.began for life in lives] == [0, 0], "the copy of rank 1's part is on node c, which nobody reached"
     assert "after step 3 cannot be used: the part of rank 1 is on no node that is left" in lives[0].said
+
+
+def test_what_was_brought_to_a_node_survives_the_loss_of_who_sent_it(pool: Pool, tmp_path: Path) -> None:
+    run = run_in(tmp_path, "dp=4,zero=1")
+    live(pool, run, "abcd", 3)
+    lose(run, "b")
+    assert "(part of rank 1 from node c)" in live(pool, run, "abcd", 3)[0].said
+    lose(run, "c")
+    assert [life.began for life in live(pool, run, "abcd", 3)] == [3] * 4
 
 
 def test_another_layout_fetches_what_it_needs(pool: Pool, tmp_path: Path, whole: list[Attempt]) -> None:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from datetime import UTC, datetime
 from typing import Any
 
 from cuboid.checkpoint.background import BackgroundSaver
 from cuboid.checkpoint.checksum import FAST, PLAIN, checksum_of_bytes, kind_here
 from cuboid.checkpoint.folder import checkpoints, step_of
 from cuboid.checkpoint.manifest import Manifest, StoredFile
-from cuboid.checkpoint.memory.copies import peers
 from cuboid.checkpoint.memory.nodes import Memory
 from cuboid.checkpoint.memory.pairs import Pairs
-from cuboid.checkpoint.memory.shares import share_files, share_index, tell_leaders, with_index
+from cuboid.checkpoint.memory.shares import share_copies, share_index, share_manifest
 from cuboid.checkpoint.memory.slot import Slot, chunks
 from cuboid.checkpoint.save import GivenUp, kept_state
 from cuboid.checkpoint.staging import Staging, as_bytes, staged_bytes
@@ -40,11 +37,7 @@ class MemorySaver(BackgroundSaver):
         self._bytes = self._sum_of_all(own)
         self._kind = self._group.agree("" if kind_here() == FAST else PLAIN) or FAST
         """Of checksums, which all nodes must be able to compute."""
-        chosen, copies = peers(memory.nodes), [dict[int, int]() for _ in sizes]
-        for owner, keeper in enumerate(chosen):
-            if keeper is not None:
-                copies[keeper][owner] = sizes[owner]
-        self._peer, self._copies = self._group.scatter(list(zip(chosen, copies, strict=True)))
+        self._peer, self._copies = share_copies(sizes, memory.nodes, self._group)
         """The rank that keeps a copy of this one's part; ranks whose parts are copied here, and their sizes."""
         self._pairs = Pairs(self._group)
         self._exchanged = True
@@ -131,12 +124,7 @@ class MemorySaver(BackgroundSaver):
 
     def _collect(self, own: StoredFile, received: dict[int, str], manifest: Manifest) -> Manifest | None:
         """The manifest of this node, for who leads it, if all copies are as they were sent."""
-        nodes = self._memory.nodes
-        files = share_files(own, received, nodes, self._group)
-        # To the microsecond: it tells this attempt at the step from any other.
-        manifest = replace(manifest, written=datetime.now(UTC).isoformat())
-        told = tell_leaders(nodes, dict.fromkeys(nodes, manifest), self._group)
-        return None if told is None else with_index(told, files, self._index, self._kind)
+        return share_manifest(own, received, manifest, self._index, self._memory.nodes, self._group)
 
     def _agree(self, problem: str) -> str:
         return self._group.agree(problem)

@@ -6,13 +6,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from hashlib import sha256
 from typing import TypeVar
 
 from cuboid.checkpoint.checksum import PLAIN, checksum_of_bytes, kind_of
 from cuboid.checkpoint.location import Location
 from cuboid.checkpoint.manifest import INDEX, MANIFEST, Manifest, StoredFile, data_file
-from cuboid.checkpoint.memory.copies import parts_kept, ranks_by_node
+from cuboid.checkpoint.memory.copies import parts_kept, peers, ranks_by_node
 from cuboid.checkpoint.parts import Index
 from cuboid.checkpoint.save import GivenUp
 from cuboid.checkpoint.staging import Staging
@@ -20,7 +21,6 @@ from cuboid.checkpoint.writer import index_part, whole_index
 from cuboid.parallel.coordination import Coordination
 
 Told = TypeVar("Told")
-Files = dict[str, StoredFile]
 
 
 def tell_leaders(nodes: Sequence[str], told: Mapping[str, Told], group: Coordination) -> Told | None:
@@ -28,6 +28,16 @@ def tell_leaders(nodes: Sequence[str], told: Mapping[str, Told], group: Coordina
     0."""
     leaders = {ranks[0] for ranks in ranks_by_node(nodes).values()}
     return group.scatter([told.get(node) if rank in leaders else None for rank, node in enumerate(nodes)])
+
+
+def share_copies(sizes: Sequence[int], nodes: Sequence[str], group: Coordination) -> tuple[int | None, dict[int, int]]:
+    """The rank that keeps a copy of this one's part; the ranks whose parts are copied here, and their sizes. `sizes`:
+    of the part of each rank, on rank 0."""
+    chosen, copies = peers(nodes), [dict[int, int]() for _ in sizes]
+    for owner, keeper in enumerate(chosen):
+        if keeper is not None:
+            copies[keeper][owner] = sizes[owner]
+    return group.scatter(list(zip(chosen, copies, strict=True)))
 
 
 def share_index(staging: Staging, nodes: Sequence[str], group: Coordination) -> bytes:
@@ -39,9 +49,16 @@ def share_index(staging: Staging, nodes: Sequence[str], group: Coordination) -> 
     return own or b""
 
 
-def share_files(own: StoredFile, received: Mapping[int, str], nodes: Sequence[str], group: Coordination) -> Files:
-    """The files that a node keeps, for who leads it, if all copies are as they were sent; else `GivenUp` on all ranks.
-    `received`: checksums of this rank's copies, by owner."""
+def share_manifest(
+    own: StoredFile,
+    received: Mapping[int, str],
+    manifest: Manifest,
+    index: bytes,
+    nodes: Sequence[str],
+    group: Coordination,
+) -> Manifest | None:
+    """A node's manifest, for who leads it, if all copies are as they were sent; else `GivenUp` on all ranks.
+    `received`: checksums of this rank's copies, by owner. `index`: of this node."""
     told = group.gather((own, received))
     wrong = (
         f"the part of rank {owner} did not reach rank {keeper} as it was sent"
@@ -52,8 +69,11 @@ def share_files(own: StoredFile, received: Mapping[int, str], nodes: Sequence[st
     if problem := group.broadcast(next(wrong, "")):
         raise GivenUp(problem)
     kept = parts_kept(nodes).items()
-    files = {node: {data_file(rank): told[rank][0] for rank in ranks} for node, ranks in kept}
-    return tell_leaders(nodes, files, group) or {}
+    files = tell_leaders(nodes, {n: {data_file(rank): told[rank][0] for rank in ranks} for n, ranks in kept}, group)
+    # To the microsecond: it tells this attempt at the step from any other.
+    manifest = replace(manifest, written=datetime.now(UTC).isoformat())
+    head = tell_leaders(nodes, dict.fromkeys(nodes, manifest), group)
+    return None if head is None or files is None else with_index(head, files, index, kind_of(own.checksum))
 
 
 def with_index(manifest: Manifest, files: Mapping[str, StoredFile], index: bytes, kind: str) -> Manifest:
