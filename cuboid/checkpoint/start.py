@@ -6,7 +6,7 @@ FOLDER        a run of Cuboid, its checkpoints or one of them: the weights alone
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from filecmp import cmp
 from itertools import product
@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from cuboid.checkpoint.boxes import Box
 from cuboid.checkpoint.folder import checkpoints
 from cuboid.checkpoint.huggingface.folder import ModelFolder, model_of
 from cuboid.checkpoint.location import locate
@@ -25,9 +26,9 @@ from cuboid.checkpoint.state import weights_to_load
 from cuboid.checkpoint.weights import Weights, find_checkpoint, run_of, stored_names
 from cuboid.data.store import TOKENIZER, is_store
 from cuboid.errors import UserError
-from cuboid.model.huggingface import check_shape, from_huggingface, match_names, to_huggingface
+from cuboid.model.huggingface import Origin, check_shape, from_huggingface, match_names, to_huggingface
 from cuboid.parallel.apply import Engine
-from cuboid.parallel.coordination import open_coordination
+from cuboid.parallel.coordination import Coordination, open_coordination
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.run import Run
 
@@ -50,28 +51,57 @@ def start(engine: Engine, place: str, quiet: bool = True) -> Started:
     """Fill this rank's parameters; every rank calls it."""
     if engine.groups.world.index == 0 and not quiet:
         print(f"starting from {place}", flush=True)
-    weights = weights_to_load(engine)
-    if place.startswith(PREFIX):
-        started = read_weights(place, engine.run.model, weights)
-    else:
-        started = _read_together(engine, place, weights)
+    group = open_coordination(engine.run.checkpoint.timeout_seconds)
+    if not place.startswith(PREFIX):
+        place = group.broadcast(str(find_checkpoint(place)[0]) if group.rank == 0 else "")
+    started = read_weights(place, engine.run.model, weights_to_load(engine), group)
     for unit in engine.units:
         unit.publish()
     return started
 
 
-def read_weights(place: str, model: ModelSpec, weights: dict[str, Scattered]) -> Started:
-    """Fill what a rank keeps of each parameter from a folder of Hugging Face or from one checkpoint."""
-    if place.startswith(PREFIX):
-        folder = ModelFolder(Path(place.removeprefix(PREFIX)))
-        return copy_tensors(folder.tensors, folder.read, model, weights)
-    Weights(locate(place), model).read(weights)
-    return _read(weights)
+def read_weights(place: str, model: ModelSpec, weights: dict[str, Scattered], group: Coordination) -> Started:
+    """Fill what this rank keeps of each parameter from a folder of Hugging Face or from one checkpoint; every rank
+    calls this. Rank 0 looks at all there is, and tells every other rank the part that it needs."""
+    first = group.rank == 0
+    if not place.startswith(PREFIX):
+        index = Weights(locate(place), model).index if first else Index()
+        index = Wishes(group, lambda: stored_names(weights)).part(index)
+        Weights(locate(place), model, index).read(weights)
+        return _read(weights)
+    path, copies = Path(place.removeprefix(PREFIX)), _copies(model, weights)
+    whole = ModelFolder(path) if first else ModelFolder(path, {})
+    given = match_names(model, whole.tensors) if first else {}
+    wanted = group.gather(tuple(dict.fromkeys(copy.origin.tensor for copy in copies)))
+    # Ranks that want the same are told the same object, whose bytes they share.
+    parts = {each: {name: (given[name], whole.tensors[given[name]]) for name in each} for each in set(wanted)}
+    own = group.scatter([parts[each] for each in wanted])
+    folder = whole if first else ModelFolder(path, dict(own.values()))
+    return _fill(copies, {name: found for name, (found, _) in own.items()}, folder.read)
 
 
 def _read(weights: dict[str, Scattered]) -> Started:
     sizes = [values.nbytes for held in weights.values() for _, values in held.boxes]
     return Started(sum(sizes), max(sizes, default=0))
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A part of a tensor of Hugging Face, and where it belongs."""
+
+    origin: Origin
+    box: Box
+    values: Tensor
+
+
+def _copies(model: ModelSpec, weights: dict[str, Scattered]) -> list[_Copy]:
+    origins = from_huggingface(model)
+    return [
+        _Copy(origin, box, values)
+        for name, held in weights.items()
+        for origin, (box, values) in product(origins[name], held.boxes)
+        if origin.holds(box.offsets, box.lengths)
+    ]
 
 
 def copy_tensors(
@@ -81,28 +111,19 @@ def copy_tensors(
     weights: dict[str, Scattered],
 ) -> Started:
     """Fill what a rank keeps from tensors that have the names of Hugging Face; `read` gives a part of one."""
-    origins, given = from_huggingface(model), match_names(model, names)
+    return _fill(_copies(model, weights), match_names(model, names), read)
+
+
+def _fill(
+    copies: Iterable[_Copy], given: Mapping[str, str], read: Callable[[str, tuple[slice, ...]], Tensor]
+) -> Started:
     size, largest = 0, 0
-    for name, held in weights.items():
-        for origin, (box, values) in product(origins[name], held.boxes):
-            if origin.holds(box.offsets, box.lengths):
-                part = read(given[origin.tensor], origin.index(box.offsets, box.lengths))
-                origin.part_of(values, box.offsets).copy_(part.t() if origin.transposed else part)
-                size, largest = size + part.nbytes, max(largest, part.nbytes)
+    for copy in copies:
+        origin, offsets = copy.origin, copy.box.offsets
+        part = read(given[origin.tensor], origin.index(offsets, copy.box.lengths))
+        origin.part_of(copy.values, offsets).copy_(part.t() if origin.transposed else part)
+        size, largest = size + part.nbytes, max(largest, part.nbytes)
     return Started(size, largest)
-
-
-def _read_together(engine: Engine, place: str, weights: dict[str, Scattered]) -> Started:
-    """Of the checkpoint that rank 0 finds, verifies and reads the index of for all."""
-    group = open_coordination(engine.run.checkpoint.timeout_seconds)
-    found, index = "", Index()
-    if group.rank == 0:
-        checkpoint = find_checkpoint(place)[0]
-        found, index = str(checkpoint), Weights(checkpoint, engine.run.model).index
-    found = group.broadcast(found)
-    index = Wishes(group, lambda: stored_names(weights)).part(index)
-    Weights(locate(found), engine.run.model, index).read(weights)
-    return _read(weights)
 
 
 def check_start(run: Run, own: Place, overwrite: bool = False) -> list[str]:

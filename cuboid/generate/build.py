@@ -23,6 +23,7 @@ from cuboid.model.rope import Positions
 from cuboid.model.transformer import Block, Embedding, Head
 from cuboid.parallel.apply import DTYPES, set_parameter
 from cuboid.parallel.collectives import all_gather
+from cuboid.parallel.coordination import open_coordination
 from cuboid.parallel.expert import spread_experts
 from cuboid.parallel.groups import Group, Groups, make_groups
 from cuboid.parallel.tensor import split_block, split_embedding, split_head
@@ -31,6 +32,9 @@ from cuboid.plan.cache import cache_shape
 from cuboid.plan.parameters import BALANCE, EXPERTS, TIED, unit_of
 from cuboid.plan.slices import Part, expert_slice, kv_part_count, slice_of
 from cuboid.spec.generation import GenerationSpec
+
+LOAD_SECONDS = 1800.0
+"""Until a rank gives up that waits to be told where its weights lie."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +197,7 @@ class Builder:
             copy_tensors(tensors, lambda name, index: tensors[name][index], self.model, wanted)
             return
         if self.spec.weights:
-            read_weights(self.spec.weights, self.model, wanted)
+            read_weights(self.spec.weights, self.model, wanted, open_coordination(LOAD_SECONDS))
             return
         for name, (part, held) in self.parameters.items():
             cut = part.slice

@@ -40,38 +40,46 @@ class StoredTensor:
 class ModelFolder:
     """The tensors of a folder, of which any part can be read."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, tensors: dict[str, StoredTensor] | None = None) -> None:
+        """`tensors`: what is needed of them, told by the rank that looked at all; then a file is opened when something
+        of it is read."""
         self.folder = folder
         self._files: dict[str, Any] = {}
-        names = _weight_files(folder)
-        self.tensors: dict[str, StoredTensor] = {}
-        for name in names:
-            for tensor, stored in self._open(name).items():
-                if tensor in self.tensors:
-                    raise damaged(folder / name, f"{tensor} stands in {self.tensors[tensor].file} too")
-                self.tensors[tensor] = stored
+        self.tensors = self._look_at_all() if tensors is None else tensors
 
-    def _open(self, name: str) -> dict[str, StoredTensor]:
+    def _look_at_all(self) -> dict[str, StoredTensor]:
+        tensors: dict[str, StoredTensor] = {}
+        for name in _weight_files(self.folder):
+            for tensor, stored in self._tensors_of(name).items():
+                if tensor in tensors:
+                    raise damaged(self.folder / name, f"{tensor} stands in {tensors[tensor].file} too")
+                tensors[tensor] = stored
+        return tensors
+
+    def _open(self, name: str) -> Any:
         from safetensors import SafetensorError, safe_open
 
-        path = require_inside(self.folder, name)
-        try:
-            file: Any = safe_open(str(path), framework="pt")
-            self._files[name] = file
-            found = {}
-            for tensor in file.keys():  # noqa: SIM118, it has no other way
-                part = file.get_slice(tensor)
-                found[tensor] = StoredTensor(name, tuple(part.get_shape()), part.get_dtype())
-        except (SafetensorError, OSError) as error:
-            raise damaged(self.folder / name, str(error)) from None
+        if name not in self._files:
+            try:
+                self._files[name] = safe_open(str(require_inside(self.folder, name)), framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise damaged(self.folder / name, str(error)) from None
+        return self._files[name]
+
+    def _tensors_of(self, name: str) -> dict[str, StoredTensor]:
+        file, found = self._open(name), {}
+        for tensor in file.keys():  # noqa: SIM118, it has no other way
+            part = file.get_slice(tensor)
+            found[tensor] = StoredTensor(name, tuple(part.get_shape()), part.get_dtype())
         for tensor, stored in found.items():
             if stored.dtype not in ITEM_BYTES:
-                raise UserError(f"{tensor} of {path} has dtype {stored.dtype}; convert it to {' or '.join(ITEM_BYTES)}")
+                path, known = require_inside(self.folder, name), " or ".join(ITEM_BYTES)
+                raise UserError(f"{tensor} of {path} has dtype {stored.dtype}; convert it to {known}")
         return found
 
     def read(self, tensor: str, index: Sequence[slice]) -> Tensor:
         """A part of a tensor; no more of the file is read."""
-        part: Tensor = self._files[self.tensors[tensor].file].get_slice(tensor)[tuple(index)]
+        part: Tensor = self._open(self.tensors[tensor].file).get_slice(tensor)[tuple(index)]
         return part
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -126,7 +126,7 @@ class Recall:
             return str(error)
         return ""
 
-    def _check(self, folder: Location, files: Sequence[Check]) -> dict[str, str]:
+    def _check(self, folder: Location, files: list[Check]) -> dict[str, str]:
         """Why files are damaged; each comes from the next node that has it."""
         damaged: dict[str, str] = {}
         for name, facts in files:
@@ -136,7 +136,7 @@ class Recall:
                 damaged[name] = f"{part(name)} on node {self._memory.node} {damage.reason}"
         return damaged
 
-    def _carry_out(self, folder: Location, duties: Sequence[Duty]) -> dict[Transfer, str]:
+    def _carry_out(self, folder: Location, duties: list[Duty]) -> dict[Transfer, str]:
         """Those that failed."""
         failed: dict[Transfer, str] = {}
         for transfer, facts in duties:
