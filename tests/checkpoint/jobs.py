@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from cuboid.checkpoint import reader
 from cuboid.checkpoint.boxes import boxes_of_piece
 from cuboid.checkpoint.folder import checkpoint_path
+from cuboid.checkpoint.huggingface.folder import ModelFolder
+from cuboid.checkpoint.index import check_index
 from cuboid.checkpoint.save import load, save
 from cuboid.checkpoint.start import Started, start
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
+from cuboid.generate.engine import make_generator
 from cuboid.parallel.apply import build_engine
+from cuboid.spec.generation import GenerationSpec
 from cuboid.spec.run import Run
 from cuboid.train.learning_rate import learning_rate
 from cuboid.train.optimizer import Optimizer
@@ -31,6 +38,19 @@ def start_and_save(rank: int, run: Run, folder: str, place: str) -> tuple[Starte
     save(engine, Optimizer(engine, run.optimizer), Path(folder), 0)
     kept = sum(box.size for piece in pieces for box, _ in boxes_of_piece(piece.part, piece.start, piece.stop))
     return started, kept, max(piece.master.numel() for piece in pieces)
+
+
+def files_opened_to_generate(rank: int, spec: GenerationSpec) -> tuple[int, int]:
+    """How often a rank reads all of a checkpoint's index, and how many safetensors files it opens, to fill its part."""
+    opened, real = set[str](), ModelFolder._open
+
+    def note(folder: ModelFolder, name: str) -> Any:
+        opened.add(name)
+        return real(folder, name)
+
+    with patch.object(reader, "check_index", wraps=check_index) as looks, patch.object(ModelFolder, "_open", note):
+        make_generator(spec, rank, CPU)
+    return looks.call_count, len(opened)
 
 
 def train_part(

@@ -15,6 +15,7 @@ from cuboid.checkpoint.huggingface.export import export_model
 from cuboid.checkpoint.start import check_start
 from cuboid.errors import UserError
 from cuboid.launch.pool import Pool
+from cuboid.spec.generation import GenerationSpec
 from cuboid.spec.run import Run
 from cuboid.train.folder import checkpoint_folder, prepare_folder
 from tests.checkpoint.pretrained import CASES, run_from, save_pretrained, their_loss
@@ -88,6 +89,19 @@ def test_a_run_of_cuboid_gives_its_weights_and_nothing_else(pool: Pool, tmp_path
     export_model(tmp_path / "first", tmp_path / "out", dtype="float64")
     expected = their_loss(tmp_path / "out", second, torch.float64)
     assert losses == pytest.approx([expected, expected], rel=1e-9)
+
+
+def test_one_rank_looks_at_all_and_the_others_open_what_they_read(pool: Pool, tmp_path: Path) -> None:
+    folder = save_pretrained(tmp_path / "model", "llama")
+    files = len(list(folder.glob("*.safetensors")))
+    run = run_from(f"hf:{folder}", "pp=4")
+    pool.run("tests.checkpoint.jobs:start_and_save", (run, str(tmp_path / "own"), f"hf:{folder}"), ranks=4)
+    looks = []
+    for place in (f"hf:{folder}", str(checkpoint_path(tmp_path / "own", 0))):
+        spec = GenerationSpec(model=run.model, layout=run.layout, length=64, slots=2, weights=place)
+        looks.append(pool.run("tests.checkpoint.jobs:files_opened_to_generate", (spec,), ranks=4))
+    assert looks[0][0] == (0, files) and all(0 < opened < files for _, opened in looks[0][1:])
+    assert looks[1] == [(1, 0), (0, 0), (0, 0), (0, 0)]
 
 
 def test_going_on_needs_the_same_start_but_not_its_folder(pool: Pool, tmp_path: Path) -> None:

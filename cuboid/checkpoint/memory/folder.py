@@ -2,7 +2,8 @@
 
 /dev/shm/cuboid-1000-3f2a…/      one per user, run folder and node; nobody else may look into it
   9d41…/                         one per run: what an earlier one in the same folder left is never looked at
-    step-00000120/               as on disk, but with the files of this node and its copies of another's alone
+    step-00000120/               as on disk, but with this node's files and its copies of another's alone, and index
+                                 and manifest of these
     .slot-0/                     the one being written
 """
 
