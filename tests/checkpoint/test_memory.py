@@ -48,6 +48,13 @@ def lose(run: Run, node: str) -> None:
     shutil.rmtree(node_folder(run, node))
 
 
+def damage(run: Run, node: str, file: str) -> None:
+    path = node_folder(run, node) / identity_of(run) / "step-00000003" / file
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
 @pytest.fixture(scope="module")
 def whole(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[Attempt]:
     """Six steps of four ranks, never stopped."""
@@ -137,15 +144,8 @@ def test_a_save_that_fails_costs_itself_alone(pool: Pool, tmp_path: Path) -> Non
 def test_what_is_damaged_comes_from_the_other_copy_or_from_disk(pool: Pool, tmp_path: Path) -> None:
     run = run_in(tmp_path, "dp=2", "checkpoint.every=2")
     first = live(pool, run, "ab", 3)
-
-    def damage(node: str, file: str) -> None:
-        path = node_folder(run, node) / identity_of(run) / "step-00000003" / file
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 4
-        path.write_bytes(content)
-
-    damage("a", "data-00001.bin")
-    damage("b", "index.json")
+    damage(run, "a", "data-00001.bin")
+    damage(run, "b", "index.json")
     kept = shutil.copytree(tmp_path, tmp_path / "aside")
     second = live(pool, run, "ab", 4)
     assert second[0].began == 3 and first[0].losses[:3]
@@ -153,12 +153,22 @@ def test_what_is_damaged_comes_from_the_other_copy_or_from_disk(pool: Pool, tmp_
     shutil.copytree(kept / "memory", tmp_path / "memory")
     shutil.rmtree(tmp_path / "run")
     shutil.copytree(kept / "run", tmp_path / "run")
-    damage("b", "data-00001.bin")
+    damage(run, "b", "data-00001.bin")
     third = live(pool, run, "ab", 4)
     assert "warning: the state in memory after step 3 cannot be used: the part of rank 1 " in third[0].said
     assert " does not match its checksum\n" in third[0].said
     assert "resuming after step 2, written on dp=2" in third[0].said
     assert third[0].losses[-1] == second[0].losses[-1]
+
+
+def test_a_part_whose_place_no_index_tells_is_named(pool: Pool, tmp_path: Path) -> None:
+    run = run_in(tmp_path, "dp=2")
+    live(pool, run, "ab", 3)
+    damage(run, "a", "index.json")
+    damage(run, "b", "index.json")
+    first = live(pool, run, "ab", 1)[0]
+    assert first.began == 0
+    assert "step 3 cannot be used: the index of the part of rank 0 is damaged on every node that has it" in first.said
 
 
 def test_only_the_past_that_the_rows_tell_of_is_gone_on_from(pool: Pool, tmp_path: Path) -> None:
