@@ -13,9 +13,8 @@ import typer
 from cuboid.data.opened import check_data
 from cuboid.errors import UserError
 from cuboid.launch.nodes import NodeOptions
-from cuboid.launch.once import Heard, take_post
-from cuboid.launch.place import find_place
-from cuboid.launch.pool import Pool
+from cuboid.launch.once import Heard, Post, call_here, take_post
+from cuboid.launch.place import find_place, seats
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model
 from cuboid.spec.run import Run, build_run
@@ -179,21 +178,14 @@ def _verify_chain(runs: list[Run], as_json: bool) -> int:
     with TemporaryDirectory(prefix="cuboid-") as folder:
         for index, run in enumerate(runs):
             leg = (run, folder, index * steps, (index + 1) * steps)
-            losses.append(_in_ranks("train_leg", leg, run, run.layout.world_size, heard))
-        verdict = _in_ranks("judge_chain", (runs, folder, losses), runs[0], 1, heard)
+            losses.append(Post(run).call("cuboid.verify.resume:train_leg", leg, heard))
+        alone = seats(1, 0, 1, "", 0, "")
+        verdict = call_here(runs[0], alone, "cuboid.verify.resume:judge_chain", (runs, folder, losses))
     if as_json:
         print(json.dumps({**verdict, **heard.backend}))
     else:
         _show_chain(verdict)
     return 0 if verdict["passed"] else 1
-
-
-def _in_ranks(job: str, arguments: tuple[Any, ...], run: Run, ranks: int, heard: Heard) -> Any:
-    """New ones: NCCL reads its settings once in a process, and they depend on whether ranks share GPUs."""
-    training = run.training
-    settings: dict[str, Any] = {"device": training.device, "backend": training.backend, "timeout": 3600}
-    with Pool() as pool:
-        return pool.run(f"cuboid.verify.resume:{job}", arguments, ranks=ranks, joined=heard, **settings)[0]
 
 
 def _show_chain(verdict: dict[str, Any]) -> None:

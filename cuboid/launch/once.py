@@ -24,8 +24,12 @@ from cuboid.errors import RankError, UserError
 from cuboid.launch.network import Endpoint, listen_if_host
 from cuboid.launch.nodes import NodeOptions, Nodes, find_nodes
 from cuboid.launch.place import Place, find_place, seats
-from cuboid.launch.pool import Pool
+from cuboid.launch.pool import Pool, Watch
 from cuboid.launch.training import check_machine
+from cuboid.launch.watched import beside, watched, watched_by_the_first
+from cuboid.resilience.faults import arm
+from cuboid.resilience.flight import offer_record
+from cuboid.resilience.pulse import PULSE
 from cuboid.spec.run import Run, dump_run
 
 PATIENCE = 3600.0
@@ -70,15 +74,12 @@ class Post:
     def call(self, function: str, arguments: tuple[Any, ...], joined: Heard, asked: str = "") -> Any:
         """`function(rank, *arguments)` on every rank, with the arguments of the process that speaks; returns what it
         returned on rank 0. `asked`: what, besides the run, has to be the same on all nodes."""
-        training = self.run.training
-        settings: dict[str, Any] = {"device": training.device, "backend": training.backend, "timeout": PATIENCE}
         if self.nodes is not None:
-            node = Node(self.run, self.nodes, self.listener, asked)
-            return node.call((function, arguments), {**settings, "joined": joined})
+            return Node(self.run, self.nodes, self.listener, asked).call(function, arguments, joined)
         if self.place is not None:
             return _call_as_rank(self.run, self.place, function, arguments, joined)
-        with Pool() as pool:
-            return pool.run(function, arguments, ranks=self.run.layout.world_size, joined=joined, **settings)[0]
+        ranks = self.run.layout.world_size
+        return call_here(self.run, seats(ranks, 0, ranks, "", 0, ""), function, arguments, joined)
 
 
 def take_post(run: Run, options: NodeOptions) -> Post:
@@ -91,17 +92,31 @@ def take_post(run: Run, options: NodeOptions) -> Post:
     return Post(run, nodes=nodes, listener=listen_if_host(nodes.endpoint, nodes.interface))
 
 
+def call_here(
+    run: Run, places: tuple[Place, ...], function: str, arguments: tuple[Any, ...], joined: Heard | None = None
+) -> Any:
+    """`function(rank, *arguments)` on ranks of this machine, under a watchdog; returns what the first one returned.
+    They are new ones: NCCL reads its settings once in a process, and they depend on whether ranks share GPUs."""
+    kept, training = beside(run), run.training
+    settings: dict[str, Any] = {"device": training.device, "backend": training.backend, "timeout": PATIENCE}
+    with Pool() as pool, watched(kept, places) as pulses:
+        watch = Watch(pulses, kept.output.folder)
+        settings |= {"ranks": len(places), "places": places, "joined": joined, "watch": watch}
+        return pool.run(function, arguments, **settings)[0]
+
+
 def call_together(rank: int, function: str, arguments: tuple[Any, ...]) -> Any:
     """`function(rank, *arguments)` with the arguments of rank 0; returns what it returned there."""
     import torch.distributed as dist
 
-    given = [arguments]
-    if dist.is_initialized():
-        dist.broadcast_object_list(given, src=0)
-    result = [resolve_name(function)(rank, *given[0])]
-    if dist.is_initialized():
-        dist.broadcast_object_list(result, src=0)
-    return result[0]
+    def from_the_first(value: Any) -> Any:
+        values = [value]
+        if dist.is_initialized():
+            with PULSE.everybody().joined("agreement"):
+                dist.broadcast_object_list(values, src=0)
+        return values[0]
+
+    return from_the_first(resolve_name(function)(rank, *from_the_first(arguments)))
 
 
 def _call_as_rank(run: Run, place: Place, function: str, arguments: tuple[Any, ...], joined: Heard) -> Any:
@@ -111,16 +126,24 @@ def _call_as_rank(run: Run, place: Place, function: str, arguments: tuple[Any, .
     from cuboid.launch.backend import join_world
     from cuboid.launch.rank import store_of
     from cuboid.parallel.device import choose_device
+    from cuboid.train.device_progress import device_progress
 
     torch.set_num_threads(run.training.threads_per_rank)
     device = choose_device(run.training.device, place.local_rank)
-    if place.world_size > 1:
-        limit = timedelta(seconds=PATIENCE)
-        found = join_world(store_of(place), place.rank, place.world_size, device, run.training.backend, limit)
+    if place.world_size == 1:
+        return call_together(place.rank, function, arguments)
+    run = beside(run)
+    with watched_by_the_first(run, place):
+        arm(PULSE, place.rank, PULSE.folder or run.output.folder)
+        if device.type == "cuda":
+            offer_record(run.output.folder, PULSE.folder, torch.__version__)
+        with PULSE.everybody("world", place.world_size).joined("join"):
+            limit = timedelta(seconds=PATIENCE)
+            found = join_world(store_of(place), place.rank, place.world_size, device, run.training.backend, limit)
         if place.rank == 0:
             joined({**found.as_json(), "sentence": found.sentence})
-    result = call_together(place.rank, function, arguments)
-    if place.world_size > 1:
+        with device_progress(device):
+            result = call_together(place.rank, function, arguments)
         dist.destroy_process_group()
     return result
 
@@ -161,7 +184,7 @@ class Node:
             )
         return store
 
-    def call(self, job: tuple[Any, ...], settings: dict[str, Any]) -> Any:
+    def call(self, function: str, arguments: tuple[Any, ...], joined: Heard) -> Any:
         nodes, where = self._nodes, self._where
         number = 0 if self._serves else self._store.add("came", 1)
         if number >= nodes.most:
@@ -169,9 +192,9 @@ class Node:
         world = self._run.layout.world_size
         places = seats(nodes.ranks, number * nodes.ranks, world, where.host, where.port, "ranks")
         try:
-            with Pool() as pool, self._ended_with_the_others() as reasons:
+            with self._ended_with_the_others() as reasons:
                 try:
-                    return pool.run(f"{__name__}:call_together", job, ranks=nodes.ranks, places=places, **settings)[0]
+                    return call_here(self._run, places, f"{__name__}:call_together", (function, arguments), joined)
                 except BaseException as error:
                     if reasons:  # what its ranks died of is known, and is not theirs
                         raise RankError(reasons[0]) from None

@@ -14,6 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pkgutil import resolve_name
@@ -26,6 +27,15 @@ from cuboid.launch.place import Place, seats
 PRELOADED = ["cuboid.launch.preload"]
 LINGER = 2.0
 """Seconds after a failure in which other ranks are still heard: one of them may have been the first to fail."""
+
+
+class Watch(NamedTuple):
+    """What ranks tell a watchdog of the process that asks for their job."""
+
+    pulses: str
+    """The folder in which it sees what they do."""
+    reports: str
+    """The folder in which their flight recorders write."""
 
 
 class Answer(NamedTuple):
@@ -62,17 +72,26 @@ def _serve(connection: Connection) -> None:
 
     from cuboid.launch.backend import join_world
     from cuboid.launch.rendezvous import reach_store
+    from cuboid.launch.watched import show
     from cuboid.parallel.device import choose_device
+    from cuboid.resilience.faults import arm
+    from cuboid.resilience.flight import offer_record
+    from cuboid.resilience.pulse import PULSE
+    from cuboid.train.device_progress import device_progress
 
     follow_parent()
     torch.set_num_threads(1)
     while True:
         try:
-            function, arguments, place, folder, timeout, device, backend, talks = connection.recv()
+            function, arguments, place, folder, timeout, device, backend, talks, watch = connection.recv()
         except EOFError:
             return
         try:
             rank, ranks = place.rank, place.world_size
+            progress: AbstractContextManager[None] = nullcontext()
+            if watch is not None:
+                show(watch.pulses, rank)
+                arm(PULSE, rank, watch.pulses)
             if ranks > 1:
                 if place.attempt:
                     store = reach_store(place.master_address, place.master_port, place.attempt)
@@ -80,14 +99,20 @@ def _serve(connection: Connection) -> None:
                     store = dist.FileStore(os.path.join(folder, "store"), ranks)  # type: ignore[attr-defined]
                 limit = timedelta(seconds=timeout)
                 chosen = choose_device(device, place.local_rank)
-                joined = join_world(store, rank, ranks, chosen, backend, limit)
-                own = [chosen.index] if joined.backend == "nccl" else None
-                dist.barrier(device_ids=own)  # a rank with little to do would leave before another has reached it
+                if watch is not None and chosen.type == "cuda":
+                    offer_record(watch.reports, watch.pulses, torch.__version__)
+                with PULSE.everybody("world", ranks).joined("join"):
+                    joined = join_world(store, rank, ranks, chosen, backend, limit)
+                    own = [chosen.index] if joined.backend == "nccl" else None
+                    dist.barrier(device_ids=own)  # a rank with little to do would leave before another has reached it
+                if watch is not None:
+                    progress = device_progress(chosen)
                 if rank == 0:
                     told = {**joined.as_json(), "sentence": joined.sentence}
                     connection.send(Answer("joined", told, time.monotonic()))
             say = (lambda value: connection.send(Answer("said", value, time.monotonic())),) if talks else ()
-            result = resolve_name(function)(rank, *say, *arguments)
+            with progress:
+                result = resolve_name(function)(rank, *say, *arguments)
             if ranks > 1:
                 dist.destroy_process_group()
             # Engines hold on to themselves in circles, and to groups whose threads would wake a hundred times a second.
@@ -132,12 +157,13 @@ class Pool:
         heard: Callable[[Any], None] | None = None,
         joined: Callable[[dict[str, Any]], None] | None = None,
         places: tuple[Place, ...] = (),
+        watch: Watch | None = None,
     ) -> list[Any]:
         """`function(rank, *arguments)` on each of `ranks` processes joined in one process group; their results in
         order. `device` and `backend`: as a run's settings have them. With `heard` it is `function(rank, say,
         *arguments)`: what a rank says on its way is heard here at once. `joined` is told the backend and the GPUs
         (`Joined.as_json`, and its `sentence`) when several ranks have joined. `places`: of these ranks among those of
-        other machines; left out, they are all there are.
+        other machines; left out, they are all there are. `watch`: where a watchdog looks at them.
 
         The function is given by name, so that this process need not import what only the ranks use."""
         if any(connection.poll() for _, connection in self._ranks):
@@ -152,7 +178,8 @@ class Pool:
             connections = [connection for _, connection in self._ranks[:ranks]]
             places = places or seats(ranks, 0, ranks, "", 0, "")
             for place, connection in zip(places, connections, strict=True):
-                connection.send((function, arguments, place, folder, timeout, device, backend, heard is not None))
+                talks = heard is not None
+                connection.send((function, arguments, place, folder, timeout, device, backend, talks, watch))
             return self._results(connections, timeout, heard, joined, places[0].rank)
 
     def _results(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 import traceback
 from collections.abc import MutableSequence
@@ -18,16 +17,14 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from cuboid.launch.backend import Joined, Wanted, join_world
 from cuboid.launch.binding import Binding, bind_near
 from cuboid.launch.orphan import follow_parent
-from cuboid.launch.place import Place, find_place, seats
-from cuboid.launch.readings import judge_with_all, stand_still_everywhere
+from cuboid.launch.place import Place, find_place
 from cuboid.launch.rendezvous import allow_many_connections, reach_store
+from cuboid.launch.watched import attempt, show, watched_by_the_first
 from cuboid.parallel.device import choose_device
 from cuboid.resilience.faults import arm
 from cuboid.resilience.flight import offer_record
 from cuboid.resilience.preemption import Listener
 from cuboid.resilience.pulse import PULSE
-from cuboid.resilience.stacks import offer_stack
-from cuboid.resilience.watchdog import Watchdog, shared_folder
 from cuboid.say import say
 from cuboid.spec.run import Run
 from cuboid.train.folder import BACKEND
@@ -47,12 +44,7 @@ def store_of(place: Place) -> Any:
     if serves:
         allow_many_connections()
     store = TCPStore(place.master_address, place.master_port, place.world_size, serves, wait_for_workers=False)
-    return PrefixStore(_attempt(), store)
-
-
-def _attempt() -> str:
-    """torchrun starts failed ranks again at the same store, where what they had said still stands."""
-    return f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return PrefixStore(attempt(), store)
 
 
 def join(place: Place, device: torch.device, wanted: Wanted) -> Joined:
@@ -116,27 +108,9 @@ def run_rank(run: Run, signals: Listener, quiet: bool = False, place: Place | No
 
 
 def run_joined_rank(run: Run, signals: Listener, quiet: bool) -> Outcome:
-    """A rank that torchrun or Slurm started, or the only one. No supervisor watches such ranks, so the first rank of
-    each node does: it names a hang, keeps stacks and flight recorders, and ends the ranks for their launcher to see."""
+    """A rank that torchrun or Slurm started, or the only one."""
     place = find_place(os.environ)
-    if place is None or place.world_size == 1:
-        return run_rank(run, signals, quiet, place)
-    alike = place.world_size % place.local_world_size == 0
-    if not alike or place.rank % place.local_world_size != place.local_rank:
-        return run_rank(run, signals, quiet, place)  # nodes of several sizes, or ranks dealt round them: not watched
-    folder = shared_folder(_attempt())
-    offer_stack(folder, place.rank)
-    PULSE.open(folder, place.rank)
-    if place.local_rank:
-        return run_rank(run, signals, quiet, place)
-    address = (place.master_address, place.master_port, f"{_attempt()}/watch")
-    here = seats(place.local_world_size, place.rank, place.world_size, *address)
-    ranks = [each.rank for each in here]
-
-    def announce(sentence: str) -> None:
-        print(f"error: {sentence}", file=sys.stderr, flush=True)
-
-    with Watchdog(run, ranks, judge_with_all(here), stand_still_everywhere(here), folder, announce):
+    with watched_by_the_first(run, place):
         return run_rank(run, signals, quiet, place)
 
 
@@ -151,8 +125,7 @@ def run_started_rank(
         place, pids[own] = places[own], os.getpid()
         # The agent counts its own machine's ranks only; what PyTorch writes for debugging carries these numbers.
         os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size))
-        offer_stack(pulses, place.rank)
-        PULSE.open(pulses, place.rank)
+        show(pulses, place.rank)
         outcome = run_rank(run, signals, quiet, place)
         pids[own] = 0
     return outcome

@@ -10,7 +10,6 @@ from contextlib import suppress
 from datetime import timedelta
 
 from cuboid.launch.place import Place
-from cuboid.launch.rendezvous import reach_store
 from cuboid.resilience.diagnosis import Diagnosis, diagnose
 from cuboid.resilience.reading import Reading
 
@@ -28,6 +27,8 @@ def judge_with_all(places: tuple[Place, ...], patience: float = PATIENCE) -> Cal
         return diagnose
 
     def judge(own: list[Reading]) -> Diagnosis:
+        from cuboid.launch.rendezvous import reach_store  # which brings torch
+
         until = time.monotonic() + patience
         try:
             # The first node may wait so long for the others.
@@ -61,6 +62,8 @@ def stand_still_everywhere(places: tuple[Place, ...], patience: float = PATIENCE
 
     def everywhere(stands: bool) -> bool:
         nonlocal counted
+        from cuboid.launch.rendezvous import reach_store
+
         with suppress(RuntimeError):
             store = reach_store(here.master_address, here.master_port, here.attempt, timedelta(seconds=patience))
             number = store.add("nodes that stand still", int(stands) - int(counted))

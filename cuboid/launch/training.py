@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from cuboid.errors import RankError, UserError
 from cuboid.launch.place import Place, find_place, seats
 from cuboid.launch.pool import fork_server
+from cuboid.launch.readings import judge_with_all, stand_still_everywhere
 from cuboid.resilience.preemption import REQUEUE, Forwarder, Listener
 from cuboid.resilience.supervisor import supervise
 from cuboid.resilience.watchdog import Watchdog
@@ -87,7 +88,6 @@ def launch(run: Run, quiet: bool, signals: Forwarder, places: tuple[Place, ...])
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from cuboid.launch.rank import run_started_rank
-    from cuboid.launch.readings import judge_with_all, stand_still_everywhere
     from cuboid.launch.rendezvous import BACKEND
 
     config = LaunchConfig(

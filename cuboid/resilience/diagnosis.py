@@ -199,7 +199,7 @@ def tell_busy(readings: Sequence[Reading], ranks: Sequence[int]) -> str:
     does = f"work{'s' if one else ''} {where(known[ranks[0]])}"
     if known[ranks[0]].state == NOT_BEGUN:
         does = f"{'has' if one else 'have'} not begun"
-    return f"{_who(ranks)} {does}, and the others wait: {waiters}"
+    return f"{_who(ranks)} {does}, and the others wait" + (f": {waiters}" if waiters else "")
 
 
 def _together_with(reading: Reading, known: Mapping[int, Reading]) -> list[int]:

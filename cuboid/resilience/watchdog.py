@@ -140,13 +140,14 @@ class Watchdog:
         moment, folder = time.time(), Path(self._run.output.folder)
         target = _next_report(folder)
         try:
+            with suppress(OSError):  # a disk that is full keeps nobody from going on
+                target.mkdir(parents=True)
             recorders = Recorders(readings, folder, self.folder)
             found = self._judge(readings)
             end = f"silent for {seconds:.1f} s, limit {limit.seconds:.1f} s ({limit.origin}); stacks in {target}"
             self.hang = Hang(found.culprits, f"{found.sentence}; {end}")
             open_now: dict[int, Open] = {}
-            with suppress(OSError):  # a disk that is full keeps nobody from going on
-                target.mkdir(parents=True)
+            with suppress(OSError):
                 collect_stacks(readings, self.folder, target)
                 records = {rank: oldest_open(path) for rank, path in recorders.collect(target).items()}
                 open_now = {rank: each for rank, each in records.items() if each is not None}
@@ -167,7 +168,8 @@ class Watchdog:
             if self._announce is not None:
                 self._announce(sentence)
         finally:
-            for reading in readings:
+            # This process may be one of the ranks: it comes last, or the others would stay.
+            for reading in sorted(readings, key=lambda reading: reading.pid == os.getpid()):
                 if reading.pid:
                     with suppress(ProcessLookupError):
                         os.kill(reading.pid, signal.SIGKILL)

@@ -18,6 +18,7 @@ from cuboid.parallel.device import joined_device
 from cuboid.parallel.gradients import counted_pieces
 from cuboid.plan.exchanges import unforeseen
 from cuboid.plan.slices import Part
+from cuboid.resilience.pulse import PULSE
 from cuboid.spec.run import Run
 from cuboid.train.learning_rate import learning_rate
 from cuboid.train.optimizer import Optimizer
@@ -38,6 +39,7 @@ def observed_trace(run: Run, rank: int) -> Trace | None:
     source = make_source(run)
     trace = Trace()
     for step in range(run.training.steps):
+        PULSE.enter("step", step + 1)
         batches = micro_batches(source, run, step, engine.groups.coordinates.dp, device)
         pending = compute_gradients(engine, batches)
         result = pending.result()
@@ -51,6 +53,7 @@ def observed_trace(run: Run, rank: int) -> Trace | None:
             surprises = _gathered(engine, unforeseen(run, rank, engine.ledger.take()))
             trace.unforeseen += [f"rank {place} {line}" for place, lines in surprises for line in lines]
         trace.parameters.append(_whole(engine, gradients=False))
+    PULSE.enter("finish")
     return trace if rank == 0 else None
 
 
@@ -70,7 +73,8 @@ def _gathered(engine: Engine, own: Any) -> list[tuple[int, Any]]:
     if world.handle is None:
         return [(0, own)]
     gathered: list[Any] | None = [None] * world.size if world.index == 0 else None
-    dist.gather_object(own, gathered, dst=0)
+    with world.track.joined("all-gather"):
+        dist.gather_object(own, gathered, dst=0)
     return list(enumerate(gathered or ()))
 
 

@@ -21,6 +21,7 @@ from cuboid.model.routing import Router
 from cuboid.model.transformer import IGNORED, Transformer
 from cuboid.model.wide_products import fast_products
 from cuboid.parallel.device import choose_device
+from cuboid.resilience.pulse import PULSE
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run
 from cuboid.train.learning_rate import learning_rate
@@ -107,6 +108,7 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
         tokens = sum(int((labels != IGNORED).sum()) for _, labels in samples)
         loss = 0.0
         for place, (inputs, labels) in enumerate(samples):
+            PULSE.do("")  # for a watchdog: a long computation is no silence
             ids = source.documents_at(first + place).unsqueeze(0) if run.data.uses_documents else None
             positions = table.of(torch.arange(run.training.sequence), ids, run.data)
             with fast_products(device, precision):

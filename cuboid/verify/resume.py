@@ -19,6 +19,7 @@ from cuboid.data.source import make_source
 from cuboid.parallel.apply import build_engine
 from cuboid.parallel.coordination import open_coordination
 from cuboid.parallel.device import joined_device
+from cuboid.resilience.pulse import PULSE
 from cuboid.spec.run import Run
 from cuboid.train.learning_rate import learning_rate
 from cuboid.train.optimizer import Optimizer
@@ -69,9 +70,11 @@ def train_leg(rank: int, run: Run, folder: str, first: int, last: int) -> list[f
         raise AssertionError(f"resumed after step {done}, not {first}")
     losses = []
     for step in range(first, last):
+        PULSE.enter("step", step + 1)
         batches = micro_batches(source, run, step, engine.groups.coordinates.dp, device)
         rate = learning_rate(run.learning_rate, step, run.training.steps)
         losses.append(train_step(engine, optimizer, batches, rate).loss)
+    PULSE.enter("save")
     save(engine, optimizer, locate(folder), last)
     return losses
 

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,10 @@ import torch.distributed as dist
 from cuboid.errors import UserError
 from cuboid.launch.backend import SHARED_GPU, count_cards, set_defaults
 from cuboid.launch.binding import Binding, bind_to
+from cuboid.resilience.faults import VARIABLE, arm
+from cuboid.resilience.pulse import PULSE
+from cuboid.spec.run import Run
+from cuboid.verify.compare import verify_rank
 
 
 def describe(rank: int, word: str) -> tuple[int, str, bool]:
@@ -110,3 +115,10 @@ def bind(rank: int, root: str, address: str) -> tuple[Binding | None, list[set[i
     for task in map(int, os.listdir("/proc/self/task")):
         os.sched_setaffinity(task, before)
     return binding, cores
+
+
+def verify_and_hang(rank: int, run: Run, faults: str) -> dict[str, Any] | None:
+    """A proof in which what `CUBOID_FAULT` would ask for strikes: its environment is that of another test."""
+    os.environ[VARIABLE] = faults
+    arm(PULSE, rank, PULSE.folder or "")
+    return verify_rank(rank, run)

@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from cuboid.cli.verify import verification_run
+from cuboid.errors import HangError
+from cuboid.launch.once import Heard, Post
+from cuboid.resilience.reading import process_state
 from tests.cli.command import environment
 from tests.launch.ports import free_port
 
@@ -101,6 +105,23 @@ def test_two_nodes_prove_a_layout_and_refuse_one_with_another_command(processes:
     code, out, errors = ended(leading)
     verdict = json.loads(out)
     assert (code, errors, verdict["passed"], verdict["world_size"]) == (0, "", True, 4)
+
+
+def test_a_rank_that_hangs_in_a_proof_is_named_and_none_is_left(tmp_path: Path) -> None:
+    small = ("model.layers=2", "training.sequence=8", f"output.folder={tmp_path}/run", "resilience.stuck_seconds=2")
+    run = verification_run("dp=2", overrides=small, steps=2)
+    with pytest.raises(HangError) as caught:
+        Post(run).call("tests.launch.jobs:verify_and_hang", (run, "hang rank=1 step=2 at=backward"), Heard(silent=True))
+    said = str(caught.value)
+    assert said.startswith(
+        "rank 1 hangs in step 2, in its backward pass of stage 0: rank 0 waits for it in the all-"
+    ), said
+    folder = tmp_path / "run-hangs/hang-00001"
+    assert "(resilience.stuck_seconds=2: no rank computes, compiles or reads)" in said and str(folder) in said
+    assert "in _sleep_for_ever" in (folder / "rank-00001.txt").read_text()
+    ranks = json.loads((folder / "report.json").read_text())["ranks"]
+    assert [process_state(rank["pid"]) for rank in ranks] == ["", ""]
+    assert not (tmp_path / "run").exists(), "it may be the folder of a training"
 
 
 CALL = """
