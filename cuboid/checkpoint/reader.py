@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -10,21 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
 
+from cuboid.checkpoint.boxes import Box
 from cuboid.checkpoint.checksum import Digest, kind_of, new_digest, spell
 from cuboid.checkpoint.index import check_index
 from cuboid.checkpoint.location import locate
 from cuboid.checkpoint.manifest import INDEX, Damage, Place, StoredFile
+from cuboid.checkpoint.scattered import Scattered
 from cuboid.checkpoint.staging import ALIGNMENT, as_bytes
 from cuboid.checkpoint.verify import MISMATCH, check_file
 from cuboid.resilience.pulse import PULSE
@@ -39,14 +30,22 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Wanted:
-    """A chunk of which something is wanted: where it starts in its file, its lengths, and what."""
+    """What is wanted of a chunk."""
 
     start: int
+    """Of the chunk in its file, in bytes."""
+    chunk: tuple[int, ...]
+    """Its lengths."""
+    dtype: torch.dtype
+    """As it was written."""
+    offsets: tuple[int, ...]
     lengths: tuple[int, ...]
-    item: ReadItem
+    """The box inside the chunk."""
+    target: Tensor
+    """What it fills."""
 
 
-class Reader(StorageReader):
+class Reader:
     def __init__(
         self, folder: Place, index: dict[str, Any] | None = None, share: Mapping[str, StoredFile] | None = None
     ) -> None:
@@ -66,51 +65,26 @@ class Reader(StorageReader):
                 reason = "lacks" if held is None else f"has {'×'.join(map(str, held))} elements in"
                 raise Damage(self._folder, INDEX, f"{reason} {name}, which needs {'×'.join(map(str, shape))}")
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """`storage_data`: file, position and lengths of each chunk."""
-        tensors: dict[str, Any] = {}
-        stored: dict[MetadataIndex, tuple[str, int, tuple[int, ...]]] = {}
-        for name, entry in self.index.items():
-            chunks = []
-            for chunk in entry["chunks"]:
-                offsets, lengths = torch.Size(chunk["offsets"]), torch.Size(chunk["lengths"])
-                chunks.append(ChunkStorageMetadata(offsets, lengths))
-                stored[MetadataIndex(name, offsets)] = (chunk["file"], chunk["position"], lengths)
-            properties = TensorProperties(dtype=DTYPES[entry["dtype"]])
-            tensors[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
-        return Metadata(tensors, storage_data=stored)
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any) -> None:
-        self._metadata = metadata
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        items: dict[str, list[Wanted]] = {name: [] for name in self._share or ()}
-        for item in plan.items:
-            file, start, lengths = self._metadata.storage_data[item.storage_index]
-            items.setdefault(file, []).append(Wanted(start, lengths, item))
-        for file, wanted in items.items():
+    def fill(self, state: Mapping[str, Scattered]) -> None:
+        """Every box of these tensors, from all chunks that hold something of it."""
+        self.require({name: held.full_shape for name, held in state.items()})
+        files: dict[str, list[Wanted]] = {name: [] for name in self._share or ()}
+        for name, held in state.items():
+            for chunk in self.index[name]["chunks"]:
+                for box, values in held.boxes:
+                    if wanted := _overlap(box, values, chunk, DTYPES[self.index[name]["dtype"]]):
+                        files.setdefault(chunk["file"], []).append(wanted)
+        for file, of_file in files.items():
             try:
-                self._read_file(file, sorted(wanted, key=lambda each: each.start), planner)
+                self._read_file(file, sorted(of_file, key=lambda each: each.start))
             except (Damage, OSError) as error:
                 if self._share is None:
                     raise
                 # A disk that fails is damage too: an older checkpoint may lie on good ground.
                 unread = Damage(self._folder, file, f"cannot be read ({error})")
                 self.damage = error if isinstance(error, Damage) else unread
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
-    def _read_file(self, file: str, wanted: list[Wanted], planner: LoadPlanner) -> None:
+    def _read_file(self, file: str, wanted: list[Wanted]) -> None:
         """A file of the share is read once where all of it is wanted, as where the layout is the one that wrote it."""
         PULSE.do("reading")
         expected, digest, reached = (self._share or {}).get(file), None, 0
@@ -123,7 +97,7 @@ class Reader(StorageReader):
         for each in wanted:
             if digest is not None:
                 self._read_bytes(file, reached, memoryview(bytearray(each.start - reached)), digest)
-            reached = each.start + self._read_item(file, each, planner.resolve_tensor(each.item), digest)
+            reached = each.start + self._read_box(file, each, digest)
             PULSE.do("reading")
         if expected is not None and digest is not None:
             self._read_bytes(file, reached, memoryview(bytearray(expected.bytes - reached)), digest)
@@ -134,30 +108,24 @@ class Reader(StorageReader):
         """Whether these are chunks, none of them twice, with nothing but what aligns them between."""
         reached = 0
         for each in wanted:
-            if not 0 <= each.start - reached < ALIGNMENT or tuple(each.item.lengths) != tuple(each.lengths):
+            if not 0 <= each.start - reached < ALIGNMENT or each.lengths != each.chunk:
                 return False
-            reached = each.start + prod(each.lengths) * self._dtype(each.item).itemsize
+            reached = each.start + prod(each.chunk) * each.dtype.itemsize
         return size - reached < ALIGNMENT
 
-    def _dtype(self, item: ReadItem) -> torch.dtype:
-        entry = self._metadata.state_dict_metadata[item.storage_index.fqn]
-        assert isinstance(entry, TensorStorageMetadata)
-        return entry.properties.dtype
-
-    def _read_item(self, file: str, wanted: Wanted, target: Tensor, digest: Digest | None) -> int:
+    def _read_box(self, file: str, wanted: Wanted, digest: Digest | None) -> int:
         """Reads the rows the box lies in; straight into it where it is made of whole rows. Returns their bytes."""
-        item, lengths, dtype = wanted.item, wanted.lengths, self._dtype(wanted.item)
-        first, rows = item.storage_offsets[0], item.lengths[0]
-        position = wanted.start + first * prod(lengths[1:]) * dtype.itemsize
-        whole_rows = tuple(item.lengths[1:]) == tuple(lengths[1:])
+        chunk, lengths, dtype, target = wanted.chunk, wanted.lengths, wanted.dtype, wanted.target
+        position = wanted.start + wanted.offsets[0] * prod(chunk[1:]) * dtype.itemsize
+        whole_rows = lengths[1:] == chunk[1:]
         straight = whole_rows and target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype
-        values = target if straight else torch.empty((rows, *lengths[1:]), dtype=dtype)
+        values = target if straight else torch.empty((lengths[0], *chunk[1:]), dtype=dtype)
         self._read_bytes(file, position, as_bytes(values), digest)
         count = values.nbytes
         if straight:
             return count
         for dimension in range(1, values.ndim):
-            values = values.narrow(dimension, item.storage_offsets[dimension], item.lengths[dimension])
+            values = values.narrow(dimension, wanted.offsets[dimension], lengths[dimension])
         target.copy_(values)
         return count
 
@@ -170,6 +138,20 @@ class Reader(StorageReader):
             if digest is not None:
                 digest.update(part)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
+
+def _overlap(box: Box, values: Tensor, chunk: Mapping[str, Any], dtype: torch.dtype) -> Wanted | None:
+    """What a box of this rank and a stored chunk have in common; `values`: those of the box. None: nothing."""
+    pairs = list(zip(box.offsets, chunk["offsets"], strict=True))
+    begins = [max(pair) for pair in pairs]
+    ends = [
+        min(own + length, stored + stored_length)
+        for (own, stored), length, stored_length in zip(pairs, box.lengths, chunk["lengths"], strict=True)
+    ]
+    lengths = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
+    if min(lengths) <= 0:
+        return None
+    values = values.detach()
+    for dimension, length in enumerate(lengths):
+        values = values.narrow(dimension, begins[dimension] - box.offsets[dimension], length)
+    offsets = tuple(begin - stored for begin, (_, stored) in zip(begins, pairs, strict=True))
+    return Wanted(chunk["position"], tuple(chunk["lengths"]), dtype, offsets, lengths, values)

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
-
-from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 from cuboid.checkpoint.folder import checkpoint_path
 from cuboid.checkpoint.generators import generators, restore_generators
 from cuboid.checkpoint.location import Location
 from cuboid.checkpoint.manifest import Manifest, Place, StoredFile, data_file, read_manifest
 from cuboid.checkpoint.reader import Reader
-from cuboid.checkpoint.scattered import LoadPlanner, Scattered
+from cuboid.checkpoint.scattered import Scattered
 from cuboid.checkpoint.staging import Staging
 from cuboid.checkpoint.state import Moments, state_to_load, state_to_save
 from cuboid.checkpoint.writer import Writer, index_part, whole_index
@@ -21,9 +18,6 @@ from cuboid.data.opened import data_identity
 from cuboid.parallel.apply import Engine
 from cuboid.parallel.coordination import Coordination, open_coordination
 from cuboid.spec.run import dump_run
-
-# Each rank reads for itself; what they must agree on they tell each other through a `Coordination`.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 class Damaged(Exception):
@@ -119,11 +113,9 @@ def load(
     manifest = manifest or read_manifest(checkpoint)
     reader = Reader(checkpoint, index, share)
     state = state_to_load(engine, optimizer)
-    reader.require({name: held.full_shape for name, held in state.items()})
     own = generators(engine) if manifest.layout == str(engine.run.layout) else {}
     own = {name: held for name, held in own.items() if name in reader.names}
-    planner = LoadPlanner(flatten_state_dict=False)
-    load_state({**state, **own}, storage_reader=reader, planner=planner, no_dist=True)
+    reader.fill({**state, **own})
     if share is not None and group is not None:
         agree(str(reader.damage or ""), group)
     restore_generators(engine, own)

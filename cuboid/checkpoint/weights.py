@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import tomllib
-import warnings
 from collections.abc import Mapping
 
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 from cuboid.checkpoint.boxes import Box
 from cuboid.checkpoint.folder import checkpoints, newest_whole
@@ -16,7 +13,7 @@ from cuboid.checkpoint.location import Location, locate
 from cuboid.checkpoint.manifest import INDEX, MANIFEST, Damage, Manifest, Place
 from cuboid.checkpoint.parts import Index
 from cuboid.checkpoint.reader import Reader
-from cuboid.checkpoint.scattered import LoadPlanner, Scattered
+from cuboid.checkpoint.scattered import Scattered
 from cuboid.checkpoint.verify import verify
 from cuboid.errors import UserError
 from cuboid.model.huggingface import parameter_shapes
@@ -65,15 +62,12 @@ class Weights:
         self._reader = Reader(checkpoint, index)
         if index is not None:
             return
-        held = self._reader.read_metadata().state_dict_metadata
         for name, shape in parameter_shapes(model).items():
-            entry = held.get(f"parameter/{name}")
-            if not isinstance(entry, TensorStorageMetadata):
+            entry = self.index.get(f"parameter/{name}")
+            if entry is None:
                 raise Damage(checkpoint, INDEX, f"lacks the parameter {name}")
-            if tuple(entry.size) != shape:
-                raise UserError(
-                    f"{name} of {checkpoint} has shape {tuple(entry.size)}, not {shape}; use the model it was made with"
-                )
+            if (held := tuple(entry["shape"])) != shape:
+                raise UserError(f"{name} of {checkpoint} has shape {held}, not {shape}; use the model it was made with")
 
     @property
     def index(self) -> Index:
@@ -81,11 +75,7 @@ class Weights:
 
     def read(self, wanted: Mapping[str, Scattered]) -> None:
         """Fills the boxes of the named parameters, each in its own dtype."""
-        state = stored_names(wanted)
-        planner = LoadPlanner(flatten_state_dict=False)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process is meant
-            load_state(state, storage_reader=self._reader, planner=planner, no_dist=True)
+        self._reader.fill(stored_names(wanted))
 
 
 def stored_names(wanted: Mapping[str, Scattered]) -> dict[str, Scattered]:

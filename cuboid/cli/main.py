@@ -3,6 +3,7 @@
 A verb is a file beside this one with a function `command`, and a line in `VERBS`.
 """
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -57,6 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status = _status(list(sys.argv[1:] if arguments is None else arguments) or ["--help"])
     if status == INTERRUPTED and arguments is None:
         _leave_at_once()
+    if arguments is None:
+        gc.freeze()  # the process ends: a last collection would look at all of torch, for half a second
     return status
 
 

@@ -168,7 +168,6 @@ print(report.bytes, len(report.files), grown * 1024)
 """
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_memory_holds_one_file_of_weights(tmp_path: Path) -> None:
     run = build_run({"model": "tiny-llama"}, ["model.layers=24", "model.hidden=256", "model.ffn=512"])
     state = {f"parameter/{name}": whole(torch.ones(shape)) for name, shape in parameter_shapes(run.model).items()}
