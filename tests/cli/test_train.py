@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,17 +117,21 @@ def test_joins_the_ranks_of_torchrun(tmp_path: Path, pool: Pool) -> None:
     fields = [*SHORT, f"output.folder={tmp_path / 'started'}", "checkpoint.every=3"]
     started = build_run({"model": "tiny-llama", "layout": "pp=2"}, fields)
     prepare_folder(started)
-    alone = pool.run("tests.train.cases:train_rank", (started,), ranks=2)
+    pool.run("tests.train.cases:train_rank", (started,), ranks=2)
+    shutil.copytree(tmp_path / "started", tmp_path / "beside")
+    longer = [*SHORT, "training.steps=4", f"output.folder={tmp_path / 'beside'}"]
+    beside = build_run({"model": "tiny-llama", "layout": "dp=2"}, longer)
+    prepare_folder(beside)
+    alone = pool.run("tests.train.cases:train_rank", (beside,), ranks=2)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    joined = run([*launcher, *train("--layout", "pp=2")], tmp_path)
+    joined = run([*launcher, *train("--layout", "dp=2", *here, fields=[*SHORT, "training.steps=4"])], tmp_path)
     assert joined.returncode == 0, joined.stderr
-    assert joined.stdout.count("step 3/3") == 1, "one rank speaks for all"
+    assert joined.stdout.count("step 4/4") == 1, "one rank speaks for all"
     assert joined.stdout.startswith("tiny-llama: 427,456 parameters on 2 ranks")
-    assert rows(tmp_path / "runs/default/metrics.jsonl")[-1]["loss"] == alone[0]
-    assert kept(tmp_path / "runs/default") == ["backend.json", "metrics.jsonl", "run.toml"]
-    longer = run([*launcher, *train("--layout", "dp=2", *here, fields=[*SHORT, "training.steps=4"])], tmp_path)
-    assert "resuming after step 3, written on dp=1,tp=1,pp=2" in longer.stdout, longer.stderr
-    assert [row["step"] for row in rows(tmp_path / "started/metrics.jsonl")] == [1, 2, 3, 4]
+    assert "resuming after step 3, written on dp=1,tp=1,pp=2" in joined.stdout, joined.stderr
+    metrics = rows(tmp_path / "started/metrics.jsonl")
+    assert [row["step"] for row in metrics] == [1, 2, 3, 4] and metrics[-1]["loss"] == alone[0]
+    assert kept(tmp_path / "started") == ["backend.json", "checkpoints", "metrics.jsonl", "run.toml"]
 
 
 def test_a_hang_of_ranks_that_torchrun_started_is_named(tmp_path: Path) -> None:
@@ -140,7 +145,7 @@ def test_a_hang_of_ranks_that_torchrun_started_is_named(tmp_path: Path) -> None:
 
 @pytest.fixture
 def training(tmp_path: Path) -> Iterator[Training]:
-    under_way = Training(tmp_path, "dp=2,pp=2")
+    under_way = Training(tmp_path, "dp=2")
     try:
         under_way.wait_for_a_step()
         yield under_way
@@ -152,9 +157,9 @@ def training(tmp_path: Path) -> Iterator[Training]:
 
 def test_a_rank_that_dies_is_named_and_takes_all_with_it(training: Training) -> None:
     ranks = training.ranks()
-    assert len(ranks) == 4
-    os.kill(ranks[2], signal.SIGKILL)
-    assert training.end() == (1, "error: rank 2 failed: it was ended by SIGKILL (out of memory?)\n")
+    assert len(ranks) == 2
+    os.kill(ranks[1], signal.SIGKILL)
+    assert training.end() == (1, "error: rank 1 failed: it was ended by SIGKILL (out of memory?)\n")
     training.assert_nothing_is_left()
 
 
