@@ -8,15 +8,11 @@ import signal
 # Ctrl-C reaches the fork server too, which ends with the command; without this it would tell where its imports stood.
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-import torch  # noqa: E402
-
 import cuboid.train.trainer  # noqa: E402
 import cuboid.verify.compare  # noqa: E402, F401
 
 # The server has nothing to put in order when its command ends, and taking torch apart costs most of a second.
 atexit.register(os._exit, 0)
-# The first optimizer of a process imports another thousand modules; and no thread is started by making one.
-torch.optim.AdamW([torch.zeros(1)])
 # What is here now stays: a collection in a rank need not look at it, nor copy its pages by doing so.
 gc.collect()
 gc.freeze()

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cuboid.model.compiler import uncompiled
 from cuboid.model.documents import Documents
 from cuboid.model.fused_attention import (
     Attended,
@@ -85,7 +86,7 @@ class _Documents(torch.autograd.Function):
         return *attend_backward(gradient, Attended(*context.saved_tensors), True, context.documents), None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def documents_mix(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
     """Causal attention inside each document."""
     seen: Tensor = _Documents.apply(query, key, value, documents)

@@ -12,6 +12,7 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from cuboid.model.balance import Tokens
+from cuboid.model.compiler import uncompiled
 from cuboid.model.feed_forward import FeedForward
 from cuboid.model.rope import Positions
 from cuboid.model.routing import Router, fuses, places_of
@@ -149,7 +150,7 @@ class Mixture(nn.Module):
         self.part = (0, 1)
         """Index and number of the parts in which tokens of whole sequences are routed."""
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         """Not for the compiler: how many rows each expert gets is another number every time."""
         mine = self.take_part(x)

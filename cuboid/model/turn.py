@@ -6,10 +6,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cuboid.model.compiler import operation
+
 TILE = 64
 
 
-@torch.library.custom_op("cuboid::turn", mutates_args=())
+@operation("cuboid::turn")
 def turn(x: Tensor) -> Tensor:
     if not x.is_cuda:
         return x.t().contiguous()
@@ -22,6 +24,6 @@ def turn(x: Tensor) -> Tensor:
     return result
 
 
-@turn.register_fake
+@torch.library.register_fake("cuboid::turn")  # type: ignore[untyped-decorator]
 def _(x: Tensor) -> Tensor:
     return x.new_empty(x.shape[1], x.shape[0])

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cuboid.model.compiler import operation
 from cuboid.model.linear import Norm
 
 MEMBERS = 16384
 """How many numbers a program of the kernel takes at a time, at most four rows."""
 
 
-@torch.library.custom_op("cuboid::norm_backward", mutates_args=())
+@operation("cuboid::norm_backward")
 def norm_backward(
     gradient: Tensor, stream: Tensor, x: Tensor, inverse: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -51,7 +52,7 @@ def norm_backward(
     return result, sums
 
 
-@norm_backward.register_fake
+@torch.library.register_fake("cuboid::norm_backward")  # type: ignore[untyped-decorator]
 def _(gradient: Tensor, stream: Tensor, x: Tensor, inverse: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), _empty_sums(x, inverse)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cuboid.model.compiler import tell_compiler
 from cuboid.model.rope import Positions
 from cuboid.model.transformer import Block
 from cuboid.parallel.recompute import with_recompute
@@ -38,6 +39,7 @@ def compiled_block(
 ) -> Callable[..., Tensor]:
     """`whole`: the block computes alone, so one graph holds it all; else its collectives divide it. `options`: what the
     compiler is told besides."""
+    tell_compiler()
     module = _Recomputed(block, recompute) if recompute == "selective" else block
     # Of operations in place, which blocks have none of.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)

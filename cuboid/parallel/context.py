@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cuboid.model.attention import causal_mix
+from cuboid.model.compiler import operation, uncompiled
 from cuboid.model.documents import Documents
 from cuboid.model.fused_attention import Attended, Gradients
 from cuboid.model.rope import Positions
@@ -29,7 +30,7 @@ class ContextMix:
         self._inner, self._outer = groups.context_inner, groups.context_outer
         self._gathers = gathers
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, positions: Positions) -> Tensor:
         inner = self._inner
         if inner.size > 1:
@@ -149,13 +150,13 @@ def by_rank(x: Tensor, ranks: int) -> Tensor:
 _calls: dict[int, Any] = {}
 
 
-@torch.library.custom_op("cuboid::context_attention", mutates_args=())
+@operation("cuboid::context_attention")
 def _context_attention(query: Tensor, key: Tensor, value: Tensor, call: int) -> tuple[Tensor, Tensor]:
     result: tuple[Tensor, Tensor] = _calls[call].forward(query, key, value)
     return result
 
 
-@torch.library.custom_op("cuboid::exchange_heads", mutates_args=())
+@operation("cuboid::exchange_heads")
 def _exchange_heads(tensors: list[Tensor], back: bool, call: int) -> list[Tensor]:
     group: Group = _calls[call]
     size = group.size

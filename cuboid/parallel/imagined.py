@@ -9,23 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cuboid.model.compiler import operation
 
-@torch.library.custom_op("cuboid::imagined_gather", mutates_args=())
+
+@operation("cuboid::imagined_gather")
 def imagined_gather(x: Tensor, ranks: int) -> Tensor:
     return x.repeat(ranks, 1)
 
 
-@imagined_gather.register_fake
+@torch.library.register_fake("cuboid::imagined_gather")  # type: ignore[untyped-decorator]
 def _(x: Tensor, ranks: int) -> Tensor:
     return x.new_empty(x.shape[0] * ranks, x.shape[1])
 
 
-@torch.library.custom_op("cuboid::imagined_scatter", mutates_args=())
+@operation("cuboid::imagined_scatter")
 def imagined_scatter(x: Tensor, ranks: int) -> Tensor:
     return x.unflatten(0, (ranks, -1)).sum(0)
 
 
-@imagined_scatter.register_fake
+@torch.library.register_fake("cuboid::imagined_scatter")  # type: ignore[untyped-decorator]
 def _(x: Tensor, ranks: int) -> Tensor:
     return x.new_empty(x.shape[0] // ranks, x.shape[1])
 
@@ -34,9 +36,13 @@ def _remember(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
     ctx.ranks = inputs[1]
 
 
-imagined_gather.register_autograd(
-    lambda ctx, gradient: (imagined_scatter(gradient, ctx.ranks), None), setup_context=_remember
+torch.library.register_autograd(
+    "cuboid::imagined_gather",
+    lambda ctx, gradient: (imagined_scatter(gradient, ctx.ranks), None),
+    setup_context=_remember,
 )
-imagined_scatter.register_autograd(
-    lambda ctx, gradient: (imagined_gather(gradient, ctx.ranks), None), setup_context=_remember
+torch.library.register_autograd(
+    "cuboid::imagined_scatter",
+    lambda ctx, gradient: (imagined_gather(gradient, ctx.ranks), None),
+    setup_context=_remember,
 )

@@ -11,6 +11,7 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from cuboid.model.attention import Attention
+from cuboid.model.compiler import operation
 from cuboid.model.feed_forward import FeedForward
 from cuboid.model.linear import Linear
 from cuboid.model.precision import wide
@@ -25,7 +26,7 @@ from cuboid.parallel.unit import Unit
 BLOCK = 4096
 
 
-@torch.library.custom_op("cuboid::swiglu_backward", mutates_args=())
+@operation("cuboid::swiglu_backward")
 def swiglu_backward(gradient: Tensor, joined: Tensor) -> Tensor:
     """`joined`: in each row all gates and then all ups. One operation, because the compiler would write gates and ups
     apart and put them together afterwards."""
@@ -44,7 +45,7 @@ def swiglu_backward(gradient: Tensor, joined: Tensor) -> Tensor:
     return result
 
 
-@swiglu_backward.register_fake
+@torch.library.register_fake("cuboid::swiglu_backward")  # type: ignore[untyped-decorator]
 def _(gradient: Tensor, joined: Tensor) -> Tensor:
     return torch.empty_like(joined)
 

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cuboid.model.compiler import operation
 from cuboid.model.precision import wide
 from cuboid.model.rope import turned
 
 
-@torch.library.custom_op("cuboid::rotate_back", mutates_args=())
+@operation("cuboid::rotate_back")
 def rotate_back(query: Tensor, key: Tensor, value: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """From gradients of the three to that of what they came out of. One operation, because the compiler would ask for
     every number in which of the three it lies."""
@@ -41,7 +42,7 @@ def rotate_back(query: Tensor, key: Tensor, value: Tensor, cosine: Tensor, sine:
     return joined
 
 
-@rotate_back.register_fake
+@torch.library.register_fake("cuboid::rotate_back")  # type: ignore[untyped-decorator]
 def _(query: Tensor, key: Tensor, value: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     return _empty(query, key)
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from cuboid.model.compiler import operation
 from cuboid.model.fp8 import input_gradient_factors, multiply, output_of
 from cuboid.model.linear import Linear, Product
 from cuboid.parallel.deferral import Deferral, accumulate
@@ -52,19 +53,19 @@ class Postponer:
             work()
 
 
-@torch.library.custom_op("cuboid::input_gradient", mutates_args=())
+@operation("cuboid::input_gradient")
 def input_gradient(gradient: Tensor, weight: Tensor, x: Tensor, number: Tensor) -> Tensor:
     """`x`: what the weight was multiplied with. `number`: of the postponer."""
     _POSTPONERS[int(number)].take(lambda: gradient.t() @ x)
     return gradient @ weight
 
 
-@input_gradient.register_fake
+@torch.library.register_fake("cuboid::input_gradient")  # type: ignore[untyped-decorator]
 def _(gradient: Tensor, weight: Tensor, x: Tensor, number: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("cuboid::narrow_input_gradient", mutates_args=())
+@operation("cuboid::narrow_input_gradient")
 def narrow_input_gradient(factors: list[Tensor], waiting: list[Tensor], dtype: torch.dtype, number: Tensor) -> Tensor:
     """In 8 bits. `factors`, `waiting`: of the input gradient and of the weight gradient, two tensors each of which its
     scale follows."""
@@ -72,7 +73,7 @@ def narrow_input_gradient(factors: list[Tensor], waiting: list[Tensor], dtype: t
     return _product(factors, dtype)
 
 
-@narrow_input_gradient.register_fake
+@torch.library.register_fake("cuboid::narrow_input_gradient")  # type: ignore[untyped-decorator]
 def _(factors: list[Tensor], waiting: list[Tensor], dtype: torch.dtype, number: Tensor) -> Tensor:
     return factors[0].new_empty(factors[0].shape[0], factors[2].shape[0], dtype=dtype)
 

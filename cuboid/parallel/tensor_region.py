@@ -14,6 +14,7 @@ from torch.distributed._functional_collectives import (
     reduce_scatter_tensor_autograd,
 )
 
+from cuboid.model.compiler import uncompiled
 from cuboid.parallel.collectives import (
     Pending,
     all_gather,
@@ -118,16 +119,16 @@ class Region:
 
     # Else the compiler stops.
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def _gather(self, x: Tensor) -> Tensor:
         return all_gather(x, self.group)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def _enter(self, x: Tensor) -> Tensor:
         function = _GatherTokens if self.sequence_parallel else _SumGradient
         return function.apply(x, self.group)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @uncompiled
     def _leave(self, x: Tensor) -> Tensor:
         function = _ScatterTokens if self.sequence_parallel else _Sum
         return function.apply(x, self.group)

@@ -76,7 +76,10 @@ class Trainer:
         self, run: Run, rank: int, device: torch.device, quiet: bool = False, asked: Callable[[], bool] = lambda: False
     ) -> None:
         """Set-up: after it the state is that of the newest checkpoint, or of the first step."""
-        torch.use_deterministic_algorithms(run.training.deterministic)
+        if (
+            torch.are_deterministic_algorithms_enabled() != run.training.deterministic
+        ):  # setting it imports the compiler
+            torch.use_deterministic_algorithms(run.training.deterministic)
         seed_generators(run.training.seed, rank)
         self.run, self.device = run, device
         self.memory = MemoryLog(run, rank, device)
