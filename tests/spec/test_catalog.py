@@ -1,9 +1,13 @@
 """The catalog against published parameter counts."""
 
+from dataclasses import replace
+
 import pytest
 
 from cuboid.spec.load import build_model, catalog_models, dump_model
+from cuboid.spec.mixture import MixtureSpec
 from cuboid.spec.model import RopeScaling, load_model
+from cuboid.spec.run import build_run
 
 PUBLISHED = {
     "gpt2": 124_439_808,
@@ -115,3 +119,24 @@ def test_tiny_models_take_every_degree_up_to_eight() -> None:
         assert model.vocab > 256 and model.vocab % 2 == 1
         assert model.parameters < 1_000_000
     assert load_model("tiny-qwen3").tie_embeddings
+
+
+@pytest.mark.parametrize("name", [name for name in catalog_models() if load_model(name).mixture is not None])
+def test_every_mixture_is_balanced_unless_it_says_otherwise(name: str) -> None:
+    mixture = load_model(name).mixture
+    assert mixture is not None and mixture.balance_coefficient > 0
+    assert bool(mixture.bias_rate) == mixture.router_bias
+    off = build_run({"model": name}, ["model.mixture.balance_coefficient=0"]).model.mixture
+    assert off == replace(mixture, balance_coefficient=0.0)
+
+
+def test_a_mixture_that_says_nothing_is_balanced_and_a_saved_one_stays_as_it_is() -> None:
+    sizes = {"hidden": 8, "layers": 2, "heads": 2, "ffn": 8, "vocab": 16}
+    silent = {"experts": 4, "top_k": 2, "expert_ffn": 8}
+    mixture = build_model({**sizes, "mixture": {**silent, "router_bias": True}}).mixture
+    assert mixture is not None
+    assert (mixture.balance_coefficient, mixture.balance_over, mixture.bias_rate) == (0.01, "global_batch", 0.001)
+    # As a run before `balance_over` wrote its table.
+    saved = {**silent, "router_bias": True, "balance_coefficient": 0.0, "z_coefficient": 0.0, "bias_rate": 0.0}
+    old = build_model({**sizes, "mixture": saved}).mixture
+    assert old == MixtureSpec(experts=4, top_k=2, expert_ffn=8, router_bias=True)

@@ -101,6 +101,25 @@ def test_defaults_are_theirs_where_the_config_is_silent() -> None:
     assert read({**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}).rope_theta == 1e6
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("mixtral", {"router_aux_loss_coef": 0.02}, (0.02, "global_batch", 0.0, 0.0)),
+        ("mixtral", {"router_z_loss_coef": 0.003}, (0.001, "global_batch", 0.003, 0.0)),
+        ("qwen3_moe", {"router_aux_loss_coef": None}, (0.001, "global_batch", 0.0, 0.0)),
+        ("qwen3_moe", {"router_aux_loss_coef": 0.0}, (0.0, "global_batch", 0.0, 0.0)),
+        ("deepseek_v2", {"aux_loss_alpha": 0.003}, (0.003, "sequence", 0.0, 0.0)),
+        ("deepseek_v2", {"seq_aux": False}, (0.001, "global_batch", 0.0, 0.0)),
+        ("deepseek_v3", {}, (0.0001, "sequence", 0.0, 0.001)),
+        ("deepseek_v3", {"aux_loss_alpha": 0.001, "seq_aux": True}, (0.001, "sequence", 0.0, 0.001)),
+    ],
+)
+def test_a_mixture_is_balanced_as_its_config_says(name: str, changes: dict[str, Any], expected: object) -> None:
+    mixture = read({**CONFIGS[name].to_dict(), **changes}).mixture
+    assert mixture is not None
+    assert (mixture.balance_coefficient, mixture.balance_over, mixture.z_coefficient, mixture.bias_rate) == expected
+
+
 def test_rope_is_read_in_both_spellings() -> None:
     scaling = {
         "rope_type": "llama3",

@@ -5,6 +5,7 @@ https://github.com/NVIDIA/Megatron-LM
 
 from cuboid.plan.export.lost import Lost
 from cuboid.plan.plan import Plan
+from cuboid.spec.mixture import MixtureSpec
 
 TARGET = "Megatron-LM core 0.14"
 Flags = list[str]
@@ -173,6 +174,23 @@ def _mixture(plan: Plan) -> Flags:
         flags.append(f'--moe-layer-freq "([0]*{dense}+[1]*{plan.question.model.layers - dense})"')
     if mixture.shared_ffn:
         flags.append(f"--moe-shared-expert-intermediate-size {mixture.shared_ffn}")
+    return flags + _balancing(mixture)
+
+
+def _balancing(mixture: MixtureSpec) -> Flags:
+    """Its coefficients mean what ours mean; `global_aux_loss` counts assignments of this step as far as it has come."""
+    kind = {"sequence": "seq_aux_loss", "global_batch": "global_aux_loss"}[mixture.balance_over]
+    flags = [
+        f"--moe-router-load-balancing-type {kind if mixture.balance_coefficient else 'none'}",
+        f"--moe-router-score-function {mixture.scoring}",
+        "--moe-router-dtype fp32",
+    ]
+    if mixture.balance_coefficient:
+        flags.append(f"--moe-aux-loss-coeff {mixture.balance_coefficient!r}")
+    if mixture.z_coefficient:
+        flags.append(f"--moe-z-loss-coeff {mixture.z_coefficient!r}")
+    if mixture.bias_rate:
+        flags += ["--moe-router-enable-expert-bias", f"--moe-router-bias-update-rate {mixture.bias_rate!r}"]
     return flags
 
 
