@@ -9,6 +9,7 @@ import cuboid
 from cuboid.report.communication import communication
 from cuboid.report.considered import considered
 from cuboid.report.curves import curves
+from cuboid.report.experts import experts
 from cuboid.report.explorer import explorer
 from cuboid.report.memory import memory
 from cuboid.report.ranks import ranks
@@ -36,6 +37,7 @@ def collect(source: Source, with_search: bool = True) -> dict[str, Any]:
         "memory": memory(source),
         "communication": communication(source),
         "curves": curves(source),
+        "experts": experts(source),
         "shares": shares(source),
         "considered": considered(source) if with_search else None,
         "explorer": explorer(source) if with_search else None,

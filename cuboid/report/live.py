@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any
 
 from cuboid.errors import UserError
+from cuboid.report.experts import busiest
 from cuboid.report.measured import MeasuredStep, kept_steps, measure
 from cuboid.report.source import Row, Source, open_source
 from cuboid.report.summary import utilization
@@ -102,6 +103,7 @@ class Watched:
             "seconds_left": (run.training.steps - done) * each if each else None,
             "memory_peak_bytes": max((row["peak"] for row in self.source.memory.values()), default=None),
             "failures": len(self.source.failures),
+            **busiest(last, run),
         }
 
     def _status(self, done: int) -> str:

@@ -15,6 +15,7 @@ SCRIPTS = (
     "memory",
     "communication",
     "curves",
+    "experts",
     "shares",
     "considered",
     "explorer",

@@ -42,6 +42,8 @@ def line(state: dict[str, Any]) -> str:
     parts = [f"step {step:>{len(str(steps))}}/{steps}", f"loss {_number(state['loss'], '.4f')}"]
     parts += [f"norm {_number(state['gradient_norm'], '.3f')}", f"lr {_number(state['learning_rate'], '.2e')}"]
     parts += [f"{_number(state['tokens_per_second'], ',.0f')} tokens/s", f"left {_duration(state['seconds_left'])}"]
+    if state["largest_load"] is not None:
+        parts.append(_experts(state))
     return "  ".join([*parts, state["status"]])
 
 
@@ -76,7 +78,13 @@ def _numbers(state: dict[str, Any]) -> list[Text]:
     held = f"{peak / GIB:.2f} GiB" if peak else "–"
     first = f"{_number(state['tokens_per_second'], ',.0f')} tokens/s   step {_number(state['step_seconds'], '.3g')} s"
     failed = f"   failures {state['failures']}" if state["failures"] else ""
-    return [Text(f"{first}   MFU {used}   fullest rank {held}{failed}"), Text("")]
+    routed = [Text(_experts(state))] if state["largest_load"] is not None else []
+    return [Text(f"{first}   MFU {used}   fullest rank {held}{failed}"), *routed, Text("")]
+
+
+def _experts(state: dict[str, Any]) -> str:
+    told = f"busiest expert {state['largest_load']:.2f} × the mean (layer {state['busiest_layer']})"
+    return f"{told}   dead experts {state['dead_experts']}"
 
 
 def _losses(watched: Watched, width: int) -> list[Text]:

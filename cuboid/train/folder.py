@@ -18,10 +18,13 @@ from cuboid.train.rows import last_step
 RUN_FILE = "run.toml"
 BACKEND = "backend.json"
 """What carries the collectives, on how many GPUs; written by rank 0 when all have joined."""
+EXPERTS = "experts.jsonl"
+"""The load of every expert of a mixture, over time."""
 WRITTEN = (
     BACKEND,
     IDENTITY,
     "metrics.jsonl",
+    EXPERTS,
     "timing-*.jsonl",
     "communication-*.jsonl",
     "memory-*.jsonl",

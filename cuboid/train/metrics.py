@@ -21,7 +21,7 @@ from cuboid.resilience.pulse import PULSE
 from cuboid.resilience.stragglers import read_slowest
 from cuboid.say import say
 from cuboid.spec.run import Run
-from cuboid.train.routers import report
+from cuboid.train.routers import ExpertLoads, report
 from cuboid.train.rows import Rows, whole_rows
 from cuboid.train.step import StepResult
 from cuboid.train.trackers import Tracking
@@ -39,6 +39,7 @@ class Metrics:
         self._rows: Rows | None = None
         self._goodput: Goodput | None = None
         self._timing: Rows | None = None
+        self._loads: ExpertLoads | None = None
         self._progress: Progress | None = None
 
     def __enter__(self) -> Metrics:
@@ -52,6 +53,8 @@ class Metrics:
             if self._done < self._run.training.steps:  # else it is written already, and nothing is spent
                 self._goodput = Goodput(folder, whole_rows(path), self._done, PULSE)
             self._rows = Rows(path, self._done)
+            if self._run.model.mixture is not None:
+                self._loads = ExpertLoads(self._run, self._done)
             self._tracking = Tracking(self._run, self._done)
             console = Console(file=sys.stdout)
             if console.is_terminal and not self._quiet:
@@ -66,7 +69,7 @@ class Metrics:
             self._progress.stop()
         if self._goodput is not None:
             self._goodput.write()
-        for rows in (self._rows, self._timing):
+        for rows in (self._rows, self._timing, self._loads):
             if rows is not None:
                 rows.close()
         PULSE.waits = None
@@ -124,12 +127,14 @@ class Metrics:
             kept["overflowed"] = row["overflowed"] = True
         if result.left_out:
             kept["left_out"] = row["left_out"] = result.left_out
-        if result.routers is not None:
-            routing = report(result.routers, self._run)
+        tracked = kept
+        if result.routers is not None and self._loads is not None:
+            routing = report(result.routers, self._run, self._loads.add(step + 1, result.routers))
+            tracked = {**kept, **routing.numbers}
             kept["routers"] = asdict(routing)
-            row["largest_load"] = max(routing.largest_load)
+            row |= {"largest_load": max(routing.largest_load), "dead_experts": routing.dead}
         self._rows.append(kept)
-        self._tracking.log(step + 1, kept)
+        self._tracking.log(step + 1, tracked)
         _warn_of(saves)
         if not self._quiet:
             self._show(row, saves)
@@ -143,6 +148,9 @@ class Metrics:
             if self._goodput is not None:
                 self._goodput.rewind(whole_rows(folder / "metrics.jsonl"), done)
             self._rows = Rows(folder / "metrics.jsonl", done)
+        if self._loads is not None:
+            self._loads.close()
+            self._loads = ExpertLoads(self._run, done)
         if self._timing is not None:
             self._timing.close()
             self._timing = Rows(folder / f"timing-{self._rank:05d}.jsonl", done)
@@ -164,6 +172,7 @@ class Metrics:
         )
         if "largest_load" in row:
             line += f"  busiest expert {row['largest_load']:.2f}×"
+            line += f"  dead experts {row['dead_experts']}" if row["dead_experts"] else ""
         if "validation_loss" in row:
             line += f"  validation {row['validation_loss']:.4f}"
         line += "".join(map(_shown, saves))

@@ -1,8 +1,14 @@
-"""The routers after a step: their loads kept, their biases moved, their statistics told."""
+"""The routers after a step: their loads kept, their biases moved, their statistics told.
+
+`experts.jsonl` in the run folder has the load of every expert: a row for a window of steps, `loads` by layer in percent
+of the mean expert's, rounded up, so that 0 is an expert without a single token. There are at most `WINDOWS` rows,
+however long the run is."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,6 +18,12 @@ from cuboid.parallel.apply import Engine
 from cuboid.parallel.collectives import all_reduce
 from cuboid.plan.parameters import BALANCE
 from cuboid.spec.run import Run
+from cuboid.train.folder import EXPERTS
+from cuboid.train.rows import Rows
+
+WINDOWS = 200
+DEAD_AFTER = 20
+"""Steps without a token after which an expert is dead: nothing it could learn from comes to it."""
 
 
 def summed_statistics(engine: Engine) -> Tensor | None:
@@ -49,9 +61,50 @@ class RouterReport:
     """Assignments for which an expert had no room."""
     largest_load: list[float]
     """By layer with experts: assignments of the busiest expert over those of the mean one."""
+    dead: int = 0
+    """Experts of all layers without a token in the last `DEAD_AFTER` steps."""
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        """For trackers, which take single numbers."""
+        told = {"balance_loss": self.balance_loss, "z_loss": self.z_loss, "dropped": self.dropped}
+        told |= {"largest_load": max(self.largest_load), "dead": self.dead}
+        return {f"routers/{name}": value for name, value in told.items() if value is not None}
 
 
-def report(statistics: Tensor, run: Run) -> RouterReport:
+class ExpertLoads:
+    """The load of every expert over time; of rank 0."""
+
+    def __init__(self, run: Run, done: int) -> None:
+        """Rows of the first `done` steps are kept."""
+        mixture, training = run.model.mixture, run.training
+        assert mixture is not None
+        self._steps = training.steps
+        self._every = max(run.output.log_every, math.ceil(training.steps / WINDOWS))
+        self._rows = Rows(Path(run.output.folder) / EXPERTS, done)
+        layers = run.model.layers - mixture.first_dense_layers
+        self._asked = torch.zeros(layers, mixture.experts, dtype=torch.float64)
+        self._idle = torch.zeros(layers, mixture.experts, dtype=torch.int64)
+        self._first = done + 1
+
+    def add(self, step: int, statistics: Tensor) -> int:
+        """`step`: counted from 1. How many experts are dead now."""
+        asked = statistics[:, : self._asked.shape[1]]
+        self._asked += asked
+        self._idle = torch.where(asked > 0, 0, self._idle + 1)
+        if step % self._every == 0 or step == self._steps:
+            mean = self._asked.mean(1, keepdim=True).clamp(min=1e-9)
+            loads = (100 * self._asked / mean).ceil().int().tolist()
+            self._rows.append({"step": step, "first": self._first, "loads": loads})
+            self._asked.zero_()
+            self._first = step + 1
+        return int((self._idle >= DEAD_AFTER).sum())
+
+    def close(self) -> None:
+        self._rows.close()
+
+
+def report(statistics: Tensor, run: Run, dead: int = 0) -> RouterReport:
     mixture, training = run.model.mixture, run.training
     assert mixture is not None
     asked, sums = statistics[:, : mixture.experts], statistics[:, mixture.experts :]
@@ -61,4 +114,5 @@ def report(statistics: Tensor, run: Run) -> RouterReport:
         z_loss=mean[1].item() / (training.global_batch * training.sequence) if mixture.z_coefficient else None,
         dropped=int(sums[:, 2].sum()),
         largest_load=(asked.amax(1) / asked.mean(1)).tolist(),
+        dead=dead,
     )

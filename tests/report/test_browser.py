@@ -7,6 +7,7 @@ Without a Chromium these tests are left out, and the head of the session says so
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from cuboid.cli.main import main
 from cuboid.launch.pool import Pool
 from tests.report.browser import Tab, chromium
+from tests.report.cases import make_run, row, write_rows
 from tests.report.looks import check_hover, check_keys, check_open, check_pinch, take_pictures
 
 pytestmark = pytest.mark.browser
@@ -59,6 +61,30 @@ def test_a_run(tab: Tab, run_page: Path, tmp_path: Path, request: pytest.Fixture
     check_pinch(tab)
     folder = Path(request.config.getoption("--pictures") or tmp_path)
     take_pictures(tab, run_page, folder, "run-summary", "run-timeline", "run-communication", "run-curves")
+    assert not tab.complaints
+
+
+def test_a_run_of_a_mixture(tab: Tab, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Experts that even out, one that died; of as many experts and layers as a large model has."""
+    make_run(tmp_path / "run", "dp=4,ep=2", 400, "model=qwen3-30b-a3b")
+    write_rows(tmp_path / "run" / "metrics.jsonl", [row(step) for step in (1, 2, 3)])
+    waves = [[math.sin(layer + 7 * expert) for expert in range(127)] for layer in range(48)]
+    windows = [
+        {
+            "step": 10 * number,
+            "first": 10 * number - 9,
+            "loads": [[max(5, round(100 + 400 * height / number)) for height in wave] + [0] for wave in waves],
+        }
+        for number in range(1, 41)
+    ]
+    write_rows(tmp_path / "run" / "experts.jsonl", windows)
+    page = tmp_path / "run.html"
+    made("report", tmp_path / "run", "--cluster", "h100x4", "-o", page)
+    for width in (390, 1280):
+        check_open(tab, page, width)
+    tab.point("#experts canvas", 0.5, 0.2)
+    assert "× the mean in steps 391 to 400" in str(tab.value("document.getElementById('tip').textContent"))
+    take_pictures(tab, page, Path(request.config.getoption("--pictures") or tmp_path), "run-experts")
     assert not tab.complaints
 
 

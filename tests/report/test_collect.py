@@ -16,8 +16,11 @@ from cuboid.plan.exchanges import predicted_ledger
 from cuboid.plan.plan import dump_plan
 from cuboid.plan.question import Question
 from cuboid.report.collect import collect
+from cuboid.report.experts import experts
+from cuboid.report.live import Watched
 from cuboid.report.page import page
 from cuboid.report.source import open_source
+from cuboid.report.terminal import frame, line
 from cuboid.report.thin import POINTS
 from cuboid.resilience.failures import Failure
 from cuboid.spec.cluster import load_cluster
@@ -87,6 +90,36 @@ def test_goodput_slow_ranks_and_bad_steps(tmp_path: Path) -> None:
     assert [entry["parts"]["wait"] for entry in told["ranks"]] == [0.0, 0.5, 1.0, 1.5]
     (event,) = data["curves"]["events"]
     assert event == {"step": 2, "kind": "skipped", "text": "bad step, loss is not finite: skip"}
+
+
+def test_loads_of_experts(tmp_path: Path) -> None:
+    """The newest window always, as many before it as a page has room for, and of all windows the busiest expert."""
+    sizes = ("model=tiny-deepseek", "model.mixture.experts=8", "model.mixture.top_k=2", "model.layers=3")
+    make_run(tmp_path, "dp=2", 40, *sizes)
+    loads = [[[100 * step] + [60] * 6 + [0], [100] * 8] for step in range(1, 5)]
+    write_rows(
+        tmp_path / "experts.jsonl",
+        [{"step": 10 * step, "first": 10 * step - 9, "loads": rows} for step, rows in enumerate(loads, 1)],
+    )
+    write_rows(tmp_path / "metrics.jsonl", [row(40, routers={"largest_load": [3.5, 1.0], "dead": 2})])
+    source = open_source(tmp_path)
+    found = collect(source, with_search=False)["experts"]
+    assert (found["layers"], found["experts"], found["most"]) == ([1, 2], 8, 4.0), "the first layer has none"
+    assert found["busiest"] == [[step, 1.0] for step in (1.0, 2.0, 3.0, 4.0)] and found["idle"] == [[1, 0]] * 4
+    assert found["steps"] == [[1, 10], [11, 20], [21, 30], [31, 40]]
+    assert [frame["loads"] for frame in found["frames"]] == loads
+    assert [frame["step"] for frame in experts(source, numbers=40)["frames"]] == [20, 40]
+    watched = Watched.open(tmp_path)
+    watched.refresh()
+    assert "busiest expert 3.50 × the mean (layer 1)   dead experts 2" in line(watched.state())
+    assert "dead experts 2" in frame(watched, 80, 24).plain
+    assert collect(open_source(plain_run(tmp_path / "dense")), with_search=False)["experts"] is None
+
+
+def plain_run(folder: Path) -> Path:
+    make_run(folder)
+    write_rows(folder / "metrics.jsonl", [row(1)])
+    return folder
 
 
 def test_nothing_here_needs_torch(tmp_path: Path) -> None:
