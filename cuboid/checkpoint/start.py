@@ -35,7 +35,7 @@ from cuboid.spec.run import Run
 PREFIX = "hf:"
 ROWS = 4096
 """Rows compared together, where two tensors must be equal."""
-NO_MATHS = ("name", "initialization", "initial_std", "max_positions")
+NO_MATHS = ("name", "initialization", "base_width", "initial_std", "max_positions")
 
 
 @dataclass(frozen=True)

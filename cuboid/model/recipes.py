@@ -1,4 +1,5 @@
-"""How wide each parameter is drawn: a recipe is a small table from the role of a matrix to a standard deviation.
+"""How wide each parameter is drawn, and how fast it learns: a recipe is a small table from the role of a matrix to a
+standard deviation, and one recipe, mup, has learning rates too.
 
 Pure functions of the model and the parameter's name, so that every layout draws the same."""
 
@@ -6,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from cuboid.spec.model import Family, Initialization, ModelSpec
@@ -82,9 +83,17 @@ def _fan_in(model: ModelSpec, matrix: Matrix) -> Deviations:
 
 def _zero_output(model: ModelSpec, matrix: Matrix) -> Deviations:
     """As `fan_in`, but every layer begins as the identity."""
-    std = matrix.fan_in**-0.5
-    embedding = _embedding(model)
-    return Deviations(embedding, embedding, read=std, up=std, write=0.0, router=std, head=std)
+    return replace(_fan_in(model, matrix), write=0.0)
+
+
+def _mup(model: ModelSpec, matrix: Matrix) -> Deviations:
+    """The maximal-update parametrisation (Tensor Programs V, table 3): as `fan_in`, but what leads out of the width, to
+    a fixed number of logits, shrinks with 1/fan-in above the base width. A router is such an output, as the head is. No
+    multiplier in the forward pass: an exported model computes the same. Attention keeps 1/√head_dim: head_dim is the
+    same at all widths."""
+    base = _fan_in(model, matrix)
+    out = base.head * min(1.0, model.base_width / matrix.fan_in) ** 0.5
+    return replace(base, router=out, head=out)
 
 
 def _embedding(model: ModelSpec) -> float:
@@ -99,6 +108,7 @@ RECIPES: dict[Initialization, Callable[[ModelSpec, Matrix], Deviations]] = {
     "depth": _depth,
     "fan_in": _fan_in,
     "zero_output": _zero_output,
+    "mup": _mup,
 }
 
 
@@ -111,6 +121,15 @@ def standard_deviation(model: ModelSpec, name: str) -> float:
     """Of the initial elements of the matrix called `name`; 0: they are all zero."""
     matrix = matrix_of(model, name)
     return float(getattr(RECIPES[recipe_of(model)](model, matrix), matrix.role))
+
+
+def learning_rate_factor(model: ModelSpec, name: str) -> float:
+    """What multiplies the learning rate of a parameter. AdamW moves every element alike, so the output of a matrix
+    moves in proportion to its fan-in; with mup it moves alike at any width. Embeddings and vectors sum over nothing."""
+    if recipe_of(model) != "mup" or name.endswith((".bias", "norm.weight")):
+        return 1.0
+    matrix = matrix_of(model, name)
+    return 1.0 if matrix.role in ("tokens", "positions") else model.base_width / matrix.fan_in
 
 
 def matrix_of(model: ModelSpec, name: str) -> Matrix:

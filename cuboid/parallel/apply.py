@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from cuboid.model.initialize import initial_tensor
 from cuboid.model.linear import Linear
 from cuboid.model.mixture import Experts, Mixture
 from cuboid.model.precision import wide
+from cuboid.model.recipes import learning_rate_factor
 from cuboid.model.transformer import Block, Embedding, Head
 from cuboid.model.wide_products import fast_products
 from cuboid.parallel.branch import branch
@@ -268,7 +269,10 @@ class _Builder:
             experts, balance = name.endswith(EXPERTS), name.endswith(BALANCE)
             self.units[name] = Unit(
                 name,
-                lay_out(shapes, self._slice_of),
+                [
+                    replace(part, rate_factor=learning_rate_factor(self.model, part.name))
+                    for part in lay_out(shapes, self._slice_of)
+                ],
                 0 if balance else self.layout.zero,
                 self.groups.routed if experts else self.groups,
                 wide(self.dtype) if balance else self.dtype,

@@ -41,6 +41,8 @@ class Part:
     slice: Slice
     offset: int
     """Where it begins in the unit's flat buffer."""
+    rate_factor: float = 1.0
+    """What multiplies its learning rate."""
 
     @property
     def shape(self) -> tuple[int, ...]:

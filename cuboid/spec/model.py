@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 Family = Literal["llama", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3"]
-Initialization = Literal["auto", "megatron", "flat", "depth", "fan_in", "zero_output"]
+Initialization = Literal["auto", "megatron", "flat", "depth", "fan_in", "zero_output", "mup"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,10 @@ class ModelSpec:
     by √(2 · layers) where a matrix adds to the residual stream. flat: `initial_std` for all. depth (torchtitan):
     `initial_std`, divided by √(2 · (layer + 1)) for up, down, attention's output and routers; embedding 1, head
     1/√hidden. fan_in: 1/√fan-in, divided by √(2 · layers) where a matrix adds to the residual stream; embedding 1.
-    zero_output: like fan_in, but these matrices start at zero. Tied embeddings have `initial_std` in all of them."""
+    zero_output: like fan_in, but these matrices start at zero. Tied embeddings have `initial_std` in all of them. mup:
+    the maximal-update parametrisation for AdamW, whose best learning rate does not move with the width."""
+    base_width: int = 256
+    """With mup: the fan-in of a matrix that learns at `learning_rate.peak`, and at which mup draws as fan_in does."""
     initial_std: float = 0.02
     """Standard deviation of the first parameters, in recipes of `initialization` that use it."""
     mixture: MixtureSpec | None = None
@@ -88,7 +91,7 @@ class ModelSpec:
 
     def __post_init__(self) -> None:
         check_types(self, "model")
-        require_at_least(1, self, "model", ("hidden", "layers", "heads", "ffn", "vocab", "max_positions"))
+        require_at_least(1, self, "model", ("hidden", "layers", "heads", "ffn", "vocab", "max_positions", "base_width"))
         require_at_least(0, self, "model", ("kv_heads", "head_dim"))
         self._resolve_heads()
         for name in ("norm_epsilon", "rope_theta", "initial_std"):
@@ -99,11 +102,7 @@ class ModelSpec:
             raise UserError(
                 f"model.{name}={self.rope_dim} is odd and rope turns pairs; {use(name, [self.rope_dim + 1])}"
             )
-        if self.initialization == "zero_output" and self.tie_embeddings:
-            raise UserError(
-                "model.initialization=zero_output with tie_embeddings=true makes every token predict itself at first; "
-                "use initialization=fan_in or tie_embeddings=false"
-            )
+        self._check_initialization()
         for name in ("rope_scaling", "yarn"):
             if getattr(self, name) and self.positions != "rope":
                 raise UserError(f"model.{name} does nothing with positions={self.positions}; use positions=rope")
@@ -113,6 +112,22 @@ class ModelSpec:
             raise UserError(
                 f"mixture.first_dense_layers={self.mixture.first_dense_layers} is more than layers={self.layers}; "
                 f"{use('first_dense_layers', [self.layers])} or less"
+            )
+
+    def _check_initialization(self) -> None:
+        reasons = {
+            "zero_output": "makes every token predict itself at first",
+            "mup": "asks for two learning rates of one matrix",
+        }
+        if self.tie_embeddings and self.initialization in reasons:
+            raise UserError(
+                f"model.initialization={self.initialization} with tie_embeddings=true {reasons[self.initialization]}; "
+                "use initialization=fan_in or tie_embeddings=false"
+            )
+        if self.base_width != ModelSpec.base_width and self.initialization != "mup":
+            raise UserError(
+                f"model.base_width={self.base_width} does nothing with initialization={self.initialization}; "
+                "use initialization=mup"
             )
 
     def _resolve_heads(self) -> None:

@@ -14,11 +14,20 @@ from torch.optim.adamw import adamw
 from cuboid.parallel.adjacent import follows, together
 from cuboid.parallel.halves import join_halves, split_halves
 from cuboid.parallel.piece import Piece
+from cuboid.plan.slices import Part
 from cuboid.spec.training import OptimizerSpec
 
 ROW = 1024
 """Long tensors are updated as rows of this length: a compiler that knows one even length reads wider words (7 % faster
 than with the length left open), and one graph still serves them all."""
+
+
+Kind = tuple[bool, float]
+"""Whether a parameter decays, and what multiplies its learning rate: what is alike in both is updated together."""
+
+
+def kind_of(part: Part) -> Kind:
+    return len(part.full_shape) > 1, part.rate_factor
 
 
 @dataclass(frozen=True)
@@ -33,6 +42,9 @@ class Elements:
     weight: Tensor | None
     decays: bool
     """Matrices decay; norms and biases do not."""
+    rate_factor: float
+    """What multiplies the learning rate, but not the decay: how strongly a weight is held back does not depend on how
+    wide its matrix is, or the width would change which decay is best."""
     in_rows: bool
 
     @classmethod
@@ -43,9 +55,12 @@ class Elements:
         here = slice(start, stop)
         weight = None if piece.weight is None else piece.weight[here]
         weight = weight.view(torch.int16) if piece.is_halved and weight is not None else weight
-        matrix = len(piece.part.full_shape) > 1
         in_rows = (piece.stop - piece.start) % ROW == 0
-        return cls(kept, first, second, piece.gradient[here], weight, matrix, in_rows)
+        return cls(kept, first, second, piece.gradient[here], weight, *kind_of(piece.part), in_rows)
+
+    @property
+    def kind(self) -> Kind:
+        return self.decays, self.rate_factor
 
     @property
     def is_halved(self) -> bool:
@@ -58,7 +73,7 @@ class Elements:
 
     def is_followed_by(self, other: Elements) -> bool:
         """In memory, all of it, by what is updated alike."""
-        alike = self.decays == other.decays and self.in_rows == other.in_rows
+        alike = self.kind == other.kind and self.in_rows == other.in_rows
         return alike and all(map(follows, self._tensors, other._tensors))
 
     def with_following(self, other: Elements) -> Elements:
@@ -162,13 +177,15 @@ def update_eagerly(
 ) -> None:
     """`steps`: taken before this one. `scale`: what gradients are multiplied by."""
     every = list(elements)
-    for decays in (True, False):
-        chosen = [each for each in every if each.decays == decays]
+    for decays, factor in sorted({each.kind for each in every}):
+        chosen = [each for each in every if each.kind == (decays, factor)]
+        # torch multiplies decay by the learning rate it is given.
+        decay = spec.weight_decay / factor if decays else 0.0
         # Halved elements need their master weights in full for a moment: one piece at a time.
         together = [[each] for each in chosen if each.is_halved]
         together += [[each for each in chosen if not each.is_halved]]
         for group in filter(None, together):
-            _update_together(group, spec, learning_rate, spec.weight_decay if decays else 0.0, steps, scale)
+            _update_together(group, spec, learning_rate * factor, decay, steps, scale)
 
 
 def _update_together(

@@ -18,9 +18,11 @@ from cuboid.parallel.apply import Engine
 from cuboid.parallel.piece import Piece
 from cuboid.parallel.unit import Unit
 from cuboid.spec.training import OptimizerSpec
-from cuboid.train.adamw import Elements, update_compiled, update_eagerly
+from cuboid.train.adamw import Elements, Kind, kind_of, update_compiled, update_eagerly
 from cuboid.train.offload import OffloadedState
 
+Numbers = dict[Kind, Tensor]
+"""On the device, as the compiled update takes them."""
 EVEN = 16
 """So many numbers of any kind fill the widest words that a kernel reads."""
 
@@ -82,7 +84,8 @@ class Optimizer:
         self._stream = torch.cuda.Stream(engine.device) if apart else None  # type: ignore[no-untyped-call]
         self._captures = False
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._numbers: list[Tensor] = []
+        self._numbers: Numbers = {}
+        self._kinds = sorted({kind_of(part) for unit in self._units for part in unit.parts})
 
     def capture(self) -> None:
         """From now on gradients always lie in the same tensors, so that an update may be a CUDA graph."""
@@ -116,14 +119,17 @@ class Optimizer:
         size = learning_rate / (1 - spec.beta1**self._steps)
         correction = (1 - spec.beta2**self._steps).sqrt()
         plain, decay = torch.ones_like(size), torch.full_like(size, 1 - learning_rate * spec.weight_decay)
-        numbers = [
-            torch.stack((scale.double(), factor, size, correction, finite.double())) for factor in (plain, decay)
-        ]
+        numbers = {
+            (decays, factor): torch.stack(
+                (scale.double(), decay if decays else plain, size * factor, correction, finite.double())
+            )
+            for decays, factor in self._kinds
+        }
         if self._stream is None:
             self._update_in_line(numbers)
             return
         self._stream.wait_stream(torch.cuda.current_stream())
-        for tensor in numbers:
+        for tensor in numbers.values():
             tensor.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             for unit in self._units:
@@ -133,31 +139,31 @@ class Optimizer:
                 done.record()
                 unit.is_being_updated(done, read)
 
-    def _update_in_line(self, numbers: list[Tensor]) -> None:
+    def _update_in_line(self, numbers: Numbers) -> None:
         if not self._captures:
             for unit in self._units:
                 self._update_unit(unit, numbers)
                 unit.publish(written=True)
             return
         if self._graph is None:
-            self._numbers = [tensor.clone() for tensor in numbers]
+            self._numbers = {kind: tensor.clone() for kind, tensor in numbers.items()}
             self._graph = torch.cuda.CUDAGraph()
             # Other threads may go on: NCCL has one that looks at events.
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 for unit in self._units:
                     self._update_unit(unit, self._numbers)
-        for kept, new in zip(self._numbers, numbers, strict=True):
-            kept.copy_(new)
+        for kind, kept in self._numbers.items():
+            kept.copy_(numbers[kind])
         self._graph.replay()
         for unit in self._units:
             unit.publish(written=True)
 
-    def _update_unit(self, unit: Unit, numbers: list[Tensor]) -> list[Tensor]:
+    def _update_unit(self, unit: Unit, numbers: Numbers) -> list[Tensor]:
         """Returns the gradients."""
         read = []
         for lot in self._state.visit([unit]):
             for elements in in_runs(lot, Elements.is_followed_by, Elements.with_following):
-                update_compiled(elements, self._spec, numbers[elements.decays])
+                update_compiled(elements, self._spec, numbers[elements.kind])
                 read.append(elements.gradient)
         return read
 

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from cuboid.model.fp8 import Fp8Product
 from cuboid.model.initialize import initialize
 from cuboid.model.linear import Linear
 from cuboid.model.precision import wide
+from cuboid.model.recipes import learning_rate_factor
 from cuboid.model.rope import PositionTable
 from cuboid.model.routing import Router
 from cuboid.model.transformer import IGNORED, Transformer
@@ -85,10 +87,8 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
                 child.product = Fp8Product(run.training.fp8_scaling == "row")
     if hops > 1:
         sum_hop_by_hop(computing.model, hops)
-    matrices = [parameter for parameter in parameters.values() if parameter.ndim > 1]
-    vectors = [parameter for parameter in parameters.values() if parameter.ndim == 1]
     optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": run.optimizer.weight_decay}, {"params": vectors, "weight_decay": 0.0}],
+        [_group(run, name, parameter) for name, parameter in parameters.items()],
         betas=(run.optimizer.beta1, run.optimizer.beta2),
         eps=run.optimizer.epsilon,
     )
@@ -127,7 +127,7 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
         if run.training.gradient_clip > 0:
             torch.nn.utils.clip_grad_norm_(model.parameters(), run.training.gradient_clip)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(run.learning_rate, step, run.training.steps)
+            group["lr"] = learning_rate(run.learning_rate, step, run.training.steps) * group["factor"]
         optimizer.step()
         if balance is not None:
             trace.routers.append(balance.statistics.cpu().clone())
@@ -141,6 +141,13 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
                 for kind in ("exp_avg", "exp_avg_sq")
             }
     return trace
+
+
+def _group(run: Run, name: str, parameter: Tensor) -> dict[str, Any]:
+    """Matrices decay, and by as much whatever multiplies their learning rate."""
+    factor = learning_rate_factor(run.model, name)
+    decay = run.optimizer.weight_decay / factor if parameter.ndim > 1 else 0.0
+    return {"params": [parameter], "factor": factor, "weight_decay": decay}
 
 
 class Computing:

@@ -9,7 +9,7 @@ import torch
 
 from cuboid.errors import UserError
 from cuboid.model.initialize import initial_tensor, initialize
-from cuboid.model.recipes import RECIPES, matrix_of, recipe_of, standard_deviation
+from cuboid.model.recipes import RECIPES, learning_rate_factor, matrix_of, recipe_of, standard_deviation
 from cuboid.model.transformer import Transformer
 from cuboid.spec.load import catalog_models
 from cuboid.spec.model import Initialization, ModelSpec, load_model
@@ -114,7 +114,7 @@ def test_elements_are_what_whole_numbers_of_any_size_say() -> None:
 def drawn_by(name: str, recipe: Initialization) -> ModelSpec:
     """Tied embeddings and a recipe that cannot have them: not tied."""
     model = load_model(name)
-    tied = model.tie_embeddings and recipe != "zero_output"
+    tied = model.tie_embeddings and recipe not in ("zero_output", "mup")
     return replace(model, layers=3, initialization=recipe, tie_embeddings=tied)
 
 
@@ -189,5 +189,40 @@ def test_the_first_loss_is_near_that_of_a_guess(name: str, recipe: Initializatio
 def test_auto_is_what_the_family_has_and_what_cannot_work_is_refused() -> None:
     assert recipe_of(load_model("llama3-8b")) == "depth"
     assert recipe_of(replace(load_model("llama3-8b"), initialization="flat")) == "flat"
-    with pytest.raises(UserError, match="initialization=zero_output with tie_embeddings=true"):
-        replace(load_model("tiny-gpt2"), initialization="zero_output")
+    for recipe in ("zero_output", "mup"):
+        with pytest.raises(UserError, match=f"initialization={recipe} with tie_embeddings=true"):
+            replace(load_model("tiny-gpt2"), initialization=recipe)
+    with pytest.raises(UserError, match="base_width=128 does nothing with initialization=auto; use initialization=mup"):
+        replace(load_model("tiny-llama"), base_width=128)
+
+
+def test_the_maximal_update_parametrisation_by_role() -> None:
+    model = replace(load_model("tiny-deepseek"), initialization="mup", base_width=16)
+    layer = "layers.3."
+    factors = {
+        "embedding.tokens.weight": 1.0,
+        f"{layer}attention_norm.weight": 1.0,
+        f"{layer}attention.query_down_norm.weight": 1.0,
+        f"{layer}feed_forward.router.bias": 1.0,
+        f"{layer}attention.query_down.weight": 16 / 64,
+        f"{layer}attention.query_up.weight": 16 / 32,
+        f"{layer}attention.key_value_up.weight": 16 / 24,
+        f"{layer}attention.output.weight": 16 / 64,
+        f"{layer}feed_forward.router.weight": 16 / 64,
+        f"{layer}feed_forward.experts.gate": 16 / 64,
+        f"{layer}feed_forward.experts.down": 16 / 24,
+        f"{layer}feed_forward.shared.down.weight": 16 / 24,
+        "layers.0.feed_forward.down.weight": 16 / 192,
+        "head.output.weight": 16 / 64,
+    }
+    assert {name: learning_rate_factor(model, name) for name in factors} == factors
+    other = replace(model, initialization="fan_in", base_width=256)
+    assert {learning_rate_factor(other, name) for name in factors} == {1.0}
+    # Twice the width: half the deviation of what leads out of it, and 1/√2 of the others.
+    wide = replace(model, hidden=128)
+    for name in ("head.output.weight", f"{layer}feed_forward.router.weight"):
+        assert standard_deviation(wide, name) == pytest.approx(standard_deviation(model, name) / 2)
+    gate = f"{layer}feed_forward.experts.gate"
+    assert standard_deviation(wide, gate) == pytest.approx(standard_deviation(model, gate) / 2**0.5)
+    base = replace(model, base_width=64)
+    assert standard_deviation(base, "head.output.weight") == standard_deviation(other, "head.output.weight")

@@ -16,7 +16,10 @@ from cuboid.cli.verify import verification_run
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.launch.pool import Pool
-from cuboid.parallel.apply import build_engine
+from cuboid.model.initialize import initialize
+from cuboid.model.recipes import RECIPES
+from cuboid.model.transformer import Transformer
+from cuboid.parallel.apply import build_engine, draw_weights
 from cuboid.parallel.deferral import Deferral
 from cuboid.parallel.stage import Segment
 from cuboid.plan import exchanges
@@ -48,6 +51,27 @@ def assert_equal(pool: Pool, run: Run) -> None:
     result = verdict(pool, run)
     assert result["passed"], result
     assert not result["unforeseen"], result["unforeseen"]
+
+
+def unequal_at_the_start(rank: int, run: Run) -> list[str]:
+    """Parameters that a rank begins with otherwise than as its part of the whole, by recipe."""
+    engine = build_engine(run, rank, CPU, draw=False)
+    unequal = []
+    for recipe in RECIPES:
+        model = dataclasses.replace(run.model, initialization=recipe)
+        draw_weights(dataclasses.replace(engine, run=dataclasses.replace(run, model=model)))
+        whole = Transformer(model)
+        initialize(model, whole, run.training.seed)
+        expected = dict(whole.named_parameters())
+        for piece in (piece for unit in engine.units for piece in unit.pieces()):
+            cut, local = piece.part.slice, torch.zeros(piece.part.shape)
+            real = cut.stop - cut.start
+            local.narrow(cut.dimension, 0, real).copy_(
+                expected[piece.part.name].detach().narrow(cut.dimension, cut.start, real)
+            )
+            if not torch.equal(piece.master, local.flatten()[piece.start : piece.stop]):
+                unequal.append(f"{recipe}: {piece.part.name}")
+    return unequal
 
 
 def odd_moments(rank: int, run: Run) -> int:

@@ -47,6 +47,20 @@ def test_schedules_zero_stages_and_recompute(pool: Pool, layout: str) -> None:
     assert_equal(pool, small_run(layout, micro_batches=4))
 
 
+@pytest.mark.parametrize("layout", ["dp=2,tp=2,zero=1", "dp=2,pp=2,zero=3,schedule=zbv", "cp=2,dp=2,zero=2", "tp=4"])
+def test_learning_rates_that_differ_between_matrices(pool: Pool, layout: str) -> None:
+    assert_equal(pool, small_run(layout, "model.initialization=mup", "model.ffn=160"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "model"), [("dp=2,tp=2,pp=2,zero=3", "tiny-gpt2"), ("dp=2,ep=2,tp=2", "tiny-deepseek")]
+)
+def test_every_recipe_starts_with_the_same_bits_on_any_layout(pool: Pool, layout: str, model: str) -> None:
+    run = small_run(layout, "training.precision=float32", "model.tie_embeddings=false", model=model)
+    for unequal in pool.run("tests.parallel.cases:unequal_at_the_start", (run,), ranks=run.layout.world_size):
+        assert unequal == []
+
+
 ONE_DIMENSION = ["dp=8", "tp=8", "pp=8", "dp=1"]
 
 

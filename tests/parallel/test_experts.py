@@ -56,6 +56,7 @@ def test_layouts_equal_one_device(pool: Pool, layout: str, number: int) -> None:
         ("dp=2,tp=2,ep=4,pp=2", "tiny-qwen3-moe", ["model.tie_embeddings=true", "model.mixture.normalized=false"]),
         ("dp=2,ep=2,pp=2,schedule=zb1p", "tiny-mixtral", ["model.mixture.experts=6", "model.activation=gelu"]),
         ("dp=8,ep=8", "tiny-mixtral", ["model.mixture.top_k=1", "training.sequence=2"]),
+        ("dp=2,ep=2,tp=2,zero=2", "tiny-deepseek", ["model.initialization=mup"]),
     ],
 )
 def test_what_is_rarer(pool: Pool, layout: str, model: str, overrides: list[str]) -> None:
