@@ -1,4 +1,4 @@
-"""The best learning rate at several widths, by recipe of `model.initialization`: with mup it stays, with others it moves.
+"""The best learning rate at several widths, by recipe of `model.initialization`: mup keeps it, others move it.
 
     python benchmarks/learning_rates.py                                           # widths 256 and 1,024 on a CPU
     python benchmarks/learning_rates.py --widths 256 1024 4096 --device cuda --precision bf16
@@ -31,7 +31,7 @@ from cuboid.train.step import start_step
 
 Losses = dict[int, float]
 """Exponent of two of a learning rate -> loss."""
-GUESS = -8
+GUESS = -9
 HEAD_DIM = 64
 COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e")
 
@@ -58,6 +58,7 @@ def make_run(options: argparse.Namespace, recipe: str, width: int, exponent: int
                 "seed": seed,
                 "precision": options.precision,
                 "device": options.device,
+                "compile": "off",  # dozens of short runs, and each would compile anew
             },
             "learning_rate": {"peak": 2.0**exponent, "schedule": "constant", "warmup_steps": options.warmup},
         }
@@ -80,10 +81,10 @@ def mean_loss(options: argparse.Namespace, recipe: str, width: int, exponent: in
     return mean if math.isfinite(mean) else math.inf
 
 
-def sweep(options: argparse.Namespace, recipe: str, width: int) -> Losses:
+def sweep(options: argparse.Namespace, recipe: str, width: int, guess: int) -> Losses:
     """From the guess outwards, until the best rate has enough others on both sides."""
     found: Losses = {}
-    wanted = {GUESS}
+    wanted = {guess}
     while wanted:
         for exponent in sorted(wanted):
             runs = [mean_loss(options, recipe, width, exponent, seed) for seed in range(options.seeds)]
@@ -175,8 +176,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     began = time.monotonic()
-    pairs = itertools.product(options.recipes, options.widths)
-    found = {(recipe, width): sweep(options, recipe, width) for recipe, width in pairs}
+    found: dict[tuple[str, int], Losses] = {}
+    for recipe in options.recipes:
+        guess = GUESS
+        for width in options.widths:
+            found[recipe, width] = sweep(options, recipe, width, guess)
+            guess = best_of(found[recipe, width])
     if options.picture:
         picture(found, options.picture)
     if options.json:
