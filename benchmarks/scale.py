@@ -49,7 +49,7 @@ from cuboid.checkpoint.resume import look_together
 from cuboid.checkpoint.save import agree, gather_index, write
 from cuboid.checkpoint.scattered import Scattered
 from cuboid.checkpoint.staging import Staging
-from cuboid.launch import readings
+from cuboid.launch import readings, rendezvous
 from cuboid.launch.place import seats
 from cuboid.parallel.coordination import Coordination
 from cuboid.parallel.groups import Group, Groups, make_groups
@@ -291,7 +291,7 @@ def count_watch(ranks: int) -> Row:
         places = seats(PER_NODE, PER_NODE * node, ranks, "", 0, "attempt")
         assert readings.judge_with_all(places, SECONDS)(own).culprits == (3,)
 
-    with patch.object(readings, "reach_store", lambda *_: counters[local.node]):
+    with patch.object(rendezvous, "reach_store", lambda *_: counters[local.node]):
         row = phase("watch", ranks, shared, counters, judge)
     row.keys_left = 0  # the attempt ends here
     return row
