@@ -1,7 +1,7 @@
 """The best learning rate at several widths, by recipe of `model.initialization`: mup keeps it, others move it.
 
     python benchmarks/learning_rates.py                                           # widths 256 and 1,024 on a CPU
-    python benchmarks/learning_rates.py --widths 256 1024 4096 --device cuda --precision bf16
+    python benchmarks/learning_rates.py --widths 256 1024 4096 --seeds 2 --margin 2 --device cuda --precision bf16
     python benchmarks/learning_rates.py --json --picture rates.svg                # every mean; curves as a picture
 
 A Llama of two layers with heads of 64 numbers, on the source of Python's standard library by bytes. Learning rates are
