@@ -35,9 +35,12 @@ def command(
 def _print_lines(watched: Watched, every: float, once: bool) -> None:
     from cuboid.report.terminal import line
 
-    said = None
+    said, warned = None, 0
     while True:
         state = watched.state()
+        for warning in state["warnings"][warned:]:
+            print(f"warning: {warning}", flush=True)
+        warned = len(state["warnings"])
         if (state["step"], state["status"]) != said:
             print(line(state), flush=True)
         said = state["step"], state["status"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from cuboid.model.precision import wide
 from cuboid.model.recipes import learning_rate_factor
 from cuboid.model.transformer import Block, Embedding, Head
 from cuboid.model.wide_products import fast_products
+from cuboid.parallel.activations import Activations
 from cuboid.parallel.branch import branch
 from cuboid.parallel.compiled import compiled_block, is_compiled
 from cuboid.parallel.context import ContextMix
@@ -70,6 +72,8 @@ class Engine:
     compiled: bool
     balance: Balance | None
     """The losses and statistics of the routers, in a model that has them."""
+    activations: Activations
+    """How large they are."""
     loss_scale: LossScale | None = None
     """In fp16."""
     ledger: Ledger | None = None
@@ -116,7 +120,8 @@ def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -
     if run.training.precision == "fp16":
         factor = LossScale(run.training.loss_scale, run.training.loss_scale_steps, device)
     compiled, balance = builder.compiled, builder.balance
-    engine = Engine(run, groups, device, units, pipeline, layers, sharing, compiled, balance, factor, ledger)
+    parts = (pipeline, layers, sharing, compiled, balance, builder.activations, factor, ledger)
+    engine = Engine(run, groups, device, units, *parts)
     if draw:
         draw_weights(engine)
     return engine
@@ -162,6 +167,7 @@ class _Builder:
         if schedule.splits_backward:
             self.options = {**(self.options or {}), **UNTOUCHED}
         self.balance = make_balance(run, device) if self.model.mixture is not None else None
+        self.activations = Activations(run, groups, wide(self.dtype), device)
         # Without experts elsewhere nothing in a pass would hand over.
         self.pair = OverlappedPair() if self.layout.ep > 1 and pairs_overlap(schedule) else None
         if self.pair is not None:
@@ -207,7 +213,8 @@ class _Builder:
             spread_experts(block.feed_forward, self.groups.expert, self.pair.hand_over if self.pair else stay_on)
             join_sequences(block.feed_forward, self.balance, self.groups, self.run)
             run = watched(block.feed_forward, self.balance, layer, run)
-        segment = self._segment(block, f"layers.{layer}", lambda x, share: run(x, share.positions))
+        measured = partial(self.activations.add, layer)
+        segment = self._segment(block, f"layers.{layer}", lambda x, share: measured(run(x, share.positions)))
         if self.compiled:
             self._rework(block, self.units[f"layers.{layer}"])
         return segment

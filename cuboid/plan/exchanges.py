@@ -146,11 +146,12 @@ def _pipeline(step: RankStep) -> Iterator[Exchange]:
 
 
 def _control(step: RankStep) -> Iterator[Exchange]:
-    """What every rank must know: labelled tokens, loss, gradient norm and whether to stop, and the load of experts."""
+    """What every rank must know: labelled tokens, loss, gradient norm, whether to stop, the size of activations, and
+    the load of experts."""
     layout, mixture = step.layout, step.model.mixture
     yield Exchange("data", "all-reduce", layout.dp * layout.cp, 1, 8, "labelled tokens: 8 B")
-    what = f"loss, norm and whether to stop: 3 × {step.wide} B"
-    yield Exchange("world", "all-reduce", layout.world_size, 1, 3 * step.wide, what)
+    what = f"loss, norm, whether to stop and size of activations: 4 × {step.wide} B"
+    yield Exchange("world", "all-reduce", layout.world_size, 1, 4 * step.wide, what)
     if mixture is not None:
         rows, columns = step.model.layers - mixture.first_dense_layers, mixture.experts + ROUTER_SUMS
         what = f"statistics of routers: 8 B × {rows} layers × {columns}"

@@ -13,6 +13,7 @@ SERIES = {
     "loss": ("loss", ""),
     "learning_rate": ("learning rate", ""),
     "gradient_norm": ("gradient norm", ""),
+    "activation_rms": ("activations before the head, RMS", ""),
     "tokens_per_second": ("throughput", "tokens/s"),
     "seconds": ("step time", "s"),
 }
@@ -52,13 +53,15 @@ def _position(share: int, count: int) -> int:
 
 
 def events(source: Source) -> list[dict[str, Any]]:
-    """Failures, restarts, checkpoints and steps left out, each at the step where it came; oldest first."""
+    """Failures, restarts, checkpoints, warnings and steps left out, each at the step where it came; oldest first."""
     found: list[dict[str, Any]] = []
     for row in source.rows:
         if row.get("finite") is False:
             scale = row.get("loss_scale", 0.0)
             why = f"overflow at loss scale {scale:,.0f}" if row.get("overflowed") else "not finite"
             found.append({"step": row["step"], "kind": "skipped", "text": f"{why}: the update was left out"})
+        for trouble in row.get("warnings", ()):
+            found.append({"step": row["step"], "kind": "warning", "text": trouble["text"]})
         for save in row.get("checkpoints", ()):
             if save.get("bytes"):
                 text = (

@@ -13,7 +13,7 @@ from typing import Any
 from cuboid.errors import UserError
 from cuboid.report.experts import busiest
 from cuboid.report.measured import MeasuredStep, kept_steps, measure
-from cuboid.report.source import Row, Source, open_source
+from cuboid.report.source import Row, Source, open_source, told
 from cuboid.report.summary import utilization
 from cuboid.report.thin import finite
 from cuboid.schedule.make import make_schedule
@@ -104,6 +104,7 @@ class Watched:
             "memory_peak_bytes": max((row["peak"] for row in self.source.memory.values()), default=None),
             "failures": len(self.source.failures),
             **busiest(last, run),
+            "warnings": told(rows),
         }
 
     def _status(self, done: int) -> str:

@@ -36,6 +36,11 @@ class Source:
     def rows(self) -> list[Row]:
         return self.rows_of("metrics.jsonl")
 
+    @cached_property
+    def warnings(self) -> list[str]:
+        """What the run said of its own health, oldest first."""
+        return told(self.rows)
+
     def rows_of(self, name: str) -> list[Row]:
         return whole_rows(self.folder / name) if self.folder is not None else []
 
@@ -97,6 +102,11 @@ class Source:
         if question.cluster.accelerators != run.layout.world_size:
             question = resized(question, run.layout.world_size)
         return predict(question, run.layout)
+
+
+def told(rows: list[Row]) -> list[str]:
+    """The warnings in rows of metrics, each with its step."""
+    return [f"step {row['step']}: {trouble['text']}" for row in rows for trouble in row.get("warnings", ())]
 
 
 def open_source(path: str | Path, cluster: str = "") -> Source:

@@ -38,6 +38,7 @@ def summary(source: Source) -> dict[str, Any]:
         "predicted": None,
         "measured": measured(source),
         "goodput": goodput(source),
+        "warnings": source.warnings,
     }
     if plan is not None:
         cluster = plan.question.cluster

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -20,13 +21,14 @@ from cuboid.spec.ranks import coordinates
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 STYLES = {Kind.FORWARD: "blue", Kind.BACKWARD: "green", Kind.INPUT: "cyan", Kind.WEIGHT: "yellow"}
+WARNING_LINES = 6
 Lane = list[tuple[Kind, float, float]]
 
 
 def frame(watched: Watched, width: int, height: int) -> Text:
     """As many lines as fit; what matters most stands first."""
     state = watched.state()
-    lines = [*_head(state, width), *_numbers(state), *_losses(watched, width)]
+    lines = [*_head(state, width), *_numbers(state), *_warnings(state, width), *_losses(watched, width)]
     room = height - len(lines) - 1
     memory = _memory(watched, width)
     lanes = _lanes(watched, width, room - min(len(memory), max(room // 2, 3)))
@@ -85,6 +87,12 @@ def _numbers(state: dict[str, Any]) -> list[Text]:
 def _experts(state: dict[str, Any]) -> str:
     told = f"busiest expert {state['largest_load']:.2f} × the mean (layer {state['busiest_layer']})"
     return f"{told}   dead experts {state['dead_experts']}"
+
+
+def _warnings(state: dict[str, Any], width: int) -> list[Text]:
+    """What the run said of its health, the newest first."""
+    told = [line for warning in reversed(state["warnings"]) for line in textwrap.wrap(f"⚠ {warning}", width)]
+    return [Text(line, "yellow") for line in [*told[:WARNING_LINES], *([""] if told else [])]]
 
 
 def _losses(watched: Watched, width: int) -> list[Text]:

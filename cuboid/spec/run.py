@@ -42,6 +42,9 @@ class OutputSpec:
     """Keep when each rank did each action of the pipeline schedule."""
     count_communication: bool = False
     """Count what every rank exchanges in each step, beside what the planner predicts."""
+    health: bool = True
+    """Warn, once for each kind, when a run goes wrong: its first loss, gradient norm, later losses, activations or
+    experts."""
     track: str = ""
     """Trackers to tell besides `metrics.jsonl`, commas between them: tensorboard, wandb, wandb-offline, trackio or
     jsonl (flat rows of numbers in `tracked.jsonl`)."""

@@ -21,6 +21,7 @@ from cuboid.resilience.pulse import PULSE
 from cuboid.resilience.stragglers import read_slowest
 from cuboid.say import say
 from cuboid.spec.run import Run
+from cuboid.train.health import Health
 from cuboid.train.routers import ExpertLoads, report
 from cuboid.train.rows import Rows, whole_rows
 from cuboid.train.step import StepResult
@@ -38,6 +39,7 @@ class Metrics:
         self._done = done
         self._rows: Rows | None = None
         self._goodput: Goodput | None = None
+        self._health: Health | None = None
         self._timing: Rows | None = None
         self._loads: ExpertLoads | None = None
         self._progress: Progress | None = None
@@ -55,6 +57,7 @@ class Metrics:
             self._rows = Rows(path, self._done)
             if self._run.model.mixture is not None:
                 self._loads = ExpertLoads(self._run, self._done)
+            self._read_past()
             self._tracking = Tracking(self._run, self._done)
             console = Console(file=sys.stdout)
             if console.is_terminal and not self._quiet:
@@ -108,6 +111,7 @@ class Metrics:
             "seconds": seconds,
             "tokens_per_second": training.global_batch * training.sequence / seconds,
             "finite": result.is_finite,
+            "activation_rms": result.activation,
             "time": round(time.time(), 3),
         }
         if result.loss_scale:
@@ -133,11 +137,21 @@ class Metrics:
             tracked = {**kept, **routing.numbers}
             kept["routers"] = asdict(routing)
             row |= {"largest_load": max(routing.largest_load), "dead_experts": routing.dead}
+        found = [] if self._health is None else self._health.observe(kept, result.routers)
+        if found:
+            kept["warnings"] = [asdict(trouble) for trouble in found]
         self._rows.append(kept)
         self._tracking.log(step + 1, tracked)
         _warn_of(saves)
         if not self._quiet:
             self._show(row, saves)
+        for trouble in found:
+            say(f"step {step + 1}: {trouble.text}", as_warning=True)
+
+    def _read_past(self) -> None:
+        """What the rows that are kept say of the run's health."""
+        if self._run.output.health:
+            self._health = Health(self._run, whole_rows(Path(self._run.output.folder) / "metrics.jsonl"))
 
     def rewind(self, done: int) -> None:
         """The run went back: what comes after so many steps will be written again."""
@@ -151,6 +165,7 @@ class Metrics:
         if self._loads is not None:
             self._loads.close()
             self._loads = ExpertLoads(self._run, done)
+            self._read_past()
         if self._timing is not None:
             self._timing.close()
             self._timing = Rows(folder / f"timing-{self._rank:05d}.jsonl", done)

@@ -46,6 +46,8 @@ class StepResult:
     routers: Tensor | None = None
     """A row per layer with experts: assignments of each expert and the sums of `balance.EXTRA`, over the global
     batch."""
+    activation: float = math.nan
+    """Root mean square of the residual stream as the head reads it, over the global batch."""
 
     @property
     def is_finite(self) -> bool:
@@ -71,6 +73,7 @@ class PendingStep:
         tokens: Tensor,
         asked: Tensor,
         own_square: Tensor,
+        activation: Tensor,
         routers: Tensor | None = None,
         loss_scale: LossScale | None = None,
     ) -> None:
@@ -80,7 +83,7 @@ class PendingStep:
         """This rank's share of the squared gradient norm."""
         self.routers = routers
         self.left_out = ""
-        told = [loss, gradient_norm, tokens, asked]
+        told = [loss, gradient_norm, tokens, asked, activation]
         self.loss_scale: Tensor | None = None
         if loss_scale is not None:
             self.loss_scale = loss_scale.factor
@@ -115,9 +118,10 @@ class PendingStep:
             PULSE.wait("device")
             self._arrival.synchronize()
             PULSE.go_on()
-        loss, norm, tokens, asked, *scaling = self._values.tolist()
+        loss, norm, tokens, asked, activation, *scaling = self._values.tolist()
         scale, before = scaling or (0.0, 0)
-        result = StepResult(loss, norm, int(tokens), asked > 0, self.left_out, scale, int(before), self._loads)
+        told = (int(tokens), asked > 0, self.left_out, scale, int(before), self._loads, activation)
+        result = StepResult(loss, norm, *told)
         return replace(result, overflows=result.overflows + result.overflowed)
 
 
@@ -133,6 +137,7 @@ def run_passes(engine: Engine, shares: list[Share], factor: Tensor) -> Passes:
     tokens = all_reduce(counted, engine.groups.data)
     for unit in engine.units:
         unit.begin_step(len(shares))
+    engine.activations.begin_step()
     if engine.balance is not None:
         engine.balance.begin_step()
         engine.balance.factor = None if engine.loss_scale is None else factor
@@ -157,10 +162,10 @@ def compute_gradients(
     own_square = own.square if scaling is None else own.square / factor.square().to(own.square.dtype)
     if strikes(PULSE, "nan"):
         own_square = torch.full_like(own_square, math.nan)
-    told = torch.stack((own.loss, own_square, torch.full_like(own.loss, asked)))
-    loss, square, ranks_asked = all_reduce(told, engine.groups.world).unbind()
-    loss, norm = loss / own.tokens.clamp(min=1), square.sqrt()
-    return PendingStep(loss, norm, own.tokens, ranks_asked, own_square, summed_statistics(engine), scaling)
+    told = torch.stack((own.loss, own_square, torch.full_like(own.loss, asked), engine.activations.squares[-1]))
+    loss, square, ranks_asked, activation = all_reduce(told, engine.groups.world).unbind()
+    loss, norm, statistics = loss / own.tokens.clamp(min=1), square.sqrt(), summed_statistics(engine)
+    return PendingStep(loss, norm, own.tokens, ranks_asked, own_square, activation.sqrt(), statistics, scaling)
 
 
 def start_step(

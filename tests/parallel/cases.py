@@ -236,3 +236,11 @@ def kept_bytes(rank: int, run: Run, unseen: bool = False) -> int:
 def _tensors() -> list[Tensor]:
     gc.collect()
     return [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+
+
+def first_activation(rank: int, run: Run) -> float:
+    """Of the first step, with an evaluation before it, which is no part of it."""
+    engine = build_engine(run, rank, CPU)
+    batches = micro_batches(make_source(run), run, 0, engine.groups.coordinates.dp, CPU)
+    evaluate(engine, [batches])
+    return train_step(engine, Optimizer(engine, run.optimizer), batches, 1e-3).activation

@@ -71,12 +71,13 @@ def test_failures_stand_at_the_step_they_came_after(tmp_path: Path) -> None:
     assert event["text"] == "rank 1 failed: it was ended by SIGKILL; started again from step 2"
 
 
-def test_goodput_slow_ranks_and_bad_steps(tmp_path: Path) -> None:
+def test_goodput_slow_ranks_warnings_and_bad_steps(tmp_path: Path) -> None:
     """What supervisors and the judge of steps leave in the folder."""
     make_run(tmp_path, "dp=2,pp=2")
     spent = {"steps": 8.0, "set_up": 1.5, "restarts": 0.5, "stopped": 99.0, "until": 123.0}
     slow = {"rank": 1, "because": "data", "seconds": 2.0, "peers": 1.0}
-    write_rows(tmp_path / "metrics.jsonl", [row(1), row(2, goodput=0.8, spent=spent, slowest=slow)])
+    wrong = [{"kind": "loss", "text": "loss was above its start"}]
+    write_rows(tmp_path / "metrics.jsonl", [row(1, warnings=wrong), row(2, goodput=0.8, spent=spent, slowest=slow)])
     ranks = [{"rank": rank, "compute": 1.0, "wait": 0.5 * rank, "data": 0.25, "save": 0.0} for rank in range(4)]
     windows = [{"step": 1, "ranks": []}, {"step": 2, "ranks": [*ranks, {"rank": 7, "compute": 9.0}]}]
     write_rows(tmp_path / "ranks-00000.jsonl", windows)
@@ -88,7 +89,9 @@ def test_goodput_slow_ranks_and_bad_steps(tmp_path: Path) -> None:
     told = data["shares"]
     assert (told["step"], told["of"], told["slowest"]) == (2, 4, slow), "not rank 7, which an earlier layout had"
     assert [entry["parts"]["wait"] for entry in told["ranks"]] == [0.0, 0.5, 1.0, 1.5]
-    (event,) = data["curves"]["events"]
+    warned, event = data["curves"]["events"]
+    assert warned == {"step": 1, "kind": "warning", "text": "loss was above its start"}
+    assert data["summary"]["warnings"] == ["step 1: loss was above its start"]
     assert event == {"step": 2, "kind": "skipped", "text": "bad step, loss is not finite: skip"}
 
 

@@ -20,6 +20,7 @@ from queue import Queue
 import pytest
 from rich.console import Console
 
+from cuboid.cli.main import main
 from cuboid.errors import UserError
 from cuboid.report.live import Watched
 from cuboid.report.serve import serve
@@ -62,6 +63,19 @@ def test_a_small_terminal(folder: Path) -> None:
     assert re.search(r"loss 5\.900 → 5\.700 █[▄▅]▁", text)
     assert re.search(r"^rank 0 F+", text, re.M) and re.search(r"^rank 2 ·+F", text, re.M), "stages as lanes"
     assert re.search(r"^pp 1 █+ 4\.00 GiB$", text, re.M)
+
+
+def test_warnings_stand_above_the_loss(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = [{"kind": "loss", "text": "loss was above its start in the last 10 steps, 7.00 beside 5.50: lower the peak"}]
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row(4, warnings=wrong)) + "\n")
+    watched = Watched.open(folder, "cpux4")
+    watched.refresh()
+    lines = rendered(watched, 80, 24)
+    place = next(place for place, line in enumerate(lines) if line.startswith("⚠ step 4: loss was above its start"))
+    assert lines[place + 1].strip().endswith("the peak") and lines[place + 3].startswith("loss ")
+    assert main(["watch", str(folder), "--once"]) == 0
+    assert capsys.readouterr().out.startswith(f"warning: step 4: {wrong[0]['text']}\nstep  4/10")
 
 
 def test_many_ranks_leave_room(tmp_path: Path) -> None:

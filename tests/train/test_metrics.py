@@ -41,7 +41,7 @@ def rows(folder: Path) -> list[dict[str, object]]:
 
 
 def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record(tmp_path, StepResult(5.25, 1.5, 100), StepResult(4.0, 1.25, 128))
+    record(tmp_path, StepResult(5.25, 1.5, 100, activation=0.75), StepResult(4.0, 1.25, 128))
     first = rows(tmp_path)[0]
     assert first.pop("time") == pytest.approx(time.time(), abs=600)
     for name in ("goodput", "spent"):
@@ -56,6 +56,7 @@ def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "seconds": 0.5,
         "tokens_per_second": 256.0,
         "finite": True,
+        "activation_rms": 0.75,
     }
     assert capsys.readouterr().out.splitlines() == [
         "step 1/2  loss 5.2500  norm 1.500  lr 1.00e-03  256 tokens/s",

@@ -1,5 +1,5 @@
 // Small charts over one axis, with a line that follows the pointer or the arrow keys through all of them.
-const EVENT_MARKS = { failure: ["✕", "--warn", "failure and restart"], checkpoint: ["◆", "--c2", "checkpoint"], skipped: ["!", "--c1", "bad step"], other: ["●", "--c3", "other event"] };
+const EVENT_MARKS = { failure: ["✕", "--warn", "failure and restart"], checkpoint: ["◆", "--c2", "checkpoint"], skipped: ["!", "--c1", "bad step"], warning: ["▲", "--warn", "warning"], other: ["●", "--c3", "other event"] };
 function drawCurves(data) {
   const info = data.curves;
   if (!info) return data.kind === "run" ? section("curves", "Over time", "No step has ended yet.") : null;

@@ -26,6 +26,7 @@ function drawSummary(data) {
   const parts = predicted && Object.entries(predicted.parts).filter(([, value]) => value > 0).sort((a, b) => b[1] - a[1]);
   const longest = parts && Math.max(...parts.map(([, value]) => value));
   return section("summary", "Summary", null, el("dl", { class: "facts" }, facts),
+    data.summary.warnings.map((text) => el("p", { class: "note warn" }, `⚠ ${text}`)),
     predicted?.warnings.map((text) => el("p", { class: "note warn" }, `⚠ ${text}`)),
     parts && el("h3", { style: "font-size:.98rem;margin:.4rem 0 .5rem" }, "Where the predicted step time goes"),
     parts && el("div", { class: "bars" }, parts.map(([name, value]) => el("div", {}, el("b", {}, predicted.words[name]), el("i", { style: `width:${100 * value / longest}%` }), el("span", {}, `${seconds(value)} · ${percent(value / predicted.step_seconds)}`)))),
