@@ -20,16 +20,17 @@ class Activations:
         self._elements = training.global_batch * training.sequence * model.hidden
         # Tensor ranks hold tokens of their own with sequence parallelism, else all of them hold the same.
         self._counts = run.layout.sequence_parallel or groups.tensor.index == 0
-        self._last = model.layers - 1
+        self._first = 0 if run.output.layer_norms else model.layers - 1
         self.squares = torch.zeros(model.layers, dtype=dtype, device=device)
-        """Mean square over the global batch, by layer; of a step the last layer alone, which the head reads."""
+        """Mean square over the global batch, by layer: of the last one, which the head reads, or of all if
+        `output.layer_norms` says so."""
 
     def begin_step(self) -> None:
         self.squares.zero_()
 
     def add(self, layer: int, x: Tensor) -> Tensor:
         """`x` as it is: what a block returned for a micro-batch, measured if it is one of a training step."""
-        if layer == self._last and self._counts and torch.is_grad_enabled():
+        if layer >= self._first and self._counts and torch.is_grad_enabled():
             with torch.no_grad():
                 # Wider than x without a copy of it.
                 norm = torch.linalg.vector_norm(x, dtype=self.squares.dtype)

@@ -14,6 +14,7 @@ from cuboid.parallel.groups import Group
 from cuboid.parallel.piece import Piece
 from cuboid.parallel.unit import Unit
 from cuboid.plan.parameters import TIED
+from cuboid.plan.slices import Part
 
 
 def finish_gradients(engine: Engine) -> None:
@@ -46,21 +47,22 @@ def _sum_together(tensors: list[Tensor], group: Group) -> None:
 
 
 def counted_pieces(engine: Engine) -> Iterator[Piece]:
-    """The pieces this rank answers for, so that over the whole job every element is met exactly once."""
+    """The pieces this rank answers for."""
     for unit in engine.units:
-        if _is_first_holder(engine, unit):
-            for piece in unit.pieces():
-                holders = {"own": None, "tensor": engine.groups.tensor, "kv": engine.groups.kv_replicas}
-                group = holders[piece.part.slice.sharing]
-                if group is None or group.index == 0:
-                    yield piece
+        for piece in unit.pieces():
+            if answers_for(engine, unit, piece.part):
+                yield piece
 
 
-def _is_first_holder(engine: Engine, unit: Unit) -> bool:
+def answers_for(engine: Engine, unit: Unit, part: Part) -> bool:
+    """Whether this rank counts what it holds of a parameter, so that over the whole job every element is met exactly
+    once."""
     embedding = engine.groups.embedding
     replicas = unit.groups.replicate if unit.zero else unit.groups.data
     second_copy = unit.name == TIED and embedding is not None and embedding.index > 0
-    return replicas.index == 0 and not second_copy
+    holders = {"own": None, "tensor": engine.groups.tensor, "kv": engine.groups.kv_replicas}
+    group = holders[part.slice.sharing]
+    return replicas.index == 0 and not second_copy and (group is None or group.index == 0)
 
 
 def squared_norm(engine: Engine) -> Tensor:

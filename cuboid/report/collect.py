@@ -11,6 +11,7 @@ from cuboid.report.considered import considered
 from cuboid.report.curves import curves
 from cuboid.report.experts import experts
 from cuboid.report.explorer import explorer
+from cuboid.report.layers import layers
 from cuboid.report.memory import memory
 from cuboid.report.ranks import ranks
 from cuboid.report.shares import shares
@@ -38,6 +39,7 @@ def collect(source: Source, with_search: bool = True) -> dict[str, Any]:
         "communication": communication(source),
         "curves": curves(source),
         "experts": experts(source),
+        "layers": layers(source),
         "shares": shares(source),
         "considered": considered(source) if with_search else None,
         "explorer": explorer(source) if with_search else None,

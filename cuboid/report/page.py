@@ -16,6 +16,7 @@ SCRIPTS = (
     "communication",
     "curves",
     "experts",
+    "layers",
     "shares",
     "considered",
     "explorer",

@@ -42,6 +42,9 @@ class OutputSpec:
     """Keep when each rank did each action of the pipeline schedule."""
     count_communication: bool = False
     """Count what every rank exchanges in each step, beside what the planner predicts."""
+    layer_norms: bool = False
+    """Measure activations, gradients, updates and weights by layer, at the steps that `log_every` shows: about the time
+    of one more update each, and the memory of one layer."""
     health: bool = True
     """Warn, once for each kind, when a run goes wrong: its first loss, gradient norm, later losses, activations or
     experts."""
@@ -50,6 +53,10 @@ class OutputSpec:
     jsonl (flat rows of numbers in `tracked.jsonl`)."""
     project: str = "cuboid"
     """The project's name at a tracker that has projects."""
+
+    def is_logged(self, step: int, steps: int) -> bool:
+        """Whether a step, counted from 1, has a line on the screen whatever happens in it."""
+        return step % self.log_every == 0 or step == steps
 
     @property
     def trackers(self) -> tuple[str, ...]:

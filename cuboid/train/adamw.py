@@ -46,6 +46,8 @@ class Elements:
     """What multiplies the learning rate, but not the decay: how strongly a weight is held back does not depend on how
     wide its matrix is, or the width would change which decay is best."""
     in_rows: bool
+    part: Part
+    """The parameter, or the first of them, that they belong to."""
 
     @classmethod
     def of(
@@ -56,7 +58,7 @@ class Elements:
         weight = None if piece.weight is None else piece.weight[here]
         weight = weight.view(torch.int16) if piece.is_halved and weight is not None else weight
         in_rows = (piece.stop - piece.start) % ROW == 0
-        return cls(kept, first, second, piece.gradient[here], weight, *kind_of(piece.part), in_rows)
+        return cls(kept, first, second, piece.gradient[here], weight, *kind_of(piece.part), in_rows, piece.part)
 
     @property
     def kind(self) -> Kind:

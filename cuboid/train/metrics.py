@@ -137,6 +137,11 @@ class Metrics:
             tracked = {**kept, **routing.numbers}
             kept["routers"] = asdict(routing)
             row |= {"largest_load": max(routing.largest_load), "dead_experts": routing.dead}
+        if result.layers is not None:
+            tracked["layers"] = kept["layers"] = {
+                kind: [float(f"{value:.4g}") if math.isfinite(value) else None for value in values]
+                for kind, values in result.layers.items()
+            }
         found = [] if self._health is None else self._health.observe(kept, result.routers)
         if found:
             kept["warnings"] = [asdict(trouble) for trouble in found]
@@ -200,7 +205,7 @@ class Metrics:
         elif "left_out" in row:
             line += f"  {row['left_out']}: update left out on all ranks"
         notable = not row["finite"] or row.keys() & {"left_out", "validation_loss"} or any(map(_is_checkpoint, saves))
-        due = step % self._run.output.log_every == 0 or step == steps or notable
+        due = self._run.output.is_logged(step, steps) or notable
         if self._progress is not None:
             if due:
                 self._progress.console.print(line, highlight=False)

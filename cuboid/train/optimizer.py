@@ -8,6 +8,7 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
@@ -41,6 +42,12 @@ class State(Protocol):
 
     def visit(self, units: Sequence[Unit]) -> Iterator[list[Elements]]:
         """All that is to be updated, on the device; each lot must be updated before the next is asked for."""
+
+
+class Watcher(Protocol):
+    """Measures an update."""
+
+    def around(self, unit: Unit, lot: list[Elements]) -> AbstractContextManager[None]: ...
 
 
 class ResidentState:
@@ -98,20 +105,22 @@ class Optimizer:
         clip: float,
         finite: Tensor,
         loss_scale: Tensor | None = None,
+        watcher: Watcher | None = None,
     ) -> None:
         """`finite`: false leaves the whole step out. `loss_scale`: what the gradients are still multiplied by, though
-        not their norm. All tensors are equal on all ranks."""
+        not their norm. All tensors are equal on all ranks. `watcher`: sees every update, none of which is then part of
+        a CUDA graph."""
         scale = (clip / (gradient_norm + 1e-6)).clamp(max=1.0) if clip > 0 else torch.ones_like(gradient_norm)
         if loss_scale is not None:
             scale = scale / loss_scale
         if self._compiled:
-            self._step_on_device(learning_rate, scale, finite)
+            self._step_on_device(learning_rate, scale, finite, watcher)
             return
-        self._step_on_host(learning_rate, scale, finite)
+        self._step_on_host(learning_rate, scale, finite, watcher)
         for unit in self._units:
             unit.publish(written=True)
 
-    def _step_on_device(self, learning_rate: float, scale: Tensor, finite: Tensor) -> None:
+    def _step_on_device(self, learning_rate: float, scale: Tensor, finite: Tensor, watcher: Watcher | None) -> None:
         """Unit by unit in the order of the forward pass, where state is offloaded on a stream of its own: the next step
         begins with the units that are ready, while the state of others is still on its way."""
         spec = self._spec
@@ -126,23 +135,25 @@ class Optimizer:
             for decays, factor in self._kinds
         }
         if self._stream is None:
-            self._update_in_line(numbers)
+            self._update_in_line(numbers, watcher)
             return
         self._stream.wait_stream(torch.cuda.current_stream())
         for tensor in numbers.values():
             tensor.record_stream(self._stream)
         with torch.cuda.stream(self._stream):
             for unit in self._units:
-                read = self._update_unit(unit, numbers)
+                read = self._update_unit(unit, numbers, watcher)
                 unit.publish(written=True)
                 done = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 done.record()
                 unit.is_being_updated(done, read)
+        if watcher is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)  # for what it has measured
 
-    def _update_in_line(self, numbers: Numbers) -> None:
-        if not self._captures:
+    def _update_in_line(self, numbers: Numbers, watcher: Watcher | None) -> None:
+        if not self._captures or watcher is not None:
             for unit in self._units:
-                self._update_unit(unit, numbers)
+                self._update_unit(unit, numbers, watcher)
                 unit.publish(written=True)
             return
         if self._graph is None:
@@ -158,20 +169,24 @@ class Optimizer:
         for unit in self._units:
             unit.publish(written=True)
 
-    def _update_unit(self, unit: Unit, numbers: Numbers) -> list[Tensor]:
+    def _update_unit(self, unit: Unit, numbers: Numbers, watcher: Watcher | None = None) -> list[Tensor]:
         """Returns the gradients."""
         read = []
         for lot in self._state.visit([unit]):
-            for elements in in_runs(lot, Elements.is_followed_by, Elements.with_following):
-                update_compiled(elements, self._spec, numbers[elements.kind])
-                read.append(elements.gradient)
+            with nullcontext() if watcher is None else watcher.around(unit, lot):
+                for elements in in_runs(lot, Elements.is_followed_by, Elements.with_following):
+                    update_compiled(elements, self._spec, numbers[elements.kind])
+                    read.append(elements.gradient)
         return read
 
-    def _step_on_host(self, learning_rate: float, scale: Tensor, finite: Tensor) -> None:
+    def _step_on_host(self, learning_rate: float, scale: Tensor, finite: Tensor, watcher: Watcher | None) -> None:
         if not finite:
             return
-        for lot in self._state.visit(self._units):
-            update_eagerly(lot, self._spec, learning_rate, self._steps, float(scale))
+        # All at once is quicker; one by one, what is measured takes the memory of one.
+        for units in [self._units] if watcher is None else [[unit] for unit in self._units]:
+            for lot in self._state.visit(units):
+                with nullcontext() if watcher is None else watcher.around(units[0], lot):
+                    update_eagerly(lot, self._spec, learning_rate, self._steps, float(scale))
         self._steps += 1
 
     @property

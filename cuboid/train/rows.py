@@ -87,3 +87,11 @@ def _replace(path: Path, rows: list[dict[str, Any]]) -> None:
         with suppress(OSError):
             aside.unlink()
         raise
+
+
+def layer_names(kind: str, count: int) -> list[str]:
+    """What the numbers of a kind in `layers` of a row belong to: activations to blocks, the rest to the embedding and
+    the head too."""
+    if kind == "activation_rms":
+        return [str(layer) for layer in range(count)]
+    return ["embedding", *(str(layer) for layer in range(count - 2)), "head"][:count]

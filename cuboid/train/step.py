@@ -22,6 +22,7 @@ from cuboid.parallel.share import Share
 from cuboid.resilience.faults import strikes
 from cuboid.resilience.pulse import PULSE
 from cuboid.train.captured import Passes, RunPasses
+from cuboid.train.layer_norms import ArrivingNorms, LayerNorms, Norms
 from cuboid.train.optimizer import Optimizer
 from cuboid.train.routers import rebalance, summed_statistics
 
@@ -48,6 +49,8 @@ class StepResult:
     batch."""
     activation: float = math.nan
     """Root mean square of the residual stream as the head reads it, over the global batch."""
+    layers: Norms | None = None
+    """By layer, where they were asked for."""
 
     @property
     def is_finite(self) -> bool:
@@ -83,6 +86,7 @@ class PendingStep:
         """This rank's share of the squared gradient norm."""
         self.routers = routers
         self.left_out = ""
+        self.layers: ArrivingNorms | None = None
         told = [loss, gradient_norm, tokens, asked, activation]
         self.loss_scale: Tensor | None = None
         if loss_scale is not None:
@@ -122,7 +126,9 @@ class PendingStep:
         scale, before = scaling or (0.0, 0)
         told = (int(tokens), asked > 0, self.left_out, scale, int(before), self._loads, activation)
         result = StepResult(loss, norm, *told)
-        return replace(result, overflows=result.overflows + result.overflowed)
+        # Of an update that was not skipped.
+        layers = None if self.layers is None or self.left_out or not result.is_finite else self.layers.read()
+        return replace(result, overflows=result.overflows + result.overflowed, layers=layers)
 
 
 def _copied(values: Tensor) -> Tensor:
@@ -177,23 +183,34 @@ def start_step(
     asked: bool = False,
     judge: LeavesOut | None = None,
     passes: RunPasses | None = None,
+    norms: LayerNorms | None = None,
 ) -> PendingStep:
     """A step whose loss or gradient is not finite is left out on every rank alike: all see the same numbers. `judge`:
-    decides before the update, for which the host then waits."""
+    decides before the update, for which the host then waits. `norms`: measured by layer, of this step."""
     pending = compute_gradients(engine, micro_batches, asked, passes)
     if judge is not None:
         pending.left_out = judge(pending.result())
     if before_update is not None:
         before_update()
-    apply_update(engine, optimizer, pending, learning_rate)
+    apply_update(engine, optimizer, pending, learning_rate, norms)
     return pending
 
 
-def apply_update(engine: Engine, optimizer: Optimizer, pending: PendingStep, learning_rate: float) -> None:
+def apply_update(
+    engine: Engine,
+    optimizer: Optimizer,
+    pending: PendingStep,
+    learning_rate: float,
+    norms: LayerNorms | None = None,
+) -> None:
     """Everything a step changes."""
     PULSE.do("update")
     clip, counts = engine.run.training.gradient_clip, pending.counts
-    optimizer.step(learning_rate, pending.gradient_norm, clip, counts, pending.loss_scale)
+    if norms is not None:
+        norms.begin_step()
+    optimizer.step(learning_rate, pending.gradient_norm, clip, counts, pending.loss_scale, norms)
+    if norms is not None:
+        pending.layers = norms.finish_step(pending.loss_scale)
     if engine.loss_scale is not None:
         engine.loss_scale.update(pending.loss, pending.gradient_norm, counts)
     if pending.routers is not None:

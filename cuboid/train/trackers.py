@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from cuboid.errors import UserError
 from cuboid.say import say
 from cuboid.spec.run import TRACKERS, Run, dump_run
-from cuboid.train.rows import Rows
+from cuboid.train.rows import Rows, layer_names
 
 
 class Tracker(Protocol):
@@ -127,6 +127,12 @@ class Tracking:
             name: float(value)
             for name, value in row.items()
             if isinstance(value, int | float) and not isinstance(value, bool) and name not in ("step", "time")
+        }
+        values |= {
+            f"layers/{kind}/{place}": value
+            for kind, measured in row.get("layers", {}).items()
+            for place, value in zip(layer_names(kind, len(measured)), measured, strict=True)
+            if value is not None
         }
         for name, tracker in list(self._open.items()):
             self._guarded(name, partial(tracker.log, step, values))

@@ -26,6 +26,7 @@ from cuboid.train.communication import CommunicationLog
 from cuboid.train.device_progress import device_progress
 from cuboid.train.evaluate import evaluate
 from cuboid.train.keeper import Keeper
+from cuboid.train.layer_norms import LayerNorms
 from cuboid.train.learning_rate import learning_rate
 from cuboid.train.memory import MemoryLog
 from cuboid.train.metrics import Metrics
@@ -86,6 +87,7 @@ class Trainer:
         self.profile = Profile(run, rank, device)
         self.engine = build_engine(run, rank, device, draw=False)
         self.optimizer = Optimizer(self.engine, run.optimizer)
+        self._norms = LayerNorms(self.engine) if run.output.layer_norms else None
         self._passes = make_passes(self.engine, self.optimizer, partial(run_passes, self.engine))
         if self.optimizer.host_bytes and rank == 0 and not quiet:
             say(f"offload=true: {self.optimizer.host_bytes / 2**30:.2f} GiB of optimizer state a rank in host memory")
@@ -167,8 +169,9 @@ class Trainer:
         batches = micro_batches(self.source, self.run, batch, self._replica, self.device)
         PULSE.do("")
         judge = self.bad_steps.before_update(self.done)
-        before = self.keeper.before_update
-        pending = start_step(self.engine, self.optimizer, batches, rate, before, self._asked(), judge, self._passes)
+        norms = self._norms if self.run.output.is_logged(self.done + 1, self.run.training.steps) else None
+        before, passes = self.keeper.before_update, self._passes
+        pending = start_step(self.engine, self.optimizer, batches, rate, before, self._asked(), judge, passes, norms)
         self._under_way.append(Started(self.done, rate, pending))
         self.communication.record(self.done)
 

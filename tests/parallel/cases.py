@@ -25,8 +25,9 @@ from cuboid.parallel.stage import Segment
 from cuboid.plan import exchanges
 from cuboid.spec.run import Run
 from cuboid.train.evaluate import evaluate
+from cuboid.train.layer_norms import LayerNorms
 from cuboid.train.optimizer import Optimizer
-from cuboid.train.step import train_step
+from cuboid.train.step import start_step, train_step
 
 CPU = torch.device("cpu")
 
@@ -244,3 +245,17 @@ def first_activation(rank: int, run: Run) -> float:
     batches = micro_batches(make_source(run), run, 0, engine.groups.coordinates.dp, CPU)
     evaluate(engine, [batches])
     return train_step(engine, Optimizer(engine, run.optimizer), batches, 1e-3).activation
+
+
+def layer_norms(rank: int, run: Run) -> tuple[list[dict[str, list[float]]], list[float]]:
+    """By layer after each step, and the norm of each step's whole gradient."""
+    engine = build_engine(run, rank, CPU)
+    optimizer, norms, source = Optimizer(engine, run.optimizer), LayerNorms(engine), make_source(run)
+    found, whole = [], []
+    for step in range(run.training.steps):
+        batches = micro_batches(source, run, step, engine.groups.coordinates.dp, CPU)
+        result = start_step(engine, optimizer, batches, 1e-3, norms=norms).result()
+        assert result.layers is not None
+        found.append(result.layers)
+        whole.append(result.gradient_norm)
+    return found, whole

@@ -66,7 +66,9 @@ def test_a_small_terminal(folder: Path) -> None:
 
 
 def test_warnings_stand_above_the_loss(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wrong = [{"kind": "loss", "text": "loss was above its start in the last 10 steps, 7.00 beside 5.50: lower the peak"}]
+    wrong = [
+        {"kind": "loss", "text": "loss was above its start in the last 10 steps, 7.00 beside 5.50: lower the peak"}
+    ]
     with (folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(row(4, warnings=wrong)) + "\n")
     watched = Watched.open(folder, "cpux4")

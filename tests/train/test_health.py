@@ -37,9 +37,9 @@ def test_the_first_loss() -> None:
     assert high[:2] == (1, "first loss")
     assert high[2].startswith("the first loss is 9.00, far from ln(vocabulary) = 5.56 of random weights: they are too")
     assert high[2].endswith("lower model.initial_std=0.02")
-    ((_, _, low),) = told(health(), [row(1, 4.0)])
+    ((_, _, low),) = told(health(), [row(1, 3.8)])
     assert low.endswith("labels repeat their inputs or are mostly padding; check data.source=python-stdlib")
-    assert not told(health(), [row(1, 6.9), row(2, 5.1)]), "near enough"
+    assert not told(health(), [row(1, 6.9)]) and not told(health(), [row(1, 4.1)]), "near enough"
     assert not told(health("training.start_from=hf:somewhere"), [row(1, 2.0)]), "weights that have learned"
     assert not told(health(), [row(8, 2.0)]), "a run whose first rows are lost"
 
