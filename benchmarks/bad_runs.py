@@ -31,8 +31,8 @@ GOOD = [
     ("tiny-llama", "data.source=synthetic", "learning_rate.peak=3e-3"),
 ]
 BAD = [
-    ("first loss", "tiny-llama", "model.initial_std=1"),
-    ("gradient norm", "tiny-gpt2", "model.initial_std=10"),
+    ("first loss", "tiny-llama", "model.initialization=flat", "model.initial_std=1"),
+    ("gradient norm", "tiny-gpt2", "model.initialization=flat", "model.initial_std=10"),
     ("gradient norm", "tiny-deepseek", "learning_rate.peak=10", "learning_rate.warmup_steps=40"),
     ("loss", "tiny-qwen3", "learning_rate.peak=1"),
     ("activations", "tiny-llama", "learning_rate.peak=0.1"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from cuboid.spec.mixture import MixtureSpec
+from cuboid.spec.model import ModelSpec
 from cuboid.spec.run import Run
 
 Row = dict[str, Any]
@@ -59,7 +60,7 @@ class Trouble:
 
 
 class Health:
-    def __init__(self, run: Run, past: Iterable[Row] = ()) -> None:
+    def __init__(self, run: Run, past: Sequence[Row] = ()) -> None:
         """`past`: rows of the steps that the run has done; what was told in them is not told again."""
         self._run = run
         self._told: set[str] = set()
@@ -75,7 +76,9 @@ class Health:
         self._collapsed: dict[int, int] = {}
         self._assignments: deque[Tensor] = deque(maxlen=DEAD_STEPS)
         for row in past:
-            self._told |= {warning["kind"] for warning in row.get("warnings", ())}
+            self._told |= {trouble["kind"] for trouble in row.get("warnings", ())}
+        # How it began and what is usual now; a run may have a million rows between.
+        for row in past if len(past) < 2 * HISTORY else [*past[:WINDOW], *past[-HISTORY:]]:
             self.observe(row)
 
     def observe(self, row: Row, routers: Tensor | None = None) -> list[Trouble]:
@@ -120,8 +123,7 @@ class Health:
         below, above = FIRST_LOSS
         beside = f"the first loss is {loss:.2f}, far from ln(vocabulary) = {expected:.2f} of random weights"
         if loss > expected + max(1.5, above * expected):
-            fix = f"they are too large for this width; lower model.initial_std={model.initial_std:g}"
-            yield "first loss", f"{beside}: {fix}"
+            yield "first loss", f"{beside}: they are too large for this width; {_smaller_weights(model)}"
         elif loss < (1 - below) * expected:
             sources = ",".join(self._run.data.sources)
             yield (
@@ -144,8 +146,7 @@ class Health:
         self._usual_norms.append(norm)
         middle = median(self._norms)
         if clip and len(self._norms) == WINDOW and middle > OVER_CLIP * clip:
-            rate, std = self._run.learning_rate.peak, self._run.model.initial_std
-            fix = f"lower learning_rate.peak={rate:g} or model.initial_std={std:g}"
+            fix = f"lower learning_rate.peak={self._run.learning_rate.peak:g}, or {_smaller_weights(self._run.model)}"
             if middle < OVER_CLIP:  # a size that is met elsewhere
                 fix = f"raise training.gradient_clip={clip:g}"
             told = f"gradient norm {middle:.3g} is {middle / clip:,.0f} × training.gradient_clip={clip:g}"
@@ -203,6 +204,11 @@ class Health:
 def _lower_rate(run: Run) -> str:
     rate = run.learning_rate
     return f"lower learning_rate.peak={rate.peak:g} or raise learning_rate.warmup_steps={rate.warmup_steps}"
+
+
+def _smaller_weights(model: ModelSpec) -> str:
+    other = "" if model.initialization == "auto" else f" or use model.initialization=auto, not {model.initialization}"
+    return f"lower model.initial_std={model.initial_std:g}{other}"
 
 
 def _balance(mixture: MixtureSpec) -> str:

@@ -64,7 +64,7 @@ def test_gradients_out_of_proportion() -> None:
     ((step, kind, text),) = told(health(), rows)
     assert (step, kind) == (22, "gradient norm") and text.startswith("gradient norm 40 is 40 × the median")
     ((step, _, text),) = told(health(), [row(step, norm=400.0) for step in range(1, 50)])
-    assert step == 10 and text.endswith("lower learning_rate.peak=0.0003 or model.initial_std=0.02")
+    assert step == 10 and text.endswith("lower learning_rate.peak=0.0003, or lower model.initial_std=0.02")
     ((_, _, text),) = told(health("training.gradient_clip=0.001"), [row(step) for step in range(1, 50)])
     assert text.endswith("raise training.gradient_clip=0.001")
     assert not told(health("training.gradient_clip=0"), [row(step, norm=400.0) for step in range(1, 50)])
@@ -117,6 +117,9 @@ def test_a_run_that_resumes_remembers() -> None:
     past = [*rows[:30], {**rows[30], "warnings": [{"kind": "activations", "text": "told"}]}]
     assert not told(health(past=past), rows[31:])
     assert not told(health(past=[row(1, 9.0, warnings=[{"kind": "first loss", "text": "told"}])]), [row(2, 9.0)])
+    long = [row(1), *(row(step, activation=0.02) for step in range(2, 5000))]
+    later = [row(step, activation=0.02 * 1.3 ** (step - 5000)) for step in range(5000, 5050)]
+    assert told(health(past=long), later)[0][:2] == (5027, "activations")
     assert told(health(past=rows[:20]), rows[20:])[0][:2] == (27, "activations"), "its first steps are not those of now"
 
 
@@ -125,7 +128,7 @@ def test_a_run_that_resumes_remembers() -> None:
     [
         ("tiny-llama", ["learning_rate.peak=2e-3"], set()),
         ("tiny-mixtral", ["learning_rate.peak=2e-3"], set()),
-        ("tiny-llama", ["model.initial_std=10"], {"first loss", "gradient norm"}),
+        ("tiny-llama", ["model.initialization=flat", "model.initial_std=10"], {"first loss", "gradient norm"}),
         ("tiny-gpt2", ["learning_rate.peak=1"], {"loss", "activations"}),
         ("tiny-llama", ["learning_rate.peak=1", "output.health=false"], set()),
     ],
