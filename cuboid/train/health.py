@@ -35,7 +35,7 @@ HISTORY = 64
 """Good steps that say what is usual."""
 ABOVE_START = {True: 1.05, False: 1.2}
 """Times the loss at the start that later ones may have; with random weights the start is hardly a matter of chance."""
-GROWTH = 20.0
+GROWTH = 100.0
 """Times their first size, or 1 if that is more, that activations may have while they still grow"""
 STILL = 1.2
 """by this factor in so many steps."""

@@ -76,10 +76,10 @@ def test_gradients_out_of_proportion() -> None:
 def test_activations_that_grow() -> None:
     grows = [row(step, activation=0.02 * 1.3**step) for step in range(1, 50)]
     ((step, kind, text),) = told(health(), grows)
-    assert kind == "activations" and step == math.ceil(math.log(20 / 0.02, 1.3))
-    assert "from 0.026 in the first steps to 23.9 and still grow: lower learning_rate.peak=0.0003" in text
-    assert not told(health(), [row(step, activation=min(0.02 * 1.3**step, 15.0)) for step in range(1, 90)])
-    slowly = [row(step, activation=0.02 * 1.008**step) for step in range(1, 1000)]
+    assert kind == "activations" and step == math.ceil(math.log(100 / 0.02, 1.3))
+    assert "from 0.026 in the first steps to 115 and still grow: lower learning_rate.peak=0.0003" in text
+    assert not told(health(), [row(step, activation=min(0.02 * 1.3**step, 90.0)) for step in range(1, 90)])
+    slowly = [row(step, activation=0.02 * 1.008**step) for step in range(1, 1500)]
     assert not told(health(), slowly), "17 % in 20 steps is what learning may do"
     ((_, _, text),) = told(health("training.precision=fp16"), [row(step, activation=700.0) for step in range(1, 9)])
     assert text.endswith("fp16 ends at 65,504: use training.precision=bf16")
@@ -114,13 +114,13 @@ def test_routers_that_collapse_and_experts_that_die() -> None:
 
 def test_a_run_that_resumes_remembers() -> None:
     rows = [row(step, activation=0.02 * 1.3**step) for step in range(1, 50)]
-    past = [*rows[:30], {**rows[30], "warnings": [{"kind": "activations", "text": "told"}]}]
-    assert not told(health(past=past), rows[31:])
+    past = [*rows[:33], {**rows[33], "warnings": [{"kind": "activations", "text": "told"}]}]
+    assert not told(health(past=past), rows[34:])
     assert not told(health(past=[row(1, 9.0, warnings=[{"kind": "first loss", "text": "told"}])]), [row(2, 9.0)])
     long = [row(1), *(row(step, activation=0.02) for step in range(2, 5000))]
     later = [row(step, activation=0.02 * 1.3 ** (step - 5000)) for step in range(5000, 5050)]
-    assert told(health(past=long), later)[0][:2] == (5027, "activations")
-    assert told(health(past=rows[:20]), rows[20:])[0][:2] == (27, "activations"), "its first steps are not those of now"
+    assert told(health(past=long), later)[0][:2] == (5033, "activations")
+    assert told(health(past=rows[:20]), rows[20:])[0][:2] == (33, "activations"), "its first steps are not those of now"
 
 
 @pytest.mark.parametrize(
