@@ -43,8 +43,8 @@ STILL_STEPS = 20
 FP16_ACTIVATION = 655.0
 """Root mean square of activations in fp16: single ones are a hundred times larger, and 65,504 is the largest number."""
 COLLAPSED = 0.95
-"""Share of the tokens that the busiest expert of a collapsed layer has, or of all assignments that top_k experts of it
-have."""
+"""Share of a layer's assignments that its `top_k` busiest experts have if it has collapsed. A single expert that nearly
+all tokens choose is met in good runs too, and then leaves them the others to differ in."""
 COLLAPSED_STEPS = 20
 """Routers of young models come back from less."""
 DEAD_STEPS = 25
@@ -172,17 +172,15 @@ class Health:
         asked = routers[:, : mixture.experts]
         if mixture.experts == mixture.top_k or not asked.sum():
             return
-        busiest = asked.max(1).values / (asked.sum(1) / mixture.top_k)  # as a share of the tokens
-        together = asked.topk(mixture.top_k, 1).values.sum(1) / asked.sum(1)
-        now = ((busiest >= COLLAPSED) | (together >= COLLAPSED)).nonzero().flatten().tolist()
+        shares = asked.topk(mixture.top_k, 1).values.sum(1) / asked.sum(1)
+        now = (shares >= COLLAPSED).nonzero().flatten().tolist()
         self._collapsed = {layer: self._collapsed.get(layer, 0) + 1 for layer in now}
         collapsed = [layer for layer, steps in self._collapsed.items() if steps >= COLLAPSED_STEPS]
         if collapsed:
-            load = (asked.max(1).values / asked.mean(1))[collapsed].max().item()
             yield (
                 "collapsed routers",
-                f"routers of {_layers(collapsed, mixture)} have collapsed: their busiest expert has {load:.1f} × the "
-                f"mean load, of {mixture.experts / mixture.top_k:.1f} × at most, for {COLLAPSED_STEPS} steps; "
+                f"routers of {_layers(collapsed, mixture)} have collapsed: {mixture.top_k} of {mixture.experts} "
+                f"experts had {shares[collapsed].min():.0%} of the tokens or more for {COLLAPSED_STEPS} steps; "
                 f"{_balance(mixture)}",
             )
         self._assignments.append(asked)
