@@ -180,7 +180,7 @@ class Health:
             yield (
                 "collapsed routers",
                 f"routers of {_layers(collapsed, mixture)} have collapsed: {mixture.top_k} of {mixture.experts} "
-                f"experts had {shares[collapsed].min():.0%} of the tokens or more for {COLLAPSED_STEPS} steps; "
+                f"experts had over {COLLAPSED:.0%} of the tokens for {COLLAPSED_STEPS} steps; "
                 f"{_balance(mixture)}",
             )
         self._assignments.append(asked)
