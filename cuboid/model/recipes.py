@@ -13,13 +13,13 @@ from typing import Literal
 from cuboid.spec.model import Family, Initialization, ModelSpec
 
 DEFAULTS: dict[Family, Initialization] = {
-    "llama": "depth",
-    "qwen2": "depth",
-    "qwen3": "depth",
+    "llama": "width",
+    "qwen2": "width",
+    "qwen3": "width",
     "gpt2": "megatron",
-    "mixtral": "depth",
-    "qwen3_moe": "depth",
-    "deepseek_v3": "depth",
+    "mixtral": "width",
+    "qwen3_moe": "width",
+    "deepseek_v3": "width",
 }
 """What `model.initialization = "auto"` means."""
 
@@ -74,6 +74,20 @@ def _depth(model: ModelSpec, matrix: Matrix) -> Deviations:
     return Deviations(embedding, embedding, read=std, up=small, write=small, router=small, head=head)
 
 
+def _width(model: ModelSpec, matrix: Matrix) -> Deviations:
+    """As `depth`, at any width: 1/√hidden in place of 0.02, which is the same at hidden 2,500. The logits of a wide
+    model begin small, so that no step is lost on unlearning random ones: AdamW moves them in proportion to the
+    width."""
+    std = model.hidden**-0.5
+    small = std / math.sqrt(2 * (matrix.layer + 1))
+    embedding, head = _embedding(model), min(std, HEAD / model.hidden)
+    return Deviations(embedding, embedding, read=std, up=std, write=small, router=small, head=head)
+
+
+HEAD = 8.0
+"""Times 1/hidden; docs/learning.md has what was measured around it."""
+
+
 def _fan_in(model: ModelSpec, matrix: Matrix) -> Deviations:
     """Every matrix keeps the scale of what goes in, at any width; all layers together add as much as goes in."""
     std = matrix.fan_in**-0.5
@@ -106,6 +120,7 @@ RECIPES: dict[Initialization, Callable[[ModelSpec, Matrix], Deviations]] = {
     "megatron": _megatron,
     "flat": _flat,
     "depth": _depth,
+    "width": _width,
     "fan_in": _fan_in,
     "zero_output": _zero_output,
     "mup": _mup,

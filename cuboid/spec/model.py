@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 Family = Literal["llama", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3"]
-Initialization = Literal["auto", "megatron", "flat", "depth", "fan_in", "zero_output", "mup"]
+Initialization = Literal["auto", "megatron", "flat", "depth", "width", "fan_in", "zero_output", "mup"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +77,10 @@ class ModelSpec:
     """How wide each parameter is drawn, by its role. auto: the default of the family. megatron: `initial_std`, divided
     by √(2 · layers) where a matrix adds to the residual stream. flat: `initial_std` for all. depth (torchtitan):
     `initial_std`, divided by √(2 · (layer + 1)) for up, down, attention's output and routers; embedding 1, head
-    1/√hidden. fan_in: 1/√fan-in, divided by √(2 · layers) where a matrix adds to the residual stream; embedding 1.
-    zero_output: like fan_in, but these matrices start at zero. Tied embeddings have `initial_std` in all of them. mup:
-    the maximal-update parametrisation for AdamW, whose best learning rate does not move with the width."""
+    1/√hidden. width: as depth with 1/√hidden in place of `initial_std`, not divided for up, and a head of 8/hidden
+    where that is smaller. fan_in: 1/√fan-in, divided by √(2 · layers) where a matrix adds to the residual stream;
+    embedding 1. zero_output: like fan_in, but these matrices start at zero. Tied embeddings have `initial_std` in all
+    of them. mup: the maximal-update parametrisation for AdamW, whose best learning rate does not move with the width."""
     base_width: int = 256
     """With mup: the fan-in of a matrix that learns at `learning_rate.peak`, and at which mup draws as fan_in does."""
     initial_std: float = 0.02

@@ -152,6 +152,7 @@ def test_recipes_by_role() -> None:
         "megatron": [0.02, 0.02, 0.02, 0.02, 0.02 / 8**0.5, 0.02 / 8**0.5, 0.02],
         "flat": [0.02] * 7,
         "depth": [1.0, 0.02, 0.02, 0.02 / 6**0.5, 0.02 / 6**0.5, 0.02 / 6**0.5, eighth],
+        "width": [1.0, eighth, eighth, eighth, eighth / 6**0.5, eighth / 6**0.5, eighth],
         "fan_in": [1.0, eighth, eighth, eighth, eighth / 8**0.5, inner / 8**0.5, eighth],
         "zero_output": [1.0, eighth, eighth, eighth, 0.0, 0.0, eighth],
     }
@@ -187,7 +188,9 @@ def test_the_first_loss_is_near_that_of_a_guess(name: str, recipe: Initializatio
 
 
 def test_auto_is_what_the_family_has_and_what_cannot_work_is_refused() -> None:
-    assert recipe_of(load_model("llama3-8b")) == "depth"
+    llama = load_model("llama3-8b")
+    assert recipe_of(llama) == "width"
+    assert standard_deviation(llama, "head.output.weight") == 8 / 4096
     assert recipe_of(replace(load_model("llama3-8b"), initialization="flat")) == "flat"
     for recipe in ("zero_output", "mup"):
         with pytest.raises(UserError, match=f"initialization={recipe} with tie_embeddings=true"):
