@@ -80,7 +80,7 @@ class ModelSpec:
     1/√hidden. width: as depth with 1/√hidden in place of `initial_std`, not divided for up, and a head of 8/hidden
     where that is smaller. fan_in: 1/√fan-in, divided by √(2 · layers) where a matrix adds to the residual stream;
     embedding 1. zero_output: like fan_in, but these matrices start at zero. Tied embeddings have `initial_std` in all
-    of them. mup: the maximal-update parametrisation for AdamW, whose best learning rate does not move with the width."""
+    of them. mup: the maximal-update parametrisation for AdamW, whose best learning rate does not move with width."""
     base_width: int = 256
     """With mup: the fan-in of a matrix that learns at `learning_rate.peak`, and at which mup draws as fan_in does."""
     initial_std: float = 0.02
