@@ -58,7 +58,7 @@ def test_fewer_bits_to_a_multiple_of_their_own_rounding(precision: str, capsys: 
     assert main(["verify", "--layout", "dp=2,tp=2,zero=3", "--precision", precision, *few]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["dtype"], found["passed"], found["unforeseen"]) == (precision, True, [])
-    assert found["loss_error"] < 1e-3 and found["gradient_error"] > 1e-5
+    assert found["loss_error"] < 1e-2 and found["gradient_error"] > 1e-5
 
 
 def test_bf16_to_a_multiple_of_its_own_rounding(capsys: pytest.CaptureFixture[str]) -> None:

@@ -34,7 +34,7 @@ def test_plain_data_parallelism_sums_every_gradient_once() -> None:
     total = 8 * BLOCK + 2 * 256 * HIDDEN + HIDDEN
     # A unit for each layer, the embedding and the head; and the number of labelled tokens.
     assert found["data", "all-reduce"] == Entry(8 + 2 + 1, 4 * total + 8, 4, "all-reduce")
-    assert found["world", "all-reduce"] == Entry(1, 12, 4, "all-reduce")
+    assert found["world", "all-reduce"] == Entry(1, 16, 4, "all-reduce")
     assert len(found) == 2
 
 

@@ -103,6 +103,7 @@ def test_context_and_experts_have_traffic(ask: Callable[..., Question]) -> None:
     found = explain(question, layout, rivals=1)
     assert [entry.dimension for entry in found.moved] == [
         "tp",
+        "sequence",
         "cp",
         "ep",
         "pp",
