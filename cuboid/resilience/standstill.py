@@ -24,7 +24,7 @@ from cuboid.spec.run import ResilienceSpec
 QUIET = 1.0
 """Seconds of silence after which it is noted how much ranks have worked so far."""
 EVERY = 3.0
-"""Seconds between two close looks."""
+"""Seconds between two close looks; half of `stuck_seconds` after one that saw a rank work, if that is longer."""
 BUSY = 0.005
 """Part of a core from which a rank works: threads that only wake up now and then take a tenth of this."""
 MAY_WORK: tuple[Wait, ...] = ("load", "agreement")
@@ -63,6 +63,8 @@ class Standstill:
         waiting = [self._waits(reading) for reading in readings]
         busy = [reading.rank for reading, waits in zip(readings, waiting, strict=True) if waits is None]
         if busy:
+            # From here on anew: over the whole silence, what a rank did before it hung would count for minutes.
+            self._efforts, self._next = Efforts(readings), time.monotonic() + max(EVERY, stuck / 2)
             if not self._told and len(busy) < len(readings):
                 self._told = True
                 bound = f"resilience.setup_seconds={self._spec.setup_seconds:g}"
@@ -105,7 +107,7 @@ class Standstill:
 
 
 class Efforts:
-    """The time of a core that each rank has taken since the job fell silent."""
+    """The time of a core that each rank has taken since the job fell silent, or since a rank was last seen to work."""
 
     def __init__(self, readings: Sequence[Reading]) -> None:
         self._begin = time.monotonic()
