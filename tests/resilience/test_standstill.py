@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from cuboid.errors import HangError
 from cuboid.launch.pool import fork_server
 from cuboid.resilience.failures import failures
 from cuboid.resilience.reading import Reading, Waiting
-from cuboid.resilience.standstill import Standstill
+from cuboid.resilience.standstill import Standstill, core_seconds
 from cuboid.resilience.watchdog import Watchdog
 from cuboid.spec.run import ResilienceSpec, Run, build_run
 from tests.cli.command import SHORT, rows, run, train
@@ -144,3 +146,23 @@ def test_nodes_of_which_one_still_works_wait() -> None:
     assert standstill.look(0.2, lambda: readings) is None
     assert told == [True, True, False]
     assert standstill.look(0.2, lambda: readings) is None and len(told) == 3, "nothing new to tell"
+
+
+def test_what_a_rank_did_before_it_hung_does_not_count_for_long() -> None:
+    worked = subprocess.Popen(
+        [sys.executable, "-c", "import time\nwhile time.process_time() < 0.4: pass\ntime.sleep(60)"]
+    )
+    try:
+        standstill = Standstill(ResilienceSpec(stuck_seconds=4))
+        readings = [Reading(0, worked.pid, "step", 1, "backward")]
+        assert standstill.look(2.0, lambda: readings) is None
+        while core_seconds(worked.pid) < 0.3:  # type: ignore[operator]
+            time.sleep(0.1)
+        assert standstill.look(4.0, lambda: readings) is None, "it has worked in this silence"
+        until = time.monotonic() + 10
+        while standstill.look(8.0, lambda: readings) is None:
+            assert time.monotonic() < until, "what it did would excuse it for more than a minute"
+            time.sleep(0.2)
+    finally:
+        worked.kill()
+        worked.wait()
