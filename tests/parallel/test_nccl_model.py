@@ -23,7 +23,7 @@ FAMILIES = [
 ]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8, pytest.param(16, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8, 16])
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: f"{family[0]}-{family[1]}")
 def test_no_schedule_deadlocks(family: tuple[str, int], ranks: int) -> None:
     for batches in (1, 2 * ranks + 1) if ranks < 16 else (2 * ranks,):
