@@ -17,7 +17,6 @@ from torch import Tensor
 
 import cuboid.model.mixture as mixture_module
 from cuboid.model import routing
-from cuboid.model.initialize import initialize
 from cuboid.model.mixture import GroupedProduct, Mixture, grouped_product
 from cuboid.model.rope import Positions
 from cuboid.parallel.deferral import Deferral, deferrable_grouped_product
@@ -74,7 +73,8 @@ def main() -> None:
 def layer_outcome(layer: Mixture, x: Tensor, gradient: Tensor) -> list[Tensor]:
     x = x.detach().requires_grad_()
     layer.zero_grad()
-    result = layer(x, Positions(length=x.shape[0] // 2))
+    index = torch.arange(x.shape[0] // 2, device=x.device).unsqueeze(0)
+    result = layer(x, Positions(index, None, None))
     result.backward(gradient)
     return [
         value for value in (result.detach(), x.grad, *(each.grad for each in layer.parameters())) if value is not None
@@ -85,7 +85,8 @@ def compare_layers(capacity: float) -> None:
     mixture = MixtureSpec(experts=64, top_k=8, expert_ffn=768, capacity_factor=capacity)
     model = ModelSpec(hidden=2048, layers=1, heads=16, ffn=1024, vocab=512, mixture=mixture)
     layer = Mixture(model).to(DEVICE)
-    initialize(model, layer, seed=0)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     layer.to(torch.bfloat16)
     exact = copy.deepcopy(layer).double()
     x, gradient = (torch.randn(8192, 2048, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
