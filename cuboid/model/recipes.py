@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cuboid.spec.model import Family, Initialization, ModelSpec
+from cuboid.spec.model import INITIAL_STD, Family, Initialization, ModelSpec
 
 DEFAULTS: dict[Family, Initialization] = {
     "llama": "width",
@@ -129,7 +129,11 @@ RECIPES: dict[Initialization, Callable[[ModelSpec, Matrix], Deviations]] = {
 
 def recipe_of(model: ModelSpec) -> Initialization:
     """The name of the recipe that draws a model."""
-    return DEFAULTS[model.family] if model.initialization == "auto" else model.initialization
+    if model.initialization != "auto":
+        return model.initialization
+    default = DEFAULTS[model.family]
+    # A deviation that somebody chose is used: `width` would pass it over.
+    return "depth" if default == "width" and model.initial_std != INITIAL_STD else default
 
 
 def standard_deviation(model: ModelSpec, name: str) -> float:

@@ -22,6 +22,7 @@ __all__ = [
 ]
 
 Family = Literal["llama", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3"]
+INITIAL_STD = 0.02
 Initialization = Literal["auto", "megatron", "flat", "depth", "width", "fan_in", "zero_output", "mup"]
 
 
@@ -74,16 +75,17 @@ class ModelSpec:
     qk_norm: bool = False
     """Norms of queries and keys in each head."""
     initialization: Initialization = "auto"
-    """How wide each parameter is drawn, by its role. auto: the default of the family. megatron: `initial_std`, divided
-    by √(2 · layers) where a matrix adds to the residual stream. flat: `initial_std` for all. depth (torchtitan):
-    `initial_std`, divided by √(2 · (layer + 1)) for up, down, attention's output and routers; embedding 1, head
-    1/√hidden. width: as depth with 1/√hidden in place of `initial_std`, not divided for up, and a head of 8/hidden
-    where that is smaller. fan_in: 1/√fan-in, divided by √(2 · layers) where a matrix adds to the residual stream;
-    embedding 1. zero_output: like fan_in, but these matrices start at zero. Tied embeddings have `initial_std` in all
-    of them. mup: the maximal-update parametrisation for AdamW, whose best learning rate does not move with width."""
+    """How wide each parameter is drawn, by its role. auto: the default of the family, or depth where `initial_std` is
+    given. megatron: `initial_std`, divided by √(2 · layers) where a matrix adds to the residual stream. flat:
+    `initial_std` for all. depth (torchtitan): `initial_std`, divided by √(2 · (layer + 1)) for up, down, attention's
+    output and routers; embedding 1, head 1/√hidden. width: as depth with 1/√hidden in place of `initial_std`, not
+    divided for up, and a head of 8/hidden where that is smaller. fan_in: 1/√fan-in, divided by √(2 · layers) where a
+    matrix adds to the residual stream; embedding 1. zero_output: like fan_in, but these matrices start at zero. Tied
+    embeddings have `initial_std` in all of them. mup: the maximal-update parametrisation for AdamW, whose best learning
+    rate does not move with width."""
     base_width: int = 256
     """With mup: the fan-in of a matrix that learns at `learning_rate.peak`, and at which mup draws as fan_in does."""
-    initial_std: float = 0.02
+    initial_std: float = INITIAL_STD
     """Standard deviation of the first parameters, in recipes of `initialization` that use it."""
     mixture: MixtureSpec | None = None
     """Routed experts in place of feed-forward blocks."""

@@ -205,8 +205,13 @@ def _lower_rate(run: Run) -> str:
 
 
 def _smaller_weights(model: ModelSpec) -> str:
-    other = "" if model.initialization == "auto" else f" or use model.initialization=auto, not {model.initialization}"
-    return f"lower model.initial_std={model.initial_std:g}{other}"
+    lower, other = (
+        f"lower model.initial_std={model.initial_std:g}",
+        f"use model.initialization=auto, not {model.initialization}",
+    )
+    if model.initialization in ("width", "fan_in", "zero_output", "mup"):  # which do not use it
+        return other
+    return lower if model.initialization == "auto" else f"{lower} or {other}"
 
 
 def _balance(mixture: MixtureSpec) -> str:
