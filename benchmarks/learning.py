@@ -126,7 +126,7 @@ def train(
             object.__setattr__(engine, "run", run)  # compiled once for all seeds
             draw_weights(engine)
             if engine.balance is not None:
-                engine.balance.restore([])
+                engine.balance.restore([], 0)
         optimizer = Optimizer(engine, run.optimizer)
         passes = make_passes(engine, optimizer, partial(run_passes, engine))
         begun: list[PendingStep] = []

@@ -90,7 +90,7 @@ def begin_anew(engine: Engine, optimizer: Moments) -> None:
     if engine.loss_scale is not None:
         engine.loss_scale.restore([])
     if engine.balance is not None:
-        engine.balance.restore([])
+        engine.balance.restore([], 0)
 
 
 def _require_same_data(engine: Engine, manifest: Manifest, group: Coordination) -> None:

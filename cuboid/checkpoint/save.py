@@ -124,7 +124,7 @@ def load(
     if engine.loss_scale is not None:
         engine.loss_scale.restore(engine.course.loss_scale)
     if engine.balance is not None:
-        engine.balance.restore(engine.course.loads)
+        engine.balance.restore(engine.course.loads, manifest.step)
     for unit in engine.units:
         unit.publish()
     return manifest

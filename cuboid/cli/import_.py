@@ -1,6 +1,7 @@
 """`cuboid import hf:DIR -o run.toml`: a run file that starts from the weights of a Hugging Face model."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +34,8 @@ def command(
         )
     folder = Path(source.removeprefix(PREFIX))
     model, weights = model_of(folder), ModelFolder(folder)
+    if model.mixture is not None:  # its routers have learned where to send tokens
+        model = replace(model, mixture=replace(model.mixture, router_noise=0.0))
     check_weights(weights, model)
     name = output.stem if output is not None else model.name
     small = {tensor.dtype for tensor in weights.tensors.values()} <= {"BF16", "F16"}

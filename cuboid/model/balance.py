@@ -1,6 +1,14 @@
-"""What keeps experts equally busy: two auxiliary losses and the statistics from which the routers' biases move.
+"""What keeps experts equally busy: noise when they are chosen, two auxiliary losses, and the statistics from which the
+routers' biases move.
 
-Both losses are sums over tokens whose divisors are known beforehand (sequences and tokens of the global batch), so
+**Noise.** A router that always takes the best experts can send all tokens to the same few of them while its scores are
+all but equal: what decides is an order, and the loss below sees scores. Gumbel noise on the logits draws a token's
+experts in proportion to its scores instead (exactly so at scale 1), so the load of an expert follows its mean score,
+and the gradient of the load-balancing loss moves loads. The noise is a function of seed, step, layer, position and
+expert, so any layout chooses the same. Evaluation and generation take the best experts.
+
+**Losses.**
+Both are sums over tokens whose divisors are known beforehand (sequences and tokens of the global batch), so
 that the parts of all ranks, micro-batches and pieces of a sequence simply add up. The load-balancing loss weighs each
 expert's score by how busy it is, and the gradient does not pass through that weight:
 
@@ -29,6 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cuboid.model.hashing import hashes, shifted
 from cuboid.spec.mixture import MixtureSpec
 
 EXTRA = ("balance_loss", "z_loss", "dropped")
@@ -44,6 +53,9 @@ class Tokens:
     """Tokens of each sequence that the parts hold together."""
     index: int = 0
     parts: int = 1
+    positions: Tensor | None = None
+    """(sequences, length): where each token stands in its sequence; a first dimension of one stands for all sequences.
+    None: in their order."""
 
     def sequences(self, tokens: int) -> int:
         return tokens * self.parts // self.length
@@ -51,6 +63,12 @@ class Tokens:
     def numbers(self, x: Tensor) -> Tensor:
         """The number of each token in x among those of all parts."""
         return torch.arange(self.index * x.shape[0], (self.index + 1) * x.shape[0], device=x.device)
+
+    def places(self, x: Tensor) -> Tensor:
+        """The position of each token in x in its sequence."""
+        if self.positions is None:
+            return self.numbers(x) % self.length
+        return self.positions.flatten().index_select(0, self.numbers(x) % self.positions.numel())
 
 
 def counted(numbers: Tensor, many: int) -> Tensor:
@@ -75,9 +93,16 @@ class _WithLoss(torch.autograd.Function):
 class Balance:
     """One for all routers of a rank."""
 
-    def __init__(self, mixture: MixtureSpec, layers: int, sequences: int, tokens: int, device: torch.device) -> None:
+    def __init__(
+        self, mixture: MixtureSpec, layers: int, sequences: int, tokens: int, device: torch.device, seed: int = 0
+    ) -> None:
         """`layers`: those with experts; `sequences`, `tokens`: of the global batch."""
         self.mixture = mixture
+        self.key = f"{seed}/router_noise"
+        self.step = torch.zeros((), dtype=torch.int64, device=device)
+        """Steps done. On the device, where a CUDA graph reads it."""
+        self.is_noisy = False
+        """In the passes of a step, unless the mixture has no noise."""
         self.sequences, self.tokens = sequences, tokens
         self.statistics = torch.zeros(layers, mixture.experts + len(EXTRA), dtype=torch.float64, device=device)
         """A row per layer: assignments of each expert, and the sums of EXTRA."""
@@ -94,10 +119,15 @@ class Balance:
 
     def begin_step(self) -> None:
         self.statistics.zero_()
+        self.is_noisy = self.mixture.router_noise > 0
+
+    def end_passes(self) -> None:
+        self.is_noisy = False
 
     @torch.no_grad()
     def end_step(self, statistics: Tensor, counts: Tensor | bool = True) -> None:
-        """`statistics`: summed over all ranks. `counts`: false leaves the step out."""
+        """`statistics`: summed over all ranks. `counts`: false skips the step."""
+        self.step += 1
         self._follow(torch.where(torch.as_tensor(counts), statistics[:, : self.mixture.experts], self.counts))
 
     def _follow(self, asked: Tensor) -> None:
@@ -109,9 +139,19 @@ class Balance:
         follows = self.mixture.balance_over == "global_batch" and self.counts.any()
         return [int(count) for count in self.counts.flatten().tolist()] if follows else []
 
-    def restore(self, values: list[int]) -> None:
-        """Nothing: as before the first step."""
+    def restore(self, values: list[int], step: int) -> None:
+        """As after `step` steps. No values: as before the first."""
+        self.step.fill_(step)
         self._follow(self.counts.new_tensor(values or [0] * self.counts.numel()).view_as(self.counts))
+
+    @torch.no_grad()
+    def noise(self, row: int, tokens: Tokens, logits: Tensor) -> Tensor:
+        """(tokens, experts)"""
+        rows, experts = self.counts.shape
+        places = (tokens.places(logits) * experts).unsqueeze(1) + torch.arange(experts, device=logits.device)
+        bits = shifted(hashes(self.key, places + ((self.step * rows + row) << 34)), 41)
+        uniform = (bits.float() + 0.5) * 2.0**-23  # neither 0 nor 1, all bits exact in float32
+        return -self.mixture.router_noise * (-uniform.log()).log()
 
     def attach(
         self,

@@ -5,17 +5,15 @@ bits it has in the whole (invariant 1), on a processor and on a GPU, and no rank
 
 from __future__ import annotations
 
-import hashlib
 import math
 
 import torch
 from torch import Tensor, nn
 
+from cuboid.model.hashing import hashes
 from cuboid.model.recipes import standard_deviation
 from cuboid.spec.model import ModelSpec
 
-GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-"""The constants of SplitMix64."""
 HASHES, PIECES, PIECE_BITS = 2, 4, 16
 """An element is the sum of all 16-bit pieces of two hashes: so near to a normal distribution that its kurtosis is 2.85
 in place of 3, and never further out than 4.9 deviations."""
@@ -65,31 +63,15 @@ DEVIATION_OF_SUMS = math.sqrt(HASHES * PIECES * (4**PIECE_BITS - 1) / 12)
 
 def _sums(key: str, places: Tensor) -> Tensor:
     """Whole numbers around zero, one for each place."""
-    digest = hashlib.sha256(key.encode()).digest()
     pairs = torch.zeros_like(places)
-    for start in range(0, 8 * HASHES, 8):
-        hashed = places * _signed(GOLDEN) + int.from_bytes(digest[start : start + 8], "little", signed=True)
-        hashed ^= _shifted(hashed, 30)
-        hashed *= _signed(FIRST)
-        hashed ^= _shifted(hashed, 27)
-        hashed *= _signed(SECOND)
-        hashed ^= _shifted(hashed, 31)
+    for number in range(HASHES):
+        hashed = hashes(key, places, number)
         # Two pieces at a time, each in half of the number, where their sum has room.
         pairs += hashed & EVERY_OTHER
         pairs += hashed.bitwise_right_shift_(PIECE_BITS).bitwise_and_(EVERY_OTHER)
     sums = pairs & (2 ** (2 * PIECE_BITS) - 1)
     sums += pairs.bitwise_right_shift_(2 * PIECE_BITS)
     return sums.sub_(MEAN_OF_SUMS)
-
-
-def _shifted(values: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros coming in."""
-    return (values >> bits).bitwise_and_((1 << (64 - bits)) - 1)
-
-
-def _signed(constant: int) -> int:
-    """The same 64 bits as an int64."""
-    return constant - (1 << 64)
 
 
 def initialize(model: ModelSpec, module: nn.Module, seed: int) -> None:

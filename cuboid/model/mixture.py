@@ -154,7 +154,7 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         """Not for the compiler: how many rows each expert gets is another number every time."""
         mine = self.take_part(x)
-        routing = self.router(mine, Tokens(positions.length, *self.part))
+        routing = self.router(mine, Tokens(positions.length, *self.part, positions.index))
         places = places_of(routing, self.router.mixture.experts)
         journey = self.depart(places.counts)
         journey.leave(places.spread(mine))

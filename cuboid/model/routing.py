@@ -44,8 +44,11 @@ class Router(nn.Module):
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:
         dtype = wide(x.dtype)
         logits = functional.linear(x.to(dtype), self.weight.to(dtype))
-        scores = logits.softmax(-1) if self.mixture.scoring == "softmax" else logits.sigmoid()
-        chosen = self.choose(scores.detach())
+        scores = self._scores(logits)
+        ranked = scores.detach()
+        if self.balance is not None and self.balance.is_noisy:
+            ranked = self._scores(logits.detach() + self.balance.noise(self.row, tokens, logits))
+        chosen = self.choose(ranked)
         weights = scores.gather(1, chosen)
         if self.mixture.normalized:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -54,6 +57,9 @@ class Router(nn.Module):
         if self.balance is not None and torch.is_grad_enabled():
             weights = self.balance.attach(weights, self.row, logits, scores, chosen, tokens, kept)
         return Routing(chosen, weights, kept)
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        return logits.softmax(-1) if self.mixture.scoring == "softmax" else logits.sigmoid()
 
     @torch.no_grad()
     def choose(self, scores: Tensor) -> Tensor:

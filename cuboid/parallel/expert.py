@@ -182,7 +182,7 @@ def make_balance(run: Run, device: torch.device) -> Balance:
     assert run.model.mixture is not None
     mixture, batch = run.model.mixture, run.training.global_batch
     layers = run.model.layers - mixture.first_dense_layers
-    return Balance(mixture, layers, batch, batch * run.training.sequence, device)
+    return Balance(mixture, layers, batch, batch * run.training.sequence, device, run.training.seed)
 
 
 def watched(mixture: Mixture, balance: Balance, layer: int, run: Callable[..., Tensor]) -> Callable[..., Tensor]:

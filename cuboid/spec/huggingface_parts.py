@@ -6,7 +6,7 @@ from typing import Any
 
 from cuboid.errors import UserError
 from cuboid.spec.coding import show
-from cuboid.spec.mixture import BIAS_RATE
+from cuboid.spec.mixture import BIAS_RATE, ROUTER_NOISE
 
 Table = dict[str, Any]
 
@@ -137,7 +137,7 @@ def read_gpt2_width(left: Table, table: Table) -> None:
 
 def read_mixture(keys: Mapping[str, str], defaults: Table) -> Callable[[Table, Table], None]:
     def read(left: Table, table: Table) -> None:
-        mixture = {**defaults, **take(left, keys), **take(left, LOSS_KEYS)}
+        mixture = {"router_noise": ROUTER_NOISE, **defaults, **take(left, keys), **take(left, LOSS_KEYS)}
         whole_sequences = left.pop("seq_aux", None)
         if whole_sequences is not None:
             mixture["balance_over"] = "sequence" if whole_sequences else "global_batch"

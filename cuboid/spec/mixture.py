@@ -8,8 +8,10 @@ from cuboid.errors import UserError
 from cuboid.spec.coding import check_types, require_at_least
 from cuboid.spec.suggest import nearest_numbers, use
 
-BALANCING: dict[str, object] = {"balance_coefficient": 0.01, "balance_over": "global_batch"}
-"""How a mixture is balanced whose table says nothing of it."""
+ROUTER_NOISE = 1.0
+"""Of routers whose weights are drawn."""
+BALANCING: dict[str, object] = {"balance_coefficient": 0.1, "balance_over": "sequence", "router_noise": ROUTER_NOISE}
+"""How a mixture is balanced whose table says nothing of it; docs/learning.md has what was measured."""
 BIAS_RATE = 0.001
 """Of a mixture with `router_bias` whose table says nothing of it: DeepSeek-V3's."""
 
@@ -63,6 +65,9 @@ class MixtureSpec:
     z_coefficient: float = 0.0
     """Of the router z-loss: the square of the log-sum-exp of a token's logits, averaged over the tokens of the global
     batch and summed over layers."""
+    router_noise: float = 0.0
+    """Scale of the Gumbel noise that is added to logits when experts are chosen in training. With 1 a token's experts
+    are drawn in proportion to its scores; 0 always takes the best, as evaluation and generation do."""
     bias_rate: float = 0.0
     """By how much `router_bias` moves after each step: up for experts with less than their share of the global batch,
     down for those with more."""
@@ -73,7 +78,7 @@ class MixtureSpec:
         check_types(self, "mixture")
         require_at_least(1, self, "mixture", ("experts", "top_k", "expert_ffn", "groups", "top_groups"))
         require_at_least(0, self, "mixture", ("shared_experts", "shared_ffn", "first_dense_layers", "capacity_factor"))
-        require_at_least(0, self, "mixture", ("balance_coefficient", "z_coefficient", "bias_rate"))
+        require_at_least(0, self, "mixture", ("balance_coefficient", "z_coefficient", "router_noise", "bias_rate"))
         if self.top_k > self.experts:
             raise UserError(
                 f"mixture.top_k={self.top_k} is more than experts={self.experts}; use top_k={self.experts} or less"

@@ -8,7 +8,7 @@ steps = 100
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -275,7 +275,12 @@ def build_run(table: Mapping[str, object], overrides: Sequence[str] = (), *, fol
     values: dict[str, Any] = {"plan": merged.pop("plan", {})}
     for key, value in merged.items():
         values[key] = build_model(value, folder) if key == "model" else decode(types[key], value, key)
-    return Run(**values)
+    run = Run(**values)
+    mixture = run.model.mixture
+    if run.training.start_from and mixture is not None and "router_noise" not in merged["model"].get("mixture", {}):
+        # Noise is for routers that know nothing yet; those of a trained model begin as they are.
+        run = replace(run, model=replace(run.model, mixture=replace(mixture, router_noise=0.0)))
+    return run
 
 
 def dump_run(run: Run) -> str:

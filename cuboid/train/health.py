@@ -215,9 +215,9 @@ def _smaller_weights(model: ModelSpec) -> str:
 
 
 def _balance(mixture: MixtureSpec) -> str:
-    if mixture.router_bias:
-        return f"raise model.mixture.bias_rate={mixture.bias_rate:g} (0.001 is usual)"
-    return f"raise model.mixture.balance_coefficient={mixture.balance_coefficient:g} (0.01 is usual)"
+    if not mixture.router_noise:
+        return "set model.mixture.router_noise=1"
+    return f"raise model.mixture.balance_coefficient={mixture.balance_coefficient:g} (0.1 to 0.3 hold with noise)"
 
 
 def _layers(rows: list[int], mixture: MixtureSpec) -> str:

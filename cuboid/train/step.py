@@ -149,6 +149,8 @@ def run_passes(engine: Engine, shares: list[Share], factor: Tensor) -> Passes:
         engine.balance.factor = None if engine.loss_scale is None else factor
     scale = factor / tokens.clamp(min=1).double()
     summed_loss = engine.pipeline.run(shares, scale.to(engine.units[0].accumulate))
+    if engine.balance is not None:
+        engine.balance.end_passes()
     PULSE.do("gradients")
     finish_gradients(engine)
     own_loss = summed_loss if engine.holds_loss else torch.zeros_like(summed_loss)

@@ -117,6 +117,8 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
                 (part * factor).backward()
             computing.collect()
             loss += part.item()
+        if balance is not None:
+            balance.end_passes()
         for parameter in parameters.values():
             if parameter.grad is not None and factor != 1:
                 parameter.grad /= factor
@@ -184,7 +186,7 @@ def _balance(run: Run, model: Transformer, device: torch.device) -> Balance | No
     if mixture is None:
         return None
     layers = run.model.layers - mixture.first_dense_layers
-    balance = Balance(mixture, layers, batch, batch * run.training.sequence, device)
+    balance = Balance(mixture, layers, batch, batch * run.training.sequence, device, run.training.seed)
     model.balance_with(balance)
     return balance
 

@@ -83,9 +83,9 @@ def test_the_global_batch_is_that_of_the_step_before() -> None:
     torch.testing.assert_close(gradient, torch.autograd.grad(0.3 * loss, router.weight)[0])
     assert balance.statistics[0, 6].item() / SEQUENCES == pytest.approx(loss.item())
     kept = Balance(router.mixture, 1, 1, 1, CPU)
-    kept.restore(balance.values())
+    kept.restore(balance.values(), 2)
     assert kept.loads.equal(balance.loads), "exactly as it was"
-    kept.restore([])
+    kept.restore([], 0)
     assert kept.loads.eq(1).all() and not kept.values()
 
 
@@ -246,3 +246,38 @@ def test_the_host_never_asks_the_device(monkeypatch: pytest.MonkeyPatch, capacit
         x = torch.empty(16, model.hidden, dtype=torch.bfloat16, requires_grad=True)
         layer(x, positions).sum().backward()
         assert layer.experts.up.grad is not None and x.grad is not None
+
+
+def test_noise_draws_experts_in_proportion_to_their_scores() -> None:
+    router = make_router(router_noise=1.0, experts=4, top_k=1)
+    scores = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
+    with torch.no_grad():
+        router.weight.copy_(scores.log().unsqueeze(1).expand(4, router.weight.shape[1]) / router.weight.shape[1])
+    x = torch.ones(20_000, router.weight.shape[1], dtype=torch.float64)
+    balance = router.balance = Balance(router.mixture, 1, 1, 20_000, CPU)
+    balance.begin_step()
+    chosen = router(x, Tokens(20_000)).chosen.flatten()
+    drawn = torch.bincount(chosen, minlength=4) / 20_000
+    assert (drawn - scores).abs().max() < 0.015  # four deviations of a binomial count
+    assert torch.equal(router(x, Tokens(20_000)).chosen.flatten(), chosen), "a recomputed pass must choose the same"
+    balance.end_step(balance.statistics)
+    assert not torch.equal(router(x, Tokens(20_000)).chosen.flatten(), chosen), "another step, other noise"
+    balance.restore([], 0)
+    assert torch.equal(router(x, Tokens(20_000)).chosen.flatten(), chosen), "as after a resume"
+    balance.end_passes()
+    assert not router(x, Tokens(20_000)).chosen.any(), "evaluation takes the best"
+
+
+def test_noise_goes_by_the_position_of_a_token_wherever_it_is_computed() -> None:
+    router = make_router(router_noise=1.0)
+    balance = router.balance = Balance(router.mixture, 1, SEQUENCES, SEQUENCES * LENGTH, CPU)
+    balance.begin_step()
+    x = tokens()
+    positions = torch.arange(LENGTH).unsqueeze(0)
+    whole = router(x, Tokens(LENGTH, positions=positions)).chosen
+    half = len(x) // 2
+    parts = [router(x[:half], Tokens(LENGTH, 0, 2, positions)), router(x[half:], Tokens(LENGTH, 1, 2, positions))]
+    assert torch.equal(torch.cat([part.chosen for part in parts]), whole)
+    order = torch.arange(LENGTH).flip(0)  # as ranks of a context group hold other positions of a sequence
+    turned = router(x[:LENGTH][order], Tokens(LENGTH, positions=order.unsqueeze(0))).chosen
+    assert torch.equal(turned[order], whole[:LENGTH])

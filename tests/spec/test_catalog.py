@@ -135,7 +135,7 @@ def test_a_mixture_that_says_nothing_is_balanced_and_a_saved_one_stays_as_it_is(
     silent = {"experts": 4, "top_k": 2, "expert_ffn": 8}
     mixture = build_model({**sizes, "mixture": {**silent, "router_bias": True}}).mixture
     assert mixture is not None
-    assert (mixture.balance_coefficient, mixture.balance_over, mixture.bias_rate) == (0.01, "global_batch", 0.001)
+    assert (mixture.balance_coefficient, mixture.balance_over, mixture.bias_rate) == (0.1, "sequence", 0.001)
     # As a run before `balance_over` wrote its table.
     saved = {**silent, "router_bias": True, "balance_coefficient": 0.0, "z_coefficient": 0.0, "bias_rate": 0.0}
     old = build_model({**sizes, "mixture": saved}).mixture
