@@ -34,7 +34,8 @@ class Kernels:
     head_forward: Array
     head_backward: Array
     attention_columns: Array
-    """The weight gradients of queries, keys and values, under which their input gradient can be summed."""
+    """The weight gradients of queries, keys and values (MLA: of the up-projections), under which their input gradient
+    can be summed."""
     feed_columns: Array
     """… of gate and up."""
     shared_columns: Array
@@ -200,10 +201,14 @@ def kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: str
 
 
 def _columns(rates: _Rates, shape: Shape, rows: Array, tp: Array) -> tuple[Array, Array, Array]:
-    """A weight gradient takes as long as the multiplication forward. Latents are summed before what they were made of
-    is, under nothing."""
+    """A weight gradient takes as long as the multiplication forward."""
     width, kv = shape.heads * shape.head_dim / tp, np.maximum(shape.kv_heads / tp, 1) * shape.head_dim
-    attention = np.where(shape.latent > 0, 0.0, _multiply(rates, rows, shape.hidden, width + 2 * kv))
+    attention = _multiply(rates, rows, shape.hidden, width + 2 * kv)
+    if np.any(shape.latent > 0):
+        heads, rank = shape.heads / tp, np.where(shape.q_rank > 0, shape.q_rank, shape.hidden)
+        up = _multiply(rates, rows, rank, heads * (shape.nope_dim + shape.rope_dim))
+        up = up + _multiply(rates, rows, shape.kv_rank, heads * (shape.nope_dim + shape.v_dim))
+        attention = np.where(shape.latent > 0, up, attention)
     feed, shared = (
         _multiply(rates, rows, shape.hidden, (1 + shape.gated) * each / tp) for each in (shape.ffn, shape.shared_ffn)
     )

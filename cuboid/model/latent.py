@@ -3,13 +3,11 @@ token, and positions turn a part of each head that has a projection of its own."
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
 from cuboid.model.attention import Mix, causal_mix
-from cuboid.model.linear import Linear, Norm
+from cuboid.model.linear import Linear, Norm, SlicedColumns, sliced_columns
 from cuboid.model.rope import Positions, neighbours_apart, rotate, yarn_magnitude
 from cuboid.spec.model import ModelSpec
 
@@ -39,34 +37,35 @@ class LatentAttention(nn.Module):
         if model.yarn is not None and model.yarn.mscale_all_dim:
             self.query_scale = yarn_magnitude(model.yarn.factor, model.yarn.mscale_all_dim) ** 2
         self.mix: Mix = causal_mix
-        self.enter: Callable[[Tensor], Tensor] = _itself
-        """From the tokens this rank holds to those whose heads it computes."""
+        self.columns: SlicedColumns = sliced_columns
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         latent = self.latent
-        query, query_turned, key_value, key_turned = self.queries_and_latents(x, positions)
+        query, query_turned, key_value, key_turned = self.queries_and_latents(x, positions, self.key_value_up)
         heads = query.shape[2]
         kv_shape = (-1, positions.length, heads, latent.qk_nope_dim + latent.v_dim)
-        key, value = self.key_value_up(key_value).view(kv_shape).split((latent.qk_nope_dim, latent.v_dim), -1)
+        key, value = key_value.view(kv_shape).split((latent.qk_nope_dim, latent.v_dim), -1)
         query = torch.cat((query, query_turned), -1)
         key = torch.cat((key, key_turned.expand(-1, -1, heads, -1)), -1)
         if self.query_scale != 1.0:
             query = query * self.query_scale
         return self.output(self.mix(query, key, value, positions).reshape(-1, heads * latent.v_dim))
 
-    def queries_and_latents(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries by head, the part that does not turn and the part that did; the latents of keys and values; and the
-        part of keys that turned, the same for all heads."""
+    def queries_and_latents(
+        self, x: Tensor, positions: Positions, up: Linear | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries by head, the part that does not turn and the part that did; the latents of keys and values, or what
+        `up` makes of them; and the part of keys that turned, the same for all heads."""
         latent = self.latent
         key_value, key_turned = self.key_value_down(x).split((latent.kv_rank, latent.qk_rope_dim), -1)
         key_value = self.key_value_down_norm(key_value)
         if latent.q_rank:
             query = self.query_down_norm(self.query_down(x))
-            query, key_value, key_turned = self._enter_together(query, key_value, key_turned)
-            query = self.query_up(query)
+            linears = (self.query_up, up, None)
+            query, key_value, key_turned = self.columns((query, key_value, key_turned), linears)
         else:
-            query = self.query(self.enter(x))
-            key_value, key_turned = self._enter_together(key_value, key_turned)
+            (query,) = self.columns((x,), (self.query,))
+            key_value, key_turned = self.columns((key_value, key_turned), (up, None))
         # The head counts come from the weights, so that a module holding a part of the heads works unchanged.
         heads = self.output.weight.shape[1] // latent.v_dim
         shape = (-1, positions.length, heads, latent.qk_nope_dim + latent.qk_rope_dim)
@@ -74,12 +73,5 @@ class LatentAttention(nn.Module):
         key_turned = self._turn(key_turned.view(-1, positions.length, 1, latent.qk_rope_dim), positions)
         return query, self._turn(query_turned, positions), key_value, key_turned
 
-    def _enter_together(self, *parts: Tensor) -> tuple[Tensor, ...]:
-        return self.enter(torch.cat(parts, -1)).split([part.shape[1] for part in parts], -1)
-
     def _turn(self, x: Tensor, positions: Positions) -> Tensor:
         return rotate(neighbours_apart(x) if self.latent.interleaved else x, positions)
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x

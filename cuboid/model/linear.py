@@ -35,6 +35,15 @@ def columns(x: Tensor, linears: Sequence[Linear]) -> list[Tensor]:
     return [linear(x) for linear in linears]
 
 
+SlicedColumns = Callable[[Sequence[Tensor], Sequence[Linear | None]], Sequence[Tensor]]
+"""From several inputs to what a linear makes of each; None leaves its input as it is."""
+
+
+def sliced_columns(inputs: Sequence[Tensor], linears: Sequence[Linear | None]) -> list[Tensor]:
+    """As `columns`."""
+    return [x if linear is None else linear(x) for x, linear in zip(inputs, linears, strict=True)]
+
+
 class Norm(nn.Module):
     """RMSNorm or LayerNorm over the last dimension."""
 

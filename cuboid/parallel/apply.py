@@ -162,7 +162,8 @@ class _Builder:
         seen = self.region is not None and self.region.traced
         self.options = compiler_options(run, groups.tensor, device, seen)
         if self.region is not None:
-            # Where the compiler takes matmuls beside collectives apart, it has to see both.
+            # Where the compiler takes matmuls beside collectives apart, it has to see both. Those of slices it leaves.
+            self.region.overlaps_slices = not schedule.splits_backward
             self.region.overlaps = self.options is None and not schedule.splits_backward
         if schedule.splits_backward:
             self.options = {**(self.options or {}), **UNTOUCHED}

@@ -6,11 +6,13 @@ while it is under way, and only then wait for it.
 
 To the compiler the whole backward pass of such matmuls is one operation: it orders what it sees by memory, and would
 wait for the collective where it starts. The gathered input is kept for the weight gradient, or gathered again with
-whatever else is recomputed. Where the schedule puts weight gradients off, nothing is left here to overlap with."""
+whatever else is recomputed. Where the schedule puts weight gradients off, nothing is left here to overlap with.
+
+The linears take one input, or slices of one: the latents of MLA enter together, and so do their gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,14 +26,37 @@ from cuboid.parallel.tensor_region import REGIONS, Region
 
 def columns(region: Region, x: Tensor, linears: Sequence[Linear]) -> Sequence[Tensor]:
     """What linears of split output columns make of one input."""
-    products = [linear.product for linear in linears]
-    weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-    if region.overlaps and all(product is functional.linear for product in products):
-        return _Columns.apply(x, region.gather(x), region.number, *weights, *biases)
-    if region.overlaps and isinstance(products[0], Fp8Product):
-        return _NarrowColumns.apply(x, region.gather(x), region.number, products[0].by_row, *weights, *biases)
+    if (made := _overlapped(region, x, linears, sliced=False) if region.overlaps else None) is not None:
+        return made
     whole = region.enter(x)
     return [linear.product(whole, linear.weight, linear.bias) for linear in linears]
+
+
+def sliced_columns(region: Region, inputs: Sequence[Tensor], linears: Sequence[Linear | None]) -> Sequence[Tensor]:
+    """What such linears make of an input each. All inputs enter through one collective, and so do their gradients
+    backward. None: this input only enters; such inputs are the last ones."""
+    used = [linear for linear in linears if linear is not None]
+    if len(used) == len(inputs) == 1:
+        return columns(region, inputs[0], used)
+    x, widths = torch.cat([*inputs], -1), [each.shape[1] for each in inputs]
+    made = _overlapped(region, x, used, sliced=True) if region.overlaps_slices and used else None
+    if made is not None:
+        *outputs, rest = made
+        return *outputs, *rest.split(widths[len(used) :], -1)
+    entered = region.enter(x).split(widths, -1)
+    return [part if linear is None else linear(part) for part, linear in zip(entered, linears, strict=True)]
+
+
+def _overlapped(region: Region, x: Tensor, linears: Sequence[Linear], sliced: bool) -> tuple[Tensor, ...] | None:
+    """None: by other matmuls than these. `sliced`: each linear takes the next columns of `x` in place of all, and the
+    columns that no linear takes are returned last."""
+    products = [linear.product for linear in linears]
+    held = (*(linear.weight for linear in linears), *(linear.bias for linear in linears))
+    if all(product is functional.linear for product in products):
+        return _Columns.apply(region.number, sliced, x, region.gather(x), *held)
+    if isinstance(products[0], Fp8Product):
+        return _NarrowColumns.apply(region.number, sliced, products[0].by_row, x, region.gather(x), *held)
+    return None
 
 
 def joined_columns(region: Region, x: Tensor, joined: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -39,39 +64,59 @@ def joined_columns(region: Region, x: Tensor, joined: Tensor, weights: Sequence[
     return _JoinedColumns.apply(x, region.gather(x), region.number, joined, *weights)
 
 
-# The operations. Each returns the summed gradient of the input and then those of the weights.
+# The operations. Each returns the summed gradient of the input and then those of the weights. `rest`: the gradient of
+# the columns that no linear takes; None where each linear takes all of them.
 
 
-def _backward(gradients: list[Tensor], weights: list[Tensor], x: Tensor, region: int) -> list[Tensor]:
-    total = gradients[0] @ weights[0]
-    for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
-        total += gradient @ weight
+def _backward(
+    gradients: list[Tensor], weights: list[Tensor], x: Tensor, rest: Tensor | None, region: int
+) -> list[Tensor]:
+    total = _total((gradient @ weight for gradient, weight in zip(gradients, weights, strict=True)), rest)
     summed = REGIONS[region].start_sum(total)
-    own = [gradient.t() @ x for gradient in gradients]
+    inputs = _inputs(x, weights, rest is not None)
+    own = [gradient.t() @ each for gradient, each in zip(gradients, inputs, strict=True)]
     return [summed.wait(), *own]
 
 
-def _narrow_backward(factors: list[Tensor], waiting: list[Tensor], dtype: torch.dtype, region: int) -> list[Tensor]:
+def _narrow_backward(
+    factors: list[Tensor], waiting: list[Tensor], rest: Tensor | None, dtype: torch.dtype, region: int
+) -> list[Tensor]:
     """In 8 bits. Of each linear four factors: of its input gradient, and of its weight gradient."""
-    total, *others = _multiplied(factors, dtype)
-    for other in others:
-        total += other
-    summed = REGIONS[region].start_sum(total)
-    own = _multiplied(waiting, dtype)
+    summed = REGIONS[region].start_sum(_total(_multiplied(factors, dtype), rest))
+    own = [*_multiplied(waiting, dtype)]
     return [summed.wait(), *own]
 
 
-def _multiplied(factors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def _total(parts: Iterator[Tensor], rest: Tensor | None) -> Tensor:
+    """Of what each linear gives of the input gradient."""
+    if rest is not None:
+        return torch.cat((*parts, rest), 1)
+    total = next(parts)
+    for part in parts:
+        total += part
+    return total
+
+
+def _inputs(x: Tensor, weights: Sequence[Tensor], sliced: bool) -> Sequence[Tensor]:
+    """What each linear takes of `x`."""
+    if not sliced:
+        return [x] * len(weights)
+    widths = [weight.shape[1] for weight in weights]
+    return x[:, : sum(widths)].split(widths, 1)
+
+
+def _multiplied(factors: list[Tensor], dtype: torch.dtype) -> Iterator[Tensor]:
     quadruples = zip(factors[::4], factors[1::4], factors[2::4], factors[3::4], strict=True)
-    return [multiply(a, a_scale, b, b_scale, dtype, fast=False) for a, a_scale, b, b_scale in quadruples]
+    return (multiply(a, a_scale, b, b_scale, dtype, fast=False) for a, a_scale, b, b_scale in quadruples)
 
 
 # `define`, not `custom_op`: every layer calls these twice, and what `custom_op` adds takes the host longer.
 torch.library.define(
-    "cuboid::columns_backward", "(Tensor[] gradients, Tensor[] weights, Tensor x, int region) -> Tensor[]"
+    "cuboid::columns_backward", "(Tensor[] gradients, Tensor[] weights, Tensor x, Tensor? rest, int region) -> Tensor[]"
 )
 torch.library.define(
-    "cuboid::narrow_columns_backward", "(Tensor[] factors, Tensor[] waiting, ScalarType dtype, int region) -> Tensor[]"
+    "cuboid::narrow_columns_backward",
+    "(Tensor[] factors, Tensor[] waiting, Tensor? rest, ScalarType dtype, int region) -> Tensor[]",
 )
 torch.library.impl("cuboid::columns_backward", ("cpu", "cuda"), _backward)
 torch.library.impl("cuboid::narrow_columns_backward", ("cpu", "cuda"), _narrow_backward)
@@ -83,41 +128,57 @@ def _empty_sum(tokens: int, like: Tensor, width: int, dtype: torch.dtype, region
 
 
 @torch.library.register_fake("cuboid::columns_backward")  # type: ignore[untyped-decorator]
-def _(gradients: list[Tensor], weights: list[Tensor], x: Tensor, region: int) -> list[Tensor]:
+def _(gradients: list[Tensor], weights: list[Tensor], x: Tensor, rest: Tensor | None, region: int) -> list[Tensor]:
     summed = _empty_sum(x.shape[0], x, x.shape[1], x.dtype, region)
     return [summed, *(weight.new_empty(weight.shape) for weight in weights)]
 
 
 @torch.library.register_fake("cuboid::narrow_columns_backward")  # type: ignore[untyped-decorator]
-def _(factors: list[Tensor], waiting: list[Tensor], dtype: torch.dtype, region: int) -> list[Tensor]:
-    summed = _empty_sum(factors[0].shape[0], factors[0], factors[2].shape[0], dtype, region)
+def _(
+    factors: list[Tensor], waiting: list[Tensor], rest: Tensor | None, dtype: torch.dtype, region: int
+) -> list[Tensor]:
+    widths = [each.shape[0] for each in factors[2::4]]
+    width = widths[0] if rest is None else sum(widths) + rest.shape[1]
+    summed = _empty_sum(factors[0].shape[0], factors[0], width, dtype, region)
     shapes = [(waiting[at].shape[0], waiting[at + 2].shape[0]) for at in range(0, len(waiting), 4)]
     return [summed, *(summed.new_empty(shape) for shape in shapes)]
 
 
-def _run(gradients: list[Tensor], weights: list[Tensor], x: Tensor, region: int) -> list[Tensor]:
+def _run(gradients: list[Tensor], weights: list[Tensor], x: Tensor, rest: Tensor | None, region: int) -> list[Tensor]:
     """Outside of the compiler not as one operation: a tally of memory follows each that it is made of."""
-    traced = torch.compiler.is_compiling()
-    made: list[Tensor] = (torch.ops.cuboid.columns_backward if traced else _backward)(gradients, weights, x, region)
+    run = torch.ops.cuboid.columns_backward if torch.compiler.is_compiling() else _backward
+    made: list[Tensor] = run(gradients, weights, x, rest, region)
     return made
 
 
 class _Columns(torch.autograd.Function):
-    """`x` is what this rank holds of the tokens, `whole` all of them."""
-
     @staticmethod
-    def forward(context: Any, x: Tensor, whole: Tensor, region: int, *held: Tensor | None) -> tuple[Tensor, ...]:
-        """`held`: all weights, then all biases."""
-        weights, biases = held[: len(held) // 2], held[len(held) // 2 :]
+    def forward(context: Any, region: int, sliced: bool, *held: Tensor | None) -> tuple[Tensor, ...]:
+        """`held`: what this rank has of the tokens, all of them, all weights, all biases. They have one name: without
+        gradients the compiler takes a function that is given one thing more than it names to have no context."""
+        _, whole, weights, biases = _apart(held)
         context.save_for_backward(whole, *weights)
-        context.region, context.has_bias = region, [bias is not None for bias in biases]
-        return tuple(functional.linear(whole, weight, bias) for weight, bias in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+        context.region, context.sliced, context.has_bias = region, sliced, [bias is not None for bias in biases]
+        inputs = _inputs(whole, weights, sliced)
+        outputs = (functional.linear(*each) for each in zip(inputs, weights, biases, strict=True))
+        return *outputs, *_rest(whole, weights, sliced)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         whole, *weights = context.saved_tensors
-        summed, *own = _run([*gradients], weights, whole, context.region)
-        return summed, None, None, *own, *_bias_gradients(gradients, context.has_bias)
+        made, rest = gradients[: len(weights)], gradients[-1] if context.sliced else None
+        summed, *own = _run([*made], weights, whole, rest, context.region)
+        return None, None, summed, None, *own, *_bias_gradients(made, context.has_bias)
+
+
+def _apart(held: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, Sequence[Tensor], Sequence[Tensor | None]]:
+    x, whole, *rest = held
+    return x, whole, rest[: len(rest) // 2], rest[len(rest) // 2 :]  # type: ignore[return-value]
+
+
+def _rest(whole: Tensor, weights: Sequence[Tensor], sliced: bool) -> list[Tensor]:
+    """A copy, because nothing that the compiler sees returns a part of what it was given."""
+    return [whole[:, sum(weight.shape[1] for weight in weights) :].clone()] if sliced else []
 
 
 class _JoinedColumns(torch.autograd.Function):
@@ -132,7 +193,7 @@ class _JoinedColumns(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         whole, joined = context.saved_tensors
-        summed, own = _run([gradient], [joined], whole, context.region)
+        summed, own = _run([gradient], [joined], whole, None, context.region)
         return summed, None, None, None, *own.split(context.rows)
 
 
@@ -140,33 +201,35 @@ class _NarrowColumns(torch.autograd.Function):
     """In 8 bits, as `fp8.Fp8Product`."""
 
     @staticmethod
-    def forward(
-        context: Any, x: Tensor, whole: Tensor, region: int, by_row: bool, *held: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        weights, biases = held[: len(held) // 2], held[len(held) // 2 :]
-        outputs, kept = [], []
-        for weight, bias in zip(weights, biases, strict=True):
-            assert weight is not None
-            y, *columns = output_of(whole, weight, by_row)
+    def forward(context: Any, region: int, sliced: bool, by_row: bool, *held: Tensor | None) -> tuple[Tensor, ...]:
+        """`held`: as `_Columns` has it."""
+        _, whole, weights, biases = _apart(held)
+        outputs: list[Tensor] = []
+        kept: list[Tensor] = []
+        for x, weight, bias in zip(_inputs(whole, weights, sliced), weights, biases, strict=True):
+            y, *columns = output_of(x, weight, by_row)
             outputs.append(y if bias is None else y + bias)
-            kept = columns  # the same input, so the same for all
-        context.save_for_backward(*kept, *weights)
-        context.region, context.by_row, context.has_bias = region, by_row, [bias is not None for bias in biases]
-        return tuple(outputs)
+            kept = [*kept, *columns] if sliced else columns  # the same input, so the same for all
+        context.save_for_backward(*weights, *kept)
+        context.region, context.sliced, context.by_row = region, sliced, by_row
+        context.has_bias = [bias is not None for bias in biases]
+        return *outputs, *_rest(whole, weights, sliced)
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        kept, scale, *weights = context.saved_tensors
+        linears, saved = len(context.has_bias), context.saved_tensors
+        weights, kept = saved[:linears], saved[linears:]
+        made, rest = gradients[:linears], gradients[-1] if context.sliced else None
         factors: list[Tensor] = []
         waiting: list[Tensor] = []
-        for gradient, weight in zip(gradients, weights, strict=True):
+        for place, (gradient, weight) in enumerate(zip(made, weights, strict=True)):
             needed, turned = input_gradient_factors(gradient, weight, context.by_row)
             factors += needed
-            waiting += [*turned, kept, scale]
+            waiting += [*turned, *(kept[2 * place : 2 * place + 2] if context.sliced else kept)]
         traced = torch.compiler.is_compiling()
         run = torch.ops.cuboid.narrow_columns_backward if traced else _narrow_backward
-        summed, *own = run(factors, waiting, weights[0].dtype, context.region)
-        return summed, None, None, None, *own, *_bias_gradients(gradients, context.has_bias)
+        summed, *own = run(factors, waiting, rest, weights[0].dtype, context.region)
+        return None, None, None, summed, None, *own, *_bias_gradients(made, context.has_bias)
 
 
 def _bias_gradients(gradients: Sequence[Tensor], has_bias: list[bool]) -> list[Tensor | None]:

@@ -23,7 +23,7 @@ from cuboid.model.mixture import Mixture
 from cuboid.model.precision import wide
 from cuboid.model.transformer import IGNORED, Block, Embedding, Head, VocabularyEmbedding
 from cuboid.parallel.collectives import all_gather, all_reduce, all_reduce_maximum
-from cuboid.parallel.columns import columns
+from cuboid.parallel.columns import columns, sliced_columns
 from cuboid.parallel.groups import Group
 from cuboid.parallel.tensor_region import Region
 from cuboid.plan.slices import kv_head_of_query, vocabulary_rows
@@ -132,7 +132,8 @@ class _PutTogether(torch.autograd.Function):
 def split_block(block: Block, model: ModelSpec, region: Region, device: torch.device) -> None:
     attention, feed_forward = block.attention, block.feed_forward
     if isinstance(attention, LatentAttention):
-        attention.enter = region.enter  # behind the latents, which are shorter than what they are made of
+        # Behind the latents, which are shorter than what they are made of.
+        attention.columns = partial(sliced_columns, region)
     else:
         served = kv_head_of_query(model, region.group.size, region.group.index)
         if served is not None:

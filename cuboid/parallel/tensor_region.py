@@ -83,6 +83,8 @@ class Region:
         REGIONS[self.number] = self
         self.overlaps = False
         """Whether `columns` start sums of gradients before they compute weight gradients."""
+        self.overlaps_slices = False
+        """The same of `sliced_columns`."""
         self.group = group
         self.sequence_parallel = sequence_parallel
         self.traced = traced and sequence_parallel

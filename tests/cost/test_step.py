@@ -163,5 +163,8 @@ def test_input_gradients_are_summed_under_weight_gradients() -> None:
         split = number(layout == "sequence_parallel")
         hiding, plain = (float(step(engine=each, tp=8, sequence_parallel=split).tensor) for each in (engine, bare))
         assert 0.5 * most * plain < plain - hiding <= most * plain * (1 + 1e-9), layout
+    latents = Shape.of(load_model("deepseek-v3"))
+    attention = kernels(latents, Jobs.make(global_batch=1024, sequence=4096, tp=8), CHIP, engine, "bf16")
+    assert attention.attention_columns > attention.shared_columns, "the up-projections are the larger matmuls"
     deferred = [step(engine=each, tp=8, pp=8, schedule=SCHEDULES.index("zb1p")).tensor for each in (engine, bare)]
     assert deferred[0] == deferred[1]

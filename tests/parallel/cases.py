@@ -138,6 +138,17 @@ def losses_and_evaluation(rank: int, run: Run) -> list[float]:
     return [loss for loss in (*result, evaluate(engine, first)) if loss is not None]
 
 
+def traced(rank: int, run: Run) -> tuple[list[float], int]:
+    """As the compiler traces blocks, run operation by operation: `losses_and_evaluation`, and in how many places it
+    stopped within blocks that have no experts."""
+    from torch._dynamo.utils import counters  # slow to import, and few tests compile
+
+    counters.clear()
+    with torch.compiler.set_stance("default", force_backend="aot_eager"):
+        found = losses_and_evaluation(rank, run)
+    return found, sum("Mixture.forward" not in reason for reason in counters["graph_break"])
+
+
 def traced_split(rank: int, run: Run) -> tuple[list[float], set[str]]:
     """As the compiler traces blocks, run operation by operation: the losses, and the segments whose weight gradients
     waited."""

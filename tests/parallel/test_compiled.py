@@ -60,6 +60,17 @@ def test_the_graphs_of_steps_and_of_evaluation() -> None:
     assert found == pytest.approx(plain, rel=1e-5)
 
 
+@pytest.mark.parametrize("model", ["tiny-gpt2", "tiny-deepseek"])
+def test_the_graphs_of_tensor_ranks(pool: Pool, model: str) -> None:
+    """One linear between two collectives, and several of slices of one input."""
+    fields = ("training.steps=2", *FIELDS[1:3], "model.layers=2", "training.global_batch=2", *FIELDS[5:])
+    plain = losses_and_evaluation(0, small_run("dp=1", *fields, model=model))
+    run = small_run("tp=2", *fields, "training.compile=on", model=model)
+    for found, stops in pool.run("tests.parallel.cases:traced", (run,), ranks=2):
+        assert found == pytest.approx(plain, rel=1e-5)
+        assert not stops
+
+
 @pytest.mark.parametrize("change", ["layout.recompute=full", "training.precision=fp8"])
 def test_weight_gradients_of_compiled_blocks_wait(pool: Pool, change: str) -> None:
     fields = ("training.steps=2", "model.layers=2", *FIELDS[2:3], *FIELDS[4:], "training.precision=float32", change)

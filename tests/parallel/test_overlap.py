@@ -10,6 +10,9 @@ from tests.parallel.cases import assert_equal, small_run
 ALL_REDUCE = "c10d::allreduce_"
 BACKWARD = ("backward of layers.", "weight gradients of layers.")
 
+NARROW = ["training.precision=fp8", "training.sequence=16", "model.mixture.shared_ffn=32"]
+NARROW += [f"model.latent.{name}" for name in ("kv_rank=32", "qk_nope_dim=16", "qk_rope_dim=16")]
+
 
 @pytest.mark.parametrize(
     "layout",
@@ -43,19 +46,29 @@ def test_hybrid_sharding_is_equal_to_one_device(pool: Pool, model: str, layout: 
 
 
 @pytest.mark.parametrize(
-    ("layout", "compiled"), [("tp=2", False), ("tp=2,sequence_parallel=false", False), ("tp=2", True)]
+    ("model", "layout", "overrides"),
+    [
+        ("tiny-llama", "tp=2", []),
+        ("tiny-llama", "tp=2,sequence_parallel=false", []),
+        ("tiny-llama", "tp=2", ["training.compile=on"]),
+        ("tiny-deepseek", "tp=2", []),
+        ("tiny-deepseek", "tp=2,sequence_parallel=false,recompute=full", ["model.latent.q_rank=0"]),
+        ("tiny-deepseek", "tp=2,recompute=full", NARROW),
+    ],
 )
 def test_input_gradients_are_summed_under_the_matmul_of_weight_gradients(
-    pool: Pool, layout: str, compiled: bool
+    pool: Pool, model: str, layout: str, overrides: list[str]
 ) -> None:
     """On CPUs a rank waits where it starts: what follows the wait is what would be computed under the collective."""
-    compilation = f"training.compile={'on' if compiled else 'off'}"
-    run = small_run(layout, "training.precision=float32", "model.layers=2", compilation, micro_batches=1)
+    fields = ("training.precision=float32", "model.layers=2", "training.compile=off", *overrides)
+    run = small_run(layout, *fields, model=model, micro_batches=1)
     kind = "reduce-scatter" if run.layout.sequence_parallel else "all-reduce"
     names = ("wait: ", "_c10d_functional::", "aten::mm", "aten::addmm", "backward of layers.", "gradients of")
     for calls in pool.run("tests.parallel.overlap_jobs:started", (run, names), ranks=2):
         first = next(place for place, name in enumerate(calls) if name.startswith("backward of layers."))
         backward = calls[first : calls.index("gradients of this step")]
         sums = [place for place, name in enumerate(backward) if name == f"wait: {kind} of tp"]
-        assert len(sums) >= 2 * run.model.layers, backward
-        assert all(backward[place + 1].startswith("aten::mm") for place in sums[: 2 * run.model.layers]), backward
+        # Of a feed-forward block, and of queries, keys and values or their latents. Queries without one have their own.
+        wanted = (3 if "model.latent.q_rank=0" in overrides else 2) * run.model.layers
+        assert len(sums) >= wanted, backward
+        assert all(backward[place + 1].startswith("aten::mm") for place in sums[:wanted]), backward
