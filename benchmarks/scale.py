@@ -288,8 +288,8 @@ def count_watch(ranks: int) -> Row:
     def judge(node: int) -> None:
         local.node = node
         own = [noted(rank) for rank in range(PER_NODE * node, PER_NODE * (node + 1))]
-        places = seats(PER_NODE, PER_NODE * node, ranks, "", 0, "attempt")
-        assert readings.judge_with_all(places, SECONDS)(own).culprits == (3,)
+        here = seats(PER_NODE, PER_NODE * node, ranks, "", 0, "attempt")[0]
+        assert readings.judge_with_all(here, SECONDS)(own).culprits == (3,)
 
     with patch.object(rendezvous, "reach_store", lambda *_: counters[local.node]):
         row = phase("watch", ranks, shared, counters, judge)

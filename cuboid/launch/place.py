@@ -58,7 +58,7 @@ def _torchrun(environment: Mapping[str, str]) -> Place | None:
         rank=int(environment["RANK"]),
         world_size=world,
         local_rank=int(environment.get("LOCAL_RANK", environment["RANK"])),
-        local_world_size=int(environment.get("LOCAL_WORLD_SIZE", world)),
+        local_world_size=int(environment.get("LOCAL_WORLD_SIZE") or _tasks_here(environment, world)),
         master_address=environment.get("MASTER_ADDR", "127.0.0.1"),
         master_port=int(environment.get("MASTER_PORT", "29500")),
     )
@@ -70,14 +70,27 @@ def _slurm(environment: Mapping[str, str]) -> Place | None:
         return None
     nodes = environment.get("SLURM_STEP_NODELIST") or environment.get("SLURM_JOB_NODELIST") or "127.0.0.1"
     world = int(environment["SLURM_STEP_NUM_TASKS"])
-    on_nodes = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE", str(world))
     # A port that two jobs sharing a node rarely both take.
     port = 20000 + int(environment.get("SLURM_JOB_ID", "0")) % 20000
     return Place(
         rank=int(environment["SLURM_PROCID"]),
         world_size=world,
         local_rank=int(environment.get("SLURM_LOCALID", "0")),
-        local_world_size=int(re.split(r"\D", on_nodes)[0]),
+        local_world_size=_tasks_here(environment, world),
         master_address=environment.get("MASTER_ADDR", first_host(nodes)),
         master_port=int(environment.get("MASTER_PORT", str(port))),
     )
+
+
+def _tasks_here(environment: Mapping[str, str], world: int) -> int:
+    """Ranks of this node, as Slurm tells them: "4(x3),2" is four on each of the first three nodes and two on the next.
+    Scripts that set RANK and LOCAL_RANK for the tasks of srun often leave LOCAL_WORLD_SIZE unset."""
+    on_nodes = environment.get("SLURM_STEP_TASKS_PER_NODE") or environment.get("SLURM_TASKS_PER_NODE")
+    if not on_nodes or int(environment.get("SLURM_STEP_NUM_TASKS", world)) != world:
+        return world
+    node = int(environment.get("SLURM_NODEID", "0"))
+    for tasks, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", on_nodes):
+        node -= int(times or 1)
+        if node < 0:
+            return int(tasks)
+    raise ValueError(f"SLURM_NODEID={environment['SLURM_NODEID']} is not in SLURM_STEP_TASKS_PER_NODE={on_nodes}")

@@ -18,12 +18,11 @@ PATIENCE = 5.0
 """Seconds between the first node that finds the job standing still and the last: they read the same silence."""
 
 
-def judge_with_all(places: tuple[Place, ...], patience: float = PATIENCE) -> Callable[[list[Reading]], Diagnosis]:
-    """For a watchdog: who holds up the job, by what all nodes noted that showed it in time. The first node judges for
-    all: if each read what all others noted, that would grow with the square of the nodes. `places`: of this node's
-    ranks."""
-    here = places[0]
-    if len(places) == here.world_size:
+def judge_with_all(here: Place, patience: float = PATIENCE) -> Callable[[list[Reading]], Diagnosis]:
+    """For a watchdog: who holds up the job, by what all nodes noted that showed it in time. The node of rank 0 judges
+    for all: if each read what all others noted, that would grow with the square of the nodes. Which ranks a node has,
+    and how many, its readings tell. `here`: the place of a rank of this node."""
+    if here.local_world_size == here.world_size:
         return diagnose
 
     def judge(own: list[Reading]) -> Diagnosis:
@@ -31,17 +30,19 @@ def judge_with_all(places: tuple[Place, ...], patience: float = PATIENCE) -> Cal
 
         until = time.monotonic() + patience
         try:
-            # The first node may wait so long for the others.
+            # The node that judges may wait so long for the others.
             store = reach_store(here.master_address, here.master_port, here.attempt, timedelta(seconds=2 * patience))
-            if here.rank:
-                store.set(_key(here.rank), json.dumps([reading.as_json() for reading in own]))
+            if all(reading.rank for reading in own):
+                key = _key(store.add("nodes that show", 1))
+                store.set(key, json.dumps([reading.as_json() for reading in own]))
                 culprits, sentence = json.loads(store.get(JUDGEMENT))
                 return Diagnosis(tuple(culprits), sentence)
-            found = list(own)
-            for first in range(len(places), here.world_size, len(places)):
-                with suppress(RuntimeError):
-                    store.wait([_key(first)], timedelta(seconds=max(0.01, until - time.monotonic())))
-                    found += [Reading.from_json(table) for table in json.loads(store.get(_key(first)))]
+            found, number = list(own), 1
+            with suppress(RuntimeError):  # no more nodes have come in time
+                while len(found) < here.world_size:
+                    store.wait([_key(number)], timedelta(seconds=max(0.01, until - time.monotonic())))
+                    found += [Reading.from_json(table) for table in json.loads(store.get(_key(number)))]
+                    number += 1
             judged = diagnose(found)
             store.set(JUDGEMENT, json.dumps([judged.culprits, judged.sentence]))
             return judged
@@ -51,12 +52,10 @@ def judge_with_all(places: tuple[Place, ...], patience: float = PATIENCE) -> Cal
     return judge
 
 
-def stand_still_everywhere(places: tuple[Place, ...], patience: float = PATIENCE) -> Callable[[bool], bool]:
-    """For a watchdog: counts the nodes whose ranks all wait for others, in one number of the store. It says whether
-    that is every node. A node that cannot reach the store leaves the judgement to the others."""
-    here = places[0]
-    nodes = here.world_size // len(places)
-    if nodes == 1:
+def stand_still_everywhere(here: Place, patience: float = PATIENCE) -> Callable[[bool], bool]:
+    """For a watchdog: counts the ranks of nodes whose ranks all wait for others, in one number of the store. It says
+    whether that is every rank. A node that cannot reach the store leaves the judgement to the others."""
+    if here.local_world_size == here.world_size:
         return bool
     counted = False
 
@@ -66,13 +65,13 @@ def stand_still_everywhere(places: tuple[Place, ...], patience: float = PATIENCE
 
         with suppress(RuntimeError):
             store = reach_store(here.master_address, here.master_port, here.attempt, timedelta(seconds=patience))
-            number = store.add("nodes that stand still", int(stands) - int(counted))
+            number = store.add("ranks that stand still", (int(stands) - int(counted)) * here.local_world_size)
             counted = stands
-            return stands and int(number) >= nodes
+            return stands and int(number) >= here.world_size
         return False
 
     return everywhere
 
 
-def _key(first_rank: int) -> str:
-    return f"readings/{first_rank}"
+def _key(number: int) -> str:
+    return f"readings/{number}"

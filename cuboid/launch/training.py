@@ -106,7 +106,7 @@ def launch(run: Run, quiet: bool, signals: Forwarder, places: tuple[Place, ...])
     pids = fork_server().RawArray("q", len(places))
     signals.follow(pids)
     ranks_here = [place.rank for place in places]
-    watchdog = Watchdog(run, ranks_here, judge_with_all(places), stand_still_everywhere(places))
+    watchdog = Watchdog(run, ranks_here, judge_with_all(places[0]), stand_still_everywhere(places[0]))
     try:
         with watchdog:
             ranks = elastic_launch(config, run_started_rank)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cuboid.errors import RankError
-from cuboid.launch.place import Place, seats
+from cuboid.launch.place import Place
 from cuboid.launch.readings import judge_with_all, stand_still_everywhere
 from cuboid.resilience.pulse import PULSE
 from cuboid.resilience.stacks import offer_stack
@@ -35,7 +35,7 @@ def watched(run: Run, places: tuple[Place, ...]) -> Iterator[str]:
     """Around the ranks that this process starts on this machine; gives the folder for `show`. A rank that is missed
     because the watchdog has ended it is a `HangError`."""
     ranks = [place.rank for place in places]
-    with Watchdog(run, ranks, judge_with_all(places), stand_still_everywhere(places)) as watchdog:
+    with Watchdog(run, ranks, judge_with_all(places[0]), stand_still_everywhere(places[0])) as watchdog:
         try:
             yield str(watchdog.folder)
         except RankError:
@@ -52,26 +52,23 @@ def attempt() -> str:
 def watched_by_the_first(run: Run, place: Place | None) -> Iterator[None]:
     """Around a rank that torchrun or srun started, or the only one. No supervisor watches such ranks, so the first rank
     of each node does: it names a hang, keeps stacks and flight recorders, and ends the ranks for their launcher to
-    see. Nodes of several sizes, and ranks dealt round them, are not watched."""
-    if (
-        place is None
-        or place.world_size == 1
-        or place.world_size % place.local_world_size
-        or place.rank % place.local_world_size != place.local_rank
-    ):
+    see. Its ranks are those that show themselves in a folder of the node, whatever their numbers: `srun
+    --distribution=cyclic` deals them round the nodes, and nodes may have different numbers of them."""
+    if place is None or place.world_size == 1:
         yield
         return
-    folder = shared_folder(attempt())
+    # Slurm and torchrun number nodes; several may be one machine.
+    node = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or "0"
+    folder = shared_folder(f"{attempt()}-{node}")
     show(folder, place.rank)
     if place.local_rank:
         yield
         return
-    address = (place.master_address, place.master_port, f"{attempt()}/watch")
-    here = seats(place.local_world_size, place.rank, place.world_size, *address)
-    ranks = [each.rank for each in here]
+    here = replace(place, attempt=f"{attempt()}/watch")
 
     def announce(sentence: str) -> None:
         print(f"error: {sentence}", file=sys.stderr, flush=True)
 
-    with Watchdog(run, ranks, judge_with_all(here), stand_still_everywhere(here), folder, announce):
+    judge, everywhere = judge_with_all(here), stand_still_everywhere(here)
+    with Watchdog(run, place.local_world_size, judge, everywhere, folder, announce):
         yield

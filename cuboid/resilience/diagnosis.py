@@ -66,7 +66,7 @@ def diagnose(readings: Sequence[Reading]) -> Diagnosis:
     if first in known:
         text = f"{_who(culprits)} {_state(known[first], edges, len(culprits))}"
     else:
-        text = f"{_who(culprits)} of another node did not come"
+        text = f"{_who(culprits)} did not come"
     if first in known and len(culprits) > 1 and _in_circle(first, edges):
         text += ": " + _each_in(culprits, known)
     all_behind = set().union(*(behind[rank] for rank in culprits)) - set(culprits)

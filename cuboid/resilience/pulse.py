@@ -71,6 +71,11 @@ def pulse_path(folder: str | Path, rank: int) -> Path:
     return Path(folder) / f"rank-{rank:05d}"
 
 
+def ranks_in(folder: str | Path) -> list[int]:
+    """Those that have begun."""
+    return sorted(int(path.name.removeprefix("rank-")) for path in Path(folder).glob("rank-*"))
+
+
 def short(ranks: Sequence[int]) -> list[int] | dict[str, int]:
     """Ranks of a group in JSON: those at equal distances by their first, number and distance."""
     if len(ranks) > 2:

@@ -7,6 +7,7 @@ come. If nobody works, nobody will end the silence: that is a deadlock or a lost
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -121,13 +122,15 @@ class Efforts:
 
 
 def core_seconds(pid: int) -> float | None:
-    """Of all threads of a rank, and of the processes it has started: PyTorch compiles in those."""
+    """Of all threads of a rank, and of the processes it has started: PyTorch compiles in those. A rank that watches its
+    node is looked at by a thread of its own, which does not count."""
     try:
         rank = psutil.Process(pid)
-        times = [rank.cpu_times()]
+        times = [rank.cpu_times()] if pid != os.getpid() else []
         for child in rank.children(recursive=True):
             with suppress(psutil.Error):
                 times.append(child.cpu_times())
     except psutil.Error:
         return None
-    return float(sum(each.user + each.system for each in times))
+    own = time.process_time() - time.thread_time() if pid == os.getpid() else 0.0
+    return own + float(sum(each.user + each.system for each in times))

@@ -17,12 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from cuboid.errors import HangError
 from cuboid.resilience.diagnosis import GONE, NOT_BEGUN, Diagnosis, diagnose
 from cuboid.resilience.flight import Open, Recorders, oldest_open, tell_open
 from cuboid.resilience.goodput import Attempt, note_attempt
 from cuboid.resilience.limits import Limit, Silence, limit_of_all
-from cuboid.resilience.pulse import CHANGES, DEVICE_PASSED, PID, SIZE, STEP, VERSION, pulse_path
+from cuboid.resilience.pulse import CHANGES, DEVICE_PASSED, PID, SIZE, STEP, VERSION, pulse_path, ranks_in
 from cuboid.resilience.reading import Reading, process_state, read_pulse
 from cuboid.resilience.stacks import collect_stacks, is_compiling
 from cuboid.resilience.standstill import Standstill
@@ -49,17 +51,18 @@ class Watchdog:
     def __init__(
         self,
         run: Run,
-        ranks: Sequence[int],
+        ranks: Sequence[int] | int,
         judge: Callable[[list[Reading]], Diagnosis] = diagnose,
         everywhere: Callable[[bool], bool] = bool,
         folder: Path | None = None,
         announce: Callable[[str], None] | None = None,
     ) -> None:
-        """`judge`: who holds up the job, by the readings of this machine and those of other nodes. `everywhere`: tells
-        them whether all ranks here stand still, and returns whether those of all nodes do. `folder`: where ranks that
-        somebody else started write their heartbeats. `announce`: told who hangs before all ranks are ended."""
+        """`ranks`: their numbers, or how many will show themselves in `folder`. `judge`: who holds up the job, by the
+        readings of this machine and those of other nodes. `everywhere`: tells them whether all ranks here stand still,
+        and returns whether those of all nodes do. `folder`: where ranks that somebody else started write their
+        heartbeats. `announce`: told who hangs before all ranks are ended."""
         self._run, self._given, self._announce = run, folder, announce
-        self._ranks = ranks
+        self._ranks, self._all = ((), ranks) if isinstance(ranks, int) else (ranks, len(ranks))
         self._judge = judge
         self._standstill = Standstill(run.resilience, everywhere, lambda reading: is_compiling(reading, self.folder))
         self._words: dict[int, memoryview[int]] = {}
@@ -94,6 +97,8 @@ class Watchdog:
         ]
 
     def _open(self) -> None:
+        if len(self._ranks) < self._all:
+            self._ranks = ranks_in(self.folder)
         for rank in self._ranks:
             if rank not in self._words and pulse_path(self.folder, rank).exists():
                 with pulse_path(self.folder, rank).open("rb") as file:
@@ -107,14 +112,16 @@ class Watchdog:
         stragglers = Stragglers(self._run.layout, Path(self._run.output.folder), self.folder)
         while not self._over.wait(TICK):
             self._open()
-            all_there = len(self._words) == len(self._ranks)
+            all_there = len(self._words) == self._all
             if all_there and stragglers.is_due(self._words[self._ranks[0]][STEP]):
                 stragglers.look(self.readings())
             noted = tuple(words[place] for words in self._words.values() for place in (CHANGES, DEVICE_PASSED))
             seconds = silence.look(time.monotonic(), noted, self._starved())
             if not spec.hang_factor:
                 continue
-            if (stuck := self._standstill.look(seconds, self.readings)) is not None:
+            # A rank that has not shown itself may work.
+            known = len(self._ranks) == self._all
+            if known and (stuck := self._standstill.look(seconds, self.readings)) is not None:
                 self._end(*stuck, seconds)
                 return
             if seconds < spec.hang_floor_seconds:
@@ -191,10 +198,19 @@ def _memory() -> str:
 
 
 def shared_folder(attempt: str) -> Path:
-    """The same for all ranks of this machine that one launcher started, for one attempt of theirs."""
-    folder = Path(_memory()) / f"{PREFIX}{os.getppid()}-{attempt}"
+    """The same for all ranks of this node that one launcher started, for one attempt of theirs."""
+    folder = Path(_memory()) / f"{PREFIX}{_launcher()}-{attempt}"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
+
+
+def _launcher() -> int:
+    """The process that started all ranks of this node. Tasks of srun may each have a shell in between."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        for parent in psutil.Process().parents():
+            if parent.name() == "slurmstepd":
+                return int(parent.pid)
+    return os.getppid()
 
 
 def _sweep() -> None:

@@ -14,7 +14,7 @@ from cuboid.cli.verify import verification_run
 from cuboid.errors import HangError
 from cuboid.launch.once import Heard, Post
 from cuboid.resilience.reading import process_state
-from tests.cli.command import environment
+from tests.cli.command import SHORT, environment, train
 from tests.launch.ports import free_port
 
 SMALL = ["--steps", "1", "--set", "model.layers=2", "--set", "training.sequence=8"]
@@ -83,12 +83,49 @@ def test_the_tasks_of_srun_all_end_with_the_verdict(processes: Processes) -> Non
     slurm = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "7", "MASTER_ADDR": "127.0.0.1"}
     slurm |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
     tasks = [
-        processes.start(*VERIFY, *TWO, *DIFFERS, **slurm, SLURM_PROCID=str(rank), SLURM_LOCALID="0") for rank in (0, 1)
+        processes.start(*VERIFY, *TWO, *DIFFERS, **slurm, SLURM_PROCID=rank, SLURM_NODEID=rank, SLURM_LOCALID="0")
+        for rank in ("0", "1")
     ]
     codes, outs, _ = zip(*map(ended, tasks), strict=True)
     assert codes == (1, 1)
     assert "DIFFERS" in outs[0] and outs[0].splitlines()[1] == "backend: gloo, 2 ranks on CPUs"
     assert outs[1] == ""
+
+
+@pytest.mark.parametrize("nodes", [[(0, 2), (1, 3)], [(0, 1, 2), (3,)]], ids=["cyclic", "uneven"])
+def test_the_first_task_of_each_node_watches_its_own(
+    processes: Processes, tmp_path: Path, nodes: list[tuple[int, ...]]
+) -> None:
+    slurm = {"SLURM_STEP_NUM_TASKS": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    slurm |= {"SLURM_STEP_TASKS_PER_NODE": ",".join(str(len(ranks)) for ranks in nodes), "OMP_NUM_THREADS": "1"}
+    fields = [*SHORT, "model.layers=1", "resilience.stuck_seconds=2"]
+    command = train("--layout", "dp=4", "--inject", "hang rank=3 step=1", fields=fields)
+    tasks = {
+        rank: processes.start(
+            *command, **slurm, SLURM_PROCID=str(rank), SLURM_NODEID=str(node), SLURM_LOCALID=str(local)
+        )
+        for node, ranks in enumerate(nodes)
+        for local, rank in enumerate(ranks)
+    }
+    said = {rank: ended(task) for rank, task in tasks.items()}
+    assert all(code for code, _, _ in said.values()), said
+    for first, *others in nodes:
+        sentence = "error: rank 3 hangs in step 1: ranks 0–2 wait for it in the all-"
+        assert sentence in said[first][2], said[first]
+        assert all("hangs" not in said[rank][2] for rank in others), "one speaks for a node"
+    stacks = {path.name for path in tmp_path.glob("runs/default/hang-*/rank-*.txt")}
+    assert stacks == {f"rank-0000{rank}.txt" for rank in range(4)}
+
+
+def test_tasks_that_srun_started_through_shells_meet_in_one_folder(tmp_path: Path) -> None:
+    stand_in = tmp_path / "slurmstepd"
+    stand_in.symlink_to("/bin/sh")
+    where = "from cuboid.resilience.watchdog import shared_folder; folder = shared_folder('a'); print(folder)"
+    task = f'sh -c "{sys.executable} -c \\"{where}\\"; true"'
+    both = [str(stand_in), "-c", f"{task}; {task}; true"]
+    folders = subprocess.run(both, env=environment(), capture_output=True, text=True, check=True).stdout.split()
+    assert len(folders) == 2 and folders[0] == folders[1]
+    Path(folders[0]).rmdir()
 
 
 def test_two_nodes_prove_a_layout_and_refuse_one_with_another_command(processes: Processes) -> None:

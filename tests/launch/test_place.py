@@ -2,6 +2,7 @@
 
 import pytest
 
+from cuboid.errors import UserError
 from cuboid.launch.place import Place, find_place, first_host
 
 TORCHRUN = {
@@ -94,6 +95,20 @@ def test_tasks_per_node(spelling: str, tasks: int) -> None:
     place = find_place({**SLURM, "SLURM_TASKS_PER_NODE": spelling})
     assert place is not None
     assert place.local_world_size == tasks
+
+
+@pytest.mark.parametrize(("node", "tasks"), [("0", 4), ("2", 4), ("3", 2), ("4", 3)])
+def test_tasks_of_this_node(node: str, tasks: int) -> None:
+    here = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4(x3),2,3", "SLURM_NODEID": node}
+    place = find_place(here)
+    assert place is not None and place.local_world_size == tasks
+    set_by_a_script = find_place({**here, "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"})
+    assert set_by_a_script is not None and set_by_a_script.local_world_size == tasks
+
+
+def test_a_node_that_slurm_does_not_name() -> None:
+    with pytest.raises(UserError, match="SLURM_NODEID=2 is not in SLURM_STEP_TASKS_PER_NODE="):
+        find_place({**SLURM, "SLURM_NODEID": "2"})
 
 
 @pytest.mark.parametrize(
