@@ -45,6 +45,13 @@ class Counter:
         for event in waiting:
             event.set()
 
+    def add(self, key: str, amount: int) -> int:
+        self._note(key, 8)
+        with self.shared.lock:
+            number = int(self.shared.values.get(key, b"0")) + amount
+            self.shared.values[key] = str(number).encode()
+        return number
+
     def wait(self, keys: list[str], limit: timedelta) -> None:
         for key in keys:
             self._note(key)
