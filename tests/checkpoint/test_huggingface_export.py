@@ -35,7 +35,9 @@ SIZES = ("training.precision=float32", "training.steps=4", "training.global_batc
 # What transformers computes of a plain batch: it is told of no documents.
 SIZES += ("data.attention_within_documents=false", "data.positions_within_documents=false")
 QWEN2 = ("model.family=qwen2", "model.qkv_bias=true")
-UNBIASED = ("model.mixture.bias_rate=0.0", "model.mixture.router_bias=false")
+# transformers takes the best experts, as our evaluation does.
+QUIET = ("model.mixture.router_noise=0",)
+UNBIASED = (*QUIET, "model.mixture.bias_rate=0.0", "model.mixture.router_bias=false")
 CASES = {
     "llama": ("tiny-llama", "tp=2,pp=2", ()),
     "llama-padded": ("tiny-llama", "tp=4", ("model.vocab=261",)),
@@ -45,7 +47,7 @@ CASES = {
     "gpt2": ("tiny-gpt2", "tp=2,dp=2,zero=1", ()),
     "mixtral": ("tiny-mixtral", "dp=2,ep=2", UNBIASED),
     "qwen3-moe": ("tiny-qwen3-moe", "tp=2,ep=2,zero=3,dp=2", UNBIASED),
-    "deepseek-v3": ("tiny-deepseek", "dp=2,tp=2,ep=4", ()),
+    "deepseek-v3": ("tiny-deepseek", "dp=2,tp=2,ep=4", QUIET),
     "gpt2-untied": ("tiny-gpt2", "dp=3,zero=2", ("model.tie_embeddings=false", "training.global_batch=12")),
 }
 
