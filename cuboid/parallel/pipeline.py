@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from cuboid.model.precision import wide
 from cuboid.parallel.channel import Channels
@@ -19,7 +18,7 @@ from cuboid.parallel.deferral import Deferral
 from cuboid.parallel.groups import Groups
 from cuboid.parallel.overlapped_pair import OverlappedPair
 from cuboid.parallel.share import Share
-from cuboid.parallel.stage import Stage
+from cuboid.parallel.stage import Entrance, Stage
 from cuboid.resilience.pulse import PULSE, Activity
 from cuboid.schedule.order import UNITS, Receive, Send, instructions
 from cuboid.schedule.program import Message
@@ -121,7 +120,7 @@ class Pipeline:
 
         Returns the summed loss of this rank's micro-batches, unscaled: zero on a rank without the last stage."""
         self._scale = scale
-        self._in_flight: dict[tuple[int, int], tuple[Tensor, GradientEdge]] = {}
+        self._in_flight: dict[tuple[int, int], tuple[Tensor, Entrance]] = {}
         self._postponed: dict[tuple[int, int], dict[Any, list[Callable[[], None]]]] = {}
         self.timing = self._follow(self.schedule, micro_batches)
         return self._loss
@@ -198,8 +197,7 @@ class Pipeline:
         x = self._receive(Message(stage - 1, stage, index)).requires_grad_() if received else share.tokens
         y = self.stages[stage].forward(x, share)
         if y.requires_grad:
-            # Where the backward pass enters, and not what went out: once it is sent, nobody needs that.
-            self._in_flight[stage, index] = (x, get_gradient_edge(y))
+            self._in_flight[stage, index] = (x, Entrance(y))
         if stage + 1 < self.schedule.stages:
             self._give(Message(stage, stage + 1, index), y.detach())
         else:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 from torch.profiler import record_function
 
 from cuboid.parallel.deferral import Deferral
@@ -111,6 +110,34 @@ class _WhenGradientPasses(torch.autograd.Function):
         return gradient, None
 
 
+class Entrance:
+    """Where the backward pass of an output enters. The output is not kept: once it is sent, nobody needs it.
+
+    The gradient comes in through the graph. Given to `torch.autograd.backward`, its shape would be compared by
+    `torch.fx`, whose import brings sympy: most of a second in every process."""
+
+    def __init__(self, output: Tensor) -> None:
+        self._given: list[Tensor] = []
+        self._seed: Tensor = _Enter.apply(output, self._given)
+
+    def backward(self, gradient: Tensor) -> None:
+        self._given.append(gradient)
+        torch.autograd.backward(self._seed)
+
+
+class _Enter(torch.autograd.Function):
+    """A number without meaning; what was given is the gradient of `x`."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, given: list[Tensor]) -> Tensor:
+        context.given = given
+        return x.new_empty(())
+
+    @staticmethod
+    def backward(context: Any, _: Tensor) -> tuple[Tensor, None]:
+        return context.given.pop(), None
+
+
 class Stage:
     """Segments in order. The last stage of the model ends in the head, whose segment returns the summed loss."""
 
@@ -136,8 +163,8 @@ class Stage:
             segment.release()
         return x
 
-    def backward(self, output: GradientEdge, gradient: Tensor) -> None:
-        torch.autograd.backward(output, gradient)
+    def backward(self, output: Entrance, gradient: Tensor) -> None:
+        output.backward(gradient)
         for segment in reversed(self.segments):
             segment.end_backward()  # an embedding has no input whose gradient could end it
 

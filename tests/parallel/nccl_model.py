@@ -20,14 +20,13 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from cuboid.parallel.deferral import Deferral
 from cuboid.parallel.groups import Group, Groups
 from cuboid.parallel.overlapped_pair import OverlappedPair
 from cuboid.parallel.pipeline import Pipeline
 from cuboid.parallel.share import Share
-from cuboid.parallel.stage import Reduction, Segment, Stage
+from cuboid.parallel.stage import Entrance, Reduction, Segment, Stage
 from cuboid.schedule.table import Schedule
 
 Communicators = Literal["per link", "one"]
@@ -81,7 +80,7 @@ class _RecordedStage(Stage):
         self._recorder.compute()
         return super().forward(x, share)
 
-    def backward(self, output: GradientEdge, gradient: Tensor) -> None:
+    def backward(self, output: Entrance, gradient: Tensor) -> None:
         self._recorder.compute()
         super().backward(output, gradient)
 

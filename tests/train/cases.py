@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 from cuboid.spec.run import Run, build_run
@@ -28,3 +30,10 @@ def draw_and_train(rank: int, run: Run, drawn: int) -> float:
     """After so many random numbers that have nothing to do with the run."""
     torch.rand(drawn)
     return train_rank(rank, run)
+
+
+def imported(rank: int, run: Run) -> set[str]:
+    """What a training imports beyond what its process began with."""
+    before = set(sys.modules)
+    train_rank(rank, run)
+    return set(sys.modules) - before

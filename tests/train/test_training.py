@@ -50,3 +50,11 @@ def test_another_seed_is_another_training(pool: Pool, tmp_path: Path, alone: lis
 def test_twice_the_micro_batch_is_the_same_training(pool: Pool, tmp_path: Path, alone: list[float]) -> None:
     found = losses(pool, tmp_path, "dp=2,pp=2,micro_batch=2", FEW)
     assert found == pytest.approx(alone[:8], abs=1e-4)
+
+
+def test_a_rank_imports_next_to_nothing_of_its_own(tmp_path: Path) -> None:
+    """Every rank would pay for it, before its first step. sympy alone takes most of a second."""
+    run = short_run("pp=2", str(tmp_path / "run"), "training.steps=2", "checkpoint.every=2")
+    with Pool() as fresh:
+        for found in fresh.run("tests.train.cases:imported", (run,), ranks=2):
+            assert not {"sympy", "numpy", "rich"} & found and len(found) < 20, found
