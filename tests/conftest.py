@@ -9,11 +9,13 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from cuboid.launch.pool import Pool
+from cuboid.launch.pool import PRELOADED, Pool
 from tests.report.browser import find_chromium
 
 # Read when torch is imported. What tests compute themselves is small: more threads would only disturb rank processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+PRELOADED[:] = ["tests.preload"]
 
 # Property tests are quick but may share their cores with rank processes: no example is too slow. They try the same
 # examples each time, so that none fails by chance; with --thorough, new ones.
