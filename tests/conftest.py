@@ -3,6 +3,7 @@ of property tests."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -16,6 +17,8 @@ from tests.report.browser import find_chromium
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 PRELOADED[:] = ["tests.preload"]
+# Of what is imported while tests are collected nothing is garbage: it is looked at neither then nor later.
+gc.disable()
 
 # Property tests are quick but may share their cores with rank processes: no example is too slow. They try the same
 # examples each time, so that none fails by chance; with --thorough, new ones.
@@ -62,6 +65,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     places = {f"tests/{name}.py": place for place, name in enumerate(LONGEST)}
     items[:] = [item for item in items if item not in left]
     items.sort(key=lambda item: places.get(item.nodeid.partition("::")[0], len(places)))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")
