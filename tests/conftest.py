@@ -27,16 +27,19 @@ settings.register_profile("certain", deadline=None, suppress_health_check=slow, 
 settings.register_profile("thorough", deadline=None, suppress_health_check=slow)
 
 LONGEST = """
-docs/test_tutorial checkpoint/test_kill parallel/test_equality cli/test_train resilience/test_nodes
-parallel/test_experts docs/test_commands report/test_browser generate/test_equality resilience/test_preemption
-parallel/test_precision train/test_memory_restart train/test_killed_chain resilience/test_bad_hardware
-plan/test_search train/test_shortage resilience/test_hang resilience/test_restart parallel/test_communication
-parallel/test_context checkpoint/test_huggingface_export checkpoint/test_moments train/test_bad_steps
-train/test_bit_identical train/test_training checkpoint/test_full_disk checkpoint/test_resume train/test_offload
-train/test_resume cli/test_simulate cli/test_fine_tune cli/test_replay checkpoint/test_start checkpoint/test_memory
-checkpoint/test_saver train/test_samples train/test_profile docs/test_site parallel/test_random_layouts
-parallel/test_interleave resilience/test_standstill launch/test_once launch/test_backend parallel/test_overlap
-parallel/test_nccl_model parallel/test_compiled cli/test_verify plan/test_explain data/test_build
+checkpoint/test_kill plan/test_search docs/test_tutorial parallel/test_equality parallel/test_precision
+cli/test_train parallel/test_experts parallel/test_compiled plan/test_explain checkpoint/test_huggingface_export
+launch/test_once train/test_shortage parallel/test_context resilience/test_preemption parallel/test_overlap
+docs/test_commands report/test_browser train/test_killed_chain resilience/test_nodes resilience/test_standstill
+cli/test_verify
+resilience/test_bad_hardware generate/test_equality data/test_build resilience/test_hang train/test_offload
+parallel/test_communication checkpoint/test_moments train/test_bad_steps checkpoint/test_full_disk
+launch/test_backend cli/test_plan parallel/test_interleave checkpoint/test_start train/test_profile
+plan/test_choose parallel/test_nccl_model train/test_training cli/test_replay checkpoint/test_memory
+train/test_memory_restart parallel/test_local verify/test_rounding train/test_bit_identical train/test_health
+probe/test_one_rank train/test_resume launch/test_scale launch/test_pool parallel/test_memory
+parallel/test_recompute parallel/test_random_layouts checkpoint/test_resume model/test_initialize
+checkpoint/test_saver probe/test_probe parallel/test_step train/test_layer_norms parallel/test_loss_scale
 """.split()
 """Files that take long begin first, the longest of them foremost, so that none is left when the others are done."""
 
