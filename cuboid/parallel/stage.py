@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.profiler import record_function
 
 from cuboid.parallel.deferral import Deferral
@@ -118,11 +119,11 @@ class Entrance:
 
     def __init__(self, output: Tensor) -> None:
         self._given: list[Tensor] = []
-        self._seed: Tensor = _Enter.apply(output, self._given)
+        self._edge = get_gradient_edge(_Enter.apply(output, self._given))
 
     def backward(self, gradient: Tensor) -> None:
         self._given.append(gradient)
-        torch.autograd.backward(self._seed)
+        torch.autograd.backward(self._edge)
 
 
 class _Enter(torch.autograd.Function):
