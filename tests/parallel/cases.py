@@ -144,6 +144,7 @@ def traced(rank: int, run: Run) -> tuple[list[float], int]:
     from torch._dynamo.utils import counters  # slow to import, and few tests compile
 
     counters.clear()
+    torch.compiler.reset()  # the ranks of a pool stay, and a function is compiled for a few models only
     with torch.compiler.set_stance("default", force_backend="aot_eager"):
         found = losses_and_evaluation(rank, run)
     return found, sum("Mixture.forward" not in reason for reason in counters["graph_break"])
@@ -162,6 +163,7 @@ def traced_split(rank: int, run: Run) -> tuple[list[float], set[str]]:
 
     try:
         Deferral.postpone = postpone  # type: ignore[method-assign]
+        torch.compiler.reset()
         with torch.compiler.set_stance("default", force_backend="aot_eager"):
             return losses(rank, run), waited
     finally:
