@@ -23,8 +23,8 @@ from cuboid.checkpoint.location import locate
 from cuboid.checkpoint.resume import resume
 from cuboid.checkpoint.saver import Saver
 from cuboid.launch.pool import Pool
-from cuboid.parallel.apply import Engine, build_engine
 from cuboid.parallel.coordination import open_coordination
+from cuboid.parallel.parallelize import Engine, build_engine
 from cuboid.spec.run import Run, build_run
 from cuboid.train.optimizer import Optimizer
 

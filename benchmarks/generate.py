@@ -26,8 +26,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from cuboid.checkpoint.huggingface.folder import model_of
 from cuboid.generate.batch import Event, Request
+from cuboid.generate.detokenizer import Words
 from cuboid.generate.engine import Generator, make_generator
-from cuboid.generate.words import Words
 from cuboid.launch.pool import Pool
 from cuboid.plan.cache import cache_bytes
 from cuboid.spec.generation import GenerationSpec, SamplingSpec, parse_layout

@@ -19,7 +19,7 @@ from cuboid.data.source import make_source
 from cuboid.model.block_attention import attend, attend_backward, plain_backward, plain_forward
 from cuboid.model.documents import Documents
 from cuboid.model.fused_attention import Attended
-from cuboid.parallel.apply import build_engine
+from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import build_run
 from cuboid.train.optimizer import Optimizer
 from cuboid.train.step import train_step
@@ -28,7 +28,7 @@ DEVICE = torch.device("cuda")
 
 
 def blocks() -> None:
-    """Largest relative difference from plain products in float64; bf16 rounds to about 4e-3."""
+    """Largest relative difference from plain matmuls in float64; bf16 rounds to about 4e-3."""
     torch.manual_seed(0)
     ids = (torch.rand(2, 512) < 0.02).cumsum(1)
     for name, causal, documents in (("full", False, None), ("causal", True, None), ("documents", True, Documents(ids))):

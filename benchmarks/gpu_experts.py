@@ -1,9 +1,9 @@
-"""Experts on one GPU: torch's grouped kernel in bf16 against plain products in float64, and against a loop in bf16.
+"""Experts on one GPU: torch's grouped kernel in bf16 against plain matmuls in float64, and against a loop in bf16.
 
     python benchmarks/gpu_experts.py
 
 Tokens are spread unevenly, with an expert that gets none; the result and all gradients are compared, of the plain
-product and of the one whose weight gradient comes later (split-backward pipelines). Then a whole MoE layer, dispatch
+matmul and of the one whose weight gradient comes later (split-backward pipelines). Then a whole MoE layer, dispatch
 and combine included: with our kernels, with torch's own operations, both against float64; with and without dropped
 tokens."""
 
@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-import cuboid.model.mixture as mixture_module
+import cuboid.model.moe as mixture_module
 from cuboid.model import routing
-from cuboid.model.mixture import GroupedProduct, Mixture, grouped_product
+from cuboid.model.moe import GroupedMatmul, Mixture, grouped_matmul
 from cuboid.model.rope import Positions
-from cuboid.parallel.deferral import Deferral, deferrable_grouped_product
+from cuboid.parallel.split_backward import Deferral, deferrable_grouped_matmul
 from cuboid.spec.mixture import MixtureSpec
 from cuboid.spec.model import ModelSpec
 
@@ -32,19 +32,19 @@ def looped(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return torch.cat([functional.linear(rows, each) for rows, each in parts])
 
 
-def outcome(product: GroupedProduct, x: Tensor, weight: Tensor, counts: Tensor, gradient: Tensor) -> list[Tensor]:
+def outcome(matmul: GroupedMatmul, x: Tensor, weight: Tensor, counts: Tensor, gradient: Tensor) -> list[Tensor]:
     leaves = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
-    result = product(*leaves, counts)
+    result = matmul(*leaves, counts)
     result.backward(gradient)
     return [result.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
-def milliseconds(product: GroupedProduct, *given: Tensor) -> float:
+def milliseconds(matmul: GroupedMatmul, *given: Tensor) -> float:
     times = []
     for _ in range(20):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        outcome(product, *given)
+        outcome(matmul, *given)
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end))
@@ -61,13 +61,13 @@ def main() -> None:
     make = lambda *shape: torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)  # noqa: E731
     x, weight, gradient = make(ROWS, HIDDEN), make(EXPERTS, WIDTH, HIDDEN) / HIDDEN**0.5, make(ROWS, WIDTH)
     expected = outcome(looped, x.double(), weight.double(), counts, gradient.double())
-    products = {"one kernel": grouped_product, "deferrable": deferrable_grouped_product(Deferral()), "loop": looped}
-    for name, product in products.items():
-        found = outcome(product, x, weight, counts, gradient)
+    matmuls = {"one kernel": grouped_matmul, "deferrable": deferrable_grouped_matmul(Deferral()), "loop": looped}
+    for name, matmul in matmuls.items():
+        found = outcome(matmul, x, weight, counts, gradient)
         errors = [float((a.double() - b).norm() / b.norm()) for a, b in zip(found, expected, strict=True)]
         shown = " ".join(f"{error:.1e}" for error in errors)
         verdict = "" if max(errors) < 1e-2 else "WRONG"
-        print(f"{name:>11}: {milliseconds(product, x, weight, counts, gradient):6.2f} ms, errors {shown} {verdict}")
+        print(f"{name:>11}: {milliseconds(matmul, x, weight, counts, gradient):6.2f} ms, errors {shown} {verdict}")
 
 
 def layer_outcome(layer: Mixture, x: Tensor, gradient: Tensor) -> list[Tensor]:

@@ -36,8 +36,8 @@ from torch import Tensor
 
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
-from cuboid.parallel.apply import Engine, build_engine
 from cuboid.parallel.device import choose_device
+from cuboid.parallel.parallelize import Engine, build_engine
 from cuboid.spec.run import Run
 from cuboid.train.offload import OffloadedState
 from cuboid.train.optimizer import Optimizer
@@ -187,7 +187,7 @@ def apart(options: argparse.Namespace, case: str, kind: str) -> dict[str, Any]:
     changes = [part for change in options.set for part in ("--set", change)]
     numbers = ["--steps", str(options.steps), "--exact", str(options.exact)]
     command = [sys.executable, __file__, case, "--one", kind, *numbers, *changes]
-    # What deterministic products ask of cuBLAS.
+    # What deterministic matmuls ask of cuBLAS.
     environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if kind.startswith("exact") else None
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=environment)
     lines = done.stdout.strip().splitlines()

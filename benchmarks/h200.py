@@ -34,9 +34,9 @@ import torch._inductor.compile_fx  # now, while the process before still prepare
 from cuboid.data.build import BuildRequest, build
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
-from cuboid.parallel.apply import build_engine
+from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run, build_run
-from cuboid.train.captured import make_passes
+from cuboid.train.cuda_graphs import make_passes
 from cuboid.train.optimizer import Optimizer
 from cuboid.train.step import PendingStep, run_passes, start_step
 
@@ -55,7 +55,7 @@ REPORTED = 3
 the compilation in them is taken on both sides."""
 LEARNING_RATE, RISING = 8e-4, 2
 """The peer's: the highest, and in how many steps it is reached; then it falls linearly. What has been learned is what
-is computed on, and so it matters: the same products of other numbers draw another power."""
+is computed on, and so it matters: the same matmuls of other numbers draw another power."""
 
 
 def benchmark_run(shape: str, micro_batch: int, sequence: int, store: str, changes: list[str]) -> Run:
@@ -111,7 +111,7 @@ def learning_rate(step: int, steps: int) -> float:
 
 def flops_per_token(run: Run) -> float:
     model = run.model
-    counted = model.parameters - model.vocab * model.hidden  # looking tokens up is no product
+    counted = model.parameters - model.vocab * model.hidden  # looking tokens up is no matmul
     return 6 * counted + 12 * model.layers * model.heads * model.head_dim * run.training.sequence
 
 

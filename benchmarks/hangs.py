@@ -2,8 +2,8 @@
 
 Every training meets one fault after another, each on another rank and at another place, and must come to its end by
 itself. Told are: how long a hang takes to be found, beside the limit the run had learned; whether the report names the
-right rank; and how long after a kill, or after a hang was found, the first step is done again. Then what pulses cost:
-how many notes a step makes, how long one takes, and the share of the step that is."""
+right rank; and how long after a kill, or after a hang was found, the first step is done again. Then what heartbeats
+cost: how many notes a step makes, how long one takes, and the share of the step that is."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from typing import Any
 
 from cuboid.launch.pool import Pool
 from cuboid.resilience.faults import STRUCK, Fault
-from cuboid.resilience.pulse import CHANGES, PULSE, Pulse
 from cuboid.spec.run import Run, build_run
+from cuboid.telemetry.heartbeat import CHANGES, HEARTBEAT, Heartbeat
 
 FIRST, APART = 6, 6
 """The step of the first fault, and steps between two: enough to learn how long a step takes, and all with a save."""
@@ -139,16 +139,16 @@ def steps_of(rank: int, run: Run) -> tuple[int, float]:
     with trainer.metrics, trainer.communication, trainer.memory:
         for _ in range(5):
             trainer._start_step()
-        notes, begin = PULSE.words[CHANGES], time.perf_counter()
+        notes, begin = HEARTBEAT.words[CHANGES], time.perf_counter()
         for _ in range(20):
             trainer._start_step()
-        return (PULSE.words[CHANGES] - notes) // 20, (time.perf_counter() - begin) / 20
+        return (HEARTBEAT.words[CHANGES] - notes) // 20, (time.perf_counter() - begin) / 20
 
 
 def note_seconds() -> float:
     """The least of many trials: what it costs when nobody else runs."""
-    pulse, best = Pulse(), 1.0
-    track = pulse.track("data", (0, 1))
+    heartbeat, best = Heartbeat(), 1.0
+    track = heartbeat.track("data", (0, 1))
     for _ in range(200):
         begin = time.perf_counter()
         for _ in range(100):
@@ -208,7 +208,7 @@ def main() -> None:
                 waited = "" if one.seconds is None else f"{one.seconds:.2f} s of {one.limit:.2f}, named {one.named}, "
                 place = f"{one.fault.kind} rank {one.fault.rank} at {one.fault.at}"
                 print(f"{one.layout}  {place}: {waited}again after {one.again:.2f} s  {one.sentence}", flush=True)
-    summary = summarize(hangs, kills) | {"pulses": overhead(), "note_microseconds": 1e6 * note_seconds()}
+    summary = summarize(hangs, kills) | {"heartbeats": overhead(), "note_microseconds": 1e6 * note_seconds()}
     print(json.dumps(summary, indent=None if arguments.json else 1))
 
 

@@ -95,9 +95,9 @@ def train(
     report: Callable[[dict[str, Any]], None],
 ) -> None:
     from cuboid.model.batch import MicroBatch
-    from cuboid.parallel.apply import build_engine, draw_weights
+    from cuboid.parallel.parallelize import build_engine, draw_weights
     from cuboid.spec.run import build_run
-    from cuboid.train.captured import make_passes
+    from cuboid.train.cuda_graphs import make_passes
     from cuboid.train.optimizer import Optimizer
     from cuboid.train.step import PendingStep, run_passes, start_step
 
@@ -161,7 +161,7 @@ def train(
 
 def _even_loads() -> None:
     """Every expert the same number of tokens, as torchtitan's `--debug.moe_force_load_balance` does."""
-    from cuboid.model.routing import Router
+    from cuboid.model.router import Router
 
     def choose(router: Router, scores: Tensor) -> Tensor:
         tokens, top_k = scores.shape[0], router.mixture.top_k

@@ -23,7 +23,7 @@ import torch
 
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
-from cuboid.parallel.apply import build_engine
+from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run, build_run
 from cuboid.train.learning_rate import learning_rate
 from cuboid.train.optimizer import Optimizer

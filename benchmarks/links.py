@@ -101,7 +101,7 @@ def rank_process(rank: int) -> None:
 
     from cuboid.data.loader import micro_batches
     from cuboid.data.source import make_source
-    from cuboid.parallel.apply import build_engine
+    from cuboid.parallel.parallelize import build_engine
     from cuboid.train.optimizer import Optimizer
     from cuboid.train.step import train_step
 

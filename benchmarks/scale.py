@@ -53,8 +53,8 @@ from cuboid.launch import readings, rendezvous
 from cuboid.launch.place import seats
 from cuboid.parallel.coordination import Coordination
 from cuboid.parallel.groups import Group, Groups, make_groups
-from cuboid.resilience.reading import Place, Reading, Waiting
 from cuboid.spec.layout import Layout
+from cuboid.telemetry.heartbeat_reader import Place, Reading, Waiting
 
 COUNTED = (64, 1024, 4096, 16384)
 MEASURED = (64,)

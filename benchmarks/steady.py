@@ -38,11 +38,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import Source, make_source
-from cuboid.parallel.apply import build_engine
 from cuboid.parallel.device import choose_device
-from cuboid.parallel.regions import REGIONS
-from cuboid.resilience.pulse import PULSE
+from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run
+from cuboid.telemetry.heartbeat import HEARTBEAT
+from cuboid.telemetry.profiler_regions import REGIONS
 from cuboid.train.optimizer import Optimizer
 from cuboid.train.step import PendingStep, start_step
 
@@ -58,7 +58,7 @@ DRIVER_MEMORY = re.compile(r"cudaMalloc\w*|cudaHostAlloc|cudaHostRegister|cuMem(
 """Calls that may wait, and that a steady step has no reason for."""
 CLASSES = (
     ("attention", r"sdpa|fmha|flash|attention|cudnn_generated"),
-    ("matrix products", r"nvjet|gemm|cutlass|cublas|splitk|xmma|_mm_"),
+    ("matmuls", r"nvjet|gemm|cutlass|cublas|splitk|xmma|_mm_"),
     ("copies", r"memcpy|memset|copy_kernel|direct_copy"),
     ("norm of the gradient", r"multi_tensor|pow_sum|foreach|sum_squares"),
     ("loss", r"loss_and_gradient"),
@@ -84,7 +84,7 @@ class Steps:
         """Seconds the host needed to start a step."""
 
     def start(self) -> PendingStep:
-        PULSE.enter("step", self.done + 1)
+        HEARTBEAT.enter("step", self.done + 1)
         batches = micro_batches(self.source, self.run, self.done, 0, self.device)
         return start_step(self.engine, self.optimizer, batches, 1e-5)
 
@@ -95,7 +95,7 @@ class Steps:
             begun = time.perf_counter()
             with record_function(START):
                 now = (start or self.start)()
-                PULSE.do("")
+                HEARTBEAT.do("")
             self.starts.append(time.perf_counter() - begun)
             if self.before is not None:
                 with record_function(WAIT):

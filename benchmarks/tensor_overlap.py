@@ -1,4 +1,4 @@
-"""Tensor-parallel training with exchanges under products and beside them: the same numbers, and how much faster.
+"""Tensor-parallel training with exchanges under matmuls and beside them: the same numbers, and how much faster.
 
     python benchmarks/tensor_overlap.py 8B-16L:1 --tp 8 --json overlap.jsonl    # shape:micro-batch[:sequence]
     python benchmarks/tensor_overlap.py small:1:4096 --tp 2                     # on one GPU: the numbers only
@@ -6,7 +6,7 @@
 Both ways (`training.overlap_tensor=off`, then `on`) in processes of their own, one a rank, from the same weights on the
 same text. Compared are all losses and gradient norms, and the gradients of the first step, of which the first moments
 of the optimizer are a multiple: they may differ by what adding in another order rounds. The exit code is 1 where they
-differ by more, or where `on` took no product apart: a step under the profiler counts those.
+differ by more, or where `on` took no matmul apart: a step under the profiler counts those.
 
 Ranks that share a GPU speak through gloo unless `--backend nccl` asks for NCCL, and memory is shared within it, without
 multicast: right, but slow. Only where every rank has a GPU the ratio of the speeds says something."""
@@ -36,8 +36,8 @@ from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.launch.place import find_place
 from cuboid.launch.rank import join
-from cuboid.parallel.apply import build_engine
 from cuboid.parallel.device import choose_device
+from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run
 from cuboid.train.optimizer import Optimizer
 from cuboid.train.step import PendingStep, start_step, train_step
@@ -49,7 +49,7 @@ FUSED = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
 COMPARED = 2**16
 """Of every tensor so many elements at most."""
 TOLERANCE = 0.02
-"""Of gradients, relative to the norm of a tensor; bf16 rounds to 0.004, and the next product of what it rounded."""
+"""Of gradients, relative to the norm of a tensor; bf16 rounds to 0.004, and the next matmul of what it rounded."""
 LOSS_TOLERANCE = 2e-3
 
 

@@ -29,14 +29,14 @@ settings.register_profile("thorough", deadline=None, suppress_health_check=slow)
 LONGEST = """
 checkpoint/test_kill plan/test_search docs/test_tutorial parallel/test_equality parallel/test_precision
 cli/test_train parallel/test_experts parallel/test_compiled plan/test_explain checkpoint/test_huggingface_export
-launch/test_once train/test_shortage parallel/test_context resilience/test_preemption parallel/test_overlap
+launch/test_once train/test_oom parallel/test_context resilience/test_preemption parallel/test_overlap
 docs/test_commands report/test_browser train/test_killed_chain resilience/test_nodes resilience/test_standstill
 cli/test_verify
 resilience/test_bad_hardware generate/test_equality data/test_build resilience/test_hang train/test_offload
 parallel/test_communication checkpoint/test_moments train/test_bad_steps checkpoint/test_full_disk
-launch/test_backend cli/test_plan parallel/test_interleave checkpoint/test_start train/test_profile
+launch/test_backend cli/test_plan parallel/test_async_tp checkpoint/test_start train/test_profile
 plan/test_choose parallel/test_nccl_model train/test_training cli/test_replay checkpoint/test_memory
-train/test_memory_restart parallel/test_local verify/test_rounding train/test_bit_identical train/test_health
+train/test_memory_restart parallel/test_shm_collectives verify/test_rounding train/test_bit_identical train/test_health
 probe/test_one_rank train/test_resume launch/test_scale launch/test_pool parallel/test_memory
 parallel/test_recompute parallel/test_random_layouts checkpoint/test_resume model/test_initialize
 checkpoint/test_saver probe/test_probe parallel/test_step train/test_layer_norms parallel/test_loss_scale

@@ -14,10 +14,10 @@ from cuboid.checkpoint.save import GivenUp, describe, kept_state
 from cuboid.checkpoint.staging import Staging
 from cuboid.checkpoint.state import Moments
 from cuboid.data.opened import data_identity
-from cuboid.parallel.apply import Engine
 from cuboid.parallel.collectives import all_reduce
 from cuboid.parallel.coordination import Coordination
-from cuboid.resilience.pulse import PULSE
+from cuboid.parallel.parallelize import Engine
+from cuboid.telemetry.heartbeat import HEARTBEAT
 
 GRACE = 2.0
 """Seconds by which a save's own deadline comes before that of whoever waits for it, so that it can say why."""
@@ -150,15 +150,15 @@ class BackgroundSaver(ABC):
             return False
         self._thread = None
         assert self._result is not None
-        PULSE.learn("save", int(self._result.write_seconds * 1e9))
+        HEARTBEAT.learn("save", int(self._result.write_seconds * 1e9))
         self._reports.append(replace(self._result, stall_seconds=self._stall))
         return True
 
     def _join(self, seconds: float) -> None:
         assert self._thread is not None
-        PULSE.everybody(self.kept).wait("save", self._step)
+        HEARTBEAT.everybody(self.kept).wait("save", self._step)
         self._thread.join(seconds)
-        PULSE.go_on()
+        HEARTBEAT.go_on()
 
     def _count(self, *facts: bool) -> list[int]:
         """On how many ranks each is true."""
@@ -181,5 +181,5 @@ class BackgroundSaver(ABC):
             late = isinstance(error, TimeoutError) or time.perf_counter() - start >= self._spec.timeout_seconds
             reason = f"a rank did not answer {self._deadline}" if late else str(error)
             warning = f"no {self.kept} after step {manifest.step}: {reason}"
-        PULSE.everybody(self.kept).reach(manifest.step)
+        HEARTBEAT.everybody(self.kept).reach(manifest.step)
         self._result = SaveReport(manifest.step, 0.0, time.perf_counter() - start, count, warning, self.place)

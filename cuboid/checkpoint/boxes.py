@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from cuboid.plan.slices import Part
+from cuboid.spec.sharding import Part
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def _inside(shape: tuple[int, ...], slab_index: int, start: int, stop: int) -> l
 def boxes_of_piece(part: Part, start: int, stop: int) -> list[tuple[Box, int]]:
     """Boxes of the full parameter for elements `start:stop` of a rank's part, each with its place among those elements.
 
-    Padding, which only a split vocabulary has, lies behind the real rows and is left out."""
+    Padding, which only a split vocabulary has, lies behind the real rows and is skipped."""
     cut = part.slice
     real = cut.stop - cut.start
     if real < cut.length:

@@ -1,5 +1,5 @@
 """The state of a rank's random generators, kept as tensors beside the model's. Nothing draws from them today (weights
-and samples come from keyed generators of their own), so a layout may change; what will draw goes on bit for bit."""
+and samples come from keyed generators of their own), so a layout may change; what will draw continues bit for bit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from cuboid.checkpoint.boxes import Box
 from cuboid.checkpoint.scattered import Scattered
-from cuboid.parallel.apply import Engine
+from cuboid.parallel.parallelize import Engine
 
 
 def seed_generators(seed: int, rank: int) -> None:

@@ -17,7 +17,7 @@ from cuboid import __version__
 from cuboid.checkpoint.checksum import FAST, PLAIN, checksum_of_bytes, kind_of
 from cuboid.checkpoint.location import Location, locate
 from cuboid.errors import UserError
-from cuboid.spec.course import from_table
+from cuboid.spec.train_state import from_table
 
 MANIFEST = "manifest.json"
 INDEX = "index.json"
@@ -66,7 +66,7 @@ class Manifest:
     position: int
     """Samples consumed, in the global order."""
     data: str
-    """Which samples, in which order: the identity a run must share to go on from here."""
+    """Which samples, in which order: the identity a run must share to continue from here."""
     layout: str
     """The layout that wrote it, for people; any layout can read it."""
     run: str

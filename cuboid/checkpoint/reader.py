@@ -18,7 +18,7 @@ from cuboid.checkpoint.manifest import INDEX, Damage, Place, StoredFile
 from cuboid.checkpoint.scattered import Scattered
 from cuboid.checkpoint.staging import ALIGNMENT, as_bytes
 from cuboid.checkpoint.verify import MISMATCH, check_file
-from cuboid.resilience.pulse import PULSE
+from cuboid.telemetry.heartbeat import HEARTBEAT
 
 DTYPES = {
     "float64": torch.float64,
@@ -86,7 +86,7 @@ class Reader:
 
     def _read_file(self, file: str, wanted: list[Wanted]) -> None:
         """A file of the share is read once where all of it is wanted, as where the layout is the one that wrote it."""
-        PULSE.do("reading")
+        HEARTBEAT.do("reading")
         expected, digest, reached = (self._share or {}).get(file), None, 0
         if expected is not None:
             if self._all_of(wanted, expected.bytes):
@@ -98,7 +98,7 @@ class Reader:
             if digest is not None:
                 self._read_bytes(file, reached, memoryview(bytearray(each.start - reached)), digest)
             reached = each.start + self._read_box(file, each, digest)
-            PULSE.do("reading")
+            HEARTBEAT.do("reading")
         if expected is not None and digest is not None:
             self._read_bytes(file, reached, memoryview(bytearray(expected.bytes - reached)), digest)
             if spell(kind_of(expected.checksum), digest) != expected.checksum:

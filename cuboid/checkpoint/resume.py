@@ -16,12 +16,12 @@ from cuboid.checkpoint.parts import Wishes
 from cuboid.checkpoint.save import Damaged, agree, load
 from cuboid.checkpoint.state import Moments, state_to_load
 from cuboid.checkpoint.verify import check_file, verify
+from cuboid.console import say
 from cuboid.data.opened import data_identity
 from cuboid.errors import UserError
-from cuboid.parallel.apply import Engine, draw_weights
 from cuboid.parallel.coordination import Coordination
-from cuboid.resilience.pulse import PULSE
-from cuboid.say import say
+from cuboid.parallel.parallelize import Engine, draw_weights
+from cuboid.telemetry.heartbeat import HEARTBEAT
 
 
 def resume(
@@ -34,7 +34,7 @@ def resume(
 ) -> int:
     """Load the newest whole state, from memory or the folder; returns the steps it has done. Every rank calls this.
 
-    One that has all the steps of the run is not loaded: there is nothing to go on with."""
+    One that has all the steps of the run is not loaded: there is nothing to continue with."""
     speaks, place = engine.groups.world.index == 0, locate(folder)
     if speaks:
         sweep(place)
@@ -131,7 +131,7 @@ def look_together(checkpoint: Location, group: Coordination) -> tuple[Manifest, 
 def _damage(checkpoint: Location, share: dict[str, StoredFile]) -> str:
     try:
         for name, file in share.items():
-            PULSE.do("reading")
+            HEARTBEAT.do("reading")
             check_file(checkpoint, name, file)
     except UserError as error:
         return str(error)

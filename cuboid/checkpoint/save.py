@@ -15,8 +15,8 @@ from cuboid.checkpoint.staging import Staging
 from cuboid.checkpoint.state import Moments, state_to_load, state_to_save
 from cuboid.checkpoint.writer import Writer, index_part, whole_index
 from cuboid.data.opened import data_identity
-from cuboid.parallel.apply import Engine
 from cuboid.parallel.coordination import Coordination, open_coordination
+from cuboid.parallel.parallelize import Engine
 from cuboid.spec.run import dump_run
 
 
@@ -104,8 +104,8 @@ def load(
     index: dict[str, Any] | None = None,
     share: Mapping[str, StoredFile] | None = None,
 ) -> Manifest:
-    """Fill this rank's state, whatever layout wrote it; every rank calls this. Random generators go on where they were
-    if the layout is the one that wrote it: to another one their numbers would mean nothing.
+    """Fill this rank's state, whatever layout wrote it; every rank calls this. Random generators continue where they
+    were if the layout is the one that wrote it: to another one their numbers would mean nothing.
 
     `manifest`, `index`: the checkpoint's, checked already; of the index at least what this rank needs. `share`: files
     that this rank compares with their checksums; if any rank finds one damaged, all raise `Damaged`, and what they hold

@@ -1,4 +1,4 @@
-"""Saves to disk while the training goes on."""
+"""Saves to disk while the training continues."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from cuboid.checkpoint.manifest import Manifest
 from cuboid.checkpoint.save import GivenUp, gather_index, kept_state, write
 from cuboid.checkpoint.staging import Staging
 from cuboid.checkpoint.state import Moments
-from cuboid.parallel.apply import Engine
+from cuboid.console import say
 from cuboid.parallel.coordination import Coordination
-from cuboid.say import say
+from cuboid.parallel.parallelize import Engine
 
 
 class Saver(BackgroundSaver):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cuboid.checkpoint.scattered import Scattered
-from cuboid.parallel.halves import join_halves
+from cuboid.kernels.split_master_weights import join_halves
 
 ALIGNMENT = 64
 
@@ -36,7 +36,7 @@ class Staging:
         self._memory = memory
         self.content = as_bytes(self._memory)
         self.state = self._lay_out(state)
-        # What is offloaded lies in the host's memory already, where copying keeps the host busy: a thread of its own.
+        # What is offloaded lies in CPU memory already, where copying keeps the host busy: a thread of its own.
         self._thread = ThreadPoolExecutor(1) if self._on_gpu else None
         self._copying: Future[None] | None = None
         self._stream: Any = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]

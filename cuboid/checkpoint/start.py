@@ -27,8 +27,8 @@ from cuboid.checkpoint.weights import Weights, find_checkpoint, run_of, stored_n
 from cuboid.data.store import TOKENIZER, is_store
 from cuboid.errors import UserError
 from cuboid.model.huggingface import Origin, check_shape, from_huggingface, match_names, to_huggingface
-from cuboid.parallel.apply import Engine
 from cuboid.parallel.coordination import Coordination, open_coordination
+from cuboid.parallel.parallelize import Engine
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.run import Run
 
@@ -128,7 +128,7 @@ def _fill(
 
 def check_start(run: Run, own: Place, overwrite: bool = False) -> list[str]:
     """Refuses weights that do not fit, before any process starts; returns notes about what only looks odd. A run that
-    has checkpoints of its `own` goes on from these, and what it began with may be gone."""
+    has checkpoints of its `own` continues from these, and what it began with may be gone."""
     place = run.training.start_from
     if not place or (checkpoints(own) and not overwrite):
         return []

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from cuboid.checkpoint.boxes import Box, boxes_of_piece
 from cuboid.checkpoint.scattered import Scattered
-from cuboid.parallel.apply import Engine
-from cuboid.parallel.gradients import counted_pieces
-from cuboid.parallel.piece import Piece
+from cuboid.parallel.grad_norm import counted_pieces
+from cuboid.parallel.optimizer_shard import Piece
+from cuboid.parallel.parallelize import Engine
 
 KINDS = ("parameter", "exp_avg", "exp_avg_sq")
 

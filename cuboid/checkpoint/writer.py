@@ -20,7 +20,7 @@ from cuboid.checkpoint.location import Location
 from cuboid.checkpoint.manifest import INDEX, MANIFEST, Manifest, StoredFile, data_file
 from cuboid.checkpoint.reader import DTYPES
 from cuboid.checkpoint.staging import Staging
-from cuboid.resilience.pulse import PULSE
+from cuboid.telemetry.heartbeat import HEARTBEAT
 
 CHUNK = 16 << 20
 """Bytes written at a time: large, because between two of them a thread may wait for the interpreter."""
@@ -80,7 +80,7 @@ class Writer:
     def write(self) -> StoredFile | None:
         """This rank's file; None if it has nothing to say."""
         file = self._write_file(self._aside / data_file(self._rank)) if self._staging.content.nbytes else None
-        PULSE.everybody("checkpoint").reach(self._manifest.step)
+        HEARTBEAT.everybody("checkpoint").reach(self._manifest.step)
         return file
 
     def _write_file(self, place: Location) -> StoredFile:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from cuboid.spec.ledger import Entry
+from cuboid.telemetry.communication_ledger import Entry
 from cuboid.train.communication import Summary
 
 

@@ -10,8 +10,8 @@ import typer
 
 from cuboid.errors import UserError
 from cuboid.generate.batch import Request
+from cuboid.generate.detokenizer import Words
 from cuboid.generate.evaluation import Perplexity, choice_requests, judge, read_questions, windows
-from cuboid.generate.words import Words
 from cuboid.launch.generation import start_scoring
 from cuboid.spec.generation import GenerationSpec, check_layout, parse_layout
 from cuboid.spec.model import ModelSpec

@@ -51,7 +51,7 @@ class LayerParameters:
 
 def layer_parameters(shape: Shape, tp: Array = ONE) -> LayerParameters:
     """Parameters of a layer of each kind on one of so many tensor ranks: norms, routers and biases added after a sum
-    are whole on each, as `plan.slices` has them."""
+    are whole on each, as `spec.sharding` has them."""
     query, key_value = _query_key_value(shape, tp)
     biases = shape.qkv_bias * (query + key_value) + shape.output_bias * shape.hidden
     inner = np.where(shape.latent > 0, shape.q_rank + shape.kv_rank, 2 * shape.head_dim * shape.qk_norm)

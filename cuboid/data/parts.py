@@ -107,7 +107,7 @@ def partial_folder(output: Path, plan: Mapping[str, Any], restart: bool) -> Iter
             yield folder
         except BaseException:
             if not _has_parts(folder):
-                shutil.rmtree(folder)  # nothing to go on from
+                shutil.rmtree(folder)  # nothing to continue from
             raise
         shutil.rmtree(folder)
 

@@ -41,7 +41,7 @@ class Text:
     tokens: list[int]
     """Of the prompt and what follows it."""
     kept: int = 0
-    """How many of them are in the cache, or will be when the steps under way are done."""
+    """How many of them are in the cache, or will be when the steps in flight are done."""
 
 
 class Batch:
@@ -76,7 +76,7 @@ class Batch:
 
     @property
     def decodes(self) -> bool:
-        """Whether the step under way gives every text of the batch a token."""
+        """Whether the step in flight gives every text of the batch a token."""
         step = self.under_way
         return step is not None and step.decodes and step.asked == len(step.spans) == len(self._texts)
 
@@ -88,11 +88,11 @@ class Batch:
         return Span(text.slot, start, tuple(text.tokens[start : text.kept]), asked)
 
     def written(self) -> list[Text]:
-        """The texts that get a token from the step under way, in its order."""
+        """The texts that get a token from the step in flight, in its order."""
         return [text for text, span in self.taking_part() if span.asked and not text.request.labels]
 
     def taking_part(self) -> list[tuple[Text, Span]]:
-        """The texts of the step under way, each with its part."""
+        """The texts of the step in flight, each with its part."""
         assert self.under_way is not None
         return [(self._texts[span.slot], span) for span in self.under_way.spans]
 

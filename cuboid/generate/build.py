@@ -17,21 +17,21 @@ from cuboid.generate.latent import CachedLatentAttention
 from cuboid.generate.panels import PanelTable, use_kernels
 from cuboid.model.feed_forward import FeedForward
 from cuboid.model.initialize import initial_tensor
-from cuboid.model.latent import LatentAttention
-from cuboid.model.mixture import Mixture
+from cuboid.model.mla import LatentAttention
+from cuboid.model.moe import Mixture
 from cuboid.model.rope import Positions
 from cuboid.model.transformer import Block, Embedding, Head
-from cuboid.parallel.apply import DTYPES, set_parameter
 from cuboid.parallel.collectives import all_gather
 from cuboid.parallel.coordination import open_coordination
 from cuboid.parallel.expert import spread_experts
 from cuboid.parallel.groups import Group, Groups, make_groups
+from cuboid.parallel.parallelize import DTYPES, set_parameter
 from cuboid.parallel.tensor import split_block, split_embedding, split_head
 from cuboid.parallel.tensor_region import Region
 from cuboid.plan.cache import cache_shape
-from cuboid.plan.parameters import BALANCE, EXPERTS, TIED, unit_of
-from cuboid.plan.slices import Part, expert_slice, kv_part_count, slice_of
 from cuboid.spec.generation import GenerationSpec
+from cuboid.spec.parameters import BALANCE, EXPERTS, TIED, unit_of
+from cuboid.spec.sharding import Part, expert_slice, kv_part_count, slice_of
 
 LOAD_SECONDS = 1800.0
 """Until a rank gives up that waits to be told where its weights lie."""
@@ -86,7 +86,7 @@ def make_generation_groups(spec: GenerationSpec, rank: int, device: torch.device
 
 class Builder:
     """Makes the stages of a rank. With `held`, the parameters that a training has, by name, nothing is read,
-    and they stay where they are: products are joined only where the memory is this builder's."""
+    and they stay where they are: matmuls are joined only where the memory is this builder's."""
 
     def __init__(
         self,
@@ -207,7 +207,7 @@ class Builder:
 
 
 def _scattered(part: Part, values: Tensor) -> Scattered:
-    """Padding, which only a split vocabulary has, lies behind the real rows and is left out."""
+    """Padding, which only a split vocabulary has, lies behind the real rows and is skipped."""
     cut = part.slice
     real = cut.stop - cut.start
     offsets = tuple(cut.start if dimension == cut.dimension else 0 for dimension in range(len(part.shape)))

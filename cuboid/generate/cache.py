@@ -1,4 +1,4 @@
-"""The keys and values of one layer for the sequences under way, and attention of new tokens to them."""
+"""The keys and values of one layer for the sequences in flight, and attention of new tokens to them."""
 
 from __future__ import annotations
 

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from cuboid.console import say
 from cuboid.generate.batch import Batch, Event, Request
 from cuboid.generate.build import Builder, Stage, make_generation_groups
+from cuboid.generate.detokenizer import Words
 from cuboid.generate.evaluation import Score
 from cuboid.generate.fixed import FixedDecoder
 from cuboid.generate.kernels import wants_kernels
@@ -19,13 +21,11 @@ from cuboid.generate.sampling import choose, uniform
 from cuboid.generate.score import scores
 from cuboid.generate.step import Step
 from cuboid.generate.wires import Wires
-from cuboid.generate.words import Words
 from cuboid.model.rope import PositionTable
-from cuboid.parallel.apply import DTYPES
 from cuboid.parallel.collectives import all_reduce, all_reduce_maximum
 from cuboid.parallel.groups import Group, Groups, connect_groups
+from cuboid.parallel.parallelize import DTYPES
 from cuboid.plan.cache import cache_shape
-from cuboid.say import say
 from cuboid.spec.generation import GenerationSpec, SamplingSpec
 from cuboid.spec.partition import partition
 
@@ -153,7 +153,7 @@ class Generator:
 
     @property
     def _is_alone(self) -> bool:
-        """Whether one GPU has all layers and decides alone how many rows each of its products has."""
+        """Whether one GPU has all layers and decides alone how many rows each of its matmuls has."""
         parts = self.groups.tensor.size * self.context.size * len(self._stage_rank)
         return self.device.type == "cuda" and parts == 1 and self.spec.model.mixture is None
 
@@ -165,7 +165,7 @@ class Generator:
         return self._decoders[slots]
 
     def _answer_of(self, batch: Batch, own: dict[Batch, list[int]]) -> list[int]:
-        """The tokens that the step under way gave."""
+        """The tokens that the step in flight gave."""
         if self._is_last:
             return own.pop(batch, [])
         count = len(batch.written())

@@ -1,4 +1,4 @@
-"""Questions whose answer is a likelihood: how well a model foretells text, and which of several continuations it
+"""Questions whose answer is a likelihood: how well a model predicts text, and which of several continuations it
 prefers; without torch."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from cuboid.errors import UserError
 from cuboid.generate.batch import Request
-from cuboid.generate.words import Words
+from cuboid.generate.detokenizer import Words
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from cuboid.console import say
 from cuboid.generate.build import Stage
 from cuboid.generate.rows import StepPositions
 from cuboid.generate.step import Span, Step
 from cuboid.model.rope import PositionTable
-from cuboid.say import say
 
 WIDTH = 256
 ALIGNMENT = 16
@@ -89,7 +89,7 @@ class FixedDecoder:
             with torch.cuda.stream(apart):
                 compute()
             here.wait_stream(apart)
-            # Other threads, of a training say, may go on using the GPU.
+            # Other threads, of a training say, may continue using the GPU.
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 logits = compute()
         return _Recorded(graph, logits)

@@ -7,7 +7,7 @@ from pathlib import Path
 from cuboid.data.indexed import pair_paths
 from cuboid.data.opened import open_source
 from cuboid.errors import UserError
-from cuboid.generate.words import Words
+from cuboid.generate.detokenizer import Words
 
 
 def read_tokens(source: str, count: int, words: Words, vocabulary: int) -> list[int]:

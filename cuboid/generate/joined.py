@@ -1,4 +1,4 @@
-"""Products of the same rows made into one: a decoding step has few rows, and takes as long as it takes to begin each
+"""Matmuls of the same rows made into one: a decoding step has few rows, and takes as long as it takes to begin each
 operation. Queries and keys are turned together too, where nothing is done to them apart."""
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from cuboid.model.linear import Linear
 from cuboid.model.rope import Positions, rotate
 
 
-def join(products: Sequence[Linear]) -> Linear:
-    """One product, of whose weight and bias theirs become parts: what is loaded into them later is in it."""
-    weights = [product.weight for product in products]
+def join(matmuls: Sequence[Linear]) -> Linear:
+    """One matmul, of whose weight and bias theirs become parts: what is loaded into them later is in it."""
+    weights = [matmul.weight for matmul in matmuls]
     if weights[0].stride(0) == 1:  # the columns of each lie together, and do so in the whole
         weight = torch.cat([each.t() for each in weights], 1).t()
     else:
         weight = torch.cat(tuple(weights))
     _take_parts(weights, weight)
-    biases = [product.bias for product in products if product.bias is not None]
+    biases = [matmul.bias for matmul in matmuls if matmul.bias is not None]
     bias = torch.cat(tuple(biases)) if biases else None
     if bias is not None:
         _take_parts(biases, bias)

@@ -1,7 +1,7 @@
 /* What takes the time of decoding steps on a CPU.
  *
  * Products of rows with a weight that lies in panels: WIDTH outputs side by side, input after input, as they are read.
- * A library packs the weight anew for every product, which takes as long as multiplying eight rows by it. Here a block
+ * A library packs the weight anew for every matmul, which takes as long as multiplying eight rows by it. Here a block
  * of up to HEIGHT rows and WIDTH outputs stays in registers while its inputs go by once, and every sum is taken in the
  * order of the inputs, however many rows there are. */
 
@@ -37,7 +37,7 @@ static inline __attribute__((always_inline)) void block(int rows, const float *x
 static int height(long rows) { return rows < HEIGHT ? (int)rows : HEIGHT; }
 
 /* y (rows, outputs) of x (rows, inputs) and panels (outputs / WIDTH, inputs, WIDTH); not 0 when there is no memory. */
-int product(const float *x, const float *panels, float *y, long rows, long inputs, long outputs, int threads) {
+int matmul(const float *x, const float *panels, float *y, long rows, long inputs, long outputs, int threads) {
     /* Rows are read in whole vectors, the last ones from behind their end. */
     float *turned = malloc(sizeof(float) * (rows * inputs + HALF));
     if (!turned) return 1;

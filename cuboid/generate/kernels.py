@@ -28,7 +28,7 @@ LIBRARIES = ("-lm",)
 class Kernels:
     """Functions that take addresses."""
 
-    product: Any
+    matmul: Any
     normalize: Any
 
 
@@ -57,7 +57,7 @@ def load_kernels() -> Kernels:
                 raise OSError(f"{compiler} fails: {' '.join(done.stderr.split())}")
             made.replace(path)  # several ranks may make it at once
     library = ctypes.CDLL(str(path))
-    library.product.argtypes = [c_void_p, c_void_p, c_void_p, c_long, c_long, c_long, c_int]
+    library.matmul.argtypes = [c_void_p, c_void_p, c_void_p, c_long, c_long, c_long, c_int]
     library.normalize.argtypes = [c_void_p, c_void_p, c_void_p, c_long, c_long, c_float, c_int]
     library.normalize.restype = None
-    return Kernels(library.product, library.normalize)
+    return Kernels(library.matmul, library.normalize)

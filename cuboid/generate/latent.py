@@ -1,7 +1,7 @@
 """Attention through latents that keeps only these: heads are never made of the tokens before.
 
 A query takes the half of `key_value_up` that makes keys upon itself, sees latents as keys and as values, and what it
-saw goes through the other half: the same products in another order."""
+saw goes through the other half: the same matmuls in another order."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from cuboid.generate.cache import Cache
-from cuboid.model.latent import LatentAttention
+from cuboid.model.mla import LatentAttention
 from cuboid.model.rope import Positions
 
 

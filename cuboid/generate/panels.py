@@ -1,4 +1,4 @@
-"""Products and norms by kernels of our own. Libraries for Arm CPUs take half of the time of a decoding step to pack
+"""Matmuls and norms by kernels of our own. Libraries for Arm CPUs take half of the time of a decoding step to pack
 weights; here these are packed once, into panels, and stay so."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WIDTH = 8
 
 
 def use_kernels(modules: Iterable[nn.Module], kept: Tensor | None = None) -> str:
-    """In all products and norms inside these; say why not, if that cannot be. `kept`: a weight that is read in another
+    """In all matmuls and norms inside these; say why not, if that cannot be. `kept`: a weight that is read in another
     way too and stays where it is."""
     try:
         kernels = load_kernels()
@@ -34,9 +34,9 @@ def use_kernels(modules: Iterable[nn.Module], kept: Tensor | None = None) -> str
     return ""
 
 
-def use_panels(product: Linear, kernels: Kernels) -> None:
-    product.product = PanelProduct(kernels.product, len(product.weight))
-    product.weight = nn.Parameter(in_panels(product.weight), requires_grad=False)
+def use_panels(matmul: Linear, kernels: Kernels) -> None:
+    matmul.matmul = PanelMatmul(kernels.matmul, len(matmul.weight))
+    matmul.weight = nn.Parameter(in_panels(matmul.weight), requires_grad=False)
 
 
 def in_panels(weight: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ def in_panels(weight: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class PanelProduct:
+class PanelMatmul:
     """Of rows with a weight in panels."""
 
     multiply: Any

@@ -1,4 +1,4 @@
-"""Prompts from files, and results into a file that a later run goes on with."""
+"""Prompts from files, and results into a file that a later run continues with."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cuboid.errors import UserError
-from cuboid.generate.words import Words
+from cuboid.generate.detokenizer import Words
 
 
 @dataclass(frozen=True)

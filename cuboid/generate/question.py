@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from cuboid.errors import UserError
 from cuboid.generate.batch import Request
+from cuboid.generate.detokenizer import Words
 from cuboid.generate.prompts import Prompt
-from cuboid.generate.words import Words
 from cuboid.spec.generation import SamplingSpec
 from cuboid.spec.model import ModelSpec
 

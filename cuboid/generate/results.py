@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cuboid.generate.batch import Event
+from cuboid.generate.detokenizer import Reader, Words
 from cuboid.generate.prompts import Prompt
-from cuboid.generate.words import Reader, Words
 
 
 class Text:

@@ -15,7 +15,7 @@ from cuboid.data.store import TOKENIZER
 from cuboid.data.tokenizer import BYTES, load_tokenizer
 from cuboid.data.tokenizer_files import byte_tokenizer
 from cuboid.errors import UserError
-from cuboid.generate.words import Words, words_of
+from cuboid.generate.detokenizer import Words, words_of
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.run import Run
 

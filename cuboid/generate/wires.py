@@ -1,7 +1,7 @@
 """Messages between the pipeline ranks of a generation: activations from stage to stage, tokens from the last one back.
 
 Every rank knows from its books what comes next and how large it is. Activations only go from stage to stage, over the
-links of the pipeline. Tokens are in the host's memory when they are chosen, and are wanted there: they go over a gloo
+links of the pipeline. Tokens are in CPU memory when they are chosen, and are wanted there: they go over a gloo
 group of their own. A gloo send never waits for its receive, so that no rank waits for another in a circle."""
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cuboid.parallel.channel import transport_device
 from cuboid.parallel.groups import Groups
+from cuboid.parallel.p2p import transport_device
 
 
 class Wires:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from cuboid.errors import UserError
 from cuboid.parallel.coordination import remember_store
-from cuboid.parallel.local import machine_identity
+from cuboid.parallel.shm_collectives import machine_identity
 
 Wanted = Literal["auto", "nccl", "gloo"]
 Backend = Literal["nccl", "gloo"]

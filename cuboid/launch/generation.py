@@ -8,8 +8,8 @@ from typing import Any
 
 from cuboid.errors import UserError
 from cuboid.generate.batch import Event, Request
+from cuboid.generate.detokenizer import Words
 from cuboid.generate.evaluation import Score
-from cuboid.generate.words import Words
 from cuboid.launch.place import find_place
 from cuboid.launch.pool import Pool
 from cuboid.spec.generation import GenerationSpec, SamplingSpec

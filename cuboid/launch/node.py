@@ -1,4 +1,4 @@
-"""The supervisor of one node of many: answers the roll call, and trains with the others when it is told to."""
+"""The supervisor of one node of many: answers the coordinator, and trains with the others when it is told to."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from cuboid.console import say
 from cuboid.errors import RankError, UserError
+from cuboid.launch.coordinator import Order, RollCall, Rules, Status
+from cuboid.launch.coordinator_rpc import Contact, Desk
 from cuboid.launch.network import Endpoint, listen
 from cuboid.launch.nodes import Nodes
 from cuboid.launch.place import seats
+from cuboid.launch.supervisor import Restarts
 from cuboid.launch.training import launch, start_fork_server
 from cuboid.resilience.preemption import REQUEUE, Forwarder
 from cuboid.resilience.replan import Replanner
-from cuboid.resilience.rollcall import Order, RollCall, Rules, Status
-from cuboid.resilience.supervisor import Restarts
-from cuboid.resilience.wire import Contact, Desk
-from cuboid.say import say
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run
 from cuboid.train.folder import forget_reports, newest_kept

@@ -29,8 +29,8 @@ from cuboid.launch.training import check_machine
 from cuboid.launch.watched import beside, watched, watched_by_the_first
 from cuboid.resilience.faults import arm
 from cuboid.resilience.flight import offer_record
-from cuboid.resilience.pulse import PULSE
 from cuboid.spec.run import Run, dump_run
+from cuboid.telemetry.heartbeat import HEARTBEAT
 
 PATIENCE = 3600.0
 """Seconds in which all nodes must have come, and then in which the job must be done."""
@@ -99,8 +99,8 @@ def call_here(
     They are new ones: NCCL reads its settings once in a process, and they depend on whether ranks share GPUs."""
     kept, training = beside(run), run.training
     settings: dict[str, Any] = {"device": training.device, "backend": training.backend, "timeout": PATIENCE}
-    with Pool() as pool, watched(kept, places) as pulses:
-        watch = Watch(pulses, kept.output.folder)
+    with Pool() as pool, watched(kept, places) as heartbeats:
+        watch = Watch(heartbeats, kept.output.folder)
         settings |= {"ranks": len(places), "places": places, "joined": joined, "watch": watch}
         return pool.run(function, arguments, **settings)[0]
 
@@ -112,7 +112,7 @@ def call_together(rank: int, function: str, arguments: tuple[Any, ...]) -> Any:
     def from_the_first(value: Any) -> Any:
         values = [value]
         if dist.is_initialized():
-            with PULSE.everybody().joined("agreement"):
+            with HEARTBEAT.everybody().joined("agreement"):
                 dist.broadcast_object_list(values, src=0)
         return values[0]
 
@@ -134,10 +134,10 @@ def _call_as_rank(run: Run, place: Place, function: str, arguments: tuple[Any, .
         return call_together(place.rank, function, arguments)
     run = beside(run)
     with watched_by_the_first(run, place):
-        arm(PULSE, place.rank, PULSE.folder or run.output.folder)
+        arm(HEARTBEAT, place.rank, HEARTBEAT.folder or run.output.folder)
         if device.type == "cuda":
-            offer_record(run.output.folder, PULSE.folder, torch.__version__)
-        with PULSE.everybody("world", place.world_size).joined("join"):
+            offer_record(run.output.folder, HEARTBEAT.folder, torch.__version__)
+        with HEARTBEAT.everybody("world", place.world_size).joined("join"):
             limit = timedelta(seconds=PATIENCE)
             found = join_world(store_of(place), place.rank, place.world_size, device, run.training.backend, limit)
         if place.rank == 0:

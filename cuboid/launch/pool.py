@@ -32,7 +32,7 @@ LINGER = 2.0
 class Watch(NamedTuple):
     """What ranks tell a watchdog of the process that asks for their job."""
 
-    pulses: str
+    heartbeats: str
     """The folder in which it sees what they do."""
     reports: str
     """The folder in which their flight recorders write."""
@@ -42,7 +42,7 @@ class Answer(NamedTuple):
     """What a rank says when its job is over."""
 
     outcome: str
-    """done, refused (the user's to mend), failed, or died; joined or said: its job goes on."""
+    """done, refused (the user's to mend), failed, or died; joined or said: its job continues."""
     value: Any
     """The result, the sentence, the traceback, what the ranks found when they joined, or what it said."""
     moment: float
@@ -76,7 +76,7 @@ def _serve(connection: Connection) -> None:
     from cuboid.parallel.device import choose_device
     from cuboid.resilience.faults import arm
     from cuboid.resilience.flight import offer_record
-    from cuboid.resilience.pulse import PULSE
+    from cuboid.telemetry.heartbeat import HEARTBEAT
     from cuboid.train.device_progress import device_progress
 
     follow_parent()
@@ -90,8 +90,8 @@ def _serve(connection: Connection) -> None:
             rank, ranks = place.rank, place.world_size
             progress: AbstractContextManager[None] = nullcontext()
             if watch is not None:
-                show(watch.pulses, rank)
-                arm(PULSE, rank, watch.pulses)
+                show(watch.heartbeats, rank)
+                arm(HEARTBEAT, rank, watch.heartbeats)
             if ranks > 1:
                 if place.attempt:
                     store = reach_store(place.master_address, place.master_port, place.attempt)
@@ -100,8 +100,8 @@ def _serve(connection: Connection) -> None:
                 limit = timedelta(seconds=timeout)
                 chosen = choose_device(device, place.local_rank)
                 if watch is not None and chosen.type == "cuda":
-                    offer_record(watch.reports, watch.pulses, torch.__version__)
-                with PULSE.everybody("world", ranks).joined("join"):
+                    offer_record(watch.reports, watch.heartbeats, torch.__version__)
+                with HEARTBEAT.everybody("world", ranks).joined("join"):
                     joined = join_world(store, rank, ranks, chosen, backend, limit)
                     own = [chosen.index] if joined.backend == "nccl" else None
                     dist.barrier(device_ids=own)  # a rank with little to do would leave before another has reached it

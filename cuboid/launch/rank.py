@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from cuboid.console import say
 from cuboid.launch.backend import Joined, Wanted, join_world
 from cuboid.launch.binding import Binding, bind_near
 from cuboid.launch.orphan import follow_parent
@@ -24,9 +25,8 @@ from cuboid.parallel.device import choose_device
 from cuboid.resilience.faults import arm
 from cuboid.resilience.flight import offer_record
 from cuboid.resilience.preemption import Listener
-from cuboid.resilience.pulse import PULSE
-from cuboid.say import say
 from cuboid.spec.run import Run
+from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.train.folder import BACKEND
 from cuboid.train.trainer import Outcome, train
 
@@ -77,17 +77,17 @@ def run_rank(run: Run, signals: Listener, quiet: bool = False, place: Place | No
     """A failure is also written into the run folder, under the rank's number: what went wrong in its first line."""
     place = place or find_place(os.environ) or Place(0, 1, 0, 1, "127.0.0.1", 0)
     try:
-        arm(PULSE, place.rank, run.output.folder)
+        arm(HEARTBEAT, place.rank, run.output.folder)
         torch.set_num_threads(run.training.threads_per_rank)
         if run.training.deterministic:  # cuBLAS reads this when it starts
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         device = choose_device(run.training.device, place.local_rank)
         binding = bind_near(device, run.training.bind)  # before pinned memory and threads are made
         if device.type == "cuda":
-            offer_record(run.output.folder, PULSE.folder, torch.__version__)
+            offer_record(run.output.folder, HEARTBEAT.folder, torch.__version__)
         joined = Joined(1, gpus=int(device.type == "cuda"))
         if place.world_size > 1:
-            with PULSE.everybody("world", place.world_size).joined("join"):
+            with HEARTBEAT.everybody("world", place.world_size).joined("join"):
                 joined = join(place, device, run.training.backend)
         if place.rank == 0:
             _tell(run, joined, binding, quiet)
@@ -115,17 +115,17 @@ def run_joined_rank(run: Run, signals: Listener, quiet: bool) -> Outcome:
 
 
 def run_started_rank(
-    run: Run, quiet: bool, places: tuple[Place, ...], pids: MutableSequence[int], pulses: str
+    run: Run, quiet: bool, places: tuple[Place, ...], pids: MutableSequence[int], heartbeats: str
 ) -> Outcome:
     """A rank that the supervisor of this machine started, and that ends with it. `pids`: where it finds the rank;
-    `pulses`: the folder in which it sees what the rank does."""
+    `heartbeats`: the folder in which it sees what the rank does."""
     follow_parent()
     with Listener(run, patience=2.0) as signals:  # the supervisor comes first, if it knows
         own = int(os.environ["LOCAL_RANK"])
         place, pids[own] = places[own], os.getpid()
         # The agent counts its own machine's ranks only; what PyTorch writes for debugging carries these numbers.
         os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size))
-        show(pulses, place.rank)
+        show(heartbeats, place.rank)
         outcome = run_rank(run, signals, quiet, place)
         pids[own] = 0
     return outcome

@@ -11,7 +11,7 @@ from datetime import timedelta
 
 from cuboid.launch.place import Place
 from cuboid.resilience.diagnosis import Diagnosis, diagnose
-from cuboid.resilience.reading import Reading
+from cuboid.telemetry.heartbeat_reader import Reading
 
 JUDGEMENT = "judgement"
 PATIENCE = 5.0

@@ -48,7 +48,7 @@ def reach_store(address: str, port: int, attempt: str, patience: timedelta = PAT
 
 
 class OwnRanks(RendezvousHandler):
-    """Of this machine alone, so the agent never waits for another: machines come and go by the roll call."""
+    """Of this machine alone, so the agent never waits for another: machines come and go by the coordinator."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -15,8 +15,8 @@ from cuboid.errors import RankError, UserError
 from cuboid.launch.place import Place, find_place, seats
 from cuboid.launch.pool import fork_server
 from cuboid.launch.readings import judge_with_all, stand_still_everywhere
+from cuboid.launch.supervisor import supervise
 from cuboid.resilience.preemption import REQUEUE, Forwarder, Listener
-from cuboid.resilience.supervisor import supervise
 from cuboid.resilience.watchdog import Watchdog
 from cuboid.spec.fitting import check_world_size
 from cuboid.spec.run import Run

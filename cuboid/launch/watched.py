@@ -13,16 +13,16 @@ from pathlib import Path
 from cuboid.errors import RankError
 from cuboid.launch.place import Place
 from cuboid.launch.readings import judge_with_all, stand_still_everywhere
-from cuboid.resilience.pulse import PULSE
 from cuboid.resilience.stacks import offer_stack
 from cuboid.resilience.watchdog import Watchdog, shared_folder
 from cuboid.spec.run import Run
+from cuboid.telemetry.heartbeat import HEARTBEAT
 
 
 def show(folder: str | Path, rank: int) -> None:
     """Called by a rank as it begins: the watchdog sees what it does in this folder, and gets its stacks there."""
     offer_stack(folder, rank)
-    PULSE.open(folder, rank)
+    HEARTBEAT.open(folder, rank)
 
 
 def beside(run: Run) -> Run:

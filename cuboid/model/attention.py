@@ -55,7 +55,7 @@ class Attention(nn.Module):
         self.mix: Mix = causal_mix
         self.columns: Columns = columns
         self.joined: Project | None = None
-        """By one product, where something else knows how."""
+        """By one matmul, where something else knows how."""
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         query, key, value = (self.joined or self._project)(x, positions)

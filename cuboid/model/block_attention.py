@@ -2,7 +2,7 @@
 sum of each query's exponentials, and a backward pass that takes this sum over all blocks.
 
 Tensors are (sequences, length, heads, head_dim), sums (sequences, heads, length). Runs of query heads share a key-value
-head. Fused kernels compute them where there are any, plain matrix products elsewhere (on CUDA in float32 or 64)."""
+head. Fused kernels compute them where there are any, plain matrix matmuls elsewhere (on CUDA in float32 or 64)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuboid.model.compiler import uncompiled
+from cuboid.kernels.compiler import uncompiled
+from cuboid.kernels.precision import wide
 from cuboid.model.documents import Documents
 from cuboid.model.fused_attention import (
     Attended,
@@ -23,7 +24,6 @@ from cuboid.model.fused_attention import (
     cuda_forward,
     has_flash,
 )
-from cuboid.model.precision import wide
 
 
 def attend(

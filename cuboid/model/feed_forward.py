@@ -20,7 +20,7 @@ class FeedForward(nn.Module):
         self.down = Linear(width, model.hidden, model.mlp_bias)
         self.columns: Columns = columns
         self.joined: Callable[[Tensor], Tensor] | None = None
-        """All but the last product with gate and up in one, where something else knows how."""
+        """All but the last matmul with gate and up in one, where something else knows how."""
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         """Every token alike, wherever it stands."""

@@ -1,6 +1,6 @@
-"""Products of linears in 8 bits: inputs and weights are rounded to e4m3, gradients of outputs to e5m2 or e4m3.
+"""Matmuls of linears in fp8: inputs and weights are rounded to e4m3, gradients of outputs to e5m2 or e4m3.
 
-Each of the three products of a linear (output, input gradient, weight gradient) takes two tensors of 8 bits and their
+Each of the three matmuls of a linear (output, input gradient, weight gradient) takes two tensors of 8 bits and their
 scales, sums in float32 and gives a tensor of the input's own precision. The scales come from the tensors themselves:
 one for a whole tensor, whose gradients are then in e5m2, or one for each row that is multiplied ("row"), with e4m3
 throughout. Written in plain operations, so that the compiler joins peak, scale and rounding with what stands before
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cuboid.errors import UserError
-from cuboid.model.turn import turn
+from cuboid.kernels.transpose import turn
 
 INPUT = torch.float8_e4m3fn
 _SMALLEST = 1e-30  # a tensor of zeros has a scale too
@@ -24,11 +24,11 @@ _SMALLEST = 1e-30  # a tensor of zeros has a scale too
 def require_fp8(device: torch.device) -> None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         name = torch.cuda.get_device_name(device)
-        raise UserError(f"training.precision=fp8 is not in {name}, whose products begin at 16 bits; use precision=bf16")
+        raise UserError(f"training.precision=fp8 is not in {name}, whose matmuls begin at 16 bits; use precision=bf16")
 
 
 def quantise(x: Tensor, dtype: torch.dtype, by_row: bool, dimension: int = 1) -> tuple[Tensor, Tensor]:
-    """`x` in 8 bits and the scale that gives it back, by_row: one for each index that is not in `dimension`."""
+    """`x` in fp8 and the scale that gives it back, by_row: one for each index that is not in `dimension`."""
     # Rows first: the compiler finds the peak of a row in the kernel that makes the row.
     peak = x.abs().amax(dimension, keepdim=True) if by_row else x.abs().amax(1).amax()
     exponent = exponent_of(peak, dtype)
@@ -42,7 +42,7 @@ def exponent_of(peak: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantise_columns(x: Tensor, dtype: torch.dtype, by_row: bool, apart: bool = False) -> tuple[Tensor, Tensor]:
-    """The transpose of `x` in 8 bits, row after row, with its scale. `apart`: written by a kernel of its own, because
+    """The transpose of `x` in fp8, row after row, with its scale. `apart`: written by a kernel of its own, because
     the one before it goes through `x` row by row and would write every column in single bytes."""
     values, scale = quantise(x, dtype, by_row, 0)  # with one scale the same as `quantise` did, which the compiler sees
     turned = turn(values) if apart else values.t().contiguous()
@@ -58,18 +58,18 @@ def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torc
 
 
 def output_of(x: Tensor, weight: Tensor, by_row: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """The product, and what the weight gradient needs of the input."""
+    """The matmul, and what the weight gradient needs of the input."""
     narrow, narrow_weight = quantise(x, INPUT, by_row), quantise(weight, INPUT, by_row)
     y = multiply(*narrow, *narrow_weight, x.dtype, fast=True)
     return y, *quantise_columns(x, INPUT, by_row, apart=True)
 
 
 Factors = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Of a product: both in 8 bits, each before its scale."""
+"""Of a matmul: both in fp8, each before its scale."""
 
 
 def input_gradient_factors(gradient: Tensor, weight: Tensor, by_row: bool) -> tuple[Factors, tuple[Tensor, Tensor]]:
-    """Of the product that is the gradient of the input, and what the weight gradient needs of that of the output. One
+    """Of the matmul that is the gradient of the input, and what the weight gradient needs of that of the output. One
     scale for all of a gradient needs the range of e5m2; one for each row does not."""
     dtype = INPUT if by_row else torch.float8_e5m2
     factors = (*quantise(gradient, dtype, by_row), *quantise_columns(weight, INPUT, by_row))
@@ -82,7 +82,7 @@ def input_gradient_of(gradient: Tensor, weight: Tensor, by_row: bool) -> tuple[T
     return multiply(*factors, weight.dtype, fast=False), *turned
 
 
-class _Product(torch.autograd.Function):
+class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, by_row: bool) -> Tensor:
         y, columns, scale = output_of(x, weight, by_row)
@@ -100,11 +100,11 @@ class _Product(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Fp8Product:
-    """A `linear.Product`; who replaces it can see what it replaces."""
+class Fp8Matmul:
+    """A `linear.Matmul`; who replaces it can see what it replaces."""
 
     by_row: bool
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y: Tensor = _Product.apply(x, weight, bias, self.by_row)
+        y: Tensor = _Matmul.apply(x, weight, bias, self.by_row)
         return y

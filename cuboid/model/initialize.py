@@ -1,6 +1,6 @@
 """Initial weights that depend on the seed, the parameter's name and the element's place in it, and on nothing else.
 
-Every element is computed for itself from these, in integers until the last product: any part of a parameter has the
+Every element is computed for itself from these, in integers until the last matmul: any part of a parameter has the
 bits it has in the whole (invariant 1), on a processor and on a GPU, and no rank draws what it does not keep."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A matrix product with a weight of shape (out, in), and the normalisations."""
+"""A matrix matmul with a weight of shape (out, in), and the normalisations."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from torch import Tensor, nn
 
 from cuboid.spec.model import ModelSpec
 
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Linear(nn.Module):
-    """`nn.Linear` whose product can be exchanged, because some schedules compute the weight gradient later."""
+    """`nn.Linear` whose matmul can be exchanged, because some schedules compute the weight gradient later."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
         self.bias = nn.Parameter(torch.empty(outputs)) if bias else None
-        self.product: Product = functional.linear
+        self.matmul: Matmul = functional.linear
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.product(x, self.weight, self.bias)
+        return self.matmul(x, self.weight, self.bias)
 
 
 Columns = Callable[[Tensor, Sequence[Linear]], Sequence[Tensor]]

@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
+from cuboid.kernels.precision import wide
 from cuboid.model.attention import Attention
-from cuboid.model.balance import Balance
 from cuboid.model.feed_forward import FeedForward
-from cuboid.model.latent import LatentAttention
 from cuboid.model.linear import Linear, Norm
-from cuboid.model.mixture import Mixture
-from cuboid.model.precision import wide
+from cuboid.model.load_balancing import Balance
+from cuboid.model.mla import LatentAttention
+from cuboid.model.moe import Mixture
 from cuboid.model.rope import Positions, make_positions
 from cuboid.spec.model import ModelSpec
 
@@ -51,7 +51,7 @@ class Embedding(nn.Module):
 
 
 Branch = Callable[[Norm, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-"""From the residual stream, and what joins it if anything does, to the stream as it goes on and what branches off."""
+"""From the residual stream, and what joins it if anything does, to the stream as it continues and what branches off."""
 
 
 def branch(norm: Norm, x: Tensor, joins: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -83,7 +83,7 @@ def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class Head(nn.Module):
-    """Final norm, product with the vocabulary, and the loss."""
+    """Final norm, matmul with the vocabulary, and the loss."""
 
     def __init__(self, model: ModelSpec) -> None:
         super().__init__()

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cuboid.parallel.groups import Group
-from cuboid.parallel.local import sum_rows
-from cuboid.resilience.pulse import PULSE, Track, Wait
+from cuboid.parallel.shm_collectives import sum_rows
+from cuboid.telemetry.heartbeat import HEARTBEAT, Track, Wait
 
 # Renamed in torch 2.13; the old names only warn there and are the only ones in 2.11.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -20,7 +20,7 @@ _reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", Non
 
 
 class Pending:
-    """A collective under way; `wait` returns its result."""
+    """A collective in flight; `wait` returns its result."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Pending:
             self.result = self._finish()
             self._finish = None
         if self._awaited is not None:
-            PULSE.go_on()
+            HEARTBEAT.go_on()
             self._awaited = None
         return self.result
 
@@ -94,7 +94,7 @@ def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
         return Pending(None, torch.sum(x.view(group.size, *part.shape), 0, out=part))
     awaited: tuple[Track, Wait] = (group.track, "reduce-scatter")
     if group.is_gloo:
-        # Its own reduce-scatter is an all-reduce in disguise; a direct exchange moves half the bytes, in one hop.
+        # Its own reduce-scatter is an all-reduce in disguise; a direct collective moves half the bytes, in one hop.
         received = torch.empty_like(x, memory_format=torch.contiguous_format)
         work = dist.all_to_all_single(received, x.contiguous(), group=group.handle, async_op=True)
         return Pending(work, received, lambda: sum_rows(received.view(group.size, *part.shape)), awaited)
@@ -102,7 +102,7 @@ def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
 
 
 def start_shift(x: Tensor, group: Group, tag: int = 0) -> Pending:
-    """Send to the next rank of the ring, return what the rank before sent. `tag` tells shifts under way apart."""
+    """Send to the next rank of the ring, return what the rank before sent. `tag` tells shifts in flight apart."""
     if group.handle is None:
         return Pending(None, x)
     group.count("send", x.nbytes)

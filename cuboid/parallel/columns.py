@@ -1,5 +1,5 @@
 """Column-parallel matmuls. Backward, they start the collective of the input gradient, compute the weight gradients
-while it is under way, and only then wait for it.
+while it is in flight, and only then wait for it.
 
     input gradient  matmul │ all-reduce, or reduce-scatter with sequence parallelism │
     weight gradients       │ matmul │ …                                              │ wait
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from cuboid.model.fp8 import Fp8Product, input_gradient_factors, multiply, output_of
+from cuboid.model.fp8 import Fp8Matmul, input_gradient_factors, multiply, output_of
 from cuboid.model.linear import Linear
 from cuboid.parallel.tensor_region import REGIONS, Region
 
@@ -29,7 +29,7 @@ def columns(region: Region, x: Tensor, linears: Sequence[Linear]) -> Sequence[Te
     if (made := _overlapped(region, x, linears, sliced=False) if region.overlaps else None) is not None:
         return made
     whole = region.enter(x)
-    return [linear.product(whole, linear.weight, linear.bias) for linear in linears]
+    return [linear.matmul(whole, linear.weight, linear.bias) for linear in linears]
 
 
 def sliced_columns(region: Region, inputs: Sequence[Tensor], linears: Sequence[Linear | None]) -> Sequence[Tensor]:
@@ -50,12 +50,12 @@ def sliced_columns(region: Region, inputs: Sequence[Tensor], linears: Sequence[L
 def _overlapped(region: Region, x: Tensor, linears: Sequence[Linear], sliced: bool) -> tuple[Tensor, ...] | None:
     """None: by other matmuls than these. `sliced`: each linear takes the next columns of `x` in place of all, and the
     columns that no linear takes are returned last."""
-    products = [linear.product for linear in linears]
+    matmuls = [linear.matmul for linear in linears]
     held = (*(linear.weight for linear in linears), *(linear.bias for linear in linears))
-    if all(product is functional.linear for product in products):
+    if all(matmul is functional.linear for matmul in matmuls):
         return _Columns.apply(region.number, sliced, x, region.gather(x), *held)
-    if isinstance(products[0], Fp8Product):
-        return _NarrowColumns.apply(region.number, sliced, products[0].by_row, x, region.gather(x), *held)
+    if isinstance(matmuls[0], Fp8Matmul):
+        return _NarrowColumns.apply(region.number, sliced, matmuls[0].by_row, x, region.gather(x), *held)
     return None
 
 
@@ -198,7 +198,7 @@ class _JoinedColumns(torch.autograd.Function):
 
 
 class _NarrowColumns(torch.autograd.Function):
-    """In 8 bits, as `fp8.Fp8Product`."""
+    """In 8 bits, as `fp8.Fp8Matmul`."""
 
     @staticmethod
     def forward(context: Any, region: int, sliced: bool, by_row: bool, *held: Tensor | None) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cuboid.model.compiler import tell_compiler
+from cuboid.kernels.compiler import tell_compiler
 from cuboid.model.rope import Positions
 from cuboid.model.transformer import Block
 from cuboid.parallel.recompute import with_recompute

@@ -1,7 +1,7 @@
 """Context parallelism: every rank holds two chunks of each sequence (see `spec.zigzag`), and attention brings its
 queries together with all keys before them.
 
-One form serves all methods. The ranks of an inner group exchange heads for tokens, so that each holds all tokens of the
+One form serves all methods. The ranks of an inner group trade heads for tokens, so that each holds all tokens of the
 group for some of the heads (ulysses); the ranks of the outer group then bring in the keys and values of the others, in
 a ring or by gathering them. The tokens of an inner group are two chunks again, of the outer group's zigzag."""
 
@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cuboid.kernels.compiler import operation, uncompiled
 from cuboid.model.attention import causal_mix
-from cuboid.model.compiler import operation, uncompiled
 from cuboid.model.documents import Documents
 from cuboid.model.fused_attention import Attended, Gradients
 from cuboid.model.rope import Positions
-from cuboid.parallel.blocks import Seen, gathered_blocks, ring_blocks
 from cuboid.parallel.collectives import all_gather, all_to_all, reduce_scatter, start_shift
+from cuboid.parallel.cp_blocks import Seen, gathered_blocks, ring_blocks
 from cuboid.parallel.groups import Group, Groups
 
 
@@ -146,7 +146,7 @@ def by_rank(x: Tensor, ranks: int) -> Tensor:
     return torch.cat((early, late.flip(0)), dim=2)
 
 
-# Whole exchanges are operations of their own, so that selective recomputation keeps their results, and only those.
+# Whole collectives are operations of their own, so that selective recomputation keeps their results, and only those.
 _calls: dict[int, Any] = {}
 
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from cuboid.resilience.pulse import PULSE
+from cuboid.telemetry.heartbeat import HEARTBEAT
 
 FAN = 32
 """Children of a rank in the tree: three levels for 16,384 ranks."""
@@ -137,7 +137,7 @@ class Coordination:
         """One more begins; that this rank waits is noted, unless it is only the thread of a save."""
         self._calls += 1
         noted = threading.current_thread() is threading.main_thread() and self.size > 1
-        return PULSE.everybody().joined("agreement") if noted else nullcontext()
+        return HEARTBEAT.everybody().joined("agreement") if noted else nullcontext()
 
     def _put(self, key: str, value: object) -> list[str]:
         """The keys that it takes."""

@@ -1,7 +1,7 @@
 """Expert parallelism: experts spread over the ranks of a group, tokens travelling to them and back.
 
 Every rank of the group routes tokens of its own. Rows leave in the order of experts, which is the order of ranks too,
-arrive rank by rank, and are sorted by expert there. Exchanges begin before shared experts compute and end after,
+arrive rank by rank, and are sorted by expert there. Collectives begin before shared experts compute and end after,
 forward and backward.
 
 The host must know how many rows go where, and waits for that once a layer, in the forward pass: recomputation and the
@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from cuboid.model.balance import Balance, Tokens
-from cuboid.model.mixture import Mixture
+from cuboid.model.load_balancing import Balance, Tokens
+from cuboid.model.moe import Mixture
 from cuboid.parallel.collectives import Pending, all_gather, all_reduce, start_all_to_all
 from cuboid.parallel.groups import Group, Groups
 from cuboid.parallel.recompute import remembered
-from cuboid.resilience.pulse import PULSE
 from cuboid.spec.run import Run
 from cuboid.spec.zigzag import places_of
+from cuboid.telemetry.heartbeat import HEARTBEAT
 
 HandOver = Callable[[], None]
 
@@ -34,7 +34,7 @@ def stay_on() -> None:
 
 
 class _Trip:
-    """One exchange of rows; its backward is the same the other way round."""
+    """One collective of rows; its backward is the same the other way round."""
 
     def __init__(self, group: Group, send: list[int], receive: list[int], home: int, hand_over: HandOver) -> None:
         self.group, self.send, self.receive, self.hand_over = group, send, receive, hand_over
@@ -129,9 +129,9 @@ class _Sizes:
         """What is sent to each rank, and received from each."""
         if self._read is None:
             if self._arrival is not None:
-                PULSE.wait("device")
+                HEARTBEAT.wait("device")
                 self._arrival.synchronize()
-                PULSE.go_on()
+                HEARTBEAT.go_on()
             send, receive = self._host.tolist()
             self._read = (send, receive)
         return self._read

@@ -8,13 +8,13 @@ from itertools import groupby, pairwise
 import torch
 import torch.distributed as dist
 
-from cuboid.parallel.local import LocalExchange, connect
-from cuboid.resilience.pulse import NOWHERE, PULSE, Track
+from cuboid.parallel.shm_collectives import LocalExchange, connect
 from cuboid.schedule.make import FAMILIES
 from cuboid.spec.layout import Layout
-from cuboid.spec.ledger import Kind, Ledger
 from cuboid.spec.ranks import Coordinates, coordinates
 from cuboid.spec.ranks import groups as rank_groups
+from cuboid.telemetry.communication_ledger import Kind, Ledger
+from cuboid.telemetry.heartbeat import HEARTBEAT, NOWHERE, Track
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Group:
     """The short way, where all ranks of the group share a machine and compute on its CPU."""
     dimension: str = ""
     ledger: Ledger | None = None
-    """Where its exchanges are counted, under its dimension; None: nowhere."""
+    """Where its collectives are counted, under its dimension; None: nowhere."""
     track: Track = NOWHERE
     """Where this rank notes that it waits for the others."""
 
@@ -38,8 +38,8 @@ class Group:
 
     @property
     def is_imagined(self) -> bool:
-        """Whether this rank runs alone in place of a whole job: it then exchanges with copies of itself, because what
-        is computed on decides how much power a GPU draws, and so how fast it is."""
+        """Whether this rank runs alone in place of a whole job: it then communicates with copies of itself,
+        because what is computed on decides how much power a GPU draws, and so how fast it is."""
         return self.handle is not None and dist.get_backend(self.handle) == "fake"
 
     @property
@@ -51,7 +51,7 @@ class Group:
         return self.handle is not None and dist.get_backend(self.handle) == "nccl"
 
     def count(self, kind: Kind, size: int) -> None:
-        """Enter one exchange of `size` bytes."""
+        """Enter one collective of `size` bytes."""
         if self.ledger is not None:
             self.ledger.add(self.dimension, kind, self.size, size)
 
@@ -87,9 +87,9 @@ class Groups(Holders):
     routed: Holders
     """The holders of the same experts: dp × cp × tp / ep."""
     context_inner: Group
-    """The context-parallel ranks that exchange heads for tokens."""
+    """The context-parallel ranks that trade heads for tokens."""
     context_outer: Group
-    """The context-parallel ranks that exchange keys and values."""
+    """The context-parallel ranks that pass keys and values round."""
     kv_replicas: Group
     """The tensor ranks that hold the same key-value heads."""
     embedding: Group | None
@@ -105,7 +105,7 @@ class Groups(Holders):
         return self.data.size == 1 and self.tensor.size == 1 and self.embedding is None
 
     def counted(self, ledger: Ledger) -> Groups:
-        """The same groups, whose exchanges are entered in a ledger."""
+        """The same groups, whose collectives are entered in a ledger."""
         named = {field.name: getattr(self, field.name) for field in fields(self)}
         for name, group in named.items():
             if isinstance(group, Group):
@@ -125,7 +125,7 @@ DIMENSIONS = {
     "context_inner": "cp",
     "context_outer": "cp",
 }
-"""Field of `Groups` -> the dimension its exchanges belong to, where that has another name."""
+"""Field of `Groups` -> the dimension its collectives belong to, where that has another name."""
 
 
 def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
@@ -147,7 +147,7 @@ def _own(kind: str, rank: int, members: tuple[tuple[int, ...], ...], world: Trac
         return None
     if len(ranks) == 1:
         return Group(ranks, 0)
-    return Group(ranks, ranks.index(rank), handle, track=PULSE.track(kind, ranks))
+    return Group(ranks, ranks.index(rank), handle, track=HEARTBEAT.track(kind, ranks))
 
 
 def _kv_replica_ranks(tensor_groups: tuple[tuple[int, ...], ...], parts: int) -> tuple[tuple[int, ...], ...]:
@@ -164,7 +164,7 @@ def make_groups(
     """`kv_parts`: into how many parts the key-value heads are split over the tensor ranks."""
     kinds = rank_groups(layout)
     world = tuple(range(layout.world_size))
-    everybody = PULSE.everybody("world", len(world))
+    everybody = HEARTBEAT.everybody("world", len(world))
     alone = Group((rank,), 0)
 
     def own(kind: str, members: tuple[tuple[int, ...], ...], busy: bool = False) -> Group:
@@ -228,7 +228,7 @@ def _links(layout: Layout, rank: int, line: tuple[int, ...]) -> dict[tuple[int, 
             _new_group((rank,))
             continue
         ranks = (line[own[0]], line[own[1]])
-        track = PULSE.track("link", ranks)
+        track = HEARTBEAT.track("link", ranks)
         with track.joined("new group"):
             handle = _new_group(ranks)
         links[own] = Group(ranks, ranks.index(rank), handle, dimension="pp", track=track)

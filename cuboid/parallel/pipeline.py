@@ -12,17 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuboid.model.precision import wide
-from cuboid.parallel.channel import Channels
-from cuboid.parallel.deferral import Deferral
+from cuboid.kernels.precision import wide
+from cuboid.parallel.cp_batch import Share
+from cuboid.parallel.dualpipe_pair import OverlappedPair
 from cuboid.parallel.groups import Groups
-from cuboid.parallel.overlapped_pair import OverlappedPair
-from cuboid.parallel.share import Share
+from cuboid.parallel.p2p import Channels
+from cuboid.parallel.split_backward import Deferral
 from cuboid.parallel.stage import Entrance, Stage
-from cuboid.resilience.pulse import PULSE, Activity
 from cuboid.schedule.order import UNITS, Receive, Send, instructions
 from cuboid.schedule.program import Message
 from cuboid.schedule.table import Action, Kind, Schedule
+from cuboid.telemetry.heartbeat import HEARTBEAT, Activity
 
 
 @dataclass(frozen=True)
@@ -91,10 +91,10 @@ class Pipeline:
         deferral: Deferral,
         like: Tensor,
         keep_timing: bool = False,
-        products: AbstractContextManager[object] | None = None,
+        matmuls: AbstractContextManager[object] | None = None,
         pair: OverlappedPair | None = None,
     ) -> None:
-        """`stages`: those of this rank by index; `like`: shape of what stages send one another. `products`: entered to
+        """`stages`: those of this rank by index; `like`: shape of what stages send one another. `matmuls`: entered to
         compute in, again and again. `pair`: runs the pairs of DualPipeV together; None: one after the other."""
         self.schedule = schedule
         self.rank = groups.pipeline.index
@@ -103,7 +103,7 @@ class Pipeline:
         self._deferral = deferral
         self._like = like
         self._keep_timing = keep_timing
-        self._products = products or nullcontext()
+        self._matmuls = matmuls or nullcontext()
         self._pair = pair
         self._loss_dtype = wide(like.dtype)
         self.timing: list[TimedAction] = []
@@ -153,7 +153,7 @@ class Pipeline:
 
     def _compute(self, actions: tuple[Action, ...]) -> None:
         first = actions[0]
-        PULSE.do(ACTIVITIES[first.kind], first.stage, first.micro_batch)
+        HEARTBEAT.do(ACTIVITIES[first.kind], first.stage, first.micro_batch)
         if len(actions) == 1:
             self._act(first)
             return
@@ -161,7 +161,7 @@ class Pipeline:
         self._pair.run(partial(self._act, first), partial(self._act, actions[1]), self._like.device)
 
     def _act(self, action: Action) -> None:
-        with self._products:
+        with self._matmuls:
             self._runners[action.kind](action.stage, action.micro_batch)
 
     def _timed(self, timed: list[tuple[tuple[Action, ...], Any, Any, Any]]) -> list[TimedAction]:

@@ -1,6 +1,6 @@
 """Activation recomputation: what the backward pass needs is computed again instead of kept.
 
-full: only a block's input is kept. selective: the results of matrix products and attention are kept, the cheap rest
+full: only a block's input is kept. selective: the results of matrix matmuls and attention are kept, the cheap rest
 (norms, rotations, activation functions) is computed again."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import cuboid.parallel.imagined  # noqa: F401, what `_DEAR` names
+import cuboid.parallel.fake_collectives  # noqa: F401, what `_DEAR` names
 from cuboid.parallel.context import KEPT
 from cuboid.spec.layout import Recompute
 
@@ -30,7 +30,7 @@ _DEAR = {
     torch.ops.aten._flash_attention_forward.default,
     torch.ops.aten.bmm.default,
     torch.ops.aten._grouped_mm.default,
-    # In a compiled block, which then keeps these sums and not the products they come of, tp times as large.
+    # In a compiled block, which then keeps these sums and not the matmuls they come of, tp times as large.
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops.cuboid.imagined_scatter.default,
     *KEPT,

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.profiler import record_function
 
-from cuboid.parallel.deferral import Deferral
-from cuboid.parallel.regions import NOTHING, REGIONS, close
-from cuboid.parallel.share import Share
-from cuboid.parallel.unit import Unit
+from cuboid.parallel.cp_batch import Share
+from cuboid.parallel.split_backward import Deferral
+from cuboid.parallel.zero import Unit
+from cuboid.telemetry.profiler_regions import NOTHING, REGIONS, close
 
 
 class Reduction:

@@ -2,7 +2,7 @@
 
 Between two regions activations are either whole on every rank, or, with sequence parallelism, split by token:
 
-    norm → enter (gather tokens) → column products → … → row product → leave (sum, scatter tokens) → residual
+    norm → enter (gather tokens) → column matmuls → … → row matmul → leave (sum, scatter tokens) → residual
 
 Backward, the collective that leaves through `enter` overlaps with the matmuls of weight gradients: `columns`.
 """
@@ -16,18 +16,18 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from cuboid.kernels.precision import wide
 from cuboid.model.feed_forward import FeedForward
-from cuboid.model.latent import LatentAttention
 from cuboid.model.linear import Linear
-from cuboid.model.mixture import Mixture
-from cuboid.model.precision import wide
+from cuboid.model.mla import LatentAttention
+from cuboid.model.moe import Mixture
 from cuboid.model.transformer import IGNORED, Block, Embedding, Head, VocabularyEmbedding
 from cuboid.parallel.collectives import all_gather, all_reduce, all_reduce_maximum
 from cuboid.parallel.columns import columns, sliced_columns
 from cuboid.parallel.groups import Group
 from cuboid.parallel.tensor_region import Region
-from cuboid.plan.slices import kv_head_of_query, vocabulary_rows
 from cuboid.spec.model import ModelSpec
+from cuboid.spec.sharding import kv_head_of_query, vocabulary_rows
 
 
 class ColumnLinear(Linear):
@@ -42,14 +42,14 @@ class ColumnLinear(Linear):
 
 
 class RowLinear(Linear):
-    """A product whose input columns are split: the parts are summed before the bias is added once."""
+    """A matmul whose input columns are split: the parts are summed before the bias is added once."""
 
     def __init__(self, whole: Linear, region: Region) -> None:
         super().__init__(whole.weight.shape[1], whole.weight.shape[0], bias=whole.bias is not None)
         self.region = region
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.region.leave(self.product(x, self.weight, None))
+        y = self.region.leave(self.matmul(x, self.weight, None))
         return y if self.bias is None else y + self.bias
 
 

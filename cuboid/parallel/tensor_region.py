@@ -14,7 +14,7 @@ from torch.distributed._functional_collectives import (
     reduce_scatter_tensor_autograd,
 )
 
-from cuboid.model.compiler import uncompiled
+from cuboid.kernels.compiler import uncompiled
 from cuboid.parallel.collectives import (
     Pending,
     all_gather,
@@ -23,12 +23,12 @@ from cuboid.parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
+from cuboid.parallel.fake_collectives import imagined_gather, imagined_scatter
 from cuboid.parallel.groups import Group
-from cuboid.parallel.imagined import imagined_gather, imagined_scatter
 
 
 class _SumGradient(torch.autograd.Function):
-    """Whole → whole; each rank's column products give a part of the gradient."""
+    """Whole → whole; each rank's column matmuls give a part of the gradient."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, group: Group) -> Tensor:
@@ -43,7 +43,7 @@ class _SumGradient(torch.autograd.Function):
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, group: Group) -> Tensor:
-        # A copy, because selective recomputation keeps the product itself.
+        # A copy, because selective recomputation keeps the matmul itself.
         return all_reduce(x.contiguous().clone(), group)
 
     @staticmethod

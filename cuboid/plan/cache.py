@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-from cuboid.plan.slices import kv_part_count
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import ModelSpec
+from cuboid.spec.sharding import kv_part_count
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cuboid.plan.layer_exchanges import LayerExchanges
-from cuboid.plan.parameters import EXPERTS, TIED
 from cuboid.plan.rank_step import Exchange, RankStep
-from cuboid.plan.slices import kv_part_count
 from cuboid.spec.layout import V_SHAPED
-from cuboid.spec.ledger import Kind, Ledger, differences
+from cuboid.spec.parameters import EXPERTS, TIED
 from cuboid.spec.run import Run
+from cuboid.spec.sharding import kv_part_count
+from cuboid.telemetry.communication_ledger import Kind, Ledger, differences
 
 ROUTER_SUMS = 3
 """Numbers that a layer's router statistics hold beside the load of each expert."""

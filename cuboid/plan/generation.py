@@ -17,16 +17,16 @@ from cuboid.cost.inputs import Jobs, Shape, number, single
 from cuboid.cost.layers import layer_times
 from cuboid.errors import UserError
 from cuboid.plan.cache import cache_bytes
-from cuboid.plan.parameters import EXPERTS, units
 from cuboid.plan.question import DEFAULT_SHARE
-from cuboid.plan.slices import expert_slice, slice_of
 from cuboid.plan.space import divisors
 from cuboid.spec.cluster import ClusterSpec
 from cuboid.spec.fitting import check_model
 from cuboid.spec.generation import DIMENSIONS
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import ModelSpec
+from cuboid.spec.parameters import EXPERTS, units
 from cuboid.spec.partition import partition
+from cuboid.spec.sharding import expert_slice, slice_of
 
 ITEM_BYTES = {"bf16": 2, "float32": 4}
 OBJECTIVES = ("throughput", "latency")

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from math import lcm
 
 from cuboid.plan.rank_step import Exchange, RankStep
-from cuboid.plan.slices import kv_head_of_query, kv_part_count
 from cuboid.spec.layout import Recompute
-from cuboid.spec.ledger import Kind
+from cuboid.spec.sharding import kv_head_of_query, kv_part_count
+from cuboid.telemetry.communication_ledger import Kind
 
 INTEGER = 8
 """Bytes of a count or an index."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cuboid.plan.parameters import UnitShapes, is_block_linear, units
-from cuboid.plan.slices import Part, Slice, expert_slice, lay_out, slice_of
-from cuboid.spec.ledger import Kind
+from cuboid.spec.parameters import UnitShapes, is_block_linear, units
 from cuboid.spec.partition import partition
 from cuboid.spec.ranks import coordinates
 from cuboid.spec.run import Run
+from cuboid.spec.sharding import Part, Slice, expert_slice, lay_out, slice_of
+from cuboid.telemetry.communication_ledger import Kind
 
 ELEMENT = {"bf16": 2, "fp16": 2, "float32": 4, "float64": 8}
 """Precision -> bytes of a parameter or an activation."""
@@ -24,7 +24,7 @@ class Exchange:
     ranks: int
     calls: int
     size: int
-    """Bytes of each, as `spec.ledger` counts them."""
+    """Bytes of each, as `telemetry.communication_ledger` counts them."""
     what: str
     """What they carry, with the formula of their size."""
 

@@ -12,7 +12,7 @@ from cuboid.plan.plan import Plan
 from cuboid.plan.rank_step import Exchange
 from cuboid.spec.cluster import LinkTier
 from cuboid.spec.layout import V_SHAPED, Layout
-from cuboid.spec.ledger import Entry, Kind
+from cuboid.telemetry.communication_ledger import Entry, Kind
 
 ORDER = ("tp", "kv", "sequence", "cp", "ep", "pp", "embedding", "data", "shard", "replicate")
 """Those that speak in every layer first; experts' own data-parallel groups and the whole world come last."""

@@ -227,7 +227,7 @@ def _serve(connection: Connection, seat: Seat, meeting: str | tuple[str, int], b
     from cuboid.launch.backend import join_world
     from cuboid.launch.rendezvous import reach_store
     from cuboid.parallel.device import choose_device
-    from cuboid.train.shortage import shortage_in
+    from cuboid.train.oom import shortage_in
 
     follow_parent()
     torch.set_num_threads(1)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as functional
 
-from cuboid.model.wide_products import fast_products
-from cuboid.parallel.apply import DTYPES
+from cuboid.kernels.cpu_16bit import fast_matmuls
+from cuboid.parallel.parallelize import DTYPES
 
 Shape = tuple[int, int, int]
 
@@ -55,7 +55,7 @@ def kernels(device: torch.device) -> Iterator[Kernel]:
     shapes = GPU_PRODUCTS if gpu else CPU_PRODUCTS
     for precision in ("bf16", "float32", "float64") if gpu else ("float32", "bf16", "float64"):
         # Of the others the largest says enough, and no CPU takes long for it: what it has no instructions for is
-        # computed in float32 (`model.wide_products`). Of a small one, turning its numbers into those is half the time.
+        # computed in float32 (`kernels.cpu_16bit`). Of a small one, turning its numbers into those is half the time.
         for shape in shapes if precision == trained(device) else shapes[LARGEST:]:
             yield Kernel("product", shape, precision, _product(shape, precision, device))
     for shape in GPU_ATTENTION if gpu else CPU_ATTENTION:
@@ -85,7 +85,7 @@ def _product(shape: Shape, precision: str, device: torch.device) -> Callable[[],
         )
 
         def multiply() -> object:
-            with fast_products(device, precision):  # as ranks do
+            with fast_matmuls(device, precision):  # as ranks do
                 return x @ weight.T, gradient @ weight, gradient.T @ x
 
         return multiply

@@ -18,7 +18,7 @@ from cuboid.parallel.collectives import (
     start_shift,
 )
 from cuboid.parallel.groups import Group
-from cuboid.parallel.local import connect
+from cuboid.parallel.shm_collectives import connect
 from cuboid.probe.clock import WINDOWS, synchronize
 from cuboid.probe.samples import Sample
 

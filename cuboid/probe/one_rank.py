@@ -18,15 +18,15 @@ from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.errors import UserError
 from cuboid.model.batch import MicroBatch
-from cuboid.parallel.apply import Engine, build_engine
 from cuboid.parallel.device import choose_device
+from cuboid.parallel.parallelize import Engine, build_engine
 from cuboid.probe.clock import synchronize
-from cuboid.resilience.pulse import PULSE
 from cuboid.spec.run import Run
 from cuboid.spec.suggest import up_to
+from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.train.holdings import held, storages
+from cuboid.train.oom import told_when_short
 from cuboid.train.optimizer import Optimizer
-from cuboid.train.shortage import told_when_short
 from cuboid.train.step import compute_gradients
 from cuboid.train.tally import Tally
 
@@ -77,11 +77,11 @@ def check_one_rank(run: Run, rank: int) -> None:
 def _measure(run: Run, rank: int, device: torch.device, steps: int) -> RankReport:
     on_gpu = device.type == "cuda"
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    PULSE.enter("set-up")  # where a rank that runs out of memory says that it was
+    HEARTBEAT.enter("set-up")  # where a rank that runs out of memory says that it was
     engine = build_engine(run, rank, device)
     optimizer = Optimizer(engine, run.optimizer)
     batches = micro_batches(make_source(run), run, 0, engine.groups.coordinates.dp, device)
-    PULSE.enter("step", 1)
+    HEARTBEAT.enter("step", 1)
     _step(engine, optimizer, batches)
     synchronize(device)
     if on_gpu:

@@ -8,7 +8,7 @@ import torch
 
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
-from cuboid.parallel.apply import build_engine
+from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run
 from cuboid.train.optimizer import Optimizer
 from cuboid.train.step import apply_update, compute_gradients

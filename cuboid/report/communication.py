@@ -8,8 +8,8 @@ from typing import Any
 from cuboid.plan.exchanges import unforeseen
 from cuboid.plan.traffic import moved
 from cuboid.report.source import Source
-from cuboid.spec.ledger import Ledger
 from cuboid.spec.placement import CARRIES
+from cuboid.telemetry.communication_ledger import Ledger
 
 
 def communication(source: Source) -> dict[str, Any] | None:

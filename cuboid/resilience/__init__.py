@@ -1,1 +1,1 @@
-"""Keeps a training going: restarts, the log of failures, and a stop that can be gone on from."""
+"""Keeps a training going: restarts, the log of failures, and a stop that can be resumed from."""

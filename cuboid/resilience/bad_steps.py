@@ -11,10 +11,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from cuboid.console import say
 from cuboid.errors import UserError
-from cuboid.say import say
-from cuboid.spec.course import Course
 from cuboid.spec.run import Run
+from cuboid.spec.train_state import Course
 
 FILE = "bad_steps.jsonl"
 SCALE = 1.4826

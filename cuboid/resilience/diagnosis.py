@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from cuboid.resilience.pulse import Activity, Phase, Wait
-from cuboid.resilience.reading import Place, Reading, Waiting
+from cuboid.telemetry.heartbeat import Activity, Phase, Wait
+from cuboid.telemetry.heartbeat_reader import Place, Reading, Waiting
 
 STOPPED = ("T", "t")
 GONE = ("", "Z", "X")
@@ -82,7 +82,7 @@ class Late:
         self._found: dict[tuple[Place, int], frozenset[int]] = {}
 
     def on(self, place: Place, sequence: int) -> frozenset[int]:
-        """Of the ranks whose pulses are known."""
+        """Of the ranks whose heartbeats are known."""
         if (place, sequence) not in self._found:
             self._found[place, sequence] = frozenset(
                 rank
@@ -93,7 +93,7 @@ class Late:
 
 
 def _waits_for(reading: Reading, known: Mapping[int, Reading], late: Late) -> frozenset[int]:
-    """Ranks of other nodes whose pulses are not known count as not come, unless a known one did not come."""
+    """Ranks of other nodes whose heartbeats are not known count as not come, unless a known one did not come."""
     waiting = reading.waiting
     if waiting is None:
         return frozenset()

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cuboid.say import say
+from cuboid.console import say
 from cuboid.spec.run import Run
 
 FILE = "failures.jsonl"
@@ -21,7 +21,7 @@ class Failure:
     """Steps of the newest checkpoint there was."""
     restarted: bool
     kind: str = "rank"
-    """rank, node, hang (the watchdog ended ranks that stood still), or what else found that the run could not go on."""
+    """rank, node, hang (the watchdog ended ranks that stood still), or what else ended the run."""
     node: str = ""
     """Who told of it, or was lost; empty on one machine."""
     layout: str = ""

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Literal, NoReturn, get_args
 
 from cuboid.errors import UserError
-from cuboid.resilience.pulse import ACTIVITIES, ACTIVITY, PHASE, PHASES, STEP, WAIT, WAITS, Pulse
 from cuboid.spec.suggest import either
+from cuboid.telemetry.heartbeat import ACTIVITIES, ACTIVITY, PHASE, PHASES, STEP, WAIT, WAITS, Heartbeat
 
 VARIABLE = "CUBOID_FAULT"
 STRUCK = "fault-*.json"
@@ -46,8 +46,8 @@ class Fault:
     steps: int = 0
     """How many steps are slow; 0: all that follow."""
 
-    def is_due(self, pulse: Pulse) -> bool:
-        words = pulse.words
+    def is_due(self, heartbeat: Heartbeat) -> bool:
+        words = heartbeat.words
         names = (PHASES[words[PHASE]], ACTIVITIES[words[ACTIVITY]], WAITS[words[WAIT]])
         if self.at == "set-up":  # wherever it stands then: it does little else than wait for others
             return names[0] == "set-up"
@@ -92,17 +92,17 @@ def _parse(words: list[str]) -> Fault:
 
 
 class Injector:
-    """The faults of one rank; called at each note of its pulse."""
+    """The faults of one rank; called at each note of its heartbeat."""
 
-    def __init__(self, faults: list[Fault], rank: int, pulse: Pulse, folder: Path) -> None:
-        self._pulse = pulse
+    def __init__(self, faults: list[Fault], rank: int, heartbeat: Heartbeat, folder: Path) -> None:
+        self._heartbeat = heartbeat
         self._folder = folder
         self._left = {number: fault for number, fault in enumerate(faults, 1) if fault.rank == rank}
         self._slowed = -1
 
     def __call__(self) -> None:
         for number, fault in list(self._left.items()):
-            if fault.kind not in IN_TENSORS and fault.is_due(self._pulse):
+            if fault.kind not in IN_TENSORS and fault.is_due(self._heartbeat):
                 if fault.kind == "slow":
                     self._slow(fault)
                 elif self._claim(number, fault):
@@ -111,12 +111,12 @@ class Injector:
     def strikes(self, kind: Kind) -> bool:
         """Whether the tensors of this rank are to be struck now."""
         return any(
-            fault.kind == kind and fault.step == self._pulse.words[STEP] and self._claim(number, fault)
+            fault.kind == kind and fault.step == self._heartbeat.words[STEP] and self._claim(number, fault)
             for number, fault in list(self._left.items())
         )
 
     def _slow(self, fault: Fault) -> None:
-        step = self._pulse.words[STEP]
+        step = self._heartbeat.words[STEP]
         if fault.at != "step" or step != self._slowed:
             self._slowed = step
             time.sleep(fault.seconds)
@@ -158,15 +158,15 @@ def _spin_for_ever() -> NoReturn:
         pass
 
 
-def arm(pulse: Pulse, rank: int, folder: str | Path) -> None:
+def arm(heartbeat: Heartbeat, rank: int, folder: str | Path) -> None:
     """Called by a rank as it begins: what the environment asks for strikes from here on."""
     faults = parse_faults(os.environ.get(VARIABLE, ""))
     if any(fault.rank == rank for fault in faults):
         Path(folder).mkdir(parents=True, exist_ok=True)
-        pulse.hook = Injector(faults, rank, pulse, Path(folder))
+        heartbeat.hook = Injector(faults, rank, heartbeat, Path(folder))
 
 
-def strikes(pulse: Pulse, kind: Kind) -> bool:
+def strikes(heartbeat: Heartbeat, kind: Kind) -> bool:
     """Whether this rank is to spoil its own gradient (nan) or weights (flip) in the step it has begun, or to run out of
     memory (oom)."""
-    return isinstance(pulse.hook, Injector) and pulse.hook.strikes(kind)
+    return isinstance(heartbeat.hook, Injector) and heartbeat.hook.strikes(kind)

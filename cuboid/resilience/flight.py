@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from cuboid.resilience.diagnosis import STOPPED, spans
-from cuboid.resilience.reading import Reading
+from cuboid.telemetry.heartbeat_reader import Reading
 
 NAME = "flight-"
 """What the names of records and pipes begin with; the rank follows."""
@@ -30,14 +30,14 @@ SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 ENTRIES = "2000"
 
 
-def offer_record(folder: str | Path, pulses: str | Path | None, torch_version: str) -> None:
-    """Called by a rank before it makes its first group. What the user has set stays. `pulses`: where the supervisor
+def offer_record(folder: str | Path, heartbeats: str | Path | None, torch_version: str) -> None:
+    """Called by a rank before it makes its first group. What the user has set stays. `heartbeats`: where the supervisor
     looks for the pipes; None: nobody does, and PyTorch writes the record only when a collective times out."""
     if not any(name in os.environ for name in FILES):
         os.environ[FILES[0]] = str(Path(folder).absolute() / NAME)
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")  # else it looks at the pipe every few minutes
-    if pulses is not None:
-        os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", str(Path(pulses) / NAME))
+    if heartbeats is not None:
+        os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", str(Path(heartbeats) / NAME))
     # From 2.13 on it records by itself; before, the pipe is made only under this older name.
     if tuple(int(part) for part in torch_version.split(".")[:2]) < (2, 13):
         os.environ.setdefault(SIZES[1], os.environ.get(SIZES[0], ENTRIES))
@@ -46,12 +46,12 @@ def offer_record(folder: str | Path, pulses: str | Path | None, torch_version: s
 class Recorders:
     """Of the ranks of this machine."""
 
-    def __init__(self, readings: Sequence[Reading], folder: Path, pulses: Path) -> None:
+    def __init__(self, readings: Sequence[Reading], folder: Path, heartbeats: Path) -> None:
         """Asks every rank that has a pipe to write its record."""
         chosen = next((os.environ[name] for name in FILES if name in os.environ), "")
         self._moves = not chosen
         self._prefix = chosen or str(folder.absolute() / NAME)
-        pipes = os.environ.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", str(pulses / NAME))
+        pipes = os.environ.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", str(heartbeats / NAME))
         known = {reading.rank: _changed(self._path(reading.rank)) for reading in readings}
         self._asked = {
             reading.rank: known[reading.rank]

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from cuboid.resilience.pulse import PHASE, PHASE_SINCE, PHASES, SPENT, Phase, Pulse
+from cuboid.telemetry.heartbeat import PHASE, PHASE_SINCE, PHASES, SPENT, Heartbeat, Phase
 
 FILE = "goodput.json"
 ATTEMPT = "attempt.json"
@@ -75,17 +75,17 @@ def note_attempt(folder: Path, attempt: Attempt) -> None:
     (folder / ATTEMPT).write_text(json.dumps(asdict(attempt)))
 
 
-def find_attempt(pulse: Pulse) -> Attempt:
+def find_attempt(heartbeat: Heartbeat) -> Attempt:
     """Of ranks that nobody supervises their own start counts."""
-    if pulse.folder is not None and (pulse.folder / ATTEMPT).exists():
-        return Attempt(**json.loads((pulse.folder / ATTEMPT).read_text()))
-    begun = time.time() - sum(spent(pulse).values())
+    if heartbeat.folder is not None and (heartbeat.folder / ATTEMPT).exists():
+        return Attempt(**json.loads((heartbeat.folder / ATTEMPT).read_text()))
+    begun = time.time() - sum(spent(heartbeat).values())
     return Attempt(begun, begun)
 
 
-def spent(pulse: Pulse) -> dict[Phase, float]:
+def spent(heartbeat: Heartbeat) -> dict[Phase, float]:
     """Seconds this process has been in each phase."""
-    words = pulse.words
+    words = heartbeat.words
     seconds = {phase: words[SPENT + index] / 1e9 for index, phase in enumerate(PHASES)}
     seconds[PHASES[words[PHASE]]] += (time.monotonic_ns() - words[PHASE_SINCE]) / 1e9
     return seconds
@@ -121,16 +121,16 @@ def carry_over(newest: Spent, kept: Spent, attempt: Attempt) -> Spent:
 class Goodput:
     """The book of one attempt, kept by the rank that writes the rows."""
 
-    def __init__(self, folder: str | Path, rows: Sequence[Mapping[str, Any]], done: int, pulse: Pulse) -> None:
+    def __init__(self, folder: str | Path, rows: Sequence[Mapping[str, Any]], done: int, heartbeat: Heartbeat) -> None:
         """`rows`: those of the run so far, before rows of steps beyond `done` are dropped."""
-        self._folder, self._pulse = Path(folder), pulse
+        self._folder, self._heartbeat = Path(folder), heartbeat
         newest = max([read_spent(folder) or Spent(), *map(_spent_of, rows)], key=lambda spent: spent.until)
-        self._before = carry_over(newest, _kept(rows, done), find_attempt(pulse))
-        self._others = _beside_set_up(pulse)
+        self._before = carry_over(newest, _kept(rows, done), find_attempt(heartbeat))
+        self._others = _beside_set_up(heartbeat)
         self.write()
 
     def now(self) -> Spent:
-        others, earlier, now = _beside_set_up(self._pulse), self._others, time.time()
+        others, earlier, now = _beside_set_up(self._heartbeat), self._others, time.time()
         since = [after - before for after, before in zip(others, earlier, strict=True)]
         steps, saves, evaluation = since
         before = self._before
@@ -150,7 +150,7 @@ class Goodput:
         now = self.now()
         lost = max(0.0, now.steps - _kept(rows, done).steps)
         self._before = replace(now, steps=now.steps - lost, lost_steps=now.lost_steps + lost)
-        self._others = _beside_set_up(self._pulse)
+        self._others = _beside_set_up(self._heartbeat)
         self.write()
 
     def write(self) -> None:
@@ -161,8 +161,8 @@ class Goodput:
             os.replace(aside, self._folder / FILE)
 
 
-def _beside_set_up(pulse: Pulse) -> tuple[float, float, float]:
-    seconds = spent(pulse)
+def _beside_set_up(heartbeat: Heartbeat) -> tuple[float, float, float]:
+    seconds = spent(heartbeat)
     return seconds["step"], seconds["save"] + seconds["finish"], seconds["evaluation"]
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cuboid.resilience.pulse import Phase
-from cuboid.resilience.reading import Learned, Reading
 from cuboid.spec.run import ResilienceSpec
+from cuboid.telemetry.heartbeat import Phase
+from cuboid.telemetry.heartbeat_reader import Learned, Reading
 
 ENOUGH: dict[Phase, int] = {"step": 2, "evaluation": 1, "save": 1}
 """How often a phase must have been seen to know how long it takes; what is not here is never known beforehand."""

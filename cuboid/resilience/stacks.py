@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from cuboid.resilience.diagnosis import STOPPED, where
-from cuboid.resilience.reading import Reading
+from cuboid.telemetry.heartbeat_reader import Reading
 
 SIGNAL = signal.SIGUSR2
 PATIENCE = 3.0

@@ -15,12 +15,12 @@ from dataclasses import replace
 
 import psutil
 
+from cuboid.console import say
 from cuboid.resilience.diagnosis import GONE, NOT_BEGUN, STOPPED, tell_busy
 from cuboid.resilience.limits import Limit, limit_of_all
-from cuboid.resilience.pulse import Wait
-from cuboid.resilience.reading import Reading, Waiting
-from cuboid.say import say
 from cuboid.spec.run import ResilienceSpec
+from cuboid.telemetry.heartbeat import Wait
+from cuboid.telemetry.heartbeat_reader import Reading, Waiting
 
 QUIET = 1.0
 """Seconds of silence after which it is noted how much ranks have worked so far."""

@@ -1,4 +1,4 @@
-"""Which rank the others wait for when none hangs: what each rank's steps are made of, read from their pulses.
+"""Which rank the others wait for when none hangs: what each rank's steps are made of, read from their heartbeats.
 
 In a step everybody takes as long as the slowest; what differs is how much of it a rank needs for itself. Ranks of the
 same stage do the same work, so one that needs much more than they do is slow, and it shows in what. On a GPU the host
@@ -16,10 +16,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from cuboid.resilience.reading import Reading
-from cuboid.say import say
+from cuboid.console import say
 from cuboid.spec.layout import Layout
 from cuboid.spec.ranks import coordinates
+from cuboid.telemetry.heartbeat_reader import Reading
 
 FILES = "ranks-*.jsonl"
 SLOWEST = "slowest.json"
@@ -92,11 +92,11 @@ def slowest(found: Sequence[Share], layout: Layout) -> Slowest | None:
 
 
 class Stragglers:
-    """Looks at all pulses every few seconds; one line a window in the run's folder, and the slowest for who writes the
-    metrics."""
+    """Looks at all heartbeats every few seconds; one line a window in the run's folder, and the slowest rank for
+    the metrics."""
 
-    def __init__(self, layout: Layout, run_folder: Path, pulses: Path) -> None:
-        self._layout, self._run_folder, self._pulses = layout, run_folder, pulses
+    def __init__(self, layout: Layout, run_folder: Path, heartbeats: Path) -> None:
+        self._layout, self._run_folder, self._heartbeats = layout, run_folder, heartbeats
         self._before: list[Reading] = []
         self._moment = 0.0
         self._slow: list[int] = []
@@ -132,16 +132,16 @@ class Stragglers:
             with (self._run_folder / FILES.replace("*", f"{found[0].rank:05d}")).open("a") as file:
                 file.write(json.dumps(row) + "\n")
             if worst is not None:
-                aside = self._pulses / f".{SLOWEST}"
+                aside = self._heartbeats / f".{SLOWEST}"
                 aside.write_text(json.dumps(_rounded(worst)))
-                os.replace(aside, self._pulses / SLOWEST)
+                os.replace(aside, self._heartbeats / SLOWEST)
 
 
-def read_slowest(pulses: Path | None) -> dict[str, Any] | None:
+def read_slowest(heartbeats: Path | None) -> dict[str, Any] | None:
     """As last written, for the rows of metrics.jsonl."""
-    if pulses is not None:
+    if heartbeats is not None:
         with suppress(OSError, ValueError):
-            found: dict[str, Any] = json.loads((pulses / SLOWEST).read_text())
+            found: dict[str, Any] = json.loads((heartbeats / SLOWEST).read_text())
             return found
     return None
 

@@ -24,18 +24,18 @@ from cuboid.resilience.diagnosis import GONE, NOT_BEGUN, Diagnosis, diagnose
 from cuboid.resilience.flight import Open, Recorders, oldest_open, tell_open
 from cuboid.resilience.goodput import Attempt, note_attempt
 from cuboid.resilience.limits import Limit, Silence, limit_of_all
-from cuboid.resilience.pulse import CHANGES, DEVICE_PASSED, PID, SIZE, STEP, VERSION, pulse_path, ranks_in
-from cuboid.resilience.reading import Reading, process_state, read_pulse
 from cuboid.resilience.stacks import collect_stacks, is_compiling
 from cuboid.resilience.standstill import Standstill
 from cuboid.resilience.stragglers import Stragglers
 from cuboid.spec.run import Run
+from cuboid.telemetry.heartbeat import CHANGES, DEVICE_PASSED, PID, SIZE, STEP, VERSION, heartbeat_path, ranks_in
+from cuboid.telemetry.heartbeat_reader import Reading, process_state, read_heartbeat
 
 STARTED = time.time()
 """When this command began, or near enough."""
 TICK = 0.2
-"""Seconds between two looks at the pulses."""
-PREFIX = "cuboid-pulses-"
+"""Seconds between two looks at the heartbeats."""
+PREFIX = "cuboid-heartbeats-"
 REPORTS = "hang-*"
 
 
@@ -46,7 +46,7 @@ class Hang:
 
 
 class Watchdog:
-    """Used in a `with` statement around an attempt; ranks write their pulses into `folder`."""
+    """Used in a `with` statement around an attempt; ranks write their heartbeats into `folder`."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class Watchdog:
     def readings(self) -> list[Reading]:
         self._open()
         return [
-            read_pulse(self._words[rank]) if rank in self._words else Reading(rank, state=NOT_BEGUN)
+            read_heartbeat(self._words[rank]) if rank in self._words else Reading(rank, state=NOT_BEGUN)
             for rank in self._ranks
         ]
 
@@ -100,8 +100,8 @@ class Watchdog:
         if len(self._ranks) < self._all:
             self._ranks = ranks_in(self.folder)
         for rank in self._ranks:
-            if rank not in self._words and pulse_path(self.folder, rank).exists():
-                with pulse_path(self.folder, rank).open("rb") as file:
+            if rank not in self._words and heartbeat_path(self.folder, rank).exists():
+                with heartbeat_path(self.folder, rank).open("rb") as file:
                     words = memoryview(mmap.mmap(file.fileno(), SIZE, access=mmap.ACCESS_READ)).cast("q")
                 if words[VERSION]:
                     self._words[rank] = words

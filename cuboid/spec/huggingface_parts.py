@@ -56,7 +56,7 @@ LOSS_KEYS = {
     "aux_loss_alpha": "balance_coefficient",
     "router_z_loss_coef": "z_coefficient",
 }
-"""Coefficients are taken as they stand; `cuboid.model.balance` says how they compare."""
+"""Coefficients are taken as they stand; `cuboid.model.load_balancing` says how they compare."""
 
 
 def take(left: Table, keys: Mapping[str, str]) -> Table:

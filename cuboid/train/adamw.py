@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from cuboid.parallel.adjacent import follows, together
-from cuboid.parallel.halves import join_halves, split_halves
-from cuboid.parallel.piece import Piece
-from cuboid.plan.slices import Part
+from cuboid.kernels.adjacent import follows, together
+from cuboid.kernels.split_master_weights import join_halves, split_halves
+from cuboid.parallel.optimizer_shard import Piece
+from cuboid.spec.sharding import Part
 from cuboid.spec.training import OptimizerSpec
 
 ROW = 1024
@@ -94,7 +94,7 @@ class Elements:
         return join_halves(self.weight, self.kept) if self.is_halved and self.weight is not None else self.kept
 
     def set_master(self, values: Tensor) -> None:
-        """`values`: what `master` gave, updated. Weights that products use follow."""
+        """`values`: what `master` gave, updated. Weights that matmuls use follow."""
         if self.weight is None:
             return
         if not self.is_halved:
@@ -163,7 +163,7 @@ def update_compiled(elements: Elements, spec: OptimizerSpec, numbers: Tensor) ->
         if not elements.in_rows:
             return tensor.view(-1)
         rows = tensor.view(-1, ROW)
-        # One graph from the first call on: another one might round other products, and who meets which length first
+        # One graph from the first call on: another one might round other matmuls, and who meets which length first
         # depends on where the state lies.
         torch._dynamo.maybe_mark_dynamic(rows, 0)
         return rows

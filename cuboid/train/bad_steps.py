@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 
 from cuboid.data.source import Source
 from cuboid.errors import RankError
-from cuboid.parallel.apply import Engine
 from cuboid.parallel.collectives import start_all_gather
+from cuboid.parallel.parallelize import Engine
 from cuboid.resilience.bad_steps import Judge, note_bad_step, number
 from cuboid.train.optimizer import Optimizer
 from cuboid.train.replicas import deviations
@@ -29,7 +29,7 @@ class BadSteps:
         return lambda result: self._reason(step, result)
 
     def _reason(self, step: int, result: StepResult) -> str:
-        """An overflow in fp16 is left out too, but neither bad nor good."""
+        """An overflow in fp16 is skipped too, but neither bad nor good."""
         return "" if result.overflowed else self._judge.reason(step, result.loss, result.gradient_norm)
 
     def judged(self, step: int, pending: PendingStep, result: StepResult) -> StepResult:
@@ -69,7 +69,7 @@ class BadSteps:
         note_bad_step(run, row)
 
     def compare_replicas(self, done: int, optimizer: Optimizer) -> None:
-        """Raises `RankError` where copies differ: the run goes on from the newest checkpoint, and none is written of
+        """Raises `RankError` where copies differ: the run continues from the newest checkpoint, and none is written of
         copies that were not compared."""
         found = deviations(self._engine, optimizer)
         self._forget_exchanges()

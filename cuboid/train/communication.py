@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TextIO
 
 from cuboid.plan.exchanges import predicted_ledger, unforeseen
-from cuboid.spec.ledger import Entry, Ledger
 from cuboid.spec.run import Run
+from cuboid.telemetry.communication_ledger import Entry, Ledger
 
 FILES = "communication-*.jsonl"
 
@@ -42,7 +42,7 @@ class CommunicationLog:
 
 @dataclass(frozen=True)
 class Compared:
-    """Counted beside predicted, by dimension and kind of exchange, on the rank that exchanges most of it."""
+    """Counted beside predicted, by dimension and kind of collective, on the rank that communicates most."""
 
     dimension: str
     kind: str

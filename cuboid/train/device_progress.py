@@ -1,8 +1,8 @@
 """How far a rank's GPU has come, for the watchdog: the host runs ahead of it and knows nothing of a kernel that hangs.
 
-Each note of the pulse leaves a mark (a CUDA event) in the order of the device's work; a thread counts the marks that
-the device has passed. Marks are left only where the watchdog has learned nothing yet: in set-up, in the first steps,
-in the first evaluation and save."""
+Each note of the heartbeat leaves a mark (a CUDA event) in the order of the device's work; a thread counts the marks
+that the device has passed. Marks are left only where the watchdog has learned nothing yet: in set-up, in the first
+steps, in the first evaluation and save."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from cuboid.resilience.pulse import DEVICE_LEFT, DEVICE_PASSED, PHASE, PULSE, SEEN, Pulse
+from cuboid.telemetry.heartbeat import DEVICE_LEFT, DEVICE_PASSED, HEARTBEAT, PHASE, SEEN, Heartbeat
 
 EVERY = 0.5
 """Seconds between two looks at the marks."""
@@ -41,15 +41,15 @@ def leave_mark() -> Mark | None:
 
 
 class DeviceProgress:
-    def __init__(self, pulse: Pulse, leave: Callable[[], Mark | None] = leave_mark) -> None:
-        self._pulse, self._leave = pulse, leave
+    def __init__(self, heartbeat: Heartbeat, leave: Callable[[], Mark | None] = leave_mark) -> None:
+        self._heartbeat, self._leave = heartbeat, leave
         self._marks = deque[Mark]()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="device-progress", daemon=True)
 
     def mark(self) -> None:
         """Called by any thread of the rank."""
-        words = self._pulse.words
+        words = self._heartbeat.words
         if words[SEEN + words[PHASE]] < ENOUGH and len(self._marks) < MOST and (mark := self._leave()) is not None:
             self._marks.append(mark)
             words[DEVICE_LEFT] = len(self._marks)
@@ -59,8 +59,8 @@ class DeviceProgress:
         while self._marks and self._marks[0].query():
             self._marks.popleft()
             passed += 1
-        self._pulse.words[DEVICE_PASSED] += passed
-        self._pulse.words[DEVICE_LEFT] = len(self._marks)
+        self._heartbeat.words[DEVICE_PASSED] += passed
+        self._heartbeat.words[DEVICE_LEFT] = len(self._marks)
 
     def _watch(self) -> None:
         with suppress(RuntimeError):  # of the device: the rank's own calls meet it too, and say so
@@ -68,11 +68,11 @@ class DeviceProgress:
                 self.look()
 
     def start(self) -> None:
-        self._pulse.mark = self.mark
+        self._heartbeat.mark = self.mark
         self._thread.start()
 
     def stop(self) -> None:
-        self._pulse.mark = None
+        self._heartbeat.mark = None
         self._over.set()
         self._thread.join(2 * EVERY)  # it may be inside a call that the device does not answer
 
@@ -83,7 +83,7 @@ def device_progress(device: torch.device) -> Iterator[None]:
     if device.type != "cuda" or not dist.is_initialized():
         yield
         return
-    progress = DeviceProgress(PULSE)
+    progress = DeviceProgress(HEARTBEAT)
     progress.start()
     try:
         yield

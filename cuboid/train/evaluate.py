@@ -8,8 +8,8 @@ import torch
 
 from cuboid.model.batch import MicroBatch
 from cuboid.model.transformer import IGNORED
-from cuboid.parallel.apply import Engine
 from cuboid.parallel.collectives import all_reduce
+from cuboid.parallel.parallelize import Engine
 
 
 def evaluate(

@@ -47,7 +47,7 @@ def checkpoint_folder(run: Run) -> Location:
 
 
 def newest_kept(run: Run) -> int:
-    """Steps of the newest state there is to go on from, on disk or in this node's memory."""
+    """Steps of the newest state there is to continue from, on disk or in this node's memory."""
     on_disk = max((step_of(path) for path in checkpoints(checkpoint_folder(run))), default=0)
     return max(on_disk, newest_in_memory(run))
 
@@ -58,7 +58,7 @@ def last_row(run: Run) -> int:
 
 
 def check_same_training(old: Run, new: Run) -> None:
-    """To go on, layout, length, learning rate and output may change; what decides the numbers computed may not."""
+    """To continue, layout, length, learning rate and output may change; what decides the numbers computed may not."""
     fixed = {
         "training.global_batch": (old.training.global_batch, new.training.global_batch),
         "training.sequence": (old.training.sequence, new.training.sequence),
@@ -108,7 +108,7 @@ def forget_reports(run: Run) -> None:
 
 
 def _check_past(run: Run, folder: Path) -> str:
-    """Refuse what the folder, or the checkpoints there are, cannot go on with."""
+    """Refuse what the folder, or the checkpoints there are, cannot continue with."""
     known = (folder / RUN_FILE).exists()
     if known:
         check_same_training(load_run(folder / RUN_FILE), run)

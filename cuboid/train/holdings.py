@@ -6,7 +6,7 @@ import gc
 from collections.abc import Iterable
 from contextlib import suppress
 
-from cuboid.parallel.unit import Unit
+from cuboid.parallel.zero import Unit
 from cuboid.train.optimizer import Optimizer
 
 KINDS = ("parameters", "master weights", "optimizer", "gradients")

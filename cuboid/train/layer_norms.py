@@ -14,11 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cuboid.parallel.apply import Engine
 from cuboid.parallel.collectives import all_reduce
-from cuboid.parallel.gradients import answers_for
-from cuboid.parallel.unit import Unit
-from cuboid.resilience.pulse import PULSE
+from cuboid.parallel.grad_norm import answers_for
+from cuboid.parallel.parallelize import Engine
+from cuboid.parallel.zero import Unit
+from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.train.adamw import Elements
 
 KINDS = ("gradient_norm", "weight_norm", "update_norm")
@@ -41,9 +41,9 @@ class ArrivingNorms:
 
     def read(self) -> Norms:
         if self._arrival is not None:
-            PULSE.wait("device")
+            HEARTBEAT.wait("device")
             self._arrival.synchronize()
-            PULSE.go_on()
+            HEARTBEAT.go_on()
         *of_weights, activations = self._squares.sqrt().unbind()
         found = {"activation_rms": activations[1:-1].tolist()}  # neither embedding nor head is a block
         found |= {kind: row.tolist() for kind, row in zip(KINDS, of_weights, strict=True)}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from cuboid.parallel.apply import Engine
+from cuboid.parallel.parallelize import Engine
 from cuboid.spec.run import Run
 from cuboid.train.optimizer import Optimizer
 from cuboid.train.rows import Rows

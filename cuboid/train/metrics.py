@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from cuboid.checkpoint.background import SaveReport
+from cuboid.console import say
 from cuboid.parallel.pipeline import TimedAction
 from cuboid.resilience.goodput import Goodput
-from cuboid.resilience.pulse import PULSE
 from cuboid.resilience.stragglers import read_slowest
-from cuboid.say import say
 from cuboid.spec.run import Run
+from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.train.health import Health
 from cuboid.train.routers import ExpertLoads, report
 from cuboid.train.rows import Rows, whole_rows
@@ -49,11 +49,11 @@ class Metrics:
         folder.mkdir(parents=True, exist_ok=True)
         if self._run.output.keep_timing:
             self._timing = Rows(folder / f"timing-{self._rank:05d}.jsonl", self._done)
-            PULSE.take_waits()
+            HEARTBEAT.take_waits()
         if self._rank == 0:
             path = folder / "metrics.jsonl"
             if self._done < self._run.training.steps:  # else it is written already, and nothing is spent
-                self._goodput = Goodput(folder, whole_rows(path), self._done, PULSE)
+                self._goodput = Goodput(folder, whole_rows(path), self._done, HEARTBEAT)
             self._rows = Rows(path, self._done)
             if self._run.model.mixture is not None:
                 self._loads = ExpertLoads(self._run, self._done)
@@ -75,7 +75,7 @@ class Metrics:
         for rows in (self._rows, self._timing, self._loads):
             if rows is not None:
                 rows.close()
-        PULSE.waits = None
+        HEARTBEAT.waits = None
         if self._rows is not None:
             self._tracking.close()
 
@@ -95,7 +95,7 @@ class Metrics:
             actions = [[str(timed.action), timed.start, timed.ready, timed.end] for timed in timing]
             # Clocks of one host agree; those of several are brought together by the time of day and by messages.
             clock = {"host": socket.gethostname(), "clock": time.time() - time.perf_counter()}
-            waits = [list(wait) for wait in PULSE.take_waits() if wait[0] not in ("message", "device")]
+            waits = [list(wait) for wait in HEARTBEAT.take_waits() if wait[0] not in ("message", "device")]
             told = {"step": step + 1, "seconds": seconds, **clock, "actions": actions, "collectives": waits}
             self._timing.append(told)
         if self._rows is None:
@@ -123,7 +123,7 @@ class Metrics:
         if self._goodput is not None:
             spent = self._goodput.now()
             kept |= {"goodput": round(spent.goodput, 4), "spent": spent.as_row()}
-        if slowest := read_slowest(PULSE.folder):
+        if slowest := read_slowest(HEARTBEAT.folder):
             kept["slowest"] = slowest
         if saves:
             kept["checkpoints"] = [asdict(save) for save in saves]

@@ -1,4 +1,4 @@
-"""Optimizer state in the host's memory, brought to the device, updated there and taken back, one load after another.
+"""Optimizer state in CPU memory, brought to the device, updated there and taken back, one load after another.
 
 While a load is updated the next one arrives and the one before leaves, each on a stream of its own, so a step waits for
 the slower of update and link, and that wait lies under the next step's forward pass as far as this is long enough.
@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuboid.parallel.host_memory import HostMemory, bytes_taken
-from cuboid.parallel.piece import Piece
-from cuboid.parallel.unit import Unit
+from cuboid.kernels.pinned_memory import HostMemory, bytes_taken
+from cuboid.parallel.optimizer_shard import Piece
+from cuboid.parallel.zero import Unit
 from cuboid.train.adamw import ROW, Elements
 
 LOAD = 2**24
@@ -61,11 +61,11 @@ class Load:
     stop: int
     cuts: tuple[Cut, ...]
     back: Moment
-    """When the last step's results are in the host's memory."""
+    """When the last step's results are in CPU memory."""
 
 
 class Held:
-    """What lies in the host's memory of one unit."""
+    """What lies in CPU memory of one unit."""
 
     def __init__(self, unit: Unit, memory: HostMemory) -> None:
         shape = (unit.shard_size,)

@@ -1,7 +1,7 @@
 """AdamW on the pieces this rank keeps, with clipping by the norm of the whole gradient.
 
 On a GPU the update is one compiled pass over memory per run of neighbouring pieces: it reads the gradient in whatever
-precision it was computed, scales it, updates master weight and moments, and writes the weight the products use.
+precision it was computed, scales it, updates master weight and moments, and writes the weight the matmuls use.
 Learning rate, clipping and the decision to leave a step out are numbers on the device, so the host never waits for
 them."""
 
@@ -14,10 +14,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cuboid.parallel.adjacent import in_runs
-from cuboid.parallel.apply import Engine
-from cuboid.parallel.piece import Piece
-from cuboid.parallel.unit import Unit
+from cuboid.kernels.adjacent import in_runs
+from cuboid.parallel.optimizer_shard import Piece
+from cuboid.parallel.parallelize import Engine
+from cuboid.parallel.zero import Unit
 from cuboid.spec.training import OptimizerSpec
 from cuboid.train.adamw import Elements, Kind, kind_of, update_compiled, update_eagerly
 from cuboid.train.offload import OffloadedState
@@ -36,7 +36,7 @@ class State(Protocol):
 
     @property
     def host_bytes(self) -> int:
-        """Held in memory of the host for a device that has its own."""
+        """Held in CPU memory for a device that has its own."""
 
     def moments(self, piece: Piece) -> tuple[Tensor, Tensor]: ...
 
@@ -107,7 +107,7 @@ class Optimizer:
         loss_scale: Tensor | None = None,
         watcher: Watcher | None = None,
     ) -> None:
-        """`finite`: false leaves the whole step out. `loss_scale`: what the gradients are still multiplied by, though
+        """`finite`: false skips the whole step. `loss_scale`: what the gradients are still multiplied by, though
         not their norm. All tensors are equal on all ranks. `watcher`: sees every update, none of which is then part of
         a CUDA graph."""
         scale = (clip / (gradient_norm + 1e-6)).clamp(max=1.0) if clip > 0 else torch.ones_like(gradient_norm)
@@ -159,7 +159,7 @@ class Optimizer:
         if self._graph is None:
             self._numbers = {kind: tensor.clone() for kind, tensor in numbers.items()}
             self._graph = torch.cuda.CUDAGraph()
-            # Other threads may go on: NCCL has one that looks at events.
+            # Other threads may continue: NCCL has one that looks at events.
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 for unit in self._units:
                     self._update_unit(unit, self._numbers)
@@ -212,7 +212,7 @@ class Optimizer:
 
     @property
     def host_bytes(self) -> int:
-        """Of moments and master weights in the host's memory, where the device has its own."""
+        """Of moments and master weights in CPU memory, where the device has its own."""
         return self._state.host_bytes
 
 

@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from cuboid.parallel.apply import Engine
-from cuboid.parallel.regions import REGIONS
-from cuboid.resilience.pulse import PULSE
-from cuboid.say import say
+from cuboid.console import say
+from cuboid.parallel.parallelize import Engine
 from cuboid.spec.run import Run
+from cuboid.telemetry.heartbeat import HEARTBEAT
+from cuboid.telemetry.profiler_regions import REGIONS
 from cuboid.train.holdings import held, left_by_autograd, storages
 from cuboid.train.memory import resident_peak
 from cuboid.train.optimizer import Optimizer
@@ -62,7 +62,7 @@ class Profile:
             self._profiler = None
 
     def plan(self, done: int, engine: Engine, optimizer: Optimizer) -> None:
-        """Once it is known after how many steps this process goes on."""
+        """Once it is known after how many steps this process continues."""
         if not self._run.profile.traces(self._rank):
             return
         self._engine, self._optimizer = engine, optimizer
@@ -94,7 +94,7 @@ class Profile:
             return False
         closes = self.closes_after(done)
         if closes:
-            PULSE.enter("set-up")  # no step waits for this as long as for a step
+            HEARTBEAT.enter("set-up")  # no step waits for this as long as for a step
             REGIONS.end()
             self._profiler.add_metadata("cuboid", f"{self._run.model.name}, rank {self._rank} of {self._run.layout}")
         self._profiler.step()  # which writes the trace after the last one

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cuboid.parallel.apply import Engine
 from cuboid.parallel.collectives import start_all_gather
+from cuboid.parallel.parallelize import Engine
 from cuboid.train.optimizer import Optimizer
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cuboid.model.balance import moved_bias
-from cuboid.parallel.apply import Engine
+from cuboid.model.load_balancing import moved_bias
 from cuboid.parallel.collectives import all_reduce
-from cuboid.plan.parameters import BALANCE
+from cuboid.parallel.parallelize import Engine
+from cuboid.spec.parameters import BALANCE
 from cuboid.spec.run import Run
 from cuboid.train.folder import EXPERTS
 from cuboid.train.rows import Rows
@@ -36,7 +36,7 @@ def summed_statistics(engine: Engine) -> Tensor | None:
 @torch.no_grad()
 def rebalance(engine: Engine, statistics: Tensor, finite: Tensor) -> None:
     """Experts with less than their share of the global batch become easier to choose, the others harder: by their bias,
-    and by the load-balancing loss of the next step. `finite`: false leaves the step out."""
+    and by the load-balancing loss of the next step. `finite`: false skips the step."""
     mixture = engine.run.model.mixture
     assert mixture is not None and engine.balance is not None
     engine.balance.end_step(statistics, finite)

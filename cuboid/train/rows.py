@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from cuboid.say import say
+from cuboid.console import say
 
 
 class Rows:

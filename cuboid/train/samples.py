@@ -9,16 +9,16 @@ from typing import Any
 import torch.distributed as dist
 
 from cuboid.checkpoint.huggingface.companions import companions
+from cuboid.console import say
 from cuboid.errors import UserError
 from cuboid.generate.batch import Event
 from cuboid.generate.build import Builder
+from cuboid.generate.detokenizer import Words, words_of
 from cuboid.generate.engine import Generator
 from cuboid.generate.prompts import Prompt, make_prompt
 from cuboid.generate.question import longest, make_requests
-from cuboid.generate.words import Words, words_of
-from cuboid.parallel.apply import Engine
 from cuboid.parallel.groups import context_group
-from cuboid.say import say
+from cuboid.parallel.parallelize import Engine
 from cuboid.spec.generation import GenerationSpec, SamplingSpec, plain_layout
 from cuboid.spec.run import Run
 
@@ -26,7 +26,7 @@ SAMPLES = "samples.jsonl"
 
 
 def prompts_of(run: Run) -> tuple[list[Prompt], Words]:
-    """Refuses what the model could not go on with."""
+    """Refuses what the model could not continue with."""
     words = words_of(companions(run).files, begins=False)
     if not words.tokenizer:
         raise UserError(f"samples.every={run.samples.every} needs text and the data has no tokenizer; use every=0")

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from cuboid.model.batch import MicroBatch
 from cuboid.model.transformer import IGNORED
-from cuboid.parallel.apply import Engine
 from cuboid.parallel.collectives import all_reduce
-from cuboid.parallel.gradients import finish_gradients, squared_norm
+from cuboid.parallel.cp_batch import Share
+from cuboid.parallel.grad_norm import finish_gradients, squared_norm
 from cuboid.parallel.loss_scale import SMALLEST, LossScale
-from cuboid.parallel.share import Share
+from cuboid.parallel.parallelize import Engine
 from cuboid.resilience.faults import strikes
-from cuboid.resilience.pulse import PULSE
-from cuboid.train.captured import Passes, RunPasses
+from cuboid.telemetry.heartbeat import HEARTBEAT
+from cuboid.train.cuda_graphs import Passes, RunPasses
 from cuboid.train.layer_norms import ArrivingNorms, LayerNorms, Norms
 from cuboid.train.optimizer import Optimizer
 from cuboid.train.routers import rebalance, summed_statistics
@@ -58,7 +58,7 @@ class StepResult:
 
     @property
     def overflowed(self) -> bool:
-        """Whether a smaller factor of the loss may be all that it takes: no fault, and the update is left out."""
+        """Whether a smaller factor of the loss may be all that it takes: no fault, and the update is skipped."""
         return self.loss_scale > SMALLEST and math.isfinite(self.loss) and not math.isfinite(self.gradient_norm)
 
 
@@ -104,7 +104,7 @@ class PendingStep:
 
     @property
     def counts(self) -> Tensor:
-        """False leaves the update out."""
+        """False skips the update."""
         if self.left_out:
             return torch.zeros((), dtype=torch.bool, device=self.loss.device)
         return self.loss.isfinite() & self.gradient_norm.isfinite()
@@ -119,9 +119,9 @@ class PendingStep:
     def result(self) -> StepResult:
         """Waits until the device has computed it."""
         if self._arrival is not None:
-            PULSE.wait("device")
+            HEARTBEAT.wait("device")
             self._arrival.synchronize()
-            PULSE.go_on()
+            HEARTBEAT.go_on()
         loss, norm, tokens, asked, activation, *scaling = self._values.tolist()
         scale, before = scaling or (0.0, 0)
         told = (int(tokens), asked > 0, self.left_out, scale, int(before), self._loads, activation)
@@ -132,7 +132,7 @@ class PendingStep:
 
 
 def _copied(values: Tensor) -> Tensor:
-    """On its way to memory of the host."""
+    """On its way to CPU memory."""
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     return host.copy_(values, non_blocking=True)
 
@@ -151,7 +151,7 @@ def run_passes(engine: Engine, shares: list[Share], factor: Tensor) -> Passes:
     summed_loss = engine.pipeline.run(shares, scale.to(engine.units[0].accumulate))
     if engine.balance is not None:
         engine.balance.end_passes()
-    PULSE.do("gradients")
+    HEARTBEAT.do("gradients")
     finish_gradients(engine)
     own_loss = summed_loss if engine.holds_loss else torch.zeros_like(summed_loss)
     return Passes(tokens, own_loss, squared_norm(engine))
@@ -168,7 +168,7 @@ def compute_gradients(
     factor = torch.ones((), dtype=torch.float64, device=engine.device) if scaling is None else scaling.factor
     own = (passes or partial(run_passes, engine))(shares, factor)
     own_square = own.square if scaling is None else own.square / factor.square().to(own.square.dtype)
-    if strikes(PULSE, "nan"):
+    if strikes(HEARTBEAT, "nan"):
         own_square = torch.full_like(own_square, math.nan)
     told = torch.stack((own.loss, own_square, torch.full_like(own.loss, asked), engine.activations.squares[-1]))
     loss, square, ranks_asked, activation = all_reduce(told, engine.groups.world).unbind()
@@ -187,7 +187,7 @@ def start_step(
     passes: RunPasses | None = None,
     norms: LayerNorms | None = None,
 ) -> PendingStep:
-    """A step whose loss or gradient is not finite is left out on every rank alike: all see the same numbers. `judge`:
+    """A step whose loss or gradient is not finite is skipped on every rank alike: all see the same numbers. `judge`:
     decides before the update, for which the host then waits. `norms`: measured by layer, of this step."""
     pending = compute_gradients(engine, micro_batches, asked, passes)
     if judge is not None:
@@ -206,7 +206,7 @@ def apply_update(
     norms: LayerNorms | None = None,
 ) -> None:
     """Everything a step changes."""
-    PULSE.do("update")
+    HEARTBEAT.do("update")
     clip, counts = engine.run.training.gradient_clip, pending.counts
     if norms is not None:
         norms.begin_step()

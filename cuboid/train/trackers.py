@@ -14,8 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from cuboid.console import say
 from cuboid.errors import UserError
-from cuboid.say import say
 from cuboid.spec.run import TRACKERS, Run, dump_run
 from cuboid.train.rows import Rows, layer_names
 
@@ -31,7 +31,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = Path(run.output.folder) / "tensorboard"
-        # What an earlier part of the run wrote of steps that will be done again is left out.
+        # What an earlier part of the run wrote of steps that will be done again is skipped.
         self._writer: Any = SummaryWriter(str(folder), purge_step=done + 1)
         self._writer.add_text("run", f"```toml\n{dump_run(run)}\n```")
 
@@ -151,7 +151,7 @@ class Tracking:
 
 
 def _identity(folder: Path) -> str:
-    """The same for a run that goes on in its folder."""
+    """The same for a run that continues in its folder."""
     return hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
 
 

@@ -11,30 +11,30 @@ from functools import partial
 import torch
 
 from cuboid.checkpoint.generators import seed_generators
+from cuboid.console import say
 from cuboid.data.loader import evaluation_batches, micro_batches
 from cuboid.data.source import make_source, make_validation_source
 from cuboid.errors import RankError
-from cuboid.parallel.apply import build_engine
 from cuboid.parallel.collectives import all_reduce
+from cuboid.parallel.parallelize import build_engine
 from cuboid.resilience.faults import strikes
-from cuboid.resilience.pulse import PULSE
-from cuboid.say import say
 from cuboid.spec.run import Run
+from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.train.bad_steps import BadSteps
-from cuboid.train.captured import make_passes
+from cuboid.train.checkpointer import Keeper
 from cuboid.train.communication import CommunicationLog
+from cuboid.train.cuda_graphs import make_passes
 from cuboid.train.device_progress import device_progress
 from cuboid.train.evaluate import evaluate
-from cuboid.train.keeper import Keeper
 from cuboid.train.layer_norms import LayerNorms
 from cuboid.train.learning_rate import learning_rate
 from cuboid.train.memory import MemoryLog
 from cuboid.train.metrics import Metrics
+from cuboid.train.oom import exhaust, told_when_short
 from cuboid.train.optimizer import Optimizer
 from cuboid.train.profile import Profile
 from cuboid.train.replicas import flip_bit
 from cuboid.train.samples import Sampler
-from cuboid.train.shortage import exhaust, told_when_short
 from cuboid.train.step import PendingStep, run_passes, start_step
 
 
@@ -45,7 +45,7 @@ class Outcome:
     loss: float
     """Of the last step."""
     preempted: bool = False
-    """Asked to stop before the last step: the same command goes on."""
+    """Asked to stop before the last step: the same command continues."""
     saved: int = 0
     """Steps of the newest checkpoint."""
     seconds: float = 0.0
@@ -158,16 +158,16 @@ class Trainer:
         return self.engine.groups.coordinates.dp
 
     def _start_step(self) -> None:
-        PULSE.enter("step", self.done + 1)
-        PULSE.do("data")
-        if strikes(PULSE, "flip"):
+        HEARTBEAT.enter("step", self.done + 1)
+        HEARTBEAT.do("data")
+        if strikes(HEARTBEAT, "flip"):
             flip_bit(self.optimizer.pieces[-1].kept)
-        if strikes(PULSE, "oom"):
+        if strikes(HEARTBEAT, "oom"):
             exhaust(self.device)
         rate = learning_rate(self.run.learning_rate, self.done, self.run.training.steps)
         batch = self.engine.course.batch(self.done)
         batches = micro_batches(self.source, self.run, batch, self._replica, self.device)
-        PULSE.do("")
+        HEARTBEAT.do("")
         judge = self.bad_steps.before_update(self.done)
         norms = self._norms if self.run.output.is_logged(self.done + 1, self.run.training.steps) else None
         before, passes = self.keeper.before_update, self._passes
@@ -206,8 +206,8 @@ class Trainer:
         return self.run.resilience.bad_steps == "rollback" or self.engine.course.batch(step) not in self._retried
 
     def _roll_back(self, step: int) -> None:
-        """To the newest checkpoint, from which the run goes on: without the batch of that step, or trying it again."""
-        PULSE.enter("set-up")
+        """To the newest checkpoint, from which the run resumes: without the batch of that step, or trying it again."""
+        HEARTBEAT.enter("set-up")
         batch = self.engine.course.batch(step)
         for started in self._under_way:
             started.pending.result()
@@ -235,7 +235,7 @@ class Trainer:
         assert self.validation is not None
         if self._stops:
             return None
-        PULSE.enter("evaluation")
+        HEARTBEAT.enter("evaluation")
         batches = evaluation_batches(*self.validation, self.run, self._replica, self.device)
         return evaluate(self.engine, batches, self._agree)
 
@@ -252,12 +252,12 @@ class Trainer:
         if self._saves:
             self._save()
         if self.sampler is not None and self.run.samples.is_due(self.done) and not self._stops:
-            PULSE.enter("evaluation")
+            HEARTBEAT.enter("evaluation")
             self.sampler.write(self.done)
             self._start_clock()
 
     def _save(self) -> None:
-        PULSE.enter("save")
+        HEARTBEAT.enter("save")
         self.keeper.save(self.done)
         self._agree()
         self._start_clock()
@@ -279,7 +279,7 @@ class Trainer:
         preempted = self.done < self.run.training.steps
         if preempted and self.keeper.last_save != self.done:
             self._save()
-        PULSE.enter("finish")
+        HEARTBEAT.enter("finish")
         kept = self._settle_saves()
         if self.keeper.copies is not None:
             self.keeper.copies.forget(kept)

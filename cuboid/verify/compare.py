@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cuboid.model.balance import EXTRA
+from cuboid.model.load_balancing import EXTRA
 from cuboid.spec.run import Run
 from cuboid.verify.observe import observed_trace
 from cuboid.verify.reference import Tensors, Trace, known_trace
@@ -59,7 +59,7 @@ class Verdict:
     """What each kind of error may be; in bf16, of the tensor named."""
     passed: bool
     unforeseen: list[str]
-    """Exchanges between ranks that are not as the planner counts them, to the byte."""
+    """Collectives between ranks that are not as the planner counts them, to the byte."""
 
 
 def relative_error(value: float, reference: float) -> float:

@@ -14,9 +14,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cuboid.model.linear import Linear, Product
+from cuboid.model.linear import Linear, Matmul
 from cuboid.model.transformer import Transformer
-from cuboid.plan.slices import slice_of
+from cuboid.spec.sharding import slice_of
 
 
 def sum_hop_by_hop(model: Transformer, ranks: int) -> None:
@@ -26,23 +26,23 @@ def sum_hop_by_hop(model: Transformer, ranks: int) -> None:
             cut = slice_of(f"{name}.weight", tuple(child.weight.shape), model.model, ranks, 0, False)
             if cut.sharing != "tensor":  # of which every rank has the whole
                 in_parts = _output_rows if cut.dimension == 0 else _input_columns
-                child.product = in_parts(child.product, cut.length)
+                child.matmul = in_parts(child.matmul, cut.length)
 
 
-def _output_rows(product: Product, length: int) -> Product:
+def _output_rows(matmul: Matmul, length: int) -> Matmul:
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         x = x.view_as(x)  # where autograd adds the gradients of the parts, in their order and precision
         rows = weight.split(length)
         biases = bias.split(length) if bias is not None else [None] * len(rows)
-        return torch.cat([product(x, *part) for part in zip(rows, biases, strict=True)], dim=-1)
+        return torch.cat([matmul(x, *part) for part in zip(rows, biases, strict=True)], dim=-1)
 
     return multiply
 
 
-def _input_columns(product: Product, length: int) -> Product:
+def _input_columns(matmul: Matmul, length: int) -> Matmul:
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         parts = zip(x.split(length, dim=-1), weight.split(length, dim=1), strict=True)
-        first, *others = (product(part, columns, None) for part, columns in parts)
+        first, *others = (matmul(part, columns, None) for part, columns in parts)
         for other in others:
             first = first + other
         return first if bias is None else first + bias

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
-from cuboid.model.precision import wide
-from cuboid.parallel.apply import Engine, build_engine
+from cuboid.kernels.precision import wide
 from cuboid.parallel.compiled import is_compiled
 from cuboid.parallel.device import joined_device
-from cuboid.parallel.gradients import counted_pieces
+from cuboid.parallel.grad_norm import counted_pieces
+from cuboid.parallel.parallelize import Engine, build_engine
 from cuboid.plan.exchanges import unforeseen
-from cuboid.plan.slices import Part
-from cuboid.resilience.pulse import PULSE
 from cuboid.spec.run import Run
+from cuboid.spec.sharding import Part
+from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.train.learning_rate import learning_rate
 from cuboid.train.optimizer import Optimizer
 from cuboid.train.step import apply_update, compute_gradients
@@ -39,7 +39,7 @@ def observed_trace(run: Run, rank: int) -> Trace | None:
     source = make_source(run)
     trace = Trace()
     for step in range(run.training.steps):
-        PULSE.enter("step", step + 1)
+        HEARTBEAT.enter("step", step + 1)
         batches = micro_batches(source, run, step, engine.groups.coordinates.dp, device)
         pending = compute_gradients(engine, batches)
         result = pending.result()
@@ -53,7 +53,7 @@ def observed_trace(run: Run, rank: int) -> Trace | None:
             surprises = _gathered(engine, unforeseen(run, rank, engine.ledger.take()))
             trace.unforeseen += [f"rank {place} {line}" for place, lines in surprises for line in lines]
         trace.parameters.append(_whole(engine, gradients=False))
-    PULSE.enter("finish")
+    HEARTBEAT.enter("finish")
     return trace if rank == 0 else None
 
 

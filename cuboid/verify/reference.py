@@ -12,20 +12,20 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from cuboid.data.source import make_source
-from cuboid.model.balance import Balance
-from cuboid.model.fp8 import Fp8Product
+from cuboid.kernels.cpu_16bit import fast_matmuls
+from cuboid.kernels.precision import wide
+from cuboid.model.fp8 import Fp8Matmul
 from cuboid.model.initialize import initialize
 from cuboid.model.linear import Linear
-from cuboid.model.precision import wide
+from cuboid.model.load_balancing import Balance
 from cuboid.model.recipes import learning_rate_factor
 from cuboid.model.rope import PositionTable
-from cuboid.model.routing import Router
+from cuboid.model.router import Router
 from cuboid.model.transformer import IGNORED, Transformer
-from cuboid.model.wide_products import fast_products
 from cuboid.parallel.device import choose_device
-from cuboid.resilience.pulse import PULSE
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run
+from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.train.learning_rate import learning_rate
 from cuboid.verify.hops import sum_hop_by_hop
 
@@ -55,7 +55,7 @@ class Trace:
     moments: dict[int, Tensors] = field(default_factory=dict)
     """After as many steps as the key says: `exp_avg/…` and `exp_avg_sq/…`."""
     unforeseen: list[str] = field(default_factory=list)
-    """Exchanges between ranks that are not as the planner counts them."""
+    """Collectives between ranks that are not as the planner counts them."""
     routers: list[Tensor] = field(default_factory=list)
     """Of a mixture: a row per layer, assignments of each expert and the sums of its auxiliary losses."""
 
@@ -84,7 +84,7 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
     if precision == "fp8":
         for child in computing.model.layers.modules():
             if isinstance(child, Linear):
-                child.product = Fp8Product(run.training.fp8_scaling == "row")
+                child.matmul = Fp8Matmul(run.training.fp8_scaling == "row")
     if hops > 1:
         sum_hop_by_hop(computing.model, hops)
     updates = Updates(run, parameters)
@@ -104,10 +104,10 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
         tokens = sum(int((labels != IGNORED).sum()) for _, labels in samples)
         loss = 0.0
         for place, (inputs, labels) in enumerate(samples):
-            PULSE.do("")  # for a watchdog: a long computation is no silence
+            HEARTBEAT.do("")  # for a watchdog: a long computation is no silence
             ids = source.documents_at(first + place).unsqueeze(0) if run.data.uses_documents else None
             positions = table.of(torch.arange(run.training.sequence), ids, run.data)
-            with fast_products(device, precision):
+            with fast_matmuls(device, precision):
                 part = computing.model.loss(inputs.unsqueeze(0).to(device), labels.unsqueeze(0).to(device), positions)
                 part = part / max(tokens, 1)
                 (part * factor).backward()
@@ -183,7 +183,7 @@ class Computing:
         self.model = copy.deepcopy(kept).to(dtype)
         for module in self.model.modules():
             if isinstance(module, Router) and module.bias is not None:
-                module.bias.data = module.bias.data.to(wide(dtype))  # counts, which no product touches
+                module.bias.data = module.bias.data.to(wide(dtype))  # counts, which no matmul touches
         parameters = dict(kept.named_parameters())
         self._pairs = [(parameters[name], copied) for name, copied in self.model.named_parameters()]
 

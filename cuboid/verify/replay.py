@@ -15,11 +15,11 @@ from cuboid.checkpoint.save import load
 from cuboid.checkpoint.start import start
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
-from cuboid.parallel.apply import Engine, build_engine
 from cuboid.parallel.collectives import start_all_gather
 from cuboid.parallel.device import joined_device
-from cuboid.resilience.pulse import PULSE
+from cuboid.parallel.parallelize import Engine, build_engine
 from cuboid.spec.run import Run
+from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.train.learning_rate import learning_rate
 from cuboid.train.optimizer import Optimizer
 from cuboid.train.step import PendingStep, apply_update, compute_gradients
@@ -91,7 +91,7 @@ def replay_rank(rank: int, run: Run, checkpoint: str, first: int, step: int, tim
     source = make_source(run)
     attempts = []
     for _ in range(times):
-        PULSE.enter("set-up")
+        HEARTBEAT.enter("set-up")
         engine = build_engine(run, rank, device)
         optimizer = Optimizer(engine, run.optimizer)
         if checkpoint:
@@ -100,14 +100,14 @@ def replay_rank(rank: int, run: Run, checkpoint: str, first: int, step: int, tim
             start(engine, run.training.start_from)
         engine.course.skipped = list(logged.skipped)
         for number in range(first, step + 1):
-            PULSE.enter("step", number + 1)
+            HEARTBEAT.enter("step", number + 1)
             batches = micro_batches(source, run, engine.course.batch(number), engine.groups.coordinates.dp, device)
             pending = compute_gradients(engine, batches)
             if number < step:
                 pending.left_out = "as in the run" if number in logged.left_out else ""
                 apply_update(engine, optimizer, pending, learning_rate(run.learning_rate, number, run.training.steps))
         attempts.append(_seen(engine, pending))
-    PULSE.enter("finish")
+    HEARTBEAT.enter("finish")
     batch, size = engine.course.batch(step), run.training.global_batch
     origins = [(position, source.origin(position)) for position in range(batch * size, (batch + 1) * size)]
     samples = [{"position": position, **(asdict(origin) if origin else {})} for position, origin in origins]

@@ -1,5 +1,5 @@
-"""The proof that a training can stop on one layout and go on with another: a chain of layouts, each resuming from the
-checkpoint the one before it left on disk, against one uninterrupted process."""
+"""The proof that a training can stop on one layout and resume on another: a chain of layouts, each resuming from the
+checkpoint of the one before it, against one uninterrupted process."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from cuboid.checkpoint.state import KINDS
 from cuboid.checkpoint.whole import whole_tensors
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
-from cuboid.parallel.apply import build_engine
 from cuboid.parallel.coordination import open_coordination
 from cuboid.parallel.device import joined_device
-from cuboid.resilience.pulse import PULSE
+from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run
+from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.train.learning_rate import learning_rate
 from cuboid.train.optimizer import Optimizer
 from cuboid.train.step import train_step
@@ -70,11 +70,11 @@ def train_leg(rank: int, run: Run, folder: str, first: int, last: int) -> list[f
         raise AssertionError(f"resumed after step {done}, not {first}")
     losses = []
     for step in range(first, last):
-        PULSE.enter("step", step + 1)
+        HEARTBEAT.enter("step", step + 1)
         batches = micro_batches(source, run, step, engine.groups.coordinates.dp, device)
         rate = learning_rate(run.learning_rate, step, run.training.steps)
         losses.append(train_step(engine, optimizer, batches, rate).loss)
-    PULSE.enter("save")
+    HEARTBEAT.enter("save")
     save(engine, optimizer, locate(folder), last)
     return losses
 

@@ -1,8 +1,8 @@
 """What a layout may differ by in bf16: a multiple of what rounding alone does, measured in the same run.
 
-Every product in bf16 rounds by up to 2^-8 of its result, and errors add up with depth and over steps in a way no fixed
+Every matmul in bf16 rounds by up to 2^-8 of its result, and errors add up with depth and over steps in a way no fixed
 number foresees. So one process computes twice, in bf16 and in float32, from the same weights: what its own bf16 differs
-by is the spread of equally good answers, tensor by tensor and step by step. A layout, which sums the same products in
+by is the spread of equally good answers, tensor by tensor and step by step. A layout, which sums the same matmuls in
 another order, has a spread of the same size. NCCL rounds a sum over tensor ranks at every hop; so where a layout has
 such sums one process also computes with sums rounded like that (`hops`), and the larger spread counts. A tensor is
 allowed `MULTIPLE` times its own spread, or that of the median tensor where that is more, and never less than for one

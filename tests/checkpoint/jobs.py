@@ -18,7 +18,7 @@ from cuboid.checkpoint.start import Started, start
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.generate.engine import make_generator
-from cuboid.parallel.apply import build_engine
+from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.generation import GenerationSpec
 from cuboid.spec.run import Run
 from cuboid.train.learning_rate import learning_rate

@@ -19,8 +19,8 @@ from cuboid.checkpoint.location import Location
 from cuboid.checkpoint.saver import Saver
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
-from cuboid.parallel.apply import build_engine
 from cuboid.parallel.coordination import open_coordination
+from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run
 from cuboid.train.folder import checkpoint_folder
 from cuboid.train.optimizer import Optimizer

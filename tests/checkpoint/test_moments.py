@@ -14,9 +14,9 @@ from cuboid.checkpoint.save import load, save
 from cuboid.checkpoint.state import KINDS
 from cuboid.checkpoint.whole import whole_tensors
 from cuboid.launch.pool import Pool
-from cuboid.parallel.apply import build_engine
-from cuboid.plan.slices import Slice
+from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run
+from cuboid.spec.sharding import Slice
 from cuboid.train.optimizer import Optimizer
 from tests.checkpoint.jobs import CPU
 from tests.parallel.cases import small_run

@@ -18,7 +18,7 @@ from cuboid.checkpoint.verify import damages, verify
 from cuboid.checkpoint.whole import whole_tensors
 from cuboid.cli.main import main
 from cuboid.errors import UserError
-from cuboid.parallel.apply import build_engine
+from cuboid.parallel.parallelize import build_engine
 from cuboid.train.optimizer import Optimizer
 from tests.checkpoint.jobs import CPU, SMALL
 from tests.parallel.cases import small_run

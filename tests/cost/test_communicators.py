@@ -13,9 +13,9 @@ from cuboid.cost.communicators import communicator_bytes, communicators
 from cuboid.cost.engine import Engine
 from cuboid.cost.inputs import Jobs, Shape
 from cuboid.parallel.groups import Group, make_groups
-from cuboid.plan.slices import kv_part_count
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model
+from cuboid.spec.sharding import kv_part_count
 
 LAYOUTS = [
     ("tiny-llama", "dp=2"),

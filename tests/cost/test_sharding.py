@@ -18,9 +18,9 @@ from cuboid.cost.sharding import (
     rank_parameters,
     reduction,
 )
-from cuboid.plan.parameters import units
-from cuboid.plan.slices import expert_slice, slice_of
 from cuboid.spec.model import MixtureSpec, ModelSpec, load_model
+from cuboid.spec.parameters import units
+from cuboid.spec.sharding import expert_slice, slice_of
 
 TINY = ("tiny-llama", "tiny-gpt2", "tiny-qwen3", "tiny-mixtral", "tiny-qwen3-moe", "tiny-deepseek")
 LLAMA = Shape.of(load_model("llama3-8b"))

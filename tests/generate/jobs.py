@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from cuboid.generate.batch import Batch, Event, Request
+from cuboid.generate.detokenizer import Words
 from cuboid.generate.engine import Generator, make_generator
 from cuboid.generate.evaluation import Score
-from cuboid.generate.words import Words
 from cuboid.spec.generation import GenerationSpec, SamplingSpec
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from cuboid.checkpoint.huggingface.folder import model_of
 from cuboid.generate.batch import Request
-from cuboid.generate.words import Words
+from cuboid.generate.detokenizer import Words
 from cuboid.launch.pool import Pool
 from cuboid.plan.cache import cache_bytes
 from cuboid.spec.generation import GenerationSpec, SamplingSpec, parse_layout

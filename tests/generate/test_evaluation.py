@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from cuboid.cli.main import main
 from cuboid.data.tokenizer_files import byte_tokenizer
+from cuboid.generate.detokenizer import Words
 from cuboid.generate.evaluation import Question, choice_requests, judge, windows
-from cuboid.generate.words import Words
 from cuboid.launch.pool import Pool
 from tests.checkpoint.pretrained import save_pretrained
 from tests.generate.test_equality import spec

@@ -1,4 +1,4 @@
-"""A joined product is the products it is made of, and what is loaded into these later is in it."""
+"""A joined matmul is the matmuls it is made of, and what is loaded into these later is in it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from cuboid.model.linear import Linear
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("columns_together", [True, False])
 def test_parts_are_filled_after_they_are_joined(bias: bool, columns_together: bool) -> None:
-    products = [Linear(6, rows, bias) for rows in (8, 4, 4)]
-    for product in products:
-        product.requires_grad_(False)
+    matmuls = [Linear(6, rows, bias) for rows in (8, 4, 4)]
+    for matmul in matmuls:
+        matmul.requires_grad_(False)
         if columns_together:
-            product.weight.data = product.weight.data.t().contiguous().t()
-    joined = join(products)
+            matmul.weight.data = matmul.weight.data.t().contiguous().t()
+    joined = join(matmuls)
     assert (joined.weight.stride(0) == 1) == columns_together
     generator = torch.Generator().manual_seed(0)
-    for product in products:
-        for parameter in product.parameters():
+    for matmul in matmuls:
+        for parameter in matmul.parameters():
             parameter.data.normal_(generator=generator)
     x = torch.randn(3, 6, generator=generator)
-    apart = torch.cat([product(x) for product in products], 1)
+    apart = torch.cat([matmul(x) for matmul in matmuls], 1)
     torch.testing.assert_close(joined(x), apart)
     assert (joined.bias is None) != bias

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from cuboid.generate.detokenizer import Words
 from cuboid.generate.kernels import load_kernels, wants_kernels
 from cuboid.generate.panels import KernelNorm, PanelTable, in_panels, use_kernels
-from cuboid.generate.words import Words
 from cuboid.model.linear import Linear, Norm
 from cuboid.spec.generation import SamplingSpec
 from cuboid.spec.model import load_model
@@ -24,7 +24,7 @@ def _the_same_numbers_each_time() -> None:
     torch.manual_seed(0)
 
 
-def _product(outputs: int, inputs: int, bias: bool) -> Linear:
+def _matmul(outputs: int, inputs: int, bias: bool) -> Linear:
     made = Linear(inputs, outputs, bias).requires_grad_(False)
     for parameter in made.parameters():
         parameter.data.normal_(generator=torch.Generator().manual_seed(outputs))
@@ -33,29 +33,29 @@ def _product(outputs: int, inputs: int, bias: bool) -> Linear:
 
 @pytest.mark.parametrize(("outputs", "inputs", "bias"), [(64, 32, False), (13, 7, True), (8, 1, False), (3, 130, True)])
 @pytest.mark.parametrize("columns_together", [True, False])
-def test_products_are_the_same(outputs: int, inputs: int, bias: bool, columns_together: bool) -> None:
-    product = _product(outputs, inputs, bias)
+def test_matmuls_are_the_same(outputs: int, inputs: int, bias: bool, columns_together: bool) -> None:
+    matmul = _matmul(outputs, inputs, bias)
     if columns_together:
-        product.weight.data = product.weight.data.t().contiguous().t()
+        matmul.weight.data = matmul.weight.data.t().contiguous().t()
     rows = torch.randn(21, inputs + 1, generator=torch.Generator().manual_seed(1))[:, :inputs]
-    expected = product.double()(rows.double()).float()
-    product.float()
-    assert use_kernels([nn.ModuleList([product])]) == ""
-    whole = product(rows)
+    expected = matmul.double()(rows.double()).float()
+    matmul.float()
+    assert use_kernels([nn.ModuleList([matmul])]) == ""
+    whole = matmul(rows)
     torch.testing.assert_close(whole, expected, rtol=1e-5, atol=1e-5)
     for count in range(1, 18):
         # A row comes out the same to the last bit, whatever is multiplied with it.
-        assert torch.equal(product(rows[:count]), whole[:count])
+        assert torch.equal(matmul(rows[:count]), whole[:count])
 
 
-def test_threads_share_a_product() -> None:
-    product, before = _product(1000, 64, False), torch.get_num_threads()
+def test_threads_share_a_matmul() -> None:
+    matmul, before = _matmul(1000, 64, False), torch.get_num_threads()
     rows = torch.randn(9, 64)
-    expected = product(rows)
-    use_kernels([nn.ModuleList([product])])
+    expected = matmul(rows)
+    use_kernels([nn.ModuleList([matmul])])
     try:
         torch.set_num_threads(3)
-        torch.testing.assert_close(product(rows), expected, rtol=1e-5, atol=1e-4)
+        torch.testing.assert_close(matmul(rows), expected, rtol=1e-5, atol=1e-4)
     finally:
         torch.set_num_threads(before)
 
@@ -80,10 +80,10 @@ def test_rows_are_looked_up_in_panels() -> None:
 
 
 def test_a_kept_weight_stays_as_it_is() -> None:
-    product, other = _product(8, 4, False), _product(8, 4, False)
-    weight = product.weight
-    assert use_kernels([nn.ModuleList([product, other])], kept=weight) == ""
-    assert product.weight is weight
+    matmul, other = _matmul(8, 4, False), _matmul(8, 4, False)
+    weight = matmul.weight
+    assert use_kernels([nn.ModuleList([matmul, other])], kept=weight) == ""
+    assert matmul.weight is weight
     assert torch.equal(other.weight, in_panels(weight))
 
 
@@ -95,11 +95,11 @@ def test_what_cannot_be_compiled_is_said(compiler: str, tmp_path: Path, monkeypa
         (tmp_path / "cc").write_text(compiler)
         (tmp_path / "cc").chmod(0o755)
     load_kernels.cache_clear()
-    product = _product(8, 4, False)
-    weight = product.weight
-    reason = use_kernels([nn.ModuleList([product])])
+    matmul = _matmul(8, 4, False)
+    weight = matmul.weight
+    reason = use_kernels([nn.ModuleList([matmul])])
     assert reason == (f"{tmp_path}/cc fails: no room for -O2" if compiler else "there is no C compiler; install gcc")
-    assert product.weight is weight
+    assert matmul.weight is weight
     load_kernels.cache_clear()
     assert not list(tmp_path.glob("cache/cuboid/*"))
 

@@ -8,9 +8,9 @@ import pytest
 
 from cuboid.data.tokenizer_files import byte_tokenizer
 from cuboid.generate.batch import Event
+from cuboid.generate.detokenizer import Reader, Words
 from cuboid.generate.prompts import Prompt
 from cuboid.generate.results import Text, Texts
-from cuboid.generate.words import Reader, Words
 
 BYTES = Words(json.dumps(byte_tokenizer()), (256,))
 

@@ -14,8 +14,8 @@ from cuboid.errors import UserError
 from cuboid.launch.backend import SHARED_GPU, count_cards, set_defaults
 from cuboid.launch.binding import Binding, bind_to
 from cuboid.resilience.faults import VARIABLE, arm
-from cuboid.resilience.pulse import PULSE
 from cuboid.spec.run import Run
+from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.verify.compare import verify_rank
 
 
@@ -120,5 +120,5 @@ def bind(rank: int, root: str, address: str) -> tuple[Binding | None, list[set[i
 def verify_and_hang(rank: int, run: Run, faults: str) -> dict[str, Any] | None:
     """A proof in which what `CUBOID_FAULT` would ask for strikes: its environment is that of another test."""
     os.environ[VARIABLE] = faults
-    arm(PULSE, rank, PULSE.folder or "")
+    arm(HEARTBEAT, rank, HEARTBEAT.folder or "")
     return verify_rank(rank, run)

@@ -10,7 +10,7 @@ from cuboid.launch.place import seats
 from cuboid.launch.readings import judge_with_all, stand_still_everywhere
 from cuboid.launch.rendezvous import serve_store
 from cuboid.resilience.diagnosis import diagnose
-from cuboid.resilience.reading import Place, Reading, Waiting
+from cuboid.telemetry.heartbeat_reader import Place, Reading, Waiting
 from tests.launch.ports import free_port
 
 DATA = Place("data", (0, 1, 2, 3))

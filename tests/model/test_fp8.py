@@ -1,4 +1,4 @@
-"""Products in 8 bits: beside torch's own kernel, beside exact ones, and compiled into one graph with their block."""
+"""Matmuls in fp8: beside torch's own kernel, beside exact ones, and compiled into one graph with their block."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cuboid.errors import UserError
-from cuboid.model.fp8 import Fp8Product, multiply, quantise, quantise_columns, require_fp8
+from cuboid.model.fp8 import Fp8Matmul, multiply, quantise, quantise_columns, require_fp8
 from cuboid.spec.run import build_run
 
 TENSOR, ROW = False, True
@@ -25,7 +25,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("by_row", [TENSOR, ROW])
-def test_the_emulated_product_is_that_of_torch(by_row: bool) -> None:
+def test_the_emulated_matmul_is_that_of_torch(by_row: bool) -> None:
     a, a_scale = quantise(numbers(32, 64), torch.float8_e4m3fn, by_row)
     b, b_scale = quantise(numbers(48, 64, 1), torch.float8_e4m3fn, by_row)
     columns = b_scale.t().contiguous() if by_row else b_scale
@@ -36,10 +36,10 @@ def test_the_emulated_product_is_that_of_torch(by_row: bool) -> None:
 
 
 @pytest.mark.parametrize("by_row", [TENSOR, ROW])
-def test_all_three_products_are_close_to_exact_ones(by_row: bool) -> None:
+def test_all_three_matmuls_are_close_to_exact_ones(by_row: bool) -> None:
     x, weight = numbers(64, 32).requires_grad_(), numbers(48, 32, 1).requires_grad_()
     bias, gradient = numbers(1, 48, 2)[0].requires_grad_(), 1e-9 * numbers(64, 48, 3)
-    y = Fp8Product(by_row)(x, weight, bias)
+    y = Fp8Matmul(by_row)(x, weight, bias)
     y.backward(gradient)
     found = [y.detach(), x.grad, weight.grad, bias.grad]
     expected = [x @ weight.t() + bias, gradient @ weight, gradient.t() @ x, gradient.sum(0)]
@@ -55,7 +55,7 @@ def test_rows_of_different_sizes_need_scales_of_their_own() -> None:
     smallest = x.abs().amax(1).argsort()[:4]
 
     def small_rows(by_row: bool) -> float:
-        return error(Fp8Product(by_row)(x, weight, None)[smallest], exact[smallest])
+        return error(Fp8Matmul(by_row)(x, weight, None)[smallest], exact[smallest])
 
     assert small_rows(ROW) < 0.05
     assert small_rows(TENSOR) > 0.5
@@ -77,7 +77,7 @@ def test_zeros_stay_zero_and_what_is_not_finite_shows(by_row: bool) -> None:
     for broken in (torch.inf, torch.nan):
         x = numbers(16, 16)
         x[3, 5] = broken
-        assert not Fp8Product(by_row)(x, numbers(16, 16, 1), None).isfinite().all()
+        assert not Fp8Matmul(by_row)(x, numbers(16, 16, 1), None).isfinite().all()
 
 
 @pytest.mark.parametrize("by_row", [TENSOR, ROW])

@@ -95,7 +95,7 @@ def test_blocks_leave_no_seam_and_the_distribution_is_nearly_normal() -> None:
 
 
 def test_elements_are_what_whole_numbers_of_any_size_say() -> None:
-    """The tensors' products overflow on purpose, and must wrap as two's complement does."""
+    """The tensors' matmuls overflow on purpose, and must wrap as two's complement does."""
     name, limit = "embedding.tokens.weight", 2**64
     whole = initial_tensor(MODEL, name, (3, 4), 11).flatten()
     keys = hashlib.sha256(f"11/{name}".encode()).digest()

@@ -50,18 +50,18 @@ def test_scaling_keeps_blends_and_slows() -> None:
     assert ratios[-1] == 1 / 8
 
 
-def test_products_depend_on_the_distance_only() -> None:
+def test_matmuls_depend_on_the_distance_only() -> None:
     model = make_model()
     generator = torch.Generator().manual_seed(0)
     query, key = torch.randn(2, model.head_dim, dtype=torch.float64, generator=generator)
     positions = make_positions(model, 20, torch.float64, CPU)
     queries = rotate(query.expand(1, 20, 1, -1), positions)[0, :, 0]
     keys = rotate(key.expand(1, 20, 1, -1), positions)[0, :, 0]
-    products = queries @ keys.T
+    matmuls = queries @ keys.T
     for distance in range(20):
-        diagonal = torch.diagonal(products, offset=-distance)
+        diagonal = torch.diagonal(matmuls, offset=-distance)
         assert torch.allclose(diagonal, diagonal[0].expand_as(diagonal), atol=1e-4, rtol=0)
-    assert (products[0] - products[0, 0]).abs().max() > 0.1
+    assert (matmuls[0] - matmuls[0, 0]).abs().max() > 0.1
 
 
 def test_learned_positions_turn_nothing() -> None:

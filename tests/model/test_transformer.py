@@ -95,7 +95,7 @@ def test_tied_embeddings_are_one_tensor() -> None:
     assert torch.allclose(tied.embedding.tokens.weight.grad, apart, rtol=1e-10, atol=1e-12)
 
 
-# Torch says so where the processor has no bf16 and its products take a slower way.
+# Torch says so where the processor has no bf16 and its matmuls take a slower way.
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 @pytest.mark.parametrize("name", NAMES)
 def test_bf16_is_close_to_float32(name: str) -> None:

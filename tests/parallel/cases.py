@@ -19,8 +19,8 @@ from cuboid.launch.pool import Pool
 from cuboid.model.initialize import initialize
 from cuboid.model.recipes import RECIPES
 from cuboid.model.transformer import Transformer
-from cuboid.parallel.apply import build_engine, draw_weights
-from cuboid.parallel.deferral import Deferral
+from cuboid.parallel.parallelize import build_engine, draw_weights
+from cuboid.parallel.split_backward import Deferral
 from cuboid.parallel.stage import Segment
 from cuboid.plan import exchanges
 from cuboid.spec.run import Run

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from cuboid.parallel import collectives
 from cuboid.parallel.groups import Group
-from cuboid.parallel.local import SLOT_BYTES, connect, machine_identity, sum_rows
-from cuboid.spec.ledger import Ledger
+from cuboid.parallel.shm_collectives import SLOT_BYTES, connect, machine_identity, sum_rows
+from cuboid.telemetry.communication_ledger import Ledger
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "int64": torch.int64}
 NAME = "cuboid-"
-"""How the shared files of all exchanges begin."""
+"""How the shared files of all collectives begin."""
 
 
 def part_of(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
@@ -105,7 +105,7 @@ def many_turns(rank: int, turns: int) -> bool:
 
 
 def shared_files(rank: int) -> list[str]:
-    """What this process has of shared memory while an exchange is open."""
+    """What this process has of shared memory while a collective is open."""
     group = world(None)
     dist.barrier()
     assert group.local is not None

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cuboid.parallel.deferral import Deferral
+from cuboid.parallel.cp_batch import Share
+from cuboid.parallel.dualpipe_pair import OverlappedPair
 from cuboid.parallel.groups import Group, Groups
-from cuboid.parallel.overlapped_pair import OverlappedPair
 from cuboid.parallel.pipeline import Pipeline
-from cuboid.parallel.share import Share
+from cuboid.parallel.split_backward import Deferral
 from cuboid.parallel.stage import Entrance, Reduction, Segment, Stage
 from cuboid.schedule.table import Schedule
 

@@ -12,11 +12,11 @@ from torch.profiler import ProfilerActivity, profile
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.parallel import expert
-from cuboid.parallel.apply import build_engine
-from cuboid.parallel.overlapped_pair import OverlappedPair
-from cuboid.parallel.regions import REGIONS
+from cuboid.parallel.dualpipe_pair import OverlappedPair
+from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run
-from cuboid.train.captured import CapturedPasses
+from cuboid.telemetry.profiler_regions import REGIONS
+from cuboid.train.cuda_graphs import CapturedPasses
 from cuboid.train.optimizer import Optimizer
 from cuboid.train.step import compute_gradients, run_passes, train_step
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
-from cuboid.parallel.apply import Engine, build_engine
+from cuboid.parallel.parallelize import Engine, build_engine
 from cuboid.spec.run import Run
 from cuboid.train.optimizer import Optimizer
 from cuboid.train.step import train_step

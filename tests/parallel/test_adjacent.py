@@ -2,9 +2,9 @@
 
 import torch
 
+from cuboid.kernels.adjacent import follows, in_runs, together
 from cuboid.launch.pool import Pool
-from cuboid.parallel.adjacent import follows, in_runs, together
-from cuboid.parallel.apply import build_engine
+from cuboid.parallel.parallelize import build_engine
 from cuboid.train.adamw import Elements
 from cuboid.train.optimizer import ResidentState
 from tests.parallel.cases import small_run

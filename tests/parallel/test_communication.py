@@ -1,4 +1,4 @@
-"""What the engine exchanges is what the planner counts, to the byte, on every rank.
+"""What the engine collectives is what the planner counts, to the byte, on every rank.
 
 Layouts in float64 are held to it by every test of equality (`assert_equal`); here is the rest."""
 
@@ -8,10 +8,10 @@ import pytest
 
 from cuboid.launch.pool import Pool
 from cuboid.plan.exchanges import predicted_ledger, unforeseen
-from cuboid.plan.parameters import units
-from cuboid.spec.ledger import Ledger
 from cuboid.spec.model import load_model
+from cuboid.spec.parameters import units
 from cuboid.spec.partition import partition
+from cuboid.telemetry.communication_ledger import Ledger
 from tests.parallel.cases import small_run
 
 

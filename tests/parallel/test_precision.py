@@ -55,7 +55,7 @@ def test_fp8_stays_close_to_float32(pool: Pool, layout: str, scaling: str) -> No
 
 
 @pytest.mark.parametrize(("layout", "model"), [("dp=2,tp=2,zero=3", "tiny-llama"), ("dp=3,zero=3", "tiny-mixtral")])
-def test_zero_3_gathers_in_8_bits_what_products_would_have_rounded(pool: Pool, layout: str, model: str) -> None:
+def test_zero_3_gathers_in_8_bits_what_matmuls_would_have_rounded(pool: Pool, layout: str, model: str) -> None:
     """The same bits as with parameters gathered in bf16, and the bytes that the planner counts."""
     run = fp8_run(layout, model=model)
     ranks = run.layout.world_size
@@ -70,9 +70,9 @@ def test_zero_3_gathers_in_8_bits_what_products_would_have_rounded(pool: Pool, l
 def test_a_block_is_one_graph_that_rounds_each_input_once(
     by_row: bool, recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, whose kernel a CPU has too: queries, keys and values share a rounded input, the 14 products of the
-    backward pass none of those of the forward pass, and no weight is kept in 8 bits."""
-    monkeypatch.setattr(fp8, "multiply", scaled_product)
+    """As on a GPU, whose kernel a CPU has too: queries, keys and values share a rounded input, the 14 matmuls of the
+    backward pass none of those of the forward pass, and no weight is kept in fp8."""
+    monkeypatch.setattr(fp8, "multiply", scaled_matmul)
     model = load_model("tiny-llama")
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -82,7 +82,7 @@ def test_a_block_is_one_graph_that_rounds_each_input_once(
     block = block.to(torch.bfloat16)
     for child in block.modules():
         if isinstance(child, Linear):
-            child.product = fp8.Fp8Product(by_row)
+            child.matmul = fp8.Fp8Matmul(by_row)
     graphs: list[tuple[Counter[str], list[Tensor]]] = []
 
     def note(graph: GraphModule, inputs: list[Tensor]) -> Any:
@@ -109,6 +109,6 @@ def test_a_block_is_one_graph_that_rounds_each_input_once(
     assert all(128 in tensor.shape for tensor in narrow), "inputs may be, weights are not"
 
 
-def scaled_product(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+def scaled_matmul(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
     columns = b_scale.reshape(1, -1) if b_scale.dim() else b_scale
     return torch._scaled_mm(a, b.t(), scale_a=a_scale, scale_b=columns, out_dtype=dtype, use_fast_accum=fast)

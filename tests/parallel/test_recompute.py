@@ -25,7 +25,7 @@ from tests.parallel.cases import assert_equal, small_run
     ],
 )
 def test_equals_one_device(pool: Pool, layout: str, overrides: list[str]) -> None:
-    """The exchanges too are those foreseen."""
+    """The collectives too are those foreseen."""
     assert_equal(pool, small_run(layout, *overrides))
 
 

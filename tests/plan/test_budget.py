@@ -8,9 +8,9 @@ import pytest
 
 from cuboid.plan.choose import plans, predict
 from cuboid.plan.explain import explain, memory_lines
+from cuboid.plan.oom_advice import relief
 from cuboid.plan.plan import GIB, Plan, dump_plan, load_plan
 from cuboid.plan.question import Question
-from cuboid.plan.relief import relief
 from cuboid.plan.score import score
 from cuboid.plan.search import search
 from cuboid.plan.space import Space

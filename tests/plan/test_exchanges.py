@@ -11,8 +11,8 @@ from cuboid.cost.constants import chip_named, engine_named, fabric_named
 from cuboid.cost.inputs import Jobs, Shape, single
 from cuboid.cost.layers import layer_times, transfer_bytes
 from cuboid.plan.exchanges import exchanges, predicted_ledger
-from cuboid.spec.ledger import Entry
 from cuboid.spec.run import Run, build_run
+from cuboid.telemetry.communication_ledger import Entry
 
 TOKENS, HIDDEN = 2 * 256, 64
 BLOCK = 64 * (64 + 64 + 2 * 32) + 3 * 64 * 192 + 2 * 64

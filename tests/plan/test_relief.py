@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from cuboid.plan.choose import predict
+from cuboid.plan.oom_advice import Relief, relief
 from cuboid.plan.question import DEFAULT_SHARE, Question
-from cuboid.plan.relief import Relief, relief
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run, build_run

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from cuboid.model.transformer import Transformer
-from cuboid.plan.slices import kv_part_count, slice_of, vocabulary_rows
 from cuboid.spec.model import ModelSpec, load_model
 from cuboid.spec.run import build_run
+from cuboid.spec.sharding import kv_part_count, slice_of, vocabulary_rows
 
 MODELS = ["tiny-llama", "tiny-gpt2", "tiny-qwen3"]
 

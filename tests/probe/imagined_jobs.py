@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
-from cuboid.parallel.apply import build_engine
+from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cuboid.cli.main import main
-from cuboid.resilience.pulse import Pulse
+from cuboid.telemetry.heartbeat import Heartbeat
 
 JOB = ["--model", "tiny-llama", "--global-batch", "8", "--sequence", "64", "--device", "cpu"]
 
@@ -90,9 +90,9 @@ def test_options_of_a_measurement_are_refused_with_a_rank(capsys: pytest.Capture
 def test_a_rank_that_does_not_fit_says_so_in_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fresh = Pulse()  # as in a process of its own, where no other test has taken steps
-    monkeypatch.setattr("cuboid.train.shortage.PULSE", fresh)
-    monkeypatch.setattr("cuboid.probe.one_rank.PULSE", fresh)
+    fresh = Heartbeat()  # as in a process of its own, where no other test has taken steps
+    monkeypatch.setattr("cuboid.train.oom.HEARTBEAT", fresh)
+    monkeypatch.setattr("cuboid.probe.one_rank.HEARTBEAT", fresh)
     model = tmp_path / "huge.toml"
     sizes = {"hidden": 64, "layers": 1, "heads": 8, "kv_heads": 4, "ffn": 192, "vocab": 2**44}
     model.write_text("\n".join(['family = "llama"', *(f"{name} = {size}" for name, size in sizes.items())]))

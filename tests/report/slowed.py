@@ -10,7 +10,7 @@ import torch
 
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
-from cuboid.parallel.apply import build_engine
+from cuboid.parallel.parallelize import build_engine
 from cuboid.schedule.simulate import StageCosts
 from cuboid.spec.run import Run
 from cuboid.train.metrics import Metrics

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from cuboid.launch.orphan import follow_parent
 from cuboid.resilience.flight import offer_record
-from cuboid.resilience.pulse import DEVICE_LEFT, PULSE
 from cuboid.resilience.stacks import offer_stack
+from cuboid.telemetry.heartbeat import DEVICE_LEFT, HEARTBEAT
 
 
 def begin(rank: int, ranks: int, folder: str, job: str, run_folder: str) -> None:
@@ -23,9 +23,9 @@ def begin(rank: int, ranks: int, folder: str, job: str, run_folder: str) -> None
     os.environ["CUBOID_TEST_FOLDER"] = run_folder
     torch.set_num_threads(1)
     offer_stack(folder, rank)
-    PULSE.open(folder, rank)
+    HEARTBEAT.open(folder, rank)
     store = dist.FileStore(os.path.join(folder, "store"), ranks)  # type: ignore[attr-defined]
-    with PULSE.everybody("world", ranks).joined("join"):
+    with HEARTBEAT.everybody("world", ranks).joined("join"):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     globals()[job](rank, ranks)
 
@@ -33,9 +33,9 @@ def begin(rank: int, ranks: int, folder: str, job: str, run_folder: str) -> None
 def opposite_order(rank: int, ranks: int) -> None:
     """Two groups of the same ranks, whose collectives even and odd ranks begin in opposite order."""
     world = tuple(range(ranks))
-    pairs = [(PULSE.track(name, world), dist.new_group(list(world))) for name in ("tp", "data")]
-    PULSE.enter("step", 1)
-    PULSE.do("forward")
+    pairs = [(HEARTBEAT.track(name, world), dist.new_group(list(world))) for name in ("tp", "data")]
+    HEARTBEAT.enter("step", 1)
+    HEARTBEAT.do("forward")
     for track, group in pairs if rank % 2 else reversed(pairs):
         with track.joined("all-reduce"):
             dist.all_reduce(torch.ones(1), group=group)
@@ -43,7 +43,7 @@ def opposite_order(rank: int, ranks: int) -> None:
 
 def different_kinds(rank: int, ranks: int) -> None:
     """One rank sends where the others all-reduce: as when a branch depends on the rank."""
-    track = PULSE.everybody()
+    track = HEARTBEAT.everybody()
     if rank == 1:
         with track.joined("all-gather"):
             dist.recv(torch.ones(1), 0, tag=7)
@@ -55,31 +55,31 @@ def missing_in_set_up(rank: int, ranks: int) -> None:
     """One rank never makes a group that all make."""
     if rank == 1:
         time.sleep(600)
-    with PULSE.everybody().joined("new group"):
+    with HEARTBEAT.everybody().joined("new group"):
         dist.barrier()
 
 
 def busy_for_long(rank: int, ranks: int) -> None:
-    """One rank computes for several times the limit while the others wait for it; then all go on to the end."""
-    PULSE.enter("step", 1)
-    PULSE.do("forward")
+    """One rank computes for several times the limit while the others wait for it; then all continue to the end."""
+    HEARTBEAT.enter("step", 1)
+    HEARTBEAT.do("forward")
     until = time.monotonic() + 6
     while rank == 1 and time.monotonic() < until:
         torch.ones(64, 64) @ torch.ones(64, 64)
-    with PULSE.everybody().joined("all-reduce"):
+    with HEARTBEAT.everybody().joined("all-reduce"):
         dist.all_reduce(torch.ones(1))
-    Path(PULSE.folder or "", f"done-{rank}").touch()
+    Path(HEARTBEAT.folder or "", f"done-{rank}").touch()
 
 
 def compile_elsewhere(rank: int, ranks: int) -> None:
     """One rank sleeps while a process it has started computes, as PyTorch's compiler does."""
-    PULSE.enter("step", 1)
-    PULSE.do("forward")
+    HEARTBEAT.enter("step", 1)
+    HEARTBEAT.do("forward")
     if rank == 1:
         os.system("timeout 6 sh -c 'while :; do :; done'")
-    with PULSE.everybody().joined("all-reduce"):
+    with HEARTBEAT.everybody().joined("all-reduce"):
         dist.all_reduce(torch.ones(1))
-    Path(PULSE.folder or "", f"done-{rank}").touch()
+    Path(HEARTBEAT.folder or "", f"done-{rank}").touch()
 
 
 ENTRIES = [
@@ -103,10 +103,10 @@ def record_flight(rank: int, stem: str, prefix: str) -> None:
 
 def hang_on_the_device(rank: int, ranks: int) -> None:
     """Hosts that wait for devices whose kernels never end; they have the variables that a rank with a GPU sets."""
-    offer_record(os.environ["CUBOID_TEST_FOLDER"], PULSE.folder, torch.__version__)
+    offer_record(os.environ["CUBOID_TEST_FOLDER"], HEARTBEAT.folder, torch.__version__)
     names = ("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DUMP_TEMP_FILE")
     threading.Thread(target=record_flight, args=(rank, *(os.environ[name] for name in names)), daemon=True).start()
-    PULSE.enter("step", 1)
-    PULSE.words[DEVICE_LEFT] = 5
-    PULSE.wait("device")
+    HEARTBEAT.enter("step", 1)
+    HEARTBEAT.words[DEVICE_LEFT] = 5
+    HEARTBEAT.wait("device")
     threading.Event().wait()

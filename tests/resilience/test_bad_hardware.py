@@ -1,4 +1,4 @@
-"""One real training whose hardware goes wrong in three ways: each is told, and the run goes on by itself."""
+"""One real training whose hardware goes wrong in three ways: each is told, and the run continues by itself."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cuboid.resilience.flight import Open, Recorders, offer_record, oldest_open, tell_open
-from cuboid.resilience.reading import Reading
+from cuboid.telemetry.heartbeat_reader import Reading
 from tests.resilience.stuck_jobs import ENTRIES
 
 NAMES = (
@@ -30,11 +30,11 @@ def nothing_set(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_records_go_to_the_runs_folder_and_pipes_to_the_supervisor(tmp_path: Path) -> None:
-    offer_record(tmp_path / "run", tmp_path / "pulses", "2.13.0+cu130")
+    offer_record(tmp_path / "run", tmp_path / "heartbeats", "2.13.0+cu130")
     assert {name: os.environ[name] for name in NAMES if name in os.environ} == {
         "TORCH_FR_DUMP_TEMP_FILE": str(tmp_path / "run/flight-"),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(tmp_path / "pulses/flight-"),
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(tmp_path / "heartbeats/flight-"),
     }
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuboid.resilience.goodput import Attempt, Goodput, Spent, carry_over, find_attempt, note_attempt, read_spent
-from cuboid.resilience.pulse import PHASE_SINCE, PHASES, SPENT, Pulse
+from cuboid.telemetry.heartbeat import PHASE_SINCE, PHASES, SPENT, Heartbeat
 
 seconds = st.floats(0, 1000)
 
@@ -52,45 +52,45 @@ def test_every_second_is_in_one_place(attempts: list[tuple[float, float, float, 
     assert 0 <= spent.goodput <= 1
 
 
-def _pulse(**phases: float) -> Pulse:
+def _heartbeat(**phases: float) -> Heartbeat:
     """One that has spent so long in its phases."""
-    pulse = Pulse()
+    heartbeat = Heartbeat()
     for name, value in phases.items():
-        pulse.words[SPENT + PHASES.index(name)] = int(value * 1e9)  # type: ignore[arg-type]
-    return pulse
+        heartbeat.words[SPENT + PHASES.index(name)] = int(value * 1e9)  # type: ignore[arg-type]
+    return heartbeat
 
 
 def test_the_book_is_kept_from_attempt_to_attempt(tmp_path: Path) -> None:
-    pulses = tmp_path / "pulses"
-    pulses.mkdir()
+    heartbeats = tmp_path / "heartbeats"
+    heartbeats.mkdir()
     start = time.time()
-    note_attempt(pulses, Attempt(start - 100, start - 100))
-    pulse = Pulse()
-    pulse.folder = pulses
-    book = Goodput(tmp_path, [], 0, pulse)
-    pulse.words[SPENT + PHASES.index("step")] += int(60e9)
-    pulse.words[SPENT + PHASES.index("save")] += int(5e9)
+    note_attempt(heartbeats, Attempt(start - 100, start - 100))
+    heartbeat = Heartbeat()
+    heartbeat.folder = heartbeats
+    book = Goodput(tmp_path, [], 0, heartbeat)
+    heartbeat.words[SPENT + PHASES.index("step")] += int(60e9)
+    heartbeat.words[SPENT + PHASES.index("save")] += int(5e9)
     time.sleep(0.01)
     first = book.now()
     assert first.steps == pytest.approx(60) and first.saves == pytest.approx(5)
     assert first.set_up == pytest.approx(35, abs=30) and first.total == pytest.approx(100, abs=30)
     earlier = replace(first, steps=25.0, until=first.until - 40)
     rows = [{"step": 1, "spent": earlier.as_row()}, {"step": 2, "spent": first.as_row()}]
-    again = Goodput(tmp_path, rows, 1, pulse)
+    again = Goodput(tmp_path, rows, 1, heartbeat)
     assert again.now().lost_steps == pytest.approx(35, abs=0.1)
     assert again.now().steps == pytest.approx(25, abs=0.1)
     written = read_spent(tmp_path)
     assert written is not None and written.lost_steps == pytest.approx(35, abs=0.1)
-    third = Goodput(tmp_path, rows[:1], 1, pulse)
+    third = Goodput(tmp_path, rows[:1], 1, heartbeat)
     assert third.now().lost_steps == pytest.approx(35, abs=0.1), "also where no row was written in between"
     third.rewind(rows[:1], 0)
     assert third.now().lost_steps == pytest.approx(60, abs=0.1) and third.now().steps == pytest.approx(0, abs=0.1)
 
 
 def test_ranks_without_a_supervisor_count_from_their_own_start() -> None:
-    pulse = _pulse(step=30.0)
-    assert time.time() - find_attempt(pulse).command == pytest.approx(
-        30 + (time.monotonic_ns() - pulse.words[PHASE_SINCE]) / 1e9, abs=29
+    heartbeat = _heartbeat(step=30.0)
+    assert time.time() - find_attempt(heartbeat).command == pytest.approx(
+        30 + (time.monotonic_ns() - heartbeat.words[PHASE_SINCE]) / 1e9, abs=29
     )
 
 
@@ -105,5 +105,5 @@ def test_a_line_for_people() -> None:
 def test_damaged_books_are_no_reason_to_stop(tmp_path: Path) -> None:
     (tmp_path / "goodput.json").write_text('{"steps": 3')
     assert read_spent(tmp_path) is None
-    Goodput(tmp_path, [{"step": 1}, {"step": 2, "spent": {"unknown": 1}}], 2, Pulse())
+    Goodput(tmp_path, [{"step": 1}, {"step": 2, "spent": {"unknown": 1}}], 2, Heartbeat())
     assert read_spent(tmp_path) is not None

@@ -8,8 +8,8 @@ import pytest
 
 from cuboid.errors import UserError
 from cuboid.resilience.bad_steps import Judge
-from cuboid.spec.course import Course
 from cuboid.spec.run import Run, build_run
+from cuboid.spec.train_state import Course
 
 
 def spec(*fields: str) -> Run:

@@ -10,20 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuboid.resilience.limits import Silence, limit_of, limit_of_all
-from cuboid.resilience.pulse import Phase, Pulse
-from cuboid.resilience.reading import Learned, Place, Reading, Waiting, read_pulse
 from cuboid.spec.run import ResilienceSpec
+from cuboid.telemetry.heartbeat import Heartbeat, Phase
+from cuboid.telemetry.heartbeat_reader import Learned, Place, Reading, Waiting, read_heartbeat
 
 SPEC = ResilienceSpec(hang_factor=10, hang_floor_seconds=1, setup_seconds=600)
 durations = st.lists(st.floats(0.001, 1000), min_size=4, max_size=80)
 
 
 def learned_from(seconds: list[float], phase: Phase = "step") -> Reading:
-    pulse = Pulse()
+    heartbeat = Heartbeat()
     for one in seconds:
-        pulse.learn(phase, int(one * 1e9))
-    pulse.enter(phase, len(seconds) + 1)
-    return read_pulse(pulse.words)
+        heartbeat.learn(phase, int(one * 1e9))
+    heartbeat.enter(phase, len(seconds) + 1)
+    return read_heartbeat(heartbeat.words)
 
 
 @given(durations, st.sampled_from(["step", "evaluation", "save"]))
@@ -62,13 +62,13 @@ def test_a_job_that_finishes_ends_with_a_save() -> None:
 
 
 def test_the_first_step_teaches_nothing() -> None:
-    pulse = Pulse()
-    pulse.enter("step", 1)
+    heartbeat = Heartbeat()
+    heartbeat.enter("step", 1)
     time.sleep(0.02)
-    pulse.enter("step", 2)
-    assert read_pulse(pulse.words).learned["step"] == Learned()
-    pulse.enter("save")
-    read = read_pulse(pulse.words)
+    heartbeat.enter("step", 2)
+    assert read_heartbeat(heartbeat.words).learned["step"] == Learned()
+    heartbeat.enter("save")
+    read = read_heartbeat(heartbeat.words)
     assert read.learned["step"].seen == 1
     assert read.spent["step"] > 0.02, "it counts as time spent all the same"
 
@@ -95,32 +95,32 @@ def test_ranks_that_have_no_core_get_more_time_but_not_twice_as_much() -> None:
     assert silence.look(2.0, (1,), starved=0.9) == pytest.approx(1.3)
 
 
-def test_a_pulse_is_read_as_it_was_written(tmp_path: Path) -> None:
-    pulse = Pulse()
-    pulse.open(tmp_path, 3)
-    data = pulse.track("data", (1, 3, 5))
-    pulse.everybody("world", 8)
-    pulse.enter("step", 12)
-    pulse.do("backward", 2, 1)
+def test_a_heartbeat_is_read_as_it_was_written(tmp_path: Path) -> None:
+    heartbeat = Heartbeat()
+    heartbeat.open(tmp_path, 3)
+    data = heartbeat.track("data", (1, 3, 5))
+    heartbeat.everybody("world", 8)
+    heartbeat.enter("step", 12)
+    heartbeat.do("backward", 2, 1)
     with data.joined("all-reduce"):
-        read = read_pulse(pulse.words)
+        read = read_heartbeat(heartbeat.words)
     place = Place("data", (1, 3, 5))
     assert (read.rank, read.phase, read.step, read.activity, read.stage, read.micro_batch) == (
         3, "step", 12, "backward", 2, 1,
     )  # fmt: skip
     assert read.waiting == Waiting("all-reduce", place, 1)
     assert read.counts == {place: 1, Place("world", tuple(range(8))): 0}
-    after = read_pulse(pulse.words)
+    after = read_heartbeat(heartbeat.words)
     assert after.waiting is None and after.waited >= 0 and after.changes == read.changes + 1
     assert (tmp_path / "rank-00003").read_bytes()[:8] != bytes(8)
 
 
 def test_more_groups_than_there_is_room_for_are_not_told_apart() -> None:
-    pulse = Pulse()
-    tracks = [pulse.track("tp", (rank, rank + 1000)) for rank in range(300)]
+    heartbeat = Heartbeat()
+    tracks = [heartbeat.track("tp", (rank, rank + 1000)) for rank in range(300)]
     for track in tracks:
         with track.joined("all-gather"):
             pass
-    read = read_pulse(pulse.words)
+    read = read_heartbeat(heartbeat.words)
     assert len(read.counts) == 127
     assert set(read.counts.values()) == {1}

@@ -1,5 +1,5 @@
 """Several supervisors with ranks of their own, on loopback: they are killed, stopped and started again, and the job
-goes on by itself with the same numbers."""
+continues by itself with the same numbers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """SIGTERM and SIGUSR1 at any moment to any process of a job: what was done is saved, the exit code says so, and the
-same command goes on as if nothing had happened."""
+same command continues as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_signals_to_the_command_and_to_the_whole_group(tmp_path: Path, pool: Poo
         assert last.startswith(f"preempted: step {saved} is saved, in ") and saved > before
     assert not failures(tmp_path / "runs/default")
     plain = (*SHORT, *fields, "learning_rate.peak=3e-4", "learning_rate.warmup_steps=0")
-    for folder in (tmp_path / "runs/default", tmp_path / "whole"):  # the one goes on, the other begins
+    for folder in (tmp_path / "runs/default", tmp_path / "whole"):  # the one continues, the other begins
         pool.run("tests.train.cases:train_rank", (short_run(LAYOUT, str(folder), *plain),), ranks=4)
     assert losses(tmp_path / "runs/default") == losses(tmp_path / "whole")
 

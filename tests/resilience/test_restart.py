@@ -1,4 +1,4 @@
-"""A rank dies while a training is under way: it goes on by itself, as if nothing had happened."""
+"""A rank dies while a training is in flight: it continues by itself, as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 
 from cuboid.errors import RankError
 from cuboid.launch.pool import Pool
+from cuboid.launch.supervisor import supervise
 from cuboid.resilience.failures import failures
-from cuboid.resilience.supervisor import supervise
 from cuboid.spec.run import build_run
 from tests.cli.command import SHORT, Training, rows
 

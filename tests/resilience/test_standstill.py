@@ -14,10 +14,10 @@ import pytest
 from cuboid.errors import HangError
 from cuboid.launch.pool import fork_server
 from cuboid.resilience.failures import failures
-from cuboid.resilience.reading import Reading, Waiting
 from cuboid.resilience.standstill import Standstill, core_seconds
 from cuboid.resilience.watchdog import Watchdog
 from cuboid.spec.run import ResilienceSpec, Run, build_run
+from cuboid.telemetry.heartbeat_reader import Reading, Waiting
 from tests.cli.command import SHORT, rows, run, train
 from tests.resilience.stuck_jobs import begin
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuboid.resilience.reading import Reading
 from cuboid.resilience.stragglers import Share, Stragglers, read_slowest, shares, slowest
 from cuboid.spec.layout import Layout
+from cuboid.telemetry.heartbeat_reader import Reading
 
 
 def reading(rank: int, step: int, *, own: float, data: float, total: float) -> Reading:

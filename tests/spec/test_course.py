@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuboid.spec.course import Course, from_table
+from cuboid.spec.train_state import Course, from_table
 
 
 @given(st.sets(st.integers(0, 40)), st.integers(0, 40))

@@ -1,6 +1,6 @@
 """Calls and bytes of exchanges, and what a ring sends for them."""
 
-from cuboid.spec.ledger import Entry, Ledger, differences
+from cuboid.telemetry.communication_ledger import Entry, Ledger, differences
 
 
 def test_equal_exchanges_add_up() -> None:

@@ -13,7 +13,7 @@ from cuboid.data.corpus import Sample
 from cuboid.data.loader import micro_batches
 from cuboid.data.origin import Origin
 from cuboid.data.source import make_source
-from cuboid.parallel.apply import build_engine
+from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run
 from cuboid.train.optimizer import Optimizer
 from cuboid.train.replicas import Deviation, deviations, flip_bit

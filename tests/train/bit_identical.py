@@ -1,4 +1,4 @@
-"""Whether a training that was stopped and went on ends with the same bits as one that was not; on this machine's GPU:
+"""Whether a training that was stopped and continued ends with the same bits as one that was not; on this machine's GPU:
 
     python -m tests.train.bit_identical --device cuda dp=1 dp=2,tp=2 pp=2,dp=2,zero=3,schedule=zbv
 

@@ -12,7 +12,7 @@ from cuboid.checkpoint.folder import checkpoint_path
 from cuboid.checkpoint.save import load, save
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
-from cuboid.parallel.apply import Engine, build_engine
+from cuboid.parallel.parallelize import Engine, build_engine
 from cuboid.spec.run import Run
 from cuboid.train.offload import OffloadedState
 from cuboid.train.optimizer import Optimizer

@@ -56,7 +56,7 @@ def test_bad_steps_without_end_stop_the_run(tmp_path: Path, pool: Pool) -> None:
 
 def test_rolling_back_leaves_the_batch_out_for_good(tmp_path: Path, pool: Pool) -> None:
     """Batches 1 and 5 are bad: steps 2 and 6 roll back, to the beginning and to step 3. On another layout, where no
-    batch is bad any more, the run goes on without them."""
+    batch is bad any more, the run continues without them."""
     fields = ("resilience.bad_steps=rollback", "checkpoint.every=3", *FIELDS)
     folder = tmp_path / "bad"
     run = short_run("dp=2,pp=2", str(folder), "training.steps=9", *fields)
@@ -108,7 +108,7 @@ def test_a_spike_is_left_out_before_its_update(tmp_path: Path, pool: Pool) -> No
 
 
 def test_an_overflow_in_fp16_is_no_bad_step_and_its_factor_is_kept(tmp_path: Path, pool: Pool) -> None:
-    """Stopped in the middle, where the factor is not the first any more, and gone on with: the numbers of a run that
+    """Stopped in the middle, where the factor is not the first any more, and continued with: the numbers of a run that
     never stopped."""
     fields = ("training.precision=fp16", f"training.loss_scale={2.0**21}", "training.loss_scale_steps=3")
     fields += ("training.deterministic=true", "resilience.bad_steps=stop", "checkpoint.every=4", "training.steps=8")

@@ -1,4 +1,4 @@
-"""On the same layout a training goes on bit for bit: losses, parameters, moments, random generators."""
+"""On the same layout a training continues bit for bit: losses, parameters, moments, random generators."""
 
 from __future__ import annotations
 

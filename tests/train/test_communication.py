@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from cuboid.plan.exchanges import predicted_ledger
-from cuboid.spec.ledger import Ledger
 from cuboid.spec.run import Run, build_run
+from cuboid.telemetry.communication_ledger import Ledger
 from cuboid.train.communication import CommunicationLog, summarize
 
 

@@ -1,4 +1,4 @@
-"""Whatever is done to the newest checkpoint, the same command goes on from the one before it, and says so."""
+"""Whatever is done to the newest checkpoint, the same command continues from the one before it, and says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A training killed on eight ranks goes on with other layouts, and ends on one process, as if never stopped."""
+"""A training killed on eight ranks continues with other layouts, and ends on one process, as if never stopped."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import torch
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.launch.pool import Pool
-from cuboid.parallel.apply import build_engine
+from cuboid.parallel.parallelize import build_engine
 from cuboid.report.collect import collect
 from cuboid.report.source import open_source
 from cuboid.spec.run import dump_run

@@ -1,4 +1,4 @@
-"""Trainings that keep their state in memory alone lose ranks, a node, all processes, and go on as if they had not."""
+"""Trainings that keep their state in memory alone lose ranks, a node, all processes, and resume as if they had not."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_killed_ranks_and_a_killed_run_go_on_from_memory(pool: Pool, tmp_path: P
 
 
 def test_a_lost_node_is_made_good_by_the_copies_on_another(tmp_path: Path, pool: Pool) -> None:
-    """Two supervisors; one is killed and its memory is gone. The other goes on alone, on a layout planned for it."""
+    """Two supervisors; one is killed and its memory is gone. The other continues alone, on a layout planned for it."""
     memory, folder = tmp_path / "memory", tmp_path / "runs/default"
     memory.mkdir()
     fields = (*FIELDS, f"checkpoint.memory_folder={memory}", "resilience.contact_seconds=8")

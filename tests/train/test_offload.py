@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from cuboid.launch.pool import Pool
-from cuboid.parallel.apply import build_engine
-from cuboid.parallel.unit import Unit
+from cuboid.parallel.parallelize import build_engine
+from cuboid.parallel.zero import Unit
 from cuboid.train.offload import OffloadedState, loads_of, place_of
 from cuboid.train.optimizer import Optimizer
 from tests.parallel.cases import small_run

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cuboid.kernels.adjacent import in_runs
 from cuboid.model.recipes import learning_rate_factor
-from cuboid.parallel.adjacent import in_runs
 from cuboid.spec.run import Run
 from cuboid.train.adamw import Elements, kind_of
 from cuboid.train.optimizer import Optimizer, ResidentState

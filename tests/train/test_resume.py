@@ -1,4 +1,4 @@
-"""A training that keeps its state goes on in another layout as if nothing had happened; and looks at held-out data."""
+"""A training that keeps its state resumes on another layout as if nothing had happened; and looks at held-out data."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ import torch
 from cuboid.model.linear import Linear
 from cuboid.parallel import collectives, gradient_sum, local
 from cuboid.parallel.collectives import Pending
-from cuboid.parallel.unit import Unit
+from cuboid.parallel.zero import Unit
 from cuboid.spec.run import Run
 from cuboid.train.optimizer import Optimizer
 from cuboid.verify.compare import compare_rounded, rounded_traces
@@ -63,7 +63,7 @@ def with_one_gradient_doubled(rank: int, run: Run) -> dict[str, Any] | None:
 
 
 def with_the_rounding_of_few_bits(rank: int, run: Run) -> dict[str, Any] | None:
-    """Products as if there were four bits less."""
+    """Matmuls as if there were four bits less."""
     right = Linear.forward
 
     def coarse(self: Linear, x: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuboid.plan.slices import Part, Slice
+from cuboid.spec.sharding import Part, Slice
 from cuboid.verify.observe import Contribution, assemble
 
 WHOLE = torch.arange(1.0, 36.0).view(7, 5)

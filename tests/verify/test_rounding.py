@@ -23,7 +23,7 @@ SMALL = tuple(
         "layers": 2, "hidden": 32, "ffn": 48, "vocab": 64, "sequence": 8, "global_batch": 4
     }.items()
 )  # fmt: skip
-"""Few products: processors without instructions for bf16 take their time."""
+"""Few matmuls: processors without instructions for bf16 take their time."""
 
 
 def small_run(layout: str, *more: str) -> Run:

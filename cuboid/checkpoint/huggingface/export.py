@@ -88,7 +88,7 @@ def _write_weights(
     for parameter, places in from_huggingface(run.model).items():
         for origin in places:
             origins.setdefault(origin.tensor, {})[parameter] = origin
-    # A tied copy is left out, as Hugging Face itself leaves it out.
+    # A tied copy is skipped, as Hugging Face itself leaves it out.
     shapes = {name: target.shape for name, target in to_huggingface(run.model).items() if target.copy_of is None}
     ours = parameter_shapes(run.model)
     item_size = DTYPES[dtype][1].itemsize

@@ -81,7 +81,7 @@ class Recall:
         return Brought(folder, manifest, index, gathered.sent)
 
     def settle(self, step: int | None) -> None:
-        """The run goes on from this step in memory, or from elsewhere: everything else is given back."""
+        """The run continues from this step in memory, or from elsewhere: everything else is given back."""
         self._group.agree("")
         if self._memory.leads:
             sweep_all_but(self._memory.folder, [] if step is None else [step])

@@ -15,16 +15,16 @@ from cuboid.checkpoint.memory.slot import Slot, chunks
 from cuboid.checkpoint.save import GivenUp, kept_state
 from cuboid.checkpoint.staging import Staging, as_bytes, staged_bytes
 from cuboid.checkpoint.state import Moments
+from cuboid.console import say
 from cuboid.errors import UserError
-from cuboid.parallel.apply import Engine
 from cuboid.parallel.coordination import open_coordination
-from cuboid.say import say
+from cuboid.parallel.parallelize import Engine
 
 
 class MemorySaver(BackgroundSaver):
     """Two slots take turns: the last whole generation stays untouched until all nodes have published the next.
 
-    A save that is due while the one before is under way is left out: the next is only a few steps away."""
+    A save that is due while the one before is in flight is skipped: the next is only a few steps away."""
 
     place = "memory"
     kept = "copy in memory"
@@ -41,7 +41,7 @@ class MemorySaver(BackgroundSaver):
         """The rank that keeps a copy of this one's part; ranks whose parts are copied here, and their sizes."""
         self._pairs = Pairs(self._group)
         self._exchanged = True
-        """Whether the last exchange went well here."""
+        """Whether the last collective went well here."""
         self._slots: list[Slot | None] = [None, None]
         self._turn = 0
         self._warned = False

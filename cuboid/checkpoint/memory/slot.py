@@ -1,4 +1,4 @@
-"""One generation under way in a node's memory: files that are mapped, so that copying into them is writing them."""
+"""One generation in flight in a node's memory: files that are mapped, so that copying into them is writing them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long a stop may take: until the step under way has ended and a checkpoint is written."""
+"""How long a stop may take: until the step in flight has ended and a checkpoint is written."""
 
 from __future__ import annotations
 

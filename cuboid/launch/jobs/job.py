@@ -30,9 +30,9 @@ class Job:
     name: str
     nodes: int
     min_nodes: int
-    """With how many the training goes on when nodes are lost; equal to `nodes`: it waits for them."""
+    """With how many the training continues when nodes are lost; equal to `nodes`: it waits for them."""
     smallest: str
-    """The layout it goes on with then, as planned; empty where no planner wrote the run file."""
+    """The layout it continues with then, as planned; empty where no planner wrote the run file."""
     ranks_per_node: int
     gpus: bool
     accelerator: str
@@ -143,7 +143,7 @@ def make_job(
 
 
 def check_tensor_groups(run: Run, domain: int) -> None:
-    """Refuse a tensor group that would cross the nodes: it exchanges activations in every layer."""
+    """Refuse a tensor group that would cross the nodes: it communicates activations in every layer."""
     layout = run.layout
     if all(first // domain == (first + layout.tp - 1) // domain for first in range(0, layout.world_size, layout.tp)):
         return

@@ -1,0 +1,220 @@
+"""The coordinator of a job on many nodes: who is there, and what all of them do next.
+
+The leader holds it. Supervisors say what they are doing; the leader's word is one `Order` after another, each with a
+new number. Before ranks are started again everybody has ended the old ones, or is lost: "wait" comes before "train".
+
+Nothing here opens a socket or reads a clock: what is decided depends on what was heard, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from cuboid.resilience.preemption import REQUEUE
+from cuboid.resilience.replan import Choice
+
+GRACE = 2.0
+"""Seconds in which a supervisor whose connection broke may come back before it counts as ended."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """The leader's word."""
+
+    number: int
+    task: Literal["wait", "train", "end"]
+    reason: str = ""
+    members: tuple[str, ...] = ()
+    """Nodes that train, in the order of their ranks."""
+    layout: str = ""
+    ranks: int = 0
+    """On each member."""
+    address: str = ""
+    port: int = 0
+    """Where the ranks meet."""
+    status: int = 0
+    """With which everybody exits at the end."""
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a supervisor last did with which order."""
+
+    order: int = -1
+    state: Literal["ready", "training", "done", "failed", "refused", "preempted"] = "ready"
+    """ready: it has no ranks. refused: the user's to mend."""
+    reason: str = ""
+    kind: str = "rank"
+    """Of a failure."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    min_nodes: int
+    max_nodes: int
+    lost_after: float
+    """Seconds of silence after which a node is lost."""
+    gather: float
+    """Seconds in which a job that could start with the nodes that are there waits for more."""
+    patience: float
+    """Seconds a job waits for its least number of nodes before it gives up."""
+
+
+@dataclass(frozen=True)
+class _Seen:
+    status: Status
+    heard: float
+    left: float | None = None
+
+
+Judge = Callable[[str, str, str, str], str]
+"""Called with a failure's kind, node, reason and layout; the sentence to give up with, or nothing to continue."""
+
+
+class RollCall:
+    def __init__(
+        self,
+        leader: str,
+        rules: Rules,
+        choose: Callable[[int], Choice],
+        judge: Judge,
+        newest: Callable[[], int],
+        number: int = 0,
+    ) -> None:
+        """`choose` says how so many nodes are used best, `newest` which step the newest checkpoint has; `number` is
+        that of the first order: a leader that came back must not repeat one.
+
+        The leader's own node is never lost and comes first: rank 0, which alone publishes checkpoints, is always there,
+        and there the old one has ended before a new one starts. So nobody cut off can publish one."""
+        self.order = Order(number, "wait", "the job starts")
+        self._rules, self._choose, self._judge, self._newest = rules, choose, judge, newest
+        self._leader = leader
+        self._seen = {leader: _Seen(Status(), 0.0)}
+        self._meeting = ("", 0)
+        self._since: float | None = None
+        self._called = False
+        self._grows_after: int | None = None
+
+    @property
+    def nodes(self) -> list[str]:
+        """Those that are there, oldest first: who stays keeps its place, who comes back comes last."""
+        return list(self._seen)
+
+    def meet_at(self, address: str, port: int) -> None:
+        """Where the ranks meet; until that is known nothing starts."""
+        self._meeting = (address, port)
+
+    def hear(self, node: str, status: Status, now: float) -> None:
+        self._seen[node] = _Seen(status, now)
+
+    def leave(self, node: str, now: float) -> None:
+        """Its connection broke."""
+        if node in self._seen:
+            self._seen[node] = replace(self._seen[node], left=now)
+
+    def end(self, status: int, reason: str) -> None:
+        """The last word."""
+        self._give(Order(0, "end", reason, status=status))
+
+    def decide(self, now: float) -> Order:
+        """Called often; the order that now holds."""
+        self._since = now if self._since is None else self._since
+        lost = self._drop_lost(now)
+        if self.order.task == "wait":
+            self._gather(now)
+        elif self.order.task == "train":
+            self._watch(lost, now)
+        return self.order
+
+    def _drop_lost(self, now: float) -> dict[str, str]:
+        """Node -> why it counts as lost."""
+        lost = {}
+        for node, seen in list(self._seen.items()):
+            if node == self._leader:
+                continue
+            if seen.left is not None and now - seen.left > min(GRACE, self._rules.lost_after):
+                lost[node] = "its supervisor ended"
+            elif now - seen.heard > self._rules.lost_after:
+                lost[node] = f"nothing was heard of it for {self._rules.lost_after:g} s"
+            if node in lost:
+                del self._seen[node]
+        return lost
+
+    def _gather(self, now: float) -> None:
+        rules, there = self._rules, len(self._seen)
+        assert self._since is not None
+        waited = now - self._since
+        if there < rules.min_nodes:
+            if waited > rules.patience:
+                self.end(
+                    1, f"{there} of {rules.min_nodes} nodes were there after {rules.patience:g} s; start the others"
+                )
+            return
+        settled = all(
+            seen.status.order == self.order.number and seen.status.state == "ready" and seen.left is None
+            for seen in self._seen.values()
+        )
+        early = not self._called and there < rules.max_nodes and waited < rules.gather
+        if settled and not early and self._meeting[1]:
+            self._call(now)
+
+    def _call(self, now: float) -> None:
+        there = min(len(self._seen), self._rules.max_nodes)
+        choice = self._choose(there)
+        members, (address, port) = tuple(self.nodes[: choice.nodes]), self._meeting
+        self._called, self._grows_after = True, None
+        self._give(Order(0, "train", choice.why, members, choice.layout, choice.ranks, address, port))
+
+    def _watch(self, lost: dict[str, str], now: float) -> None:
+        members = self.order.members
+        said = {node: self._seen[node].status for node in members if node in self._seen}
+        said = {node: status for node, status in said.items() if status.order == self.order.number}
+        for status in said.values():
+            if status.state == "refused":
+                return self.end(2, status.reason)
+        for node in members:
+            if node in lost:
+                return self._fail("node", node, f"node {node} is lost: {lost[node]}", now)
+        if any(self._seen[node].left is not None for node in members):
+            return None  # whether it is lost is known in a moment; ranks that fail meanwhile fail because of it
+        for node, status in said.items():
+            if status.state == "failed":
+                return self._fail(status.kind, node, status.reason, now)
+        states = {said[node].state if node in said else "training" for node in members}
+        if "training" not in states and "ready" not in states:
+            return self.end(REQUEUE, "preempted") if "preempted" in states else self.end(0, "done")
+        return self._grow(now)
+
+    def _fail(self, kind: str, node: str, reason: str, now: float) -> None:
+        verdict = self._judge(kind, node, reason, self.order.layout)
+        if verdict:
+            self.end(1, verdict)
+        else:
+            self._regather(f"{reason}; starting again", now)
+
+    def _grow(self, now: float) -> None:
+        """Newcomers that would be used are taken in right after the next checkpoint: only then little is lost."""
+        spare = len(self._seen) - len(self.order.members)
+        if spare <= 0:
+            self._grows_after = None
+            return
+        choice = self._choose(min(len(self._seen), self._rules.max_nodes))
+        if (choice.nodes, choice.ranks, choice.layout) == (
+            len(self.order.members),
+            self.order.ranks,
+            self.order.layout,
+        ):
+            return
+        newest = self._newest()
+        if self._grows_after is None:
+            self._grows_after = newest
+        elif newest > self._grows_after:
+            self._regather(f"there are {len(self._seen)} nodes now", now)
+
+    def _regather(self, reason: str, now: float) -> None:
+        self._since = now
+        self._give(Order(0, "wait", reason))
+
+    def _give(self, order: Order) -> None:
+        self.order = replace(order, number=self.order.number + 1)

@@ -1,0 +1,169 @@
+"""A MoE in place of a feed-forward block: each token goes through its few routed experts, and through
+the shared ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+from cuboid.kernels.compiler import uncompiled
+from cuboid.model.feed_forward import FeedForward
+from cuboid.model.load_balancing import Tokens
+from cuboid.model.rope import Positions
+from cuboid.model.router import Router, fuses, places_of
+from cuboid.spec.model import ModelSpec
+
+GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Rows of x, `counts` consecutive ones per expert, each group times its expert's weight of shape (out, in). What
+    comes of rows behind the last group has no meaning."""
+    if takes_one_kernel(x, weight.shape[1]):
+        return functional.grouped_mm(x, weight.transpose(1, 2), offs=counts.cumsum(0, dtype=torch.int32))
+    *groups, rest = _groups(x, counts)
+    made = [functional.linear(rows, each) for rows, each in zip(groups, weight.unbind(), strict=True)]
+    return torch.cat([*made, rest.new_zeros(rest.shape[0], weight.shape[1])])
+
+
+def grouped_outer(y: Tensor, x: Tensor, counts: Tensor) -> Tensor:
+    """(experts, out, in): the gradient of a grouped matmul's weight, from that of its result and its input."""
+    if takes_one_kernel(x, y.shape[1]):
+        return functional.grouped_mm(y.t(), x, offs=counts.cumsum(0, dtype=torch.int32))
+    pairs = zip(_groups(y, counts)[:-1], _groups(x, counts)[:-1], strict=True)
+    return torch.stack([left.t() @ right for left, right in pairs])
+
+
+def _groups(x: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
+    """The rows of each expert, and those that are no expert's."""
+    sizes = counts.tolist()
+    return x.split([*sizes, x.shape[0] - sum(sizes)])
+
+
+def takes_one_kernel(x: Tensor, width: int) -> bool:
+    """Torch's grouped matmul takes bf16 on CUDA, with rows of whole 16 bytes."""
+    return x.is_cuda and x.dtype == torch.bfloat16 and x.shape[1] % 8 == 0 and width % 8 == 0
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Experts are not compiled, so on a GPU a kernel of our own fuses it."""
+    return _Swiglu.apply(gate, up) if fuses(gate) else functional.silu(gate) * up
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, gate: Tensor, up: Tensor) -> Tensor:
+        from cuboid.kernels import moe as expert_kernels
+
+        context.save_for_backward(gate, up)
+        result, count = torch.empty_like(gate), gate.numel()
+        expert_kernels.swiglu[(_blocks(count),)](gate, up, result, count, BLOCK=SWIGLU_BLOCK)
+        return result
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        from cuboid.kernels import moe as expert_kernels
+
+        gate, up = context.saved_tensors
+        results, count = (torch.empty_like(gate), torch.empty_like(up)), gate.numel()
+        expert_kernels.swiglu_gradients[(_blocks(count),)](
+            gradient.contiguous(), gate, up, *results, count, BLOCK=SWIGLU_BLOCK
+        )
+        return results
+
+
+SWIGLU_BLOCK = 4096
+
+
+def _blocks(count: int) -> int:
+    """At least one, which finds nothing to do: an expert rank may have been sent no row at all."""
+    return max(1, -(-count // SWIGLU_BLOCK))
+
+
+class Experts(nn.Module):
+    """The routed experts, stacked; how many it holds comes from the weights."""
+
+    def __init__(self, model: ModelSpec, experts: int, width: int) -> None:
+        super().__init__()
+        gated = model.activation == "swiglu"
+        self.gate = nn.Parameter(torch.empty(experts, width, model.hidden)) if gated else None
+        self.up = nn.Parameter(torch.empty(experts, width, model.hidden))
+        self.down = nn.Parameter(torch.empty(experts, model.hidden, width))
+        self.matmul: GroupedMatmul = grouped_matmul
+
+    def forward(self, x: Tensor, counts: Tensor) -> Tensor:
+        """x: rows in the order of experts, `counts` of each."""
+        up = self.matmul(x, self.up, counts)
+        if self.gate is None:
+            inner = functional.gelu(up, approximate="tanh")
+        else:
+            inner = swiglu(self.matmul(x, self.gate, counts), up)
+        return self.matmul(inner, self.down, counts)
+
+
+class Journey(Protocol):
+    """Rows on their way to their experts. How many each expert gets is known before the rows themselves are there."""
+
+    def leave(self, rows: Tensor) -> None:
+        """Begin, with rows in the order of experts."""
+
+    def arrive(self) -> tuple[Tensor, Tensor]:
+        """The rows for the experts held here, in their order, and how many each has."""
+
+    def go_back(self, rows: Tensor) -> Tensor:
+        """What the experts made of the rows, where these came from."""
+
+
+@dataclass
+class Stay:
+    """The journey of rows whose experts are all here."""
+
+    counts: Tensor
+
+    def leave(self, rows: Tensor) -> None:
+        self.rows = rows
+
+    def arrive(self) -> tuple[Tensor, Tensor]:
+        return self.rows, self.counts
+
+    def go_back(self, rows: Tensor) -> Tensor:
+        return rows
+
+
+class Mixture(nn.Module):
+    def __init__(self, model: ModelSpec) -> None:
+        super().__init__()
+        assert model.mixture is not None
+        mixture = model.mixture
+        self.router = Router(model.hidden, mixture)
+        self.experts = Experts(model, mixture.experts, mixture.expert_ffn)
+        self.shared = FeedForward(model, mixture.shared_ffn) if mixture.shared_ffn else None
+        self.depart: Callable[[Tensor], Journey] = Stay
+        self.take_part: Callable[[Tensor], Tensor] = _itself
+        """The tokens that this rank routes, of those it holds."""
+        self.put_together: Callable[[Tensor], Tensor] = _itself
+        self.part = (0, 1)
+        """Index and number of the parts in which tokens of whole sequences are routed."""
+
+    @uncompiled
+    def forward(self, x: Tensor, positions: Positions) -> Tensor:
+        """Not for the compiler: how many rows each expert gets is another number every time."""
+        mine = self.take_part(x)
+        routing = self.router(mine, Tokens(positions.length, *self.part, positions.index))
+        places = places_of(routing, self.router.mixture.experts)
+        journey = self.depart(places.counts)
+        journey.leave(places.spread(mine))
+        shared = None if self.shared is None else self.shared(x, positions)  # while rows travel
+        rows, counts = journey.arrive()
+        rows = journey.go_back(self.experts(rows, counts))
+        routed = self.put_together(places.gather(rows, routing.weights))
+        return routed if shared is None else routed + shared
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x

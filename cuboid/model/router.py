@@ -1,0 +1,223 @@
+"""The router: which experts each token goes to, and with what weight.
+
+Choosing is discrete: two layouts that round differently could choose differently where two scores are all but equal.
+In float64 that does not happen; in bf16 the logits are taken in float32, as every public mixture was trained with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+from cuboid.kernels.precision import wide
+from cuboid.model.load_balancing import Balance, Tokens, counted
+from cuboid.spec.mixture import MixtureSpec
+
+
+@dataclass(frozen=True)
+class Routing:
+    chosen: Tensor
+    """(tokens, top_k): the experts of each token."""
+    weights: Tensor
+    """(tokens, top_k)"""
+    kept: Tensor | None
+    """(tokens, top_k): False where an expert had no room left for a token; None: all are kept."""
+
+
+class Router(nn.Module):
+    def __init__(self, hidden: int, mixture: MixtureSpec) -> None:
+        super().__init__()
+        self.mixture = mixture
+        self.weight = nn.Parameter(torch.empty(mixture.experts, hidden))
+        # Moved by the balance of the load and not by a gradient; a parameter, because it belongs to the model's state.
+        self.bias = nn.Parameter(torch.empty(mixture.experts)) if mixture.router_bias else None
+        self.balance: Balance | None = None
+        """Set while training; without it tokens are only routed."""
+        self.row = 0
+        """This layer's row in the statistics."""
+        self.whole_sequences: Callable[[Tensor, Tokens], tuple[Tensor, Tensor]] = _already_whole
+
+    def forward(self, x: Tensor, tokens: Tokens) -> Routing:
+        dtype = wide(x.dtype)
+        logits = functional.linear(x.to(dtype), self.weight.to(dtype))
+        scores = self._scores(logits)
+        ranked = scores.detach()
+        if self.balance is not None and self.balance.is_noisy:
+            ranked = self._scores(logits.detach() + self.balance.noise(self.row, tokens, logits))
+        chosen = self.choose(ranked)
+        weights = scores.gather(1, chosen)
+        if self.mixture.normalized:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        weights = weights * self.mixture.scaling
+        kept = self._within_capacity(chosen, tokens) if self.mixture.capacity_factor else None
+        if self.balance is not None and torch.is_grad_enabled():
+            weights = self.balance.attach(weights, self.row, logits, scores, chosen, tokens, kept)
+        return Routing(chosen, weights, kept)
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        return logits.softmax(-1) if self.mixture.scoring == "softmax" else logits.sigmoid()
+
+    @torch.no_grad()
+    def choose(self, scores: Tensor) -> Tensor:
+        mixture = self.mixture
+        if self.bias is not None:
+            scores = scores + self.bias.to(scores.dtype)
+        if mixture.groups > 1:
+            grouped = scores.unflatten(1, (mixture.groups, -1))
+            best = 2 if mixture.scoring == "sigmoid" else 1
+            group_scores = grouped.topk(min(best, grouped.shape[2]), -1)[0].sum(-1)
+            closed = torch.ones_like(group_scores, dtype=torch.bool)
+            closed.scatter_(1, group_scores.topk(mixture.top_groups, -1)[1], False)
+            scores = grouped.masked_fill(closed.unsqueeze(2), -torch.inf).flatten(1)
+        return scores.topk(mixture.top_k, -1)[1]
+
+    @torch.no_grad()
+    def _within_capacity(self, chosen: Tensor, tokens: Tokens) -> Tensor:
+        """Of a sequence's assignments to one expert the first ones are kept: per sequence, so that no layout and no
+        micro-batching changes which."""
+        whole, place = self.whole_sequences(chosen, tokens)
+        sequences, length, top_k = whole.shape
+        experts = self.mixture.experts
+        asked = torch.zeros(sequences, length, experts, dtype=torch.int32, device=chosen.device)
+        asked.scatter_(2, whole, 1)
+        room = -int(-self.mixture.capacity_factor * length * top_k // experts)
+        fits = asked.cumsum(1) <= room
+        return fits.flatten(0, 1)[place].gather(1, chosen)
+
+
+def _already_whole(chosen: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """(sequences, length, top_k) of all tokens of the sequences, and where in it each token of this rank stands."""
+    return chosen.unflatten(0, (-1, tokens.length)), torch.arange(chosen.shape[0], device=chosen.device)
+
+
+class _Spread(torch.autograd.Function):
+    """Each token once for each of its experts, in the order of experts. The gradient comes home by a gather and a sum
+    over a token's experts, which is deterministic where adding at an index is not."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, order: Tensor, home: Tensor) -> Tensor:
+        context.save_for_backward(home)
+        return x.index_select(0, order // home.shape[1])
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (home,) = context.saved_tensors
+        if fuses(gradient):
+            return _combined(gradient, home, None), None, None
+        return _rows_at(gradient, home).sum(1), None, None
+
+
+class _Return(torch.autograd.Function):
+    """Rows in the order of experts → (tokens, top_k, hidden)."""
+
+    @staticmethod
+    def forward(context: Any, rows: Tensor, order: Tensor, home: Tensor) -> Tensor:
+        context.save_for_backward(order)
+        return _rows_at(rows, home)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (order,) = context.saved_tensors
+        return gradient.flatten(0, 1).index_select(0, order), None, None
+
+
+def _rows_at(rows: Tensor, home: Tensor) -> Tensor:
+    """(tokens, top_k, hidden); what was not kept has its home behind the last row and is zero."""
+    padded = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))
+    return padded.index_select(0, home.flatten()).unflatten(0, home.shape)
+
+
+def fuses(x: Tensor) -> bool:
+    """Whether kernels of our own serve: on a GPU, in two bytes. In float32 and float64 every sum is torch's."""
+    return x.is_cuda and x.element_size() == 2
+
+
+COMBINE_BLOCK = 2048
+
+
+def _combined(rows: Tensor, home: Tensor, weights: Tensor | None) -> Tensor:
+    from cuboid.kernels.moe import combine_rows
+
+    rows = rows.contiguous()
+    tokens, top_k = home.shape
+    hidden = rows.shape[1]
+    result = rows.new_empty(tokens, hidden)
+    grid = (tokens, -(-hidden // COMBINE_BLOCK))
+    weighted = weights is not None
+    combine_rows[grid](
+        rows, home, weights, result, hidden, rows.shape[0], TOP_K=top_k, WEIGHTED=weighted, BLOCK=COMBINE_BLOCK
+    )
+    return result
+
+
+class _Combine(torch.autograd.Function):
+    """The weighted sum over each token's experts, without the (tokens, top_k, hidden) tensor in between."""
+
+    @staticmethod
+    def forward(context: Any, rows: Tensor, weights: Tensor, home: Tensor) -> Tensor:
+        weights = weights.contiguous()
+        context.save_for_backward(rows, weights, home)
+        return _combined(rows, home, weights)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        from cuboid.kernels.moe import combine_gradients
+
+        rows, weights, home = context.saved_tensors
+        rows = rows.contiguous()
+        row_gradient, weight_gradient = torch.empty_like(rows), torch.empty_like(weights)
+        combine_gradients[(home.numel(),)](
+            gradient.contiguous(),
+            rows,
+            home,
+            weights,
+            row_gradient,
+            weight_gradient,
+            rows.shape[1],
+            rows.shape[0],
+            TOP_K=home.shape[1],
+            BLOCK=COMBINE_BLOCK,
+        )
+        return row_gradient, weight_gradient, None
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where each assignment of a token to an expert stands in the order of experts."""
+
+    order: Tensor
+    """(rows): the assignment, token · top_k + choice, of each row. As many rows as assignments, so that the host need
+    not know how many are kept: those that are not stand behind the last expert's, and nobody reads what becomes of
+    them."""
+    home: Tensor
+    """(tokens, top_k): the row of each assignment; the number of rows where it was not kept."""
+    counts: Tensor
+    """(experts): rows of each."""
+
+    def spread(self, x: Tensor) -> Tensor:
+        return _Spread.apply(x, self.order, self.home)
+
+    def gather(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """The weighted sum over each token's experts."""
+        if fuses(rows):
+            return _Combine.apply(rows, weights, self.home)
+        returned = _Return.apply(rows, self.order, self.home)
+        return torch.bmm(weights.to(rows.dtype).unsqueeze(1), returned).squeeze(1)
+
+
+@torch.no_grad()
+def places_of(routing: Routing, experts: int) -> Places:
+    wanted = routing.chosen.flatten()
+    if routing.kept is not None:
+        wanted = wanted.where(routing.kept.flatten(), experts)  # behind the last expert
+    order = wanted.argsort(stable=True)
+    counts = counted(wanted, experts + 1)[:experts]
+    home = torch.empty_like(order)
+    home[order] = torch.arange(order.numel(), device=order.device)
+    if routing.kept is not None:
+        home = home.where(routing.kept.flatten(), order.numel())
+    return Places(order, home.view(routing.chosen.shape), counts)

@@ -1,0 +1,72 @@
+"""ZeRO 3 in fp8: what the matmuls round to 8 bits anyway is gathered in fp8, half the bytes of bf16.
+
+Each parameter has one scale, from its peak over the ranks of the group. The peaks are agreed on once after each update,
+and with them travel the few parameters that stay in 16 bits (norms, biases, routers): every rank shows what it holds
+and the least number for what it does not, and the largest is taken. Scales are powers of two, so that the gathered
+parameters are the numbers that the matmuls would have made of the whole ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from cuboid.model.fp8 import INPUT, exponent_of
+from cuboid.parallel.collectives import Pending, all_reduce_maximum, start_all_gather
+from cuboid.parallel.groups import Group
+from cuboid.spec.sharding import Part
+
+
+class NarrowShard:
+    def __init__(self, parts: list[Part], fp8: Collection[str], begin: int, end: int, group: Group) -> None:
+        self._narrow = [part for part in parts if part.name in fp8]
+        self._rest = [part for part in parts if part.name not in fp8]
+        self._begin, self._end, self._group = begin, end, group
+        self._shard: Tensor | None = None
+
+    def forget(self) -> None:
+        """The weights have changed."""
+        self._shard = None
+
+    def start_gather(self, weights: Tensor) -> Pending:
+        """The bytes of all shards are its result. `weights`: of this rank's shard."""
+        if self._shard is None:
+            self._shard = self._round(weights)
+        return start_all_gather(self._shard, self._group)
+
+    def _held(self, part: Part) -> tuple[slice, slice]:
+        """Which elements of the shard belong to a part, and which of the part they are."""
+        start = min(max(part.offset, self._begin), self._end)
+        stop = max(min(part.offset + part.size, self._end), start)
+        return slice(start - self._begin, stop - self._begin), slice(start - part.offset, stop - part.offset)
+
+    def _round(self, weights: Tensor) -> Tensor:
+        sizes = [part.size for part in self._rest]
+        shown = weights.new_full((len(self._narrow) + sum(sizes),), -math.inf, dtype=torch.float32)
+        for place, part in enumerate(self._narrow):
+            held = weights[self._held(part)[0]]
+            if held.numel():
+                shown[place] = held.abs().amax()
+        for part, values in zip(self._rest, shown[len(self._narrow) :].split(sizes), strict=True):
+            here, there = self._held(part)
+            values[there] = weights[here].float()
+        all_reduce_maximum(shown, self._group)
+        exponents = exponent_of(shown[: len(self._narrow)], INPUT)
+        self._scales = torch.exp2(exponents).unbind()
+        self._others = shown[len(self._narrow) :].split(sizes)
+        narrow = torch.zeros_like(weights, dtype=INPUT)
+        for part, inverse in zip(self._narrow, torch.exp2(-exponents).unbind(), strict=True):
+            here, _ = self._held(part)
+            narrow[here] = (weights[here].float() * inverse).to(INPUT)
+        return narrow.view(torch.uint8)
+
+    def widen(self, gathered: Tensor, flat: Tensor) -> None:
+        """From the bytes of all shards to the parameters."""
+        narrow = gathered.view(INPUT)
+        for part, scale in zip(self._narrow, self._scales, strict=True):
+            place = slice(part.offset, part.offset + part.size)
+            flat[place].copy_(narrow[place]).mul_(scale)
+        for part, values in zip(self._rest, self._others, strict=True):
+            flat[part.offset : part.offset + part.size].copy_(values)

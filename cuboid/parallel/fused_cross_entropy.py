@@ -1,0 +1,142 @@
+"""Matmul with the vocabulary and loss in one, where the compiler helps: the logits exist once, in the precision of the
+matmul, and become their own gradient in place. The vocabulary may be split over tensor ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuboid.kernels.precision import wide
+from cuboid.model.transformer import IGNORED, Head
+from cuboid.parallel.collectives import all_reduce, all_reduce_maximum
+from cuboid.parallel.groups import Group
+from cuboid.parallel.split_backward import Deferral, accumulate
+from cuboid.parallel.tensor_region import Region
+from cuboid.spec.sharding import vocabulary_rows
+
+
+def _exact(logits: Tensor) -> Tensor:
+    return logits.to(wide(logits.dtype))
+
+
+def _magnifier(dtype: torch.dtype) -> float:
+    """Probabilities of a large vocabulary are below what float16 holds."""
+    return 1024.0 if dtype == torch.float16 else 1.0
+
+
+def _loss_and_gradient(logits: Tensor, labels: Tensor) -> Tensor:
+    """The summed loss; `logits` become its gradient, magnified, in their own memory and precision."""
+    exact = _exact(logits)
+    counted = labels != IGNORED
+    columns = labels.where(counted, 0).unsqueeze(1)
+    total = torch.logsumexp(exact, 1, keepdim=True)
+    losses = torch.where(counted, (total - exact.gather(1, columns)).squeeze(1), 0)
+    hit = torch.arange(exact.shape[1], device=exact.device) == columns
+    gradient = torch.where(counted.unsqueeze(1), (exact - total).exp() - hit.to(exact.dtype), 0)
+    logits.copy_(gradient * _magnifier(logits.dtype))
+    return losses.sum()
+
+
+def _loss_and_gradient_on_gpu(logits: Tensor, labels: Tensor) -> Tensor:
+    """As `_loss_and_gradient`, with less waiting for memory than the compiler finds."""
+    from cuboid.kernels.cross_entropy import loss_and_gradient
+
+    rows, columns = logits.shape
+    losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    magnifier = _magnifier(logits.dtype)
+    loss_and_gradient[(rows,)](
+        logits, labels, losses, columns, magnifier, IGNORED=IGNORED, STRIPS=8, STRIP=8192, num_warps=32
+    )
+    return losses.sum()
+
+
+def _loss_of_whole_rows(logits: Tensor, labels: Tensor) -> Tensor:
+    if logits.is_cuda and wide(logits.dtype) == torch.float32:
+        return _loss_and_gradient_on_gpu(logits, labels)
+    loss: Tensor = _compiled(_loss_and_gradient)(logits, labels)
+    return loss
+
+
+def _peaks(logits: Tensor, rows: int) -> Tensor:
+    return _exact(logits[:, :rows]).amax(1)
+
+
+def _sums(logits: Tensor, labels: Tensor, peaks: Tensor, first: int, rows: int) -> Tensor:
+    """Of the columns held here: sums of exponentials, and the labels' own logits, both beside the peaks."""
+    lowered = _exact(logits[:, :rows]) - peaks.unsqueeze(1)
+    columns = labels - first
+    held = (labels != IGNORED) & (columns >= 0) & (columns < rows)
+    target = lowered.gather(1, columns.where(held, 0).unsqueeze(1)).squeeze(1)
+    return torch.stack((lowered.exp().sum(1), torch.where(held, target, 0)))
+
+
+def _overwrite(logits: Tensor, labels: Tensor, peaks: Tensor, totals: Tensor, first: int, rows: int) -> None:
+    """`logits` become the gradient, magnified; columns that only pad the vocabulary have none."""
+    column = torch.arange(logits.shape[1], device=logits.device)
+    hit = column == (labels - first).unsqueeze(1)
+    shares = (_exact(logits) - peaks.unsqueeze(1)).exp() / totals.unsqueeze(1) - hit.to(peaks.dtype)
+    counts = (labels != IGNORED).unsqueeze(1) & (column < rows)
+    logits.copy_(torch.where(counts, shares, 0) * _magnifier(logits.dtype))
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False, fullgraph=True)
+
+
+def _split_loss(logits: Tensor, labels: Tensor, vocabulary: int, group: Group) -> Tensor:
+    """As `_loss_and_gradient`, of logits whose columns are split; they are never gathered."""
+    first, rows = vocabulary_rows(vocabulary, group.size, group.index)
+    peaks = all_reduce_maximum(_compiled(_peaks)(logits, rows), group)
+    totals, target = all_reduce(_compiled(_sums)(logits, labels, peaks, first, rows), group).unbind()
+    _compiled(_overwrite)(logits, labels, peaks, totals, first, rows)
+    return torch.where(labels != IGNORED, totals.log() - target, 0).sum()
+
+
+class _LeanLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        context: Any,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        vocabulary: int,
+        group: Group,
+        region: Region | None,
+        deferral: Deferral,
+    ) -> Tensor:
+        context.region = region
+        x = x if region is None else region.gather(x)
+        logits = x @ weight.t()
+        alone = group.size == 1
+        loss: Tensor = _loss_of_whole_rows(logits, labels) if alone else _split_loss(logits, labels, vocabulary, group)
+        context.save_for_backward(x, logits)
+        context.weight, context.deferral = weight, deferral
+        return loss
+
+    @staticmethod
+    def backward(context: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        x, gradient = context.saved_tensors
+        weight, deferral = context.weight, context.deferral
+        scale = (scale / _magnifier(x.dtype)).to(x.dtype)
+        input_gradient = (gradient @ weight) * scale
+        scaled = x * scale  # smaller than the logits' gradient, which the scale would otherwise have to pass over
+        nothing = (None, None, None, None, None)
+        summed = None if context.region is None else context.region.start_sum(input_gradient)
+        weight_gradient = None if deferral.active else gradient.t() @ scaled  # under the collective
+        if deferral.active:
+            deferral.postpone(lambda: accumulate(weight, gradient.t() @ scaled))
+        return input_gradient if summed is None else summed.wait(), weight_gradient, *nothing
+
+
+def lean_loss(
+    head: Head, x: Tensor, labels: Tensor, vocabulary: int, group: Group, region: Region | None, deferral: Deferral
+) -> Tensor:
+    """`group`: the tensor ranks. `region`: where they divide the work."""
+    weight, labels = head.output.weight, labels.flatten()
+    loss: Tensor = _LeanLoss.apply(head.norm(x), weight, labels, vocabulary, group, region, deferral)
+    return loss

@@ -1,0 +1,136 @@
+"""Matmuls of the same tokens as one, where their weights lie side by side in a unit: queries, keys and values; gate
+and up. A GPU is busier with one large matmul than with several, and nothing adds their gradients up afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+from cuboid.kernels.compiler import operation
+from cuboid.kernels.precision import wide
+from cuboid.model.attention import Attention
+from cuboid.model.feed_forward import FeedForward
+from cuboid.model.linear import Linear
+from cuboid.model.rope import Positions
+from cuboid.parallel.columns import joined_columns
+from cuboid.parallel.compiled_split_backward import split_joined_matmul
+from cuboid.parallel.fused_rope import Rotation
+from cuboid.parallel.split_backward import Deferral
+from cuboid.parallel.tensor_region import Region
+from cuboid.parallel.zero import Unit
+
+BLOCK = 4096
+
+
+@operation("cuboid::swiglu_backward")
+def swiglu_backward(gradient: Tensor, joined: Tensor) -> Tensor:
+    """`joined`: in each row all gates and then all ups. One operation, because the compiler would write gates and ups
+    apart and put them together afterwards."""
+    if not joined.is_cuda or wide(joined.dtype) != torch.float32:
+        gate, up = joined.chunk(2, 1)
+        exact = gate.to(wide(gate.dtype))
+        share = exact.sigmoid()
+        gate_gradient = (gradient * up).to(exact.dtype) * share * (1 + exact * (1 - share))
+        return torch.cat((gate_gradient.to(gate.dtype), gradient * (exact * share).to(gate.dtype)), 1)
+    from cuboid.kernels.swiglu import swiglu_backward_rows
+
+    rows, width = gradient.shape
+    result = torch.empty_like(joined)
+    grid = (rows, -(-width // BLOCK))
+    swiglu_backward_rows[grid](gradient.contiguous(), joined, result, width, BLOCK=BLOCK, num_warps=8)
+    return result
+
+
+@torch.library.register_fake("cuboid::swiglu_backward")  # type: ignore[untyped-decorator]
+def _(gradient: Tensor, joined: Tensor) -> Tensor:
+    return torch.empty_like(joined)
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, joined: Tensor) -> Tensor:
+        context.save_for_backward(joined)
+        gate, up = joined.chunk(2, 1)
+        return functional.silu(gate) * up
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> Tensor:
+        (joined,) = context.saved_tensors
+        result: Tensor = swiglu_backward(gradient, joined)
+        return result
+
+
+class _JoinedMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: Tensor, *held: Tensor) -> Tensor:
+        """`held`: all weights as one, and then each; their gradients are rows of one, too. They have one name, because
+        without gradients the compiler takes a function that is given one thing more than it names to have no context:
+        with `joined, *weights` that was so of two weights."""
+        joined, *weights = held
+        context.save_for_backward(x, joined)
+        context.rows = [weight.shape[0] for weight in weights]
+        return x @ joined.t()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, joined = context.saved_tensors
+        return gradient @ joined, None, *(gradient.t() @ x).split(context.rows)
+
+
+def join_matmuls(
+    module: nn.Module, unit: Unit, rotates: bool, deferral: Deferral | None = None, region: Region | None = None
+) -> None:
+    """Join what can be of a block whose parameters are the unit's. `rotates`: positions are rotations. `deferral`: of a
+    schedule that splits the backward pass. `region`: of tensor ranks."""
+    for child in module.modules():
+        # A norm would come between matmul and rotation.
+        if isinstance(child, Attention) and rotates and child.query_norm is None:
+            _join_attention(child, unit, deferral, region)
+        if isinstance(child, FeedForward) and child.gate is not None:
+            _join_feed_forward(child, child.gate, unit, deferral, region)
+
+
+def _join_attention(attention: Attention, unit: Unit, deferral: Deferral | None, region: Region | None) -> None:
+    linears = [attention.query, attention.key, attention.value]
+    joined = _joined(linears, unit, deferral, region)
+    if joined is None:
+        return
+    heads, kv_heads, _ = (linear.weight.shape[0] // attention.head_dim for linear in linears)
+
+    def project(x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = Rotation.apply(joined(x), positions.cosine, positions.sine, heads, kv_heads)
+        return query, key, value
+
+    attention.joined = project
+
+
+def _join_feed_forward(
+    feed_forward: FeedForward, gate: Linear, unit: Unit, deferral: Deferral | None, region: Region | None
+) -> None:
+    joined = _joined([gate, feed_forward.up], unit, deferral, region)
+    if joined is not None:
+        feed_forward.joined = lambda x: _Swiglu.apply(joined(x))
+
+
+def _joined(
+    linears: list[Linear], unit: Unit, deferral: Deferral | None, region: Region | None
+) -> Callable[[Tensor], Tensor] | None:
+    """The matmul with several linears."""
+    weights = [linear.weight for linear in linears]
+    plain = all(linear.matmul is functional.linear and linear.bias is None for linear in linears)
+    together = unit.side_by_side(weights) if plain else None
+    if together is None:
+        return None
+    if region is not None and region.overlaps:
+        return lambda x: joined_columns(region, x, together, weights)
+
+    def matmul(x: Tensor) -> Tensor:
+        y: Tensor = _JoinedMatmul.apply(x, together, *weights)
+        return y
+
+    made = matmul if deferral is None else split_joined_matmul(weights, together, deferral)
+    return made if region is None else lambda x: made(region.enter(x))

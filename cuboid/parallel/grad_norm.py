@@ -1,0 +1,79 @@
+"""From the gradients each rank computed to the true ones: summed where ranks hold parts, and measured once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from cuboid.kernels.adjacent import follows, in_runs, together
+from cuboid.parallel.collectives import all_reduce
+from cuboid.parallel.groups import Group
+from cuboid.parallel.optimizer_shard import Piece
+from cuboid.parallel.parallelize import Engine
+from cuboid.parallel.zero import Unit
+from cuboid.spec.parameters import TIED
+from cuboid.spec.sharding import Part
+
+
+def finish_gradients(engine: Engine) -> None:
+    """After this every rank's pieces hold the gradient of the global batch."""
+    for unit in engine.units:
+        unit.settle()  # what is left of the last segment starts for all units before any is waited for
+    for unit in engine.units:
+        unit.finish_reduction()
+    for sharing, group in (("tensor", engine.groups.tensor), ("kv", engine.groups.kv_replicas)):
+        parts = [
+            piece.gradient
+            for unit in engine.units
+            for piece in unit.pieces()
+            if piece.part.slice.sharing == sharing and piece.part.slice.partial_gradient
+        ]
+        _sum_together(parts, group)
+    if engine.groups.embedding is not None:
+        for unit in engine.units:
+            if unit.name == TIED:
+                all_reduce(unit.shard_gradient, engine.groups.embedding)
+
+
+def _sum_together(tensors: list[Tensor], group: Group) -> None:
+    """One collective for many small tensors."""
+    if not tensors or group.size == 1:
+        return
+    summed = all_reduce(torch.cat(tensors), group)
+    for tensor, result in zip(tensors, summed.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(result)
+
+
+def counted_pieces(engine: Engine) -> Iterator[Piece]:
+    """The pieces this rank answers for."""
+    for unit in engine.units:
+        for piece in unit.pieces():
+            if answers_for(engine, unit, piece.part):
+                yield piece
+
+
+def answers_for(engine: Engine, unit: Unit, part: Part) -> bool:
+    """Whether this rank counts what it holds of a parameter, so that over the whole job every element is met exactly
+    once."""
+    embedding = engine.groups.embedding
+    replicas = unit.groups.replicate if unit.zero else unit.groups.data
+    second_copy = unit.name == TIED and embedding is not None and embedding.index > 0
+    holders = {"own": None, "tensor": engine.groups.tensor, "kv": engine.groups.kv_replicas}
+    group = holders[part.slice.sharing]
+    return replicas.index == 0 and not second_copy and (group is None or group.index == 0)
+
+
+def squared_norm(engine: Engine) -> Tensor:
+    """This rank's share of the squared norm of the whole gradient."""
+    dtype = engine.units[0].accumulate
+    total = torch.zeros((), dtype=dtype, device=engine.device)
+    gradients = [piece.gradient for piece in counted_pieces(engine)]
+    if gradients and engine.device.type == "cuda" and dtype == torch.float32:
+        from cuboid.kernels.square_sum import squared_norms
+
+        total += squared_norms(in_runs(gradients, follows, together))
+    elif gradients:
+        total += torch.stack(torch._foreach_norm(gradients, 2, dtype)).square().sum()
+    return total

@@ -1,0 +1,301 @@
+"""The recipe: a run's model and layout made into the stages, units and pipeline of this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from cuboid.kernels.cpu_16bit import fast_matmuls
+from cuboid.kernels.precision import wide
+from cuboid.model.fp8 import Fp8Matmul, require_fp8
+from cuboid.model.initialize import initial_tensor
+from cuboid.model.linear import Linear
+from cuboid.model.load_balancing import Balance
+from cuboid.model.moe import Experts, Mixture
+from cuboid.model.recipes import learning_rate_factor
+from cuboid.model.transformer import Block, Embedding, Head
+from cuboid.parallel.activations import Activations
+from cuboid.parallel.async_tp import compiler_options
+from cuboid.parallel.compiled import compiled_block, is_compiled
+from cuboid.parallel.compiled_split_backward import UNTOUCHED, split_matmul
+from cuboid.parallel.context import ContextMix
+from cuboid.parallel.cp_batch import Share, Sharing
+from cuboid.parallel.dualpipe_pair import OverlappedPair
+from cuboid.parallel.expert import join_sequences, make_balance, spread_experts, stay_on, watched
+from cuboid.parallel.fused_add_rmsnorm import branch
+from cuboid.parallel.fused_cross_entropy import lean_loss
+from cuboid.parallel.fused_projections import join_matmuls
+from cuboid.parallel.groups import Groups, connect_groups, make_groups
+from cuboid.parallel.loss_scale import LossScale
+from cuboid.parallel.pipeline import Pipeline
+from cuboid.parallel.recompute import Memory, with_recompute
+from cuboid.parallel.split_backward import Deferral, deferrable_grouped_matmul, deferrable_matmul
+from cuboid.parallel.stage import Reduction, Segment, Stage
+from cuboid.parallel.tensor import split_block, split_embedding, split_head
+from cuboid.parallel.tensor_region import Region
+from cuboid.parallel.zero import Unit
+from cuboid.schedule.make import make_schedule
+from cuboid.schedule.order import pairs_overlap
+from cuboid.schedule.table import Schedule
+from cuboid.spec.layout import Recompute
+from cuboid.spec.parameters import BALANCE, EXPERTS, TIED, is_block_linear, unit_of
+from cuboid.spec.partition import partition
+from cuboid.spec.run import Run
+from cuboid.spec.sharding import Part, Slice, expert_slice, kv_part_count, lay_out, slice_of
+from cuboid.spec.train_state import Course
+from cuboid.telemetry.communication_ledger import Ledger
+
+DTYPES = {
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float64": torch.float64,
+}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Everything one rank needs to compute gradients."""
+
+    run: Run
+    groups: Groups
+    device: torch.device
+    units: list[Unit]
+    pipeline: Pipeline
+    partition: list[range]
+    sharing: Sharing
+    """What this rank sees of its replica's micro-batches."""
+    compiled: bool
+    balance: Balance | None
+    """The losses and statistics of the routers, in a model that has them."""
+    activations: Activations
+    """How large they are."""
+    loss_scale: LossScale | None = None
+    """In fp16."""
+    ledger: Ledger | None = None
+    """What this rank exchanged, if that is counted."""
+    course: Course = field(default_factory=Course)
+    """Which batches are omitted, and what the latest steps were like."""
+
+    @property
+    def holds_loss(self) -> bool:
+        """Whether this rank computes the loss, counted once per replica."""
+        schedule = self.pipeline.schedule
+        return schedule.stage_rank[-1] == self.pipeline.rank and self.groups.tensor.index == 0
+
+
+def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -> Engine:
+    """`draw`: the initial weights; else they are zero until something fills them."""
+    layout, model = run.layout, run.model
+    schedule = make_schedule(layout.schedule, layout.pp, run.micro_batches, layout.vpp)
+    layers = partition(model, layout.stages, run.training.sequence)
+    tied_apart = model.tie_embeddings and schedule.stage_rank[0] != schedule.stage_rank[-1]
+    groups = make_groups(
+        layout, rank, kv_part_count(model, layout.tp), tied_apart, model.mixture is not None, device.type == "cpu"
+    )
+    connect_groups(groups, device)
+    ledger = Ledger() if run.output.count_communication else None
+    if ledger is not None:
+        groups = groups.counted(ledger)
+    builder = _Builder(run, groups, device, schedule)
+    stages = {index: builder.stage(index, layers[index]) for index in schedule.stages_of(groups.coordinates.pp)}
+    tokens = layout.micro_batch * run.training.sequence // layout.cp // (layout.tp if layout.sequence_parallel else 1)
+    pipeline = Pipeline(
+        schedule,
+        stages,
+        groups,
+        builder.deferral,
+        torch.empty(tokens, model.hidden, dtype=builder.dtype, device=device),
+        run.output.keep_timing,
+        None if builder.compiled else fast_matmuls(device, run.training.precision),
+        builder.pair,
+    )
+    sharing = Sharing(run, groups.coordinates.cp, builder.dtype, device)
+    units = list(builder.units.values())
+    factor = None
+    if run.training.precision == "fp16":
+        factor = LossScale(run.training.loss_scale, run.training.loss_scale_steps, device)
+    compiled, balance = builder.compiled, builder.balance
+    parts = (pipeline, layers, sharing, compiled, balance, builder.activations, factor, ledger)
+    engine = Engine(run, groups, device, units, *parts)
+    if draw:
+        draw_weights(engine)
+    return engine
+
+
+def draw_weights(engine: Engine) -> None:
+    """Set all parameters to what the seed says."""
+    run = engine.run
+
+    def held(part: Part) -> Tensor:
+        cut = (part.slice.dimension, range(part.slice.start, part.slice.stop))
+        return initial_tensor(run.model, part.name, part.full_shape, run.training.seed, cut, engine.device)
+
+    for unit in engine.units:
+        unit.fill(held)
+
+
+class _Builder:
+    """Makes stages out of modules: tensor and context parallel, then recompute, then the units of data parallelism."""
+
+    def __init__(self, run: Run, groups: Groups, device: torch.device, schedule: Schedule) -> None:
+        self.run, self.groups, self.device, self.schedule = run, groups, device, schedule
+        self.model, self.layout = run.model, run.layout
+        self.dtype = DTYPES[run.training.weights]
+        self.fp8_rows = run.training.fp8_scaling == "row" if run.training.precision == "fp8" else None
+        """Of the blocks' linears: None is not in fp8, True with a scale for each row."""
+        if self.fp8_rows is not None:
+            require_fp8(device)
+        self.deferral = Deferral()
+        self.reduction = Reduction()
+        self.compiled = is_compiled(run, device)
+        self.units: dict[str, Unit] = {}
+        # Gloo, through which ranks that share a GPU speak, takes its sums from CPU memory only (it would crash);
+        # collectives that continue overlapped with matmuls do not go through it.
+        reachable = device.type != "cuda" or not groups.tensor.is_gloo or run.training.overlap_tensor == "on"
+        traced = self.compiled and not run.output.count_communication and reachable
+        self.region = Region(groups.tensor, self.layout.sequence_parallel, traced) if groups.tensor.size > 1 else None
+        seen = self.region is not None and self.region.traced
+        self.options = compiler_options(run, groups.tensor, device, seen)
+        if self.region is not None:
+            # Where the compiler takes matmuls beside collectives apart, it has to see both. Those of slices it leaves.
+            self.region.overlaps_slices = not schedule.splits_backward
+            self.region.overlaps = self.options is None and not schedule.splits_backward
+        if schedule.splits_backward:
+            self.options = {**(self.options or {}), **UNTOUCHED}
+        self.balance = make_balance(run, device) if self.model.mixture is not None else None
+        self.activations = Activations(run, groups, wide(self.dtype), device)
+        # Without experts elsewhere nothing in a pass would hand over.
+        self.pair = OverlappedPair() if self.layout.ep > 1 and pairs_overlap(schedule) else None
+        if self.pair is not None:
+            self.pair.carried = [(self.balance, "recording"), (Memory, "current")]
+
+    def stage(self, index: int, layers: range) -> Stage:
+        stage = Stage()
+        if index == 0:
+            stage.append(self._embedding())
+        for place, layer in enumerate(layers):
+            stage.append(self._block(layer, self.layout.recompute_at(place)))
+        if index + 1 == self.schedule.stages:
+            stage.append(self._head())
+        return stage
+
+    def _embedding(self) -> Segment:
+        with torch.device("meta"):
+            embedding = Embedding(self.model)
+            if self.region is not None:
+                split_embedding(embedding, self.model, self.region)
+        return self._segment(embedding, "embedding", lambda x, share: embedding(x, share.positions))
+
+    def _block(self, layer: int, recompute: Recompute) -> Segment:
+        with torch.device("meta"):
+            block = Block(self.model, layer)
+            if self.region is not None:
+                split_block(block, self.model, self.region, self.device)
+        if self.fp8_rows is not None:
+            for child in block.modules():
+                if isinstance(child, Linear):
+                    child.matmul = Fp8Matmul(self.fp8_rows)
+        if self.layout.cp > 1:
+            block.attention.mix = ContextMix(self.groups, gathers=self.layout.cp_method == "allgather")
+        routed = isinstance(block.feed_forward, Mixture)
+        # The compiler stops at these, and gives up a block that it would have to stop in while it recomputes.
+        stops = self.layout.cp > 1 or self.run.data.attention_within_documents or routed
+        if self.compiled and not (stops and recompute == "selective"):
+            whole = (self.region is None or self.region.traced) and not stops
+            run = compiled_block(block, recompute, whole, self.options)
+        else:
+            run = with_recompute(block, recompute)
+        if isinstance(block.feed_forward, Mixture) and self.balance is not None:
+            spread_experts(block.feed_forward, self.groups.expert, self.pair.hand_over if self.pair else stay_on)
+            join_sequences(block.feed_forward, self.balance, self.groups, self.run)
+            run = watched(block.feed_forward, self.balance, layer, run)
+        measured = partial(self.activations.add, layer)
+        segment = self._segment(block, f"layers.{layer}", lambda x, share: measured(run(x, share.positions)))
+        if self.compiled:
+            self._rework(block, self.units[f"layers.{layer}"])
+        return segment
+
+    def _rework(self, block: Block, unit: Unit) -> None:
+        """Of a block that is compiled: what the compiler does not find."""
+        waits = self.deferral if self.schedule.splits_backward else None
+        if self.fp8_rows is None:
+            join_matmuls(block, unit, self.model.positions == "rope", waits, self.region)
+            if self.model.norm == "rmsnorm" and self.dtype != torch.float64:
+                block.branch = branch
+        if waits is not None:
+            for child in block.modules():
+                if isinstance(child, Linear):
+                    child.matmul = split_matmul(child, waits, self.fp8_rows)
+
+    def _head(self) -> Segment:
+        with torch.device("meta"):
+            head = Head(self.model)
+            if self.region is not None:
+                split_head(head, self.model, self.region)
+        if self.compiled:
+            group, region = self.groups.tensor, self.region
+            vocabulary = self.model.vocab
+            return self._segment(
+                head,
+                "head",
+                lambda x, share: lean_loss(head, x, share.labels, vocabulary, group, region, self.deferral),
+            )
+        return self._segment(head, "head", lambda x, share: head.loss(x, share.labels))
+
+    def _segment(self, module: nn.Module, prefix: str, run: Callable[[Tensor, Share], Tensor]) -> Segment:
+        in_block = prefix.startswith("layers.")
+        if self.schedule.splits_backward:
+            for child in module.modules():
+                if isinstance(child, Linear) and not (self.compiled and in_block):
+                    child.matmul = deferrable_matmul(self.deferral, self.fp8_rows if in_block else None)
+                if isinstance(child, Experts):
+                    child.matmul = deferrable_grouped_matmul(self.deferral)
+        inside: dict[str, str] = {}
+        members: dict[str, dict[str, tuple[int, ...]]] = {}
+        for inner, parameter in module.named_parameters():
+            tied = self.model.tie_embeddings and f"{prefix}.{inner}" in (TIED, "head.output.weight")
+            name = TIED if tied else f"{prefix}.{inner}"
+            inside[name] = inner
+            members.setdefault(unit_of(prefix, name), {})[name] = tuple(parameter.shape)
+        used = []
+        for unit_name, shapes in members.items():
+            unit = self._unit(unit_name, shapes)
+            for name in shapes:
+                set_parameter(module, inside[name], unit.parameters[name])
+            if not unit_name.endswith(BALANCE):  # always whole, and no gradient ever comes to it
+                used.append(unit)
+        return Segment(prefix, run, used, self.deferral, self.reduction)
+
+    def _unit(self, name: str, shapes: dict[str, tuple[int, ...]]) -> Unit:
+        if name not in self.units:
+            one_scale = self.fp8_rows is False
+            experts, balance = name.endswith(EXPERTS), name.endswith(BALANCE)
+            self.units[name] = Unit(
+                name,
+                [
+                    replace(part, rate_factor=learning_rate_factor(self.model, part.name))
+                    for part in lay_out(shapes, self._slice_of)
+                ],
+                0 if balance else self.layout.zero,
+                self.groups.routed if experts else self.groups,
+                wide(self.dtype) if balance else self.dtype,
+                self.device,
+                [part for part, shape in shapes.items() if one_scale and is_block_linear(name, part, shape)],
+            )
+        return self.units[name]
+
+    def _slice_of(self, name: str, shape: tuple[int, ...]) -> Slice:
+        tensor, expert = self.groups.tensor, self.groups.expert
+        if EXPERTS in name:
+            return expert_slice(shape, expert.size, expert.index)
+        return slice_of(name, shape, self.model, tensor.size, tensor.index, self.layout.sequence_parallel)
+
+
+def set_parameter(module: nn.Module, path: str, parameter: nn.Parameter) -> None:
+    owner, _, name = path.rpartition(".")
+    setattr(module.get_submodule(owner), name, parameter)

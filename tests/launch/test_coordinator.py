@@ -1,0 +1,196 @@
+"""What the leader decides, from what it heard and when: no process, no socket, no clock."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cuboid.launch.coordinator import Order, RollCall, Rules, Status
+from cuboid.resilience.replan import Choice
+
+
+class Story:
+    """A coordinator whose nodes do what they are told; time passes when the story says so."""
+
+    def __init__(self, least: int = 2, most: int = 4, ranks: int = 2, gather: float = 60.0) -> None:
+        self.now, self.checkpoint, self.failures, self.verdict = 100.0, 0, list[tuple[str, str, str, str]](), ""
+        self.states: dict[str, str] = {}
+        self.silent: set[str] = set()
+
+        def judge(*failure: str) -> str:
+            self.failures.append(failure)  # type: ignore[arg-type]
+            return self.verdict
+
+        def choose(nodes: int) -> Choice:
+            return Choice(nodes, ranks, f"dp={nodes * ranks}", f"{nodes} nodes")
+
+        rules = Rules(least, most, lost_after=10.0, gather=gather, patience=600.0)
+        self.rollcall = RollCall("a", rules, choose, judge, lambda: self.checkpoint, number=7)
+        self.rollcall.meet_at("10.0.0.1", 4000)
+
+    def arrive(self, *nodes: str) -> None:
+        self.states |= dict.fromkeys(nodes, "")
+
+    def passes(self, seconds: float) -> Order:
+        """Everybody beats every second."""
+        for _ in range(round(seconds)):
+            self.now += 1
+            self._speak()
+        return self.rollcall.decide(self.now)
+
+    def _speak(self) -> None:
+        order = self.rollcall.decide(self.now)
+        for node, state in self.states.items():
+            if node not in self.silent:
+                told = "training" if order.task == "train" and node in order.members else "ready"
+                self.rollcall.hear(node, Status(order.number, state or told, "why"), self.now)  # type: ignore[arg-type]
+
+
+def training(*nodes: str, least: int = 2, most: int | None = None) -> Story:
+    story = Story(least, most or len(nodes))
+    story.arrive(*nodes)
+    assert story.passes(2).task == "train"
+    return story
+
+
+def test_a_full_job_starts_at_once_and_a_part_of_it_after_a_while() -> None:
+    assert training("a", "b", "c", "d").rollcall.order.members == ("a", "b", "c", "d")
+    story = Story()
+    story.arrive("a", "b", "c")
+    assert story.passes(50).task == "wait"
+    order = story.passes(15)
+    assert (order.task, order.members, order.layout, order.address, order.port) == (
+        "train",
+        ("a", "b", "c"),
+        "dp=6",
+        "10.0.0.1",
+        4000,
+    )
+
+
+def test_nothing_starts_before_ranks_have_where_to_meet_or_with_too_few_nodes() -> None:
+    story = Story()
+    story.rollcall.meet_at("", 0)
+    story.arrive("a", "b", "c", "d")
+    assert story.passes(5).task == "wait"
+    story = Story()
+    story.arrive("a")
+    assert story.passes(500).task == "wait"
+    order = story.passes(110)
+    assert (order.task, order.status) == ("end", 1)
+    assert order.reason == "1 of 2 nodes were there after 600 s; start the others"
+
+
+def test_a_silent_node_is_lost_and_the_others_go_on_when_their_ranks_have_ended() -> None:
+    story = training("a", "b", "c", "d")
+    first = story.rollcall.order.number
+    story.silent = {"b"}
+    assert story.passes(9).number == first, "nine seconds of silence are within ten"
+    assert story.passes(3).task in ("wait", "train")
+    order = story.passes(2)
+    assert (order.task, order.members, order.layout) == ("train", ("a", "c", "d"), "dp=6")
+    assert story.failures == [("node", "b", "node b is lost: nothing was heard of it for 10 s", "dp=8")]
+    story.silent = {"b", "c"}
+    assert story.passes(20).members == ("a", "d")
+
+
+def test_a_broken_connection_counts_sooner_unless_it_is_made_again() -> None:
+    story = training("a", "b", "c")
+    story.rollcall.leave("c", story.now)
+    assert story.passes(5).members == ("a", "b", "c"), "it came back"
+    story.silent = {"c"}
+    story.rollcall.leave("c", story.now)
+    story.states["a"] = "failed"  # its ranks miss the other node's
+    story.passes(2)
+    story.states["a"] = ""
+    assert story.passes(5).members == ("a", "b")
+    assert story.failures[0][:3] == ("node", "c", "node c is lost: its supervisor ended")
+
+
+def test_a_failed_rank_starts_all_again_in_the_same_order() -> None:
+    story = training("a", "b", "c", "d")
+    number = story.rollcall.order.number
+    story.states["c"] = "failed"
+    story.passes(1)
+    story.states["c"] = ""
+    order = story.passes(3)
+    assert (order.task, order.members) == ("train", ("a", "b", "c", "d")) and order.number > number
+    assert story.failures == [("rank", "c", "why", "dp=8")]
+
+
+def test_nobody_is_started_while_an_old_rank_may_live() -> None:
+    story = training("a", "b", "c", "d")
+    story.states["a"] = "failed"
+    story.states["d"] = "training"
+    story.passes(1)
+    story.states["a"] = ""
+    assert story.passes(60).task == "wait"
+    story.states["d"] = ""
+    assert story.passes(2).task == "train"
+
+
+def test_giving_up_refusing_and_finishing_are_the_same_for_all() -> None:
+    story = training("a", "b")
+    story.verdict = "enough"
+    story.states["b"] = "failed"
+    order = story.passes(2)
+    assert (order.task, order.status, order.reason) == ("end", 1, "enough")
+    for states, status in ((("refused", ""), 2), (("done", "done"), 0), (("preempted", "preempted"), 75)):
+        story = training("a", "b")
+        story.states |= dict(zip("ab", states, strict=True))
+        order = story.passes(2)
+        assert (order.task, order.status) == ("end", status)
+    story = training("a", "b")
+    story.states["a"] = "done"
+    assert story.passes(5).task == "train", "the other one is still at it"
+
+
+def test_a_returned_node_is_taken_in_after_the_next_checkpoint_and_comes_last() -> None:
+    story = training("a", "b", "c", "d")
+    story.silent = {"b"}
+    story.passes(15)
+    story.silent.clear()
+    assert story.passes(100).members == ("a", "c", "d"), "growing now would throw work away"
+    story.checkpoint = 12
+    assert story.passes(3).members == ("a", "c", "d", "b")
+    assert [failure[0] for failure in story.failures] == ["node"], "growing is no failure"
+
+
+def test_more_nodes_than_wanted_are_spares_that_step_in() -> None:
+    story = training("a", "b", "c", most=2)
+    assert story.rollcall.order.members == ("a", "b")
+    story.checkpoint = 5
+    assert story.passes(30).members == ("a", "b"), "a spare changes nothing"
+    story.silent = {"b"}
+    assert story.passes(15).members == ("a", "c")
+    story.silent = {"a", "b"}
+    assert story.passes(100).members == ("a", "c"), "who leads is never lost: it must live"
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.tuples(st.sampled_from("abcde"), st.sampled_from(["silent", "back", "failed", "save"])), max_size=25)
+)
+def test_whatever_happens_the_job_goes_on_with_those_that_are_there(events: list[tuple[str, str]]) -> None:
+    story = training(*"abcde", least=1, most=5)
+    numbers = [story.rollcall.order.number]
+    for node, event in events:
+        if event == "silent":
+            story.silent.add(node)
+        elif event == "back":
+            story.silent.discard(node)
+        elif event == "failed":
+            story.states[node] = "failed"
+            story.passes(1)
+            story.states[node] = ""
+        else:
+            story.checkpoint += 1
+        numbers.append(story.passes(4).number)
+    assert numbers == sorted(numbers), "an order is never taken back"
+    story.silent.discard("a")  # in whose name all is decided
+    story.passes(20)
+    story.checkpoint += 1
+    story.passes(5)
+    story.checkpoint += 1
+    order = story.passes(5)
+    assert order.task == "train" and set(order.members) == set("abcde") - story.silent

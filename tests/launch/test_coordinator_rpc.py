@@ -1,0 +1,105 @@
+"""The coordinator over real connections, without any ranks."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import pytest
+
+from cuboid.launch.coordinator import Order, RollCall, Rules, Status
+from cuboid.launch.coordinator_rpc import LONGEST, Contact, Desk
+from cuboid.launch.network import Endpoint
+from cuboid.resilience.replan import Choice
+
+
+def choose(nodes: int) -> Choice:
+    return Choice(nodes, 1, f"dp={nodes}", f"{nodes} nodes")
+
+
+class Office:
+    def __init__(self) -> None:
+        self.said: list[Order] = []
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = Endpoint(*listener.getsockname()[:2])
+        rules = Rules(2, 2, lost_after=60.0, gather=60.0, patience=600.0)
+        rollcall = RollCall("a", rules, choose, lambda *_: "", lambda: 0, number=1)
+        self.desk = Desk(listener, rollcall, "the run", self.said.append)
+        self.desk.meet_at("127.0.0.1", 1)
+        self.contacts: list[Contact] = []
+
+    def join(self, node: str, run: str = "the run") -> Contact:
+        self.contacts.append(Contact(self.endpoint, node, run, lost_after=60.0))
+        return self.contacts[-1]
+
+
+@pytest.fixture
+def office() -> Iterator[Office]:
+    made = Office()
+    yield made
+    for contact in made.contacts:
+        contact.close()
+    made.desk.end(0, "the test is over", patience=30.0)
+
+
+def wait(happened: Callable[[], object]) -> None:
+    limit = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def never() -> bool:
+    return False
+
+
+def test_orders_reach_everybody_and_answers_the_leader(office: Office) -> None:
+    contacts = [office.join("a"), office.join("b")]
+    for contact in contacts:
+        order = contact.next(None, 60.0, never)
+        assert order is not None and order.task == "wait"
+        contact.tell(Status(order.number, "ready"))
+    orders = [contact.next(1, 60.0, never) for contact in contacts]
+    assert orders[0] == orders[1] and orders[0] is not None
+    assert (orders[0].task, orders[0].members, orders[0].layout) == ("train", ("a", "b"), "dp=2")
+    for contact in contacts:
+        contact.tell(Status(orders[0].number, "done"))
+    assert [contact.next(orders[0].number, 60.0, never) for contact in contacts] == [office.said[-1]] * 2
+    assert (office.said[-1].task, office.said[-1].status) == ("end", 0)
+
+
+def test_a_contact_finds_its_way_back(office: Office) -> None:
+    contact = office.join("b")
+    wait(lambda: contact.order)
+    for line in list(office.desk._lines.values()):
+        line.shutdown(socket.SHUT_RDWR)
+    heard = contact._heard
+    wait(lambda: contact._heard > heard + 0.5)
+    assert not contact.lost and contact.silence < 60
+
+
+def test_another_run_and_strangers_are_sent_away(office: Office) -> None:
+    other = office.join("b", run="another run")
+    assert other.next(None, 60.0, never) is None
+    assert other.refused == "this node has another run file, or other options, than the others"
+    for nonsense in (b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b"[1]\n", b"null\n", b"x" * (2 * LONGEST)):
+        with (
+            suppress(ConnectionError),
+            socket.create_connection((office.endpoint.host, office.endpoint.port)) as line,
+        ):
+            line.sendall(nonsense)
+            while line.recv(1024):  # until it hangs up
+                pass
+    wait(lambda: office.join("c").next(None, 60.0, never))
+
+
+def test_silence_and_a_wish_to_stop_end_the_waiting(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        contact = Contact(Endpoint(*nobody.getsockname()[:2]), "a", "the run", lost_after=0.2)
+        assert contact.next(None, 0.5, never) is None and contact.lost
+        wait(lambda: contact._noted)
+        assert capsys.readouterr().err.startswith("warning: nothing is heard from the leading node at 127.0.0.1:")
+        assert contact.next(None, 60.0, lambda: True) is None
+        contact.close()
