@@ -1,1 +1,1 @@
-"""The layout applied to the model: one file per dimension, and apply.py, the recipe in order."""
+"""The layout applied to the model: process groups, ZeRO, tensor, context, expert and pipeline parallelism."""
