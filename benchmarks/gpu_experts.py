@@ -17,7 +17,7 @@ from torch import Tensor
 
 import cuboid.model.moe as mixture_module
 from cuboid.model import routing
-from cuboid.model.moe import GroupedMatmul, Mixture, grouped_matmul
+from cuboid.model.moe import GroupedMatmul, MoE, grouped_matmul
 from cuboid.model.rope import Positions
 from cuboid.parallel.split_backward import Deferral, deferrable_grouped_matmul
 from cuboid.spec.mixture import MixtureSpec
@@ -70,7 +70,7 @@ def main() -> None:
         print(f"{name:>11}: {milliseconds(matmul, x, weight, counts, gradient):6.2f} ms, errors {shown} {verdict}")
 
 
-def layer_outcome(layer: Mixture, x: Tensor, gradient: Tensor) -> list[Tensor]:
+def layer_outcome(layer: MoE, x: Tensor, gradient: Tensor) -> list[Tensor]:
     x = x.detach().requires_grad_()
     layer.zero_grad()
     index = torch.arange(x.shape[0] // 2, device=x.device).unsqueeze(0)
@@ -84,7 +84,7 @@ def layer_outcome(layer: Mixture, x: Tensor, gradient: Tensor) -> list[Tensor]:
 def compare_layers(capacity: float) -> None:
     mixture = MixtureSpec(experts=64, top_k=8, expert_ffn=768, capacity_factor=capacity)
     model = ModelSpec(hidden=2048, layers=1, heads=16, ffn=1024, vocab=512, mixture=mixture)
-    layer = Mixture(model).to(DEVICE)
+    layer = MoE(model).to(DEVICE)
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     layer.to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Imports between rooms follow the table of CONTRIBUTING.md: downwards in it only, so that no two rooms form a cycle."""
+"""Imports between rooms follow the table of CONTRIBUTING.md: only upwards in it, so that no two rooms form a cycle."""
 
 from __future__ import annotations
 

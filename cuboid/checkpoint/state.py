@@ -11,7 +11,7 @@ from torch import Tensor
 from cuboid.checkpoint.boxes import Box, boxes_of_piece
 from cuboid.checkpoint.scattered import Scattered
 from cuboid.parallel.grad_norm import counted_pieces
-from cuboid.parallel.optimizer_shard import Piece
+from cuboid.parallel.optimizer_shard import OptimizerShard
 from cuboid.parallel.parallelize import Engine
 
 KINDS = ("parameter", "exp_avg", "exp_avg_sq")
@@ -25,7 +25,7 @@ class Moments(Protocol):
 
     def set_steps_taken(self, steps: int) -> None: ...
 
-    def moments(self, piece: Piece) -> tuple[Tensor, Tensor]: ...
+    def moments(self, piece: OptimizerShard) -> tuple[Tensor, Tensor]: ...
 
 
 def state_to_save(engine: Engine, optimizer: Moments) -> dict[str, Scattered]:
@@ -48,7 +48,7 @@ def weights_to_load(engine: Engine) -> dict[str, Scattered]:
     return {piece.part.name: _scattered(piece, piece.kept) for unit in engine.units for piece in unit.pieces()}
 
 
-def _state(pieces: Iterable[Piece], optimizer: Moments) -> dict[str, Scattered]:
+def _state(pieces: Iterable[OptimizerShard], optimizer: Moments) -> dict[str, Scattered]:
     state: dict[str, Scattered] = {}
     for piece in pieces:
         for kind, values in zip(KINDS, (piece.kept, *optimizer.moments(piece)), strict=True):
@@ -56,7 +56,7 @@ def _state(pieces: Iterable[Piece], optimizer: Moments) -> dict[str, Scattered]:
     return state
 
 
-def _scattered(piece: Piece, values: Tensor) -> Scattered:
+def _scattered(piece: OptimizerShard, values: Tensor) -> Scattered:
     """`values`: a moment of the piece, or what it keeps as master weights."""
 
     def boxes(whole: Tensor) -> Iterator[tuple[Box, Tensor]]:

@@ -17,8 +17,8 @@ from cuboid.generate.latent import CachedLatentAttention
 from cuboid.generate.panels import PanelTable, use_kernels
 from cuboid.model.feed_forward import FeedForward
 from cuboid.model.initialize import initial_tensor
-from cuboid.model.mla import LatentAttention
-from cuboid.model.moe import Mixture
+from cuboid.model.mla import MultiLatentAttention
+from cuboid.model.moe import MoE
 from cuboid.model.rope import Positions
 from cuboid.model.transformer import Block, Embedding, Head
 from cuboid.parallel.collectives import all_gather
@@ -124,13 +124,13 @@ class Builder:
             block = Block(self.model, layer)
             if self.region is not None:
                 split_block(block, self.model, self.region, self.device)
-        if isinstance(block.feed_forward, Mixture):
+        if isinstance(block.feed_forward, MoE):
             spread_experts(block.feed_forward, self.groups.expert)
         self._materialize(block, f"layers.{layer}")
         shape = cache_shape(self.model, self.spec.layout, self.spec.slots, self.spec.length)
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         attention = block.attention
-        if isinstance(attention, LatentAttention):
+        if isinstance(attention, MultiLatentAttention):
             cache = Cache(shape, self.context, None, like)
             block.attention = CachedLatentAttention(attention, cache)  # type: ignore[assignment]
         else:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from cuboid.generate.cache import Cache
-from cuboid.model.mla import LatentAttention
+from cuboid.model.mla import MultiLatentAttention
 from cuboid.model.rope import Positions
 
 
 class CachedLatentAttention(nn.Module):
-    def __init__(self, whole: LatentAttention, cache: Cache) -> None:
+    def __init__(self, whole: MultiLatentAttention, cache: Cache) -> None:
         super().__init__()
         self.whole, self.cache = whole, cache
         self.up = whole.key_value_up.weight

@@ -32,7 +32,7 @@ SLOW = 8
 warnings.filterwarnings("ignore", message="mkldnn_matmul failed, switching to BLAS gemm")
 
 
-class WideMatmuls(TorchDispatchMode):
+class Float32Matmuls(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
     ) -> Any:
@@ -55,7 +55,7 @@ def fast_matmuls(device: torch.device, precision: str) -> AbstractContextManager
     """Inside, matmuls in that precision take no longer than they must. Of fp8 few are in 16 bits, and all its other
     operations would take longer."""
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    return WideMatmuls() if device.type == "cpu" and kind is not None and _is_slow(kind) else nullcontext()
+    return Float32Matmuls() if device.type == "cpu" and kind is not None and _is_slow(kind) else nullcontext()
 
 
 @cache

@@ -18,7 +18,7 @@ PAGE = 4096
 GIB = 2**30
 
 
-class HostMemory:
+class PinnedMemory:
     """Zeros from which tensors are cut one after the other.
 
     torch's own pinned memory comes in powers of two, of which a model's moments would waste up to half."""

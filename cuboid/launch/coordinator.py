@@ -72,7 +72,7 @@ Judge = Callable[[str, str, str, str], str]
 """Called with a failure's kind, node, reason and layout; the sentence to give up with, or nothing to continue."""
 
 
-class RollCall:
+class Coordinator:
     def __init__(
         self,
         leader: str,

@@ -17,7 +17,7 @@ from typing import Any
 
 from cuboid.console import say
 from cuboid.errors import UserError
-from cuboid.launch.coordinator import Order, RollCall, Status
+from cuboid.launch.coordinator import Coordinator, Order, Status
 from cuboid.launch.network import Endpoint
 
 BEAT = 1.0
@@ -25,14 +25,14 @@ LONGEST = 1 << 16
 """Bytes of a line; whoever sends a longer one is no supervisor."""
 
 
-class Desk:
+class CoordinatorServer:
     """The leader's end."""
 
     def __init__(
-        self, listener: socket.socket, rollcall: RollCall, run: str, announce: Callable[[Order], None]
+        self, listener: socket.socket, coordinator: Coordinator, run: str, announce: Callable[[Order], None]
     ) -> None:
         """`run` tells one run from others: a supervisor with another one is sent away."""
-        self._listener, self._rollcall, self._run, self._announce = listener, rollcall, run, announce
+        self._listener, self._coordinator, self._run, self._announce = listener, coordinator, run, announce
         self._lock = threading.Lock()
         self._lines: dict[str, socket.socket] = {}
         self._open = True
@@ -42,8 +42,8 @@ class Desk:
     def end(self, status: int, reason: str, patience: float) -> None:
         """The last word, unless it was said; then wait until all have heard it and left."""
         with self._lock:
-            if self._rollcall.order.task != "end":
-                self._rollcall.end(status, reason)
+            if self._coordinator.order.task != "end":
+                self._coordinator.end(status, reason)
                 self._say()
         until = time.monotonic() + patience
         while self._lines and time.monotonic() < until:
@@ -53,26 +53,26 @@ class Desk:
 
     def meet_at(self, address: str, port: int) -> None:
         with self._lock:
-            self._rollcall.meet_at(address, port)
+            self._coordinator.meet_at(address, port)
 
     def _decide(self) -> None:
         while self._open:
             with self._lock:
-                before = self._rollcall.order
+                before = self._coordinator.order
                 try:
-                    self._rollcall.decide(time.monotonic())
+                    self._coordinator.decide(time.monotonic())
                 except UserError as error:
-                    self._rollcall.end(2, str(error))
+                    self._coordinator.end(2, str(error))
                 except Exception as error:  # nobody else would ever say why the job stands still
-                    self._rollcall.end(1, f"the leading node failed: {error!r}")
-                if self._rollcall.order != before:
+                    self._coordinator.end(1, f"the leading node failed: {error!r}")
+                if self._coordinator.order != before:
                     self._say()
-                for node in set(self._lines) - set(self._rollcall.nodes):  # of the lost nothing more will be heard
+                for node in set(self._lines) - set(self._coordinator.nodes):  # of the lost nothing more will be heard
                     _hang_up(self._lines.pop(node))
             time.sleep(BEAT / 4)
 
     def _say(self) -> None:
-        order = self._rollcall.order
+        order = self._coordinator.order
         self._announce(order)
         for line in list(self._lines.values()):
             with suppress(OSError):  # who cannot be reached is found to be lost
@@ -100,8 +100,8 @@ class Desk:
                     with self._lock:
                         node = str(word["node"])
                         self._lines[node] = line
-                        status, order = Status(**word["status"]), self._rollcall.order
-                        self._rollcall.hear(node, status, time.monotonic())
+                        status, order = Status(**word["status"]), self._coordinator.order
+                        self._coordinator.hear(node, status, time.monotonic())
                         # Who has the order is only told that the leader lives: of many nodes the order is long.
                         line.sendall(_encode({} if status.order == order.number else asdict(order)))
         except (OSError, ValueError, TypeError, KeyError):
@@ -110,11 +110,11 @@ class Desk:
             with self._lock:
                 if self._lines.get(node) is line:
                     del self._lines[node]
-                    self._rollcall.leave(node, time.monotonic())
+                    self._coordinator.leave(node, time.monotonic())
             line.close()
 
 
-class Contact:
+class CoordinatorClient:
     """A supervisor's end: it connects again and again, for as long as it is open."""
 
     def __init__(self, endpoint: Endpoint, node: str, run: str, lost_after: float) -> None:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from cuboid.console import say
 from cuboid.errors import RankError, UserError
-from cuboid.launch.coordinator import Order, RollCall, Rules, Status
-from cuboid.launch.coordinator_rpc import Contact, Desk
+from cuboid.launch.coordinator import Coordinator, Order, Rules, Status
+from cuboid.launch.coordinator_rpc import CoordinatorClient, CoordinatorServer
 from cuboid.launch.network import Endpoint, listen
 from cuboid.launch.nodes import Nodes
 from cuboid.launch.place import seats
@@ -57,13 +57,13 @@ def _supervise(run: Run, nodes: Nodes, listener: socket.socket | None, quiet: bo
         f"ranks of this node listen on {nodes.interface.name} ({nodes.interface.address}), at ports the system gives"
     )
     if listener is None:
-        _tell(f"joining the roll call at {nodes.endpoint}; {listens}", quiet)
+        _tell(f"joining the coordinator at {nodes.endpoint}; {listens}", quiet)
     else:
         where = Endpoint(*listener.getsockname()[:2])
         meeting = listen(where.host, 0)
-        _tell(f"roll call at {where}; ranks meet at {Endpoint(*meeting.getsockname()[:2])}; {listens}", quiet)
+        _tell(f"coordinator at {where}; ranks meet at {Endpoint(*meeting.getsockname()[:2])}; {listens}", quiet)
         desk = _lead(run, nodes, name, listener, quiet)
-    contact = Contact(where, name, nodes.fingerprint(run), SOONER * limit)
+    contact = CoordinatorClient(where, name, nodes.fingerprint(run), SOONER * limit)
     start_fork_server(run, signals)
     store = _serve(meeting, desk) if meeting is not None and desk is not None else None
     status, reason = 1, "the leading node failed"
@@ -84,7 +84,7 @@ def _supervise(run: Run, nodes: Nodes, listener: socket.socket | None, quiet: bo
         del store  # which served the ranks until here
 
 
-def _lead(run: Run, nodes: Nodes, name: str, listener: socket.socket, quiet: bool) -> Desk:
+def _lead(run: Run, nodes: Nodes, name: str, listener: socket.socket, quiet: bool) -> CoordinatorServer:
     spec, restarts = run.resilience, Restarts(run)
     rules = Rules(nodes.least, nodes.most, spec.contact_seconds, spec.gather_seconds, spec.rejoin_seconds)
 
@@ -96,11 +96,11 @@ def _lead(run: Run, nodes: Nodes, name: str, listener: socket.socket, quiet: boo
             say(order.reason, as_warning=True)
 
     choose = Replanner(run, nodes.ranks).choose
-    rollcall = RollCall(name, rules, choose, restarts.failed, lambda: newest_kept(run), number=int(time.time()))
-    return Desk(listener, rollcall, nodes.fingerprint(run), announce)
+    coordinator = Coordinator(name, rules, choose, restarts.failed, lambda: newest_kept(run), number=int(time.time()))
+    return CoordinatorServer(listener, coordinator, nodes.fingerprint(run), announce)
 
 
-def _serve(meeting: socket.socket, desk: Desk) -> object:
+def _serve(meeting: socket.socket, desk: CoordinatorServer) -> object:
     from cuboid.launch.rendezvous import serve_store
 
     address, port = meeting.getsockname()[:2]
@@ -109,7 +109,7 @@ def _serve(meeting: socket.socket, desk: Desk) -> object:
     return store
 
 
-def _follow(run: Run, name: str, contact: Contact, quiet: bool, signals: Forwarder) -> Order:
+def _follow(run: Run, name: str, contact: CoordinatorClient, quiet: bool, signals: Forwarder) -> Order:
     """Do what is ordered until the last word, which is returned."""
     status = Status()
 
@@ -135,7 +135,7 @@ def _follow(run: Run, name: str, contact: Contact, quiet: bool, signals: Forward
         contact.tell(status)
 
 
-def _attempt(run: Run, name: str, order: Order, contact: Contact, quiet: bool, signals: Forwarder) -> Status:
+def _attempt(run: Run, name: str, order: Order, contact: CoordinatorClient, quiet: bool, signals: Forwarder) -> Status:
     """This node's part of one attempt, and how it ended."""
     first, world = order.members.index(name) * order.ranks, len(order.members) * order.ranks
     places = seats(order.ranks, first, world, order.address, order.port, f"order-{order.number}")
@@ -153,7 +153,7 @@ def _attempt(run: Run, name: str, order: Order, contact: Contact, quiet: bool, s
 
 
 @contextmanager
-def _on_a_leash(contact: Contact, number: int) -> Iterator[list[bool]]:
+def _on_a_leash(contact: CoordinatorClient, number: int) -> Iterator[list[bool]]:
     """Meanwhile this node's ranks are ended, stopped or hung as they may be, once another order is given or contact is
     lost; whether they were is in the list."""
     ended, cut = threading.Event(), list[bool]()

@@ -15,7 +15,7 @@ EPSILON = 1e-6
 """Of the norms of latents, whatever the other norms have."""
 
 
-class LatentAttention(nn.Module):
+class MultiLatentAttention(nn.Module):
     """Input and output are (batch · length, hidden): tokens of all sequences one after another."""
 
     def __init__(self, model: ModelSpec) -> None:

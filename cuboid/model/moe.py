@@ -15,7 +15,7 @@ from cuboid.kernels.compiler import uncompiled
 from cuboid.model.feed_forward import FeedForward
 from cuboid.model.load_balancing import Tokens
 from cuboid.model.rope import Positions
-from cuboid.model.router import Router, fuses, places_of
+from cuboid.model.router import Router, fuses, permutation_of
 from cuboid.spec.model import ModelSpec
 
 GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -106,7 +106,7 @@ class Experts(nn.Module):
         return self.matmul(inner, self.down, counts)
 
 
-class Journey(Protocol):
+class TokenDispatch(Protocol):
     """Rows on their way to their experts. How many each expert gets is known before the rows themselves are there."""
 
     def leave(self, rows: Tensor) -> None:
@@ -120,7 +120,7 @@ class Journey(Protocol):
 
 
 @dataclass
-class Stay:
+class LocalDispatch:
     """The journey of rows whose experts are all here."""
 
     counts: Tensor
@@ -135,7 +135,7 @@ class Stay:
         return rows
 
 
-class Mixture(nn.Module):
+class MoE(nn.Module):
     def __init__(self, model: ModelSpec) -> None:
         super().__init__()
         assert model.mixture is not None
@@ -143,7 +143,7 @@ class Mixture(nn.Module):
         self.router = Router(model.hidden, mixture)
         self.experts = Experts(model, mixture.experts, mixture.expert_ffn)
         self.shared = FeedForward(model, mixture.shared_ffn) if mixture.shared_ffn else None
-        self.depart: Callable[[Tensor], Journey] = Stay
+        self.depart: Callable[[Tensor], TokenDispatch] = LocalDispatch
         self.take_part: Callable[[Tensor], Tensor] = _itself
         """The tokens that this rank routes, of those it holds."""
         self.put_together: Callable[[Tensor], Tensor] = _itself
@@ -155,13 +155,13 @@ class Mixture(nn.Module):
         """Not for the compiler: how many rows each expert gets is another number every time."""
         mine = self.take_part(x)
         routing = self.router(mine, Tokens(positions.length, *self.part, positions.index))
-        places = places_of(routing, self.router.mixture.experts)
-        journey = self.depart(places.counts)
-        journey.leave(places.spread(mine))
+        permutation = permutation_of(routing, self.router.mixture.experts)
+        journey = self.depart(permutation.counts)
+        journey.leave(permutation.permute(mine))
         shared = None if self.shared is None else self.shared(x, positions)  # while rows travel
         rows, counts = journey.arrive()
         rows = journey.go_back(self.experts(rows, counts))
-        routed = self.put_together(places.gather(rows, routing.weights))
+        routed = self.put_together(permutation.unpermute(rows, routing.weights))
         return routed if shared is None else routed + shared
 
 

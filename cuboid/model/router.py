@@ -94,7 +94,7 @@ def _already_whole(chosen: Tensor, tokens: Tokens) -> tuple[Tensor, Tensor]:
     return chosen.unflatten(0, (-1, tokens.length)), torch.arange(chosen.shape[0], device=chosen.device)
 
 
-class _Spread(torch.autograd.Function):
+class _Permute(torch.autograd.Function):
     """Each token once for each of its experts, in the order of experts. The gradient comes home by a gather and a sum
     over a token's experts, which is deterministic where adding at an index is not."""
 
@@ -111,7 +111,7 @@ class _Spread(torch.autograd.Function):
         return _rows_at(gradient, home).sum(1), None, None
 
 
-class _Return(torch.autograd.Function):
+class _Unpermute(torch.autograd.Function):
     """Rows in the order of experts → (tokens, top_k, hidden)."""
 
     @staticmethod
@@ -186,7 +186,7 @@ class _Combine(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Places:
+class Permutation:
     """Where each assignment of a token to an expert stands in the order of experts."""
 
     order: Tensor
@@ -198,19 +198,19 @@ class Places:
     counts: Tensor
     """(experts): rows of each."""
 
-    def spread(self, x: Tensor) -> Tensor:
-        return _Spread.apply(x, self.order, self.home)
+    def permute(self, x: Tensor) -> Tensor:
+        return _Permute.apply(x, self.order, self.home)
 
-    def gather(self, rows: Tensor, weights: Tensor) -> Tensor:
+    def unpermute(self, rows: Tensor, weights: Tensor) -> Tensor:
         """The weighted sum over each token's experts."""
         if fuses(rows):
             return _Combine.apply(rows, weights, self.home)
-        returned = _Return.apply(rows, self.order, self.home)
+        returned = _Unpermute.apply(rows, self.order, self.home)
         return torch.bmm(weights.to(rows.dtype).unsqueeze(1), returned).squeeze(1)
 
 
 @torch.no_grad()
-def places_of(routing: Routing, experts: int) -> Places:
+def permutation_of(routing: Routing, experts: int) -> Permutation:
     wanted = routing.chosen.flatten()
     if routing.kept is not None:
         wanted = wanted.where(routing.kept.flatten(), experts)  # behind the last expert
@@ -220,4 +220,4 @@ def places_of(routing: Routing, experts: int) -> Places:
     home[order] = torch.arange(order.numel(), device=order.device)
     if routing.kept is not None:
         home = home.where(routing.kept.flatten(), order.numel())
-    return Places(order, home.view(routing.chosen.shape), counts)
+    return Permutation(order, home.view(routing.chosen.shape), counts)

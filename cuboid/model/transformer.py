@@ -15,8 +15,8 @@ from cuboid.model.attention import Attention
 from cuboid.model.feed_forward import FeedForward
 from cuboid.model.linear import Linear, Norm
 from cuboid.model.load_balancing import Balance
-from cuboid.model.mla import LatentAttention
-from cuboid.model.moe import Mixture
+from cuboid.model.mla import MultiLatentAttention
+from cuboid.model.moe import MoE
 from cuboid.model.rope import Positions, make_positions
 from cuboid.spec.model import ModelSpec
 
@@ -63,12 +63,12 @@ class Block(nn.Module):
     def __init__(self, model: ModelSpec, layer: int) -> None:
         super().__init__()
         self.attention_norm = Norm(model, model.hidden)
-        self.attention: Attention | LatentAttention = (
-            Attention(model) if model.latent is None else LatentAttention(model)
+        self.attention: Attention | MultiLatentAttention = (
+            Attention(model) if model.latent is None else MultiLatentAttention(model)
         )
         self.feed_forward_norm = Norm(model, model.hidden)
         routed = model.has_experts(layer)
-        self.feed_forward: Mixture | FeedForward = Mixture(model) if routed else FeedForward(model, model.ffn)
+        self.feed_forward: MoE | FeedForward = MoE(model) if routed else FeedForward(model, model.ffn)
         self.branch: Branch = branch
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
@@ -110,9 +110,7 @@ class Transformer(nn.Module):
 
     def balance_with(self, balance: Balance) -> None:
         """Let the routers' auxiliary losses take part in every backward pass, and count what they do."""
-        routers = [
-            block.feed_forward.router for block in self.layers.values() if isinstance(block.feed_forward, Mixture)
-        ]
+        routers = [block.feed_forward.router for block in self.layers.values() if isinstance(block.feed_forward, MoE)]
         for row, router in enumerate(routers):
             router.balance, router.row = balance, row
 

@@ -31,7 +31,7 @@ def compiler_options(run: Run, group: Group, device: torch.device, traced: bool)
     """What the compiler is to be told for the blocks of these tensor ranks, all of which call this. `traced`: it sees
     their collectives."""
     wish = run.training.overlap_tensor
-    if wish == "off" or group.handle is None or group.is_imagined:
+    if wish == "off" or group.handle is None or group.is_fake:
         return None
     why_not = _obstacle(group.handle, group.size, device, traced)
     if why_not:
@@ -43,9 +43,9 @@ def compiler_options(run: Run, group: Group, device: torch.device, traced: bool)
 
 
 def options() -> dict[str, Any]:
-    from cuboid.parallel.async_tp_pass import BareMatmuls  # the compiler takes a second to import
+    from cuboid.parallel.async_tp_pass import MicroPipelinePass  # the compiler takes a second to import
 
-    return {"_micro_pipeline_tp": True, "post_grad_custom_pre_pass": BareMatmuls()}
+    return {"_micro_pipeline_tp": True, "post_grad_custom_pre_pass": MicroPipelinePass()}
 
 
 def share_memory(handle: dist.ProcessGroup) -> None:

@@ -18,7 +18,7 @@ _aten = torch.ops.aten
 _MM, _BIASED, _ADD = _aten.mm.default, _aten.addmm.default, _aten.add.Tensor
 
 
-class BareMatmuls(CustomGraphPass):
+class MicroPipelinePass(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         for scatter in graph.find_nodes(op="call_function", target=_SCATTER):
             _join(graph, scatter)

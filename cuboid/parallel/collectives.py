@@ -74,7 +74,7 @@ def start_all_gather(part: Tensor, group: Group, into: Tensor | None = None) -> 
     if group.local is not None:
         with group.track.joined("all-gather"):
             return Pending(None, group.local.all_gather(part, into))
-    if group.is_imagined:
+    if group.is_fake:
         into.view(group.size, -1).copy_(part.reshape(1, -1))
         return Pending(None, into)
     work = _all_gather(into, part.contiguous(), group=group.handle, async_op=True)
@@ -90,7 +90,7 @@ def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
     if group.local is not None:
         with group.track.joined("reduce-scatter"):
             return Pending(None, group.local.reduce_scatter(x, part))
-    if group.is_imagined:
+    if group.is_fake:
         return Pending(None, torch.sum(x.view(group.size, *part.shape), 0, out=part))
     awaited: tuple[Track, Wait] = (group.track, "reduce-scatter")
     if group.is_gloo:

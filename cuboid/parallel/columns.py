@@ -55,13 +55,13 @@ def _overlapped(region: Region, x: Tensor, linears: Sequence[Linear], sliced: bo
     if all(matmul is functional.linear for matmul in matmuls):
         return _Columns.apply(region.number, sliced, x, region.gather(x), *held)
     if isinstance(matmuls[0], Fp8Matmul):
-        return _NarrowColumns.apply(region.number, sliced, matmuls[0].by_row, x, region.gather(x), *held)
+        return _Fp8Columns.apply(region.number, sliced, matmuls[0].by_row, x, region.gather(x), *held)
     return None
 
 
 def joined_columns(region: Region, x: Tensor, joined: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """One matmul with weights that lie side by side in `joined`."""
-    return _JoinedColumns.apply(x, region.gather(x), region.number, joined, *weights)
+    return _FusedColumns.apply(x, region.gather(x), region.number, joined, *weights)
 
 
 # The operations. Each returns the summed gradient of the input and then those of the weights. `rest`: the gradient of
@@ -181,7 +181,7 @@ def _rest(whole: Tensor, weights: Sequence[Tensor], sliced: bool) -> list[Tensor
     return [whole[:, sum(weight.shape[1] for weight in weights) :].clone()] if sliced else []
 
 
-class _JoinedColumns(torch.autograd.Function):
+class _FusedColumns(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, whole: Tensor, region: int, *held: Tensor) -> Tensor:
         """`held`: all weights as one, and then each; their gradients are rows of one, too."""
@@ -197,7 +197,7 @@ class _JoinedColumns(torch.autograd.Function):
         return summed, None, None, None, *own.split(context.rows)
 
 
-class _NarrowColumns(torch.autograd.Function):
+class _Fp8Columns(torch.autograd.Function):
     """In 8 bits, as `fp8.Fp8Matmul`."""
 
     @staticmethod

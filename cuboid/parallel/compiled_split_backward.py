@@ -97,7 +97,7 @@ class _SplitMatmul(torch.autograd.Function):
         return input_gradient(gradient, weight, x, number), None, bias_gradient, None
 
 
-class _SplitNarrowMatmul(torch.autograd.Function):
+class _SplitFp8Matmul(torch.autograd.Function):
     """`fp8.Fp8Matmul`; what waits is kept in fp8."""
 
     @staticmethod
@@ -115,7 +115,7 @@ class _SplitNarrowMatmul(torch.autograd.Function):
         return result, None, gradient.sum(0) if context.has_bias else None, None, None
 
 
-def split_joined_matmul(weights: Sequence[Tensor], joined: Tensor, deferral: Deferral) -> Callable[[Tensor], Tensor]:
+def split_fused_matmul(weights: Sequence[Tensor], joined: Tensor, deferral: Deferral) -> Callable[[Tensor], Tensor]:
     """With all of the weights, which are the rows of `joined`."""
     postponer = Postponer(weights, deferral)
     return lambda x: _SplitMatmul.apply(x, joined, None, postponer.number)
@@ -128,6 +128,6 @@ def split_matmul(linear: Linear, deferral: Deferral, fp8_rows: bool | None) -> M
     def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if fp8_rows is None:
             return _SplitMatmul.apply(x, weight, bias, postponer.number)
-        return _SplitNarrowMatmul.apply(x, weight, bias, fp8_rows, postponer.number)
+        return _SplitFp8Matmul.apply(x, weight, bias, fp8_rows, postponer.number)
 
     return matmul

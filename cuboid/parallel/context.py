@@ -37,13 +37,13 @@ class ContextMix:
             # Ranks with fewer key-value heads than ranks repeat them, so that each gets those of its query heads.
             copies = math.lcm(key.shape[2], inner.size) // key.shape[2]
             key, value = (x.repeat_interleave(copies, dim=2) if copies > 1 else x for x in (key, value))
-            query, key, value = _ExchangeHeads.apply(inner, False, query, key, value)
+            query, key, value = _AllToAllHeads.apply(inner, False, query, key, value)
         if self._outer.size > 1:
             length = query.shape[1] * self._outer.size
             seen = _OuterAttention.apply(query, key, value, self._exchange(positions.documents, length))
         else:
             seen = causal_mix(query, key, value, positions)
-        return _ExchangeHeads.apply(inner, True, seen)[0] if inner.size > 1 else seen
+        return _AllToAllHeads.apply(inner, True, seen)[0] if inner.size > 1 else seen
 
     def _exchange(self, documents: Documents | None, length: int) -> Ring | Gathering:
         kind = Gathering if self._gathers else Ring
@@ -156,7 +156,7 @@ def _context_attention(query: Tensor, key: Tensor, value: Tensor, call: int) -> 
     return result
 
 
-@operation("cuboid::exchange_heads")
+@operation("cuboid::all_to_all_heads")
 def _exchange_heads(tensors: list[Tensor], back: bool, call: int) -> list[Tensor]:
     group: Group = _calls[call]
     size = group.size
@@ -167,7 +167,7 @@ def _exchange_heads(tensors: list[Tensor], back: bool, call: int) -> list[Tensor
     return [torch.cat(tuple(x), dim=2) if back else in_order(x) for x in shaped]
 
 
-KEPT = (torch.ops.cuboid.context_attention.default, torch.ops.cuboid.exchange_heads.default)
+KEPT = (torch.ops.cuboid.context_attention.default, torch.ops.cuboid.all_to_all_heads.default)
 """What selective recomputation keeps of context parallelism."""
 
 
@@ -192,7 +192,7 @@ class _OuterAttention(torch.autograd.Function):
         return *context.exchange.backward(gradient, Attended(*context.saved_tensors)), None
 
 
-class _ExchangeHeads(torch.autograd.Function):
+class _AllToAllHeads(torch.autograd.Function):
     """Some heads of all tokens of the group for all heads of this rank's tokens, or back."""
 
     @staticmethod

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 
-class OverlappedPair:
+class DualPipePair:
     def __init__(self) -> None:
         self.active = False
         self.carried: list[tuple[object, str]] = []

@@ -18,7 +18,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from cuboid.model.load_balancing import Balance, Tokens
-from cuboid.model.moe import Mixture
+from cuboid.model.moe import MoE
 from cuboid.parallel.collectives import Pending, all_gather, all_reduce, start_all_to_all
 from cuboid.parallel.groups import Group, Groups
 from cuboid.parallel.recompute import remembered
@@ -142,7 +142,7 @@ def _copies(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-class Travel:
+class AllToAllDispatch:
     """The journey of rows whose experts are spread over a group."""
 
     def __init__(self, group: Group, hand_over: HandOver, counts: Tensor) -> None:
@@ -172,10 +172,10 @@ class Travel:
         return functional.pad(rows, (0, 0, 0, self._stay)) if self._stay else rows
 
 
-def spread_experts(mixture: Mixture, group: Group, hand_over: HandOver = stay_on) -> None:
+def spread_experts(mixture: MoE, group: Group, hand_over: HandOver = stay_on) -> None:
     """`hand_over`: called where a pass would wait for rows, so that another pass may compute meanwhile."""
     if group.size > 1:
-        mixture.depart = partial(Travel, group, hand_over)
+        mixture.depart = partial(AllToAllDispatch, group, hand_over)
 
 
 def make_balance(run: Run, device: torch.device) -> Balance:
@@ -185,7 +185,7 @@ def make_balance(run: Run, device: torch.device) -> Balance:
     return Balance(mixture, layers, batch, batch * run.training.sequence, device, run.training.seed)
 
 
-def watched(mixture: Mixture, balance: Balance, layer: int, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def watched(mixture: MoE, balance: Balance, layer: int, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`run`, a block's forward pass, with its router's losses; statistics count it once, however often it is computed
     again."""
     router = mixture.router
@@ -201,7 +201,7 @@ def watched(mixture: Mixture, balance: Balance, layer: int, run: Callable[..., T
     return recorded
 
 
-def join_sequences(mixture: Mixture, balance: Balance, groups: Groups, run: Run) -> None:
+def join_sequences(mixture: MoE, balance: Balance, groups: Groups, run: Run) -> None:
     """Let routers see what concerns whole sequences, of which each context and each tensor rank holds a piece."""
     group, length = groups.sequence, run.training.sequence
     if group.size == 1:

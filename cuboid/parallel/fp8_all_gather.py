@@ -19,7 +19,7 @@ from cuboid.parallel.groups import Group
 from cuboid.spec.sharding import Part
 
 
-class NarrowShard:
+class Fp8Shard:
     def __init__(self, parts: list[Part], fp8: Collection[str], begin: int, end: int, group: Group) -> None:
         self._narrow = [part for part in parts if part.name in fp8]
         self._rest = [part for part in parts if part.name not in fp8]

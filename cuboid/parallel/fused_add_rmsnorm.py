@@ -76,7 +76,7 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-class _Branch(torch.autograd.Function):
+class _FusedAddRmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, joins: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         # In three dimensions: a sum in two the compiler would put into the matmul that it comes of, which then copies
@@ -97,5 +97,5 @@ class _Branch(torch.autograd.Function):
 
 def branch(norm: Norm, x: Tensor, joins: Tensor | None) -> tuple[Tensor, Tensor]:
     """As `transformer.branch`, of an RMS norm in float32 or less."""
-    stream, normed = _Branch.apply(x, joins, norm.weight, norm.epsilon)
+    stream, normed = _FusedAddRmsNorm.apply(x, joins, norm.weight, norm.epsilon)
     return stream, normed

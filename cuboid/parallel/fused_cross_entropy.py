@@ -97,7 +97,7 @@ def _split_loss(logits: Tensor, labels: Tensor, vocabulary: int, group: Group) -
     return torch.where(labels != IGNORED, totals.log() - target, 0).sum()
 
 
-class _LeanLoss(torch.autograd.Function):
+class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         context: Any,
@@ -133,10 +133,10 @@ class _LeanLoss(torch.autograd.Function):
         return input_gradient if summed is None else summed.wait(), weight_gradient, *nothing
 
 
-def lean_loss(
+def fused_cross_entropy(
     head: Head, x: Tensor, labels: Tensor, vocabulary: int, group: Group, region: Region | None, deferral: Deferral
 ) -> Tensor:
     """`group`: the tensor ranks. `region`: where they divide the work."""
     weight, labels = head.output.weight, labels.flatten()
-    loss: Tensor = _LeanLoss.apply(head.norm(x), weight, labels, vocabulary, group, region, deferral)
+    loss: Tensor = _FusedCrossEntropy.apply(head.norm(x), weight, labels, vocabulary, group, region, deferral)
     return loss

@@ -17,8 +17,8 @@ from cuboid.model.feed_forward import FeedForward
 from cuboid.model.linear import Linear
 from cuboid.model.rope import Positions
 from cuboid.parallel.columns import joined_columns
-from cuboid.parallel.compiled_split_backward import split_joined_matmul
-from cuboid.parallel.fused_rope import Rotation
+from cuboid.parallel.compiled_split_backward import split_fused_matmul
+from cuboid.parallel.fused_rope import FusedRope
 from cuboid.parallel.split_backward import Deferral
 from cuboid.parallel.tensor_region import Region
 from cuboid.parallel.zero import Unit
@@ -64,7 +64,7 @@ class _Swiglu(torch.autograd.Function):
         return result
 
 
-class _JoinedMatmul(torch.autograd.Function):
+class _FusedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, *held: Tensor) -> Tensor:
         """`held`: all weights as one, and then each; their gradients are rows of one, too. They have one name, because
@@ -81,7 +81,7 @@ class _JoinedMatmul(torch.autograd.Function):
         return gradient @ joined, None, *(gradient.t() @ x).split(context.rows)
 
 
-def join_matmuls(
+def fuse_matmuls(
     module: nn.Module, unit: Unit, rotates: bool, deferral: Deferral | None = None, region: Region | None = None
 ) -> None:
     """Join what can be of a block whose parameters are the unit's. `rotates`: positions are rotations. `deferral`: of a
@@ -102,7 +102,7 @@ def _join_attention(attention: Attention, unit: Unit, deferral: Deferral | None,
     heads, kv_heads, _ = (linear.weight.shape[0] // attention.head_dim for linear in linears)
 
     def project(x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = Rotation.apply(joined(x), positions.cosine, positions.sine, heads, kv_heads)
+        query, key, value = FusedRope.apply(joined(x), positions.cosine, positions.sine, heads, kv_heads)
         return query, key, value
 
     attention.joined = project
@@ -129,8 +129,8 @@ def _joined(
         return lambda x: joined_columns(region, x, together, weights)
 
     def matmul(x: Tensor) -> Tensor:
-        y: Tensor = _JoinedMatmul.apply(x, together, *weights)
+        y: Tensor = _FusedMatmul.apply(x, together, *weights)
         return y
 
-    made = matmul if deferral is None else split_joined_matmul(weights, together, deferral)
+    made = matmul if deferral is None else split_fused_matmul(weights, together, deferral)
     return made if region is None else lambda x: made(region.enter(x))

@@ -56,7 +56,7 @@ def _padded(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-class Rotation(torch.autograd.Function):
+class FusedRope(torch.autograd.Function):
     @staticmethod
     def forward(
         context: Any, joined: Tensor, cosine: Tensor, sine: Tensor, heads: int, kv_heads: int

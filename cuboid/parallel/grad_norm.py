@@ -10,7 +10,7 @@ from torch import Tensor
 from cuboid.kernels.adjacent import follows, in_runs, together
 from cuboid.parallel.collectives import all_reduce
 from cuboid.parallel.groups import Group
-from cuboid.parallel.optimizer_shard import Piece
+from cuboid.parallel.optimizer_shard import OptimizerShard
 from cuboid.parallel.parallelize import Engine
 from cuboid.parallel.zero import Unit
 from cuboid.spec.parameters import TIED
@@ -46,7 +46,7 @@ def _sum_together(tensors: list[Tensor], group: Group) -> None:
         tensor.copy_(result)
 
 
-def counted_pieces(engine: Engine) -> Iterator[Piece]:
+def counted_pieces(engine: Engine) -> Iterator[OptimizerShard]:
     """The pieces this rank answers for."""
     for unit in engine.units:
         for piece in unit.pieces():

@@ -10,7 +10,7 @@ from cuboid.parallel.groups import Holders
 from cuboid.spec.sharding import Part
 
 
-class GradientSum:
+class GradientReducer:
     def __init__(
         self,
         parameters: dict[str, nn.Parameter],

@@ -8,7 +8,7 @@ from itertools import groupby, pairwise
 import torch
 import torch.distributed as dist
 
-from cuboid.parallel.shm_collectives import LocalExchange, connect
+from cuboid.parallel.shm_collectives import SharedMemoryGroup, connect
 from cuboid.schedule.make import FAMILIES
 from cuboid.spec.layout import Layout
 from cuboid.spec.ranks import Coordinates, coordinates
@@ -24,7 +24,7 @@ class Group:
     ranks: tuple[int, ...]
     index: int
     handle: dist.ProcessGroup | None = None
-    local: LocalExchange | None = None
+    local: SharedMemoryGroup | None = None
     """The short way, where all ranks of the group share a machine and compute on its CPU."""
     dimension: str = ""
     ledger: Ledger | None = None
@@ -37,7 +37,7 @@ class Group:
         return len(self.ranks)
 
     @property
-    def is_imagined(self) -> bool:
+    def is_fake(self) -> bool:
         """Whether this rank runs alone in place of a whole job: it then communicates with copies of itself,
         because what is computed on decides how much power a GPU draws, and so how fast it is."""
         return self.handle is not None and dist.get_backend(self.handle) == "fake"

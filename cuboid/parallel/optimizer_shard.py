@@ -13,7 +13,7 @@ from cuboid.spec.sharding import Part
 
 
 @dataclass(frozen=True)
-class Piece:
+class OptimizerShard:
     """What of a parameter lies in this rank's shard: elements `start:stop` of the local tensor, flattened."""
 
     part: Part

@@ -28,7 +28,7 @@ def _track(link: Group) -> Track:
     return HEARTBEAT.track("message", link.ranks)
 
 
-class Channels:
+class PeerToPeer:
     """All messages of this rank during one step."""
 
     def __init__(self, schedule: Schedule, groups: Groups, like: Tensor) -> None:
@@ -56,7 +56,7 @@ class Channels:
         target = self._stage_rank[message.target_stage]
         self._groups.pipeline.count("send", tensor.nbytes)
         link, tag = self._link(self._rank, target)
-        if link.is_imagined:  # nobody would ever say that it arrived
+        if link.is_fake:  # nobody would ever say that it arrived
             return
         tensor = tensor.contiguous().to(transport_device(tensor, link))
         track = _track(link)
@@ -70,7 +70,7 @@ class Channels:
         source = self._stage_rank[message.source_stage]
         link, tag = self._link(source, self._rank)
         buffer = torch.empty_like(self._like, device=transport_device(self._like, link))
-        if link.is_imagined:
+        if link.is_fake:
             buffer.normal_()
         track = _track(link)
         posted = sum(waiting[2] is track for waiting in self._posted.values())

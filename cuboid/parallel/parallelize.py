@@ -15,7 +15,7 @@ from cuboid.model.fp8 import Fp8Matmul, require_fp8
 from cuboid.model.initialize import initial_tensor
 from cuboid.model.linear import Linear
 from cuboid.model.load_balancing import Balance
-from cuboid.model.moe import Experts, Mixture
+from cuboid.model.moe import Experts, MoE
 from cuboid.model.recipes import learning_rate_factor
 from cuboid.model.transformer import Block, Embedding, Head
 from cuboid.parallel.activations import Activations
@@ -24,11 +24,11 @@ from cuboid.parallel.compiled import compiled_block, is_compiled
 from cuboid.parallel.compiled_split_backward import UNTOUCHED, split_matmul
 from cuboid.parallel.context import ContextMix
 from cuboid.parallel.cp_batch import Share, Sharing
-from cuboid.parallel.dualpipe_pair import OverlappedPair
+from cuboid.parallel.dualpipe_pair import DualPipePair
 from cuboid.parallel.expert import join_sequences, make_balance, spread_experts, stay_on, watched
 from cuboid.parallel.fused_add_rmsnorm import branch
-from cuboid.parallel.fused_cross_entropy import lean_loss
-from cuboid.parallel.fused_projections import join_matmuls
+from cuboid.parallel.fused_cross_entropy import fused_cross_entropy
+from cuboid.parallel.fused_projections import fuse_matmuls
 from cuboid.parallel.groups import Groups, connect_groups, make_groups
 from cuboid.parallel.loss_scale import LossScale
 from cuboid.parallel.pipeline import Pipeline
@@ -170,7 +170,7 @@ class _Builder:
         self.balance = make_balance(run, device) if self.model.mixture is not None else None
         self.activations = Activations(run, groups, wide(self.dtype), device)
         # Without experts elsewhere nothing in a pass would hand over.
-        self.pair = OverlappedPair() if self.layout.ep > 1 and pairs_overlap(schedule) else None
+        self.pair = DualPipePair() if self.layout.ep > 1 and pairs_overlap(schedule) else None
         if self.pair is not None:
             self.pair.carried = [(self.balance, "recording"), (Memory, "current")]
 
@@ -202,7 +202,7 @@ class _Builder:
                     child.matmul = Fp8Matmul(self.fp8_rows)
         if self.layout.cp > 1:
             block.attention.mix = ContextMix(self.groups, gathers=self.layout.cp_method == "allgather")
-        routed = isinstance(block.feed_forward, Mixture)
+        routed = isinstance(block.feed_forward, MoE)
         # The compiler stops at these, and gives up a block that it would have to stop in while it recomputes.
         stops = self.layout.cp > 1 or self.run.data.attention_within_documents or routed
         if self.compiled and not (stops and recompute == "selective"):
@@ -210,7 +210,7 @@ class _Builder:
             run = compiled_block(block, recompute, whole, self.options)
         else:
             run = with_recompute(block, recompute)
-        if isinstance(block.feed_forward, Mixture) and self.balance is not None:
+        if isinstance(block.feed_forward, MoE) and self.balance is not None:
             spread_experts(block.feed_forward, self.groups.expert, self.pair.hand_over if self.pair else stay_on)
             join_sequences(block.feed_forward, self.balance, self.groups, self.run)
             run = watched(block.feed_forward, self.balance, layer, run)
@@ -224,7 +224,7 @@ class _Builder:
         """Of a block that is compiled: what the compiler does not find."""
         waits = self.deferral if self.schedule.splits_backward else None
         if self.fp8_rows is None:
-            join_matmuls(block, unit, self.model.positions == "rope", waits, self.region)
+            fuse_matmuls(block, unit, self.model.positions == "rope", waits, self.region)
             if self.model.norm == "rmsnorm" and self.dtype != torch.float64:
                 block.branch = branch
         if waits is not None:
@@ -243,7 +243,7 @@ class _Builder:
             return self._segment(
                 head,
                 "head",
-                lambda x, share: lean_loss(head, x, share.labels, vocabulary, group, region, self.deferral),
+                lambda x, share: fused_cross_entropy(head, x, share.labels, vocabulary, group, region, self.deferral),
             )
         return self._segment(head, "head", lambda x, share: head.loss(x, share.labels))
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from cuboid.kernels.precision import wide
 from cuboid.parallel.cp_batch import Share
-from cuboid.parallel.dualpipe_pair import OverlappedPair
+from cuboid.parallel.dualpipe_pair import DualPipePair
 from cuboid.parallel.groups import Groups
-from cuboid.parallel.p2p import Channels
+from cuboid.parallel.p2p import PeerToPeer
 from cuboid.parallel.split_backward import Deferral
 from cuboid.parallel.stage import Entrance, Stage
 from cuboid.schedule.order import UNITS, Receive, Send, instructions
@@ -92,7 +92,7 @@ class Pipeline:
         like: Tensor,
         keep_timing: bool = False,
         matmuls: AbstractContextManager[object] | None = None,
-        pair: OverlappedPair | None = None,
+        pair: DualPipePair | None = None,
     ) -> None:
         """`stages`: those of this rank by index; `like`: shape of what stages send one another. `matmuls`: entered to
         compute in, again and again. `pair`: runs the pairs of DualPipeV together; None: one after the other."""
@@ -135,7 +135,7 @@ class Pipeline:
         """Issue this rank's part of the order that all ranks follow (`schedule.order`); its times, if they are kept."""
         self._micro_batches = micro_batches
         self._loss = torch.zeros((), dtype=self._loss_dtype, device=self._like.device)
-        self._channels = channels = Channels(schedule, self._groups, self._like)
+        self._channels = channels = PeerToPeer(schedule, self._groups, self._like)
         self._made: dict[Message, Tensor] = {}
         timed: list[tuple[tuple[Action, ...], Any, Any, Any]] = []
         for instruction in instructions(schedule, self._pair is not None)[self.rank]:

@@ -48,7 +48,7 @@ def machine_identity() -> str:
     return f"{boot}/{os.readlink('/proc/self/ns/net')}/{os.readlink('/proc/self/ns/mnt')}"
 
 
-class LocalExchange:
+class SharedMemoryGroup:
     """One group's slots, and a stream to each other rank."""
 
     def __init__(
@@ -169,7 +169,7 @@ def _reserve(total: int, name: str) -> str | None:
     return None
 
 
-def connect(handle: dist.ProcessGroup, index: int, size: int, slot_bytes: int = SLOT_BYTES) -> LocalExchange | None:
+def connect(handle: dist.ProcessGroup, index: int, size: int, slot_bytes: int = SLOT_BYTES) -> SharedMemoryGroup | None:
     """An collective for the group if all of it is on this machine and there is room; every rank calls this."""
     if dist.get_backend(handle) == "fake":  # there are no others
         return None
@@ -185,4 +185,4 @@ def connect(handle: dist.ProcessGroup, index: int, size: int, slot_bytes: int = 
         if index == 0:
             os.unlink(os.path.join(folder, name))
         return None
-    return LocalExchange(handle, index, size, slot_bytes, folder, name)
+    return SharedMemoryGroup(handle, index, size, slot_bytes, folder, name)

@@ -66,7 +66,7 @@ class _DeferrableMatmul(torch.autograd.Function):
         return input_gradient, None, None, None
 
 
-class _DeferrableNarrowMatmul(torch.autograd.Function):
+class _DeferrableFp8Matmul(torch.autograd.Function):
     """`fp8.Fp8Matmul`; what waits is kept in fp8."""
 
     @staticmethod
@@ -106,7 +106,7 @@ def deferrable_matmul(deferral: Deferral, fp8_rows: bool | None = None) -> Matmu
     def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if fp8_rows is None:
             return _DeferrableMatmul.apply(x, weight, bias, deferral)
-        return _DeferrableNarrowMatmul.apply(x, weight, bias, fp8_rows, deferral)
+        return _DeferrableFp8Matmul.apply(x, weight, bias, fp8_rows, deferral)
 
     return matmul
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from cuboid.kernels.precision import wide
 from cuboid.model.feed_forward import FeedForward
 from cuboid.model.linear import Linear
-from cuboid.model.mla import LatentAttention
-from cuboid.model.moe import Mixture
+from cuboid.model.mla import MultiLatentAttention
+from cuboid.model.moe import MoE
 from cuboid.model.transformer import IGNORED, Block, Embedding, Head, VocabularyEmbedding
 from cuboid.parallel.collectives import all_gather, all_reduce, all_reduce_maximum
 from cuboid.parallel.columns import columns, sliced_columns
@@ -103,7 +103,7 @@ def split_embedding(embedding: Embedding, model: ModelSpec, region: Region) -> N
         )
 
 
-class _TakePart(torch.autograd.Function):
+class _LocalPart(torch.autograd.Function):
     """Whole → this rank's part of the tokens; the gradient is put together again."""
 
     @staticmethod
@@ -116,7 +116,7 @@ class _TakePart(torch.autograd.Function):
         return all_gather(gradient.contiguous(), context.group), None
 
 
-class _PutTogether(torch.autograd.Function):
+class _GatherParts(torch.autograd.Function):
     """Parts of the tokens → whole; every rank has the whole gradient and takes its part."""
 
     @staticmethod
@@ -131,7 +131,7 @@ class _PutTogether(torch.autograd.Function):
 
 def split_block(block: Block, model: ModelSpec, region: Region, device: torch.device) -> None:
     attention, feed_forward = block.attention, block.feed_forward
-    if isinstance(attention, LatentAttention):
+    if isinstance(attention, MultiLatentAttention):
         # Behind the latents, which are shorter than what they are made of.
         attention.columns = partial(sliced_columns, region)
     else:
@@ -140,7 +140,7 @@ def split_block(block: Block, model: ModelSpec, region: Region, device: torch.de
             attention.kv_head_of_query = torch.tensor(served, device=device)
         attention.columns = partial(columns, region)
     attention.output = RowLinear(attention.output, region)
-    if isinstance(feed_forward, Mixture):
+    if isinstance(feed_forward, MoE):
         _split_mixture(feed_forward, region)
     else:
         _split_feed_forward(feed_forward, region)
@@ -151,13 +151,13 @@ def _split_feed_forward(feed_forward: FeedForward, region: Region) -> None:
     feed_forward.down = RowLinear(feed_forward.down, region)
 
 
-def _split_mixture(mixture: Mixture, region: Region) -> None:
+def _split_mixture(mixture: MoE, region: Region) -> None:
     """Routed experts are not split: each tensor rank routes its part of the tokens."""
     group = region.group
     mixture.part = (group.index, group.size)
     if not region.sequence_parallel:
-        mixture.take_part = lambda x: _TakePart.apply(x, group)
-        mixture.put_together = lambda x: _PutTogether.apply(x, group)
+        mixture.take_part = lambda x: _LocalPart.apply(x, group)
+        mixture.put_together = lambda x: _GatherParts.apply(x, group)
     if mixture.shared is not None:
         _split_feed_forward(mixture.shared, region)
 

@@ -89,7 +89,7 @@ class Region:
         self.sequence_parallel = sequence_parallel
         self.traced = traced and sequence_parallel
         self._ranks: Any = group.handle
-        self._imagined = group.is_imagined
+        self._imagined = group.is_fake
 
     def enter(self, x: Tensor) -> Tensor:
         if self.traced and torch.compiler.is_compiling():

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from cuboid.kernels.precision import wide
 from cuboid.kernels.split_master_weights import join_halves, split_halves
 from cuboid.parallel.collectives import Pending, start_all_gather
-from cuboid.parallel.fp8_all_gather import NarrowShard
-from cuboid.parallel.grad_reduce import GradientSum
+from cuboid.parallel.fp8_all_gather import Fp8Shard
+from cuboid.parallel.grad_reduce import GradientReducer
 from cuboid.parallel.groups import Holders
-from cuboid.parallel.optimizer_shard import Piece
+from cuboid.parallel.optimizer_shard import OptimizerShard
 from cuboid.spec.sharding import Part
 
 
@@ -64,12 +64,14 @@ class Unit:
         self._kept = torch.zeros(self.shard_size, dtype=kept, device=device) if apart else self._own
         self._settle_kept: Callable[[], None] = _is_settled
         narrows = zero == 3 and groups.shard.size > 1 and fp8
-        self._narrow = NarrowShard(parts, fp8, self.begin, self.end, groups.shard) if narrows else None
+        self._narrow = Fp8Shard(parts, fp8, self.begin, self.end, groups.shard) if narrows else None
         self._opened: Tensor | None = None
         # `.data` has its own version counter: gathering anew between forward and backward is not a change to autograd.
         self.parameters = {part.name: nn.Parameter(self._view(self._flat.data, part)) for part in parts}
         shard = slice(self.begin, self.end)
-        self._gradients = GradientSum(self.parameters, parts, zero, groups, shard, self._flat.numel(), self.accumulate)
+        self._gradients = GradientReducer(
+            self.parameters, parts, zero, groups, shard, self._flat.numel(), self.accumulate
+        )
         self._gathering: Pending | None = None
         self._update: tuple[torch.cuda.Event, list[Tensor]] | None = None
         self._clear_first = False
@@ -231,7 +233,7 @@ class Unit:
     def shard_gradient(self) -> Tensor:
         return self._gradients.shard
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[OptimizerShard]:
         """The parameters, or parts of them, whose optimizer state this rank keeps."""
         self.wait_for_update()
         result = []
@@ -244,7 +246,7 @@ class Unit:
                 kept = self._kept if self._opened is None else self._opened
                 weight = None if held is None else held[here]
                 take = partial(self._gradients.of_piece, part, here)
-                result.append(Piece(part, *local, kept[here], weight, take, self._settle_kept))
+                result.append(OptimizerShard(part, *local, kept[here], weight, take, self._settle_kept))
         return result
 
     def held_tensors(self) -> list[Tensor]:

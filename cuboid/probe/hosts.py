@@ -227,7 +227,7 @@ def _serve(connection: Connection, seat: Seat, meeting: str | tuple[str, int], b
     from cuboid.launch.backend import join_world
     from cuboid.launch.rendezvous import reach_store
     from cuboid.parallel.device import choose_device
-    from cuboid.train.oom import shortage_in
+    from cuboid.train.oom import out_of_memory_in
 
     follow_parent()
     torch.set_num_threads(1)
@@ -253,7 +253,7 @@ def _serve(connection: Connection, seat: Seat, meeting: str | tuple[str, int], b
     except UserError as error:
         connection.send(("refused", str(error)))
     except Exception as error:
-        short = shortage_in(error)
+        short = out_of_memory_in(error)
         if short is None:
             connection.send(("failed", traceback.format_exc()))
             return

@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw
 
 from cuboid.kernels.adjacent import follows, together
 from cuboid.kernels.split_master_weights import join_halves, split_halves
-from cuboid.parallel.optimizer_shard import Piece
+from cuboid.parallel.optimizer_shard import OptimizerShard
 from cuboid.spec.sharding import Part
 from cuboid.spec.training import OptimizerSpec
 
@@ -51,7 +51,7 @@ class Elements:
 
     @classmethod
     def of(
-        cls, piece: Piece, kept: Tensor, first: Tensor, second: Tensor, start: int = 0, stop: int | None = None
+        cls, piece: OptimizerShard, kept: Tensor, first: Tensor, second: Tensor, start: int = 0, stop: int | None = None
     ) -> Elements:
         """`start`, `stop`: which of the piece's elements the three tensors hold; left out: all."""
         here = slice(start, stop)

@@ -18,7 +18,7 @@ from cuboid.train.folder import checkpoint_folder, last_row
 from cuboid.train.optimizer import Optimizer
 
 
-class Keeper:
+class Checkpointer:
     """Every rank makes one, which fills the engine, and calls the same methods in the same order."""
 
     def __init__(self, engine: Engine, optimizer: Optimizer, rank: int, quiet: bool) -> None:

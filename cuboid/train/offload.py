@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuboid.kernels.pinned_memory import HostMemory, bytes_taken
-from cuboid.parallel.optimizer_shard import Piece
+from cuboid.kernels.pinned_memory import PinnedMemory, bytes_taken
+from cuboid.parallel.optimizer_shard import OptimizerShard
 from cuboid.parallel.zero import Unit
 from cuboid.train.adamw import ROW, Elements
 
@@ -67,7 +67,7 @@ class Load:
 class Held:
     """What lies in CPU memory of one unit."""
 
-    def __init__(self, unit: Unit, memory: HostMemory) -> None:
+    def __init__(self, unit: Unit, memory: PinnedMemory) -> None:
         shape = (unit.shard_size,)
         self.first, self.second = (memory.take(shape, unit.accumulate) for _ in range(2))
         self.kept = None if unit.only_for_update is None else memory.take(shape, unit.only_for_update)
@@ -92,7 +92,7 @@ class OffloadedState:
     def __init__(self, units: Sequence[Unit], device: torch.device, most: int = LOAD) -> None:
         """`most`: elements of a load, in whole rows."""
         self._loads = {unit.name: loads_of(unit, most, device) for unit in units}
-        self._memory = HostMemory(sum(map(_bytes_away, units)), device)
+        self._memory = PinnedMemory(sum(map(_bytes_away, units)), device)
         self._held = {unit.name: Held(unit, self._memory) for unit in units}
         on_gpu = device.type == "cuda"
         self._arriving: Any = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
@@ -124,7 +124,7 @@ class OffloadedState:
         if self._leaving is not None:
             self._leaving.synchronize()
 
-    def moments(self, piece: Piece) -> tuple[Tensor, Tensor]:
+    def moments(self, piece: OptimizerShard) -> tuple[Tensor, Tensor]:
         self.settle()
         return self._of_part[piece.part.name]
 
@@ -154,7 +154,7 @@ class OffloadedState:
                     load.back.record()
 
 
-def _elements(piece: Piece, cut: Cut, here: list[Tensor]) -> Elements:
+def _elements(piece: OptimizerShard, cut: Cut, here: list[Tensor]) -> Elements:
     first, second, *rest = (tensor[cut.place : cut.place + cut.stop - cut.start] for tensor in here)
     kept = piece.kept[cut.start : cut.stop] if piece.weight is None else rest[0]
     return Elements.of(piece, kept, first, second, cut.start, cut.stop)
@@ -166,7 +166,7 @@ def _bytes_away(unit: Unit) -> int:
     return sum(bytes_taken(shape, dtype) for dtype in dtypes if dtype is not None)
 
 
-def place_of(unit: Unit, piece: Piece) -> int:
+def place_of(unit: Unit, piece: OptimizerShard) -> int:
     """Where a piece begins in its unit's shard."""
     return piece.part.offset + piece.start - unit.begin
 

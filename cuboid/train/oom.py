@@ -37,12 +37,12 @@ def told_when_short(run: Run, rank: int, device: torch.device) -> Iterator[None]
     try:
         yield
     except Exception as error:
-        cause = shortage_in(error)
+        cause = out_of_memory_in(error)
         if cause is None:
             raise
         # A run that has been going for some steps may continue from its checkpoint; one that has not never will.
         kind = RankError if read_heartbeat(HEARTBEAT.words).learned["step"].seen else UserError
-        raise kind(_sentence(run, rank, device, Shortage.on(device, str(cause), before))) from error
+        raise kind(_sentence(run, rank, device, OutOfMemory.on(device, str(cause), before))) from error
     finally:
         if device.type == "cuda" and run.profile.traces(rank):
             end_history()
@@ -54,7 +54,7 @@ def exhaust(device: torch.device) -> None:
     torch.empty(torch.cuda.mem_get_info(device)[1] if on_gpu else 1 << 62, dtype=torch.uint8, device=device)
 
 
-def shortage_in(error: BaseException | None) -> BaseException | None:
+def out_of_memory_in(error: BaseException | None) -> BaseException | None:
     """The lack of memory an exception comes of, if it does: compilers and autograd wrap what they meet."""
     while error is not None:
         told = isinstance(error, RuntimeError | OSError) and any(sign in str(error) for sign in SIGNS)
@@ -65,7 +65,7 @@ def shortage_in(error: BaseException | None) -> BaseException | None:
 
 
 @dataclass(frozen=True)
-class Shortage:
+class OutOfMemory:
     """Bytes, as they were when there was too little."""
 
     asked: float | None
@@ -79,7 +79,7 @@ class Shortage:
     """What the allocator has, in pieces that nothing fitted in."""
 
     @classmethod
-    def on(cls, device: torch.device, message: str, before: float) -> Shortage:
+    def on(cls, device: torch.device, message: str, before: float) -> OutOfMemory:
         kinds: dict[str, float] = {kind: float(size) for kind, size in held_here().items()}
         if device.type != "cuda":
             asked = _told(rf"tried to allocate {SIZE}|Unable to allocate {SIZE}", message)
@@ -116,7 +116,7 @@ def _process_memory() -> tuple[float, float]:
     return float(resident), float(resident + psutil.virtual_memory().available)
 
 
-def _sentence(run: Run, rank: int, device: torch.device, shortage: Shortage) -> str:
+def _sentence(run: Run, rank: int, device: torch.device, shortage: OutOfMemory) -> str:
     reading = read_heartbeat(HEARTBEAT.words)
     where = f"step {reading.step}" if reading.phase == "step" else reading.phase
     if reading.stage >= 0:
@@ -137,7 +137,7 @@ def _sentence(run: Run, rank: int, device: torch.device, shortage: Shortage) -> 
     return "; ".join(parts)
 
 
-def _advice(run: Run, rank: int, device: torch.device, shortage: Shortage) -> str:
+def _advice(run: Run, rank: int, device: torch.device, shortage: OutOfMemory) -> str:
     asked = shortage.asked or 0.0
     if 0 < asked <= shortage.unused and "expandable_segments" not in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
         return f"{_size(shortage.unused)} of it lie unused in pieces that are too small: set {GROWS}"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cuboid.kernels.adjacent import in_runs
-from cuboid.parallel.optimizer_shard import Piece
+from cuboid.parallel.optimizer_shard import OptimizerShard
 from cuboid.parallel.parallelize import Engine
 from cuboid.parallel.zero import Unit
 from cuboid.spec.training import OptimizerSpec
@@ -38,7 +38,7 @@ class State(Protocol):
     def host_bytes(self) -> int:
         """Held in CPU memory for a device that has its own."""
 
-    def moments(self, piece: Piece) -> tuple[Tensor, Tensor]: ...
+    def moments(self, piece: OptimizerShard) -> tuple[Tensor, Tensor]: ...
 
     def visit(self, units: Sequence[Unit]) -> Iterator[list[Elements]]:
         """All that is to be updated, on the device; each lot must be updated before the next is asked for."""
@@ -66,7 +66,7 @@ class ResidentState:
     def device_bytes(self) -> int:
         return sum(moment.nbytes for pair in self._moments.values() for moment in pair)
 
-    def moments(self, piece: Piece) -> tuple[Tensor, Tensor]:
+    def moments(self, piece: OptimizerShard) -> tuple[Tensor, Tensor]:
         return self._moments[piece.part.name]
 
     def visit(self, units: Sequence[Unit]) -> Iterator[list[Elements]]:
@@ -190,11 +190,11 @@ class Optimizer:
         self._steps += 1
 
     @property
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[OptimizerShard]:
         """Asked for anew each step: a piece's gradient may be another tensor each time."""
         return [piece for unit in self._units for piece in unit.pieces()]
 
-    def moments(self, piece: Piece) -> tuple[Tensor, Tensor]:
+    def moments(self, piece: OptimizerShard) -> tuple[Tensor, Tensor]:
         """Both moments of a piece; what is written into them counts. The host waits for them where they are on their
         way to its memory."""
         return self._state.moments(piece)
@@ -216,7 +216,7 @@ class Optimizer:
         return self._state.host_bytes
 
 
-def _zeros(pieces: list[Piece]) -> list[Tensor]:
+def _zeros(pieces: list[OptimizerShard]) -> list[Tensor]:
     """One after another, as a unit's weights lie, so that they can be updated together; but apart where one would begin
     at an odd place, which kernels do not read well."""
     sizes = [piece.stop - piece.start for piece in pieces]

@@ -21,7 +21,7 @@ from cuboid.resilience.faults import strikes
 from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.train.bad_steps import BadSteps
-from cuboid.train.checkpointer import Keeper
+from cuboid.train.checkpointer import Checkpointer
 from cuboid.train.communication import CommunicationLog
 from cuboid.train.cuda_graphs import make_passes
 from cuboid.train.device_progress import device_progress
@@ -93,8 +93,8 @@ class Trainer:
             say(f"offload=true: {self.optimizer.host_bytes / 2**30:.2f} GiB of optimizer state a rank in host memory")
         self.source = make_source(run)
         self.validation = make_validation_source(run) if run.evaluation.every else None
-        self.keeper = Keeper(self.engine, self.optimizer, rank, quiet)
-        self.done = self.keeper.found
+        self.checkpointer = Checkpointer(self.engine, self.optimizer, rank, quiet)
+        self.done = self.checkpointer.found
         self.metrics = Metrics(run, rank, quiet, self.done)
         self.communication = CommunicationLog(run, rank, self.engine.ledger)
         self.sampler = Sampler(self.engine, quiet) if run.samples.every else None
@@ -142,7 +142,7 @@ class Trainer:
 
     @property
     def _saves(self) -> bool:
-        return self.keeper.saver is not None and self.run.checkpoint.is_due(self.done, self.run.training.steps)
+        return self.checkpointer.saver is not None and self.run.checkpoint.is_due(self.done, self.run.training.steps)
 
     @property
     def _copies(self) -> bool:
@@ -170,7 +170,7 @@ class Trainer:
         HEARTBEAT.do("")
         judge = self.bad_steps.before_update(self.done)
         norms = self._norms if self.run.output.is_logged(self.done + 1, self.run.training.steps) else None
-        before, passes = self.keeper.before_update, self._passes
+        before, passes = self.checkpointer.before_update, self._passes
         pending = start_step(self.engine, self.optimizer, batches, rate, before, self._asked(), judge, passes, norms)
         self._under_way.append(Started(self.done, rate, pending))
         self.communication.record(self.done)
@@ -188,7 +188,7 @@ class Trainer:
         self.loss = result.loss
         evaluates = self._evaluates and started.step + 1 == self.done
         held_out = self._evaluate() if evaluates else None
-        reports = self.keeper.reports(seconds)
+        reports = self.checkpointer.reports(seconds)
         timing = self.engine.pipeline.timing
         self.metrics.record(started.step, result, started.learning_rate, seconds, timing, held_out, reports)
         self.memory.record(started.step, self.engine, self.optimizer)
@@ -213,10 +213,10 @@ class Trainer:
             started.pending.result()
         self._under_way.clear()
         self._settle_saves()
-        if not self.keeper.can_go_back:
+        if not self.checkpointer.can_go_back:
             raise RankError(f"step {step + 1} is bad and no checkpoint could be written to go back to")
         skipped = self.engine.course.skipped
-        self.done = self.keeper.go_back()
+        self.done = self.checkpointer.go_back()
         if self.run.resilience.bad_steps == "retry":
             self._retried.add(batch)
             again = f"to try batch {batch + 1} of the data again"
@@ -244,8 +244,8 @@ class Trainer:
         if self._compares:
             self.bad_steps.compare_replicas(self.done, self.optimizer)
             self._start_clock()
-        if self._copies and self.keeper.copies is not None:
-            self.keeper.copies.save(self.done)  # a moment of its step: short saves would teach that all are
+        if self._copies and self.checkpointer.copies is not None:
+            self.checkpointer.copies.save(self.done)  # a moment of its step: short saves would teach that all are
             if self.engine.ledger is not None:
                 self.engine.ledger.take()  # no part of a step
             self._start_clock()
@@ -258,13 +258,13 @@ class Trainer:
 
     def _save(self) -> None:
         HEARTBEAT.enter("save")
-        self.keeper.save(self.done)
+        self.checkpointer.save(self.done)
         self._agree()
         self._start_clock()
 
     def _agree(self) -> bool:
         """Whether some rank was asked to stop. Every rank calls this, where the next step's own sum is far."""
-        if self.keeper.saver is not None and not self._stops:
+        if self.checkpointer.saver is not None and not self._stops:
             ranks = torch.tensor(float(self._asked()), device=self.device)
             self._stops = all_reduce(ranks, self.engine.groups.world).item() > 0
             if self.engine.ledger is not None:
@@ -277,16 +277,16 @@ class Trainer:
         while self._under_way:
             self._finish_step(self._under_way.popleft())
         preempted = self.done < self.run.training.steps
-        if preempted and self.keeper.last_save != self.done:
+        if preempted and self.checkpointer.last_save != self.done:
             self._save()
         HEARTBEAT.enter("finish")
         kept = self._settle_saves()
-        if self.keeper.copies is not None:
-            self.keeper.copies.forget(kept)
-        return Outcome(self.loss, preempted, self.keeper.saved, time.perf_counter() - start)
+        if self.checkpointer.copies is not None:
+            self.checkpointer.copies.forget(kept)
+        return Outcome(self.loss, preempted, self.checkpointer.saved, time.perf_counter() - start)
 
     def _settle_saves(self) -> bool:
         """Wait for what is being saved; whether all of it is."""
-        reports, kept = self.keeper.settle()
+        reports, kept = self.checkpointer.settle()
         self.metrics.add_saves(reports)
         return kept

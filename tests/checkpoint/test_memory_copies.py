@@ -21,7 +21,7 @@ def kept_by(nodes: list[str]) -> dict[str, frozenset[str]]:
     """Node -> the files it has when a state is kept."""
     chosen = peers(nodes)
     places = [(node, rank) for rank, node in enumerate(nodes)]
-    places += [(nodes[keeper], rank) for rank, keeper in enumerate(chosen) if keeper is not None]
+    places += [(nodes[checkpointer], rank) for rank, checkpointer in enumerate(chosen) if checkpointer is not None]
     files = {node: {file_of(rank) for at, rank in places if at == node} for node in nodes}
     return {node: frozenset(held) for node, held in files.items()}
 
@@ -32,7 +32,9 @@ def test_a_copy_lies_on_another_node_and_the_work_is_shared(nodes: list[str]) ->
     if len(set(nodes)) == 1:
         assert chosen == [None] * len(nodes)
         return
-    assert all(keeper is not None and nodes[keeper] != nodes[rank] for rank, keeper in enumerate(chosen))
+    assert all(
+        checkpointer is not None and nodes[checkpointer] != nodes[rank] for rank, checkpointer in enumerate(chosen)
+    )
     sizes = Counter(nodes)
     most = max(Counter(chosen).values())
     assert most <= -(-max(sizes.values()) // min(sizes.values()))

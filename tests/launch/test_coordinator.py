@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuboid.launch.coordinator import Order, RollCall, Rules, Status
+from cuboid.launch.coordinator import Coordinator, Order, Rules, Status
 from cuboid.resilience.replan import Choice
 
 
@@ -25,8 +25,8 @@ class Story:
             return Choice(nodes, ranks, f"dp={nodes * ranks}", f"{nodes} nodes")
 
         rules = Rules(least, most, lost_after=10.0, gather=gather, patience=600.0)
-        self.rollcall = RollCall("a", rules, choose, judge, lambda: self.checkpoint, number=7)
-        self.rollcall.meet_at("10.0.0.1", 4000)
+        self.coordinator = Coordinator("a", rules, choose, judge, lambda: self.checkpoint, number=7)
+        self.coordinator.meet_at("10.0.0.1", 4000)
 
     def arrive(self, *nodes: str) -> None:
         self.states |= dict.fromkeys(nodes, "")
@@ -36,14 +36,14 @@ class Story:
         for _ in range(round(seconds)):
             self.now += 1
             self._speak()
-        return self.rollcall.decide(self.now)
+        return self.coordinator.decide(self.now)
 
     def _speak(self) -> None:
-        order = self.rollcall.decide(self.now)
+        order = self.coordinator.decide(self.now)
         for node, state in self.states.items():
             if node not in self.silent:
                 told = "training" if order.task == "train" and node in order.members else "ready"
-                self.rollcall.hear(node, Status(order.number, state or told, "why"), self.now)  # type: ignore[arg-type]
+                self.coordinator.hear(node, Status(order.number, state or told, "why"), self.now)  # type: ignore[arg-type]
 
 
 def training(*nodes: str, least: int = 2, most: int | None = None) -> Story:
@@ -54,7 +54,7 @@ def training(*nodes: str, least: int = 2, most: int | None = None) -> Story:
 
 
 def test_a_full_job_starts_at_once_and_a_part_of_it_after_a_while() -> None:
-    assert training("a", "b", "c", "d").rollcall.order.members == ("a", "b", "c", "d")
+    assert training("a", "b", "c", "d").coordinator.order.members == ("a", "b", "c", "d")
     story = Story()
     story.arrive("a", "b", "c")
     assert story.passes(50).task == "wait"
@@ -70,7 +70,7 @@ def test_a_full_job_starts_at_once_and_a_part_of_it_after_a_while() -> None:
 
 def test_nothing_starts_before_ranks_have_where_to_meet_or_with_too_few_nodes() -> None:
     story = Story()
-    story.rollcall.meet_at("", 0)
+    story.coordinator.meet_at("", 0)
     story.arrive("a", "b", "c", "d")
     assert story.passes(5).task == "wait"
     story = Story()
@@ -83,7 +83,7 @@ def test_nothing_starts_before_ranks_have_where_to_meet_or_with_too_few_nodes() 
 
 def test_a_silent_node_is_lost_and_the_others_go_on_when_their_ranks_have_ended() -> None:
     story = training("a", "b", "c", "d")
-    first = story.rollcall.order.number
+    first = story.coordinator.order.number
     story.silent = {"b"}
     assert story.passes(9).number == first, "nine seconds of silence are within ten"
     assert story.passes(3).task in ("wait", "train")
@@ -96,10 +96,10 @@ def test_a_silent_node_is_lost_and_the_others_go_on_when_their_ranks_have_ended(
 
 def test_a_broken_connection_counts_sooner_unless_it_is_made_again() -> None:
     story = training("a", "b", "c")
-    story.rollcall.leave("c", story.now)
+    story.coordinator.leave("c", story.now)
     assert story.passes(5).members == ("a", "b", "c"), "it came back"
     story.silent = {"c"}
-    story.rollcall.leave("c", story.now)
+    story.coordinator.leave("c", story.now)
     story.states["a"] = "failed"  # its ranks miss the other node's
     story.passes(2)
     story.states["a"] = ""
@@ -109,7 +109,7 @@ def test_a_broken_connection_counts_sooner_unless_it_is_made_again() -> None:
 
 def test_a_failed_rank_starts_all_again_in_the_same_order() -> None:
     story = training("a", "b", "c", "d")
-    number = story.rollcall.order.number
+    number = story.coordinator.order.number
     story.states["c"] = "failed"
     story.passes(1)
     story.states["c"] = ""
@@ -158,7 +158,7 @@ def test_a_returned_node_is_taken_in_after_the_next_checkpoint_and_comes_last() 
 
 def test_more_nodes_than_wanted_are_spares_that_step_in() -> None:
     story = training("a", "b", "c", most=2)
-    assert story.rollcall.order.members == ("a", "b")
+    assert story.coordinator.order.members == ("a", "b")
     story.checkpoint = 5
     assert story.passes(30).members == ("a", "b"), "a spare changes nothing"
     story.silent = {"b"}
@@ -173,7 +173,7 @@ def test_more_nodes_than_wanted_are_spares_that_step_in() -> None:
 )
 def test_whatever_happens_the_job_goes_on_with_those_that_are_there(events: list[tuple[str, str]]) -> None:
     story = training(*"abcde", least=1, most=5)
-    numbers = [story.rollcall.order.number]
+    numbers = [story.coordinator.order.number]
     for node, event in events:
         if event == "silent":
             story.silent.add(node)

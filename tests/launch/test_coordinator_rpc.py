@@ -9,8 +9,8 @@ from contextlib import suppress
 
 import pytest
 
-from cuboid.launch.coordinator import Order, RollCall, Rules, Status
-from cuboid.launch.coordinator_rpc import LONGEST, Contact, Desk
+from cuboid.launch.coordinator import Coordinator, Order, Rules, Status
+from cuboid.launch.coordinator_rpc import LONGEST, CoordinatorClient, CoordinatorServer
 from cuboid.launch.network import Endpoint
 from cuboid.resilience.replan import Choice
 
@@ -25,13 +25,13 @@ class Office:
         listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = Endpoint(*listener.getsockname()[:2])
         rules = Rules(2, 2, lost_after=60.0, gather=60.0, patience=600.0)
-        rollcall = RollCall("a", rules, choose, lambda *_: "", lambda: 0, number=1)
-        self.desk = Desk(listener, rollcall, "the run", self.said.append)
+        coordinator = Coordinator("a", rules, choose, lambda *_: "", lambda: 0, number=1)
+        self.desk = CoordinatorServer(listener, coordinator, "the run", self.said.append)
         self.desk.meet_at("127.0.0.1", 1)
-        self.contacts: list[Contact] = []
+        self.contacts: list[CoordinatorClient] = []
 
-    def join(self, node: str, run: str = "the run") -> Contact:
-        self.contacts.append(Contact(self.endpoint, node, run, lost_after=60.0))
+    def join(self, node: str, run: str = "the run") -> CoordinatorClient:
+        self.contacts.append(CoordinatorClient(self.endpoint, node, run, lost_after=60.0))
         return self.contacts[-1]
 
 
@@ -97,7 +97,7 @@ def test_another_run_and_strangers_are_sent_away(office: Office) -> None:
 
 def test_silence_and_a_wish_to_stop_end_the_waiting(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as nobody:
-        contact = Contact(Endpoint(*nobody.getsockname()[:2]), "a", "the run", lost_after=0.2)
+        contact = CoordinatorClient(Endpoint(*nobody.getsockname()[:2]), "a", "the run", lost_after=0.2)
         assert contact.next(None, 0.5, never) is None and contact.lost
         wait(lambda: contact._noted)
         assert capsys.readouterr().err.startswith("warning: nothing is heard from the leading node at 127.0.0.1:")

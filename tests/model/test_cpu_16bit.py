@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from cuboid.kernels.cpu_16bit import WideMatmuls, fast_matmuls
+from cuboid.kernels.cpu_16bit import Float32Matmuls, fast_matmuls
 from cuboid.launch.pool import Pool
 
 KINDS = [torch.bfloat16, torch.float16]
@@ -22,7 +22,7 @@ def leaves(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", KINDS)
 def test_matmuls_are_those_of_float32_rounded_once(dtype: torch.dtype) -> None:
     x, weight, bias = leaves(dtype, (5, 300), (7, 300), (7,))
-    with WideMatmuls():
+    with Float32Matmuls():
         matmul = functional.linear(x, weight, bias)
         matmul.sum().backward()
         batched = torch.bmm(x.detach().expand(2, 5, 300), weight.detach().t().expand(2, 300, 7))
@@ -38,7 +38,7 @@ def test_matmuls_are_those_of_float32_rounded_once(dtype: torch.dtype) -> None:
 def test_attention_keeps_its_kinds(dtype: torch.dtype) -> None:
     given = leaves(dtype, *[(1, 2, 9, 16)] * 3)
     exact = [x.detach().float().requires_grad_() for x in given]
-    with WideMatmuls():
+    with Float32Matmuls():
         seen = functional.scaled_dot_product_attention(*given, is_causal=True)
         seen.square().sum().backward()
     wanted = functional.scaled_dot_product_attention(*exact, is_causal=True)
@@ -63,5 +63,5 @@ def warned(_: int) -> list[str]:
 def test_other_numbers_and_devices_stay_as_they_are() -> None:
     for device, precision in (("cpu", "float32"), ("cpu", "float64"), ("cpu", "fp8"), ("cuda", "bf16")):
         assert isinstance(fast_matmuls(torch.device(device), precision), nullcontext)
-    with WideMatmuls():
+    with Float32Matmuls():
         assert (torch.ones(2, 2, dtype=torch.float64) @ torch.ones(2, 2, dtype=torch.float64)).dtype == torch.float64

@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from cuboid.model import moe as mixture_module
 from cuboid.model.initialize import initial_tensor, initialize
 from cuboid.model.load_balancing import Balance, Tokens, moved_bias
-from cuboid.model.moe import Mixture, grouped_matmul, grouped_outer
+from cuboid.model.moe import MoE, grouped_matmul, grouped_outer
 from cuboid.model.rope import make_positions
-from cuboid.model.router import Router, Routing, places_of
+from cuboid.model.router import Router, Routing, permutation_of
 from cuboid.model.transformer import Block, Transformer
 from cuboid.spec.mixture import MixtureSpec
 from cuboid.spec.model import load_model
@@ -149,8 +149,8 @@ def test_capacity_keeps_the_first_assignments_of_each_sequence(factor: float) ->
             for choice, expert in enumerate(routing.chosen[row].tolist()):
                 used[expert] += 1
                 assert bool(routing.kept[row, choice]) == (used[expert] <= room)
-    places = places_of(routing, 6)
-    assert int(places.counts.sum()) == int(routing.kept.sum()) < routing.kept.numel()
+    permutation = permutation_of(routing, 6)
+    assert int(permutation.counts.sum()) == int(routing.kept.sum()) < routing.kept.numel()
 
 
 @pytest.mark.parametrize("drops", [False, True])
@@ -160,14 +160,14 @@ def test_rows_go_to_their_experts_and_come_home(drops: bool) -> None:
     weights = torch.rand(7, 2, dtype=torch.float64, generator=generator, requires_grad=True)
     chosen = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(7)])
     kept = torch.rand(7, 2, generator=generator) < 0.6 if drops else None
-    places = places_of(Routing(chosen, weights, kept), 4)
+    permutation = permutation_of(Routing(chosen, weights, kept), 4)
     factors = torch.arange(1.0, 5.0, dtype=torch.float64)
-    by_row = factors.repeat_interleave(places.counts)
+    by_row = factors.repeat_interleave(permutation.counts)
     # Nobody reads what becomes of rows that were not kept.
     by_row = torch.cat((by_row, torch.full((14 - len(by_row),), torch.nan, dtype=torch.float64)))
 
     def run(x: Tensor, weights: Tensor) -> Tensor:
-        return places.gather(places.spread(x) * by_row.unsqueeze(1), weights)
+        return permutation.unpermute(permutation.permute(x) * by_row.unsqueeze(1), weights)
 
     present = torch.ones(7, 2) if kept is None else kept
     expected = (weights * factors[chosen] * present).sum(1, keepdim=True) * x
@@ -237,7 +237,7 @@ def test_the_host_never_asks_the_device(monkeypatch: pytest.MonkeyPatch, capacit
     assert model.mixture is not None
     mixture = replace(model.mixture, capacity_factor=capacity_factor)
     with FakeTensorMode():
-        layer = Mixture(replace(model, mixture=mixture))
+        layer = MoE(replace(model, mixture=mixture))
         for module in layer.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 setattr(module, name, torch.nn.Parameter(parameter.detach().bfloat16()))

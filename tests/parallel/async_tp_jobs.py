@@ -17,8 +17,8 @@ from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.virtualized import V
 
 from cuboid.errors import UserError
-from cuboid.parallel.async_tp import options
 from cuboid.parallel import parallelize
+from cuboid.parallel.async_tp import options
 from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run
 from tests.parallel.cases import CPU, losses

@@ -147,7 +147,7 @@ def traced(rank: int, run: Run) -> tuple[list[float], int]:
     torch.compiler.reset()  # the ranks of a pool stay, and a function is compiled for a few models only
     with torch.compiler.set_stance("default", force_backend="aot_eager"):
         found = losses_and_evaluation(rank, run)
-    return found, sum("Mixture.forward" not in reason for reason in counters["graph_break"])
+    return found, sum("MoE.forward" not in reason for reason in counters["graph_break"])
 
 
 def traced_split(rank: int, run: Run) -> tuple[list[float], set[str]]:

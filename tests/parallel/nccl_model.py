@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cuboid.parallel.cp_batch import Share
-from cuboid.parallel.dualpipe_pair import OverlappedPair
+from cuboid.parallel.dualpipe_pair import DualPipePair
 from cuboid.parallel.groups import Group, Groups
 from cuboid.parallel.pipeline import Pipeline
 from cuboid.parallel.split_backward import Deferral
@@ -105,7 +105,7 @@ def _recorded(recorder: Recorder) -> Iterator[None]:
 class _Link(Group):
     """A group of two ranks that no process group stands behind."""
 
-    is_imagined = False  # type: ignore[assignment]
+    is_fake = False  # type: ignore[assignment]
     is_gloo = False  # type: ignore[assignment]
 
 
@@ -128,7 +128,7 @@ def issued_by(schedule: Schedule, rank: int, paired: bool = False, evaluates: bo
         stage.append(Segment("only", lambda x, share, weight=weight: x * weight, [], deferral, reduction))
         if index + 1 == schedule.stages:
             stage.append(Segment("head", lambda x, share: x.sum(), [], deferral, reduction))
-    pair = OverlappedPair() if paired else None
+    pair = DualPipePair() if paired else None
     pipeline = Pipeline(schedule, stages, groups, deferral, torch.zeros(1), pair=pair)
     one: Any = Share(torch.ones(1), torch.ones(1), None)  # type: ignore[arg-type]
     with _recorded(recorder):

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.parallel import expert
-from cuboid.parallel.dualpipe_pair import OverlappedPair
+from cuboid.parallel.dualpipe_pair import DualPipePair
 from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run
 from cuboid.telemetry.profiler_regions import REGIONS
@@ -60,7 +60,7 @@ def settled(rank: int, run: Run) -> tuple[bool, bool]:
 def pair_log(rank: int, run: Run) -> list[list[tuple[str, str]]]:
     """Of each pair of passes that ran together in one step: which of them issued an all-to-all or waited, in order."""
     logs: list[list[tuple[str, str]]] = []
-    real_run, real_start, real_wait = OverlappedPair.run, expert.start_all_to_all, expert._Trip.wait
+    real_run, real_start, real_wait = DualPipePair.run, expert.start_all_to_all, expert._Trip.wait
 
     together = False
 
@@ -69,7 +69,7 @@ def pair_log(rank: int, run: Run) -> list[list[tuple[str, str]]]:
             helps = threading.current_thread().name == "overlapped backward"
             logs[-1].append(("backward" if helps else "forward", what))
 
-    def paired(self: OverlappedPair, *arguments: Any) -> None:
+    def paired(self: DualPipePair, *arguments: Any) -> None:
         nonlocal together
         logs.append([])
         together = True
@@ -85,10 +85,10 @@ def pair_log(rank: int, run: Run) -> list[list[tuple[str, str]]]:
         note("waited")
         return result
 
-    OverlappedPair.run, expert.start_all_to_all, expert._Trip.wait = paired, start, wait  # type: ignore
+    DualPipePair.run, expert.start_all_to_all, expert._Trip.wait = paired, start, wait  # type: ignore
     try:
         engine = build_engine(run, rank, CPU)
         compute_gradients(engine, micro_batches(make_source(run), run, 0, engine.groups.coordinates.dp, CPU))
     finally:
-        OverlappedPair.run, expert.start_all_to_all, expert._Trip.wait = real_run, real_start, real_wait  # type: ignore
+        DualPipePair.run, expert.start_all_to_all, expert._Trip.wait = real_run, real_start, real_wait  # type: ignore
     return logs

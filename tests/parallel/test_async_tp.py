@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cuboid.launch.pool import Pool
-from cuboid.parallel.async_tp_pass import BareMatmuls
+from cuboid.parallel.async_tp_pass import MicroPipelinePass
 from tests.parallel.cases import losses, small_run
 
 FIELDS = (
@@ -65,7 +65,7 @@ class Alone(torch.fx.Interpreter):
 
 
 def matmuls(module: torch.fx.GraphModule) -> list[torch.fx.Node]:
-    BareMatmuls()(module.graph)
+    MicroPipelinePass()(module.graph)
     module.graph.lint()
     module.recompile()
     return module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)

@@ -9,7 +9,7 @@ import torch
 
 from cuboid.cli.verify import verification_run
 from cuboid.launch.pool import Pool
-from cuboid.parallel.dualpipe_pair import OverlappedPair
+from cuboid.parallel.dualpipe_pair import DualPipePair
 
 CPU = torch.device("cpu")
 
@@ -19,7 +19,7 @@ class Owner:
 
 
 def test_passes_hand_over_and_keep_their_own_state() -> None:
-    pair, seen, owner = OverlappedPair(), list[str](), Owner()
+    pair, seen, owner = DualPipePair(), list[str](), Owner()
     pair.carried = [(owner, "value")]
 
     def work(name: str, times: int) -> Callable[[], None]:
@@ -42,7 +42,7 @@ def test_passes_hand_over_and_keep_their_own_state() -> None:
 
 @pytest.mark.parametrize("side", [0, 1])
 def test_an_error_of_either_is_raised_when_both_have_ended(side: int) -> None:
-    pair, ended = OverlappedPair(), list[int]()
+    pair, ended = DualPipePair(), list[int]()
 
     def fails() -> None:
         pair.hand_over()

@@ -11,8 +11,8 @@ from cuboid.model.linear import Norm
 from cuboid.model.rope import Positions, make_positions, rotate
 from cuboid.model.transformer import branch as plain_branch
 from cuboid.parallel.fused_add_rmsnorm import branch
-from cuboid.parallel.fused_projections import join_matmuls, swiglu_backward
-from cuboid.parallel.fused_rope import Rotation
+from cuboid.parallel.fused_projections import fuse_matmuls, swiglu_backward
+from cuboid.parallel.fused_rope import FusedRope
 from cuboid.parallel.parallelize import build_engine, set_parameter
 from cuboid.parallel.zero import Unit
 from tests.parallel.cases import small_run
@@ -50,7 +50,7 @@ def test_what_is_joined_computes_the_same(kind: str) -> None:
     x = torch.randn(32, model.hidden, requires_grad=True)
     plain = module(x, positions)
     expected = gradients(unit, plain, x)
-    join_matmuls(module, unit, rotates=True)
+    fuse_matmuls(module, unit, rotates=True)
     assert module.joined is not None
     joined = module(x, positions)
     torch.testing.assert_close(joined, plain, rtol=1e-5, atol=1e-6)
@@ -103,7 +103,7 @@ def test_rotations_go_back(sequences: int) -> None:
         rotate(key.view(3, 5, 2, 8), positions),
         value.reshape(3, 5, 2, 8),
     )
-    own = Rotation.apply(joined, cosine, sine, 4, 2)
+    own = FusedRope.apply(joined, cosine, sine, 4, 2)
     weights = [torch.randn_like(each) for each in plain]
     for each, expected in zip(own, plain, strict=True):
         torch.testing.assert_close(each, expected)

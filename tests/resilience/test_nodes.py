@@ -38,7 +38,7 @@ class Job:
         return self.started[-1]
 
     def wait_for_lead(self) -> None:
-        self._wait(lambda: "roll call at" in self.started[0].log.read_text())
+        self._wait(lambda: "coordinator at" in self.started[0].log.read_text())
 
     def steps(self) -> int:
         path = self.folder / "runs/default/metrics.jsonl"

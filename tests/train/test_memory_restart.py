@@ -67,7 +67,7 @@ def test_a_lost_node_is_made_good_by_the_copies_on_another(tmp_path: Path, pool:
     options = ("--nodes", "2", "--min-nodes", "1", "--rendezvous", f"127.0.0.1:{free_port()}")
     leader = Training(tmp_path, "dp=4,zero=1", *fields, options=options, variables={NODE: "a"})
     try:
-        leader.wait_until(lambda: "roll call at" in leader.log.read_text())
+        leader.wait_until(lambda: "coordinator at" in leader.log.read_text())
         other = Training(tmp_path, "dp=4,zero=1", *fields, options=options, variables={NODE: "b"})
         leader.wait_for_a_step(4)
         other.command.kill()  # its ranks end with it

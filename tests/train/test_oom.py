@@ -11,7 +11,7 @@ import torch
 from cuboid.spec.run import build_run
 from cuboid.telemetry.heartbeat import Heartbeat
 from cuboid.train import oom
-from cuboid.train.oom import SIZE, Shortage, _sentence, _told, shortage_in
+from cuboid.train.oom import SIZE, OutOfMemory, _sentence, _told, out_of_memory_in
 from tests.cli.command import SHORT, run, train
 
 FIELDS = ["training.steps=1", "training.global_batch=64", "training.sequence=256"]
@@ -56,7 +56,7 @@ def test_one_rank_of_four(tmp_path: Path) -> None:
 
 def test_before_anything_is_computed_no_stage_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oom, "HEARTBEAT", Heartbeat())
-    lack = Shortage(asked=2**30, used=2**30, limit=2**30, held={})
+    lack = OutOfMemory(asked=2**30, used=2**30, limit=2**30, held={})
     told = _sentence(build_run({"model": "tiny-llama"}), 0, torch.device("cpu"), lack)
     assert told.startswith("rank 0 of dp=1,tp=1,pp=1 ran out of memory in set-up: it wanted 1.00 GiB more")
 
@@ -81,5 +81,5 @@ def test_lack_of_memory_is_known_through_what_wraps_it() -> None:
         except RuntimeError as error:
             raise ValueError("while something was computed") from error
     except ValueError as error:
-        assert "DefaultCPUAllocator" in str(shortage_in(error))
-    assert shortage_in(MemoryError()) is not None and shortage_in(RuntimeError("shapes differ")) is None
+        assert "DefaultCPUAllocator" in str(out_of_memory_in(error))
+    assert out_of_memory_in(MemoryError()) is not None and out_of_memory_in(RuntimeError("shapes differ")) is None

@@ -75,9 +75,9 @@ def parts_kept(nodes: Sequence[str]) -> dict[str, list[int]]:
     {'a': [0, 2], 'b': [1, 0], 'c': [2, 1]}
     """
     result = ranks_by_node(nodes)
-    for rank, keeper in enumerate(peers(nodes)):
-        if keeper is not None:
-            result[nodes[keeper]].append(rank)
+    for rank, checkpointer in enumerate(peers(nodes)):
+        if checkpointer is not None:
+            result[nodes[checkpointer]].append(rank)
     return result
 
 

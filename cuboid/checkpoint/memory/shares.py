@@ -34,9 +34,9 @@ def share_copies(sizes: Sequence[int], nodes: Sequence[str], group: Coordination
     """The rank that keeps a copy of this one's part; the ranks whose parts are copied here, and their sizes. `sizes`:
     of the part of each rank, on rank 0."""
     chosen, copies = peers(nodes), [dict[int, int]() for _ in sizes]
-    for owner, keeper in enumerate(chosen):
-        if keeper is not None:
-            copies[keeper][owner] = sizes[owner]
+    for owner, checkpointer in enumerate(chosen):
+        if checkpointer is not None:
+            copies[checkpointer][owner] = sizes[owner]
     return group.scatter(list(zip(chosen, copies, strict=True)))
 
 
@@ -61,8 +61,8 @@ def share_manifest(
     `received`: checksums of this rank's copies, by owner. `index`: of this node."""
     told = group.gather((own, received))
     wrong = (
-        f"the part of rank {owner} did not reach rank {keeper} as it was sent"
-        for keeper, (_, copies) in enumerate(told)
+        f"the part of rank {owner} did not reach rank {checkpointer} as it was sent"
+        for checkpointer, (_, copies) in enumerate(told)
         for owner, checksum in copies.items()
         if checksum != told[owner][0].checksum
     )
