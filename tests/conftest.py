@@ -57,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"browser: {find_chromium() or 'no chromium, so tests marked browser are left out (--browser insists)'}"
+    return f"browser: {find_chromium() or 'no chromium, so tests marked browser are skipped (--browser insists)'}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -62,7 +62,7 @@ class Manifest:
     step: int
     """Optimizer steps done; with the global batch this is also the position in the data."""
     updates: int
-    """Times the optimizer changed the parameters: fewer, where a step was not finite and left out."""
+    """Times the optimizer changed the parameters: fewer, where a step was not finite and skipped."""
     position: int
     """Samples consumed, in the global order."""
     data: str
@@ -77,11 +77,11 @@ class Manifest:
     torch_version: str = field(default_factory=lambda: metadata.version("torch"))
     files: dict[str, StoredFile] = field(default_factory=dict, hash=False)
     course: dict[str, Any] = field(default_factory=dict, hash=False)
-    """`spec.course.Course`: batches left out and the numbers of the latest steps; left out where nothing of it
+    """`spec.train_state.Course`: batches skipped and the numbers of the latest steps; absent where nothing of it
     matters."""
 
     def render(self, kind: str = "") -> bytes:
-        """`kind`: of its own checksum; left out: the best there is here."""
+        """`kind`: of its own checksum; default: the best there is here."""
         table = {"format": FORMAT, **asdict(self)}
         if not self.course:
             del table["course"]

@@ -28,7 +28,7 @@ def staged_bytes(state: dict[str, Scattered]) -> int:
 
 class Staging:
     def __init__(self, state: dict[str, Scattered], device: torch.device, memory: Tensor | None = None) -> None:
-        """`memory`: as many bytes as the state needs; left out: its own."""
+        """`memory`: as many bytes as the state needs; default: its own."""
         self._on_gpu = device.type == "cuda"
         if memory is None:
             # Zeroed here, so that the first save need not wait for the system to find the pages.

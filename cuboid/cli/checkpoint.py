@@ -41,7 +41,7 @@ def command(
     Example: cuboid checkpoint verify runs/default
     """
     if target is not None and action != "copy":
-        raise UserError(f"checkpoint {action} takes one place, not also {target}; leave it out")
+        raise UserError(f"checkpoint {action} takes one place, not also {target}; omit it")
     try:
         if action == "show":
             return _show(_newest(place, as_json), filter_text, as_json)
@@ -98,7 +98,7 @@ def _newest(place: str, as_json: bool) -> Location:
 def _show(checkpoint: Location, filter_text: str, as_json: bool) -> int:
     description: Description = describe(checkpoint, filter_text)
     if filter_text and not description.tensors:
-        raise UserError(f"--filter {filter_text} matches no tensor; leave it out to see all names")
+        raise UserError(f"--filter {filter_text} matches no tensor; omit it to see all names")
     if as_json:
         print(json.dumps(asdict(description)))
     else:

@@ -43,7 +43,7 @@ def show_summaries(summaries: list[Summary]) -> None:
 def show_description(description: Description) -> None:
     facts = description
     skipped = facts.step - facts.updates
-    left_out = f", {skipped} updates left out as not finite" if skipped else ""
+    left_out = f", {skipped} updates skipped as not finite" if skipped else ""
     print(f"{facts.checkpoint}: {plain(facts.model)}, {facts.parameters:,} parameters, {plain(facts.precision)}")
     print(f"after step {facts.step:,}: {facts.position:,} samples, {facts.tokens:,} tokens{left_out}")
     print(f"written {plain(facts.written)} on {plain(facts.layout)}")

@@ -1,4 +1,4 @@
-"""What ranks exchanged in a step, counted and predicted, as a table and as JSON."""
+"""What ranks communicated in a step, counted and predicted, as a table and as JSON."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def show(summary: Summary) -> None:
     from rich.table import Table
 
     console = Console(highlight=False)
-    table = Table(box=None, pad_edge=False, title="exchanged in a step, by the busiest rank", title_justify="left")
+    table = Table(box=None, pad_edge=False, title="communicated in a step, by the busiest rank", title_justify="left")
     for name in ("dimension", "kind"):
         table.add_column(name, no_wrap=True)
     for name in ("ranks", "calls", "bytes", "ring sends", "predicted"):

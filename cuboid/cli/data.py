@@ -25,7 +25,7 @@ def command(
     output: Annotated[Path | None, typer.Option("-o", "--output", help="build: the store to make.")] = None,
     tokenizer: Annotated[str, typer.Option(help="build: byte, or a Hugging Face tokenizer.json.")] = BYTES,
     end_of_document: Annotated[
-        str | None, typer.Option(help="build: token after each document; left out: the tokenizer's own.")
+        str | None, typer.Option(help="build: token after each document; default: the tokenizer's own.")
     ] = None,
     field: Annotated[str, typer.Option(help="build: where JSON Lines, Parquet and datasets hold the text.")] = "text",
     completions: Annotated[
@@ -40,7 +40,7 @@ def command(
     """Turn text into a store of tokens, show a store, or verify every byte of it.
 
     Reads text, JSON Lines (plain, .gz, .zst), Parquet and Hugging Face datasets folders. A build that was killed
-    goes on where it stopped when the same command runs again.
+    continues where it stopped when the same command runs again.
 
     Example: cuboid data build corpus/ more.jsonl.gz -o stores/mine --tokenizer tokenizer.json
     """
@@ -82,7 +82,7 @@ def _build_with_bar(request: BuildRequest) -> BuildReport:
     try:
         return build(request, report)
     except KeyboardInterrupt:
-        print("\nstopped; the same command again goes on from here", file=sys.stderr)
+        print("\nstopped; the same command again resumes from here", file=sys.stderr)
         raise
     finally:
         if bar.live.is_started:
@@ -97,7 +97,7 @@ def _show_report(report: BuildReport, as_json: bool) -> None:
         f"{report.store}: {report.tokens:,} tokens of {report.documents:,} documents, vocabulary {report.vocabulary:,}"
     )
     if report.empty_documents:
-        print(f"{report.empty_documents:,} documents without text were left out")
+        print(f"{report.empty_documents:,} documents without text were skipped")
     if report.resumed_tokens == report.tokens:
         print("All of it was there already.")
         return

@@ -29,12 +29,12 @@ def command(
     shots: Annotated[int | None, typer.Option(min=0, help="Examples before each question of a task.")] = None,
     layout: Annotated[str, typer.Option(help="Ranks to spread the model over, e.g. tp=2,pp=2,dp=2.")] = "dp=1",
     sequence: Annotated[
-        int | None, typer.Option("--sequence", "--seq", min=1, help="Tokens at a time; left out: as in training.")
+        int | None, typer.Option("--sequence", "--seq", min=1, help="Tokens at a time; default: as in training.")
     ] = None,
     overlap: Annotated[int, typer.Option(min=0, help="Tokens before them that are seen but not counted.")] = 0,
     tokens: Annotated[int, typer.Option(min=2, help="How many tokens of the data, from its beginning.")] = 1 << 17,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at a time on each replica.")] = 8,
-    precision: Annotated[str | None, typer.Option(help="float32, bf16 or float64; left out: as trained.")] = None,
+    precision: Annotated[str | None, typer.Option(help="float32, bf16 or float64; default: as trained.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     backend: Annotated[
         str, typer.Option(help="nccl, gloo or auto: NCCL on GPUs, also where ranks share one.")

@@ -21,9 +21,9 @@ def command(
     ] = None,
     dtype: Annotated[
         str | None,
-        typer.Option(help="hf: float32, bf16, float16 or float64; left out: bf16 of a bf16 run, or float32."),
+        typer.Option(help="hf: float32, bf16, float16 or float64; default: bf16 of a bf16 run, or float32."),
     ] = None,
-    shard_size: Annotated[str | None, typer.Option(help="hf: largest file of weights; 5GB when left out.")] = None,
+    shard_size: Annotated[str | None, typer.Option(help="hf: largest file of weights; 5GB by default.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Write a trained model for Hugging Face transformers, or a plan for another engine.

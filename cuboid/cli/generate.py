@@ -19,7 +19,7 @@ from cuboid.spec.generation import GenerationSpec, SamplingSpec, check_layout, p
 
 def command(
     target: Annotated[str, typer.Argument(help="A run's folder, a checkpoint, or hf:FOLDER.")],
-    prompt: Annotated[list[str] | None, typer.Option(help="Text to go on with; may be given several times.")] = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue; may be given several times.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="File of prompts: lines of text, or JSON Lines.")] = None,
     layout: Annotated[str, typer.Option(help="Ranks to spread the model over, e.g. tp=2,pp=2,dp=2.")] = "dp=1",
     max_tokens: Annotated[int, typer.Option(help="Most tokens after each prompt.")] = 64,
@@ -31,14 +31,14 @@ def command(
     stop: Annotated[list[str] | None, typer.Option(help="Text before which a result ends.")] = None,
     seed: Annotated[int, typer.Option(help="Of the random numbers; the layout changes nothing in them.")] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at a time on each replica.")] = 32,
-    precision: Annotated[str | None, typer.Option(help="float32, bf16 or float64; left out: as trained.")] = None,
+    precision: Annotated[str | None, typer.Option(help="float32, bf16 or float64; default: as trained.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     backend: Annotated[
         str, typer.Option(help="nccl, gloo or auto: NCCL on GPUs, also where ranks share one.")
     ] = "auto",
     tokenizer: Annotated[str | None, typer.Option(help="byte, or a tokenizer.json in place of the model's.")] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Add results as JSON Lines; a second run goes on with it.")
+        Path | None, typer.Option("-o", "--output", help="Add results as JSON Lines; a second run continues with it.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, at the end.")] = False,
 ) -> None:
@@ -101,7 +101,7 @@ def command(
 
 def _prompts(prompt: list[str] | None, file: Path | None, words: Words, vocabulary: int) -> list[Prompt]:
     if file is not None and prompt:
-        raise UserError(f"prompt and prompts={file} both say what to go on with; use one of them")
+        raise UserError(f"prompt and prompts={file} both say what to continue; use one of them")
     if file is not None:
         return read_prompts(file, words, vocabulary)
     if not prompt:

@@ -54,7 +54,7 @@ def command(
     mtbf_hours: Annotated[
         float | None, typer.Option(min=0.001, help="Mean hours between failures, in place of published ones.")
     ] = None,
-    interval: Annotated[float | None, typer.Option(min=1, help="Seconds between checkpoints; left out: best.")] = None,
+    interval: Annotated[float | None, typer.Option(min=1, help="Seconds between checkpoints; default: best.")] = None,
     stall: Annotated[
         float | None, typer.Option(min=0, help="Seconds training waits for a save; 1, or measured.")
     ] = None,

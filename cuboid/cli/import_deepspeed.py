@@ -16,7 +16,7 @@ def command(
     file: Annotated[Path, typer.Argument(help="The DeepSpeed-style JSON.")],
     model: Annotated[str, typer.Option(help="Model name, TOML or config.json; such a JSON does not say it.")],
     world_size: Annotated[
-        int | None, typer.Option(help="Number of ranks; may be left out if the batch sizes tell it.")
+        int | None, typer.Option(help="Number of ranks; may be omitted if the batch sizes tell it.")
     ] = None,
     changes: Annotated[list[str] | None, typer.Option("--set", help="Change a value, e.g. training.steps=20.")] = None,
     output: Annotated[

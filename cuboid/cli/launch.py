@@ -55,16 +55,16 @@ def command(
     scheduler: Annotated[Scheduler, typer.Argument(help="For whom the file is.", show_default=False)],
     file: Annotated[Path, typer.Argument(help="The run file; a plan is one.")],
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write it here, not to the screen.")] = None,
-    name: Annotated[str, typer.Option(help="Name of the job; left out: that of the model.")] = "",
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes; left out: as many as the plan's fill.")] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs of a node; left out: the plan's.")] = None,
+    name: Annotated[str, typer.Option(help="Name of the job; default: that of the model.")] = "",
+    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes; default: as many as the plan's fill.")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs of a node; default: the plan's.")] = None,
     min_nodes: Annotated[int | None, typer.Option(min=1, help="Go on with so few when nodes are lost.")] = None,
     across_nodes: Annotated[bool, typer.Option("--across-nodes", help="Let tensor groups cross nodes.")] = False,
     port: Annotated[int, typer.Option(min=1024, max=65535, help="Where supervisors meet.")] = PORT,
-    interface: Annotated[str, typer.Option(help="Network interface of the nodes; left out: found.")] = "",
-    grace: Annotated[int | None, typer.Option(min=1, help="Seconds a stop may take; left out: measured.")] = None,
+    interface: Annotated[str, typer.Option(help="Network interface of the nodes; default: found.")] = "",
+    grace: Annotated[int | None, typer.Option(min=1, help="Seconds a stop may take; default: measured.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="Change one field: training.steps=20.")] = None,
-    time: Annotated[str, typer.Option(help="slurm: longest time, such as 24:00:00; left out: the partition's.")] = "",
+    time: Annotated[str, typer.Option(help="slurm: longest time, such as 24:00:00; default: the partition's.")] = "",
     partition: Annotated[str, typer.Option(help="slurm: partition.")] = "",
     account: Annotated[str, typer.Option(help="slurm: account.")] = "",
     qos: Annotated[str, typer.Option(help="slurm: quality of service.")] = "",
@@ -75,14 +75,14 @@ def command(
     kind: Annotated[str, typer.Option(help="kubernetes: job (plain), or trainjob of Kubeflow Trainer.")] = "",
     image: Annotated[str, typer.Option(help="kubernetes, skypilot: container image with Cuboid in it.")] = "",
     claim: Annotated[str, typer.Option(help="kubernetes: PersistentVolumeClaim that all nodes share.")] = "",
-    mount: Annotated[str, typer.Option(help="kubernetes: where it is mounted; left out: /workspace.")] = "",
+    mount: Annotated[str, typer.Option(help="kubernetes: where it is mounted; default: /workspace.")] = "",
     namespace: Annotated[str, typer.Option(help="kubernetes: namespace.")] = "",
-    user: Annotated[int | None, typer.Option(help="kubernetes: number of the user; left out: 1000.")] = None,
+    user: Annotated[int | None, typer.Option(help="kubernetes: number of the user; default: 1000.")] = None,
     memory: Annotated[str, typer.Option(help="kubernetes: memory of a node, such as 512Gi.")] = "",
     secret: Annotated[str, typer.Option(help="kubernetes: Secret for the environment; only its name is written.")] = "",
     cpus: Annotated[int | None, typer.Option(min=1, help="kubernetes, skypilot: cores of a node.")] = None,
     bucket: Annotated[str, typer.Option(help="skypilot: where checkpoints go, such as s3://bucket/run.")] = "",
-    accelerator: Annotated[str, typer.Option(help="skypilot: H100, …; left out: the plan's.")] = "",
+    accelerator: Annotated[str, typer.Option(help="skypilot: H100, …; default: the plan's.")] = "",
     infra: Annotated[str, typer.Option(help="skypilot: cloud[/region[/zone]].")] = "",
     spot: Annotated[bool, typer.Option("--spot", help="skypilot: on machines that may be taken away.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
@@ -131,7 +131,7 @@ def command(
 def _options(scheduler: Scheduler, given: dict[str, Any]) -> dict[str, Any]:
     for option, value in given.items():
         if scheduler not in BELONGS[option]:
-            raise UserError(f"{option}={value} is for {' and '.join(BELONGS[option])}; leave it out for {scheduler}")
+            raise UserError(f"{option}={value} is for {' and '.join(BELONGS[option])}; omit it for {scheduler}")
     for option, example in NEEDED[scheduler].items():
         if option not in given:
             raise UserError(f"{option} is not known for {scheduler}; use {example}")

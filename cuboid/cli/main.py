@@ -36,7 +36,7 @@ VERBS = {
     "data": "Build, show and verify stores of tokens.",
     "checkpoint": "List, verify, show, copy and prune checkpoints.",
     "report": "Write one page about a run or a plan, predicted beside measured.",
-    "watch": "Watch a run in the terminal while it goes on.",
+    "watch": "Watch a run in the terminal while it runs.",
     "compare": "Compare runs: losses, speed, memory, settings that differ.",
     "models": "List the models Cuboid knows by name.",
     "import": "Prepare a run that starts from a Hugging Face model.",

@@ -19,7 +19,7 @@ def command(
     cluster: Annotated[str, typer.Option(help="The cluster: a name such as h100x64, or a TOML file.")],
     model: Annotated[str | None, typer.Option(help="Check the layout against this model too.")] = None,
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="Draw this many nodes; left out: all, or two of many.")
+        int | None, typer.Option(min=1, help="Draw this many nodes; default: all, or two of many.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:

@@ -29,7 +29,7 @@ def draw(layout: Layout, cluster: ClusterSpec, lines: list[Traffic], asked: int 
     parts.append(Columns([_node(layout, cluster, node, width) for node in range(shown)], padding=(0, 1)))
     if layout.tp > 1:
         split = cluster.accelerators_per_node % layout.tp
-        parts.append(Text("[ ] is a tensor group" + ("; … where it goes on on another node" if split else ""), "dim"))
+        parts.append(Text("[ ] is a tensor group" + ("; … where it continues on another node" if split else ""), "dim"))
     if shown < cluster.nodes:
         rest = _count(cluster.nodes - shown, "more node")
         parts.append(Text(f"and {rest}, filled in the same order (--nodes {cluster.nodes} draws all)", "dim"))

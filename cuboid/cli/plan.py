@@ -33,7 +33,7 @@ def command(
         typer.Option(help="time, cost, memory, gpus (the fewest that meet --days); to generate: throughput, latency."),
     ] = None,
     fix: Annotated[list[str] | None, typer.Option(help="Decide a field yourself: tp=8, or tp=8,pp=4.")] = None,
-    max_memory: Annotated[str | None, typer.Option(help="Most a rank may hold: 60GiB or 90%; left out: 95%.")] = None,
+    max_memory: Annotated[str | None, typer.Option(help="Most a rank may hold: 60GiB or 90%; default: 95%.")] = None,
     engine: Annotated[str, typer.Option(help="Profile of costs: cuboid, megatron, nanotron, torchtitan, …")] = "cuboid",
     beyond: Annotated[bool, typer.Option("--beyond", help="Also layouts Cuboid's engine cannot train yet.")] = False,
     tokens: Annotated[float | None, typer.Option(help="Tokens to train on; says how many days that takes.")] = None,

@@ -23,12 +23,12 @@ def command(
     context: typer.Context,
     output: Annotated[Path | None, typer.Option("-o", "--output", help="Write the profile, for plan to use.")] = None,
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Ranks on this host; left out: its GPUs, or its cores where it has none.")
+        int | None, typer.Option(min=1, help="Ranks on this host; default: its GPUs, or its cores where it has none.")
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.5, max=DAY, help="How long to measure, about.")] = 60.0,
     nodes: Annotated[int, typer.Option(min=1, help="Hosts that take part; run this on each.")] = 1,
     rendezvous: Annotated[str | None, typer.Option(help="HOST:PORT of the host that leads and writes.")] = None,
-    interface: Annotated[str | None, typer.Option(help="The network interface; left out: the one to HOST.")] = None,
+    interface: Annotated[str | None, typer.Option(help="The network interface; default: the one to HOST.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     backend: Annotated[
         Literal["auto", "nccl", "gloo"], typer.Option(help="What carries collectives; auto: NCCL on GPUs.")
@@ -39,13 +39,13 @@ def command(
     sequence: Annotated[int, typer.Option("--sequence", "--seq", min=1, help="Of the job: tokens per sequence.")] = 256,
     micro_batch: Annotated[int | None, typer.Option(min=1, help="Of the job: sequences per micro-batch.")] = None,
     global_batch: Annotated[int, typer.Option(min=1, help="Of the job: sequences per step.")] = 16,
-    precision: Annotated[str | None, typer.Option(help="Of the job; left out: float32 on CPUs, bf16 on GPUs.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Of the job; default: float32 on CPUs, bf16 on GPUs.")] = None,
     cluster: Annotated[
         str | None, typer.Option(help="Of the job, for the prediction: a profile or a name such as h100x8.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Measure products, attention, memory and collectives with all ranks busy, and write a profile for the planner.
+    """Measure matmuls, attention, memory and collectives with all ranks busy, and write a profile for the planner.
 
     Example: cuboid probe -o here.toml; cuboid plan tiny-llama here.toml --global-batch 16 --seq 256 --precision float32
 
@@ -57,7 +57,7 @@ def command(
         if rank is None and option in OF_A_JOB:
             raise UserError(f"{option}={value} is of a job, of which one rank is run; add --rank 0")
         if rank is not None and option in OF_A_MEASUREMENT:
-            raise UserError(f"{option}={value} is for measuring this machine, not rank={rank} of a job; leave one out")
+            raise UserError(f"{option}={value} is for measuring this machine, not rank={rank} of a job; omit one")
     if rank is not None:
         if layout is None or model is None:
             raise UserError(f"rank={rank} needs a job; add --layout dp=2,tp=2,pp=2 --model tiny-llama")
@@ -106,7 +106,7 @@ def _probe(
         meeting = Meeting(nodes, host, port, interface or interface_to(host, port))
     for name, value in (("rendezvous", rendezvous), ("interface", interface)):
         if nodes == 1 and value is not None:
-            raise UserError(f"{name}={value} is for several hosts; add --nodes 2 or leave it out")
+            raise UserError(f"{name}={value} is for several hosts; add --nodes 2 or omit it")
     if output is not None:
         if output.suffix != ".toml":
             raise UserError(f"output={output} is no TOML file; name it like cluster.toml, for plan to know it")

@@ -22,7 +22,9 @@ def command(
     trace: Annotated[
         Path | None, typer.Option(help="Also write measured and simulated steps for Perfetto or chrome://tracing.")
     ] = None,
-    as_served: Annotated[bool, typer.Option("--serve", help="Serve the page, renewed while the run goes on.")] = False,
+    as_served: Annotated[
+        bool, typer.Option("--serve", help="Serve the page, renewed while the run is running.")
+    ] = False,
     host: Annotated[str, typer.Option(help="Where to listen, for --serve.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port for --serve; 0: any that is free.")] = 8000,
     as_json: Annotated[bool, typer.Option("--json", help="Print what the page shows as one JSON object.")] = False,

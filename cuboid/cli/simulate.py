@@ -20,7 +20,7 @@ def command(
     trace: Annotated[Path | None, typer.Option(help="Write the timeline for Perfetto or chrome://tracing.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Write the timeline as an SVG picture.")] = None,
     micro_batches: Annotated[
-        int | None, typer.Option(min=1, help="Draw so many micro-batches; left out: two rounds of the pipeline.")
+        int | None, typer.Option(min=1, help="Draw so many micro-batches; default: two rounds of the pipeline.")
     ] = None,
     width: Annotated[int, typer.Option(min=20, help="Columns of the drawing in the terminal.")] = 100,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

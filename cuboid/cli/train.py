@@ -35,14 +35,14 @@ if TYPE_CHECKING:
 
 def command(
     file: Annotated[
-        Path | None, typer.Argument(help="The run file; left out: a tiny model on Python's own source.")
+        Path | None, typer.Argument(help="The run file; default: a tiny model on Python's own source.")
     ] = None,
     layout: Annotated[str | None, typer.Option(help="Layout in place of the run file's, e.g. dp=2,tp=2,pp=2.")] = None,
     model: Annotated[str | None, typer.Option(help="Model in place of the run file's: a name or a TOML file.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="Change one field: training.steps=20.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew in a folder that holds a run.")] = False,
     count_communication: Annotated[
-        bool, typer.Option("--count-communication", help="Count what ranks exchange, beside what is predicted.")
+        bool, typer.Option("--count-communication", help="Count what ranks communicate, beside what is predicted.")
     ] = False,
     profile: Annotated[
         bool, typer.Option("--profile", help="Trace three steps for Perfetto, and what memory holds; see [profile].")
@@ -60,13 +60,13 @@ def command(
     max_nodes: Annotated[int | None, typer.Option(help="Most nodes that are used.")] = None,
     ranks_per_node: Annotated[int | None, typer.Option(help="Left out: the layout's ranks / nodes.")] = None,
     interface: Annotated[
-        str | None, typer.Option(help="Where this node listens: an interface or address; left out: towards HOST.")
+        str | None, typer.Option(help="Where this node listens: an interface or address; default: towards HOST.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print only one JSON object, at the end.")] = False,
 ) -> None:
     """Train a model on a layout. Ranks of this machine are started here; under torchrun or Slurm this process joins.
 
-    The same command again goes on from the newest whole checkpoint, on any layout. On many nodes it runs on each of
+    The same command again resumes from the newest whole checkpoint, on any layout. On many nodes it runs on each of
     them, with --nodes and --rendezvous.
 
     Example: cuboid train examples/demo.toml --layout dp=4,pp=2 --set training.steps=20
@@ -148,7 +148,7 @@ def _say_preempted(run: Run, outcome: "Outcome", as_json: bool) -> None:
     elif not outcome.saved:
         print("preempted before there was anything to save; the same command begins anew")
     else:
-        print(f"preempted: step {outcome.saved} is saved, in {outcome.seconds:.1f} s; the same command goes on there")
+        print(f"preempted: step {outcome.saved} is saved, in {outcome.seconds:.1f} s; the same command continues there")
 
 
 def _announce(run: Run) -> None:

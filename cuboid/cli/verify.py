@@ -95,7 +95,7 @@ def chain_runs(chain: str, model: str, overrides: tuple[str, ...], steps: int, d
 
 def command(
     layout: Annotated[
-        str | None, typer.Option(help="The layout to prove; left out: dp=2,tp=2,pp=2.", show_default=False)
+        str | None, typer.Option(help="The layout to prove; default: dp=2,tp=2,pp=2.", show_default=False)
     ] = None,
     resume: Annotated[
         str | None, typer.Option(help='Prove going on instead: "dp=2,tp=2,pp=2 -> dp=4,tp=2 -> dp=1".')

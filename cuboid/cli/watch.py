@@ -1,4 +1,4 @@
-"""`cuboid watch RUN`: a run in the terminal while it goes on; plain lines where the output is no terminal."""
+"""`cuboid watch RUN`: a run in the terminal while it runs; plain lines where the output is no terminal."""
 
 import json
 import sys

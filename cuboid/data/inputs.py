@@ -39,7 +39,7 @@ class InputFile:
 
 
 def find_inputs(sources: Sequence[str]) -> list[InputFile]:
-    """Files in the order of the sources; those of a folder sorted by name, hidden ones left out."""
+    """Files in the order of the sources; those of a folder sorted by name, hidden ones skipped."""
     found = [file for source in sources for file in _expand(Path(source))]
     if not found:
         raise UserError(

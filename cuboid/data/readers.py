@@ -42,7 +42,7 @@ def _read_text(file: InputFile, columns: Sequence[str], skip: int) -> Iterator[R
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
-        raise UserError(f"{file.path} is not UTF-8 text at byte {error.start}; convert it or leave it out") from None
+        raise UserError(f"{file.path} is not UTF-8 text at byte {error.start}; convert it or omit it") from None
     yield Row(0, {columns[0]: text}, file.size)
 
 
@@ -62,7 +62,7 @@ def _parse(file: InputFile, number: int, line: bytes) -> dict[str, Any]:
         if b"\\u" in line:
             json.dumps(values, ensure_ascii=False).encode()  # half of a surrogate pair is no text
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{file.path} line {number + 1} is not JSON: {error}; mend it or leave it out") from None
+        raise UserError(f"{file.path} line {number + 1} is not JSON: {error}; mend it or omit it") from None
     if not isinstance(values, dict):
         raise UserError(f"{file.path} line {number + 1} is not a JSON object; write one object with the text per line")
     return values
@@ -135,7 +135,7 @@ def _guarded(file: InputFile, read: Any) -> bytes:
 
 
 def _unreadable(file: InputFile, error: Exception) -> UserError:
-    return UserError(f"{file.path} is damaged: {str(error).splitlines()[0]}; copy it again or leave it out")
+    return UserError(f"{file.path} is damaged: {str(error).splitlines()[0]}; copy it again or omit it")
 
 
 def _import_arrow(file: InputFile) -> Any:

@@ -48,7 +48,7 @@ class Manifest:
     documents: int
     sequences: int
     empty_documents: int = 0
-    """Documents without text, left out."""
+    """Documents without text, skipped."""
     type: str
     """Of a token, by numpy's name."""
     vocabulary: int

@@ -105,7 +105,7 @@ def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
     if name == BYTES:
         if end_of_document is not None:
             raise UserError(
-                f"end_of_document={end_of_document} is no token of bytes; leave it out, or name a tokenizer.json"
+                f"end_of_document={end_of_document} is no token of bytes; omit it, or name a tokenizer.json"
             )
         return ByteTokenizer()
     path = Path(name)

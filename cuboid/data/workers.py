@@ -100,7 +100,7 @@ def _process(folder: Path, name: TokenizerName) -> Iterator[Work]:
             ours.send(chunk)
             answer: Any = ours.recv()
         except (EOFError, ConnectionError):
-            raise RankError("a worker of the build died; run the same command again to go on") from None
+            raise RankError("a worker of the build died; run the same command again to continue") from None
         if isinstance(answer, Part):
             return answer
         raise answer

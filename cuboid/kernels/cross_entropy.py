@@ -1,5 +1,5 @@
-"""The kernel of `fused_cross_entropy` on a GPU: one program reads a row of logits twice and writes it once. It has few operations
-for each number, because it waits for these as much as for memory.
+"""The kernel of `fused_cross_entropy` on a GPU: one program reads a row of logits twice and writes it once. It has few
+operations for each number, because it waits for these as much as for memory.
 
 Imported where there is a GPU only: elsewhere triton need not be installed."""
 

@@ -46,7 +46,7 @@ def parse_endpoint(text: str) -> Endpoint:
 
 
 def find_interface(asked: str | None, endpoint: Endpoint) -> Interface:
-    """The interface asked for by name or address; left out: the one from which the rendezvous is reached."""
+    """The interface asked for by name or address; default: the one from which the rendezvous is reached."""
     found = {
         name: [
             entry.address.partition("%")[0] for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)

@@ -62,7 +62,7 @@ def find_nodes(run: Run, options: NodeOptions) -> Nodes | None:
         raise UserError(f"min-nodes={least} is more than max-nodes={most}; use --min-nodes {most} or less")
     if least < most and not run.checkpoint.keeps:
         raise UserError(
-            f"min-nodes={least} has no checkpoints to go on from with fewer nodes; use checkpoint.every=100"
+            f"min-nodes={least} has no checkpoints to resume from with fewer nodes; use checkpoint.every=100"
         )
     ranks = _ranks_per_node(run, least, most, options.ranks_per_node)
     Replanner(run, ranks).choose(least)

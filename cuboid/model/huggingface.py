@@ -85,7 +85,7 @@ class Target:
     shape: tuple[int, ...]
     transposed: bool
     copy_of: str | None = None
-    """The tensor it is tied to; files may leave it out, modules list it."""
+    """The tensor it is tied to; files may omit it, modules list it."""
     expert: int | None = None
 
     def make(self, parameters: Sequence[Tensor]) -> Tensor:

@@ -115,7 +115,7 @@ class Transformer(nn.Module):
             router.balance, router.row = balance, row
 
     def hidden_states(self, tokens: Tensor, positions: Positions | None = None) -> Tensor:
-        """`positions`: left out, every sequence is one document."""
+        """`positions`: without them, every sequence is one document."""
         weight = self.head.norm.weight
         positions = positions or make_positions(self.model, tokens.shape[1], weight.dtype, weight.device)
         x = self.embedding(tokens, positions)

@@ -62,7 +62,7 @@ def _obstacle(handle: dist.ProcessGroup, size: int, device: torch.device, traced
     if device.type != "cuda":
         return "GPUs"
     if not traced:
-        return "compiled blocks with sequence_parallel, whose exchanges nobody counts"
+        return "compiled blocks with sequence_parallel, whose collectives nobody counts"
     known: list[Any] = [None] * size
     dist.all_gather_object(known, (machine_identity(), device.index), group=handle)
     machines, indices = {machine for machine, _ in known}, {index for _, index in known}

@@ -1,6 +1,6 @@
 """The factor by which the loss is multiplied in fp16, so that small gradients are not rounded to nothing.
 
-It halves when a gradient overflows, in a step whose update is then left out, and doubles after many good steps. All of
+It halves when a gradient overflows, in a step whose update is then skipped, and doubles after many good steps. All of
 it happens on the device from numbers that are equal on all ranks, so that nobody waits and all ranks agree."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LossScale:
         return self._state[2]
 
     def update(self, loss: Tensor, gradient_norm: Tensor, counts: Tensor) -> None:
-        """After a step. `counts`: false where its update was left out, for whatever reason."""
+        """After a step. `counts`: false where its update was skipped, for whatever reason."""
         factor, good, overflows = self._state.unbind()
         overflowed = loss.isfinite() & ~gradient_norm.isfinite()
         good = torch.where(overflowed, 0.0, good + counts)

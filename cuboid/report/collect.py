@@ -20,7 +20,7 @@ from cuboid.report.summary import summary
 from cuboid.report.timeline import timeline
 
 STILL = ("considered", "explorer")
-"""Sections that stay as they are while a run goes on."""
+"""Sections that stay as they are while a run is running."""
 
 
 def collect(source: Source, with_search: bool = True) -> dict[str, Any]:

@@ -53,13 +53,13 @@ def _position(share: int, count: int) -> int:
 
 
 def events(source: Source) -> list[dict[str, Any]]:
-    """Failures, restarts, checkpoints, warnings and steps left out, each at the step where it came; oldest first."""
+    """Failures, restarts, checkpoints, warnings and steps skipped, each at the step where it came; oldest first."""
     found: list[dict[str, Any]] = []
     for row in source.rows:
         if row.get("finite") is False:
             scale = row.get("loss_scale", 0.0)
             why = f"overflow at loss scale {scale:,.0f}" if row.get("overflowed") else "not finite"
-            found.append({"step": row["step"], "kind": "skipped", "text": f"{why}: the update was left out"})
+            found.append({"step": row["step"], "kind": "skipped", "text": f"{why}: the update was skipped"})
         for trouble in row.get("warnings", ()):
             found.append({"step": row["step"], "kind": "warning", "text": trouble["text"]})
         for save in row.get("checkpoints", ()):

@@ -1,4 +1,4 @@
-"""A run while it is under way: read again and again, each time only what is new."""
+"""A run while it is in flight: read again and again, each time only what is new."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Watched:
         return max(0, len(self.rows) - before)
 
     def _continues(self, path: Path) -> bool:
-        """Whether what was read is still there: a run that goes on from a checkpoint drops the rows it will redo."""
+        """Whether what was read is still there: a run that resumes from a checkpoint drops the rows it will redo."""
         if not self._read:
             return True
         with path.open("rb") as file:

@@ -9,7 +9,7 @@ from cuboid.report.source import Row, Source
 from cuboid.spec.ranks import coordinates
 
 CATEGORIES = {
-    "weights": "parameters in the precision of the products",
+    "weights": "parameters in the precision of the matmuls",
     "gradients": "gradients",
     "optimizer": "master weights and moments",
     "activations": "kept for the backward by micro-batches in flight",

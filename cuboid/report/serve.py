@@ -1,4 +1,4 @@
-"""The page of a run, served while the run goes on: read-only, two addresses, on loopback unless told otherwise."""
+"""The page of a run, served while the run is running: read-only, two addresses, on loopback unless told otherwise."""
 
 from __future__ import annotations
 

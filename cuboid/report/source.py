@@ -50,7 +50,7 @@ class Source:
         return self.lines_of(FAILURES)
 
     def lines_of(self, name: str) -> list[Row]:
-        """Rows that belong to no step; what is no row, because its writer was killed, is left out."""
+        """Rows that belong to no step; what is no row, because its writer was killed, is skipped."""
         path = self.folder / name if self.folder is not None else None
         found = []
         for line in path.read_text(errors="replace").splitlines() if path is not None and path.is_file() else ():

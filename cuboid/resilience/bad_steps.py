@@ -89,7 +89,7 @@ def note_bad_step(run: Run, row: dict[str, Any]) -> None:
         with path.open("a") as file:
             file.write(json.dumps(told) + "\n")
     except OSError as error:
-        say(f"{path} cannot be written: {error.strerror or error}; the training goes on", as_warning=True)
+        say(f"{path} cannot be written: {error.strerror or error}; the training continues", as_warning=True)
 
 
 def bad_steps(folder: str | Path) -> list[dict[str, Any]]:

@@ -329,6 +329,6 @@ def _together(readings: Sequence[Reading]) -> str:
     places = {_in(reading.waiting) for reading in readings if reading.waiting is not None}
     where_all = places.pop() if len(places) == 1 else "at places that do not depend on each other"
     return (
-        f"all ranks have come to the same point and none goes on, {where_all}: a device or a link may be at fault, in "
-        f"step {max((reading.step for reading in readings), default=0)}"
+        f"all ranks have come to the same point and none continues, {where_all}: a device or a link may be at fault, "
+        f"in step {max((reading.step for reading in readings), default=0)}"
     )

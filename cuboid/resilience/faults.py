@@ -7,10 +7,10 @@ raise   an exception in its training loop      hang    it sleeps for ever
 nan     its gradients' norm becomes NaN        spin    it computes for ever
 flip    one bit of its weights flips           term    it is sent SIGTERM, as by a scheduler
 oom     it asks for more memory than there is
-slow    it sleeps `seconds` at each such place, from `step` on for `steps` steps (left out: all)
+slow    it sleeps `seconds` at each such place, from `step` on for `steps` steps (default: all)
 
 `at` names the place: a phase (set-up, step, evaluation, save, finish), what the rank does (data, forward, backward,
-gradients, update, …) or waits in (all-reduce, all-gather, message, …); left out: the step itself."""
+gradients, update, …) or waits in (all-reduce, all-gather, message, …); default: the step itself."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ class Replanner:
     """Answers for one run; each number of nodes is planned once."""
 
     def __init__(self, run: Run, ranks_per_node: int, cluster: ClusterSpec | None = None) -> None:
-        """`cluster` is of what the nodes are made; left out: what the run was planned for, or this machine."""
+        """`cluster` is of what the nodes are made; default: what the run was planned for, or this machine."""
         self._run, self._ranks = run, ranks_per_node
         self._cluster = cluster or planned_cluster(run) or cluster_here(run)
         self.choose = cache(self._choose)

@@ -13,7 +13,7 @@ def peak_activations(
     """For each rank the most its activations take at any time.
 
     `held` is what one micro-batch takes on each stage from its forward to its backward. A split backward lets go of all
-    but `kept_after_input` once the input half is done, and of that after the weight half; left out, all is kept.
+    but `kept_after_input` once the input half is done, and of that after the weight half; skipped, all is kept.
     """
     kept = held if kept_after_input is None else kept_after_input
     change = {

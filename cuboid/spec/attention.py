@@ -46,7 +46,7 @@ class YarnScaling:
     beta_slow: float = 1.0
     """Numbers that turn less often are slowed by `factor`."""
     attention_factor: float = 0.0
-    """Multiplies rotated queries and keys; left out (0): what follows from `factor` and the two below."""
+    """Multiplies rotated queries and keys; skipped (0): what follows from `factor` and the two below."""
     mscale: float = 0.0
     """DeepSeek's factor of rotated queries and keys, over that of mscale_all_dim."""
     mscale_all_dim: float = 0.0

@@ -63,7 +63,7 @@ class DataSpec:
             raise UserError(f"data.source={self.source} and data.mixture both name sources; use one of them")
         for name, weight in mixture.items():
             if weight <= 0:
-                raise UserError(f"data.mixture.{name}={weight} is no weight; use a number above 0, or leave it out")
+                raise UserError(f"data.mixture.{name}={weight} is no weight; use a number above 0, or omit it")
 
     @property
     def weights(self) -> dict[str, float]:

@@ -67,7 +67,7 @@ def _check_tensor(layout: Layout, model: ModelSpec) -> None:
 
 
 def _check_heads(layout: Layout, model: ModelSpec) -> None:
-    """Ranks that exchange heads need a head each. Key-value heads may be fewer: they are repeated."""
+    """Ranks that collective heads need a head each. Key-value heads may be fewer: they are repeated."""
     heads = model.heads // layout.tp
     if heads % layout.cp_inner == 0:
         return
@@ -76,7 +76,7 @@ def _check_heads(layout: Layout, model: ModelSpec) -> None:
     values = either([f"{name}={number}" for number in near if number > 1] + ["cp_method=ring"])
     each = f"heads={model.heads}" + (f" / tp={layout.tp}" if layout.tp > 1 else "")
     raise UserError(
-        f"{name}={layout.cp_inner} does not divide {each}, which cp_method={layout.cp_method} exchanges; use {values}"
+        f"{name}={layout.cp_inner} does not divide {each}, which cp_method={layout.cp_method} collectives; use {values}"
     )
 
 

@@ -55,7 +55,7 @@ class SamplesSpec:
     every: int = 0
     """Steps between samples; 0 is never."""
     prompts: tuple[str, ...] = ("def ",)
-    """What each of them goes on with."""
+    """What each of them continues with."""
     max_tokens: int = 64
     """Tokens of each."""
     temperature: float = 0.0

@@ -50,10 +50,10 @@ class Layout:
     cp: int = 1
     """Ranks that split every sequence."""
     cp_method: ContextMethod = "ring"
-    """How a rank's queries meet all keys. ring: keys and values travel from rank to rank. ulysses: ranks exchange heads
+    """How a rank's queries meet all keys. ring: keys and values travel from rank to rank. ulysses: an all-to-all trades heads
     for tokens. allgather: every rank gathers all keys and values. hybrid: ulysses inside, ring between."""
     cp_inner: int = LEFT_OUT
-    """Ranks that exchange heads under hybrid; left out: the largest part of cp that leaves a ring."""
+    """Ranks that collective heads under hybrid; default: the largest part of cp that leaves a ring."""
     ep: int = 1
     """Ranks that split the experts; they are borrowed from dp × cp × tp."""
     zero: int = 0
@@ -64,18 +64,18 @@ class Layout:
     schedule: str = "1f1b"
     """Who does what when in the pipeline: gpipe, 1f1b, interleaved, zb1p, zbv or dualpipev."""
     vpp: int = LEFT_OUT
-    """Pipeline stages per rank; left out: what the schedule needs."""
+    """Pipeline stages per rank; default: what the schedule needs."""
     micro_batch: int = 1
     """Sequences per micro-batch on one data-parallel replica."""
     recompute: Recompute = "none"
-    """What the backward pass computes again: nothing, all but matrix products and attention, or whole blocks."""
+    """What the backward pass computes again: nothing, all but matmuls and attention, or whole blocks."""
     recompute_layers: int = 0
     """How many layers of each stage, the first ones, `recompute` speaks of; 0 is all of them. The others compute one
     kind less again: under full they are selective, under selective nothing."""
     sequence_parallel: bool = LEFT_OUT
-    """Split what lies between the tensor-parallel matrices along the sequence; left out: on when tp > 1."""
+    """Split what lies between the tensor-parallel matrices along the sequence; default: on when tp > 1."""
     offload: bool = False
-    """Keep the optimizer's state in the host's memory and bring it to the accelerator for the update. Changes no
+    """Keep the optimizer's state in CPU memory and bring it to the accelerator for the update. Changes no
     result; on CPUs, whose memory is the host's, nothing at all."""
 
     def __post_init__(self) -> None:
@@ -131,7 +131,7 @@ class Layout:
         inner = {"ulysses": self.cp, "hybrid": None}.get(self.cp_method, 1)
         if inner is not None:
             if self.cp_inner not in (None, inner) and self.cp > 1:
-                raise UserError(f"cp_inner={self.cp_inner} needs cp_method=hybrid, not {self.cp_method}; leave it out")
+                raise UserError(f"cp_inner={self.cp_inner} needs cp_method=hybrid, not {self.cp_method}; omit it")
             object.__setattr__(self, "cp_inner", inner)
             return
         parts = [number for number in range(2, self.cp) if self.cp % number == 0]

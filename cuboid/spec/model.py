@@ -146,7 +146,7 @@ class ModelSpec:
         if self.hidden % self.heads:
             near = nearest_numbers(self.heads, lambda number: self.hidden % number == 0, 1, self.hidden)
             raise UserError(
-                f"model.heads={self.heads} does not divide hidden={self.hidden} and head_dim is left out; "
+                f"model.heads={self.heads} does not divide hidden={self.hidden} and head_dim is not given; "
                 f"{use('heads', near)}"
             )
         object.__setattr__(self, "head_dim", self.hidden // self.heads)

@@ -41,7 +41,7 @@ def unit_of(prefix: str, name: str) -> str:
 
 
 def is_block_linear(unit: str, name: str, shape: tuple[int, ...]) -> bool:
-    """Whether it is the weight of a linear in a block: what `training.precision=fp8` multiplies in 8 bits."""
+    """Whether it is the weight of a linear in a block: what `training.precision=fp8` multiplies in fp8."""
     return unit.startswith("layers.") and EXPERTS not in name and "router" not in name and len(shape) == 2
 
 

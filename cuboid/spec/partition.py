@@ -76,7 +76,7 @@ def _dynamic(costs: Sequence[float], first: float, last: float, stages: int) -> 
 
 
 def layer_costs(model: ModelSpec, sequence: int) -> tuple[list[float], float]:
-    """Forward products per token of each layer, and of the head; looking tokens up costs nothing."""
+    """Forward matmuls per token of each layer, and of the head; looking tokens up costs nothing."""
     mixture, latent = model.mixture, model.latent
     if latent is None:
         projections = model.hidden * model.head_dim * (2 * model.heads + 2 * model.kv_heads)
@@ -101,7 +101,7 @@ def _partition(model: ModelSpec, stages: int, sequence: int) -> tuple[range, ...
 
 
 def partition(model: ModelSpec, stages: int, sequence: int) -> list[range]:
-    """Layers per stage, balanced by forward products per token; the engine and the planner both ask here."""
+    """Layers per stage, balanced by forward matmuls per token; the engine and the planner both ask here."""
     return list(_partition(model, stages, sequence))
 
 

@@ -23,7 +23,7 @@ class ProfileSpec:
     """The first of them, counted from one as in metrics.jsonl; 0: the fourth after the start, or earlier where the run
     would end before."""
     ranks: str = ""
-    """Ranks that are traced, e.g. 0,4,5; left out: all."""
+    """Ranks that are traced, e.g. 0,4,5; default: all."""
     memory: bool = True
     """On a GPU: also record what is allocated and where, from the start to the last traced step, as a snapshot for
     pytorch.org/memory_viz."""

@@ -41,7 +41,7 @@ class OutputSpec:
     keep_timing: bool = False
     """Keep when each rank did each action of the pipeline schedule."""
     count_communication: bool = False
-    """Count what every rank exchanges in each step, beside what the planner predicts."""
+    """Count what every rank communicates in each step, beside what the planner predicts."""
     layer_norms: bool = False
     """Measure activations, gradients, updates and weights by layer, at the steps that `log_every` shows: about the time
     of one more update each, and the memory of one layer."""
@@ -75,7 +75,7 @@ class OutputSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSpec:
-    """State kept on disk, from which the same command goes on, on any layout."""
+    """State kept on disk, from which the same command continues, on any layout."""
 
     every: int = 0
     """Steps between checkpoints, the last step always included; 0 is never."""
@@ -84,14 +84,14 @@ class CheckpointSpec:
     keep_every: int = 0
     """Steps of which each multiple stays for ever; 0 is none."""
     folder: str = ""
-    """A path, or a URL that fsspec reaches (s3://bucket/…); left out: `checkpoints` in the output folder."""
+    """A path, or a URL that fsspec reaches (s3://bucket/…); default: `checkpoints` in the output folder."""
     asynchronous: bool = True
     """Train on while the state, once copied, is written."""
     timeout_seconds: float = 1800.0
     """How long ranks wait for each other, and the training for a save, before that save is given up with a warning."""
     memory_every: int = 0
     """Steps between copies of the state in the memory of its node and of another one, from which a run whose processes
-    or nodes are lost goes on; 0 is never. They go with the run, or with the last node that has one."""
+    or nodes are lost continues; 0 is never. They go with the run, or with the last node that has one."""
     memory_folder: str = "/dev/shm"
     """A folder of each node on a memory file system."""
 
@@ -106,11 +106,11 @@ class CheckpointSpec:
 
     @property
     def keeps(self) -> bool:
-        """Whether there is ever something to go on from."""
+        """Whether there is ever something to resume from."""
         return self.every > 0 or self.memory_every > 0
 
     def is_due_in_memory(self, done: int, steps: int) -> bool:
-        """After the last step there is nothing to go on with."""
+        """After the last step there is nothing to continue."""
         return self.memory_every > 0 and done % self.memory_every == 0 and done < steps
 
 
@@ -125,7 +125,7 @@ class ResilienceSpec:
     """How long a scheduler lets the job live after SIGTERM or SIGUSR1: in this time it saves and ends with exit code
     75. When it is over the job ends by itself, with what was saved before."""
     contact_seconds: float = 30.0
-    """Of a job on many nodes: after so long without a word a node is lost to the others, which go on without it. It
+    """Of a job on many nodes: after so long without a word a node is lost to the others, which continue without it. It
     ends its own ranks earlier, so that they never write beside those of the others."""
     gather_seconds: float = 60.0
     """How long a job that has its least number of nodes waits for more of them as it starts."""
@@ -144,10 +144,10 @@ class ResilienceSpec:
     is a deadlock or a lost rank, and is named and ended. 0: it is not looked for."""
     bad_steps: Literal["skip", "retry", "rollback", "stop"] = "skip"
     """What is done about a step whose loss or gradient norm is not finite, or a spike: leave its update out, go back to
-    the newest checkpoint and try again (a batch that is bad twice is left out), go back and leave its batch out of the
+    the newest checkpoint and try again (a batch that is bad twice is skipped), go back and leave its batch out of the
     data for good, or stop the run."""
     most_bad_steps: int = 10
-    """How many bad steps, with no good one further on, a run goes on after."""
+    """How many bad steps, with no good one further on, a run continues after."""
     spike_score: float = 0.0
     """A loss or gradient norm this many deviations (median absolute, as standard ones) above the median of the latest
     good steps is a spike; 0 looks for none, 8 is a good number. The host then waits for each step."""
@@ -208,7 +208,7 @@ class Run:
                 raise UserError("training.overlap_tensor=on needs sequence_parallel=true; use it or overlap_tensor=off")
             if self.output.count_communication:
                 raise UserError(
-                    "training.overlap_tensor=on hides exchanges, which output.count_communication=true counts; "
+                    "training.overlap_tensor=on hides collectives, which output.count_communication=true counts; "
                     "use one of them"
                 )
         if self.training.cuda_graphs == "on" and self.obstacle_to_graphs:

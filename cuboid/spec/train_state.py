@@ -1,5 +1,5 @@
-"""What of a training's past decides how it goes on, besides its tensors: it is kept with every checkpoint, so that any
-layout goes on alike."""
+"""What of a training's past decides how it continues, besides its tensors. Every checkpoint keeps it, so that any layout
+resumes alike."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 @dataclass
 class Course:
     skipped: list[int] = field(default_factory=list)
-    """Global batches that are left out, ascending, each counted in the order that leaves nothing out."""
+    """Global batches that are skipped, ascending, each counted in the order that leaves nothing out."""
     losses: list[float] = field(default_factory=list)
     """Of the latest good steps, where spikes are looked for."""
     norms: list[float] = field(default_factory=list)

@@ -21,11 +21,11 @@ class TrainingSpec:
     """Decides the first parameters and the order of samples, whatever the layout."""
     precision: Literal["float32", "bf16", "fp16", "fp8", "float64"] = "float32"
     """bf16 and fp16 keep float32 master weights, and fp16 multiplies the loss so that small gradients survive; fp8 is
-    bf16 with the products of the blocks' linears in 8 bits (not those of routed experts, routers, attention and head);
+    bf16 with the matmuls of the blocks' linears in fp8 (not those of routed experts, routers, attention and head);
     float64 is for verification."""
     loss_scale: float = 65536.0
     """Of fp16: what the loss is multiplied by at first. It halves when a gradient overflows, in a step that is then
-    left out."""
+    skipped."""
     loss_scale_steps: int = 2000
     """Of fp16: after so many good steps in a row the factor doubles."""
     fp8_scaling: Literal["tensor", "row"] = "tensor"
@@ -51,7 +51,7 @@ class TrainingSpec:
     """Let torch.compile fuse blocks, loss and optimizer; auto: on GPUs, except in float64 and where bits
     must be the same each time: the compiler times kernels as a run starts, and which it takes changes the last bits."""
     overlap_tensor: Literal["auto", "on", "off"] = "off"
-    """Let compiled blocks take the products beside exchanges of tensor ranks apart, so that both go on at once; auto:
+    """Async tensor parallelism: compiled blocks split the matmuls beside collectives of tensor ranks to overlap both; auto:
     with sequence_parallel, on GPUs of one machine that reach one another's memory. Where the schedule splits the
     backward pass, only forward. What it gains was never measured between GPUs, so it has to be asked for."""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"

@@ -207,7 +207,7 @@ class Heartbeat:
 
     def enter(self, phase: Phase, step: int | None = None) -> None:
         """A phase begins, and the one before ends: also a step that follows a step. `step`: of which this is a part,
-        counted from one; left out: that of the phase before."""
+        counted from one; default: that of the phase before."""
         words, now = self.words, time.monotonic_ns()
         before = PHASES[words[PHASE]]
         spent = now - words[PHASE_SINCE]

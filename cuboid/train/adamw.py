@@ -53,7 +53,7 @@ class Elements:
     def of(
         cls, piece: OptimizerShard, kept: Tensor, first: Tensor, second: Tensor, start: int = 0, stop: int | None = None
     ) -> Elements:
-        """`start`, `stop`: which of the piece's elements the three tensors hold; left out: all."""
+        """`start`, `stop`: which of the piece's elements the three tensors hold; default: all."""
         here = slice(start, stop)
         weight = None if piece.weight is None else piece.weight[here]
         weight = weight.view(torch.int16) if piece.is_halved and weight is not None else weight

@@ -33,7 +33,7 @@ class BadSteps:
         return "" if result.overflowed else self._judge.reason(step, result.loss, result.gradient_norm)
 
     def judged(self, step: int, pending: PendingStep, result: StepResult) -> StepResult:
-        """The result, which says why the update was left out if it was. Raises `UserError` where the run must stop."""
+        """The result, which says why the update was skipped if it was. Raises `UserError` where the run must stop."""
         reason = result.left_out
         if not self._judge.looks_for_spikes:
             reason = self._reason(step, result)

@@ -197,13 +197,11 @@ class Metrics:
             line += f"  validation {row['validation_loss']:.4f}"
         line += "".join(map(_shown, saves))
         if "overflowed" in row:
-            line += (
-                f"  overflow {row['overflows']} at loss scale {row['loss_scale']:,.0f}: update left out on all ranks"
-            )
+            line += f"  overflow {row['overflows']} at loss scale {row['loss_scale']:,.0f}: update skipped on all ranks"
         elif not row["finite"]:
-            line += "  not finite: update left out on all ranks"
+            line += "  not finite: update skipped on all ranks"
         elif "left_out" in row:
-            line += f"  {row['left_out']}: update left out on all ranks"
+            line += f"  {row['left_out']}: update skipped on all ranks"
         notable = not row["finite"] or row.keys() & {"left_out", "validation_loss"} or any(map(_is_checkpoint, saves))
         due = self._run.output.is_logged(step, steps) or notable
         if self._progress is not None:
@@ -229,4 +227,4 @@ def _shown(save: SaveReport) -> str:
 def _warn_of(saves: Sequence[SaveReport]) -> None:
     for save in saves:
         if save.warning:
-            say(f"{save.warning}; the training goes on", as_warning=True)
+            say(f"{save.warning}; the training continues", as_warning=True)

@@ -75,7 +75,7 @@ class ResidentState:
 
 class Optimizer:
     def __init__(self, engine: Engine, spec: OptimizerSpec, state: State | None = None) -> None:
-        """`state`: of these units; left out, offloaded if the layout says so and the device has memory of its own."""
+        """`state`: of these units; skipped, offloaded if the layout says so and the device has memory of its own."""
         self._units = engine.units
         self._spec = spec
         self._compiled = engine.compiled

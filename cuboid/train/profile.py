@@ -176,4 +176,4 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
         write(aside)
         aside.replace(path)
     except OSError as error:
-        say(f"{path} cannot be written: {error.strerror or error}; the training goes on", as_warning=True)
+        say(f"{path} cannot be written: {error.strerror or error}; the training continues", as_warning=True)

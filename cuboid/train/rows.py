@@ -49,7 +49,7 @@ class Rows:
 
     def _warn(self, error: OSError) -> None:
         if not self._warned:
-            say(f"{self._path} cannot be written: {error.strerror or error}; the training goes on", as_warning=True)
+            say(f"{self._path} cannot be written: {error.strerror or error}; the training continues", as_warning=True)
         self._warned = True
 
 

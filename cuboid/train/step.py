@@ -39,7 +39,7 @@ class StepResult:
     stops: bool = False
     """Whether some rank was asked to stop before this step."""
     left_out: str = ""
-    """Why its update was left out; empty if it was not."""
+    """Why its update was skipped; empty if it was not."""
     loss_scale: float = 0.0
     """What the loss was multiplied by, in fp16; else 0."""
     overflows: int = 0
@@ -63,7 +63,7 @@ class StepResult:
 
 
 LeavesOut = Callable[[StepResult], str]
-"""Why the update of a step must be left out, the same on all ranks; empty if it need not."""
+"""Why the update of a step must be skipped, the same on all ranks; empty if it need not."""
 
 
 class PendingStep:

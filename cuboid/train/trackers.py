@@ -108,7 +108,7 @@ def check_trackers(run: Run) -> None:
     for name in run.output.trackers:
         package = TRACKERS[name]
         if package and find_spec(package) is None:
-            raise UserError(f"output.track={name} needs the package {package}; pip install {package}, or leave it out")
+            raise UserError(f"output.track={name} needs the package {package}; pip install {package}, or omit it")
 
 
 class Tracking:
@@ -147,7 +147,7 @@ class Tracking:
                 act()
         except Exception as error:  # whatever a stranger's code raises is not worth a training
             self._open.pop(name, None)
-            say(f"output.track={name} failed: {error}; the training goes on without it", as_warning=True)
+            say(f"output.track={name} failed: {error}; the training continues without it", as_warning=True)
 
 
 def _identity(folder: Path) -> str:

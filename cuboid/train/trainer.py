@@ -202,7 +202,7 @@ class Trainer:
         self._before = None
 
     def _may_go_back(self, step: int) -> bool:
-        """To retry a batch that was retried already is no use: it is bad itself, and left out like a skipped one."""
+        """To retry a batch that was retried already is no use: it is bad itself, and skipped like a skipped one."""
         return self.run.resilience.bad_steps == "rollback" or self.engine.course.batch(step) not in self._retried
 
     def _roll_back(self, step: int) -> None:

@@ -53,9 +53,9 @@ class Logged:
     reason: str
     """Why it was bad; empty if it was not."""
     skipped: tuple[int, ...]
-    """Batches the run had left out when it took the step."""
+    """Batches the run had skipped when it took the step."""
     left_out: tuple[int, ...]
-    """Steps before it, counted from 0, whose updates were left out."""
+    """Steps before it, counted from 0, whose updates were skipped."""
     layout: str
 
 

@@ -7,7 +7,7 @@ another order, has a spread of the same size. NCCL rounds a sum over tensor rank
 such sums one process also computes with sums rounded like that (`hops`), and the larger spread counts. A tensor is
 allowed `MULTIPLE` times its own spread, or that of the median tensor where that is more, and never less than for one
 rounding. Errors are root mean squares over a tensor, relative to the tensor in float32 (of parameters, to the way they
-have gone): a factor of two is an error of 1, a sum over two ranks that was left out about 1/2.
+have gone): a factor of two is an error of 1, a sum over two ranks that was skipped about 1/2.
 
 Adam moves a parameter by the learning rate whatever the size of its gradient. One whose gradient is as small as the
 rounding moves up or down by chance: of parameters only those are compared whose gradients were larger in every step.
@@ -43,7 +43,7 @@ DECIDED = 16.0
 """Parameters count whose gradients are so many times the rounding of their tensor. One of them may still move by 1/16
 more or less than another process has it, so that much is always allowed."""
 REROUTED = 0.4
-"""What one token more or less does to an expert that has a dozen, and not what a sum left out does."""
+"""What one token more or less does to an expert that has a dozen, and not what a sum skipped does."""
 NEGLIGIBLE = 1e-6
 """A tensor so many times smaller than the largest of its step is compared on that scale: what is zero but for rounding
 has no relative error."""
@@ -85,7 +85,7 @@ def tensor_bound(
     beside: list[Tensors] | None = None,
 ) -> Bound:
     """The tensor of any step that takes up most of what it is allowed, which is never less than `least`. The first of
-    `rounded` is compared with. Errors are relative to the size of what is `beside` it; left out: of `exact`."""
+    `rounded` is compared with. Errors are relative to the size of what is `beside` it; default: of `exact`."""
     bounds = [Bound(0.0, least)]
     for seen, true, large, *others in zip(observed, exact, beside or exact, *rounded, strict=True):
         expected = others[0]

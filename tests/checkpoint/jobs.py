@@ -56,7 +56,7 @@ def files_opened_to_generate(rank: int, spec: GenerationSpec) -> tuple[int, int]
 def train_part(
     rank: int, run: Run, folder: str, start: int, stop: int, source: str | None, beyond: int = 0
 ) -> list[float]:
-    """Steps start:stop, from a checkpoint if one is given; saves, and goes on for some steps beyond. Returns the
+    """Steps start:stop, from a checkpoint if one is given; saves, and continues for some steps beyond. Returns the
     losses."""
     engine = build_engine(run, rank, CPU)
     optimizer = Optimizer(engine, run.optimizer)

@@ -46,7 +46,7 @@ class Attempt:
 
 
 EVENTS = 10
-"""Moments of a save: before and after each of exchange, collecting, publishing, agreement, withdrawing."""
+"""Moments of a save: before and after each of collective, collecting, publishing, agreement, withdrawing."""
 
 
 def die_in_a_save(rank: int, run: Run, nodes: str, victim: int, step: int, event: int) -> Attempt:

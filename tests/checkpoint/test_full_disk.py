@@ -1,4 +1,4 @@
-"""A full disk costs a warning: the training goes on, what was kept stays whole, and later saves work again."""
+"""A full disk costs a warning: the training continues, what was kept stays whole, and later saves work again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop on one layout, go on with another: the losses and the state are those of one uninterrupted process."""
+"""Stop on one layout, continue another: the losses and the state are those of one uninterrupted process."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_a_full_disk_costs_a_warning(pool: Pool, tmp_path: Path, asynchronous: s
     run = short_run("dp=2", str(tmp_path), *more)
     said = pool.run("tests.checkpoint.saver_jobs:train_on_bad_disk", (run, False), ranks=2)[0]
     assert said.count("warning: no checkpoint after step 4: ") == 1, said
-    assert "No space left on device; the training goes on" in said
+    assert "No space left on device; the training continues" in said
     assert kept_steps(tmp_path) == [6]
     assert verify(checkpoint_path(tmp_path / "checkpoints", 6)).step == 6
     saves = [save for row in rows(tmp_path) for save in row.get("checkpoints", [])]
@@ -66,12 +66,12 @@ def test_a_full_disk_costs_a_warning(pool: Pool, tmp_path: Path, asynchronous: s
 def test_what_does_not_read_back_is_not_published(pool: Pool, tmp_path: Path) -> None:
     run = short_run("dp=2,zero=1", str(tmp_path), "training.steps=4", "checkpoint.every=2", "checkpoint.keep=1")
     said = pool.run("tests.checkpoint.saver_jobs:train_on_bad_disk", (run, True), ranks=2)[0]
-    assert "data-00001.bin does not read back as it was written; the training goes on" in said
+    assert "data-00001.bin does not read back as it was written; the training continues" in said
     assert kept_steps(tmp_path) == [2], "the last verified one stays"
 
 
 def test_a_rank_that_does_not_answer_costs_a_save(pool: Pool, tmp_path: Path) -> None:
-    """The others give up at the deadline, the training goes on, and later saves work again."""
+    """The others give up at the deadline, the training continues, and later saves work again."""
     run = small_run("dp=2", f"output.folder={tmp_path}", "checkpoint.timeout_seconds=10.0")
     results = pool.run("tests.checkpoint.saver_jobs:outlast_a_stuck_rank", (run,), ranks=2)
     within = "within checkpoint.timeout_seconds=10"

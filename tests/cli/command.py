@@ -1,4 +1,4 @@
-"""`cuboid train` in a process of its own: run to its end, or under way with all its ranks."""
+"""`cuboid train` in a process of its own: run to its end, or in flight with all its ranks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rows(path: Path) -> list[dict[str, float]]:
 
 
 class Training:
-    """A long training under way, and all its processes."""
+    """A long training in flight, and all its processes."""
 
     def __init__(
         self, folder: Path, layout: str, *fields: str, options: Sequence[str] = (), variables: Mapping[str, str] = {}
@@ -69,7 +69,7 @@ class Training:
         self.wait_until(lambda: metrics.exists() and len(metrics.read_text().splitlines()) >= step)
 
     def wait_until(self, happened: Callable[[], bool]) -> None:
-        """While the training goes on."""
+        """While the training continues."""
         limit = time.monotonic() + 600
         while not happened():
             assert self.command.poll() is None, self.command.communicate()

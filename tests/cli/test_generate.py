@@ -1,4 +1,4 @@
-"""`cuboid generate` as a user meets it: text, files of prompts, results that a second run goes on with, refusals."""
+"""`cuboid generate` as a user meets it: text, files of prompts, results that a second run continues with, refusals."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ IMAGE = ["--image", "registry/cuboid:1", "--claim", "shared"]
     [
         (["slurm", "--time", "soon"], "error: time=soon is not a time of Slurm; use hours:minutes:seconds"),
         (["slurm", "--time", "60", "--partition", "a b"], "error: partition='a b' has a space in it"),
-        (["slurm", "--time", "60", "--image", "x"], "error: image=x is for kubernetes and skypilot; leave it out"),
+        (["slurm", "--time", "60", "--image", "x"], "error: image=x is for kubernetes and skypilot; omit it"),
         (["slurm", "--time", "60", "--interface", "eth0;ls"], "error: interface='eth0;ls' is no name of a network"),
         (["slurm", "--time", "60", "--nodes", "3"], "error: nodes=3 cannot share the 8 ranks of dp=2,tp=2,pp=2 evenly"),
         (["slurm", "--time", "60", "--nodes", "8"], "error: tp=2 crosses nodes of 1, where every layer would wait"),

@@ -65,7 +65,7 @@ def test_a_fault_that_passed_and_a_good_step(tmp_path: Path, pool: Pool, capsys:
 
 
 def test_bad_data_is_bad_on_every_layout(tmp_path: Path, pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
-    """A learning rate that is too high makes spikes of some steps, whose updates are left out."""
+    """A learning rate that is too high makes spikes of some steps, whose updates are skipped."""
     spikes = ("resilience.spike_score=1", "resilience.spike_window=4", "resilience.most_bad_steps=100")
     run = prepared(tmp_path, *spikes, "learning_rate.peak=0.05")
     pool.run("tests.train.cases:train_rank", (run,), ranks=4)

@@ -64,7 +64,7 @@ def test_four_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_json_and_a_run_file_from_another_folder(tmp_path: Path) -> None:
-    """The same command again goes on, here with nothing; another training is refused; --overwrite starts anew."""
+    """The same command again continues, here with nothing; another training is refused; --overwrite starts anew."""
     saves = ["--set", "checkpoint.every=2", "--set", "checkpoint.asynchronous=false"]  # so that none is waited for
     command = train("--layout", "tp=2", "--json", *saves)
     first = run(command, tmp_path)
@@ -177,7 +177,7 @@ def test_ranks_end_when_the_command_is_killed(training: Training) -> None:
 
 
 def test_communication_is_counted_beside_the_prediction(tmp_path: Path) -> None:
-    """Evaluation also exchanges, and does not count."""
+    """Evaluation also collectives, and does not count."""
     fields = [*SHORT, "evaluation.every=1", "data.validation_fraction=0.1"]
     finished = run(train("--layout", "dp=2,tp=2,zero=1", "--count-communication", fields=fields), tmp_path)
     assert (finished.returncode, finished.stderr) == (0, "")

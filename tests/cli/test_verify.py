@@ -98,7 +98,7 @@ def test_a_difference_is_exit_status_one(capsys: pytest.CaptureFixture[str]) -> 
         (["--layout", "tp=3"], "error: tp=3 does not divide heads=8; use tp=2 or tp=4"),
         (
             ["--layout", "cp=16,cp_method=ulysses"],
-            "error: cp=16 does not divide heads=8, which cp_method=ulysses exchanges; use cp=8 or cp_method=ring",
+            "error: cp=16 does not divide heads=8, which cp_method=ulysses collectives; use cp=8 or cp_method=ring",
         ),
         (["--steps", "0"], "error: training.steps=0 is too small; use steps=1 or more"),
         (["--seed", "-1"], "error: training.seed=-1 is too small; use seed=0 or more"),

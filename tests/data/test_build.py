@@ -186,7 +186,7 @@ def test_a_process_that_dies_is_said_and_its_work_done_later(
         for worker in workers()[:1]:
             worker.kill()
 
-    with pytest.raises(RankError, match="a worker of the build died; run the same command again to go on"):
+    with pytest.raises(RankError, match="a worker of the build died; run the same command again to continue"):
         build(request(corpus, tmp_path / "store", workers=2), kill_one)
     assert not workers()
     build(request(corpus, tmp_path / "store"))

@@ -175,7 +175,7 @@ def test_damaged_inputs_are_named(formats: dict[str, Path], tmp_path: Path) -> N
         (tmp_path / "cut.jsonl.zst").write_bytes(frame[:keep])
         assert "cut.jsonl.zst is damaged: " in refusal(str(tmp_path / "cut.jsonl.zst")), keep
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    assert refusal(str(tmp_path / "latin.txt")).endswith("is not UTF-8 text at byte 3; convert it or leave it out")
+    assert refusal(str(tmp_path / "latin.txt")).endswith("is not UTF-8 text at byte 3; convert it or omit it")
 
 
 def test_sources_that_make_no_sense_are_refused(formats: dict[str, Path], tmp_path: Path) -> None:

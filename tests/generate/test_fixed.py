@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "deepseek-v3"])
 def test_fixed_rows_are_the_same_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
-    """Where no graph can be recorded, as without CUDA, it says so once and goes on."""
+    """Where no graph can be recorded, as without CUDA, it says so once and continues."""
     records = not torch.cuda.is_available()
     asked = spec(save_pretrained(tmp_path / "model", case), "dp=1", slots=5, precision="float64")
     groups = make_generation_groups(asked, 0, CPU)

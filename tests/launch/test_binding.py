@@ -14,7 +14,7 @@ CARD = "0000:1b:00.0"
 
 
 def machine(root: Path, near: str, node: int = 0, online: str = "", group: str = "") -> Path:
-    """What Linux tells of a machine with one card; left out: all cores of this one."""
+    """What Linux tells of a machine with one card; default: all cores of this one."""
     card, system = root / f"sys/bus/pci/devices/{CARD}", root / "sys/devices/system/cpu"
     for folder in (card, system, root / "proc/self", root / "sys/fs/cgroup/job"):
         folder.mkdir(parents=True)

@@ -67,7 +67,9 @@ def test_what_cannot_work_is_refused(options: NodeOptions, sentence: str) -> Non
 
 def test_fewer_nodes_need_checkpoints() -> None:
     assert find_nodes(run_on("dp=8", every=0), NodeOptions(rendezvous=HERE, nodes=4)) is not None
-    with pytest.raises(UserError, match=r"^min-nodes=2 has no checkpoints to go on from with fewer nodes; use checkpo"):
+    with pytest.raises(
+        UserError, match=r"^min-nodes=2 has no checkpoints to resume from with fewer nodes; use checkpo"
+    ):
         find_nodes(run_on("dp=8", every=0), NodeOptions(rendezvous=HERE, nodes=4, min_nodes=2))
 
 

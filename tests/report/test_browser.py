@@ -2,7 +2,7 @@
 
     python -m pytest tests/report/test_browser.py --pictures docs/pictures     (takes the pictures of the pages anew)
 
-Without a Chromium these tests are left out, and the head of the session says so; `--browser` insists on one.
+Without a Chromium these tests are skipped, and the head of the session says so; `--browser` insists on one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def made(*arguments: object) -> None:
 
 @pytest.fixture(scope="module")
 def run_page(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A plan for four processes, trained with times and exchanges kept."""
+    """A plan for four processes, trained with times and collectives kept."""
     folder = tmp_path_factory.mktemp("report")
     plan, run, page = folder / "demo.toml", folder / "demo", folder / "run.html"
     sizes = ("--global-batch", 16, "--seq", 64, "--precision", "float32")

@@ -48,7 +48,7 @@ def test_a_signal_in_every_phase_changes_no_number(tmp_path: Path, pool: Pool) -
         results = pool.run("tests.resilience.signal_jobs:train_signalled", (disturbed, call % 4, call), ranks=4)
         outcomes: list[Outcome] = [outcome for outcome, _ in results]
         assert len({(outcome.preempted, outcome.saved) for outcome in outcomes}) == 1, "all ranks agree"
-        assert results[call % 4][1] <= call, "no rank goes on after it was asked"
+        assert results[call % 4][1] <= call, "no rank continues after it was asked"
         done = outcomes[0].saved
         kept = sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
         assert not done or kept[-1] == f"step-{done:08d}"

@@ -1,4 +1,4 @@
-"""Which batch a step takes when some are left out, and what a stranger's course is refused for."""
+"""Which batch a step takes when some are skipped, and what a stranger's course is refused for."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_changed_resolves_defaults_anew() -> None:
         ("cp=4,cp_method=rings", 'cp_method="rings" is unknown; use ring, ulysses, allgather or hybrid'),
         ("cp=3,cp_method=hybrid", "cp_method=hybrid has nothing to divide in cp=3; use cp=4 or cp_method=ring"),
         ("cp=8,cp_method=hybrid,cp_inner=3", "cp_inner=3 is no part of cp=8; use cp_inner=2 or cp_inner=4"),
-        ("cp=8,cp_inner=4", "cp_inner=4 needs cp_method=hybrid, not ring; leave it out"),
+        ("cp=8,cp_inner=4", "cp_inner=4 needs cp_method=hybrid, not ring; omit it"),
         ("dp=4,ep=3", "ep=3 does not divide dp × cp × tp = 4; use ep=2 or ep=4"),
     ],
 )
@@ -176,15 +176,15 @@ def test_degrees_are_integers_only(value: object) -> None:
         ),
         (
             "cp=16,cp_method=ulysses",
-            "cp=16 does not divide heads=8, which cp_method=ulysses exchanges; use cp=8 or cp_method=ring",
+            "cp=16 does not divide heads=8, which cp_method=ulysses collectives; use cp=8 or cp_method=ring",
         ),
         (
             "cp=8,tp=2,cp_method=ulysses",
-            "cp=8 does not divide heads=8 / tp=2, which cp_method=ulysses exchanges; use cp=4 or cp_method=ring",
+            "cp=8 does not divide heads=8 / tp=2, which cp_method=ulysses collectives; use cp=4 or cp_method=ring",
         ),
         (
             "cp=12,cp_method=hybrid,cp_inner=3",
-            "cp_inner=3 does not divide heads=8, which cp_method=hybrid exchanges; "
+            "cp_inner=3 does not divide heads=8, which cp_method=hybrid collectives; "
             "use cp_inner=2, cp_inner=4 or cp_method=ring",
         ),
     ],

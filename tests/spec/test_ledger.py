@@ -1,4 +1,4 @@
-"""Calls and bytes of exchanges, and what a ring sends for them."""
+"""Calls and bytes of collectives, and what a ring sends for them."""
 
 from cuboid.telemetry.communication_ledger import Entry, Ledger, differences
 

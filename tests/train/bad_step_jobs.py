@@ -44,7 +44,7 @@ class Poisoned(Trainer):
         held = weight[0].clone()
         weight[0] = math.nan
         yield
-        assert math.isnan(weight[0]), "the update was left out"
+        assert math.isnan(weight[0]), "the update was skipped"
         weight[0] = held
 
 

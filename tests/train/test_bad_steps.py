@@ -1,4 +1,4 @@
-"""Bad steps are agreed on by all ranks, left out or rolled back or reason to stop, and told with their data."""
+"""Bad steps are agreed on by all ranks, skipped or rolled back or reason to stop, and told with their data."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_a_step_that_is_not_finite_is_always_shown(tmp_path: Path, capsys: pytes
     record(tmp_path, good, bad, good, good, log_every=100)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines] == ["2/4", "4/4"]
-    assert lines[0].endswith("not finite: update left out on all ranks")
+    assert lines[0].endswith("not finite: update skipped on all ranks")
     found = rows(tmp_path)[1]
     assert (found["loss"], found["gradient_norm"], found["finite"]) == (None, None, False)
 

@@ -78,7 +78,7 @@ def test_a_tracker_that_fails_costs_a_warning(tmp_path: Path, capsys: pytest.Cap
     record(tmp_path, "jsonl", range(2))
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
     error = capsys.readouterr().err
-    assert error.count("warning: output.track=jsonl failed") == 1 and "the training goes on without it" in error
+    assert error.count("warning: output.track=jsonl failed") == 1 and "the training continues without it" in error
 
 
 def test_what_is_not_there_is_refused_before_a_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

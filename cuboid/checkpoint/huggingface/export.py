@@ -48,7 +48,7 @@ def export_model(
     shard_size: int = SHARD_SIZE,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ExportReport:
-    """Weights in `dtype`; left out, bf16 of a run that computed in it and float32 of every other. `progress` is told
+    """Weights in `dtype`; skipped, bf16 of a run that computed in it and float32 of every other. `progress` is told
     how many files of all are written."""
     if target.exists() or target.is_symlink():
         raise UserError(f"hf:{target} exists already; name a folder that does not")

@@ -77,7 +77,7 @@ class MemorySaver(BackgroundSaver):
 
     @property
     def _hindrance(self) -> str:
-        return f"that after step {self._step} is still under way, or a node has no room; use a larger memory_every"
+        return f"that after step {self._step} is still in flight, or a node has no room; use a larger memory_every"
 
     def _leave_out(self, step: int, seconds: float) -> None:
         if not self._warned:  # once: it will often be so

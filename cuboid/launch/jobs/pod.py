@@ -28,7 +28,7 @@ class PodOptions:
     mount: str = "/workspace"
     user: int = 1000
     cpus: int | None = None
-    """Cores of a node; left out: no limit is asked for."""
+    """Cores of a node; default: no limit is asked for."""
     memory: str = ""
     secret: str = ""
     """A Secret whose entries become environment variables; only its name is written."""
@@ -95,7 +95,7 @@ def pod_spec(job: Job, options: PodOptions, container: str, host: str, subdomain
     """The lines under the pod template's `spec:`."""
     belongs = f"subdomain: {subdomain}\n" if subdomain else ""
     return f"""restartPolicy: Never
-# SIGTERM, then so long until SIGKILL: time for the step under way and a checkpoint.
+# SIGTERM, then so long until SIGKILL: time for the step in flight and a checkpoint.
 terminationGracePeriodSeconds: {job.notice_seconds}
 {belongs}# Nothing here speaks to the cluster, so no token is given away.
 automountServiceAccountToken: false
@@ -130,7 +130,7 @@ volumes:
   # What the run writes (metrics, checkpoints) and reads must be the same files on every node.
   - name: shared
     persistentVolumeClaim: {{claimName: {quoted(options.claim)}}}
-  # Ranks of a node exchange through shared memory, of which a container has 64 MB unless told.
+  # Ranks of a node communicate through shared memory, of which a container has 64 MB unless told.
   - name: shared-memory
     emptyDir: {{medium: Memory}}"""
 

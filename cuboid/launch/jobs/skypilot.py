@@ -28,9 +28,9 @@ DRIVERS = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "
 @dataclass(frozen=True, kw_only=True)
 class SkyOptions:
     bucket: str = ""
-    """Where checkpoints go, such as s3://bucket/run; left out: checkpoint.folder of the run file is such an address."""
+    """Where checkpoints go, such as s3://bucket/run; default: checkpoint.folder of the run file is such an address."""
     accelerator: str = ""
-    """As SkyPilot calls it; left out: that of the plan."""
+    """As SkyPilot calls it; default: that of the plan."""
     infra: str = ""
     image: str = ""
     spot: bool = False

@@ -16,7 +16,7 @@ REJOIN = 300.0
 @dataclass(frozen=True, kw_only=True)
 class SlurmOptions:
     time: str = ""
-    """As Slurm spells it: 24:00:00, 2-12, 90; left out: the partition's own limit."""
+    """As Slurm spells it: 24:00:00, 2-12, 90; default: the partition's own limit."""
     partition: str = ""
     account: str = ""
     qos: str = ""
@@ -65,10 +65,10 @@ def _directives(job: Job, options: SlurmOptions) -> str:
         "#SBATCH --mem=0",
         f"# {job.notice_seconds} s before its time is over every process is told; the training saves and leaves.",
         f"#SBATCH --signal=USR1@{job.notice_seconds}",
-        f"# Preempted, or {lost} node, the job waits for its turn again and goes on from its checkpoint.",
+        f"# Preempted, or {lost} node, the job waits for its turn again and resumes from its checkpoint.",
         "#SBATCH --requeue",
         *(
-            ["# Another lost node does not end the job: those that are left go on.", "#SBATCH --no-kill"]
+            ["# Another lost node does not end the job: those that are left continue.", "#SBATCH --no-kill"]
             if job.min_nodes < job.nodes
             else []
         ),

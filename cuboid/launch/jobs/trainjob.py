@@ -35,7 +35,7 @@ spec:
     numNodes: {job.nodes}
   template:
     spec:
-      # The job is made anew when supervisors have given up, and goes on from its newest checkpoint.
+      # The job is made anew when supervisors have given up, and resumes from its newest checkpoint.
       failurePolicy:
         maxRestarts: {job.run.resilience.restarts}
         rules:
