@@ -1,5 +1,5 @@
-"""What of a training's past decides how it continues, besides its tensors. Every checkpoint keeps it, so that any layout
-resumes alike."""
+"""What of a training's past decides how it continues, besides its tensors. Every checkpoint keeps it, so that any
+layout resumes alike."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ class TrainingSpec:
     """Let torch.compile fuse blocks, loss and optimizer; auto: on GPUs, except in float64 and where bits
     must be the same each time: the compiler times kernels as a run starts, and which it takes changes the last bits."""
     overlap_tensor: Literal["auto", "on", "off"] = "off"
-    """Async tensor parallelism: compiled blocks split the matmuls beside collectives of tensor ranks to overlap both; auto:
-    with sequence_parallel, on GPUs of one machine that reach one another's memory. Where the schedule splits the
+    """Async tensor parallelism: compiled blocks split the matmuls beside collectives of tensor ranks to overlap both;
+    auto: with sequence_parallel, on GPUs of one machine that reach one another's memory. Where the schedule splits the
     backward pass, only forward. What it gains was never measured between GPUs, so it has to be asked for."""
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
     """Start forward and backward passes, and the update, by a single call of the host each. auto: where
