@@ -1,5 +1,4 @@
-"""Flat tensors that follow one another in memory, taken as one: much of the time of a short kernel is its beginning and
-its end."""
+"""Flat tensors that are adjacent in memory, taken as one: launch and tail are much of the time of a short kernel."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _turn_back(  # type: ignore[no-untyped-def]
+def _rotate_back(  # type: ignore[no-untyped-def]
     source, target, cosine, sine, heads, half, HEADS: tl.constexpr, HALF: tl.constexpr
 ):
     """One token's heads. Numbers half a head apart are a pair."""
@@ -49,9 +49,9 @@ def rotate_back_rows(  # type: ignore[no-untyped-def]
     table = row % places * 2 * half
     width, kv_width = heads * 2 * half, kv_heads * 2 * half
     joined += row * (width + 2 * kv_width)
-    _turn_back(query + row * width, joined, cosine + table, sine + table, heads, half, HEADS, HALF)
+    _rotate_back(query + row * width, joined, cosine + table, sine + table, heads, half, HEADS, HALF)
     joined += width
-    _turn_back(key + row * kv_width, joined, cosine + table, sine + table, kv_heads, half, KV_HEADS, HALF)
+    _rotate_back(key + row * kv_width, joined, cosine + table, sine + table, kv_heads, half, KV_HEADS, HALF)
     place = tl.arange(0, WIDTH)
     carried = tl.load(value + row * kv_width + place, mask=place < kv_width)
     tl.store(joined + kv_width + place, carried, mask=place < kv_width)

@@ -8,7 +8,8 @@ import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def swiglu_backward_rows(gradient, joined, result, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`joined` and `result`: rows of gates and then ups, `width` each. Matmuls round as they do one by one."""
+    """`joined` and `result`: rows of gates and then ups, `width` each. Each multiplication rounds as torch's own
+    does."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cuboid.errors import UserError
-from cuboid.kernels.transpose import turn
+from cuboid.kernels.transpose import transpose
 
 INPUT = torch.float8_e4m3fn
 _SMALLEST = 1e-30  # a tensor of zeros has a scale too
@@ -36,8 +36,8 @@ def quantise(x: Tensor, dtype: torch.dtype, by_row: bool, dimension: int = 1) ->
 
 
 def exponent_of(peak: Tensor, dtype: torch.dtype) -> Tensor:
-    """Of the least power of two that brings what is not larger than `peak` into the range of `dtype`. Powers of two
-    round nothing themselves: what was rounded before, by ZeRO 3 to gather it, is not rounded again."""
+    """Exponent of the smallest power-of-two scale that fits amax (`peak`) into `dtype`. Quantising again what ZeRO 3
+    gathered in fp8 is then exact."""
     return torch.log2(peak.float().clamp(min=_SMALLEST) / torch.finfo(dtype).max).ceil()
 
 
@@ -45,8 +45,8 @@ def quantise_columns(x: Tensor, dtype: torch.dtype, by_row: bool, apart: bool = 
     """The transpose of `x` in fp8, row after row, with its scale. `apart`: written by a kernel of its own, because
     the one before it goes through `x` row by row and would write every column in single bytes."""
     values, scale = quantise(x, dtype, by_row, 0)  # with one scale the same as `quantise` did, which the compiler sees
-    turned = turn(values) if apart else values.t().contiguous()
-    return turned, scale.reshape(-1, 1) if by_row else scale
+    transposed = transpose(values) if apart else values.t().contiguous()
+    return transposed, scale.reshape(-1, 1) if by_row else scale
 
 
 def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
@@ -78,8 +78,8 @@ def input_gradient_factors(gradient: Tensor, weight: Tensor, by_row: bool) -> tu
 
 def input_gradient_of(gradient: Tensor, weight: Tensor, by_row: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of the input, and what the weight gradient needs of that of the output."""
-    factors, turned = input_gradient_factors(gradient, weight, by_row)
-    return multiply(*factors, weight.dtype, fast=False), *turned
+    factors, transposed = input_gradient_factors(gradient, weight, by_row)
+    return multiply(*factors, weight.dtype, fast=False), *transposed
 
 
 class _Matmul(torch.autograd.Function):
@@ -93,8 +93,8 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         columns, scale, weight = context.saved_tensors
-        input_gradient, turned, turned_scale = input_gradient_of(gradient, weight, context.by_row)
-        weight_gradient = multiply(turned, turned_scale, columns, scale, weight.dtype, fast=False)
+        input_gradient, transposed, transposed_scale = input_gradient_of(gradient, weight, context.by_row)
+        weight_gradient = multiply(transposed, transposed_scale, columns, scale, weight.dtype, fast=False)
         bias_gradient = gradient.sum(0) if context.has_bias else None
         return input_gradient, weight_gradient, bias_gradient, None
 

@@ -26,7 +26,7 @@ from cuboid.spec.model import ModelSpec
 
 @dataclass(frozen=True)
 class Origin:
-    """A parameter is rows `start:stop` of one Hugging Face tensor, turned first where that is `transposed`; or, of
+    """A parameter is rows `start:stop` of one Hugging Face tensor, transposed first where `transposed` says so; or, of
     stacked experts, one expert is."""
 
     tensor: str
@@ -78,8 +78,8 @@ class Origin:
 
 @dataclass(frozen=True)
 class Target:
-    """A Hugging Face tensor is these parameters, one below the other, turned at the end where `transposed`; or one
-    expert of a parameter that stacks them."""
+    """A Hugging Face tensor is these parameters, one below the other, transposed at the end where `transposed` says so;
+    or one expert of a parameter that stacks them."""
 
     parameters: tuple[str, ...]
     shape: tuple[int, ...]

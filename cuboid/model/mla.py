@@ -1,5 +1,5 @@
 """Attention through low-rank latents (DeepSeek's MLA): queries, keys and values are made from two short vectors per
-token, and positions turn a part of each head that has a projection of its own."""
+token, and RoPE rotates a part of each head that has a projection of its own."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class MultiLatentAttention(nn.Module):
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         latent = self.latent
-        query, query_turned, key_value, key_turned = self.queries_and_latents(x, positions, self.key_value_up)
+        query, query_rope, key_value, key_rope = self.queries_and_latents(x, positions, self.key_value_up)
         heads = query.shape[2]
         kv_shape = (-1, positions.length, heads, latent.qk_nope_dim + latent.v_dim)
         key, value = key_value.view(kv_shape).split((latent.qk_nope_dim, latent.v_dim), -1)
-        query = torch.cat((query, query_turned), -1)
-        key = torch.cat((key, key_turned.expand(-1, -1, heads, -1)), -1)
+        query = torch.cat((query, query_rope), -1)
+        key = torch.cat((key, key_rope.expand(-1, -1, heads, -1)), -1)
         if self.query_scale != 1.0:
             query = query * self.query_scale
         return self.output(self.mix(query, key, value, positions).reshape(-1, heads * latent.v_dim))
@@ -54,24 +54,24 @@ class MultiLatentAttention(nn.Module):
     def queries_and_latents(
         self, x: Tensor, positions: Positions, up: Linear | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries by head, the part that does not turn and the part that did; the latents of keys and values, or what
-        `up` makes of them; and the part of keys that turned, the same for all heads."""
+        """Queries by head, the part without RoPE and the rotated part; the latents of keys and values, or what
+        `up` makes of them; and the rotated part of keys, the same for all heads."""
         latent = self.latent
-        key_value, key_turned = self.key_value_down(x).split((latent.kv_rank, latent.qk_rope_dim), -1)
+        key_value, key_rope = self.key_value_down(x).split((latent.kv_rank, latent.qk_rope_dim), -1)
         key_value = self.key_value_down_norm(key_value)
         if latent.q_rank:
             query = self.query_down_norm(self.query_down(x))
             linears = (self.query_up, up, None)
-            query, key_value, key_turned = self.columns((query, key_value, key_turned), linears)
+            query, key_value, key_rope = self.columns((query, key_value, key_rope), linears)
         else:
             (query,) = self.columns((x,), (self.query,))
-            key_value, key_turned = self.columns((key_value, key_turned), (up, None))
+            key_value, key_rope = self.columns((key_value, key_rope), (up, None))
         # The head counts come from the weights, so that a module holding a part of the heads works unchanged.
         heads = self.output.weight.shape[1] // latent.v_dim
         shape = (-1, positions.length, heads, latent.qk_nope_dim + latent.qk_rope_dim)
-        query, query_turned = query.view(shape).split((latent.qk_nope_dim, latent.qk_rope_dim), -1)
-        key_turned = self._turn(key_turned.view(-1, positions.length, 1, latent.qk_rope_dim), positions)
-        return query, self._turn(query_turned, positions), key_value, key_turned
+        query, query_rope = query.view(shape).split((latent.qk_nope_dim, latent.qk_rope_dim), -1)
+        key_rope = self._rotate(key_rope.view(-1, positions.length, 1, latent.qk_rope_dim), positions)
+        return query, self._rotate(query_rope, positions), key_value, key_rope
 
-    def _turn(self, x: Tensor, positions: Positions) -> Tensor:
+    def _rotate(self, x: Tensor, positions: Positions) -> Tensor:
         return rotate(neighbours_apart(x) if self.latent.interleaved else x, positions)

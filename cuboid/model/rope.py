@@ -48,7 +48,7 @@ def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def yarn_frequencies(periods: Tensor, yarn: YarnScaling, theta: float) -> Tensor:
-    """Numbers that turn slowly are slowed by `factor`, fast ones kept, a linear ramp between."""
+    """Numbers that rotate slowly are slowed by `factor`, fast ones kept, a linear ramp between."""
     pairs = periods.shape[0]
 
     def number_that_turns(times: float) -> float:
@@ -77,7 +77,7 @@ def attention_factor(yarn: YarnScaling) -> float:
 
 
 def rope_frequencies(model: ModelSpec) -> Tensor:
-    """By how much each pair of numbers turns from one position to the next."""
+    """By how much each pair of numbers rotates from one position to the next."""
     exponents = torch.arange(0, model.rope_dim, 2, dtype=torch.int64).float() / model.rope_dim
     periods = model.rope_theta**exponents
     if model.yarn is not None:
@@ -126,14 +126,14 @@ def rotate(x: Tensor, positions: Positions) -> Tensor:
     """x: (batch, length, heads, head_dim)."""
     if positions.cosine is None or positions.sine is None:
         return x
-    return turned(x, positions.cosine, positions.sine)
+    return rotated(x, positions.cosine, positions.sine)
 
 
-def turned(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return x * cosine + torch.cat((-second, first), dim=-1) * sine
 
 
 def neighbours_apart(x: Tensor) -> Tensor:
-    """From weights whose pairs are neighbours to pairs half a head apart, which `rotate` turns."""
+    """From weights whose pairs are neighbours to pairs half a head apart, which `rotate` rotates."""
     return torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)

@@ -51,7 +51,7 @@ class Embedding(nn.Module):
 
 
 Branch = Callable[[Norm, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-"""From the residual stream, and what joins it if anything does, to the stream as it continues and what branches off."""
+"""(residual, block output to add or None) → (new residual, its norm)."""
 
 
 def branch(norm: Norm, x: Tensor, joins: Tensor | None) -> tuple[Tensor, Tensor]:

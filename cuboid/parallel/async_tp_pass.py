@@ -1,8 +1,9 @@
-"""A rewriting of graphs: what stands beside a collective of tokens becomes a bare matmul, which alone is taken apart.
+"""FX pass that makes the matmuls beside collectives match Inductor's micro-pipeline-TP patterns, which know bare
+matmuls only.
 
-What enters a region goes into several matmuls (query, key and value; gate and up), so that the gradient that leaves it
-backwards is a sum: a @ b + c @ d = [a c] @ [b; d]. This one sums in float32, where additions of matmuls round each
-time. A bias is added to what a matmul gives, not within it."""
+The input of a region feeds several matmuls (QKV; gate and up), so its gradient is a sum of matmuls. It becomes one:
+a @ b + c @ d = [a c] @ [b; d], which sums in float32, where adding two results rounds each. A bias is added after the
+matmul, not within it."""
 
 from __future__ import annotations
 

@@ -223,9 +223,9 @@ class _Fp8Columns(torch.autograd.Function):
         factors: list[Tensor] = []
         waiting: list[Tensor] = []
         for place, (gradient, weight) in enumerate(zip(made, weights, strict=True)):
-            needed, turned = input_gradient_factors(gradient, weight, context.by_row)
+            needed, transposed = input_gradient_factors(gradient, weight, context.by_row)
             factors += needed
-            waiting += [*turned, *(kept[2 * place : 2 * place + 2] if context.sliced else kept)]
+            waiting += [*transposed, *(kept[2 * place : 2 * place + 2] if context.sliced else kept)]
         traced = torch.compiler.is_compiling()
         run = torch.ops.cuboid.narrow_columns_backward if traced else _narrow_backward
         summed, *own = run(factors, waiting, rest, weights[0].dtype, context.region)

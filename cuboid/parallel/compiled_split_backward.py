@@ -1,11 +1,11 @@
 """The split backward inside compiled blocks.
 
-A compiled backward pass is one graph, which cannot ask whether weight gradients are to wait. So the matmul that gives
-the input gradient is an operation that the compiler does not look into, and this one either leaves what the weight
-gradient needs for later, or computes it at once. Weights get their gradients from it and not from autograd.
+A compiled backward pass is one graph, which cannot ask whether weight gradients are to wait. So the input-gradient
+matmul is a custom operation, opaque to the compiler. It either keeps what the weight gradient needs for later or
+computes that gradient at once. Weights get their gradients from it, not from autograd.
 
-Blocks that are not compiled have the matmuls of `deferral`, whose operations those can see who follow each of them:
-a tally of memory, 16-bit matmuls computed in float32."""
+Eager blocks use `split_backward`, whose operations stay visible to dispatch modes (the memory tally, float32 matmuls
+for 16-bit numbers)."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ class _SplitFp8Matmul(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         columns, scale, weight, number = context.saved_tensors
-        factors, turned = input_gradient_factors(gradient, weight, context.by_row)
-        result = narrow_input_gradient([*factors], [*turned, columns, scale], weight.dtype, number)
+        factors, transposed = input_gradient_factors(gradient, weight, context.by_row)
+        result = narrow_input_gradient([*factors], [*transposed, columns, scale], weight.dtype, number)
         return result, None, gradient.sum(0) if context.has_bias else None, None, None
 
 

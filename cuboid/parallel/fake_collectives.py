@@ -1,6 +1,5 @@
-"""What stands for a collective of tokens where there are no other ranks (`cuboid probe --rank`): copies of what this
-rank has, and their sum. To the compiler they are what collectives are to it: operations it neither joins with others
-nor repeats, so that a block keeps and moves what it would between real ranks."""
+"""Single-rank stand-ins for tensor-parallel collectives (`cuboid probe --rank`): copies of what this rank has, and
+their sum. They are opaque to the compiler, as real collectives are, so that a block saves the same activations."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""ZeRO 3 in fp8: what the matmuls round to 8 bits anyway is gathered in fp8, half the bytes of bf16.
+"""ZeRO 3 gathers in fp8 the weights that fp8 matmuls would quantise anyway: half the bytes of bf16.
 
-Each parameter has one scale, from its peak over the ranks of the group. The peaks are agreed on once after each update,
-and with them travel the few parameters that stay in 16 bits (norms, biases, routers): every rank shows what it holds
-and the least number for what it does not, and the largest is taken. Scales are powers of two, so that the gathered
-parameters are the numbers that the matmuls would have made of the whole ones."""
+Each parameter has one scale, from its amax over the ranks of the group. One max-all-reduce after each update finds all
+amaxes and carries the few parameters that stay in 16 bits (norms, biases, routers): a rank gives what it holds, and the
+least number for what it does not. Scales are powers of two, so the gathered parameters are exactly what the matmuls
+would have made of the whole ones."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Matmul with the vocabulary and loss in one, where the compiler helps: the logits exist once, in the precision of the
-matmul, and become their own gradient in place. The vocabulary may be split over tensor ranks."""
+"""Fused LM head and cross-entropy, where the compiler helps: the logits exist once, in the precision of the matmul, and
+are overwritten by their gradient. The vocabulary may be split over tensor ranks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Matmuls of the same tokens as one, where their weights lie side by side in a unit: queries, keys and values; gate
-and up. A GPU is busier with one large matmul than with several, and nothing adds their gradients up afterwards."""
+"""Fused QKV and fused gate-up: one matmul in place of several of the same input, where their weights lie side by side
+in a unit's flat buffer. One large matmul fills a GPU better, and no kernel adds the input gradients afterwards."""
 
 from __future__ import annotations
 
@@ -67,9 +67,8 @@ class _Swiglu(torch.autograd.Function):
 class _FusedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, *held: Tensor) -> Tensor:
-        """`held`: all weights as one, and then each; their gradients are rows of one, too. They have one name, because
-        without gradients the compiler takes a function that is given one thing more than it names to have no context:
-        with `joined, *weights` that was so of two weights."""
+        """`held`: the stacked weight, then its parts; their gradients are rows of one tensor. One varargs, because
+        under no_grad Dynamo guesses from the number of arguments whether forward takes a context."""
         joined, *weights = held
         context.save_for_backward(x, joined)
         context.rows = [weight.shape[0] for weight in weights]

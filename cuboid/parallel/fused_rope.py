@@ -1,4 +1,4 @@
-"""Queries and keys turned by their positions where they come, with the values, out of one matmul."""
+"""RoPE on the output of a fused QKV matmul: queries and keys are rotated in place of it, values pass through."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cuboid.kernels.compiler import operation
 from cuboid.kernels.precision import wide
-from cuboid.model.rope import turned
+from cuboid.model.rope import rotated
 
 
 @operation("cuboid::rotate_back")
@@ -67,7 +67,7 @@ class FusedRope(torch.autograd.Function):
         parts = joined.split([heads * size, kv_heads * size, kv_heads * size], 1)
         query, key, value = (part.view(-1, length, part.shape[1] // size, size) for part in parts)
         # Values too in memory of their own: attention keeps them, and would keep all of the matmul with them.
-        return turned(query, cosine, sine), turned(key, cosine, sine), value.contiguous()
+        return rotated(query, cosine, sine), rotated(key, cosine, sine), value.contiguous()
 
     @staticmethod
     def backward(context: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor | None, ...]:

@@ -90,7 +90,7 @@ class GradientReducer:
             self._reducing = start(self._sum, self._groups.data if self._zero == 0 else self._groups.shard)
 
     def _take(self, target: Tensor, first: bool) -> None:
-        """Add autograd's results, which are gone then, to what is there or, as the first, to nothing."""
+        """Move `.grad` into the buffer: copy the first, add the rest."""
         for part in self._parts:
             parameter, there = self._parameters[part.name], self._view(target, part)
             if first:

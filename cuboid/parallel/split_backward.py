@@ -82,11 +82,11 @@ class _DeferrableFp8Matmul(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         columns, scale = context.saved_tensors
         weight, bias, deferral = context.weight, context.bias, context.deferral
-        input_gradient, turned, turned_scale = input_gradient_of(gradient, weight, context.by_row)
+        input_gradient, transposed, transposed_scale = input_gradient_of(gradient, weight, context.by_row)
         bias_gradient = gradient.sum(0) if bias is not None else None
 
         def weight_gradient() -> Tensor:
-            return multiply(turned, turned_scale, columns, scale, weight.dtype, fast=False)
+            return multiply(transposed, transposed_scale, columns, scale, weight.dtype, fast=False)
 
         if not deferral.active:
             return input_gradient, weight_gradient(), bias_gradient, None, None

@@ -49,8 +49,8 @@ def limit_of_all(readings: Sequence[Reading], spec: ResilienceSpec) -> Limit:
 
 
 class Silence:
-    """How long no rank has noted anything, in seconds in which it could have: neither those in which the watcher itself
-    did not run count, nor, up to two fifths of them, those in which ranks had work and no core to do it on."""
+    """Seconds without progress of any rank, less those in which the watchdog itself did not run, and less CPU
+    starvation of ranks up to 40 % of them."""
 
     def __init__(self, tick: float) -> None:
         self._tick = tick

@@ -42,11 +42,11 @@ class YarnScaling:
     original_positions: int
     """Sequence length of the first training."""
     beta_fast: float = 32.0
-    """Numbers that turn at least so often within the original positions keep their frequency."""
+    """Numbers that rotate at least so often within the original positions keep their frequency."""
     beta_slow: float = 1.0
-    """Numbers that turn less often are slowed by `factor`."""
+    """Numbers that rotate less often are slowed by `factor`."""
     attention_factor: float = 0.0
-    """Multiplies rotated queries and keys; skipped (0): what follows from `factor` and the two below."""
+    """Multiplies rotated queries and keys; 0: what follows from `factor` and the two below."""
     mscale: float = 0.0
     """DeepSeek's factor of rotated queries and keys, over that of mscale_all_dim."""
     mscale_all_dim: float = 0.0
@@ -74,13 +74,13 @@ class LatentAttentionSpec:
     kv_rank: int
     """Rank of the latent that keys and values come from."""
     qk_nope_dim: int
-    """Numbers of a query or key head that positions do not turn."""
+    """Numbers of a query or key head that RoPE does not rotate."""
     qk_rope_dim: int
-    """Numbers that they turn; shared by all key heads."""
+    """Numbers that RoPE rotates; shared by all key heads."""
     v_dim: int
     """Width of a value head."""
     interleaved: bool = True
-    """Whether positions turn neighbours, as DeepSeek's weights lie, or numbers half a head apart."""
+    """Whether RoPE rotates neighbours, as DeepSeek's weights lie, or numbers half a head apart."""
 
     def __post_init__(self) -> None:
         check_types(self, "latent")

@@ -130,7 +130,7 @@ def require_at_least(low: int, instance: object, where: str, names: Iterable[str
 
 
 def encode(instance: Any) -> dict[str, Any]:
-    """The table `decode` turns back into an equal dataclass; None is skipped, because TOML has no word for it."""
+    """The table `decode` turns back into an equal dataclass; None is omitted, because TOML has no word for it."""
     table = {}
     for field in fields(instance):
         value = getattr(instance, field.name)

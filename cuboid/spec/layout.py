@@ -70,8 +70,8 @@ class Layout:
     recompute: Recompute = "none"
     """What the backward pass computes again: nothing, all but matmuls and attention, or whole blocks."""
     recompute_layers: int = 0
-    """How many layers of each stage, the first ones, `recompute` speaks of; 0 is all of them. The others compute one
-    kind less again: under full they are selective, under selective nothing."""
+    """`recompute` applies to the first N layers of each stage; 0: to all. The rest use the next lighter mode: selective
+    under full, none under selective."""
     sequence_parallel: bool = LEFT_OUT
     """Split what lies between the tensor-parallel matrices along the sequence; default: on when tp > 1."""
     offload: bool = False

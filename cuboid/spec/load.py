@@ -49,7 +49,7 @@ def build_model(table: Mapping[str, object], folder: Path = Path()) -> ModelSpec
 
 
 def dump_model(model: ModelSpec) -> Table:
-    """The table `build_model` turns back into an equal model; sizes that follow from others are skipped."""
+    """The table `build_model` turns back into an equal model; sizes that follow from others are omitted."""
     table = encode(model)
     if model.kv_heads == model.heads:
         del table["kv_heads"]

@@ -103,7 +103,7 @@ class ModelSpec:
         if self.positions == "rope" and self.rope_dim % 2:
             name = "latent.qk_rope_dim" if self.latent else "head_dim"
             raise UserError(
-                f"model.{name}={self.rope_dim} is odd and rope turns pairs; {use(name, [self.rope_dim + 1])}"
+                f"model.{name}={self.rope_dim} is odd and RoPE rotates pairs; {use(name, [self.rope_dim + 1])}"
             )
         self._check_initialization()
         for name in ("rope_scaling", "yarn"):
@@ -153,7 +153,7 @@ class ModelSpec:
 
     @property
     def rope_dim(self) -> int:
-        """Numbers of a head that positions turn."""
+        """Numbers of a head that RoPE rotates."""
         return self.latent.qk_rope_dim if self.latent else self.head_dim
 
     def has_experts(self, layer: int) -> bool:

@@ -46,14 +46,14 @@ def from_table(table: object) -> Course:
     if not all(isinstance(values, list) for values in table.values()) or any(
         type(batch) is not int or batch < 0 for batch in course.skipped
     ):
-        raise ValueError("has batches that are none")
+        raise ValueError("has skipped batches that are no whole numbers from 0 on")
     if any(type(count) is not int or count < 0 for count in course.loads):
-        raise ValueError("has loads of experts that are none")
+        raise ValueError("has expert loads that are no whole numbers from 0 on")
     if course.skipped != sorted(set(course.skipped)):
         raise ValueError("has batches out of order")
     numbers = course.losses + course.norms + course.loss_scale
     if not all(type(value) is float and math.isfinite(value) for value in numbers):
-        raise ValueError("has numbers that are none")
+        raise ValueError("has losses or norms that are not finite")
     if course.loss_scale and (len(course.loss_scale) != 3 or course.loss_scale[0] < 1 or min(course.loss_scale) < 0):
         raise ValueError("has a loss scale that is none")
     return course

@@ -1,6 +1,6 @@
 """What this rank does at every moment, in a few kilobytes of shared memory that its supervisor reads.
 
-A rank that hangs cannot say where; so it says beforehand, each time it begins to wait for others or turns to something
+A rank that hangs cannot say where; so it says beforehand, each time it begins to wait for others or begins something
 else. A note costs a few writes into mapped memory, well under a microsecond, and no system call. Nobody who reads
 disturbs the rank, and what was written stays readable when it is stopped or dead.
 
@@ -130,7 +130,7 @@ class Track:
 class Observer(Protocol):
     """Told of what is noted, as it is noted."""
 
-    def turned(self, activity: Activity, stage: int, micro_batch: int) -> None: ...
+    def began(self, activity: Activity, stage: int, micro_batch: int) -> None: ...
 
     def waits(self, kind: Wait, track: str) -> None: ...
 
@@ -203,7 +203,7 @@ class Heartbeat:
             memoryview(self.words).cast("B")[TABLE : TABLE + len(content)] = content
             self.words[TABLE_SIZE] = len(content)
 
-    # What the rank turns to.
+    # What the rank does next.
 
     def enter(self, phase: Phase, step: int | None = None) -> None:
         """A phase begins, and the one before ends: also a step that follows a step. `step`: of which this is a part,
@@ -241,7 +241,7 @@ class Heartbeat:
         if self.mark is not None:
             self.mark()
         if self.observer is not None:
-            self.observer.turned(activity, stage, micro_batch)
+            self.observer.began(activity, stage, micro_batch)
         if self.hook is not None:
             self.hook()
 

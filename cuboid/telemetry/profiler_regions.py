@@ -48,14 +48,14 @@ class Regions:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """All that the host does for one step, what it turns to last included."""
+        """All that the host does for one step, its last activity included."""
         with self.around("step", str(number)):
             yield
             self._close_activity()
 
     # What the heartbeat tells.
 
-    def turned(self, activity: Activity, stage: int, micro_batch: int) -> None:
+    def began(self, activity: Activity, stage: int, micro_batch: int) -> None:
         self._close_activity()
         if stage >= 0:
             self._activity = self.open(f"stage {stage} {activity}", f"micro-batch {micro_batch}")

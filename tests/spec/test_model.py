@@ -53,7 +53,7 @@ def test_parameters_of_latent_attention_counted_by_hand() -> None:
         ({"hidden": 0}, "model.hidden=0 is too small; use hidden=1 or more"),
         ({"kv_heads": 3}, "model.kv_heads=3 does not divide heads=8; use kv_heads=2 or kv_heads=4"),
         ({"heads": 7}, "model.heads=7 does not divide hidden=64 and head_dim is not given; use heads=4 or heads=8"),
-        ({"head_dim": 7}, "model.head_dim=7 is odd and rope turns pairs; use head_dim=8"),
+        ({"head_dim": 7}, "model.head_dim=7 is odd and RoPE rotates pairs; use head_dim=8"),
         ({"layers": 2.0}, "model.layers=2.0 is a number; it must be an integer"),
         ({"norm": "batch"}, 'model.norm="batch" is unknown; use rmsnorm or layernorm'),
         (
