@@ -50,7 +50,7 @@ def test_attention_keeps_its_kinds(dtype: torch.dtype) -> None:
 
 
 def test_a_cpu_without_them_needs_no_warning(pool: Pool) -> None:
-    assert pool.run("tests.model.test_wide_matmuls:warned", ranks=1) == [[]]
+    assert pool.run("tests.model.test_cpu_16bit:warned", ranks=1) == [[]]
 
 
 def warned(_: int) -> list[str]:

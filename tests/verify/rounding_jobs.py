@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from cuboid.model.linear import Linear
-from cuboid.parallel import collectives, gradient_sum, local
+from cuboid.parallel import collectives, grad_reduce, shm_collectives
 from cuboid.parallel.collectives import Pending
 from cuboid.parallel.zero import Unit
 from cuboid.spec.run import Run
@@ -46,7 +46,7 @@ def sound(rank: int, run: Run) -> dict[str, Any] | None:
 
 def without_the_sum_of_gradients(rank: int, run: Run) -> dict[str, Any] | None:
     """Each replica keeps its own."""
-    return verdict(rank, run, gradient_sum, "start_all_reduce", lambda x, group: Pending(None, x))
+    return verdict(rank, run, grad_reduce, "start_all_reduce", lambda x, group: Pending(None, x))
 
 
 def with_one_gradient_doubled(rank: int, run: Run) -> dict[str, Any] | None:
@@ -98,5 +98,5 @@ def with_sums_as_nccl_rounds_them(rank: int, run: Run, leaves_out: int = 0) -> d
     def ring(rows: torch.Tensor) -> torch.Tensor:
         return _hop_by_hop(rows[leaves_out:])
 
-    with planted(local, "sum_rows", ring):
+    with planted(shm_collectives, "sum_rows", ring):
         return verdict(rank, run, collectives, "sum_rows", ring)
