@@ -16,7 +16,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 import cuboid.model.moe as mixture_module
-from cuboid.model import routing
+from cuboid.model import router as routing
 from cuboid.model.moe import GroupedMatmul, MoE, grouped_matmul
 from cuboid.model.rope import Positions
 from cuboid.parallel.split_backward import Deferral, deferrable_grouped_matmul
