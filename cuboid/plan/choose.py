@@ -20,6 +20,7 @@ from cuboid.plan.score import Scores, score
 from cuboid.plan.search import search
 from cuboid.plan.sizes import resized, sizes
 from cuboid.plan.space import DEGREES, Space
+from cuboid.plan.traffic import bound, moved
 from cuboid.spec.fitting import check
 from cuboid.spec.layout import Layout
 
@@ -39,10 +40,8 @@ def plans(question: Question, *, top: int = 5, objective: str = "time") -> list[
     refined = finalists(question, scores, top, objective)
     if not refined:
         raise explain_nothing(question)
-    refined.sort(
-        key=lambda entry: (entry.peak, entry.seconds) if objective == "memory" else (entry.seconds, entry.peak)
-    )
     found = [planned(question, entry) for entry in refined]
+    found.sort(key=lambda entry: (entry.peak, entry.seconds) if objective == "memory" else (entry.seconds, entry.peak))
     first = with_notes(found[0], reasons(found[0]), warnings(found[0]), found[1 : 1 + max(top - 1, 2)])
     return [first, *found[1:top]]
 
@@ -88,9 +87,13 @@ def predict(question: Question, layout: Layout) -> Plan:
 
 
 def planned(question: Question, refined: Refined) -> Plan:
-    """A finalist as a plan."""
+    """A finalist as a plan. Where the closed forms of the cost model say less than the links alone need for what the
+    engine will send, by its own count, the links are right."""
     per_token = float(model_flops_per_token(Shape.of(question.model), np.array(question.sequence)))
     plan = make_plan(question, refined, 0.0)
+    if question.profile.own_exchanges and not question.untrainable(plan.layout):
+        missing = max(bound(moved(plan)) - plan.seconds, 0.0)
+        plan = replace(plan, parts={**plan.parts, "data": plan.parts["data"] + missing})
     peak = question.machine.chip.peak["float32" if question.precision == "float32" else "bf16"]
     return replace(plan, utilization=plan.tokens * per_token / peak)
 
