@@ -7,7 +7,7 @@ from cuboid.errors import UserError
 from cuboid.plan.question import Question
 from cuboid.plan.search import search
 from cuboid.plan.sizes import resized
-from cuboid.plan.space import bases, degrees, divisors
+from cuboid.plan.space import degrees, divisors, shapes, with_context
 from cuboid.spec.fitting import check_model
 from cuboid.spec.layout import Layout
 from cuboid.spec.suggest import either
@@ -20,7 +20,7 @@ def explain_nothing(question: Question) -> UserError:
     world_size = question.cluster.accelerators
     if next(degrees(question, world_size), None) is None:
         return _no_degrees(question, world_size)
-    if not len(bases(question, world_size)):
+    if not len(with_context(question, shapes(question, world_size))):
         micro_batch = question.fixed.get("micro_batch")
         return UserError(
             f"no layout of {question.cluster.name} divides global_batch={question.global_batch} with "
@@ -93,7 +93,7 @@ def _enough(question: Question, world_size: int) -> int | None:
 
 
 def _holds(question: Question) -> bool:
-    return len(search(question, question.cluster.accelerators, keep=1, objective="memory").space) > 0
+    return len(search(question, question.cluster.accelerators, keep=1).space) > 0
 
 
 def _fixed(question: Question) -> str:

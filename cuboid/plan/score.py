@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from cuboid.cost.estimate import Estimates, estimate_many
 from cuboid.cost.inputs import Array
 from cuboid.cost.step import PARTS
+from cuboid.plan.bounds import least_transfer, paired_relief
 from cuboid.plan.question import Question
 from cuboid.plan.space import DEGREES, Space
 from cuboid.plan.stages import LayerSeconds, assumed_slowest, everything, real_slowest
@@ -38,6 +39,10 @@ class Scores:
         """Some of them."""
         parts = {name: part[which] for name, part in self.parts.items()}
         return Scores(self.space.take(which), parts, self.memory[which], self.fits[which], self.even[which])
+
+    def within(self, slowest: float) -> "Scores":
+        """Those that take no longer."""
+        return self if slowest == float("inf") else self.take(np.flatnonzero(self.seconds <= slowest))
 
     def order(self, objective: str) -> NDArray[np.intp]:
         """Best first; layouts that cost the same keep the order of the space, so that the answer never varies."""
@@ -80,7 +85,9 @@ def score(question: Question, space: Space) -> Scores:
     for name in BUSY:
         once = fixed if name == "host" else 0.0
         parts[name] = (parts[name] - once) * growth + once
-    others = sum((parts[name] for name in ("data", "optimizer", "transfer")), np.zeros(size))
+    others = parts["data"] + parts["optimizer"] + parts["transfer"] * least_transfer(question, space)
+    spared = micro_batches * question.model.layers / space.jobs.pp * paired_relief(question, space, seconds.times)
+    even = np.maximum(even - spared, 0.0)
     straggling = parts["straggler"] / np.maximum(assumed + parts["bubble"], 1e-300)
     fits = estimates.fits & (estimates.memory <= question.limit)
     memory = np.broadcast_to(estimates.memory, size)

@@ -18,7 +18,7 @@ from cuboid.spec.fitting import check
 from cuboid.spec.layout import CONTEXT_METHODS, RECOMPUTE, SCHEDULES, STAGES_PER_RANK, Layout
 from cuboid.spec.model import MixtureSpec, ModelSpec
 
-quick = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+quick = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 @st.composite
