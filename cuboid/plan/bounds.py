@@ -1,11 +1,14 @@
 """What no layout of a shape undercuts, whatever it recomputes, splits, schedules or hides: what a search need not look
 at any closer."""
 
+from dataclasses import replace
+from functools import reduce
+
 import numpy as np
 
 from cuboid.cost.inputs import Array, Shape
 from cuboid.cost.layers import LayerTimes, Pass
-from cuboid.cost.pipeline import DUAL_PIPE_V, in_flight, paired_share, partition, waited_transfers
+from cuboid.cost.pipeline import DUAL_PIPE_V, idle_by_schedule, in_flight, paired_share, partition, waited_transfers
 from cuboid.cost.sharding import rank_parameters
 from cuboid.plan.question import Question
 from cuboid.plan.space import Space
@@ -13,20 +16,47 @@ from cuboid.plan.stages import LayerSeconds
 
 
 def least_seconds(question: Question, space: Space, context: bool) -> Array:
-    """Seconds of a step with equal stages, no bubble and nothing to wait for but what is inside layers. `context`:
-    also for the keys of other ranks."""
-    shape, jobs = Shape.of(question.model), space.jobs
+    """Seconds of a step with equal stages, the schedule that waits least, and nothing else to wait for but what is
+    inside layers. `context`: also for the keys of other ranks."""
+    jobs = space.jobs
     seconds = LayerSeconds.of(question, jobs)
 
     def alone(each: Pass) -> Array:
         waits = each.tensor + each.expert + (each.context if context else 0.0)
         return np.maximum(each.compute + waits, each.floor)
 
-    dense, mixture = (alone(each[0]) + alone(each[1]) for each in (seconds.times.dense, seconds.times.mixture))
-    mixture = np.maximum(mixture - paired_relief(question, space, seconds.times), 0.0)
-    body = shape.dense_layers * dense + (shape.layers - shape.dense_layers) * mixture
-    whole = body + seconds.parts.embedding + seconds.head
-    return np.broadcast_to(jobs.micro_batches * whole / jobs.pp, len(space))
+    passes = [
+        (alone(dense), alone(mixture))
+        for dense, mixture in zip(seconds.times.dense, seconds.times.mixture, strict=True)
+    ]
+    return np.broadcast_to(_least(question, space, seconds, passes), len(space))
+
+
+def least_busy(question: Question, space: Space, seconds: LayerSeconds) -> Array:
+    """The same of layouts whose layers are known: seconds that no schedule and no partition takes away."""
+    pairs = zip(seconds.times.dense, seconds.times.mixture, strict=True)
+    return _least(question, space, seconds, [(dense.total, mixture.total) for dense, mixture in pairs])
+
+
+def _least(question: Question, space: Space, seconds: LayerSeconds, passes: list[tuple[Array, Array]]) -> Array:
+    """`passes`: forward and backward the seconds of a layer without and with experts."""
+    shape, jobs, parts = Shape.of(question.model), space.jobs, seconds.parts
+    leading, routed = shape.dense_layers, shape.layers - shape.dense_layers
+    forward, backward = (leading * dense + routed * mixture for dense, mixture in passes)
+    relief = routed * paired_relief(question, space, seconds.times)
+    forward = (forward + parts.head_forward + 0.3 * parts.embedding) / jobs.pp
+    backward = (backward + parts.head_backward + 0.7 * parts.embedding) / jobs.pp
+    weight = shape.layers * (seconds.times.mean("compute", 0) - parts.attention_forward) + parts.head_forward
+    weight = np.minimum(weight / jobs.pp, backward / 2)
+    deepest = replace(jobs, vpp=np.maximum(np.floor(shape.layers / jobs.pp), 1.0))
+    others = np.maximum(jobs.pp - 1, 0) * (forward + backward)
+    idle = idle_by_schedule(deepest, forward, backward, weight, others)
+    paired = idle.pop(DUAL_PIPE_V)
+    busy = jobs.micro_batches * (forward + backward)
+    if question.machine.chip.together < 1:  # ranks that share cores wait less than their own seconds say
+        return busy
+    least = busy + reduce(np.minimum, idle.values())
+    return np.minimum(least, busy + paired - (jobs.micro_batches + jobs.pp) * relief / jobs.pp)
 
 
 def paired_relief(question: Question, space: Space, times: LayerTimes) -> Array:

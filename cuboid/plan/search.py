@@ -19,7 +19,7 @@ from cuboid.plan.score import Scores, chunks, joined, score, score_all
 from cuboid.plan.space import PLAIN, Space, context_ways, scheduled, schedules, shapes, with_context, with_states
 
 
-FIRST, AT_ONCE = 60_000, 200_000
+FIRST, AT_ONCE = 20_000, 200_000
 """Layouts looked at before anything is known of what is good, and together later."""
 
 
