@@ -1,6 +1,7 @@
 """Score card of the planner on published runs: `python benchmarks/planner.py [--worst 20] [--json]`.
 
-Step time and memory: median and mean absolute error, per source, on the rows calibration saw and on those it did not.
+Step time and memory: median and mean absolute error, per source, on the rows calibration saw and on those it did not;
+bias is the median of the signed error.
 Out of memory: precision, recall and F1 of "does not fit". Order: rank correlation within runs that differ in their
 layout only, and regret: how much slower than the best measured layout the one ranked first is, and the best of the
 first three.
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from published_rows import Run, load
+from published_rows import HELD_OUT_SOURCES, Run, load
 
 from cuboid.cost.inputs import Array
 from cuboid.cost.table import Answer, answer_cases
@@ -56,6 +57,8 @@ def errors(scored: Iterable[Scored]) -> dict[str, float]:
     time = np.abs([item.time_error for item in rows if np.isfinite(item.run.seconds)])
     memory = np.abs([item.memory_error for item in rows if np.isfinite(item.run.memory) and not item.run.out_of_memory])
     result: dict[str, float] = {"time_rows": len(time), "memory_rows": len(memory)}
+    if len(time):
+        result["time_bias"] = float(np.median([item.time_error for item in rows if np.isfinite(item.run.seconds)]))
     for name, values in (("time", time), ("memory", memory)):
         if len(values):
             result |= {f"{name}_median": float(np.median(values)), f"{name}_mean": float(np.mean(values))}
@@ -117,8 +120,18 @@ TARGETS: tuple[tuple[str, Callable[[Scored], bool]], ...] = (
     ("all but playbook beyond 128 GPUs or tp 8", lambda item: _quiet(item)),
     ("vtrain-multi", lambda item: item.run.source == "vtrain-multi"),
     ("simumax", lambda item: item.run.source == "simumax"),
+    ("mixtures", lambda item: _mixture(item)),
+    ("mixtures on h100, h800 and b200", lambda item: _mixture(item) and item.run.case.chip in HOPPER),
+    ("mixtures of sources held out whole", lambda item: _mixture(item) and item.run.id.startswith(HELD_OUT_SOURCES)),
     ("playbook, tp <= 8", lambda item: item.run.source == "playbook" and _quiet(item)),
 )
+
+
+HOPPER = ("h100-80g", "h100-96g", "h800", "b200")
+
+
+def _mixture(item: Scored) -> bool:
+    return item.run.case is not None and item.run.case.shape["experts"] > 0
 
 
 def _quiet(item: Scored) -> bool:
