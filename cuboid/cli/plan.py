@@ -10,7 +10,7 @@ from cuboid.cli.output import write_output
 from cuboid.errors import UserError
 from cuboid.plan.choose import cheapest, fewest, plans
 from cuboid.plan.plan import GIB, Plan, dump_plan
-from cuboid.plan.question import Question, parse_fixed, parse_memory
+from cuboid.plan.question import Question, parse_fixed, parse_memory, precision_on
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.model import load_model
 from cuboid.spec.suggest import nearest_names
@@ -26,7 +26,9 @@ def command(
     purpose: Annotated[str, typer.Option("--for", help="train, or generate.")] = "train",
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of a prompt, for --for generate.")] = 512,
     output_tokens: Annotated[int, typer.Option(help="Tokens that follow it.")] = 128,
-    precision: Annotated[str, typer.Option(help="bf16, fp16, fp8 or float32.")] = "bf16",
+    precision: Annotated[
+        str | None, typer.Option(help="bf16, fp16, fp8 or float32; left out: bf16, or fp16 on accelerators without it.")
+    ] = None,
     top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 5,
     objective: Annotated[
         str | None,
@@ -51,7 +53,8 @@ def command(
         from cuboid.cli.plan_generation import answer_generation
 
         sizes = (prompt_tokens, output_tokens)
-        answer_generation(load_model(model), place, sizes, precision, objective or "throughput", top, as_json)
+        chosen = precision_on(place, precision)
+        answer_generation(load_model(model), place, sizes, chosen, objective or "throughput", top, as_json)
         return
     if purpose != "train":
         raise UserError(f"unknown for={purpose}; use train or generate")
@@ -63,7 +66,7 @@ def command(
         cluster=place,
         global_batch=global_batch,
         sequence=seq,
-        precision=precision,
+        precision=precision_on(place, precision),
         engine=engine,
         fixed=parse_fixed(fix or []),
         memory_limit=parse_memory(max_memory, place.memory_gib * GIB) if max_memory else None,

@@ -9,6 +9,7 @@ import numpy as np
 from cuboid.cost.flops import model_flops_per_token
 from cuboid.cost.inputs import Shape
 from cuboid.errors import UserError
+from cuboid.plan.bounds import least_seconds
 from cuboid.plan.budget import fitted, may_mix
 from cuboid.plan.ceiling import doubt
 from cuboid.plan.plan import GIB, Plan, make_plan, with_notes
@@ -18,8 +19,8 @@ from cuboid.plan.reasons import reasons
 from cuboid.plan.refine import Refined, actions, refine
 from cuboid.plan.score import Scores, score
 from cuboid.plan.search import search
-from cuboid.plan.sizes import resized, sizes
-from cuboid.plan.space import DEGREES, Space
+from cuboid.plan.sizes import every_size, resized, rounder_sizes, sizes
+from cuboid.plan.space import DEGREES, Space, shapes
 from cuboid.plan.traffic import bound, moved
 from cuboid.spec.fitting import check
 from cuboid.spec.layout import Layout
@@ -27,23 +28,83 @@ from cuboid.spec.layout import Layout
 SCORED = 32
 """Best different layouts in closed form, from which finalists are taken."""
 FINALISTS = 8
+SLOWER = 1.5
+"""How many times the fastest step one may take that is chosen for its memory."""
+NOT_FASTER = 0.9
+"""Least share of one accelerator's time for the whole batch that many take together."""
 BUDGET = 40_000
 """Actions of schedules simulated in all: what keeps an answer within a second."""
 
 
 def plans(question: Question, *, top: int = 5, objective: str = "time") -> list[Plan]:
-    """The best plans for the whole cluster, best first, the first one with reasons."""
+    """The best plan for the whole cluster, with reasons, and others, best first: the best without its
+    pipeline, the best without its tensor parallelism, and those that come next."""
     world_size = question.cluster.accelerators
-    scores = search(question, world_size, keep=max(SCORED, 4 * top), objective=objective, distinct=True)
+    keep = max(SCORED, 4 * top)
+    scores = search(question, world_size, keep=keep, distinct=True)
+    if objective == "memory" and len(scores.space):
+        slowest = SLOWER * float(scores.seconds[0])
+        scores = search(question, world_size, keep=keep, objective=objective, distinct=True, slowest=slowest)
     if not len(scores.space):
         raise explain_nothing(question)
-    refined = finalists(question, scores, top, objective)
-    if not refined:
+    found = [planned(question, entry) for entry in finalists(question, scores, top, objective)]
+    if not found:
         raise explain_nothing(question)
-    found = [planned(question, entry) for entry in refined]
-    found.sort(key=lambda entry: (entry.peak, entry.seconds) if objective == "memory" else (entry.seconds, entry.peak))
-    first = with_notes(found[0], reasons(found[0]), warnings(found[0]), found[1 : 1 + max(top - 1, 2)])
-    return [first, *found[1:top]]
+
+    def order(plan: Plan) -> tuple[float, float]:
+        return (plan.peak, plan.seconds) if objective == "memory" else (plan.seconds, plan.peak)
+
+    first, *others = sorted(found, key=order)
+    if objective == "time":
+        without = [plan for plan in _without(question, first) if order(plan) >= order(first)]
+        without = sorted(without, key=order)[: top // 2]
+        others = [plan for plan in others if all(plan.layout != other.layout for other in without)]
+        others = sorted([*without, *others[: max(top - 1, 2) - len(without)]], key=order)
+    notes = [*warnings(first), *(idle_advice(first) if objective == "time" else [])]
+    return [with_notes(first, reasons(first), notes, others[: max(top - 1, 2)]), *others[: top - 1]]
+
+
+def _without(question: Question, best: Plan) -> Iterator[Plan]:
+    """The best plans that do without the pipeline or the tensor parallelism of another."""
+    fixed = question.fixed
+    for name in ("pp", "tp"):
+        if getattr(best.layout, name) == 1 or fixed.keys() & {name, "schedule", "vpp", "sequence_parallel"}:
+            continue
+        other = replace(question, fixed={**fixed, name: 1})
+        scores = search(other, question.cluster.accelerators, keep=1, slowest=2 * best.seconds, mixes=False)
+        if len(scores.space):
+            entry = refine(other, scores, 0)
+            if entry.peak <= question.limit:
+                yield planned(question, entry)
+
+
+def idle_advice(plan: Plan) -> list[str]:
+    """A sentence where a part of the cluster is faster than all of it, as where the batch does not divide over all."""
+    best = fastest_part(plan)
+    if best is None:
+        return []
+    used, whole = best.layout.world_size, plan.layout.world_size
+    return [
+        f"{used} of the {whole} accelerators are faster: {best.layout} takes {best.seconds:.4g} s a step instead of "
+        f"{plan.seconds:.4g}; leave {whole - used} idle, or use a global batch that divides over them"
+    ]
+
+
+def fastest_part(plan: Plan) -> Plan | None:
+    """The plan of a smaller part of the cluster that is faster, where there is one."""
+    question, best = plan.question, None
+    if {"dp", "tp", "pp"} <= question.fixed.keys():
+        return None
+    seconds = 0.99 * plan.seconds
+    candidates = rounder_sizes(question.cluster, question.global_batch)
+    for accelerators in candidates[:8] if plan.layout.world_size <= 1024 else candidates[:1]:
+        smaller = resized(question, accelerators)
+        scores = search(smaller, accelerators, keep=1, slowest=seconds)
+        if len(scores.space):
+            entry = planned(smaller, refine(smaller, scores, 0))
+            if entry.seconds < seconds and entry.peak <= question.limit:
+                best, seconds = entry, entry.seconds
+    return best
 
 
 def finalists(question: Question, scores: Scores, top: int, objective: str = "time") -> list[Refined]:
@@ -139,16 +200,22 @@ def fewest(question: Question, *, tokens: float, days: float, top: int = 5) -> l
     """The plans for the least accelerators that train so many tokens in so many days."""
     steps = tokens / (question.global_batch * question.sequence)
     seconds = days * 86400 / steps
+    # One accelerator with all the memory in the world: what it takes, so many others take at least together.
+    alone = resized(replace(question, memory_limit=float("inf"), fixed={}), 1)
+    work = float(least_seconds(alone, shapes(alone, 1), context=False).min())
+    for accelerators in every_size(question.cluster):
+        if NOT_FASTER * work / accelerators > seconds:
+            continue
+        smaller = resized(question, accelerators)
+        if len(search(smaller, accelerators, keep=1, slowest=seconds).space):
+            found = plans(smaller, top=top)
+            if found[0].seconds <= seconds:
+                return found
     quickest = float("inf")
     for accelerators in sizes(question.cluster):
         smaller = resized(question, accelerators)
         scores = search(smaller, accelerators, keep=1)
-        if not len(scores.space):
-            continue
-        found = plans(smaller, top=top)
-        quickest = min(quickest, found[0].seconds)
-        if found[0].seconds <= seconds:
-            return found
+        quickest = min([quickest, *map(float, scores.seconds)])
     if quickest == float("inf"):
         raise explain_nothing(question)
     raise UserError(

@@ -92,17 +92,15 @@ def memory_lines(explanation: Explanation) -> list[str]:
 
 
 def bubble_line(explanation: Explanation) -> str:
-    """The bubble by formula and as simulated."""
+    """The bubble, the same number as everywhere."""
     plan = explanation.plan
-    layout, batches = plan.layout, plan.micro_batches
+    layout = plan.layout
     if layout.pp == 1:
         return "no pipeline, no bubble"
-    chunks = layout.vpp if layout.schedule == "interleaved" else 1
-    ideal = (layout.pp - 1) / chunks / (batches + (layout.pp - 1) / chunks)
-    over = f"/{chunks}" if chunks > 1 else ""
-    formula = f"({layout.pp}−1){over} / ({batches} + ({layout.pp}−1){over}) = {ideal:.1%}"
-    words = "with equal stages" if layout.schedule in ("1f1b", "gpipe", "interleaved") else "for 1f1b with equal stages"
-    return f"bubble: {formula} {words}; {plan.bubble:.1%} simulated with these stages and messages ({layout.schedule})"
+    return (
+        f"bubble: a rank does nothing in {plan.bubble:.1%} of the pipeline's time on average, simulated with these "
+        f"stages and messages ({layout.schedule}, {plan.micro_batches} micro-batches)"
+    )
 
 
 def time_lines(explanation: Explanation) -> list[str]:

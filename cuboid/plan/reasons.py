@@ -9,7 +9,7 @@ WORDS = {
     "context": "context-parallel traffic",
     "expert": "tokens to experts",
     "host": "the host",
-    "bubble": "the pipeline bubble",
+    "bubble": "waiting for other stages",
     "transfer": "transfers between stages",
     "data": "gradients and parameters between replicas",
     "optimizer": "the optimizer",

@@ -19,8 +19,8 @@ from cuboid.plan.score import Scores, chunks, joined, score, score_all
 from cuboid.plan.space import PLAIN, Space, context_ways, scheduled, schedules, shapes, with_context, with_states
 
 
-FIRST, AT_ONCE = 20_000, 200_000
-"""Layouts looked at before anything is known of what is good, and together later."""
+FIRST, AT_ONCE = 4_000, 100_000
+"""Layouts looked at before anything is known of what is good, and together at most."""
 
 
 def search(
@@ -31,26 +31,28 @@ def search(
     objective: str = "time",
     distinct: bool = False,
     slowest: float = float("inf"),
+    mixes: bool = True,
 ) -> Scores:
     """The `keep` best layouts that fit, best first; none when none fits.
 
     `distinct`: of layouts with the same ranks, micro-batch and schedule only the best counts. `slowest`: seconds that a
-    step may take."""
+    step may take. `mixes`: also layouts that recompute some layers more than others."""
+    mixes = mixes and may_mix(question, objective)
     every = shapes(question, world_size)
     every = every.take(np.flatnonzero(least_memory(question, every) <= question.limit))
     bound = np.concatenate([least_seconds(question, part, False) for part in chunks(every)])
     order = np.argsort(bound, kind="stable")
     sizes = np.cumsum(_sizes(question, every)[order])
     best = score(question, every.take(order[:0]))
-    start, limit = 0, slowest
+    start, batch, limit = 0, 0, slowest
     while start < len(order) and bound[order[start]] <= limit * (1 + 1e-8):
-        room = FIRST if start == 0 else AT_ONCE
+        room = min(FIRST * 4**batch, AT_ONCE)
         stop = max(int(np.searchsorted(sizes, (sizes[start - 1] if start else 0) + room)), start + 1)
-        found = _search_some(question, every.take(order[start:stop]), keep, objective, distinct, slowest, limit)
+        found = _search_some(question, every.take(order[start:stop]), keep, objective, distinct, slowest, limit, mixes)
         best = joined([best, found]).best(keep, objective, distinct)
         if objective != "memory" and len(best.space) == keep:
             limit = min(slowest, float(best.seconds[-1]))
-        start = stop
+        start, batch = stop, batch + 1
     return best
 
 
@@ -66,7 +68,14 @@ def _pairs(every: Space) -> list[tuple[int, int]]:
 
 
 def _search_some(
-    question: Question, some: Space, keep: int, objective: str, distinct: bool, slowest: float, limit: float
+    question: Question,
+    some: Space,
+    keep: int,
+    objective: str,
+    distinct: bool,
+    slowest: float,
+    limit: float,
+    mixes: bool,
 ) -> Scores:
     """The best of some shapes. `limit`: seconds above which nothing is among the best of all."""
     some = with_context(question, some)
@@ -90,7 +99,7 @@ def _search_some(
         good = plain.even <= reached * (1 + 1e-8)
     found = score_all(question, scheduled(question, space.take(np.flatnonzero(good)))).within(slowest)
     best = found.best(keep, objective, distinct)
-    if may_mix(question, objective):
+    if mixes:
         best = _with_mixes(question, best, found, keep, distinct, limit)
         others = ~good & promising(question, plain, min(_place(best, keep), limit))
         found = score_all(question, scheduled(question, space.take(np.flatnonzero(others)))).within(slowest)

@@ -43,5 +43,26 @@ def sizes(cluster: ClusterSpec) -> list[int]:
     return sorted(found)
 
 
+def every_size(cluster: ClusterSpec) -> list[int]:
+    """All parts of the cluster: any number of accelerators of one node, or any number of nodes."""
+    node = cluster.accelerators_per_node
+    return [*range(1, node), *range(node, cluster.accelerators + 1, node)]
+
+
+def rounder_sizes(cluster: ClusterSpec, global_batch: int) -> list[int]:
+    """Smaller parts of the cluster, as a rule more than half of it, that ranks or the batch divide over better, largest first."""
+    whole, node = cluster.accelerators, cluster.accelerators_per_node
+    found, power = set(), node
+    while power <= whole:
+        found.add(whole // power * power)
+        power *= 2
+    for replica in (1, 2, 4, 8, 16, 32, 64, 128):
+        most = next((dp for dp in range(min(global_batch, whole // replica), 0, -1) if global_batch % dp == 0), 0)
+        found.add(most * replica)
+    # What is round already loses by being smaller, unless the batch is too small for it.
+    least = whole / 2 if global_batch >= whole / 8 else node
+    return sorted((size for size in found if least < size < whole and size % node == 0), reverse=True)
+
+
 def _fits(size: int, node: int) -> bool:
     return size % node == 0 if size > node else node % size == 0

@@ -49,8 +49,8 @@ def test_what_replicas_share(ask: Callable[..., Question], stage: int, words: st
 def test_losses_are_the_largest_first() -> None:
     mine = dict.fromkeys(WORDS, 1.0)
     other = {**mine, "bubble": 3.0, "tensor": 2.0, "compute": 0.5, "data": 1.1}
-    assert losses(mine, other) == "+2 s the pipeline bubble, +1 s tensor-parallel collectives"
-    assert losses(mine, other, count=1) == "+2 s the pipeline bubble"
+    assert losses(mine, other) == "+2 s waiting for other stages, +1 s tensor-parallel collectives"
+    assert losses(mine, other, count=1) == "+2 s waiting for other stages"
     assert losses(mine, mine) == ""
 
 
