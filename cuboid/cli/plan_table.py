@@ -37,7 +37,7 @@ def show(console: Console, plans: list[Plan], written: Path | None = None, token
     for reason in first.reasons:
         console.print(f"· {reason}")
     days = f"; {amount(tokens)} take {first.days(tokens):.3g} days on {question.cluster.name}" if tokens else ""
-    console.print(f"· 1 B tokens cost {first.hours:,.4g} GPU-hours{days}")
+    console.print(f"· a billion tokens cost {first.hours:,.4g} GPU-hours{days}")
     if first.alternatives:
         other = first.alternatives[0]
         slower = other.step_seconds / first.seconds - 1

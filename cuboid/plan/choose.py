@@ -95,15 +95,22 @@ def fastest_part(plan: Plan) -> Plan | None:
     question, best = plan.question, None
     if {"dp", "tp", "pp"} <= question.fixed.keys():
         return None
-    seconds = 0.99 * plan.seconds
+    work = NOT_FASTER * _work(question)
     candidates = rounder_sizes(question.cluster, question.global_batch)
-    for accelerators in candidates[:8] if plan.layout.world_size <= 1024 else candidates[:1]:
+    sooner: list[tuple[float, Question]] = []
+    for accelerators in candidates[:20] if plan.layout.world_size <= 1024 else candidates[:1]:
+        if work / accelerators > plan.seconds:
+            break
         smaller = resized(question, accelerators)
-        scores = search(smaller, accelerators, keep=1, slowest=seconds)
-        if len(scores.space):
-            entry = planned(smaller, refine(smaller, scores, 0))
-            if entry.seconds < seconds and entry.peak <= question.limit:
-                best, seconds = entry, entry.seconds
+        # The simulation of what is best in closed form may be faster or slower by a few percent.
+        scores = search(smaller, accelerators, keep=1, slowest=1.05 * plan.seconds)
+        sooner += [(float(scores.seconds[0]), smaller)] if len(scores.space) else []
+    for _, smaller in sorted(sooner, key=lambda each: each[0])[:2]:
+        scores = search(smaller, smaller.cluster.accelerators, keep=SCORED, distinct=True, slowest=1.05 * plan.seconds)
+        for entry in finalists(smaller, scores, 1):
+            part = planned(smaller, entry)
+            if part.seconds < min(0.99 * plan.seconds, best.seconds if best else float("inf")):
+                best = part
     return best
 
 
@@ -196,15 +203,19 @@ def cheapest(question: Question, *, top: int = 5) -> list[Plan]:
     return plans(best[1], top=top)
 
 
+def _work(question: Question) -> float:
+    """Seconds of a step on one accelerator with all the memory in the world: nearly as much as many take together."""
+    alone = resized(replace(question, memory_limit=float("inf"), fixed={}), 1)
+    return float(least_seconds(alone, shapes(alone, 1), context=False).min())
+
+
 def fewest(question: Question, *, tokens: float, days: float, top: int = 5) -> list[Plan]:
     """The plans for the least accelerators that train so many tokens in so many days."""
     steps = tokens / (question.global_batch * question.sequence)
     seconds = days * 86400 / steps
-    # One accelerator with all the memory in the world: what it takes, so many others take at least together.
-    alone = resized(replace(question, memory_limit=float("inf"), fixed={}), 1)
-    work = float(least_seconds(alone, shapes(alone, 1), context=False).min())
+    work = NOT_FASTER * _work(question)
     for accelerators in every_size(question.cluster):
-        if NOT_FASTER * work / accelerators > seconds:
+        if work / accelerators > seconds:
             continue
         smaller = resized(question, accelerators)
         if len(search(smaller, accelerators, keep=1, slowest=seconds).space):

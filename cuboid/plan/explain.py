@@ -68,15 +68,15 @@ def memory_lines(explanation: Explanation) -> list[str]:
     rank = plan.totals.index(plan.peak)
     row, held = plan.memory[rank], parameters_held(plan)
     shard = layout.shard_size * layout.cp
-    lines = [f"The fullest is pipeline rank {rank}, where the widest rank holds {held / 1e9:.4g} B parameters:"]
+    lines = [f"The fullest is pipeline rank {rank}, where the widest rank holds {held / 1e9:.4g} billion parameters:"]
     states = (("weights", engine.weight_bytes, 3), ("gradients", engine.gradient_bytes, 2))
     for name, each, stage in (*states, ("optimizer", engine.optimizer_bytes, 1)):
         split = f" / {shard} (zero={layout.zero})" if layout.zero >= stage and shard > 1 else ""
         if name == "optimizer" and plan.host_memory:
-            lines.append(f"optimizer: {each:g} B a parameter{split}, in the host's memory (offload=true)")
+            lines.append(f"optimizer: {each:g} bytes a parameter{split}, in the host's memory (offload=true)")
             continue
         count = row[name] / each * (shard if split else 1)
-        lines.append(f"{name}: {each:g} B × {count / 1e9:.4g} B{split} = {row[name] / GIB:.2f} GiB")
+        lines.append(f"{name}: {each:g} bytes × {count / 1e9:.4g} billion{split} = {row[name] / GIB:.2f} GiB")
     own = sum(plan.layers[stage] for stage in layout.stages_of(rank))
     kept = "boundaries of its layers" if layout.recompute == "full" else "what its layers keep for backward"
     if layout.recompute_layers:

@@ -75,8 +75,8 @@ def recomputation(layout: Layout) -> str:
 
 
 def amount(count: float) -> str:
-    """A large number with its unit: 174.6 B."""
-    for unit, word in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+    """A large number in words, for B is a byte too: 174.6 billion."""
+    for unit, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
         if count >= unit:
             return f"{count / unit:.4g} {word}"
     return f"{count:g}"

@@ -6,6 +6,10 @@ from cuboid.plan.question import Question
 from cuboid.spec.cluster import ClusterSpec
 
 
+FEW_NODES = 12
+"""Clusters so small that every part of them is tried."""
+
+
 def resized_cluster(cluster: ClusterSpec, accelerators: int) -> ClusterSpec:
     """The cluster with so many accelerators: whole nodes, or a part of one."""
     per_node = min(cluster.accelerators_per_node, accelerators)
@@ -50,8 +54,11 @@ def every_size(cluster: ClusterSpec) -> list[int]:
 
 
 def rounder_sizes(cluster: ClusterSpec, global_batch: int) -> list[int]:
-    """Smaller parts of the cluster, as a rule more than half of it, that ranks or the batch divide over better, largest first."""
+    """Smaller parts of the cluster that might be faster, largest first: all of a small one; of others, as a rule, more
+    than half of it, where ranks or the batch divide over that better."""
     whole, node = cluster.accelerators, cluster.accelerators_per_node
+    if whole <= FEW_NODES * node:
+        return every_size(cluster)[-2::-1]
     found, power = set(), node
     while power <= whole:
         found.add(whole // power * power)

@@ -25,7 +25,7 @@ def plan_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
 def test_plan_shows_layouts_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *QUESTION, "--top", "3"]) == 0
     shown = capsys.readouterr().out
-    assert "llama3-8b (8.03 B parameters) on h100x32" in shown
+    assert "llama3-8b (8.03 billion parameters) on h100x32" in shown
     assert "MFU" in shown
     assert "next:" in shown
 

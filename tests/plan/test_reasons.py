@@ -55,7 +55,15 @@ def test_losses_are_the_largest_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "shown"), [(1.026e12, "1.026 T"), (174.6e9, "174.6 B"), (427456, "427.5 K"), (3e6, "3 M"), (12, "12")]
+    ("count", "shown"), 
+    [
+        (1.026e12, "1.026 trillion"),
+        (174.6e9, "174.6 billion"),
+        (427456, "427.5 thousand"),
+        (3e6, "3 million"),
+        (12, "12"),
+    ],
+
 )
 def test_amounts_have_units(count: float, shown: str) -> None:
     assert amount(count) == shown
