@@ -1,4 +1,4 @@
-"""Score card of the planner on published runs: `python benchmarks/planner.py [--worst 20] [--json]`.
+"""Score card of the planner on published runs: `python benchmarks/planner.py [--worst 20] [--json] [--errors]`.
 
 Step time and memory: median and mean absolute error, per source, on the rows calibration saw and on those it did not;
 bias is the median of the signed error.
@@ -10,11 +10,14 @@ first three.
 import argparse
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 from published_rows import HELD_OUT_SOURCES, Run, load
 
+from cuboid.cost import constants
+from cuboid.cost.errors import Seen, family, scale_of
 from cuboid.cost.inputs import Array
 from cuboid.cost.table import Answer, answer_cases
 
@@ -164,14 +167,51 @@ def _print(scored: Sequence[Scored], runs: Sequence[Run]) -> None:
         print(f"{name}: {shown}")
 
 
+def seen_errors(scored: Sequence[Scored], least: int = 3) -> list[Seen]:
+    """Errors of step time by engine, accelerator, kind and scale, on held-out rows, where there are so many."""
+    groups: dict[tuple[str, str, str, int], list[float]] = {}
+    for item in scored:
+        if item.run.case is None or not item.run.held_out or not np.isfinite(item.run.seconds):
+            continue
+        job = item.run.case.job
+        world = job["dp"] * job["tp"] * job["pp"] * job["cp"]
+        kind = "moe" if _mixture(item) else "dense"
+        for scale in (0, scale_of(world)):
+            key = (*family(item.run.case.engine, item.run.case.chip), kind, scale)
+            groups.setdefault(key, []).append(item.time_error)
+    return [
+        Seen(
+            *key,
+            len(values),
+            round(float(np.median(np.abs(values))), 3),
+            round(float(np.quantile(np.abs(values), 0.9)), 3),
+            round(float(np.median(values)), 3),
+        )
+        for key, values in sorted(groups.items())
+        if len(values) >= least
+    ]
+
+
+def write_errors(scored: Sequence[Scored]) -> None:
+    """Puts them where the planner reads them."""
+    lines = ["# Errors of predicted step times on held-out published runs; written by benchmarks/planner.py --errors."]
+    for entry in seen_errors(scored):
+        values = (f"{name} = {json.dumps(value)}" for name, value in asdict(entry).items())
+        lines.append("\n[[seen]]\n" + "\n".join(values))
+    (Path(constants.__file__).parent / "data" / "errors.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Prints the score card."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worst", type=int, default=0, help="print the rows with the largest errors of time")
+    parser.add_argument("--errors", action="store_true", help="write cuboid/cost/data/errors.toml")
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     options = parser.parse_args()
     runs = load()
     scored = score(runs)
+    if options.errors:
+        write_errors(scored)
     if options.json:
         print(json.dumps(card(scored), indent=1))
         return

@@ -1,6 +1,7 @@
 """`cuboid plan MODEL CLUSTER --global-batch N --seq N`: the best layouts, and why the first one is."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -114,6 +115,7 @@ def as_row(plan: Plan) -> dict[str, object]:
         "layers_per_stage": plan.layers,
         "step": plan.parts,
         "memory": plan.memory,
+        "error": asdict(plan.error) if plan.error else None,
         "reasons": plan.reasons,
         "warnings": plan.warnings,
     }

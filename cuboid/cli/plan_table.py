@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cuboid.plan.plan import GIB, Plan
-from cuboid.plan.reasons import amount, losses
+from cuboid.plan.reasons import amount, error_line, losses
 
 
 def show(console: Console, plans: list[Plan], written: Path | None = None, tokens: float | None = None) -> None:
@@ -42,6 +42,7 @@ def show(console: Console, plans: list[Plan], written: Path | None = None, token
         other = first.alternatives[0]
         slower = other.step_seconds / first.seconds - 1
         console.print(f"· next: {other.layout} takes {slower:+.1%} ({losses(first.parts, other.parts) or 'no part'})")
+    console.print(f"· {error_line(first)}")
     for warning in first.warnings:
         console.print(f"! {warning}", style="yellow")
     if written is not None:

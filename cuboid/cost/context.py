@@ -51,9 +51,7 @@ class ContextWaits:
     """What is held for how long, hidden or not."""
 
 
-def waiting(
-    engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs, attention: tuple[Array, Array]
-) -> ContextWaits:
+def waiting(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs, attention: tuple[Array, Array]) -> ContextWaits:
     """What ranks wait for. `attention`: the seconds that its core computes forward and backward."""
     widths, token = Widths.of(shape, jobs), engine.activation_wire * jobs.tokens
     inner, outer = group(fabric, jobs.cp_inner, jobs.tp), outer_group(fabric, jobs)

@@ -53,25 +53,33 @@ def wired(fabric: Fabric, cluster: ClusterSpec) -> Fabric:
     node = cluster.accelerators if not beyond else first.size
     reached, waits = (0.75e9, 0.8e9), (1e-6, 1e-6)
     if cluster.accelerator in accelerator_names().values():
-        inner, outer = _catalog_links(fabric.links)
-        reached = (fabric.inner_bandwidth / inner.bandwidth, fabric.outer_bandwidth / outer.bandwidth)
-        waits = (fabric.inner_latency / inner.latency, fabric.outer_latency / outer.latency)
+        inner, *outer = _catalog_links(fabric.links)
+        reached = (fabric.inner_bandwidth / inner.bandwidth, reached[1])
+        waits = (fabric.inner_latency / inner.latency, waits[1])
+        if outer:
+            reached = (reached[0], fabric.outer_bandwidth / outer[0].bandwidth)
+            waits = (waits[0], fabric.outer_latency / outer[0].latency)
     levels = [
         Level(below.size, reached[1] * tier.bandwidth, waits[1] * tier.latency)
         for below, tier in zip(cluster.tiers, beyond, strict=False)
     ]
-    links = {"inner_bandwidth": reached[0] * first.bandwidth, "inner_latency": waits[0] * first.latency}
-    if levels:
-        links |= {"outer_bandwidth": levels[0].bandwidth, "outer_latency": levels[0].latency}
-    return replace(fabric, node=max(node, 1), further=tuple(levels[1:]), **links)
+    between = levels[0] if levels else Level(0, fabric.outer_bandwidth, fabric.outer_latency)
+    return replace(
+        fabric,
+        node=max(node, 1),
+        inner_bandwidth=reached[0] * first.bandwidth,
+        inner_latency=waits[0] * first.latency,
+        outer_bandwidth=between.bandwidth,
+        outer_latency=between.latency,
+        further=tuple(levels[1:]),
+    )
 
 
 @cache
-def _catalog_links(accelerator: str) -> tuple[LinkTier, LinkTier]:
-    """Inside a node and between nodes; the same where there is but one kind."""
+def _catalog_links(accelerator: str) -> tuple[LinkTier, ...]:
+    """Inside a node and between nodes."""
     per_node = accelerator_table(accelerator)["accelerators_per_node"] or 8
-    tiers = load_cluster(f"{accelerator}x{per_node * 100_000}").tiers
-    return tiers[0], tiers[-1]
+    return load_cluster(f"{accelerator}x{per_node * 100_000}").tiers
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def free_time(jobs: Jobs, fabric: Fabric, times: LayerTimes, way: int) -> Array:
     experts = group(fabric, np.maximum(jobs.dp * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1), 1), np.maximum(jobs.ep, 1))
     inside = ((replicas.nodes == 1) | (experts.nodes == 1)) * times.mean("inside", way)
     outside = ((replicas.nodes > 1) | (experts.nodes > 1)) * times.mean("outside", way)
-    return times.mean("total", way) - np.maximum(inside, outside)
+    return np.asarray(times.mean("total", way) - np.maximum(inside, outside))
 
 
 @dataclass(frozen=True)

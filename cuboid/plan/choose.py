@@ -169,7 +169,7 @@ def planned(question: Question, refined: Refined) -> Plan:
 def warnings(plan: Plan) -> list[str]:
     """What the user should know before believing or starting the plan."""
     question = plan.question
-    found = [doubt(question.cluster.accelerator, question.cost_precision, plan.utilization)]
+    found = [doubt(question.cluster.accelerator, question.cost_precision, plan.utilization, question.precision)]
     if plan.share > 1:
         found.append(f"the fullest rank would hold {plan.share:.0%} of its memory: this plan does not fit")
     elif plan.share > DEFAULT_SHARE:

@@ -7,7 +7,7 @@ from cuboid.plan.choose import plans, predict
 from cuboid.plan.framework import Framework, decision_lines, framework
 from cuboid.plan.plan import GIB, Plan
 from cuboid.plan.question import Question
-from cuboid.plan.reasons import WORDS, losses, recomputation
+from cuboid.plan.reasons import WORDS, error_line, losses, recomputation
 from cuboid.plan.traffic import Moved, moved, parameters_held, sent
 from cuboid.spec.layout import Layout
 
@@ -147,5 +147,5 @@ def sections(explanation: Explanation) -> dict[str, list[str]]:
         "Memory": memory_lines(explanation),
         "Time": [bubble_line(explanation), *time_lines(explanation)],
         "Rivals": rival_lines(explanation),
-        "Notes": list(explanation.plan.warnings),
+        "Notes": [error_line(explanation.plan), *explanation.plan.warnings],
     }

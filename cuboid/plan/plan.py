@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from cuboid.cost.errors import Seen, seen
 from cuboid.errors import UserError
 from cuboid.plan.question import Question
 from cuboid.plan.refine import Refined
@@ -54,6 +55,14 @@ class Plan(Refined):
         """Tokens per second and accelerator."""
         question = self.question
         return question.global_batch * question.sequence / (self.seconds * self.layout.world_size)
+
+    @property
+    def error(self) -> Seen | None:
+        """How far predictions were off on published runs like this."""
+        question = self.question
+        return seen(
+            question.engine, question.cluster.accelerator, question.model.mixture is not None, self.layout.world_size
+        )
 
     def days(self, tokens: float) -> float:
         """Days to train on so many tokens."""

@@ -68,7 +68,9 @@ def _too_small(question: Question, world_size: int) -> UserError:
     lacking = ""
     if len(least.space):
         held = float(least.memory[0])
-        lacking = f": {least.space.layout(0)} would hold {held / 2**30:.1f}, {(held - question.limit) / 2**30:.1f} too many"
+        lacking = (
+            f": {least.space.layout(0)} would hold {held / 2**30:.1f}, {(held - question.limit) / 2**30:.1f} too many"
+        )
     what = (
         f"cluster={question.cluster.name} is too small for {question.model.name}{kept} "
         f"at global_batch={question.global_batch} and seq={question.sequence} within {limit}{lacking}"

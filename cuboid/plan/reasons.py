@@ -62,6 +62,18 @@ def reasons(plan: Plan) -> list[str]:
     return found
 
 
+def error_line(plan: Plan) -> str:
+    """What the prediction is worth."""
+    if plan.error:
+        return plan.error.sentence
+    question = plan.question
+    kind = "mixture" if question.model.mixture else "dense model"
+    return (
+        f"nobody published a {kind} trained with {question.engine} on {question.cluster.accelerator}: how far this "
+        "step time is off is not known"
+    )
+
+
 def recomputation(layout: Layout) -> str:
     """What is recomputed, in words."""
     words = {"none": "no", "selective": "selective", "full": "full"}

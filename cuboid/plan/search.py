@@ -18,7 +18,6 @@ from cuboid.plan.question import Question
 from cuboid.plan.score import Scores, chunks, joined, score, score_all
 from cuboid.plan.space import PLAIN, Space, context_ways, scheduled, schedules, shapes, with_context, with_states
 
-
 FIRST, AT_ONCE = 4_000, 100_000
 """Layouts looked at before anything is known of what is good, and together at most."""
 
@@ -107,9 +106,7 @@ def _search_some(
     return best
 
 
-def _with_mixes(
-    question: Question, best: Scores, found: Scores, keep: int, distinct: bool, limit: float
-) -> Scores:
+def _with_mixes(question: Question, best: Scores, found: Scores, keep: int, distinct: bool, limit: float) -> Scores:
     """The best with those of others that are faster with some of their layers recomputed."""
     for bound, space in mixable(question, found, min(_place(best, keep), limit)):
         if bound > min(_place(best, keep), limit):

@@ -5,7 +5,6 @@ from dataclasses import replace
 from cuboid.plan.question import Question
 from cuboid.spec.cluster import ClusterSpec
 
-
 FEW_NODES = 12
 """Clusters so small that every part of them is tried."""
 

@@ -53,7 +53,7 @@ def test_the_fewest_accelerators_for_a_deadline(capsys: pytest.CaptureFixture[st
     assert answer["plans"][0]["cluster"] != "h100x32"
     assert answer["days"] <= 5
     assert main(["plan", *QUESTION, "--tokens", "1e10"]) == 0
-    assert "10 B take" in " ".join(capsys.readouterr().out.split())
+    assert "10 billion take" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_plan_file_holds_what_was_fixed(plan_file: str) -> None:

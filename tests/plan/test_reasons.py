@@ -55,7 +55,7 @@ def test_losses_are_the_largest_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("count", "shown"), 
+    ("count", "shown"),
     [
         (1.026e12, "1.026 trillion"),
         (174.6e9, "174.6 billion"),
@@ -63,7 +63,6 @@ def test_losses_are_the_largest_first() -> None:
         (3e6, "3 million"),
         (12, "12"),
     ],
-
 )
 def test_amounts_have_units(count: float, shown: str) -> None:
     assert amount(count) == shown
