@@ -3,13 +3,15 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from cuboid.cli.output import write_output
 from cuboid.errors import UserError
 from cuboid.plan.choose import cheapest, fewest, plans
+from cuboid.plan.export.limits import FIXED
+from cuboid.plan.export.targets import export
 from cuboid.plan.plan import GIB, Plan, dump_plan
 from cuboid.plan.question import Question, parse_fixed, parse_memory, precision_on
 from cuboid.spec.cluster import load_cluster
@@ -38,6 +40,10 @@ def command(
     fix: Annotated[list[str] | None, typer.Option(help="Decide a field yourself: tp=8, or tp=8,pp=4.")] = None,
     max_memory: Annotated[str | None, typer.Option(help="Most a rank may hold: 60GiB or 90%; left out: 95%.")] = None,
     engine: Annotated[str, typer.Option(help="Profile of costs: cuboid, megatron, nanotron, torchtitan, …")] = "cuboid",
+    for_engine: Annotated[
+        str | None,
+        typer.Option(help="Only what the files of megatron, deepspeed, torchtitan or nanotron can say, at its costs."),
+    ] = None,
     beyond: Annotated[bool, typer.Option("--beyond", help="Also layouts Cuboid's engine cannot train yet.")] = False,
     tokens: Annotated[float | None, typer.Option(help="Tokens to train on; says how many days that takes.")] = None,
     days: Annotated[float | None, typer.Option(help="Days to train in, for --objective gpus.")] = None,
@@ -68,12 +74,15 @@ def command(
         global_batch=global_batch,
         sequence=seq,
         precision=precision_on(place, precision),
-        engine=engine,
-        fixed=parse_fixed(fix or []),
+        engine=for_engine or engine,
+        target=for_engine or "",
+        fixed=_fixed(for_engine, parse_fixed(fix or [])),
         memory_limit=parse_memory(max_memory, place.memory_gib * GIB) if max_memory else None,
         beyond_engine=beyond,
     )
     found = _answer(question, objective or "time", top, tokens, days)
+    if for_engine:
+        export(found[0], for_engine)  # names what its files lack: a model, a precision
     if output is not None:
         write_output(output, dump_plan(found[0]))
     if as_json:
@@ -85,6 +94,18 @@ def command(
     from cuboid.cli.plan_table import show
 
     show(Console(highlight=False), found, output, tokens)
+
+
+def _fixed(target: str | None, decided: dict[str, Any]) -> dict[str, Any]:
+    """What the user decided and what the target leaves no choice of."""
+    if target is None:
+        return decided
+    if target not in FIXED:
+        raise UserError(f"unknown for-engine={target}; use {' or '.join(nearest_names(target, tuple(FIXED), 4))}")
+    for name, value in FIXED[target].items():
+        if decided.get(name, value) != value:
+            raise UserError(f"{name}={decided[name]} has no key in {target}; use {name}={str(value).lower()}")
+    return {**FIXED[target], **decided}
 
 
 def _answer(question: Question, objective: str, top: int, tokens: float | None, days: float | None) -> list[Plan]:

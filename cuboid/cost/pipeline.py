@@ -53,7 +53,7 @@ def _balanced(shape: Shape, ranks: Array) -> Partition:
     total, ranks, layers = np.broadcast_arrays(shape.layers + head, ranks, shape.layers)
     rank, cost, held = np.zeros(total.shape), np.zeros(total.shape), np.zeros(total.shape)
     first, middle, last = np.zeros(total.shape), np.zeros(total.shape), np.zeros(total.shape)
-    deepest = int(np.max(layers))
+    deepest = int(np.max(layers, initial=0))
     for block in range(1, deepest + 5):
         is_layer = block <= layers
         is_head = block == layers + 2

@@ -40,6 +40,8 @@ class Question:
     """Layout fields the user has decided."""
     memory_limit: float | None = None
     """Most bytes a rank may hold; left out: 95 % of the accelerator's memory."""
+    target: str = ""
+    """Whose files the plan must be sayable in; empty: this program's."""
     beyond_engine: bool = False
     """Also plan what the engine cannot train yet."""
 

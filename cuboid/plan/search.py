@@ -14,6 +14,7 @@ from cuboid.cost.memory import peak_memory
 from cuboid.cost.offload import host_bytes
 from cuboid.plan.bounds import least_memory, least_seconds
 from cuboid.plan.budget import PLACES, may_mix, mixable, mixed, promising
+from cuboid.plan.export.limits import sayable
 from cuboid.plan.question import Question
 from cuboid.plan.score import Scores, chunks, joined, score, score_all
 from cuboid.plan.space import PLAIN, Space, context_ways, scheduled, schedules, shapes, with_context, with_states
@@ -81,7 +82,7 @@ def _search_some(
     if np.isfinite(limit):
         least = np.concatenate([least_seconds(question, part, True) for part in chunks(some)])
         some = some.take(np.flatnonzero(least <= limit * (1 + 1e-8)))
-    space = _fitting(question, with_states(question, some))
+    space = _fitting(question, _sayable(question, with_states(question, some)))
     if not len(space):
         return score(question, space)
     plain = score_all(question, space)
@@ -96,7 +97,7 @@ def _search_some(
     else:
         # A layout that is worse than so many others even at its best cannot be among those kept.
         good = plain.even <= reached * (1 + 1e-8)
-    found = score_all(question, scheduled(question, space.take(np.flatnonzero(good)))).within(slowest)
+    found = score_all(question, _scheduled(question, space.take(np.flatnonzero(good)))).within(slowest)
     best = found.best(keep, objective, distinct)
     if mixes:
         best = _with_mixes(question, best, found, keep, distinct, limit)
@@ -104,6 +105,16 @@ def _search_some(
         found = score_all(question, scheduled(question, space.take(np.flatnonzero(others)))).within(slowest)
         best = _with_mixes(question, best, found, keep, distinct, limit)
     return best
+
+
+def _sayable(question: Question, space: Space) -> Space:
+    if not question.target:
+        return space
+    return space.take(np.flatnonzero(sayable(question.target, space.columns, space.global_batch)))
+
+
+def _scheduled(question: Question, space: Space) -> Space:
+    return _sayable(question, scheduled(question, space))
 
 
 def _with_mixes(question: Question, best: Scores, found: Scores, keep: int, distinct: bool, limit: float) -> Scores:

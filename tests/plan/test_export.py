@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from cuboid.errors import UserError
-from cuboid.plan.choose import predict
+from cuboid.plan.choose import plans, predict
+from cuboid.plan.export.limits import FIXED
 from cuboid.plan.export.megatron import stage_layout
 from cuboid.plan.export.targets import TARGETS, export
 from cuboid.plan.plan import Plan
@@ -226,3 +227,25 @@ def test_an_unknown_target_is_refused(plan: Callable[..., Plan]) -> None:
     with pytest.raises(UserError, match="unknown target to=megatrn; use --to megatron"):
         export(plan("dp=16"), "megatrn")
     assert set(TARGETS) == {"megatron", "deepspeed", "torchtitan", "nanotron"}
+
+
+@pytest.mark.parametrize(
+    ("target", "model"),
+    [
+        *(("megatron", name) for name in ("llama3-8b", "gpt3-175b", "mixtral-8x7b", "deepseek-v3", "qwen3-30b-a3b")),
+        *(("deepspeed", name) for name in ("llama3-8b", "mixtral-8x7b")),
+        *(("torchtitan", name) for name in ("llama3-8b", "llama3-70b")),
+        *(("nanotron", name) for name in ("llama2-7b", "llama2-13b")),
+    ],
+)
+def test_what_is_planned_for_an_engine_can_be_exported_to_it(
+    ask: Callable[..., Question], target: str, model: str
+) -> None:
+    """Every plan of the answer, not the first alone."""
+    question = ask(
+        model, "h100x512", global_batch=512, sequence=2048, engine=target, target=target, fixed=FIXED[target]
+    )
+    found = plans(question, top=4)
+    assert found
+    for made in found:
+        assert export(made, target)

@@ -65,9 +65,7 @@ def _check(plan: Plan) -> None:
     lost.unless(layout.zero < 3 or layout.tp == 1, "zero", layout.zero, "with tp > 1 use zero=2 or less")
     lost.unless(layout.recompute != "selective", "recompute", layout.recompute, "use recompute=none or recompute=full")
     hybrid = layout.zero > 0 and layout.shard_size < layout.dp
-    lost.unless(
-        not hybrid, "shard", layout.shard, "it has no shards over part of the replicas since 0.19.7; use shard=0"
-    )
+    lost.unless(not hybrid, "shard", layout.shard, "no shards over a part of the replicas since 0.19.7; use shard=0")
     lost.unless(layout.zero > 0 or not layout.offload, "offload", True, "with zero=0 use offload=false, or use zero=1")
     precision = plan.question.precision
     lost.unless(precision != "fp8", "precision", precision, "use precision=bf16")
