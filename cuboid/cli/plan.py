@@ -1,7 +1,7 @@
 """`cuboid plan MODEL CLUSTER --global-batch N --seq N`: the best layouts, and why the first one is."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -84,7 +84,7 @@ def command(
     if for_engine:
         export(found[0], for_engine)  # names what its files lack: a model, a precision
     if output is not None:
-        write_output(output, dump_plan(found[0]))
+        write_output(output, dump_plan(replace(found[0], train_tokens=tokens or 0.0)))
     if as_json:
         answer = {"model": question.model.name, "plans": [as_row(plan) for plan in found]}
         print(json.dumps(answer | ({"days": found[0].days(tokens)} if tokens else {})))

@@ -47,3 +47,4 @@ def show(console: Console, plans: list[Plan], written: Path | None = None, token
         console.print(f"! {warning}", style="yellow")
     if written is not None:
         console.print(f"written: {written} (cuboid explain, simulate, export or train it)")
+        console.print("before you train it, choose data.source, training.steps and the others its first lines name")

@@ -48,13 +48,15 @@ def decision(explanation: Explanation) -> list[str]:
 def traffic_lines(explanation: Explanation) -> list[str]:
     """What travels where, with the formulas of all that is worth a line."""
     lines = []
+    if not explanation.plan.question.profile.own_exchanges:
+        lines.append("as Cuboid's own engine would send it; times below are those of another engine:")
     total = sum(entry.seconds for entry in explanation.moved)
     for entry in explanation.moved:
         if entry.seconds < 0.005 * total:
             continue
         lines.append(
             f"{entry.dimension} over {entry.tier.name} ({entry.tier.bandwidth:g} GB/s): {entry.bytes / 1e9:.4g} GB a "
-            f"rank and step, at least {entry.seconds:.3g} s"
+            f"rank and step, at least {entry.seconds:.3g} s with all ports of the group"
         )
         shown = [part for part in entry.parts if sent(part) > 0.01 * entry.bytes]
         lines += [f"  {formula}" for formula in entry.formulas[: len(shown)]]
