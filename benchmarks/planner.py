@@ -126,11 +126,22 @@ TARGETS: tuple[tuple[str, Callable[[Scored], bool]], ...] = (
     ("mixtures", lambda item: _mixture(item)),
     ("mixtures on h100, h800 and b200", lambda item: _mixture(item) and item.run.case.chip in HOPPER),
     ("mixtures of sources held out whole", lambda item: _mixture(item) and item.run.id.startswith(HELD_OUT_SOURCES)),
+    ("dense on 1,000 GPUs and more", lambda item: not _mixture(item) and _world(item) >= 1000),
+    ("dense on 1,000 GPUs and more, sources held out whole", lambda item: _world(item) >= 1000 and _whole(item)),
     ("playbook, tp <= 8", lambda item: item.run.source == "playbook" and _quiet(item)),
 )
 
 
 HOPPER = ("h100-80g", "h100-96g", "h800", "b200")
+
+
+def _world(item: Scored) -> float:
+    job = item.run.case.job if item.run.case else {}
+    return job.get("dp", 0) * job.get("tp", 0) * job.get("pp", 0) * job.get("cp", 0)
+
+
+def _whole(item: Scored) -> bool:
+    return item.run.id.startswith(HELD_OUT_SOURCES) and not _mixture(item)
 
 
 def _mixture(item: Scored) -> bool:
@@ -173,8 +184,7 @@ def seen_errors(scored: Sequence[Scored], least: int = 3) -> list[Seen]:
     for item in scored:
         if item.run.case is None or not item.run.held_out or not np.isfinite(item.run.seconds):
             continue
-        job = item.run.case.job
-        world = job["dp"] * job["tp"] * job["pp"] * job["cp"]
+        world = _world(item)
         kind = "moe" if _mixture(item) else "dense"
         for scale in (0, scale_of(world)):
             key = (*family(item.run.case.engine, item.run.case.chip), kind, scale)

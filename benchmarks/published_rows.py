@@ -15,7 +15,7 @@ from cuboid.errors import UserError
 
 FOLDER = Path(__file__).parent / "published"
 HELD_OUT_SHARE = 0.4
-HELD_OUT_SOURCES = ("moefold-", "moezoo-", "automodel-", "deepseek-")
+HELD_OUT_SOURCES = ("moefold-", "moezoo-", "automodel-", "deepseek-", "megascale-")
 """Sources that no constant was fitted on or set by."""
 
 
@@ -60,7 +60,7 @@ def held_out(name: str) -> bool:
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 1000 < 1000 * HELD_OUT_SHARE
 
 
-def load(files: Iterable[str] = ("runs.csv", "playbook.csv", "moe.csv")) -> list[Run]:
+def load(files: Iterable[str] = ("runs.csv", "playbook.csv", "moe.csv", "large.csv")) -> list[Run]:
     """Every row of the files."""
     runs = []
     for file in files:
