@@ -148,7 +148,8 @@ def fully_sharded(
         waits = waits + np.maximum(gather + reduced - engine.shard_overlap * backward, 0.0)
         # Traffic that is hidden still slows the kernels it hides behind (Galvatron measured an eighth).
         waits = waits + engine.shard_contention * (2 * gather + reduced)
-        return waits * shape.layers / jobs.pp + gather + reduced
+        held = np.ceil(shape.layers / jobs.pp) if engine.own_exchanges else shape.layers / jobs.pp
+        return waits * held + gather + reduced
 
     often = 1.0 if engine.own_exchanges else jobs.micro_batches
     step = (jobs.micro_batches - often) * waits(scatter) + often * waits(scatter + replicated)
