@@ -27,7 +27,7 @@ from cuboid.cost.engine import Engine
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.memory import peak_memory
 from cuboid.cost.step import step_time
-from cuboid.cost.table import stack
+from cuboid.cost.table import links_of, stack
 
 DATA = Path(constants.__file__).parent / "data"
 
@@ -59,6 +59,7 @@ BOUNDS: tuple[tuple[str, float, float], ...] = (
     (".*::straggler", 1e-4, 0.03),
     (".*::decay", 1e-3, 0.5),
     (".*::grouped_scale", 0.8, 4.0),
+    (".*::grouped_narrow", 0.8, 2.0),
     (".*::fixed", 1e7, 6e9),
     (".*::gradient_bytes", 1.9, 4.4),
     (".*::optimizer_bytes", 7.0, 12.5),
@@ -149,7 +150,8 @@ def changed(batch: Batch, values: dict[str, float]) -> tuple[Chip, Fabric, Engin
             objects[kind] = replace(objects[kind], **{outer: {**getattr(objects[kind], outer), inner: value}})
         else:
             objects[kind] = replace(objects[kind], **{field: value})
-    return objects["chip"], objects["fabric"], objects["engine"]
+    fabric = links_of(batch.names["chip"], batch.names["fabric"], objects["fabric"])
+    return objects["chip"], fabric, objects["engine"]
 
 
 def predicted(stage: Stage, batch: Batch, values: dict[str, float]) -> Array:
@@ -276,7 +278,7 @@ STAGES = (
             "engine:megatron-2021::linear_scale",
             *_all(NEMO, "cast_traffic", "hidden_traffic", "ffn_traffic", "tensor_overlap", "transfer_exposed"),
             *_all(NEMO, "gradient_overlap", "gather_overlap", "context_overlap", "attention_scale", "linear_scale"),
-            *_all(NEMO, "expert_overlap", "grouped_scale", "routing_traffic"),
+            *_all(NEMO, "expert_overlap", "grouped_scale", "grouped_narrow", "routing_traffic"),
             *_all("fabric:h100", "inner_bandwidth", "outer_bandwidth", "straggler", "inner_latency"),
             *_all(
                 "engine:torchtitan",
@@ -290,6 +292,20 @@ STAGES = (
         ),
         chips="[ah]",
         weights=(("vtrain-single", 0.33),),
+    ),
+    Stage(
+        "hopper-mixtures",
+        ("dgxc",),
+        _all(NEMO, "grouped_scale", "grouped_narrow", "routing_traffic", "expert_overlap"),
+        chips="h",
+        keep=lambda run: bool(run.case and run.case.shape["experts"]),
+    ),
+    Stage(
+        "long-sequences",
+        ("nemo-longseq", "dgxc"),
+        _all(NEMO, "context_overlap"),
+        chips="h",
+        keep=lambda run: bool(run.case and run.case.job["cp"] > 1),
     ),
     Stage(
         "volta",
@@ -357,7 +373,8 @@ STAGES = (
             "chip:gb200|gb300::linear_efficiency.bf16",
             *_all("chip:gb200|gb300|b300", "attention_forward", "attention_backward"),
             *_all(BRIDGE, "linear_scale", "hidden_traffic", "ffn_traffic", "cast_traffic", "attention_scale"),
-            *_all(BRIDGE, "grouped_scale", "routing_traffic", "expert_overlap", "host_mixture", "host_cast"),
+            *_all(BRIDGE, "grouped_scale", "grouped_narrow", "routing_traffic", "expert_overlap"),
+            *_all(BRIDGE, "host_mixture", "host_cast"),
             *_all(BRIDGE, "gradient_overlap", "gather_overlap", "loss_traffic"),
             *_all("engine:megatron-bridge-26.08", "grouped_scale", "routing_traffic", "host_mixture", "host_cast"),
             *_all("engine:megatron-bridge-26.08", "linear_scale", "expert_overlap"),

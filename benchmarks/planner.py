@@ -1,6 +1,7 @@
-"""Score card of the planner on published runs: `python benchmarks/planner.py [--worst 20] [--json]`.
+"""Score card of the planner on published runs: `python benchmarks/planner.py [--worst 20] [--json] [--errors]`.
 
-Step time and memory: median and mean absolute error, per source, on the rows calibration saw and on those it did not.
+Step time and memory: median and mean absolute error, per source, on the rows calibration saw and on those it did not;
+bias is the median of the signed error.
 Out of memory: precision, recall and F1 of "does not fit". Order: rank correlation within runs that differ in their
 layout only, and regret: how much slower than the best measured layout the one ranked first is, and the best of the
 first three.
@@ -9,11 +10,14 @@ first three.
 import argparse
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
-from published_rows import Run, load
+from published_rows import HELD_OUT_SOURCES, Run, load
 
+from cuboid.cost import constants
+from cuboid.cost.errors import Seen, family, scale_of
 from cuboid.cost.inputs import Array
 from cuboid.cost.table import Answer, answer_cases
 
@@ -56,6 +60,8 @@ def errors(scored: Iterable[Scored]) -> dict[str, float]:
     time = np.abs([item.time_error for item in rows if np.isfinite(item.run.seconds)])
     memory = np.abs([item.memory_error for item in rows if np.isfinite(item.run.memory) and not item.run.out_of_memory])
     result: dict[str, float] = {"time_rows": len(time), "memory_rows": len(memory)}
+    if len(time):
+        result["time_bias"] = float(np.median([item.time_error for item in rows if np.isfinite(item.run.seconds)]))
     for name, values in (("time", time), ("memory", memory)):
         if len(values):
             result |= {f"{name}_median": float(np.median(values)), f"{name}_mean": float(np.mean(values))}
@@ -117,8 +123,29 @@ TARGETS: tuple[tuple[str, Callable[[Scored], bool]], ...] = (
     ("all but playbook beyond 128 GPUs or tp 8", lambda item: _quiet(item)),
     ("vtrain-multi", lambda item: item.run.source == "vtrain-multi"),
     ("simumax", lambda item: item.run.source == "simumax"),
+    ("mixtures", lambda item: _mixture(item)),
+    ("mixtures on h100, h800 and b200", lambda item: _mixture(item) and item.run.case.chip in HOPPER),
+    ("mixtures of sources held out whole", lambda item: _mixture(item) and item.run.id.startswith(HELD_OUT_SOURCES)),
+    ("dense on 1,000 GPUs and more", lambda item: not _mixture(item) and _world(item) >= 1000),
+    ("dense on 1,000 GPUs and more, sources held out whole", lambda item: _world(item) >= 1000 and _whole(item)),
     ("playbook, tp <= 8", lambda item: item.run.source == "playbook" and _quiet(item)),
 )
+
+
+HOPPER = ("h100-80g", "h100-96g", "h800", "b200")
+
+
+def _world(item: Scored) -> float:
+    job = item.run.case.job if item.run.case else {}
+    return job.get("dp", 0) * job.get("tp", 0) * job.get("pp", 0) * job.get("cp", 0)
+
+
+def _whole(item: Scored) -> bool:
+    return item.run.id.startswith(HELD_OUT_SOURCES) and not _mixture(item)
+
+
+def _mixture(item: Scored) -> bool:
+    return item.run.case is not None and item.run.case.shape["experts"] > 0
 
 
 def _quiet(item: Scored) -> bool:
@@ -151,14 +178,50 @@ def _print(scored: Sequence[Scored], runs: Sequence[Run]) -> None:
         print(f"{name}: {shown}")
 
 
+def seen_errors(scored: Sequence[Scored], least: int = 3) -> list[Seen]:
+    """Errors of step time by engine, accelerator, kind and scale, on held-out rows, where there are so many."""
+    groups: dict[tuple[str, str, str, int], list[float]] = {}
+    for item in scored:
+        if item.run.case is None or not item.run.held_out or not np.isfinite(item.run.seconds):
+            continue
+        world = _world(item)
+        kind = "moe" if _mixture(item) else "dense"
+        for scale in (0, scale_of(world)):
+            key = (*family(item.run.case.engine, item.run.case.chip), kind, scale)
+            groups.setdefault(key, []).append(item.time_error)
+    return [
+        Seen(
+            *key,
+            len(values),
+            round(float(np.median(np.abs(values))), 3),
+            round(float(np.quantile(np.abs(values), 0.9)), 3),
+            round(float(np.median(values)), 3),
+        )
+        for key, values in sorted(groups.items())
+        if len(values) >= least
+    ]
+
+
+def write_errors(scored: Sequence[Scored]) -> None:
+    """Puts them where the planner reads them."""
+    lines = ["# Errors of predicted step times on held-out published runs; written by benchmarks/planner.py --errors."]
+    for entry in seen_errors(scored):
+        values = (f"{name} = {json.dumps(value)}" for name, value in asdict(entry).items())
+        lines.append("\n[[seen]]\n" + "\n".join(values))
+    (Path(constants.__file__).parent / "data" / "errors.toml").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     """Prints the score card."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worst", type=int, default=0, help="print the rows with the largest errors of time")
+    parser.add_argument("--errors", action="store_true", help="write cuboid/cost/data/errors.toml")
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     options = parser.parse_args()
     runs = load()
     scored = score(runs)
+    if options.errors:
+        write_errors(scored)
     if options.json:
         print(json.dumps(card(scored), indent=1))
         return

@@ -15,6 +15,8 @@ from cuboid.errors import UserError
 
 FOLDER = Path(__file__).parent / "published"
 HELD_OUT_SHARE = 0.4
+HELD_OUT_SOURCES = ("moefold-", "moezoo-", "automodel-", "deepseek-", "megascale-")
+"""Sources that no constant was fitted on or set by."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +54,13 @@ class Run:
 
 
 def held_out(name: str) -> bool:
-    """Whether a hash of the name falls into the held-out share."""
+    """Whether a hash of the name falls into the held-out share, or its whole source is held out."""
+    if name.startswith(HELD_OUT_SOURCES):
+        return True
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 1000 < 1000 * HELD_OUT_SHARE
 
 
-def load(files: Iterable[str] = ("runs.csv", "playbook.csv")) -> list[Run]:
+def load(files: Iterable[str] = ("runs.csv", "playbook.csv", "moe.csv", "large.csv")) -> list[Run]:
     """Every row of the files."""
     runs = []
     for file in files:

@@ -1,7 +1,7 @@
 """`cuboid explain plan.toml`: why a plan is what it is, with formulae a reader can check by hand."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,7 +9,7 @@ import typer
 from cuboid.errors import UserError
 from cuboid.plan.explain import Explanation, explain, sections
 from cuboid.plan.plan import GIB, load_plan
-from cuboid.plan.question import Question
+from cuboid.plan.question import Question, precision_on
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.fitting import check_world_size
 from cuboid.spec.layout import Layout
@@ -39,13 +39,21 @@ def command(
     seq: Annotated[
         int | None, typer.Option("--seq", "--sequence", help="Tokens per sequence, where a model is named.")
     ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="bf16, fp16, fp8 or float32; left out: the plan's, or bf16 where there is one.")
+    ] = None,
+    engine: Annotated[str | None, typer.Option(help="Profile of costs; left out: the plan's, or cuboid.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Explain a plan: what must be split and why, what travels where, what fills memory and time, what rivals lose.
 
     Example: cuboid explain plan.toml
+    Example: cuboid explain llama3-70b h100x64 --layout dp=4,tp=8,pp=2 --global-batch 64 --seq 4096 --precision fp8
     """
     question, chosen = _asked(plan, cluster, layout, global_batch, seq)
+    place = question.cluster
+    kept = None if cluster else question.precision
+    question = replace(question, precision=precision_on(place, precision or kept), engine=engine or question.engine)
     check_world_size(chosen, question.cluster.accelerators)
     found = explain(question, chosen)
     if as_json:
@@ -108,6 +116,7 @@ def _as_json(found: Explanation) -> dict[str, object]:
         "framework": {**asdict(found.framework), "layer_fits": found.framework.layer_fits},
         "traffic": [
             {"dimension": entry.dimension, "tier": entry.tier.name, "bytes": entry.bytes, "formulas": entry.formulas}
+            | {"seconds": entry.seconds, "links": entry.links}
             for entry in found.moved
         ],
         "best": {"layout": str(best.layout), "step_seconds": best.seconds},

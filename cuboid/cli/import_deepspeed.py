@@ -1,13 +1,14 @@
 """`cuboid import-deepspeed ds.json --model llama3-8b --world-size 64 -o run.toml`"""
 
 import json
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from cuboid.cli.output import write_output
-from cuboid.spec.deepspeed import run_table_from_deepspeed
+from cuboid.spec.deepspeed import notes_from_deepspeed, run_table_from_deepspeed
 from cuboid.spec.load import read_json
 from cuboid.spec.run import build_run, dump_run
 
@@ -24,11 +25,14 @@ def command(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was read as JSON.")] = False,
 ) -> None:
-    """Turn a DeepSpeed-style JSON into a run file; every key is honoured, or refused by name.
+    """Turn a DeepSpeed-style JSON into a run file; every key is honoured, noted or refused by name.
 
     Example: cuboid import-deepspeed ds.json --model llama3-8b --world-size 64 -o run.toml
     """
-    table = {"model": model, **run_table_from_deepspeed(read_json(file), world_size)}
+    config = read_json(file)
+    table = {"model": model, **run_table_from_deepspeed(config, world_size)}
+    for note in notes_from_deepspeed(config):
+        print(f"note: {note}", file=sys.stderr)
     text = dump_run(build_run(table, changes or []))
     if output is not None:
         write_output(output, text)

@@ -2,10 +2,13 @@
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from cuboid.errors import UserError
+from cuboid.plan.plan import load_plan
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.fitting import check_model
 from cuboid.spec.layout import Layout
@@ -15,8 +18,9 @@ from cuboid.spec.ranks import coordinates
 
 
 def command(
-    layout: Annotated[str, typer.Option(help="The layout, e.g. dp=2,tp=2,pp=2.")],
-    cluster: Annotated[str, typer.Option(help="The cluster: a name such as h100x64, or a TOML file.")],
+    plan: Annotated[Path | None, typer.Argument(help="A plan file; or --layout and --cluster.")] = None,
+    layout: Annotated[str | None, typer.Option(help="The layout, e.g. dp=2,tp=2,pp=2.")] = None,
+    cluster: Annotated[str | None, typer.Option(help="The cluster: a name such as h100x64, or a TOML file.")] = None,
     model: Annotated[str | None, typer.Option(help="Check the layout against this model too.")] = None,
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Draw this many nodes; default: all, or two of many.")
@@ -25,10 +29,16 @@ def command(
 ) -> None:
     """Draw which rank sits where, and which links each group's traffic crosses.
 
+    Example: cuboid map plan.toml
     Example: cuboid map --layout "dp=2,tp=8,pp=4" --cluster h100x64 --model llama3-70b
     """
-    parsed, place = Layout.parse(layout), load_cluster(cluster)
-    spec = load_model(model) if model else None
+    loaded = load_plan(plan) if plan else None
+    for name, given in (("layout", layout), ("cluster", cluster)):
+        if not given and not loaded:
+            raise UserError(f"--{name} is missing; name a plan file, or --layout and --cluster")
+    parsed = loaded.layout if loaded and not layout else Layout.parse(layout or "")
+    place = loaded.question.cluster if loaded and not cluster else load_cluster(cluster or "")
+    spec = load_model(model) if model else loaded.question.model if loaded else None
     if spec:
         check_model(parsed, spec)
     lines = traffic(parsed, place, tied=spec is None or spec.tie_embeddings)

@@ -1,16 +1,19 @@
 """`cuboid plan MODEL CLUSTER --global-batch N --seq N`: the best layouts, and why the first one is."""
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from cuboid.cli.output import write_output
 from cuboid.errors import UserError
 from cuboid.plan.choose import cheapest, fewest, plans
+from cuboid.plan.export.limits import FIXED
+from cuboid.plan.export.targets import export
 from cuboid.plan.plan import GIB, Plan, dump_plan
-from cuboid.plan.question import Question, parse_fixed, parse_memory
+from cuboid.plan.question import Question, parse_fixed, parse_memory, precision_on
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.model import load_model
 from cuboid.spec.suggest import nearest_names
@@ -26,7 +29,9 @@ def command(
     purpose: Annotated[str, typer.Option("--for", help="train, or generate.")] = "train",
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of a prompt, for --for generate.")] = 512,
     output_tokens: Annotated[int, typer.Option(help="Tokens that follow it.")] = 128,
-    precision: Annotated[str, typer.Option(help="bf16, fp16, fp8 or float32.")] = "bf16",
+    precision: Annotated[
+        str | None, typer.Option(help="bf16, fp16, fp8 or float32; left out: bf16, or fp16 on accelerators without it.")
+    ] = None,
     top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 5,
     objective: Annotated[
         str | None,
@@ -35,6 +40,10 @@ def command(
     fix: Annotated[list[str] | None, typer.Option(help="Decide a field yourself: tp=8, or tp=8,pp=4.")] = None,
     max_memory: Annotated[str | None, typer.Option(help="Most a rank may hold: 60GiB or 90%; default: 95%.")] = None,
     engine: Annotated[str, typer.Option(help="Profile of costs: cuboid, megatron, nanotron, torchtitan, …")] = "cuboid",
+    for_engine: Annotated[
+        str | None,
+        typer.Option(help="Only what the files of megatron, deepspeed, torchtitan or nanotron can say, at its costs."),
+    ] = None,
     beyond: Annotated[bool, typer.Option("--beyond", help="Also layouts Cuboid's engine cannot train yet.")] = False,
     tokens: Annotated[float | None, typer.Option(help="Tokens to train on; says how many days that takes.")] = None,
     days: Annotated[float | None, typer.Option(help="Days to train in, for --objective gpus.")] = None,
@@ -51,7 +60,8 @@ def command(
         from cuboid.cli.plan_generation import answer_generation
 
         sizes = (prompt_tokens, output_tokens)
-        answer_generation(load_model(model), place, sizes, precision, objective or "throughput", top, as_json)
+        chosen = precision_on(place, precision)
+        answer_generation(load_model(model), place, sizes, chosen, objective or "throughput", top, as_json)
         return
     if purpose != "train":
         raise UserError(f"unknown for={purpose}; use train or generate")
@@ -63,15 +73,18 @@ def command(
         cluster=place,
         global_batch=global_batch,
         sequence=seq,
-        precision=precision,
-        engine=engine,
-        fixed=parse_fixed(fix or []),
+        precision=precision_on(place, precision),
+        engine=for_engine or engine,
+        target=for_engine or "",
+        fixed=_fixed(for_engine, parse_fixed(fix or [])),
         memory_limit=parse_memory(max_memory, place.memory_gib * GIB) if max_memory else None,
         beyond_engine=beyond,
     )
     found = _answer(question, objective or "time", top, tokens, days)
+    if for_engine:
+        export(found[0], for_engine)  # names what its files lack: a model, a precision
     if output is not None:
-        write_output(output, dump_plan(found[0]))
+        write_output(output, dump_plan(replace(found[0], train_tokens=tokens or 0.0)))
     if as_json:
         answer = {"model": question.model.name, "plans": [as_row(plan) for plan in found]}
         print(json.dumps(answer | ({"days": found[0].days(tokens)} if tokens else {})))
@@ -81,6 +94,18 @@ def command(
     from cuboid.cli.plan_table import show
 
     show(Console(highlight=False), found, output, tokens)
+
+
+def _fixed(target: str | None, decided: dict[str, Any]) -> dict[str, Any]:
+    """What the user decided and what the target leaves no choice of."""
+    if target is None:
+        return decided
+    if target not in FIXED:
+        raise UserError(f"unknown for-engine={target}; use {' or '.join(nearest_names(target, tuple(FIXED), 4))}")
+    for name, value in FIXED[target].items():
+        if decided.get(name, value) != value:
+            raise UserError(f"{name}={decided[name]} has no key in {target}; use {name}={str(value).lower()}")
+    return {**FIXED[target], **decided}
 
 
 def _answer(question: Question, objective: str, top: int, tokens: float | None, days: float | None) -> list[Plan]:
@@ -111,6 +136,7 @@ def as_row(plan: Plan) -> dict[str, object]:
         "layers_per_stage": plan.layers,
         "step": plan.parts,
         "memory": plan.memory,
+        "error": asdict(plan.error) if plan.error else None,
         "reasons": plan.reasons,
         "warnings": plan.warnings,
     }

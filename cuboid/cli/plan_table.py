@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cuboid.plan.plan import GIB, Plan
-from cuboid.plan.reasons import amount, losses
+from cuboid.plan.reasons import amount, error_line, losses
 
 
 def show(console: Console, plans: list[Plan], written: Path | None = None, tokens: float | None = None) -> None:
@@ -37,12 +37,14 @@ def show(console: Console, plans: list[Plan], written: Path | None = None, token
     for reason in first.reasons:
         console.print(f"· {reason}")
     days = f"; {amount(tokens)} take {first.days(tokens):.3g} days on {question.cluster.name}" if tokens else ""
-    console.print(f"· 1 B tokens cost {first.hours:,.4g} GPU-hours{days}")
+    console.print(f"· a billion tokens cost {first.hours:,.4g} GPU-hours{days}")
     if first.alternatives:
         other = first.alternatives[0]
         slower = other.step_seconds / first.seconds - 1
         console.print(f"· next: {other.layout} takes {slower:+.1%} ({losses(first.parts, other.parts) or 'no part'})")
+    console.print(f"· {error_line(first)}")
     for warning in first.warnings:
         console.print(f"! {warning}", style="yellow")
     if written is not None:
         console.print(f"written: {written} (cuboid explain, simulate, export or train it)")
+        console.print("before you train it, choose data.source, training.steps and the others its first lines name")

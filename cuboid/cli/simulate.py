@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from cuboid.plan.picture import svg
-from cuboid.plan.plan import load_plan
+from cuboid.plan.plan import Plan, load_plan
 from cuboid.plan.refine import stage_seconds
 from cuboid.plan.trace import chrome_trace
 from cuboid.schedule.draw import draw
@@ -43,11 +43,11 @@ def command(
         trace.write_text(json.dumps(chrome_trace(full, name)), encoding="utf-8")
     shown = min(every, micro_batches or max(2 * layout.pp, 4))
     drawn = timeline(shown)
-    subtitle = f"{shown} of {every} micro-batches, bubble {full.bubble_fraction:.1%} with all of them"
+    subtitle = f"{shown} of {every} micro-batches, bubble {loaded.bubble:.1%} with all of them"
     if picture is not None:
         picture.write_text(svg(drawn, name, subtitle), encoding="utf-8")
     if as_json:
-        print(json.dumps(_as_json(full, str(layout), every)))
+        print(json.dumps(_as_json(full, loaded)))
         return
     print(name)
     print(draw(drawn, width))
@@ -57,12 +57,13 @@ def command(
             print(f"{what}: {path}")
 
 
-def _as_json(full: Timeline, layout: str, micro_batches: int) -> dict[str, object]:
+def _as_json(full: Timeline, plan: Plan) -> dict[str, object]:
     return {
-        "layout": layout,
-        "micro_batches": micro_batches,
+        "layout": str(plan.layout),
+        "micro_batches": plan.micro_batches,
+        "step_seconds": plan.seconds,
         "makespan_seconds": full.makespan,
-        "bubble": full.bubble_fraction,
+        "bubble": plan.bubble,
         "bubble_by_rank": full.bubble,
         "busy_seconds_by_rank": full.busy,
         "peak_in_flight_by_rank": full.peak_in_flight,

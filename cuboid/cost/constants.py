@@ -46,6 +46,18 @@ class Chip:
     source: str = ""
 
 
+@dataclass(frozen=True)
+class Level:
+    """Links between groups of nodes: a tier of a cluster beyond the one that joins nodes."""
+
+    inside: int
+    """Accelerators of one domain of the level below."""
+    bandwidth: float
+    """Bytes per second and accelerator out of such a domain that collectives reach."""
+    latency: float
+    """Seconds per hop."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fabric:
     """Links between accelerators: fast ones inside a node, slower ones between nodes."""
@@ -60,6 +72,10 @@ class Fabric:
     outer_bandwidth: float
     """Bytes per second and accelerator that collectives reach between two nodes."""
     outer_latency: float = 1.2e-5
+    further: tuple[Level, ...] = ()
+    """Levels beyond the links between nodes, where a cluster has them."""
+    links: str = ""
+    """The accelerator whose links in the catalog these figures are for: other links scale them."""
     spill: float = 0.0
     """Seconds a tensor-parallel collective loses when its group leaves the node, for two nodes."""
     partial: float = 1.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuboid.cost.communication import Group, all_gather, all_to_all, group
+from cuboid.cost.communication import Group, Links, all_gather, all_to_all, group, one_port
 from cuboid.cost.constants import Fabric
 from cuboid.cost.engine import Engine
 from cuboid.cost.inputs import Array, Jobs, Shape
@@ -42,25 +42,34 @@ def outer_group(fabric: Fabric, jobs: Jobs) -> Group:
     return group(fabric, jobs.cp / jobs.cp_inner, jobs.tp * jobs.cp_inner)
 
 
-def waiting(
-    engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs, attention: tuple[Array, Array]
-) -> tuple[Array, Array]:
-    """Seconds in one layer, forward and backward without what recomputation repeats. `attention`: the seconds that its
-    core computes in both."""
+@dataclass(frozen=True)
+class ContextWaits:
+    """Seconds in one layer, forward and backward without what recomputation repeats."""
+
+    seconds: tuple[Array, Array]
+    links: tuple[Links, Links]
+    """What is held for how long, hidden or not."""
+
+
+def waiting(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs, attention: tuple[Array, Array]) -> ContextWaits:
+    """What ranks wait for. `attention`: the seconds that its core computes forward and backward."""
     widths, token = Widths.of(shape, jobs), engine.activation_wire * jobs.tokens
     inner, outer = group(fabric, jobs.cp_inner, jobs.tp), outer_group(fabric, jobs)
     given = token * (widths.query + widths.keys + widths.output)
     heads = all_to_all(fabric, given, inner, given * (1 - 1 / inner.nodes))
-    passed = all_gather(fabric, token * widths.keys * outer.size, outer)
+    rings = (outer.size > 1) & (jobs.cp_method != GATHER)
+    whole = token * widths.keys * outer.size
+    # In a ring the rank at the end of a node sends its message alone, whoever else has a port there.
+    passed = np.where(rings, all_gather(fabric, whole, one_port(outer)), all_gather(fabric, whole, outer))
     # A ring hides a message behind the computing of one of its steps, if that takes as long.
     share = (outer.size - 1) / outer.size
     hidden = [
         np.minimum(engine.context_overlap * times * passed, share * seconds)
         for times, seconds in zip((1, 2), attention, strict=True)
     ]
-    rings = (outer.size > 1) & (jobs.cp_method != GATHER)
     forward, backward = (times * passed - rings * saved for times, saved in zip((1, 2), hidden, strict=True))
-    return heads + forward, heads + backward
+    exchanged, brought = Links.of(inner, heads), Links.of(outer, passed)
+    return ContextWaits((heads + forward, heads + backward), (exchanged + brought, exchanged + brought.times(2)))
 
 
 def further_blocks(jobs: Jobs) -> Array:

@@ -100,6 +100,8 @@ class Engine:
     """Bytes moved per token copy and hidden element to permute tokens to experts and back."""
     grouped_scale: float = 1.4
     """Time of grouped expert multiplication against a plain one."""
+    grouped_narrow: float = 1.0
+    """… once more in 8 or 4 bits, of which short groups of rows win less."""
     weight_bytes: float = 2.0
     gradient_bytes: float = 4.0
     optimizer_bytes: float = 12.0

@@ -5,11 +5,12 @@
 """
 
 from dataclasses import dataclass, fields, replace
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cuboid.cost.constants import Chip, Fabric, chip_from, default_fabric, engine_for, fabric_named
+from cuboid.cost.constants import Chip, Fabric, Level, chip_from, default_fabric, engine_for, fabric_named
 from cuboid.cost.engine import Engine
 from cuboid.cost.flops import model_flops_per_token
 from cuboid.cost.inputs import Array, Jobs, Shape, single
@@ -18,7 +19,7 @@ from cuboid.cost.pipeline import partition
 from cuboid.cost.profiled import profiled
 from cuboid.cost.step import PARTS, StepTime, stall_depth, step_time
 from cuboid.spec.accelerators import accelerator_names, accelerator_table
-from cuboid.spec.cluster import ClusterSpec
+from cuboid.spec.cluster import ClusterSpec, LinkTier, load_cluster
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import ModelSpec
 
@@ -34,30 +35,51 @@ class Machine:
 
 
 def machine_of(cluster: ClusterSpec) -> Machine:
-    """The calibration of a cluster; links that differ from the catalog's scale what collectives reach over them."""
+    """The calibration of a cluster; links that differ from those it was made with scale what collectives reach."""
     facts = {
         "peak_tflops": cluster.peak_tflops,
         "memory_gib": cluster.memory_gib,
         "memory_bandwidth": cluster.memory_bandwidth,
     }
-    fabric = fabric_named(default_fabric(cluster.accelerator))
-    inner, outer = cluster.tiers[0], cluster.tiers[-1]
-    node = cluster.accelerators if len(cluster.tiers) == 1 else inner.size
-    inside, outside = 0.75e9 * inner.bandwidth, 0.8e9 * outer.bandwidth
-    if cluster.accelerator in accelerator_names().values():
-        links = _catalog_links(cluster.accelerator)
-        inside = fabric.inner_bandwidth * inner.bandwidth / links[0]
-        outside = fabric.outer_bandwidth * (outer.bandwidth / links[-1] if len(cluster.tiers) > 1 else 1.0)
-    wired = replace(fabric, node=max(node, 1), inner_bandwidth=inside, outer_bandwidth=outside)
     chip = chip_from(cluster.accelerator, facts)
-    return Machine(profiled(chip, cluster, "chip"), profiled(wired, cluster, "fabric"))
+    fabric = wired(fabric_named(default_fabric(cluster.accelerator)), cluster)
+    return Machine(profiled(chip, cluster, "chip"), profiled(fabric, cluster, "fabric"))
 
 
-def _catalog_links(accelerator: str) -> list[float]:
-    from cuboid.spec.cluster import load_cluster
+def wired(fabric: Fabric, cluster: ClusterSpec) -> Fabric:
+    """The fabric with the links of a cluster. An accelerator that no calibration knows reaches 75 % of the printed
+    bandwidth inside a node and 80 % between nodes."""
+    first, *beyond = cluster.tiers
+    node = cluster.accelerators if not beyond else first.size
+    reached, waits = (0.75e9, 0.8e9), (1e-6, 1e-6)
+    if cluster.accelerator in accelerator_names().values():
+        inner, *outer = _catalog_links(fabric.links)
+        reached = (fabric.inner_bandwidth / inner.bandwidth, reached[1])
+        waits = (fabric.inner_latency / inner.latency, waits[1])
+        if outer:
+            reached = (reached[0], fabric.outer_bandwidth / outer[0].bandwidth)
+            waits = (waits[0], fabric.outer_latency / outer[0].latency)
+    levels = [
+        Level(below.size, reached[1] * tier.bandwidth, waits[1] * tier.latency)
+        for below, tier in zip(cluster.tiers, beyond, strict=False)
+    ]
+    between = levels[0] if levels else Level(0, fabric.outer_bandwidth, fabric.outer_latency)
+    return replace(
+        fabric,
+        node=max(node, 1),
+        inner_bandwidth=reached[0] * first.bandwidth,
+        inner_latency=waits[0] * first.latency,
+        outer_bandwidth=between.bandwidth,
+        outer_latency=between.latency,
+        further=tuple(levels[1:]),
+    )
 
+
+@cache
+def _catalog_links(accelerator: str) -> tuple[LinkTier, ...]:
+    """Inside a node and between nodes."""
     per_node = accelerator_table(accelerator)["accelerators_per_node"] or 8
-    return [tier.bandwidth for tier in load_cluster(f"{accelerator}x{per_node * 100_000}").tiers]
+    return load_cluster(f"{accelerator}x{per_node * 100_000}").tiers
 
 
 @dataclass(frozen=True)

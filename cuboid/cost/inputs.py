@@ -6,6 +6,7 @@ over two thousand rows of different models run the same lines.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -143,17 +144,17 @@ class Jobs:
     held: Array
     """Micro-batches kept in flight over those of the named schedule (2 for ZB-2p, less for V-Half and V-Min)."""
 
-    @property
+    @cached_property
     def world_size(self) -> Array:
         """Ranks of each layout."""
         return self.dp * self.tp * self.pp * self.cp
 
-    @property
+    @cached_property
     def micro_batches(self) -> Array:
         """Micro-batches one replica runs per step."""
         return np.maximum(self.global_batch / (self.dp * self.micro_batch), 1.0)
 
-    @property
+    @cached_property
     def tokens(self) -> Array:
         """Tokens of one micro-batch on one context-parallel rank."""
         return self.micro_batch * self.sequence / self.cp

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from cuboid.cost.communication import ONE, all_to_all, group, transfer
+from cuboid.cost.communication import ONE, Links, all_to_all, group, stage_transfer
 from cuboid.cost.compute import Kernels
 from cuboid.cost.constants import Fabric
 from cuboid.cost.context import further_blocks, waiting
@@ -28,6 +28,10 @@ class Pass:
     host: Array
     floor: Array
     """Seconds of the host, whatever the device takes."""
+    inside: Array
+    """Seconds in which what the layer sends holds the links inside a node, hidden or not."""
+    outside: Array
+    """… those between nodes."""
 
     @property
     def alone(self) -> Array:
@@ -57,17 +61,18 @@ class LayerTimes:
         return np.asarray(self.dense_share * dense + (1 - self.dense_share) * mixture)
 
 
-def _expert(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs) -> Array:
-    """Waiting for tokens on their way to experts and back."""
+def _expert(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs) -> tuple[Array, Links]:
+    """Waiting for tokens on their way to experts and back, and for how long they hold links."""
     if not np.any(shape.experts > 0):
-        return ZERO
+        return ZERO, Links(ZERO, ZERO)
     members = group(fabric, jobs.ep, ONE)
     token = engine.activation_wire * jobs.tokens / jobs.tp * shape.hidden
     # Of a token's copies those to other nodes, or the other nodes that at least one of them goes to.
     apart = shape.top_k * (1 - 1 / members.nodes)
     distinct = (members.nodes - 1) * (1 - (1 - 1 / members.nodes) ** shape.top_k) if engine.expert_once else apart
     moved = all_to_all(fabric, token * shape.top_k, members, token * distinct)
-    return np.where(shape.experts > 0, 2 * moved, 0.0) * (1 - engine.expert_overlap)
+    whole = np.where(shape.experts > 0, 2 * moved, 0.0)
+    return whole * (1 - engine.expert_overlap), Links.of(members, whole)
 
 
 def _host(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs, crosses: Array, precision: str) -> Array:
@@ -102,38 +107,43 @@ def _alike(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts: Kern
     """Where all layers are recomputed alike."""
     crosses = ((jobs.pp > 1) & (jobs.world_size / jobs.pp >= fabric.node)).astype(np.float64)
     core = (parts.attention_forward, parts.attention_backward)
-    tensor, (context, context_back) = (
-        tensor_waits(engine, fabric, shape, jobs, parts),
-        waiting(engine, fabric, shape, jobs, core),
-    )
+    tensor = tensor_waits(engine, fabric, shape, jobs, parts)
+    waits = waiting(engine, fabric, shape, jobs, core)
+    context, context_back = waits.seconds
+    members = group(fabric, jobs.tp, ONE)
     added = _host(engine, fabric, shape, jobs, crosses, precision)
     blocks = engine.host_block * further_blocks(jobs)
     full, selective = jobs.recompute == 2, jobs.recompute == 1
     again = 1.0 + (full | (selective & engine.own_exchanges))
     paired = paired_share(jobs) * (engine.expert_paired > 0)
 
-    def one(compute: Array, tensor: Array, context: Array, expert: Array, floor: Array) -> Pass:
+    def one(compute: Array, tensor: Array, context: Array, expert: Array, floor: Array, links: Links) -> Pass:
         busy = compute + tensor + context + expert
-        return Pass(compute, tensor, context, expert, np.maximum(floor - busy, 0.0), floor)
+        host = np.maximum(floor - busy, 0.0)
+        held = links + Links.of(members, tensor)
+        inside, outside = (np.minimum(each, busy + host) for each in (held.inside, held.outside))
+        return Pass(compute, tensor, context, expert, host, floor, inside, outside)
 
     def both(
-        forward: Array, backward: Array, tensor: tuple[Array, Array], expert: Array, more: Array
+        forward: Array, backward: Array, tensor: tuple[Array, Array], experts: tuple[Array, Links], more: Array
     ) -> tuple[Pass, Pass]:
+        expert, travels = experts
         ahead = engine.host_forward + added + more + blocks
         back = engine.host_backward + added + more + 2 * blocks + np.where(full, ahead, 0.0)
         again_light = parts.light_forward if engine.compiled else parts.attention_forward
         repeated = np.where(full, forward, np.where(selective, again_light, 0.0))
         backward = backward + repeated
         # In a pair each pass computes while the tokens of the other travel.
-        waits = expert - paired * np.minimum(expert, engine.expert_paired * backward)
-        waits_back = expert * again - paired * np.minimum(expert * again, engine.expert_paired * forward)
-        behind = one(backward, tensor[1], context_back + full * context, waits_back, back)
-        return one(forward, tensor[0], context, waits, ahead), behind
+        ahead_waits = expert - paired * np.minimum(expert, engine.expert_paired * backward)
+        back_waits = expert * again - paired * np.minimum(expert * again, engine.expert_paired * forward)
+        links = waits.links[0] + travels, waits.links[1] + waits.links[0].times(full) + travels.times(again)
+        behind = one(backward, tensor[1], context_back + full * context, back_waits, back, links[1])
+        return one(forward, tensor[0], context, ahead_waits, ahead, links[0]), behind
 
     routing = np.where(shape.experts > 0, engine.host_mixture, 0.0)
     expert = _expert(engine, fabric, shape, jobs)
     return LayerTimes(
-        both(parts.dense_forward, parts.dense_backward, tensor.dense, ZERO, ZERO),
+        both(parts.dense_forward, parts.dense_backward, tensor.dense, (ZERO, Links(ZERO, ZERO)), ZERO),
         both(parts.mixture_forward, parts.mixture_backward, tensor.mixture, expert, routing),
         np.where(shape.experts > 0, shape.dense_layers / shape.layers, 1.0),
         crosses,
@@ -146,11 +156,6 @@ def transfer_bytes(shape: Shape, jobs: Jobs, engine: Engine) -> Array:
     return np.asarray(engine.activation_wire * jobs.tokens * shape.hidden / np.where(sliced, jobs.tp, 1.0))
 
 
-def hop(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, crosses: Array) -> Array:
+def hop(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine) -> Array:
     """Seconds a micro-batch is on its way to the next stage, on average over the stages."""
-    size = transfer_bytes(shape, jobs, engine)
-    if not fabric.alone:
-        return transfer(fabric, size, crosses)
-    apart = jobs.world_size / jobs.pp
-    between = np.clip((jobs.world_size / fabric.node - 1) / np.maximum(jobs.pp - 1, 1), 0.0, 1.0)
-    return transfer(fabric, size, between, np.minimum(apart, fabric.node))
+    return stage_transfer(fabric, transfer_bytes(shape, jobs, engine), jobs)

@@ -53,7 +53,7 @@ def _balanced(shape: Shape, ranks: Array) -> Partition:
     total, ranks, layers = np.broadcast_arrays(shape.layers + head, ranks, shape.layers)
     rank, cost, held = np.zeros(total.shape), np.zeros(total.shape), np.zeros(total.shape)
     first, middle, last = np.zeros(total.shape), np.zeros(total.shape), np.zeros(total.shape)
-    deepest = int(np.max(layers))
+    deepest = int(np.max(layers, initial=0))
     for block in range(1, deepest + 5):
         is_layer = block <= layers
         is_head = block == layers + 2
@@ -138,12 +138,9 @@ def in_flight(jobs: Jobs, rank: Array) -> Array:
     return np.asarray(np.minimum(by_schedule * jobs.held, micro_batches))
 
 
-def bubble(jobs: Jobs, forward: Array, backward: Array, weight: Array, others: Array) -> Array:
-    """Seconds the slowest rank waits for others in one step: with equal stages what simulating the tables gives.
-
-    `forward`, `backward` and `weight` (the weight-gradient part of backward) are means over the ranks for one
-    micro-batch; `others` is the sum of forward and backward over all ranks but the slowest.
-    """
+def idle_by_schedule(jobs: Jobs, forward: Array, backward: Array, weight: Array, others: Array) -> dict[int, Array]:
+    """Schedule -> seconds the slowest rank waits for others in one step: with equal stages what simulating its table
+    gives. Arguments as those of `bubble`."""
     gaps = np.maximum(jobs.pp - 1, 0)
     inputs = backward - weight
     uneven = np.maximum(others - gaps * (forward + backward), 0.0)
@@ -157,13 +154,14 @@ def bubble(jobs: Jobs, forward: Array, backward: Array, weight: Array, others: A
     vee = gaps * (vee_full + few * np.maximum(inputs - vee_full, 0.0)) + short * forward + uneven
     dual_full = np.maximum(inputs - weight / 2, 0.0)
     dual = gaps * (dual_full + few * (inputs + weight / 2 - dual_full)) + short * forward + uneven
-    return np.select(
-        [
-            jobs.schedule == INTERLEAVED,
-            jobs.schedule == ZERO_BUBBLE,
-            jobs.schedule == ZERO_BUBBLE_V,
-            jobs.schedule == DUAL_PIPE_V,
-        ],
-        [interleaved, zero_bubble, vee, dual],
-        others,
-    )
+    return {PLAIN: others, INTERLEAVED: interleaved, ZERO_BUBBLE: zero_bubble, ZERO_BUBBLE_V: vee, DUAL_PIPE_V: dual}
+
+
+def bubble(jobs: Jobs, forward: Array, backward: Array, weight: Array, others: Array) -> Array:
+    """Seconds the slowest rank waits for others in one step.
+
+    `forward`, `backward` and `weight` (the weight-gradient part of backward) are means over the ranks for one
+    micro-batch; `others` is the sum of forward and backward over all ranks but the slowest.
+    """
+    found = idle_by_schedule(jobs, forward, backward, weight, others)
+    return np.select([jobs.schedule == schedule for schedule in found], list(found.values()), others)

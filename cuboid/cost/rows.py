@@ -171,18 +171,26 @@ def _engine(row: Row, chip: str) -> str:
     if engine in ("megatron", "deepspeed", "megatron-deepspeed") and year <= 2021 and whole:
         return "megatron-deepspeed-zero3" if engine == "megatron-deepspeed" else "zero3-2021"
     release = re.search(r"\b(2[5-9])\.(\d\d)(\.\d\d)? nemo container", source)
-    if engine == "megatron-bridge" and release and (int(release[1]), int(release[2])) >= (26, 8):
+    # Its experts became faster in 26.06 on racks of 72, whose rows equal those of 26.08, and in 26.08 elsewhere.
+    faster = (26, 6) if chip.startswith("gb") else (26, 8)
+    if engine == "megatron-bridge" and release and (int(release[1]), int(release[2])) >= faster:
         return "megatron-bridge-26.08"
     if engine not in tables()["engines"]:
         engine = "fsdp" if whole or alone else "megatron"
     if engine != "megatron":
-        return engine
+        return f"{engine}-overlap" if OVERLAP.search(notes) else engine
     if "zero bubble" in source:
         return "megatron-zero-bubble"
     if "no comm overlap" in notes:
         return "megatron-serial"
+    if OVERLAP.search(notes):
+        return "megatron-overlap"
     # Megatron-LM on Ampere and before: MegaScale's rows of 2024 run as those of 2021 do.
     return "megatron-2021" if year < 2023 or chip.startswith(("v100", "a100", "a800")) else "megatron"
+
+
+OVERLAP = re.compile(r"1f1b overlap|ep overlap on")
+"""Notes of runs whose expert traffic went behind the compute of another micro-batch."""
 
 
 def _precision(row: Row, chip: str) -> str:
@@ -230,6 +238,8 @@ def _schedule(row: Row, layers: float, pp: float) -> tuple[float, float]:
     name = "interleaved" if chunks > 1 and pp > 1 else "1f1b"
     if pp > 1 and re.search(r"schedule zb-?1p|zbh1|zb-?h1|schedule zbb", notes):
         name, chunks = "zb1p", 1.0
+    elif pp > 1 and "schedule dualpipe" in notes:
+        name, chunks = "dualpipev", 2.0
     elif pp > 1 and re.search(r"schedule zb-?2p|schedule zbv|zb-v|schedule v-(half|min)", notes):
         name, chunks = "zbv", 2.0
     return float(SCHEDULES.index(name)), chunks if pp > 1 else 1.0

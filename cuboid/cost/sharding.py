@@ -10,6 +10,7 @@ from cuboid.cost.engine import Engine
 from cuboid.cost.flops import layer_parameters, norm_parameters, position_parameters, table_parameters
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.layers import LayerTimes
+from cuboid.cost.pipeline import turns_back
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,15 @@ def reduction(
     return np.where(jobs.zero < 3, waits, 0.0)
 
 
+def free_time(jobs: Jobs, fabric: Fabric, times: LayerTimes, way: int) -> Array:
+    """Seconds of a layer's pass in which what it sends itself leaves the links between replicas free."""
+    replicas = group(fabric, jobs.dp * jobs.cp, jobs.tp)
+    experts = group(fabric, np.maximum(jobs.dp * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1), 1), np.maximum(jobs.ep, 1))
+    inside = ((replicas.nodes == 1) | (experts.nodes == 1)) * times.mean("inside", way)
+    outside = ((replicas.nodes > 1) | (experts.nodes > 1)) * times.mean("outside", way)
+    return np.asarray(times.mean("total", way) - np.maximum(inside, outside))
+
+
 @dataclass(frozen=True)
 class _Sums:
     """What keeps the holders of the same parameters equal: so many `ranks`, in groups of `shards`, a `stride` apart."""
@@ -103,28 +113,34 @@ class _Sums:
         members = group(self.fabric, self.ranks / self.shards, self.stride * self.shards)
         return all_reduce(self.fabric, self.engine.gradient_wire * self.parameters / self.shards, members)
 
-    def gathered(self) -> Array:
+    def gathered(self, wire: float = 0.0) -> Array:
+        """`wire`: bytes of a parameter, where they are not those of the engine."""
         members = group(self.fabric, self.shards, self.stride)
-        return all_gather(self.fabric, self.engine.parameter_wire * self.parameters, members)
+        return all_gather(self.fabric, (wire or self.engine.parameter_wire) * self.parameters, members)
 
 
-def fully_sharded(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, times: LayerTimes) -> Array:
+def fully_sharded(
+    shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, times: LayerTimes, head: tuple[Array, Array]
+) -> Array:
     """Seconds per step that ZeRO 3 traffic is not hidden behind the compute of its layers. Replicas of a shard are
-    summed with every micro-batch, or, by this program, with the last."""
+    summed with every micro-batch, or, by this program, with the last. `head`: its seconds forward and backward."""
+    if not np.any(jobs.zero == 3):
+        return np.zeros(())
     each = layer_parameters(shape, jobs.tp)
+    dense = times.dense_share * each.dense + (1 - times.dense_share) * each.mixture
+    experts = (1 - times.dense_share) * each.routed / np.maximum(jobs.ep, 1)
+    copies = np.maximum(jobs.dp * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1), 1)
+    shards = np.maximum(jobs.shard * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1), 1)
+    plain = _Sums(fabric, engine, dense, jobs.dp * jobs.cp, jobs.shard * jobs.cp, jobs.tp)
+    # Experts have holders of their own: every ep-th rank, and so fewer ports of a node.
+    routed = _Sums(fabric, engine, experts, copies, shards, np.maximum(jobs.ep, 1))
+    gather = plain.gathered(engine.shard_wire) + routed.gathered()
+    scatter = plain.scattered() + routed.scattered()
+    replicated = plain.replicated() + routed.replicated()
     members = group(fabric, jobs.shard * jobs.cp, jobs.tp)
-    experts = (1 - times.dense_share) * each.routed / np.maximum(jobs.ep, 1) / jobs.tp
-    mean = times.dense_share * each.dense + (1 - times.dense_share) * each.mixture + experts
-    wire = engine.shard_wire or engine.parameter_wire
-    gather = all_gather(fabric, wire * (mean - experts) + engine.parameter_wire * experts, members)
-    scatter = reduce_scatter(fabric, engine.gradient_wire * mean, members)
-    replicas = group(fabric, jobs.dp / jobs.shard, jobs.tp * jobs.shard)
-    replicated = all_reduce(fabric, engine.gradient_wire * mean / jobs.shard, replicas)
     slowed = np.maximum(members.nodes / 2, 1.0) ** engine.shard_decay
     gather, scatter, replicated = gather * slowed, scatter * slowed, replicated * slowed
-    # Tensor-parallel collectives that leave the node use the ports this traffic needs.
-    busy = np.where(jobs.tp > fabric.node, 1.0, 0.0)
-    forward, backward = (times.mean("total", way) - busy * times.mean("tensor", way) for way in (0, 1))
+    forward, backward = (free_time(jobs, fabric, times, way) for way in (0, 1))
 
     def waits(reduced: Array) -> Array:
         """Of one micro-batch."""
@@ -132,8 +148,29 @@ def fully_sharded(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, time
         waits = waits + np.maximum(gather + reduced - engine.shard_overlap * backward, 0.0)
         # Traffic that is hidden still slows the kernels it hides behind (Galvatron measured an eighth).
         waits = waits + engine.shard_contention * (2 * gather + reduced)
-        return waits * shape.layers / jobs.pp + gather + reduced
+        held = np.ceil(shape.layers / jobs.pp) if engine.own_exchanges else shape.layers / jobs.pp
+        return waits * held + gather + reduced
 
     often = 1.0 if engine.own_exchanges else jobs.micro_batches
     step = (jobs.micro_batches - often) * waits(scatter) + often * waits(scatter + replicated)
+    if engine.own_exchanges:
+        held = _tables(shape, jobs) * table_parameters(shape, jobs.tp)
+        tables = _Sums(fabric, engine, held, jobs.dp * jobs.cp, jobs.shard * jobs.cp, jobs.tp)
+        step = step + jobs.micro_batches * np.maximum(tables.gathered() - engine.shard_overlap * head[0], 0.0)
+        back = tables.gathered() + tables.scattered()
+        step = step + jobs.micro_batches * np.maximum(back - engine.shard_overlap * head[1], 0.0)
+        step = step + tables.replicated()
     return np.where(jobs.zero == 3, step, 0.0)
+
+
+def _tables(shape: Shape, jobs: Jobs) -> Array:
+    """Vocabulary tables on the pipeline rank with most of them."""
+    return np.where((shape.tied == 0) & (turns_back(jobs) > 0), 2.0, 1.0)
+
+
+def tied_sum(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine) -> Array:
+    """Seconds to sum the gradient of a tied embedding over the two pipeline ranks that hold it, or their shards."""
+    apart = (shape.tied > 0) & (turns_back(jobs) == 0)
+    pair = group(fabric, np.where(apart, 2.0, 1.0), jobs.world_size / jobs.pp * np.maximum(jobs.pp - 1, 1))
+    shards = np.where((jobs.zero > 0) & engine.own_exchanges, jobs.shard * jobs.cp, 1.0)
+    return all_reduce(fabric, engine.gradient_wire * table_parameters(shape, jobs.tp) / shards, pair)

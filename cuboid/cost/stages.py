@@ -68,6 +68,6 @@ def stage_costs(
         inputs.append(back - weight)
         weights.append(weight)
         start += count
-    message = hop(shape, jobs, machine.fabric, profile, more.crosses)
+    message = hop(shape, jobs, machine.fabric, profile)
     costs = StageCosts(forward=tuple(forward), input_backward=tuple(inputs), weight_backward=tuple(weights))
     return costs, single(message) if layout.pp > 1 else 0.0

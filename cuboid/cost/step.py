@@ -12,7 +12,7 @@ from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.layers import LayerTimes, hop, layer_times
 from cuboid.cost.offload import optimizer_time
 from cuboid.cost.pipeline import Partition, bubble, partition, turns_back, waited_transfers, with_shared_cores
-from cuboid.cost.sharding import fully_sharded, rank_parameters, reduction
+from cuboid.cost.sharding import free_time, fully_sharded, rank_parameters, reduction, tied_sum
 
 PARTS = ("compute", "tensor", "context", "expert", "host", "bubble", "transfer", "data", "optimizer", "straggler")
 
@@ -99,11 +99,20 @@ def step_time(shape: Shape, jobs: Jobs, chip: Chip, fabric: Fabric, engine: Engi
     idle = _idle(shape, jobs, times, parts, everything - alone)
     if chip.together < 1:
         idle = np.maximum(chip.together * (count * alone + idle) - count * slowest, 0.0)
-    message = hop(shape, jobs, fabric, engine, times.crosses) * (jobs.pp > 1)
+    message = hop(shape, jobs, fabric, engine) * (jobs.pp > 1)
     moving = 2 * message * waited_transfers(jobs, engine)
     held = rank_parameters(shape, jobs, stage.first, ONE, turns_back(jobs))
-    passes = (stage.first * times.mean("total", 0), stage.first * times.mean("total", 1))
-    data = reduction(jobs, fabric, engine, held, *passes) + fully_sharded(shape, jobs, fabric, engine, times)
+    forward = stage.first * times.mean("total", 0)
+    free = [stage.first * free_time(jobs, fabric, times, way) for way in (0, 1)]
+    head = parts.head_forward, parts.head_backward
+    data = reduction(jobs, fabric, engine, held, *free)
+    if np.any((shape.dense_layers > 0) & (shape.experts > 0) & (jobs.pp > 1)):
+        # The first rank holds the leading layers without experts: others may have more to sum.
+        between = rank_parameters(shape, jobs, stage.middle, 0 * ONE, 0 * ONE)
+        data = np.where(jobs.pp > 2, np.maximum(data, reduction(jobs, fabric, engine, between, *free)), data)
+    data = data + fully_sharded(shape, jobs, fabric, engine, times, head)
+    if engine.own_exchanges:  # in the rows of others it is part of what was fitted
+        data = data + tied_sum(shape, jobs, fabric, engine)
     doublings = np.log2(np.maximum(jobs.world_size / fabric.node, 1.0))
     return StepTime(
         compute=np.asarray(compute),
@@ -114,6 +123,6 @@ def step_time(shape: Shape, jobs: Jobs, chip: Chip, fabric: Fabric, engine: Engi
         bubble=idle,
         transfer=moving,
         data=data,
-        optimizer=optimizer_time(jobs, chip, engine, held, passes[0]),
+        optimizer=optimizer_time(jobs, chip, engine, held, forward),
         straggler=fabric.straggler * doublings * (count * slowest + idle),
     )

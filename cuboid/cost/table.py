@@ -7,11 +7,13 @@ from pathlib import Path
 
 import numpy as np
 
-from cuboid.cost.constants import chip_named, engine_named, fabric_named
-from cuboid.cost.estimate import GIB, Machine, estimate_shapes
+from cuboid.cost.constants import Fabric, chip_named, default_fabric, engine_named, fabric_named
+from cuboid.cost.estimate import GIB, Machine, estimate_shapes, wired
 from cuboid.cost.inputs import Jobs, Shape
 from cuboid.cost.rows import Case, Row, understand
 from cuboid.errors import UserError
+from cuboid.spec.accelerators import accelerator_table
+from cuboid.spec.cluster import load_cluster
 
 ANSWERS = ("pred_step_s", "pred_tok_s_gpu", "pred_mem_gb", "pred_fits", "skipped")
 
@@ -63,13 +65,21 @@ def stack(cases: Sequence[Case]) -> tuple[Shape, Jobs]:
 def answer_cases(cases: Sequence[Case]) -> list[Answer]:
     """Answers for cases of one accelerator, fabric, engine and precision."""
     first = cases[0]
-    machine = Machine(chip_named(first.chip), fabric_named(first.fabric))
+    machine = Machine(chip_named(first.chip), links_of(first.chip, first.fabric, fabric_named(first.fabric)))
     result = estimate_shapes(*stack(cases), machine, engine_named(first.engine), first.precision)
     columns = np.broadcast_arrays(result.seconds, result.tokens, result.memory / GIB, result.fits)
     return [
         Answer(float(seconds), float(tokens), float(memory), bool(fits), "", case)
         for seconds, tokens, memory, fits, case in zip(*columns, cases, strict=True)
     ]
+
+
+def links_of(chip: str, name: str, fabric: Fabric) -> Fabric:
+    """A named fabric under a chip: as it is where rows say which cluster they ran on, else with the chip's links."""
+    if name != default_fabric(chip):
+        return fabric
+    per_node = accelerator_table(chip)["accelerators_per_node"] or 8
+    return wired(fabric, load_cluster(f"{chip}x{per_node * 100_000}"))
 
 
 def read_rows(path: Path) -> tuple[list[str], list[Row | UserError]]:

@@ -44,12 +44,13 @@ def record_of(accelerator: str, precision: str) -> Record | None:
     return BEST[seen, precision]
 
 
-def doubt(accelerator: str, precision: str, utilization: float) -> str:
-    """A sentence where a prediction beats every published run, else nothing."""
+def doubt(accelerator: str, precision: str, utilization: float, shown: str = "") -> str:
+    """A sentence where a prediction beats every published run, else nothing. `shown`: the precision as the user calls
+    it, where records know but one of 16 bits."""
     record = record_of(accelerator, precision)
     if record is None or utilization <= record.utilization:
         return ""
     return (
-        f"predicted MFU {utilization:.1%} is above the best ever published for {accelerator} in {precision}, "
+        f"predicted MFU {utilization:.1%} is above the best ever published for {accelerator} in {shown or precision}, "
         f"{record.utilization:.1%} ({record.run}); measure before you believe it"
     )

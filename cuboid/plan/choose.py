@@ -9,6 +9,7 @@ import numpy as np
 from cuboid.cost.flops import model_flops_per_token
 from cuboid.cost.inputs import Shape
 from cuboid.errors import UserError
+from cuboid.plan.bounds import least_seconds
 from cuboid.plan.budget import fitted, may_mix
 from cuboid.plan.ceiling import doubt
 from cuboid.plan.plan import GIB, Plan, make_plan, with_notes
@@ -18,33 +19,99 @@ from cuboid.plan.reasons import reasons
 from cuboid.plan.refine import Refined, actions, refine
 from cuboid.plan.score import Scores, score
 from cuboid.plan.search import search
-from cuboid.plan.sizes import resized, sizes
-from cuboid.plan.space import DEGREES, Space
+from cuboid.plan.sizes import every_size, resized, rounder_sizes, sizes
+from cuboid.plan.space import DEGREES, Space, shapes
+from cuboid.plan.traffic import bound, moved
 from cuboid.spec.fitting import check
 from cuboid.spec.layout import Layout
 
 SCORED = 32
 """Best different layouts in closed form, from which finalists are taken."""
 FINALISTS = 8
+SLOWER = 1.5
+"""How many times the fastest step one may take that is chosen for its memory."""
+NOT_FASTER = 0.9
+"""Least share of one accelerator's time for the whole batch that many take together."""
 BUDGET = 40_000
 """Actions of schedules simulated in all: what keeps an answer within a second."""
 
 
 def plans(question: Question, *, top: int = 5, objective: str = "time") -> list[Plan]:
-    """The best plans for the whole cluster, best first, the first one with reasons."""
+    """The best plan for the whole cluster, with reasons, and others, best first: the best without its
+    pipeline, the best without its tensor parallelism, and those that come next."""
     world_size = question.cluster.accelerators
-    scores = search(question, world_size, keep=max(SCORED, 4 * top), objective=objective, distinct=True)
+    keep = max(SCORED, 4 * top)
+    scores = search(question, world_size, keep=keep, distinct=True)
+    if objective == "memory" and len(scores.space):
+        slowest = SLOWER * float(scores.seconds[0])
+        scores = search(question, world_size, keep=keep, objective=objective, distinct=True, slowest=slowest)
     if not len(scores.space):
         raise explain_nothing(question)
-    refined = finalists(question, scores, top, objective)
-    if not refined:
+    found = [planned(question, entry) for entry in finalists(question, scores, top, objective)]
+    if not found:
         raise explain_nothing(question)
-    refined.sort(
-        key=lambda entry: (entry.peak, entry.seconds) if objective == "memory" else (entry.seconds, entry.peak)
-    )
-    found = [planned(question, entry) for entry in refined]
-    first = with_notes(found[0], reasons(found[0]), warnings(found[0]), found[1 : 1 + max(top - 1, 2)])
-    return [first, *found[1:top]]
+
+    def order(plan: Plan) -> tuple[float, float]:
+        return (plan.peak, plan.seconds) if objective == "memory" else (plan.seconds, plan.peak)
+
+    first, *others = sorted(found, key=order)
+    if objective == "time":
+        without = [plan for plan in _without(question, first) if order(plan) >= order(first)]
+        without = sorted(without, key=order)[: top // 2]
+        others = [plan for plan in others if all(plan.layout != other.layout for other in without)]
+        others = sorted([*without, *others[: max(top - 1, 2) - len(without)]], key=order)
+    notes = [*warnings(first), *(idle_advice(first) if objective == "time" else [])]
+    return [with_notes(first, reasons(first), notes, others[: max(top - 1, 2)]), *others[: top - 1]]
+
+
+def _without(question: Question, best: Plan) -> Iterator[Plan]:
+    """The best plans that do without the pipeline or the tensor parallelism of another."""
+    fixed = question.fixed
+    for name in ("pp", "tp"):
+        if getattr(best.layout, name) == 1 or fixed.keys() & {name, "schedule", "vpp", "sequence_parallel"}:
+            continue
+        other = replace(question, fixed={**fixed, name: 1})
+        scores = search(other, question.cluster.accelerators, keep=1, slowest=2 * best.seconds, mixes=False)
+        if len(scores.space):
+            entry = refine(other, scores, 0)
+            if entry.peak <= question.limit:
+                yield planned(question, entry)
+
+
+def idle_advice(plan: Plan) -> list[str]:
+    """A sentence where a part of the cluster is faster than all of it, as where the batch does not divide over all."""
+    best = fastest_part(plan)
+    if best is None:
+        return []
+    used, whole = best.layout.world_size, plan.layout.world_size
+    return [
+        f"{used} of the {whole} accelerators are faster: {best.layout} takes {best.seconds:.4g} s a step instead of "
+        f"{plan.seconds:.4g}; leave {whole - used} idle, or use a global batch that divides over them"
+    ]
+
+
+def fastest_part(plan: Plan) -> Plan | None:
+    """The plan of a smaller part of the cluster that is faster, where there is one."""
+    question, best = plan.question, None
+    if {"dp", "tp", "pp"} <= question.fixed.keys():
+        return None
+    work = NOT_FASTER * _work(question)
+    candidates = rounder_sizes(question.cluster, question.global_batch)
+    sooner: list[tuple[float, Question]] = []
+    for accelerators in candidates[:20] if plan.layout.world_size <= 1024 else candidates[:1]:
+        if work / accelerators > plan.seconds:
+            break
+        smaller = resized(question, accelerators)
+        # The simulation of what is best in closed form may be faster or slower by a few percent.
+        scores = search(smaller, accelerators, keep=1, slowest=1.05 * plan.seconds)
+        sooner += [(float(scores.seconds[0]), smaller)] if len(scores.space) else []
+    for _, smaller in sorted(sooner, key=lambda each: each[0])[:2]:
+        scores = search(smaller, smaller.cluster.accelerators, keep=SCORED, distinct=True, slowest=1.05 * plan.seconds)
+        for entry in finalists(smaller, scores, 1):
+            part = planned(smaller, entry)
+            if part.seconds < min(0.99 * plan.seconds, best.seconds if best else float("inf")):
+                best = part
+    return best
 
 
 def finalists(question: Question, scores: Scores, top: int, objective: str = "time") -> list[Refined]:
@@ -88,9 +155,13 @@ def predict(question: Question, layout: Layout) -> Plan:
 
 
 def planned(question: Question, refined: Refined) -> Plan:
-    """A finalist as a plan."""
+    """A finalist as a plan. Where the closed forms of the cost model say less than the links alone need for what the
+    engine will send, by its own count, the links are right."""
     per_token = float(model_flops_per_token(Shape.of(question.model), np.array(question.sequence)))
     plan = make_plan(question, refined, 0.0)
+    if question.profile.own_exchanges and not question.untrainable(plan.layout):
+        missing = max(bound(moved(plan)) - plan.seconds, 0.0)
+        plan = replace(plan, parts={**plan.parts, "data": plan.parts["data"] + missing})
     peak = question.machine.chip.peak["float32" if question.precision == "float32" else "bf16"]
     return replace(plan, utilization=plan.tokens * per_token / peak)
 
@@ -98,7 +169,7 @@ def planned(question: Question, refined: Refined) -> Plan:
 def warnings(plan: Plan) -> list[str]:
     """What the user should know before believing or starting the plan."""
     question = plan.question
-    found = [doubt(question.cluster.accelerator, question.cost_precision, plan.utilization)]
+    found = [doubt(question.cluster.accelerator, question.cost_precision, plan.utilization, question.precision)]
     if plan.share > 1:
         found.append(f"the fullest rank would hold {plan.share:.0%} of its memory: this plan does not fit")
     elif plan.share > DEFAULT_SHARE:
@@ -132,20 +203,30 @@ def cheapest(question: Question, *, top: int = 5) -> list[Plan]:
     return plans(best[1], top=top)
 
 
+def _work(question: Question) -> float:
+    """Seconds of a step on one accelerator with all the memory in the world: nearly as much as many take together."""
+    alone = resized(replace(question, memory_limit=float("inf"), fixed={}), 1)
+    return float(least_seconds(alone, shapes(alone, 1), context=False).min())
+
+
 def fewest(question: Question, *, tokens: float, days: float, top: int = 5) -> list[Plan]:
     """The plans for the least accelerators that train so many tokens in so many days."""
     steps = tokens / (question.global_batch * question.sequence)
     seconds = days * 86400 / steps
+    work = NOT_FASTER * _work(question)
+    for accelerators in every_size(question.cluster):
+        if work / accelerators > seconds:
+            continue
+        smaller = resized(question, accelerators)
+        if len(search(smaller, accelerators, keep=1, slowest=seconds).space):
+            found = plans(smaller, top=top)
+            if found[0].seconds <= seconds:
+                return found
     quickest = float("inf")
     for accelerators in sizes(question.cluster):
         smaller = resized(question, accelerators)
         scores = search(smaller, accelerators, keep=1)
-        if not len(scores.space):
-            continue
-        found = plans(smaller, top=top)
-        quickest = min(quickest, found[0].seconds)
-        if found[0].seconds <= seconds:
-            return found
+        quickest = min([quickest, *map(float, scores.seconds)])
     if quickest == float("inf"):
         raise explain_nothing(question)
     raise UserError(

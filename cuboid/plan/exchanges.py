@@ -67,22 +67,22 @@ def _data(step: RankStep) -> Iterator[Exchange]:
             copies, prefix = copies * layout.tp // layout.ep, "expert_"
         every = unit.uses * step.micro_batches
         name = _words(unit.name)
-        gradient = f"gradients of {name}: {step.wide} B × {unit.flat:,}"
+        gradient = f"gradients of {name}: {step.wide} bytes × {unit.flat:,}"
         if layout.zero == 0:
             calls = min(every, 1)
             yield Exchange(f"{prefix}data", "all-reduce", copies, calls, step.wide * unit.flat, gradient)
             continue
-        parameter = f"parameters of {name}: {step.element} B × {unit.flat:,}"
-        summed = f"shards of {name}: {step.wide} B × {unit.shard:,}"
+        parameter = f"parameters of {name}: {step.element} bytes × {unit.flat:,}"
+        summed = f"shards of {name}: {step.wide} bytes × {unit.shard:,}"
         once = min(every, 1)
         scatters = every if layout.zero >= 2 else once
         gathers = 2 * every if layout.zero == 3 else once
         shard, wide, element = f"{prefix}shard", step.wide, step.element
         narrow = step.narrow_parts(unit)
         if narrow:
-            element, parameter = 1, f"parameters of {name}: 1 B × {unit.flat:,}"
+            element, parameter = 1, f"parameters of {name}: 1 bytes × {unit.flat:,}"
             told = len(narrow) + sum(part.size for part in unit.parts) - sum(part.size for part in narrow)
-            scales = f"scales and 16-bit parameters of {name}: 4 B × {told:,}"
+            scales = f"scales and 16-bit parameters of {name}: 4 bytes × {told:,}"
             yield Exchange(shard, "all-reduce", unit.shards, once, 4 * told, scales)
         yield Exchange(shard, "reduce-scatter", unit.shards, scatters, wide * unit.flat, gradient)
         yield Exchange(shard, "all-gather", unit.shards, gathers, element * unit.flat, parameter)
@@ -101,13 +101,13 @@ def _ends(step: RankStep) -> Iterator[Exchange]:
     layout, model = step.layout, step.model
     kinds: tuple[Kind, ...] = ("all-gather", "reduce-scatter") if layout.sequence_parallel else ("all-reduce",)
     size = step.element * step.tokens * model.hidden
-    activation = f"{step.element} B × {step.tokens:,} tokens × {model.hidden:,} hidden"
+    activation = f"{step.element} bytes × {step.tokens:,} tokens × {model.hidden:,} hidden"
     for kind in kinds:
         for name, held in (("embedding", step.first), ("head", step.last)):
             yield Exchange("tp", kind, layout.tp, step.micro_batches * held, size, f"{name}: {activation}")
     for numbers, what in ((1, "largest logit"), (2, "sum and logit of the label")):
         calls, size = step.micro_batches * step.last, numbers * step.wide * step.tokens
-        formula = f"{what}: {numbers} × {step.wide} B × {step.tokens:,} tokens"
+        formula = f"{what}: {numbers} × {step.wide} bytes × {step.tokens:,} tokens"
         yield Exchange("tp", "all-reduce", layout.tp, calls, size, formula)
 
 
@@ -121,12 +121,12 @@ def _partial_gradients(step: RankStep) -> Iterator[Exchange]:
                 if part.slice.sharing == sharing and part.slice.partial_gradient:
                     stop = min(part.offset + part.size, unit.begin + unit.shard)
                     held += max(stop - max(part.offset, unit.begin), 0)
-        what = f"gradients of what tensor ranks hold alike: {step.wide} B × {held:,}"
+        what = f"gradients of what tensor ranks hold alike: {step.wide} bytes × {held:,}"
         yield Exchange(dimension, "all-reduce", ranks, int(held > 0), step.wide * held, what)
     if step.model.tie_embeddings and step.first != step.last:
         for unit in step.units:
             if unit.name == TIED:
-                what = f"gradient of the tied embedding: {step.wide} B × {unit.shard:,}"
+                what = f"gradient of the tied embedding: {step.wide} bytes × {unit.shard:,}"
                 yield Exchange("embedding", "all-reduce", 2, 1, step.wide * unit.shard, what)
 
 
@@ -140,7 +140,7 @@ def _pipeline(step: RankStep) -> Iterator[Exchange]:
     neighbours = [stage + side for stage in step.stages for side in (1, -1) if 0 <= stage + side < layout.stages]
     away = sum(holder(stage) != step.place.pp for stage in neighbours)
     tokens = step.tokens // (layout.tp if layout.sequence_parallel else 1)
-    what = f"activations and gradients: {step.element} B × {tokens:,} tokens × {step.model.hidden:,} hidden"
+    what = f"activations and gradients: {step.element} bytes × {tokens:,} tokens × {step.model.hidden:,} hidden"
     calls, size = step.micro_batches * away, step.element * tokens * step.model.hidden
     yield Exchange("pp", "send", layout.pp, calls, size, what)
 
@@ -149,10 +149,10 @@ def _control(step: RankStep) -> Iterator[Exchange]:
     """What every rank must know: labelled tokens, loss, gradient norm, whether to stop, the size of activations, and
     the load of experts."""
     layout, mixture = step.layout, step.model.mixture
-    yield Exchange("data", "all-reduce", layout.dp * layout.cp, 1, 8, "labelled tokens: 8 B")
-    what = f"loss, norm, whether to stop and size of activations: 4 × {step.wide} B"
+    yield Exchange("data", "all-reduce", layout.dp * layout.cp, 1, 8, "labelled tokens: 8 bytes")
+    what = f"loss, norm, whether to stop and size of activations: 4 × {step.wide} bytes"
     yield Exchange("world", "all-reduce", layout.world_size, 1, 4 * step.wide, what)
     if mixture is not None:
         rows, columns = step.model.layers - mixture.first_dense_layers, mixture.experts + ROUTER_SUMS
-        what = f"statistics of routers: 8 B × {rows} layers × {columns}"
+        what = f"statistics of routers: 8 bytes × {rows} layers × {columns}"
         yield Exchange("world", "all-reduce", layout.world_size, 1, 8 * rows * columns, what)

@@ -7,7 +7,7 @@ from cuboid.plan.choose import plans, predict
 from cuboid.plan.framework import Framework, decision_lines, framework
 from cuboid.plan.plan import GIB, Plan
 from cuboid.plan.question import Question
-from cuboid.plan.reasons import WORDS, losses, recomputation
+from cuboid.plan.reasons import WORDS, error_line, losses, recomputation
 from cuboid.plan.traffic import Moved, moved, parameters_held, sent
 from cuboid.spec.layout import Layout
 
@@ -48,13 +48,15 @@ def decision(explanation: Explanation) -> list[str]:
 def traffic_lines(explanation: Explanation) -> list[str]:
     """What travels where, with the formulas of all that is worth a line."""
     lines = []
+    if not explanation.plan.question.profile.own_exchanges:
+        lines.append("as Cuboid's own engine would send it; times below are those of another engine:")
     total = sum(entry.seconds for entry in explanation.moved)
     for entry in explanation.moved:
         if entry.seconds < 0.005 * total:
             continue
         lines.append(
             f"{entry.dimension} over {entry.tier.name} ({entry.tier.bandwidth:g} GB/s): {entry.bytes / 1e9:.4g} GB a "
-            f"rank and step, at least {entry.seconds:.3g} s"
+            f"rank and step, at least {entry.seconds:.3g} s with all ports of the group"
         )
         shown = [part for part in entry.parts if sent(part) > 0.01 * entry.bytes]
         lines += [f"  {formula}" for formula in entry.formulas[: len(shown)]]
@@ -68,15 +70,15 @@ def memory_lines(explanation: Explanation) -> list[str]:
     rank = plan.totals.index(plan.peak)
     row, held = plan.memory[rank], parameters_held(plan)
     shard = layout.shard_size * layout.cp
-    lines = [f"The fullest is pipeline rank {rank}, where the widest rank holds {held / 1e9:.4g} B parameters:"]
+    lines = [f"The fullest is pipeline rank {rank}, where the widest rank holds {held / 1e9:.4g} billion parameters:"]
     states = (("weights", engine.weight_bytes, 3), ("gradients", engine.gradient_bytes, 2))
     for name, each, stage in (*states, ("optimizer", engine.optimizer_bytes, 1)):
         split = f" / {shard} (zero={layout.zero})" if layout.zero >= stage and shard > 1 else ""
         if name == "optimizer" and plan.host_memory:
-            lines.append(f"optimizer: {each:g} B a parameter{split}, in the host's memory (offload=true)")
+            lines.append(f"optimizer: {each:g} bytes a parameter{split}, in the host's memory (offload=true)")
             continue
         count = row[name] / each * (shard if split else 1)
-        lines.append(f"{name}: {each:g} B × {count / 1e9:.4g} B{split} = {row[name] / GIB:.2f} GiB")
+        lines.append(f"{name}: {each:g} bytes × {count / 1e9:.4g} billion{split} = {row[name] / GIB:.2f} GiB")
     own = sum(plan.layers[stage] for stage in layout.stages_of(rank))
     kept = "boundaries of its layers" if layout.recompute == "full" else "what its layers keep for backward"
     if layout.recompute_layers:
@@ -92,17 +94,15 @@ def memory_lines(explanation: Explanation) -> list[str]:
 
 
 def bubble_line(explanation: Explanation) -> str:
-    """The bubble by formula and as simulated."""
+    """The bubble, the same number as everywhere."""
     plan = explanation.plan
-    layout, batches = plan.layout, plan.micro_batches
+    layout = plan.layout
     if layout.pp == 1:
         return "no pipeline, no bubble"
-    chunks = layout.vpp if layout.schedule == "interleaved" else 1
-    ideal = (layout.pp - 1) / chunks / (batches + (layout.pp - 1) / chunks)
-    over = f"/{chunks}" if chunks > 1 else ""
-    formula = f"({layout.pp}−1){over} / ({batches} + ({layout.pp}−1){over}) = {ideal:.1%}"
-    words = "with equal stages" if layout.schedule in ("1f1b", "gpipe", "interleaved") else "for 1f1b with equal stages"
-    return f"bubble: {formula} {words}; {plan.bubble:.1%} simulated with these stages and messages ({layout.schedule})"
+    return (
+        f"bubble: a rank does nothing in {plan.bubble:.1%} of the pipeline's time on average, simulated with these "
+        f"stages and messages ({layout.schedule}, {plan.micro_batches} micro-batches)"
+    )
 
 
 def time_lines(explanation: Explanation) -> list[str]:
@@ -149,5 +149,5 @@ def sections(explanation: Explanation) -> dict[str, list[str]]:
         "Memory": memory_lines(explanation),
         "Time": [bubble_line(explanation), *time_lines(explanation)],
         "Rivals": rival_lines(explanation),
-        "Notes": list(explanation.plan.warnings),
+        "Notes": [error_line(explanation.plan), *explanation.plan.warnings],
     }

@@ -89,7 +89,7 @@ def _least(needed: float, available: float) -> int:
 def decision_lines(found: Framework, layout: Layout, cluster: str) -> list[str]:
     """The three steps as sentences a reader can check by hand."""
     layer = (
-        f"1. One layer: {STATES} B × {found.layer_parameters / GB:.4g} B parameters = "
+        f"1. One layer: {STATES} bytes × {found.layer_parameters / GB:.4g} billion parameters = "
         f"{found.layer_states / GB:.4g} GB of states + {found.layer_activations / GB:.3g} GB of activations for one "
         f"sequence, on {found.accelerator / GB:.4g} GB: "
     )
@@ -99,8 +99,8 @@ def decision_lines(found: Framework, layout: Layout, cluster: str) -> list[str]:
         else f"does not fit, so tensor parallelism must split it at least {found.tensor_needed} ways"
     )
     node = (
-        f"2. The model: {STATES} B × {found.parameters / GB:.4g} B parameters = {found.states / 1e12:.4g} TB of "
-        f"states, on a node of {found.node_size} × {found.accelerator / GB:.4g} GB = "
+        f"2. The model: {STATES} bytes × {found.parameters / GB:.4g} billion parameters = "
+        f"{found.states / 1e12:.4g} TB of states, on a node of {found.node_size} × {found.accelerator / GB:.4g} GB = "
         f"{found.node_size * found.accelerator / 1e12:.4g} TB: "
     )
     node += (
@@ -115,8 +115,8 @@ def decision_lines(found: Framework, layout: Layout, cluster: str) -> list[str]:
     )
     over = layout.tp * layout.pp
     states = (
-        f"States per rank: {WEIGHTS} B, {GRADIENTS} B and {OPTIMIZER} B × {found.parameters / GB:.4g} B / {over} = "
-        f"{found.weights / GB:.1f} GB of weights + {found.gradients / GB:.1f} GB of gradients + "
+        f"States per rank: {WEIGHTS}, {GRADIENTS} and {OPTIMIZER} bytes × {found.parameters / GB:.4g} billion / {over} "
+        f"= {found.weights / GB:.1f} GB of weights + {found.gradients / GB:.1f} GB of gradients + "
         f"{found.optimizer / GB:.1f} GB of optimizer state (before ZeRO and rounding up of stages)"
     )
     return [layer, node, data, states]

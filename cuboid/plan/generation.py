@@ -9,7 +9,7 @@ from math import prod
 
 import numpy as np
 
-from cuboid.cost.communication import transfer
+from cuboid.cost.communication import stage_transfer
 from cuboid.cost.compute import kernels
 from cuboid.cost.constants import engine_for
 from cuboid.cost.estimate import Machine, machine_of
@@ -198,7 +198,7 @@ def _stage_seconds(
     bandwidth = chip.memory_bandwidth * chip.memory_efficiency
     reading = batch * cache_bytes(model, layout, 1, 1, max(1, int(before)), item) / bandwidth if before else 0.0
     sent = number(batch * sequence * model.hidden * item)
-    hop = single(np.asarray(transfer(fabric, sent, times.crosses))) if layout.pp > 1 else 0.0
+    hop = single(stage_transfer(fabric, sent, jobs)) if layout.pp > 1 else 0.0
     leading = model.layers if model.mixture is None else model.mixture.first_dense_layers
     # Of a prompt only the last token is asked for.
     last = Jobs.make(tp=layout.tp, micro_batch=batch, sequence=1, global_batch=batch)

@@ -85,11 +85,11 @@ class LayerExchanges:
         if not layout.sequence_parallel:  # parts put together: results forward, gradients backward
             yield self._tensor("all-gather", 2, self._model.hidden)
         rows = self._step.tokens // layout.tp * mixture.top_k
-        what = f"rows to experts and back: {self._step.element} B × {rows:,} rows × {self._model.hidden:,} hidden"
+        what = f"rows to experts and back: {self._step.element} bytes × {rows:,} rows × {self._model.hidden:,} hidden"
         size = self._step.element * rows * self._model.hidden
         yield self._exchange("ep", "all-to-all", layout.ep, 4 + 2 * self._again, size, what)
         counts = INTEGER * mixture.experts
-        what = f"rows of each expert: {INTEGER} B × {mixture.experts}"
+        what = f"rows of each expert: {INTEGER} bytes × {mixture.experts}"
         yield self._exchange("ep", "all-to-all", layout.ep, 1, counts, what)
 
     def _routing(self) -> Iterator[Exchange]:
@@ -99,11 +99,11 @@ class LayerExchanges:
         ranks, calls = layout.cp * layout.tp, 1 + self._again
         if mixture.balance_coefficient and mixture.balance_over == "sequence":
             size = self._step.wide * layout.micro_batch * mixture.experts
-            what = f"load of experts: {self._step.wide} B × {layout.micro_batch} sequences × {mixture.experts}"
+            what = f"load of experts: {self._step.wide} bytes × {layout.micro_batch} sequences × {mixture.experts}"
             yield self._exchange("sequence", "all-reduce", ranks, calls, size, what)
         if mixture.capacity_factor:
             tokens, width = self._step.tokens * layout.cp, 1 + mixture.top_k
-            what = f"choices of tokens: {INTEGER} B × {tokens:,} tokens × {width}"
+            what = f"choices of tokens: {INTEGER} bytes × {tokens:,} tokens × {width}"
             yield self._exchange("sequence", "all-gather", ranks, calls, INTEGER * tokens * width, what)
 
     def _enter(self, width: int) -> Iterator[Exchange]:
@@ -130,7 +130,7 @@ class LayerExchanges:
     def _tokens(self, width: int) -> tuple[int, str]:
         """Bytes of so many elements for each token, and their formula."""
         element, tokens = self._step.element, self._step.tokens
-        return element * tokens * width, f"{element} B × {tokens:,} tokens × {width:,}"
+        return element * tokens * width, f"{element} bytes × {tokens:,} tokens × {width:,}"
 
     def _exchange(self, dimension: str, kind: Kind, ranks: int, calls: int, size: int, what: str) -> Exchange:
         return Exchange(dimension, kind, ranks, self._times * calls, size, what)

@@ -9,9 +9,11 @@ cluster = "a100-80gx1024"
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import ceil
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from cuboid.cost.errors import Seen, seen
 from cuboid.errors import UserError
 from cuboid.plan.question import Question
 from cuboid.plan.refine import Refined
@@ -43,6 +45,8 @@ class Plan(Refined):
     reasons: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
+    train_tokens: float = 0.0
+    """Tokens to train on; 0: nobody said."""
 
     @property
     def share(self) -> float:
@@ -54,6 +58,14 @@ class Plan(Refined):
         """Tokens per second and accelerator."""
         question = self.question
         return question.global_batch * question.sequence / (self.seconds * self.layout.world_size)
+
+    @property
+    def error(self) -> Seen | None:
+        """How far predictions were off on published runs like this."""
+        question = self.question
+        return seen(
+            question.engine, question.cluster.accelerator, question.model.mixture is not None, self.layout.world_size
+        )
 
     def days(self, tokens: float) -> float:
         """Days to train on so many tokens."""
@@ -79,13 +91,25 @@ class Plan(Refined):
             sequence=question.sequence,
             precision=cast(Literal["bf16", "fp16", "fp8", "float32"], trained),
         )
+        if self.train_tokens:
+            training = replace(training, steps=ceil(self.train_tokens / (question.global_batch * question.sequence)))
         output = OutputSpec(folder=f"runs/{question.model.name}")
         return Run(model=question.model, layout=self.layout, training=training, output=output, plan=_table(self))
 
 
 def dump_plan(plan: Plan) -> str:
-    """The run file with the plan in it."""
-    return dump_run(plan.run)
+    """The run file with the plan in it, headed by what the planner did not choose."""
+    return "".join(f"# {line}\n" for line in to_choose(plan.run)) + dump_run(plan.run)
+
+
+def to_choose(run: Run) -> list[str]:
+    """What a person decides before training: these values are only defaults."""
+    return [
+        f"Choose before you train: data.source (now {run.data.source}), training.steps (now {run.training.steps:,}), "
+        f"learning_rate.peak (now {run.learning_rate.peak:g}),",
+        f"learning_rate.warmup_steps (now {run.learning_rate.warmup_steps}), when to save ([checkpoint]) and "
+        f"output.folder (now {run.output.folder}).",
+    ]
 
 
 def load_plan(path: str | Path) -> Plan:
@@ -118,6 +142,7 @@ def plan_of(run: Run, where: str = "plan") -> Plan:
             bubble=cast(float, table["bubble"]),
             host_memory=GIB * cast(float, table.get("host_memory_gib", 0.0)),
             utilization=cast(float, table["mfu"]),
+            train_tokens=float(run.training.steps * run.training.global_batch * run.training.sequence),
             reasons=tuple(cast(list[str], table.get("reasons", []))),
             warnings=tuple(cast(list[str], table.get("warnings", []))),
             alternatives=tuple(

@@ -7,7 +7,7 @@ from cuboid.errors import UserError
 from cuboid.plan.question import Question
 from cuboid.plan.search import search
 from cuboid.plan.sizes import resized
-from cuboid.plan.space import bases, degrees, divisors
+from cuboid.plan.space import degrees, divisors, shapes, with_context
 from cuboid.spec.fitting import check_model
 from cuboid.spec.layout import Layout
 from cuboid.spec.suggest import either
@@ -20,7 +20,7 @@ def explain_nothing(question: Question) -> UserError:
     world_size = question.cluster.accelerators
     if next(degrees(question, world_size), None) is None:
         return _no_degrees(question, world_size)
-    if not len(bases(question, world_size)):
+    if not len(with_context(question, shapes(question, world_size))):
         micro_batch = question.fixed.get("micro_batch")
         return UserError(
             f"no layout of {question.cluster.name} divides global_batch={question.global_batch} with "
@@ -64,9 +64,16 @@ def _too_small(question: Question, world_size: int) -> UserError:
     kept = f" with {_fixed(question)}" if question.fixed else ""
     limit = f"{question.limit / 2**30:.4g} GiB a rank"
     needed = _enough(question, world_size)
+    least = search(replace(question, memory_limit=1e18), world_size, keep=1, objective="memory")
+    lacking = ""
+    if len(least.space):
+        held = float(least.memory[0])
+        lacking = (
+            f": {least.space.layout(0)} would hold {held / 2**30:.1f}, {(held - question.limit) / 2**30:.1f} too many"
+        )
     what = (
         f"cluster={question.cluster.name} is too small for {question.model.name}{kept} "
-        f"at global_batch={question.global_batch} and seq={question.sequence} within {limit}"
+        f"at global_batch={question.global_batch} and seq={question.sequence} within {limit}{lacking}"
     )
     name = question.cluster.name.rpartition("x")[0] or question.cluster.accelerator
     if needed is None:
@@ -93,7 +100,7 @@ def _enough(question: Question, world_size: int) -> int | None:
 
 
 def _holds(question: Question) -> bool:
-    return len(search(question, question.cluster.accelerators, keep=1, objective="memory").space) > 0
+    return len(search(question, question.cluster.accelerators, keep=1).space) > 0
 
 
 def _fixed(question: Question) -> str:

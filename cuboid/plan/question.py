@@ -40,6 +40,8 @@ class Question:
     """Layout fields the user has decided."""
     memory_limit: float | None = None
     """Most bytes a rank may hold; left out: 95 % of the accelerator's memory."""
+    target: str = ""
+    """Whose files the plan must be sayable in; empty: this program's."""
     beyond_engine: bool = False
     """Also plan what the engine cannot train yet."""
 
@@ -132,6 +134,14 @@ class Question:
         if self.beyond_engine or self.engine != "cuboid" or self.untrainable(Layout()):
             return frozenset(names)
         return frozenset(name for name in names if not self.untrainable(Layout.parse(f"dp=2,{name}=2")))
+
+
+def precision_on(cluster: ClusterSpec, asked: str | None) -> str:
+    """The precision asked for; left out, bf16 where the accelerators have it, else fp16 or float32."""
+    usual = next((name for name in ("bf16", "fp16") if name in cluster.peak_tflops), "float32")
+    if asked in ("bf16", "fp8") and asked not in cluster.peak_tflops:
+        raise UserError(f"precision={asked} is not in {cluster.accelerator}; use precision={usual}")
+    return asked or usual
 
 
 def parse_fixed(parts: Sequence[str]) -> dict[str, Any]:

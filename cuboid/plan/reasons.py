@@ -9,7 +9,7 @@ WORDS = {
     "context": "context-parallel traffic",
     "expert": "tokens to experts",
     "host": "the host",
-    "bubble": "the pipeline bubble",
+    "bubble": "waiting for other stages",
     "transfer": "transfers between stages",
     "data": "gradients and parameters between replicas",
     "optimizer": "the optimizer",
@@ -62,6 +62,18 @@ def reasons(plan: Plan) -> list[str]:
     return found
 
 
+def error_line(plan: Plan) -> str:
+    """What the prediction is worth."""
+    if plan.error:
+        return plan.error.sentence
+    question = plan.question
+    kind = "mixture" if question.model.mixture else "dense model"
+    return (
+        f"nobody published a {kind} trained with {question.engine} on {question.cluster.accelerator}: how far this "
+        "step time is off is not known"
+    )
+
+
 def recomputation(layout: Layout) -> str:
     """What is recomputed, in words."""
     words = {"none": "no", "selective": "selective", "full": "full"}
@@ -75,8 +87,8 @@ def recomputation(layout: Layout) -> str:
 
 
 def amount(count: float) -> str:
-    """A large number with its unit: 174.6 B."""
-    for unit, word in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+    """A large number in words, for B is a byte too: 174.6 billion."""
+    for unit, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
         if count >= unit:
             return f"{count / unit:.4g} {word}"
     return f"{count:g}"

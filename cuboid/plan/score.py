@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 from cuboid.cost.estimate import Estimates, estimate_many
 from cuboid.cost.inputs import Array
 from cuboid.cost.step import PARTS
+from cuboid.plan.bounds import least_busy, least_transfer
 from cuboid.plan.question import Question
 from cuboid.plan.space import DEGREES, Space
-from cuboid.plan.stages import LayerSeconds, assumed_slowest, everything, real_slowest
+from cuboid.plan.stages import LayerSeconds, assumed_slowest, real_slowest
 
 BUSY = ("compute", "tensor", "context", "expert", "host")
 """Parts of the step that grow with the layers of the slowest rank."""
@@ -27,7 +28,7 @@ class Scores:
     memory: Array
     fits: NDArray[np.bool_]
     even: Array
-    """Seconds that no other schedule and no other partition takes away."""
+    """Seconds that no schedule and no partition takes away."""
 
     @property
     def seconds(self) -> Array:
@@ -38,6 +39,10 @@ class Scores:
         """Some of them."""
         parts = {name: part[which] for name, part in self.parts.items()}
         return Scores(self.space.take(which), parts, self.memory[which], self.fits[which], self.even[which])
+
+    def within(self, slowest: float) -> "Scores":
+        """Those that take no longer."""
+        return self if slowest == float("inf") else self.take(np.flatnonzero(self.seconds <= slowest))
 
     def order(self, objective: str) -> NDArray[np.intp]:
         """Best first; layouts that cost the same keep the order of the space, so that the answer never varies."""
@@ -72,7 +77,7 @@ def score(question: Question, space: Space) -> Scores:
     micro_batches = space.jobs.micro_batches
     assumed = micro_batches * assumed_slowest(question, space, seconds)
     real = micro_batches * real_slowest(question, space, seconds)
-    even = micro_batches * everything(question, seconds) / space.jobs.pp
+    even = least_busy(question, space, seconds)
     busy = sum((parts[name] for name in BUSY), np.zeros(size))
     # Part of the host's time comes once per step and does not grow with the layers.
     fixed = np.maximum(busy - assumed, 0.0)
@@ -80,7 +85,7 @@ def score(question: Question, space: Space) -> Scores:
     for name in BUSY:
         once = fixed if name == "host" else 0.0
         parts[name] = (parts[name] - once) * growth + once
-    others = sum((parts[name] for name in ("data", "optimizer", "transfer")), np.zeros(size))
+    others = parts["data"] + parts["optimizer"] + parts["transfer"] * least_transfer(question, space)
     straggling = parts["straggler"] / np.maximum(assumed + parts["bubble"], 1e-300)
     fits = estimates.fits & (estimates.memory <= question.limit)
     memory = np.broadcast_to(estimates.memory, size)

@@ -1,8 +1,10 @@
 """The best layouts of a space: every layout is looked at, or proved to be worse than those returned.
 
-First all layouts with the schedule that needs the least memory. What does not fit even so is out, whatever its
-schedule; what would be too slow even without any bubble and with perfectly even stages is out too. The rest is tried
-with every schedule, and with no more layers recomputed than its memory asks for.
+Shapes (how ranks and batch are divided) come in the order of the seconds that none of their layouts undercuts, some at
+a time, until no shape left can be among the best. Of these, first all layouts with the schedule that needs the least
+memory. What does not fit even so is out, whatever its schedule; what would be too slow even without any bubble and with
+perfectly even stages is out too. The rest is tried with every schedule, and with no more layers recomputed than its
+memory asks for.
 """
 
 import numpy as np
@@ -10,42 +12,115 @@ import numpy as np
 from cuboid.cost.inputs import Array, Shape
 from cuboid.cost.memory import peak_memory
 from cuboid.cost.offload import host_bytes
+from cuboid.plan.bounds import least_memory, least_seconds
 from cuboid.plan.budget import PLACES, may_mix, mixable, mixed, promising
+from cuboid.plan.export.limits import sayable
 from cuboid.plan.question import Question
 from cuboid.plan.score import Scores, chunks, joined, score, score_all
-from cuboid.plan.space import PLAIN, Space, bases, scheduled, schedules
+from cuboid.plan.space import PLAIN, Space, context_ways, scheduled, schedules, shapes, with_context, with_states
+
+FIRST, AT_ONCE = 4_000, 100_000
+"""Layouts looked at before anything is known of what is good, and together at most."""
 
 
 def search(
-    question: Question, world_size: int, *, keep: int, objective: str = "time", distinct: bool = False
+    question: Question,
+    world_size: int,
+    *,
+    keep: int,
+    objective: str = "time",
+    distinct: bool = False,
+    slowest: float = float("inf"),
+    mixes: bool = True,
 ) -> Scores:
     """The `keep` best layouts that fit, best first; none when none fits.
 
-    `distinct`: of layouts with the same ranks, micro-batch and schedule only the best counts."""
-    space = _fitting(question, bases(question, world_size))
-    if not len(space):
-        return score(question, space)
-    plain = score_all(question, space)
-    best = plain.best(keep, objective, distinct)
-    good = np.ones(len(space), dtype=bool)
-    if _plain_allowed(question, space) and len(best.space) == keep:
-        # A layout that is worse than so many others even at its best cannot be among those kept.
-        bound, reached = (plain.memory, best.memory) if objective == "memory" else (plain.even, best.seconds)
-        good = bound <= reached[-1] * (1 + 1e-8)
-    found = score_all(question, scheduled(question, space.take(np.flatnonzero(good))))
-    best = found.best(keep, objective, distinct)
-    if may_mix(question, objective):
-        best = _with_mixes(question, best, found, keep, distinct)
-        others = ~good & promising(question, plain, _place(best, keep))
-        found = score_all(question, scheduled(question, space.take(np.flatnonzero(others))))
-        best = _with_mixes(question, best, found, keep, distinct)
+    `distinct`: of layouts with the same ranks, micro-batch and schedule only the best counts. `slowest`: seconds that a
+    step may take. `mixes`: also layouts that recompute some layers more than others."""
+    mixes = mixes and may_mix(question, objective)
+    every = shapes(question, world_size)
+    every = every.take(np.flatnonzero(least_memory(question, every) <= question.limit))
+    bound = np.concatenate([least_seconds(question, part, False) for part in chunks(every)])
+    order = np.argsort(bound, kind="stable")
+    sizes = np.cumsum(_sizes(question, every)[order])
+    best = score(question, every.take(order[:0]))
+    start, batch, limit = 0, 0, slowest
+    while start < len(order) and bound[order[start]] <= limit * (1 + 1e-8):
+        room = min(FIRST * 4**batch, AT_ONCE)
+        stop = max(int(np.searchsorted(sizes, (sizes[start - 1] if start else 0) + room)), start + 1)
+        found = _search_some(question, every.take(order[start:stop]), keep, objective, distinct, slowest, limit, mixes)
+        best = joined([best, found]).best(keep, objective, distinct)
+        if objective != "memory" and len(best.space) == keep:
+            limit = min(slowest, float(best.seconds[-1]))
+        start, batch = stop, batch + 1
     return best
 
 
-def _with_mixes(question: Question, best: Scores, found: Scores, keep: int, distinct: bool) -> Scores:
+def _sizes(question: Question, every: Space) -> Array:
+    """How many layouts each shape has, nearly."""
+    kinds = 12 if not {"zero", "recompute"} & question.fixed.keys() else 4
+    pairs = {pair: len(context_ways(question, *pair)) for pair in set(_pairs(every))}
+    return np.array([kinds * pairs[pair] for pair in _pairs(every)], dtype=np.float64)
+
+
+def _pairs(every: Space) -> list[tuple[int, int]]:
+    return list(zip(every.columns["tp"].tolist(), every.columns["cp"].tolist(), strict=True))
+
+
+def _search_some(
+    question: Question,
+    some: Space,
+    keep: int,
+    objective: str,
+    distinct: bool,
+    slowest: float,
+    limit: float,
+    mixes: bool,
+) -> Scores:
+    """The best of some shapes. `limit`: seconds above which nothing is among the best of all."""
+    some = with_context(question, some)
+    if np.isfinite(limit):
+        least = np.concatenate([least_seconds(question, part, True) for part in chunks(some)])
+        some = some.take(np.flatnonzero(least <= limit * (1 + 1e-8)))
+    space = _fitting(question, _sayable(question, with_states(question, some)))
+    if not len(space):
+        return score(question, space)
+    plain = score_all(question, space)
+    best = plain.within(slowest).best(keep, objective, distinct)
+    reached = limit
+    good = np.ones(len(space), dtype=bool)
+    if _plain_allowed(question, space) and len(best.space) == keep:
+        reached = min(reached, float(best.seconds[-1]))
+    if objective == "memory":
+        if _plain_allowed(question, space) and len(best.space) == keep and not np.isfinite(slowest):
+            good = plain.memory <= best.memory[-1] * (1 + 1e-8)
+    else:
+        # A layout that is worse than so many others even at its best cannot be among those kept.
+        good = plain.even <= reached * (1 + 1e-8)
+    found = score_all(question, _scheduled(question, space.take(np.flatnonzero(good)))).within(slowest)
+    best = found.best(keep, objective, distinct)
+    if mixes:
+        best = _with_mixes(question, best, found, keep, distinct, limit)
+        others = ~good & promising(question, plain, min(_place(best, keep), limit))
+        found = score_all(question, scheduled(question, space.take(np.flatnonzero(others)))).within(slowest)
+        best = _with_mixes(question, best, found, keep, distinct, limit)
+    return best
+
+
+def _sayable(question: Question, space: Space) -> Space:
+    if not question.target:
+        return space
+    return space.take(np.flatnonzero(sayable(question.target, space.columns, space.global_batch)))
+
+
+def _scheduled(question: Question, space: Space) -> Space:
+    return _sayable(question, scheduled(question, space))
+
+
+def _with_mixes(question: Question, best: Scores, found: Scores, keep: int, distinct: bool, limit: float) -> Scores:
     """The best with those of others that are faster with some of their layers recomputed."""
-    for bound, space in mixable(question, found, _place(best, keep)):
-        if bound > _place(best, keep):
+    for bound, space in mixable(question, found, min(_place(best, keep), limit)):
+        if bound > min(_place(best, keep), limit):
             break
         best = joined([best, mixed(question, space)]).best(keep, "time", distinct)
     return best

@@ -131,8 +131,9 @@ def context_ways(question: Question, tp: int, cp: int) -> list[tuple[int, int]]:
     ]
 
 
-def bases(question: Question, world_size: int) -> Space:
-    """Everything but the schedule, which is 1F1B here where that is allowed."""
+def shapes(question: Question, world_size: int) -> Space:
+    """Every way to divide the ranks and the batch. What else a layout decides is left at what takes least time: no
+    recomputation, no ZeRO, 1F1B; context-parallel ranks exchange heads, which nothing is computed in blocks for."""
     fixed = question.fixed
     rows: list[tuple[int, ...]] = []
     for dp, tp, pp, cp, ep in degrees(question, world_size):
@@ -142,9 +143,31 @@ def bases(question: Question, world_size: int) -> Space:
             splits = micro_batch * question.sequence // cp % tp == 0
             sequence_parallel = tp > 1 and fixed.get("sequence_parallel", splits)
             if splits or not sequence_parallel:
-                same = (dp, tp, pp, cp, ep, micro_batch, sequence_parallel)
-                rows += [(*same, *way) for way in context_ways(question, tp, cp)]
-    table = np.array(rows, dtype=np.int64).reshape(len(rows), len(DEGREES) + 2)
+                rows.append((dp, tp, pp, cp, ep, micro_batch, sequence_parallel))
+    table = np.array(rows, dtype=np.int64).reshape(len(rows), len(DEGREES))
+    columns = dict(zip(DEGREES, table.T, strict=True))
+    ones = np.ones(len(table), dtype=np.int64)
+    columns |= {"cp_method": CONTEXT_METHODS.index("ulysses") * ones, "cp_inner": columns["cp"]}
+    columns |= {"recompute": 0 * ones, "zero": 0 * ones, "shard": 0 * ones}
+    columns |= {"schedule": PLAIN * ones, "vpp": ones, "offload": int(question.fixed_offload) * ones}
+    columns["recompute_layers"] = 0 * ones
+    return Space(columns, question.global_batch, question.sequence)
+
+
+def with_context(question: Question, space: Space) -> Space:
+    """Every shape with every way to bring keys and queries together."""
+    pairs = zip(space.columns["tp"].tolist(), space.columns["cp"].tolist(), strict=True)
+    ways = [context_ways(question, tp, cp) for tp, cp in pairs]
+    chosen = space.take(np.repeat(np.arange(len(space)), [len(each) for each in ways]))
+    flat = np.array([way for each in ways for way in each], dtype=np.int64).reshape(-1, 2)
+    columns = {**chosen.columns, "cp_method": flat[:, 0], "cp_inner": flat[:, 1]}
+    return Space(columns, space.global_batch, space.sequence)
+
+
+def with_states(question: Question, space: Space) -> Space:
+    """Every shape with every kind of recomputation and of ZeRO."""
+    fixed = question.fixed
+    table = np.stack([space.columns[name] for name in (*DEGREES, "cp_method", "cp_inner")], axis=1)
     recompute = [RECOMPUTE.index(fixed["recompute"])] if "recompute" in fixed else list(range(len(RECOMPUTE)))
     # Copies of an expert sit on tensor-parallel ranks too, so there ZeRO has something to split even without replicas.
     tensor = table[:, 1] if question.model.mixture else 1
@@ -156,6 +179,11 @@ def bases(question: Question, world_size: int) -> Space:
     columns |= {"schedule": PLAIN * ones, "vpp": ones, "offload": int(question.fixed_offload) * ones}
     columns["recompute_layers"] = question.fixed.get("recompute_layers", 0) * ones
     return Space(columns, question.global_batch, question.sequence)
+
+
+def bases(question: Question, world_size: int) -> Space:
+    """Everything but the schedule, which is 1F1B here where that is allowed."""
+    return with_states(question, with_context(question, shapes(question, world_size)))
 
 
 def _crossed(question: Question, rows: NDArray[np.int64], recompute: list[int], alone: bool) -> NDArray[np.int64]:

@@ -5,14 +5,15 @@ They are those of Cuboid's own engine, whichever engine's time is asked for: wha
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cuboid.plan.exchanges import exchanges
 from cuboid.plan.plan import Plan
 from cuboid.plan.rank_step import Exchange
-from cuboid.spec.cluster import LinkTier
-from cuboid.spec.layout import V_SHAPED, Layout
-from cuboid.telemetry.communication_ledger import Entry, Kind
+from cuboid.spec.cluster import ClusterSpec, LinkTier
+from cuboid.spec.layout import Layout
+from cuboid.telemetry.communication_ledger import WIRE, Entry, Kind
 
 ORDER = ("tp", "kv", "sequence", "cp", "ep", "pp", "embedding", "data", "shard", "replicate")
 """Those that speak in every layer first; experts' own data-parallel groups and the whole world come last."""
@@ -27,6 +28,10 @@ class Moved:
     """The slowest link between the ranks of its group."""
     parts: list[Exchange]
     """The largest first."""
+    links: dict[str, float]
+    """Tier -> seconds that its links alone need at their printed bandwidth, with all ports the group has."""
+    everyone: dict[str, float]
+    """The same of what every rank sends; of messages to neighbours only some leave a domain."""
 
     @property
     def bytes(self) -> float:
@@ -35,13 +40,20 @@ class Moved:
 
     @property
     def seconds(self) -> float:
-        """What the links alone would need at their printed bandwidth."""
-        return self.bytes / (self.tier.bandwidth * 1e9)
+        """What the slowest of the links alone would need."""
+        return max(self.links.values())
 
     @property
     def formulas(self) -> list[str]:
         """One for each part."""
         return [f"{part.calls:,} {part.kind}s of {part.what}{_wire(part)}" for part in self.parts]
+
+
+def bound(entries: list[Moved]) -> float:
+    """Seconds that no step with this traffic undercuts: those of one dimension, or of all that share a kind of link."""
+    tiers = {name for entry in entries for name in entry.links}
+    shared = (sum(entry.everyone.get(name, 0.0) for entry in entries) for name in tiers)
+    return max([*(entry.seconds for entry in entries), *shared], default=0.0)
 
 
 def sent(part: Exchange) -> float:
@@ -68,10 +80,44 @@ def moved(plan: Plan) -> list[Moved]:
             busiest[dimension] = max(busiest.get(dimension, parts), parts, key=_total)
     named = [name for name in ORDER if name in busiest]
     named += sorted(busiest.keys() - set(ORDER))
-    return [
-        Moved(dimension=name, tier=_tier(plan, name, busiest[name][0].ranks), parts=_joined(busiest[name]))
-        for name in named
-    ]
+    return [_entry(plan, name, busiest[name]) for name in named]
+
+
+def _entry(plan: Plan, dimension: str, parts: list[Exchange]) -> Moved:
+    layout, cluster = plan.layout, plan.question.cluster
+    joined = _joined(parts)
+    links: defaultdict[str, float] = defaultdict(float)
+    everyone: defaultdict[str, float] = defaultdict(float)
+    for part in joined:
+        stride = _stride(layout, dimension)
+        if dimension == "cp" and part.kind != "all-to-all":
+            stride *= layout.cp_inner
+        for tier, seconds, all_send in link_seconds(cluster, part, stride):
+            links[tier.name] += seconds
+            everyone[tier.name] += seconds * all_send
+    slowest = [tier for tier in cluster.tiers if tier.name in links][-1]
+    return Moved(dimension=dimension, tier=slowest, parts=joined, links=dict(links), everyone=dict(everyone))
+
+
+def link_seconds(cluster: ClusterSpec, part: Exchange, stride: int) -> Iterator[tuple[LinkTier, float, bool]]:
+    """The tiers that an exchange of ranks `stride` apart crosses, the seconds of their links at the printed bandwidth,
+    and whether every rank sends over them.
+
+    Out of a domain of the tier below, a collective uses the ports of all members in it; a message has one."""
+    ranks, below, size = part.ranks, 1, float(part.calls * part.size)
+    for tier in cluster.tiers:
+        here, within = (min(max(count / stride, 1.0), ranks) for count in (below, tier.size))
+        if within > here:
+            if part.kind == "send":
+                moved = size
+            elif part.kind == "all-to-all":
+                # What goes further passes these links too, but not those inside a node.
+                moved = size * ((ranks if below > 1 else within) - here) / ranks
+            else:
+                domains = ranks / here if below > 1 else within
+                moved = WIRE[part.kind] * size * (domains - 1) / domains / here
+            yield tier, moved / (tier.bandwidth * 1e9), part.kind != "send" or here == 1
+        below = tier.size
 
 
 def _total(parts: list[Exchange]) -> float:
@@ -85,16 +131,6 @@ def _joined(parts: list[Exchange]) -> list[Exchange]:
         calls[part.dimension, part.kind, part.ranks, part.size, part.what] += part.calls
     joined = [Exchange(*key[:3], count, *key[3:]) for key, count in calls.items()]
     return sorted(joined, key=sent, reverse=True)
-
-
-def _tier(plan: Plan, dimension: str, ranks: int) -> LinkTier:
-    """Between the first and the last rank of the first group; neighbours, for the messages of a pipeline."""
-    layout = plan.layout
-    if dimension == "cp":
-        ranks = layout.cp  # whichever part of it exchanges heads
-    elif dimension == "pp" and (layout.vpp == 1 or layout.schedule in V_SHAPED):
-        ranks = 2  # stages that go round also send from the last rank to the first, the longest way of all
-    return plan.question.cluster.tier_of([0, (ranks - 1) * _stride(layout, dimension)])
 
 
 def _stride(layout: Layout, dimension: str) -> int:

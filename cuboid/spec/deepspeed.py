@@ -1,9 +1,11 @@
-"""Runs from a DeepSpeed-style JSON: each key is honoured, or refused by its full name; none is dropped.
+"""Runs from a DeepSpeed-style JSON: each key is honoured, noted where it is about DeepSpeed alone, or refused by its
+full name; none is dropped silently.
 
 {"train_batch_size": 64, "bf16": {"enabled": true}, "zero_optimization": {"stage": 1},
  "pipeline": {"stages": 4}, "tensor_parallel": {"autotp_size": 2}}
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +41,12 @@ KEYS: dict[str, type | Only] = {
     "fp16.initial_scale_power": int,
     "fp16.loss_scale_window": int,
     "fp16.loss_scale": Only((0, 0.0)),
+    "scheduler.type": Only(("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")),
+    "scheduler.params.warmup_min_lr": Only((0, 0.0)),
+    "scheduler.params.warmup_max_lr": float,
+    "scheduler.params.warmup_num_steps": int,
+    "scheduler.params.warmup_type": Only(("linear",)),
+    "scheduler.params.total_num_steps": int,
     "optimizer.type": Only(("AdamW", "Adam")),
     "optimizer.params.lr": float,
     "optimizer.params.betas": list,
@@ -76,6 +84,21 @@ KEYS: dict[str, type | Only] = {
 }
 """Every key that can be honoured -> its type, or the values at which Cuboid does what it asks."""
 
+NOTED = (
+    "fp16.(hysteresis|min_loss_scale|auto_cast|consecutive_hysteresis)",
+    "bf16.(auto_cast|immediate_grad_update|check_grad_overflow)",
+    "zero_optimization.(contiguous_gradients|(reduce|allgather|stage3_prefetch)_bucket_size|allgather_partitions)",
+    "zero_optimization.(round_robin_gradients|sub_group_size|ignore_unused_parameters|stage3_.*|load_from_fp32_weights)",
+    "zero_optimization.(memory_efficient_linear|elastic_checkpoint|use_multi_rank_bucket_allreduce)",
+    "zero_optimization.offload_(optimizer|param).(buffer_count|buffer_size|fast_init|pipeline_.*|max_in_cpu|pin_memory)",
+    "optimizer.params.(torch_adam|fused|bias_correction)",
+    "(flops_profiler|comms_logger|tensorboard|wandb|csv_monitor|aio|monitor_config)\\..*",
+    "zero_allow_untested_optimizer|zero_force_ds_cpu_optimizer|memory_breakdown|dump_state|gradient_predivide_factor",
+    "checkpoint.use_node_local_storage|checkpoint.load_universal|disable_allgather|communication_data_type|seq_parallel.*",
+)
+"""Patterns of keys about DeepSpeed's own buffers, checks and logs, and how fast its loss scale falls: of no meaning
+here."""
+
 INSTEAD = {
     "sequence_parallel_size": "layout cp in the run file",
 }
@@ -84,7 +107,7 @@ INSTEAD = {
 
 def run_table_from_deepspeed(config: Mapping[str, Any], world_size: int | None = None) -> Table:
     """What a DeepSpeed config says of a run, as `build_run` takes it; the model is not in such a config."""
-    found = _read(config)
+    found, _ = _read(config)
     layout = _layout(found, world_size)
     table: Table = {
         "layout": str(layout),
@@ -95,12 +118,19 @@ def run_table_from_deepspeed(config: Mapping[str, Any], world_size: int | None =
             "gradient_clip": found.get("gradient_clipping", 0.0),
         },
     }
-    if any(key.startswith("optimizer.") for key in found):
+    if any(key.startswith(("optimizer.", "scheduler.")) for key in found):
         table |= _optimizer(found)
+    if steps := found.get("scheduler.params.total_num_steps"):
+        table["training"]["steps"] = steps
     output = {"log_every": found.get("steps_per_print"), "keep_timing": found.get("wall_clock_breakdown")}
     if kept := {key: value for key, value in output.items() if value is not None}:
         table["output"] = kept
     return table
+
+
+def notes_from_deepspeed(config: Mapping[str, Any]) -> list[str]:
+    """What of a config the run does not follow, one sentence each."""
+    return _read(config)[1]
 
 
 def _precision(found: Table) -> Table:
@@ -114,12 +144,17 @@ def _precision(found: Table) -> Table:
     return {"precision": "fp16", "loss_scale": 2.0**first, "loss_scale_steps": window}
 
 
-def _read(config: Mapping[str, Any]) -> Table:
-    """Dotted key -> value, for the keys that can be honoured; one sentence names all that cannot."""
-    found, refused = {}, []
+def _read(config: Mapping[str, Any]) -> tuple[Table, list[str]]:
+    """Dotted key -> value, for the keys that can be honoured, and notes; one sentence names all that cannot."""
+    found: Table = {}
+    refused, ignored, open_keys = [], [], []
     for key, value in _flatten(config):
         kind = KEYS.get(key)
-        if kind is None:
+        if key not in KEYS and any(re.fullmatch(pattern, key) for pattern in NOTED):
+            ignored.append(key)
+        elif value == "auto" and kind is not None:
+            open_keys.append(key)
+        elif kind is None:
             near = either(nearest_names(key, KEYS, count=1))
             refused.append(f"{key}={show(value)} (unknown; {near} is known)")
         elif isinstance(kind, Only):
@@ -132,7 +167,24 @@ def _read(config: Mapping[str, Any]) -> Table:
             found[key] = value if kind is list else convert(value, kind, key)
     if refused:
         raise UserError(f"DeepSpeed keys that cannot be honoured: {', '.join(refused)}; change or remove them")
-    return found
+    notes = [f"{', '.join(ignored)}: about DeepSpeed's own buffers, checks and logs; not used here"] if ignored else []
+    if open_keys:
+        found |= _opened(found, open_keys)
+        taken = (f"{key}={show(found[key])}" if key in found else f"{key} as by default" for key in open_keys)
+        notes.append(f'"auto" has no trainer to fill it in; taken: {", ".join(taken)}; change it with --set')
+    return found, notes
+
+
+def _opened(found: Table, keys: list[str]) -> Table:
+    """What stands for "auto" where nothing else in the config tells it."""
+    values: Table = {}
+    if "train_micro_batch_size_per_gpu" in keys and "train_batch_size" not in found:
+        values["train_micro_batch_size_per_gpu"] = 1
+    if "bf16.enabled" in keys and not found.get("fp16.enabled"):
+        values["bf16.enabled"] = True
+    elif "fp16.enabled" in keys and not found.get("bf16.enabled"):
+        values["fp16.enabled"] = True
+    return values
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -257,6 +309,22 @@ def _optimizer(found: Table) -> Table:
             "epsilon": found.get("optimizer.params.eps", 1e-8),
             "weight_decay": found.get("optimizer.params.weight_decay", 0.0),
         },
-        # Without a scheduler DeepSpeed keeps the rate.
-        "learning_rate": {"peak": found.get("optimizer.params.lr", 1e-3), "schedule": "constant"},
+        "learning_rate": {"peak": found.get("optimizer.params.lr", 1e-3), **_schedule(found)},
     }
+
+
+def _schedule(found: Table) -> Table:
+    """Of the learning rate; without a scheduler DeepSpeed keeps it. A decay ends with training.steps."""
+    kind = found.get("scheduler.type")
+    if kind is None:
+        return {"schedule": "constant"}
+    warmup = found.get("scheduler.params.warmup_num_steps", 1000)
+    table: Table = {"warmup_steps": warmup}
+    if "scheduler.params.warmup_max_lr" in found:
+        table["peak"] = found["scheduler.params.warmup_max_lr"]
+    if kind == "WarmupLR":
+        return {**table, "schedule": "constant"}
+    if kind == "WarmupCosineLR":
+        return {**table, "schedule": "cosine", "minimum_ratio": 0.0}
+    total = found.get("scheduler.params.total_num_steps", 0)
+    return {**table, "schedule": "wsd", "minimum_ratio": 0.0, "decay_steps": max(total - warmup, 0)}

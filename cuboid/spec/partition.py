@@ -53,10 +53,7 @@ def _dynamic(costs: Sequence[float], first: float, last: float, stages: int) -> 
     ends = [range(stage + 1, layers - (stages - 1 - stage) + 1) for stage in range(stages)]
     largest = {stop: table[0][stop] for stop in ends[0]}
     for stage in range(1, stages):
-        largest = {
-            stop: min(max(value, table[start][stop]) for start, value in largest.items() if start < stop)
-            for stop in ends[stage]
-        }
+        largest = {stop: _least_largest(largest, table, stop) for stop in ends[stage]}
     limit = largest[layers] * (1 + 1e-12)
     best: dict[int, tuple[float, tuple[int, ...]]] = {
         stop: (table[0][stop] ** 2, (0, stop)) for stop in ends[0] if table[0][stop] <= limit
@@ -64,15 +61,29 @@ def _dynamic(costs: Sequence[float], first: float, last: float, stages: int) -> 
     for stage in range(1, stages):
         following = {}
         for stop in ends[stage]:
-            options = [
-                (squares + table[start][stop] ** 2, (*boundaries, stop))
-                for start, (squares, boundaries) in best.items()
-                if start < stop and table[start][stop] <= limit
-            ]
+            options = []
+            for start in range(stop - 1, -1, -1):
+                if table[start][stop] > limit:
+                    break  # a stage that begins earlier costs more
+                if start in best:
+                    squares, boundaries = best[start]
+                    options.append((squares + table[start][stop] ** 2, (*boundaries, stop)))
             if options:
                 following[stop] = min(options)
         best = following
     return list(best[layers][1])
+
+
+def _least_largest(largest: dict[int, float], table: list[list[float]], stop: int) -> float:
+    """The least cost of the largest of so many stages and one more up to `stop`. Of the two the one falls and the other
+    rises as that one begins later, so the first place where it is not the larger decides."""
+    least = float("inf")
+    for start in range(stop - 1, -1, -1):
+        if start in largest:
+            least = min(least, max(largest[start], table[start][stop]))
+            if table[start][stop] >= largest[start]:
+                break
+    return least
 
 
 def layer_costs(model: ModelSpec, sequence: int) -> tuple[list[float], float]:

@@ -18,7 +18,7 @@ def test_1t_on_4096_a100(capsys: pytest.CaptureFixture[str]) -> None:
     layout = ["--layout", "dp=8,tp=8,pp=64,zero=1"]
     assert main(["explain", "gpt-1t", "a100-80gx4096", *layout, "--global-batch", "4096", "--seq", "2048"]) == 0
     shown = words(capsys)
-    assert "16 B × 1008 B parameters = 16.13 TB of states" in shown
+    assert "16 bytes × 1008 billion parameters = 16.13 TB of states" in shown
     assert "tp=8 × pp=64 = 512 accelerators hold one replica" in shown
     assert "so dp=8" in shown
     assert "the planner's own choice" in shown or "no other layout searched is faster" in shown

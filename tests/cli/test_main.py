@@ -53,7 +53,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["probe", "--rank", "-1"], "error: Invalid value for '--rank': -1 "),
         (["probe", "--seconds", "0"], "error: Invalid value for '--seconds': 0"),
         (["probe", "--ranks", "two"], "error: Invalid value for '--ranks': "),
-        (["map", "--layout", "dp=2"], "error: Missing option '--cluster'; see cuboid map --help"),
+        (["map", "--layout", "dp=2"], "error: --cluster is missing; name a plan file, or --layout and --cluster"),
         (["map", "--layout", "dq=2", "--cluster", "cpux2"], "error: unknown key dq; did you mean"),
     ],
 )

@@ -31,7 +31,7 @@ def test_the_cube_of_eight(capsys: pytest.CaptureFixture[str]) -> None:
         "stage 1 replica 0 [4 5]",
         "stage 1 replica 1 [6 7]",
     ]
-    assert lines_with(picture, "gradients") == ["data 4 × 2 0 2 shared-memory 2 GB/s gradients"]
+    assert lines_with(picture, "gradients") == ["data 4 × 2 0 2 shared-memory 4 GB/s gradients"]
 
 
 def test_stages_of_a_v_schedule_and_groups_that_span_nodes(capsys: pytest.CaptureFixture[str]) -> None:

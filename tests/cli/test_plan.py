@@ -25,7 +25,7 @@ def plan_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> str:
 def test_plan_shows_layouts_and_reasons(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *QUESTION, "--top", "3"]) == 0
     shown = capsys.readouterr().out
-    assert "llama3-8b (8.03 B parameters) on h100x32" in shown
+    assert "llama3-8b (8.03 billion parameters) on h100x32" in shown
     assert "MFU" in shown
     assert "next:" in shown
 
@@ -53,7 +53,7 @@ def test_the_fewest_accelerators_for_a_deadline(capsys: pytest.CaptureFixture[st
     assert answer["plans"][0]["cluster"] != "h100x32"
     assert answer["days"] <= 5
     assert main(["plan", *QUESTION, "--tokens", "1e10"]) == 0
-    assert "10 B take" in " ".join(capsys.readouterr().out.split())
+    assert "10 billion take" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_plan_file_holds_what_was_fixed(plan_file: str) -> None:

@@ -1,11 +1,21 @@
 """Groups on nodes, and how collectives scale with size, group and nodes."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
-from cuboid.cost.communication import all_gather, all_reduce, all_to_all, bus_bandwidth, group, transfer
-from cuboid.cost.constants import Fabric, fabric_named
-from cuboid.cost.inputs import number
+from cuboid.cost.communication import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    bus_bandwidth,
+    group,
+    stage_transfer,
+    transfer,
+)
+from cuboid.cost.constants import Fabric, Level, fabric_named
+from cuboid.cost.inputs import Jobs, number
 
 FABRIC = Fabric(name="test", inner_bandwidth=200e9, outer_bandwidth=20e9, inner_latency=0.0, outer_latency=0.0, node=8)
 
@@ -77,3 +87,29 @@ def test_more_bytes_never_take_less_time() -> None:
     members = group(FABRIC, number(64), number(2))
     times = all_reduce(FABRIC, np.linspace(0, 1e10, 20), members)
     assert np.all(np.diff(times) >= 0)
+
+
+def test_every_level_that_a_group_crosses_counts() -> None:
+    """Nodes of 8, leaves of 4 nodes, and a spine with a quarter of the bandwidth."""
+    spine = Level(32, 5e9, 1e-3)
+    fabric = replace(FABRIC, outer_latency=1e-4, further=(spine,))
+    inside, whole, single = (group(fabric, number(size), number(step)) for size, step in ((32, 1), (64, 1), (8, 8)))
+    assert float(bus_bandwidth(fabric, "all_gather", inside)) == pytest.approx(8 * 20e9)
+    assert float(bus_bandwidth(fabric, "all_gather", whole)) == pytest.approx(min(8 * 20e9, 32 * 5e9))
+    narrow = replace(fabric, further=(replace(spine, bandwidth=1e9),))
+    assert float(bus_bandwidth(narrow, "all_gather", whole)) == pytest.approx(32 * 1e9)
+    assert float(bus_bandwidth(narrow, "all_gather", single)) == pytest.approx(4 * 1e9)
+    # Of seven hops between eight nodes one crosses the spine.
+    empty = float(all_gather(fabric, number(1e-9), single))
+    assert empty == pytest.approx(6 * 1e-4 + 1e-3)
+    # Half of what leaves a node leaves the leaf.
+    outside = number(7e9)
+    assert float(all_to_all(narrow, number(8e9), single, outside)) == pytest.approx(4e9 / 1e9 + 6e-4 + 1e-3)
+
+
+def test_a_stage_whose_neighbour_is_beyond_a_level_waits_for_it() -> None:
+    fabric = replace(FABRIC, further=(Level(16, 2e9, 0.0),))
+    jobs = Jobs.make(pp=4, dp=8, global_batch=8, sequence=8)
+    # Each of the three hops leaves a node; the one in the middle leaves the leaf of two nodes.
+    assert float(stage_transfer(fabric, number(1e9), jobs)) == pytest.approx(2 / 3 / 20 + 1 / 3 / 2)
+    assert float(stage_transfer(FABRIC, number(1e9), replace(jobs, dp=number(2)))) == pytest.approx(1 / 200)

@@ -25,7 +25,7 @@ def jobs(*layouts: str, sequence: int = 131072) -> Jobs:
 
 def seconds(fabric: Fabric, work: Jobs) -> tuple[np.ndarray, np.ndarray]:
     parts = kernels(SHAPE, work, MACHINE.chip, ENGINE, "bf16")
-    return waiting(ENGINE, fabric, SHAPE, work, (parts.attention_forward, parts.attention_backward))
+    return waiting(ENGINE, fabric, SHAPE, work, (parts.attention_forward, parts.attention_backward)).seconds
 
 
 def test_what_a_token_has_on_a_rank() -> None:
@@ -60,6 +60,14 @@ def test_heads_inside_a_node_and_a_ring_between_spare_the_slow_links() -> None:
     slow = Fabric(name="two", inner_bandwidth=200e9, outer_bandwidth=1e9, inner_latency=0.0, outer_latency=0.0, node=8)
     forward, _ = seconds(slow, jobs(*(f"cp=16,cp_method={method}" for method in methods), sequence=16384))
     assert int(np.argmin(forward)) == 3
+
+
+def test_a_ring_leaves_a_node_by_one_port() -> None:
+    """Its messages go from neighbour to neighbour; a gather has the ports of all ranks on the node."""
+    slow = Fabric(name="two", inner_bandwidth=200e9, outer_bandwidth=1e9, inner_latency=0.0, outer_latency=0.0, node=8)
+    work = jobs("cp=16,cp_method=allgather", "cp=16", sequence=2048)
+    gathered, ring = seconds(slow, work)[0]
+    assert ring > 7 * gathered
 
 
 def test_blocks_and_gathered_keys() -> None:

@@ -25,7 +25,7 @@ from cuboid.cost.stages import stage_costs
 from cuboid.errors import UserError
 from cuboid.schedule.make import make_schedule
 from cuboid.schedule.simulate import simulate
-from cuboid.spec.accelerators import accelerator_names
+from cuboid.spec.accelerators import accelerator_names, accelerator_table
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model
@@ -175,3 +175,33 @@ def test_stage_costs_take_any_split_of_the_layers() -> None:
     assert costs.forward[1] > costs.forward[0]
     even, _ = stage_costs(GPT, machine, layout, global_batch=8, sequence=2048)
     assert sum(even.forward) == pytest.approx(sum(costs.forward))
+
+
+@pytest.mark.parametrize("name", sorted(set(accelerator_names().values())))
+def test_no_collective_is_faster_than_the_printed_link(name: str) -> None:
+    per_node = accelerator_table(name)["accelerators_per_node"] or 8
+    cluster = load_cluster(f"{name}x{8192 * per_node}")
+    fabric = machine_of(cluster).fabric
+    assert fabric.inner_bandwidth <= 1e9 * cluster.tiers[0].bandwidth
+    if len(cluster.tiers) > 1:
+        assert fabric.outer_bandwidth <= 1e9 * cluster.tiers[1].bandwidth
+
+
+def test_cut_down_and_shared_links_are_planned_as_they_are() -> None:
+    whole, cut, card = (machine_of(load_cluster(f"{name}x16")).fabric for name in ("h100", "h800", "h100-80g-pcie"))
+    assert cut.inner_bandwidth == pytest.approx(whole.inner_bandwidth * 200 / 450)
+    assert cut.outer_bandwidth == whole.outer_bandwidth
+    assert card.inner_bandwidth == pytest.approx(whole.inner_bandwidth * 63 / 450)
+    assert card.outer_bandwidth == pytest.approx(whole.outer_bandwidth / 4)
+    assert card.inner_latency == pytest.approx(whole.inner_latency * 5.7 / 3.4)
+
+
+def test_every_tier_of_a_cluster_is_a_level_of_its_fabric() -> None:
+    cluster = load_cluster("h100x64")
+    inner, outer = cluster.tiers
+    leaf = replace(outer, name="leaf", size=32, latency=28.0)
+    fabric = machine_of(replace(cluster, tiers=(inner, leaf, replace(outer, bandwidth=25.0)))).fabric
+    plain = machine_of(cluster).fabric
+    assert (fabric.node, fabric.outer_bandwidth) == (8, plain.outer_bandwidth)
+    assert fabric.outer_latency == pytest.approx(2 * plain.outer_latency)
+    assert [(level.inside, level.bandwidth) for level in fabric.further] == [(32, plain.outer_bandwidth / 2)]

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from cuboid.cost.communication import all_gather, all_reduce, group, reduce_scatter, transfer
@@ -46,7 +45,7 @@ def test_a_pipeline_inside_and_across_hosts_counts_both_kinds_of_hops() -> None:
     layouts = [Layout(pp=8), Layout(pp=4, tp=2)]
     jobs = Jobs.of(layouts, global_batch=8, sequence=64)
     engine = engine_named("cuboid@cpu").in_precision("float32")
-    seconds = hop(Shape.of(MODEL), jobs, FABRIC, engine, np.zeros(2))
+    seconds = hop(Shape.of(MODEL), jobs, FABRIC, engine)
     size = 4 * 64 * MODEL.hidden
     assert seconds[0] == pytest.approx(3 / 7 * size / 1e8 + 4 / 7 * size / 1e9)
     assert seconds[1] == pytest.approx(size / 2 / 5e7)

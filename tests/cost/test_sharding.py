@@ -1,5 +1,6 @@
 """Data parallelism and ZeRO: who holds and owns what, and how long keeping replicas equal takes."""
 
+from dataclasses import replace
 from math import prod
 
 import numpy as np
@@ -17,6 +18,7 @@ from cuboid.cost.sharding import (
     owned_parameters,
     rank_parameters,
     reduction,
+    tied_sum,
 )
 from cuboid.spec.model import MixtureSpec, ModelSpec, load_model
 from cuboid.spec.parameters import units
@@ -144,11 +146,12 @@ def test_zero_3_leaves_reduction_to_its_layers() -> None:
 QUICK = Fabric(name="quick", inner_bandwidth=4e11, outer_bandwidth=4e10, inner_latency=0.0, outer_latency=1e-4)
 
 
-def waiting(engine: Engine = BARE, **values: object) -> float:
+def waiting(engine: Engine = BARE, shape: Shape = LLAMA, head: float = 100.0, **values: object) -> float:
+    """`head`: its seconds, behind which its own traffic hides."""
     jobs = made(zero=3, **values)
-    parts = kernels(LLAMA, jobs, chip_named("h100-80g"), BARE, "bf16")
-    times = layer_times(LLAMA, jobs, QUICK, BARE, parts, "bf16")
-    return float(fully_sharded(LLAMA, jobs, QUICK, engine, times))
+    parts = kernels(shape, jobs, chip_named("h100-80g"), BARE, "bf16")
+    times = layer_times(shape, jobs, QUICK, BARE, parts, "bf16")
+    return float(fully_sharded(shape, jobs, QUICK, engine, times, (number(head), number(head))))
 
 
 def test_fully_sharded_traffic_waits_where_layers_are_too_short() -> None:
@@ -164,7 +167,37 @@ def test_this_program_sums_shards_over_replicas_once_a_step() -> None:
     often, once = (waiting(engine, dp=64, shard=8, micro_batch=1) for engine in (BARE, OWN))
     alone = [waiting(engine, dp=8, micro_batch=1, global_batch=32) for engine in (BARE, OWN)]
     assert alone[0] == alone[1], "without replicas both are one"
-    assert often - alone[0] == pytest.approx(4 * (once - alone[0]))
+    tables = 2 * LLAMA.hidden * LLAMA.vocab / 8 * 4 / 4e10 * 2 * 7 / 8 + 2 * 7**0.7 * 1e-4
+    assert often - alone[0] == pytest.approx(4 * (once - alone[0] - float(tables)))
+
+
+def test_experts_are_gathered_from_their_own_holders() -> None:
+    """With ep as wide as a node each node has one holder of an expert, and so one port for it instead of eight."""
+    bare = Engine(name="bare", shard_overlap=0.0, shard_contention=0.0)
+    jobs = {"dp": 64, "micro_batch": 4, "global_batch": 256}
+    whole, spread = (waiting(bare, MIXED, **jobs, ep=ep) for ep in (1, 8))
+    routed = 3 * 32 * 1024 * 1024
+    # Two gathers and a scatter of 8 bytes a parameter, in ten layers and once more for those that nothing precedes.
+    bytes_moved = (10 * 8 + 10 / 12 * 6) * routed
+    fewer = bytes_moved / 8 * 7 / 8 / 4e10
+    more = bytes_moved * 63 / 64 / 3.2e11
+    assert spread - whole == pytest.approx(fewer - more, rel=0.05)
+
+
+def test_the_vocabulary_is_gathered_too() -> None:
+    seen, hidden = (waiting(OWN, head=head, dp=64, micro_batch=4) for head in (0.0, 100.0))
+    tables = 2 * LLAMA.hidden * LLAMA.vocab * 63 / 64 / 3.2e11
+    assert seen - hidden == pytest.approx(float(8 * tables) + 3 * 7e-4, rel=0.01)
+
+
+def test_the_gradient_of_a_tied_embedding_crosses_the_pipeline() -> None:
+    tied = Shape.of(replace(load_model("llama3-8b"), tie_embeddings=True))
+    jobs = made(dp=8, pp=4, tp=2)
+    size = 4 * LLAMA.hidden * LLAMA.vocab / 2
+    assert float(tied_sum(tied, jobs, FABRIC, OWN)) == pytest.approx(float(size) / 1e10)
+    assert float(tied_sum(tied, made(dp=8, pp=4, tp=2, zero=1), FABRIC, OWN)) == pytest.approx(float(size) / 8e10)
+    assert float(tied_sum(tied, made(dp=8), FABRIC, OWN)) == 0
+    assert float(tied_sum(LLAMA, jobs, FABRIC, OWN)) == 0
 
 
 def test_everything_broadcasts_over_layouts() -> None:

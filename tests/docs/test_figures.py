@@ -50,4 +50,4 @@ def test_a_figure_shows_what_ranks_hold_and_send(drawn: dict[str, str]) -> None:
     """Sixteen cards of two squares, and a ring of eight arrows in each of two groups."""
     text = drawn["context.svg"]
     assert text.count(">rank ") == 16 and text.count("marker-end") == 16
-    assert "5,376 sends of keys and values, and their gradients: 2 B × 8,192 tokens × 2,048" in text
+    assert "5,376 sends of keys and values, and their gradients: 2 bytes × 8,192 tokens × 2,048" in text

@@ -167,7 +167,7 @@ def test_sizes_of_a_cluster() -> None:
 
 
 def test_words() -> None:
-    assert amount(174.6e9) == "174.6 B"
+    assert amount(174.6e9) == "174.6 billion"
     assert amount(12) == "12"
     lost = losses({"compute": 1.0, "bubble": 0.5}, {"compute": 1.5, "bubble": 0.25})
     assert lost == "+0.5 s computing"

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from cuboid.errors import UserError
-from cuboid.plan.choose import predict
+from cuboid.plan.choose import plans, predict
+from cuboid.plan.export.limits import FIXED
 from cuboid.plan.export.megatron import stage_layout
 from cuboid.plan.export.targets import TARGETS, export
 from cuboid.plan.plan import Plan
@@ -100,6 +101,13 @@ def test_megatron_mixture_with_latent_attention(plan: Callable[..., Plan]) -> No
     assert "--multi-latent-attention" in flags
     assert (flags["--moe-router-load-balancing-type"], flags["--moe-aux-loss-coeff"]) == ("seq_aux_loss", "0.0001")
     assert flags["--moe-router-bias-update-rate"] == "0.001"
+    assert flags["--moe-router-score-function"] == "sigmoid"
+    assert (flags["--moe-router-num-groups"], flags["--moe-router-group-topk"]) == ("8", "4")
+    assert flags["--moe-router-topk-scaling-factor"] == "2.5"
+    assert (flags["--rotary-scaling-factor"], flags["--mscale"], flags["--mscale-all-dim"]) == ("40.0", "1.0", "1.0")
+    assert "--qk-layernorm" in flags
+    flags = flags_of(export(plan("dp=8,tp=1,pp=8,ep=8,zero=1", "deepseek-v2", "h100x64"), "megatron"))
+    assert "--moe-router-pre-softmax" in flags
 
 
 def test_stage_layout_of_megatron() -> None:
@@ -119,6 +127,13 @@ def test_deepspeed_comes_back_through_the_importer(plan: Callable[..., Plan]) ->
     again = Layout.parse(table["layout"])
     assert (again.dp, again.tp, again.pp, again.zero, again.micro_batch) == (4, 2, 2, 1, 1)
     assert again.recompute == "full"
+
+
+def test_deepspeed_counts_tensor_ranks_as_replicas(plan: Callable[..., Plan]) -> None:
+    """With tp and no pipeline it multiplies the micro-batch by all ranks, so the product is left to it."""
+    config = json.loads(export(plan("dp=8,tp=2,zero=1,sequence_parallel=false"), "deepspeed"))
+    assert "train_batch_size" not in config
+    assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (1, 8)
 
 
 def test_torchtitan(plan: Callable[..., Plan]) -> None:
@@ -187,7 +202,11 @@ def test_nanotron(plan: Callable[..., Plan]) -> None:
         ("torchtitan", "dp=8,pp=2,zero=3,schedule=zb1p", "llama3-8b", "schedule=zb1p"),
         ("nanotron", "dp=16,zero=3", "llama3-8b", "zero=3"),
         ("nanotron", "dp=8,pp=2,schedule=interleaved", "llama3-8b", "schedule=interleaved"),
-        ("nanotron", "dp=8,cp=2,cp_method=ulysses", "llama3-8b", "cp_method=ulysses"),
+        ("nanotron", "dp=8,cp=2", "llama3-8b", "cp=2"),
+        ("deepspeed", "dp=16,zero=3,shard=8", "llama3-8b", "shard=8"),
+        ("torchtitan", "dp=8,cp=2,zero=3", "llama3-8b", "cp_method=ring"),
+        ("torchtitan", "dp=4,pp=4,zero=3,schedule=interleaved,micro_batch=8", "llama3-8b", "micro_batches=2"),
+        ("torchtitan", "dp=4,pp=4,zero=3,schedule=dualpipev,micro_batch=4", "llama3-8b", "micro_batches=4"),
         ("nanotron", "dp=16", "gpt-22b", "model=gpt-22b"),
         ("nanotron", "dp=16,recompute=selective", "llama3-8b", "recompute=selective"),
         *(
@@ -208,3 +227,25 @@ def test_an_unknown_target_is_refused(plan: Callable[..., Plan]) -> None:
     with pytest.raises(UserError, match="unknown target to=megatrn; use --to megatron"):
         export(plan("dp=16"), "megatrn")
     assert set(TARGETS) == {"megatron", "deepspeed", "torchtitan", "nanotron"}
+
+
+@pytest.mark.parametrize(
+    ("target", "model"),
+    [
+        *(("megatron", name) for name in ("llama3-8b", "gpt3-175b", "mixtral-8x7b", "deepseek-v3", "qwen3-30b-a3b")),
+        *(("deepspeed", name) for name in ("llama3-8b", "mixtral-8x7b")),
+        *(("torchtitan", name) for name in ("llama3-8b", "llama3-70b")),
+        *(("nanotron", name) for name in ("llama2-7b", "llama2-13b")),
+    ],
+)
+def test_what_is_planned_for_an_engine_can_be_exported_to_it(
+    ask: Callable[..., Question], target: str, model: str
+) -> None:
+    """Every plan of the answer, not the first alone."""
+    question = ask(
+        model, "h100x512", global_batch=512, sequence=2048, engine=target, target=target, fixed=FIXED[target]
+    )
+    found = plans(question, top=4)
+    assert found
+    for made in found:
+        assert export(made, target)

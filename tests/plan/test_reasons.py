@@ -49,13 +49,20 @@ def test_what_replicas_share(ask: Callable[..., Question], stage: int, words: st
 def test_losses_are_the_largest_first() -> None:
     mine = dict.fromkeys(WORDS, 1.0)
     other = {**mine, "bubble": 3.0, "tensor": 2.0, "compute": 0.5, "data": 1.1}
-    assert losses(mine, other) == "+2 s the pipeline bubble, +1 s tensor-parallel collectives"
-    assert losses(mine, other, count=1) == "+2 s the pipeline bubble"
+    assert losses(mine, other) == "+2 s waiting for other stages, +1 s tensor-parallel collectives"
+    assert losses(mine, other, count=1) == "+2 s waiting for other stages"
     assert losses(mine, mine) == ""
 
 
 @pytest.mark.parametrize(
-    ("count", "shown"), [(1.026e12, "1.026 T"), (174.6e9, "174.6 B"), (427456, "427.5 K"), (3e6, "3 M"), (12, "12")]
+    ("count", "shown"),
+    [
+        (1.026e12, "1.026 trillion"),
+        (174.6e9, "174.6 billion"),
+        (427456, "427.5 thousand"),
+        (3e6, "3 million"),
+        (12, "12"),
+    ],
 )
 def test_amounts_have_units(count: float, shown: str) -> None:
     assert amount(count) == shown

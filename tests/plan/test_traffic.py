@@ -29,7 +29,7 @@ def test_full_recomputation_repeats_the_sums_forward(plan: Callable[..., Plan]) 
     again = by_dimension(plan("dp=4,tp=8,pp=2,zero=1,recompute=full"))["tp"]
     # All but the last: two gathers and one scatter beside four of each.
     assert again.bytes == pytest.approx(11 / 8 * plain.bytes, rel=0.01)
-    assert plain.formulas[0].endswith("2 B × 4,096 tokens × 8,192 × (8−1)/8")
+    assert plain.formulas[0].endswith("2 bytes × 4,096 tokens × 8,192 × (8−1)/8")
 
 
 def test_tensor_traffic_by_hand(plan: Callable[..., Plan]) -> None:

@@ -34,10 +34,11 @@ def export(plan: Plan) -> str:
     }
     if plan.question.precision in ("bf16", "fp16"):
         config[plan.question.precision] = {"enabled": True}
-    if layout.zero and layout.shard_size < layout.dp:
-        config["zero_optimization"]["mics_shard_size"] = layout.shard_size
     if layout.offload:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if layout.tp > 1 and layout.pp == 1:
+        # It checks this against all ranks, tensor-parallel ones too; left out, it follows from the other two.
+        del config["train_batch_size"]
     if layout.tp > 1:
         config["tensor_parallel"] = {"autotp_size": layout.tp}
     if layout.ep > 1:
@@ -63,8 +64,8 @@ def _check(plan: Plan) -> None:
     lost.unless(layout.zero < 2 or layout.pp == 1, "zero", layout.zero, "with pp > 1 use zero=0 or zero=1")
     lost.unless(layout.zero < 3 or layout.tp == 1, "zero", layout.zero, "with tp > 1 use zero=2 or less")
     lost.unless(layout.recompute != "selective", "recompute", layout.recompute, "use recompute=none or recompute=full")
-    hybrid = layout.zero in (1, 2) and layout.shard_size < layout.dp
-    lost.unless(not hybrid, "shard", layout.shard, "its mics_shard_size works with zero=3 only")
+    hybrid = layout.zero > 0 and layout.shard_size < layout.dp
+    lost.unless(not hybrid, "shard", layout.shard, "no shards over a part of the replicas since 0.19.7; use shard=0")
     lost.unless(layout.zero > 0 or not layout.offload, "offload", True, "with zero=0 use offload=false, or use zero=1")
     precision = plan.question.precision
     lost.unless(precision != "fp8", "precision", precision, "use precision=bf16")

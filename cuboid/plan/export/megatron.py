@@ -6,6 +6,7 @@ https://github.com/NVIDIA/Megatron-LM
 from cuboid.plan.export.lost import Lost
 from cuboid.plan.plan import Plan
 from cuboid.spec.mixture import MixtureSpec
+from cuboid.spec.model import ModelSpec
 
 TARGET = "Megatron-LM core 0.14"
 Flags = list[str]
@@ -51,6 +52,18 @@ def _check(plan: Plan) -> None:
     lost.unless(even, "micro_batches", plan.micro_batches, f"interleaved needs a multiple of pp={layout.pp}")
     some = layout.recompute_layers
     lost.unless(not some, "recompute_layers", some, "use recompute_layers=0")
+    model = plan.question.model
+    yarn = model.yarn
+    if yarn is not None:
+        usual = model.latent is not None and (yarn.original_positions, yarn.beta_fast, yarn.beta_slow) == (4096, 32, 1)
+        known = usual and not yarn.attention_factor and yarn.truncate
+        lost.unless(known, "model.yarn", yarn.factor, "it has YaRN for latent attention, stretched from 4,096 tokens")
+    mixture = model.mixture
+    if mixture is not None:
+        plain = mixture.normalized or mixture.scoring == "softmax"
+        lost.unless(plain, "mixture.normalized", False, "with scoring=sigmoid use normalized=true")
+        softmax = mixture.scoring == "softmax" and mixture.normalized and mixture.groups > 1
+        lost.unless(not softmax, "mixture.groups", mixture.groups, "with normalized softmax scores use groups=1")
     lost.refuse()
 
 
@@ -138,6 +151,8 @@ def _model(plan: Plan) -> Flags:
         flags += ["--multi-latent-attention", f"--kv-lora-rank {latent.kv_rank}", f"--v-head-dim {latent.v_dim}"]
         flags += [f"--q-lora-rank {latent.q_rank}"] if latent.q_rank else []
         flags += [f"--qk-head-dim {latent.qk_nope_dim}", f"--qk-pos-emb-head-dim {latent.qk_rope_dim}"]
+        flags.append("--qk-layernorm")  # of the latents: without it they have no norms
+        flags += _yarn(model)
     if model.positions == "rope":
         flags += ["--position-embedding-type rope", f"--rotary-base {int(model.rope_theta)}"]
         if model.rope_scaling:
@@ -149,11 +164,20 @@ def _model(plan: Plan) -> Flags:
     if not (model.output_bias or model.mlp_bias):
         flags.append("--disable-bias-linear")
         flags += ["--add-qkv-bias"] if model.qkv_bias else []
-    if model.qk_norm:
+    if model.qk_norm and model.latent is None:
         flags.append("--qk-layernorm")
     if not model.tie_embeddings:
         flags.append("--untie-embeddings-and-output-weights")
     return flags
+
+
+def _yarn(model: ModelSpec) -> Flags:
+    """Latent attention has YaRN by default, with a factor of 40."""
+    if model.yarn is None:
+        return ["--rope-type rope", "--rotary-scaling-factor 1.0"]
+    yarn = model.yarn
+    scale = [f"--mscale {yarn.mscale!r}", f"--mscale-all-dim {yarn.mscale_all_dim!r}"]
+    return ["--rope-type yarn", f"--rotary-scaling-factor {yarn.factor!r}", *scale]
 
 
 def _mixture(plan: Plan) -> Flags:
@@ -185,6 +209,12 @@ def _balancing(mixture: MixtureSpec) -> Flags:
         f"--moe-router-score-function {mixture.scoring}",
         "--moe-router-dtype fp32",
     ]
+    if mixture.scoring == "softmax" and not mixture.normalized:
+        flags.append("--moe-router-pre-softmax")  # scores of all experts, not of the chosen alone
+    if mixture.groups > 1:
+        flags += [f"--moe-router-num-groups {mixture.groups}", f"--moe-router-group-topk {mixture.top_groups}"]
+    if mixture.scaling != 1:
+        flags.append(f"--moe-router-topk-scaling-factor {mixture.scaling!r}")
     if mixture.balance_coefficient:
         flags.append(f"--moe-aux-loss-coeff {mixture.balance_coefficient!r}")
     if mixture.z_coefficient:

@@ -110,7 +110,7 @@ def _check(plan: Plan) -> None:
     hybrid = layout.zero == 1 and layout.shard_size < layout.dp
     lost.unless(not hybrid, "shard", layout.shard, "leave shard out")
     lost.unless(layout.recompute != "selective", "recompute", layout.recompute, "use recompute=none or recompute=full")
-    lost.unless(layout.cp_method == "ring", "cp_method", layout.cp_method, "use cp_method=ring")
+    lost.unless(layout.cp == 1, "cp", layout.cp, "its llama has no context parallelism; use cp=1")
     lost.unless(layout.ep == 1, "ep", layout.ep, "use ep=1")
     lost.unless(not layout.offload, "offload", True, "use offload=false")
     precision = plan.question.precision

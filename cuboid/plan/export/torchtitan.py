@@ -77,6 +77,12 @@ def _check(plan: Plan) -> None:
     lost.unless(model.name in FLAVORS, "model", model.name, "its flavors are fixed; use llama3-8b, qwen3-8b or alike")
     known = layout.schedule in SCHEDULES or layout.pp == 1
     lost.unless(known, "schedule", layout.schedule, "use schedule=1f1b, interleaved, zbv or dualpipev")
+    full = plan.micro_batches % layout.pp == 0 or layout.schedule != "interleaved"
+    lost.unless(full, "micro_batches", plan.micro_batches, f"interleaved needs a multiple of pp={layout.pp}")
+    enough = plan.micro_batches >= layout.stages or layout.schedule != "dualpipev"
+    lost.unless(enough, "micro_batches", plan.micro_batches, f"dualpipev needs {layout.stages}, one for each stage")
+    gathers = layout.cp == 1 or layout.cp_method == "allgather"
+    lost.unless(gathers, "cp_method", layout.cp_method, "its attention gathers keys; use cp_method=allgather")
     lost.unless(layout.sequence_parallel or layout.tp == 1, "sequence_parallel", False, "tp > 1 always splits it")
     lost.unless(layout.zero != 1 or layout.dp == 1, "zero", 1, "use zero=2 or zero=3")
     alone = layout.tp == layout.pp == layout.cp == 1
