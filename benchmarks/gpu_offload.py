@@ -1,4 +1,4 @@
-"""A training step on one GPU with the optimizer's state on the device and in the host's memory: speed, memory, bits.
+"""A training step on one GPU with the optimizer's state on the device and in CPU memory: speed, memory, bits.
 
     python benchmarks/gpu_offload.py 3B:1 --json offload.jsonl      # shape:micro-batch[:sequence]
     python benchmarks/gpu_offload.py tiny:2:64 --steps 4            # without a GPU: copies from memory to memory

@@ -58,7 +58,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def _is_right(phase: str, code: int, said: str, folder: Path) -> bool:
-    """Before the first step there is nothing to save, and a run that is done has nothing to go on with."""
+    """Before the first step there is nothing to save, and a run that is done has nothing to continue with."""
     if phase == "end":
         return code == 0
     saved = re.match(r"preempted: step (\d+) is saved", said)

@@ -30,7 +30,7 @@ def cuboid(*arguments: str) -> None:
 
 
 def train(folder: Path) -> Path:
-    """A plan for this machine, trained with times and exchanges kept."""
+    """A plan for this machine, trained with times and collectives kept."""
     plan, run = folder / "demo.toml", folder / "demo"
     fixed = ["--fix", "dp=2,pp=2", "--precision", "float32", "-o", str(plan)]
     cuboid("plan", "tiny-llama", "cpux4", "--global-batch", "16", "--seq", "64", *fixed)

@@ -1,4 +1,5 @@
-"""Tensor-parallel training with exchanges under matmuls and beside them: the same numbers, and how much faster.
+"""Tensor-parallel training with collectives overlapped with matmuls and beside them: the same numbers, and how much
+faster.
 
     python benchmarks/tensor_overlap.py 8B-16L:1 --tp 8 --json overlap.jsonl    # shape:micro-batch[:sequence]
     python benchmarks/tensor_overlap.py small:1:4096 --tp 2                     # on one GPU: the numbers only

@@ -1,4 +1,4 @@
-"""`cuboid evaluate RUN --data SOURCE`: how well a trained model foretells text, on any layout."""
+"""`cuboid evaluate RUN --data SOURCE`: how well a trained model predicts text, on any layout."""
 
 import json
 import sys

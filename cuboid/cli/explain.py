@@ -40,9 +40,9 @@ def command(
         int | None, typer.Option("--seq", "--sequence", help="Tokens per sequence, where a model is named.")
     ] = None,
     precision: Annotated[
-        str | None, typer.Option(help="bf16, fp16, fp8 or float32; left out: the plan's, or bf16 where there is one.")
+        str | None, typer.Option(help="bf16, fp16, fp8 or float32; default: the plan's, or bf16 where there is one.")
     ] = None,
-    engine: Annotated[str | None, typer.Option(help="Profile of costs; left out: the plan's, or cuboid.")] = None,
+    engine: Annotated[str | None, typer.Option(help="Profile of costs; default: the plan's, or cuboid.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Explain a plan: what must be split and why, what travels where, what fills memory and time, what rivals lose.

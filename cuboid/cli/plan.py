@@ -30,7 +30,7 @@ def command(
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of a prompt, for --for generate.")] = 512,
     output_tokens: Annotated[int, typer.Option(help="Tokens that follow it.")] = 128,
     precision: Annotated[
-        str | None, typer.Option(help="bf16, fp16, fp8 or float32; left out: bf16, or fp16 on accelerators without it.")
+        str | None, typer.Option(help="bf16, fp16, fp8 or float32; default: bf16, or fp16 on accelerators without it.")
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 5,
     objective: Annotated[

@@ -13,7 +13,7 @@ from cuboid.cost.mixing import Kept
 from cuboid.cost.sharding import RankParameters
 
 LIBRARIES = 75e6
-"""Bytes of workspaces that libraries of products take for themselves."""
+"""Bytes of workspaces that libraries of matmuls take for themselves."""
 WIDE = 4.0
 """Bytes of a gradient that is summed."""
 
@@ -22,8 +22,8 @@ def compiled_kept(shape: Shape, jobs: Jobs, engine: Engine) -> tuple[Array, Arra
     """Bytes one micro-batch keeps in a layer for its backward, without and with experts.
 
     Of every layer: its input and the sum after attention; queries, keys, values, what attention gave and the sums of
-    its exponentials. With nothing recomputed also the inputs of products, which tensor ranks gather whole; selective
-    recomputation makes, and gathers, these again. In fp8 they are kept in 8 bits."""
+    its exponentials. With nothing recomputed also the inputs of matmuls, which tensor ranks gather whole; selective
+    recomputation makes, and gathers, these again. In fp8 they are kept in fp8."""
     element = engine.activation_wire
     split = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
     inputs = np.where(jobs.recompute == 1, 0.0, 1.0 if engine.narrow else element)

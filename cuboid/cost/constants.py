@@ -40,7 +40,7 @@ class Chip:
     memory_efficiency: float = 0.8
     """Share of the memory bandwidth element-wise kernels reach."""
     host_link: float = 2.0e10
-    """Bytes per second to the host's memory, and from it at once, while all accelerators of a node copy (PCIe 4)."""
+    """Bytes per second to CPU memory, and from it at once, while all accelerators of a node copy (PCIe 4)."""
     best_utilization: dict[str, float] = field(default_factory=dict)
     """Precision -> the best share of the 16-bit peak a published run reached (model FLOPs, attention in full)."""
     source: str = ""

@@ -1,6 +1,6 @@
 """What context-parallel ranks wait for in a layer, by the way they bring queries and keys together.
 
-An inner group exchanges heads for tokens (all of cp with ulysses, none with a ring), an outer group then brings in keys
+An inner group trades heads for tokens (all of cp with ulysses, none with a ring), an outer group then brings in keys
 and values: in a ring, behind the computing with those at hand, or all at once."""
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Widths:
 
     @classmethod
     def of(cls, shape: Shape, jobs: Jobs) -> "Widths":
-        """Key-value heads are repeated where fewer than the ranks that exchange heads."""
+        """Key-value heads are repeated where fewer than the ranks that trade heads."""
         latent = shape.latent > 0
         heads = shape.heads / jobs.tp
         shared = np.where(latent, heads, np.maximum(shape.kv_heads / jobs.tp, 1))
@@ -38,7 +38,7 @@ class Widths:
 
 
 def outer_group(fabric: Fabric, jobs: Jobs) -> Group:
-    """The ranks that exchange keys and values."""
+    """The ranks that pass keys and values on."""
     return group(fabric, jobs.cp / jobs.cp_inner, jobs.tp * jobs.cp_inner)
 
 

@@ -2,7 +2,7 @@
 
 A failure ends the work since the newest checkpoint that was whole. With failures at random moments, λ = 1 / mean time
 between them, an interval τ of training, a stall s for each checkpoint, a write of w seconds behind the training's back,
-and R seconds until training goes on,
+and R seconds until training continues,
 
     share = τ λ e^(-λ (R + w)) / (e^(λ (τ + s)) - 1)
 
@@ -51,7 +51,7 @@ class Costs:
 
     @property
     def recovery(self) -> float:
-        """From a failure until training goes on from disk."""
+        """From a failure until training continues from disk."""
         return self.detect + self.restart + self.load
 
     @property

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 KEPT = ("kept_hidden", "kept_whole", "kept_query", "kept_ffn", "kept_boundary", "kept_routed")
-"""Bytes of an engine that are activations in the precision of the products."""
+"""Bytes of an engine that are activations in the precision of the matmuls."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,14 +112,14 @@ class Engine:
     """Bytes per parameter of a layer that ZeRO 3 gathers, where it is not `parameter_wire`."""
     activation_wire: float = 2.0
     own_exchanges: bool = False
-    """Exchanges inside layers are those of this engine: tensor ranks route their parts of the tokens to whole experts,
-    and recomputation, selective too, repeats what lies before a layer's last product. Else every layer has two sums
-    each way, and full recomputation repeats those forward."""
+    """Collectives inside layers are those of this engine: tensor ranks route their parts of the tokens to whole
+    experts, and recomputation, selective too, repeats what lies before a layer's last matmul. Else every layer has two
+    sums each way, and full recomputation repeats those forward."""
     compiled: bool = False
     """Memory is counted as `compiled_memory` does, tensor by tensor; of the shares below only `kept_boundary`,
     `kept_routed` and `fixed` count then."""
     narrow: bool = False
-    """Products take their inputs in 8 bits, and keep them so; what `in_precision` says of a compiled engine."""
+    """Matmuls take their inputs in fp8, and keep them so; what `in_precision` says of a compiled engine."""
     kept_hidden: float = 8.0
     """Bytes kept for backward per token and hidden element of a layer (split by sequence parallelism)."""
     kept_whole: float = 0.0
@@ -180,7 +180,7 @@ class Engine:
         """With what travels as wide as the precision makes it; narrower formats than 16 bits travel in 16, but for
         the linears that this engine gathers under ZeRO 3."""
         if precision == "fp8" and self.own_exchanges:
-            # Inputs of products are kept in 8 bits, or made again from what is kept anyway.
+            # Inputs of matmuls are kept in fp8, or made again from what is kept anyway.
             whole, inner = self.kept_whole / 2, self.kept_ffn * 3 / 4
             return replace(self, shard_wire=1.0, narrow=self.compiled, kept_whole=whole, kept_ffn=inner)
         if precision != "float32" or self.activation_wire == 4.0:  # the latter: it is that already

@@ -18,7 +18,7 @@ class TimeSpent:
     """Training that a failure undid."""
     saving: float
     down: float
-    """From failures until training went on."""
+    """From failures until training continued."""
     failures: int
 
     @property

@@ -1,4 +1,4 @@
-"""Parameters and arithmetic of a model, per layer: dense, grouped-query, mixture of experts, latent attention."""
+"""Parameters and arithmetic of a model, per layer: dense, grouped-query, MoE, latent attention."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ def _query_key_value(shape: Shape, tp: Array) -> tuple[Array, Array]:
 
 
 def attention_parameters(shape: Shape, tp: Array = ONE) -> Array:
-    """Matrix parameters of one attention block that a tensor rank holds: products down to a latent are whole."""
+    """Matrix parameters of one attention block that a tensor rank holds: matmuls down to a latent are whole."""
     query, key_value = _query_key_value(shape, tp)
     plain = shape.hidden * (2 * query + key_value)
     heads = shape.heads / tp

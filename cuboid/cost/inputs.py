@@ -161,7 +161,7 @@ class Jobs:
 
     @classmethod
     def make(cls, **values: Any) -> "Jobs":
-        """From numbers or sequences; what is left out has the default of a plain layout."""
+        """From numbers or sequences; what is skipped has the default of a plain layout."""
         given = {key: number(value) for key, value in values.items()}
         one, none = number(1), number(0)
         for key in ("dp", "tp", "pp", "cp", "cp_inner", "ep", "vpp", "micro_batch"):

@@ -138,7 +138,7 @@ def rank_memory(
 ) -> Memory:
     """Bytes on the pipeline rank numbered `rank`, which holds so many layers, the embedding and the head or neither.
 
-    `again`: how many of its layers are recomputed more than the others; left out: as many as in even stages."""
+    `again`: how many of its layers are recomputed more than the others; default: as many as in even stages."""
     held = rank_parameters(shape, jobs, layers, first, last)
     weights = _split(jobs, held, engine.weight_bytes, 3)
     gradients = _split(jobs, held, engine.gradient_bytes, 2)

@@ -1,4 +1,4 @@
-"""Optimizer state in the host's memory: what it takes there, and what bringing it to the accelerator and back costs."""
+"""Optimizer state in CPU memory: what it takes there, and what bringing it to the accelerator and back costs."""
 
 import numpy as np
 
@@ -23,7 +23,7 @@ def brought_bytes(jobs: Jobs, engine: Engine, held: RankParameters) -> Array:
 
 
 def offloaded_update(chip: Chip, engine: Engine, owned: Array, here: Array, forward: Array) -> Array:
-    """Seconds of an update whose state is in the host's memory that nothing hides. `here`: those of one whose state is
+    """Seconds of an update whose state is in CPU memory that nothing hides. `here`: those of one whose state is
     on the accelerator; `forward`: of the forward pass that follows."""
     if not engine.offload_elements:  # gradients go to the host, which updates, and weights come back
         moved = engine.gradient_wire + engine.parameter_wire + engine.optimizer_passes
@@ -35,7 +35,7 @@ def offloaded_update(chip: Chip, engine: Engine, owned: Array, here: Array, forw
 
 def optimizer_time(jobs: Jobs, chip: Chip, engine: Engine, held: RankParameters, forward: Array) -> Array:
     """Seconds of the optimizer step. `forward`: of one micro-batch's forward pass, under which an offloaded update
-    goes on."""
+    continues."""
     bandwidth = chip.memory_bandwidth * chip.memory_efficiency
     owned = owned_parameters(jobs, held)
     here = engine.optimizer_passes * owned / bandwidth

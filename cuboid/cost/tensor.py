@@ -22,7 +22,7 @@ class TensorWaits:
 
 @dataclass(frozen=True)
 class _Border:
-    """Seconds of the exchanges where a region of split matrices begins or ends."""
+    """Seconds of the collectives where a region of split matrices begins or ends."""
 
     forward: Array
     backward: Array
@@ -54,8 +54,8 @@ def tensor_waits(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs, parts
 
 
 def _own(jobs: Jobs, shape: Shape, whole: Array, entered: Array, under: tuple[Array, Array, Array]) -> TensorWaits:
-    """As `plan.layer_exchanges` says of this engine: recomputation, selective too, runs a layer again up to its last
-    product, and tensor ranks route their parts of the tokens to whole experts. `under`: how much of the sums of input
+    """As `plan.layer_collectives` says of this engine: recomputation, selective too, runs a layer again up to its last
+    matmul, and tensor ranks route their parts of the tokens to whole experts. `under`: how much of the sums of input
     gradients is hidden, in attention, feed-forward and shared experts."""
     split = jobs.sequence_parallel
     again = (jobs.recompute > 0).astype(np.float64)

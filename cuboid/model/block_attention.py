@@ -2,7 +2,7 @@
 sum of each query's exponentials, and a backward pass that takes this sum over all blocks.
 
 Tensors are (sequences, length, heads, head_dim), sums (sequences, heads, length). Runs of query heads share a key-value
-head. Fused kernels compute them where there are any, plain matrix matmuls elsewhere (on CUDA in float32 or 64)."""
+head. Fused kernels compute them where there are any, plain Matmuls elsewhere (on CUDA in float32 or 64)."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from cuboid.spec.partition import longest_stage
 
 LEAST_LEFT = 0.6
 """Of a layout's seconds at least this share is left with one kind less recomputed: a layer's forward pass is a third of
-it at most, with what it exchanges."""
+it at most, with what it collectives."""
 FULLER = 1.6
 """No schedule keeps so many times the micro-batches that 1F1B does, but GPipe, which is never tried."""
 AT_ONCE = 512

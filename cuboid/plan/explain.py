@@ -75,7 +75,7 @@ def memory_lines(explanation: Explanation) -> list[str]:
     for name, each, stage in (*states, ("optimizer", engine.optimizer_bytes, 1)):
         split = f" / {shard} (zero={layout.zero})" if layout.zero >= stage and shard > 1 else ""
         if name == "optimizer" and plan.host_memory:
-            lines.append(f"optimizer: {each:g} bytes a parameter{split}, in the host's memory (offload=true)")
+            lines.append(f"optimizer: {each:g} bytes a parameter{split}, in CPU memory (offload=true)")
             continue
         count = row[name] / each * (shard if split else 1)
         lines.append(f"{name}: {each:g} bytes × {count / 1e9:.4g} billion{split} = {row[name] / GIB:.2f} GiB")

@@ -74,7 +74,7 @@ class GenerationPlan:
     first_token_seconds: float
     """From a prompt to its first token, alone."""
     token_seconds: float
-    """From one token of a sequence to its next, with `batch` of them under way on each replica."""
+    """From one token of a sequence to its next, with `batch` of them in flight on each replica."""
     tokens_per_second: float
     """Written by all replicas, prompts read in between."""
     batch: int

@@ -39,7 +39,7 @@ class Question:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     """Layout fields the user has decided."""
     memory_limit: float | None = None
-    """Most bytes a rank may hold; left out: 95 % of the accelerator's memory."""
+    """Most bytes a rank may hold; default: 95 % of the accelerator's memory."""
     target: str = ""
     """Whose files the plan must be sayable in; empty: this program's."""
     beyond_engine: bool = False
@@ -89,7 +89,7 @@ class Question:
 
     @property
     def tries_offload(self) -> bool:
-        """Whether what does not fit is tried with the optimizer's state in the host's memory: the user left that open,
+        """Whether what does not fit is tried with the optimizer's state in CPU memory: the user left that open,
         and the engine does it without the host's computing."""
         return "offload" not in self.fixed and not self.on_cpu and self.profile.offload_elements > 0
 
@@ -137,7 +137,7 @@ class Question:
 
 
 def precision_on(cluster: ClusterSpec, asked: str | None) -> str:
-    """The precision asked for; left out, bf16 where the accelerators have it, else fp16 or float32."""
+    """The precision asked for; skipped, bf16 where the accelerators have it, else fp16 or float32."""
     usual = next((name for name in ("bf16", "fp16") if name in cluster.peak_tflops), "float32")
     if asked in ("bf16", "fp8") and asked not in cluster.peak_tflops:
         raise UserError(f"precision={asked} is not in {cluster.accelerator}; use precision={usual}")

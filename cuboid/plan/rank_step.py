@@ -1,4 +1,4 @@
-"""What one rank holds and sees in a step, as far as its exchanges depend on it."""
+"""What one rank holds and sees in a step, as far as its collectives depend on it."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ ELEMENT = {"bf16": 2, "fp16": 2, "float32": 4, "float64": 8}
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """Equal exchanges of one step."""
+class Collective:
+    """Equal collectives of one step."""
 
     dimension: str
     kind: Kind
@@ -82,7 +82,7 @@ class RankStep:
         return HeldUnit(unit.name, parts, unit.uses, unit.routed, index % shards * shard, shard, shards)
 
     def narrow_parts(self, unit: HeldUnit) -> list[Part]:
-        """What of a unit ZeRO 3 gathers in 8 bits: the rest travels with their scales."""
+        """What of a unit ZeRO 3 gathers in fp8: the rest travels with their scales."""
         training = self.run.training
         if training.precision != "fp8" or training.fp8_scaling != "tensor" or self.layout.zero < 3:
             return []

@@ -56,7 +56,7 @@ def reasons(plan: Plan) -> list[str]:
     if plan.host_memory:
         node = plan.host_memory * min(cluster.accelerators_per_node, layout.world_size)
         found.append(
-            f"offload=true keeps {plan.host_memory / GIB:.1f} GiB of optimizer state a rank in the host's memory, "
+            f"offload=true keeps {plan.host_memory / GIB:.1f} GiB of optimizer state a rank in CPU memory, "
             f"{node / GIB:.1f} GiB a node; bringing it over costs {_share(plan, 'optimizer')} of the step"
         )
     return found

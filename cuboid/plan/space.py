@@ -2,7 +2,7 @@
 
 Left out is only what another layout of the space is never worse than, in time and in memory: schedules without a
 pipeline, GPipe (as long as 1F1B and fuller), ZeRO without replicas, and no sequence parallelism where it is possible;
-and offloading, which the search tries where a layout does not fit without. What the user fixes is never left out.
+and offloading, which the search tries where a layout does not fit without. What the user fixes is never skipped.
 """
 
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ class Space:
         return Space({name: column[which] for name, column in self.columns.items()}, self.global_batch, self.sequence)
 
     def offloaded(self) -> "Space":
-        """The same layouts with the optimizer's state in the host's memory."""
+        """The same layouts with the optimizer's state in CPU memory."""
         columns = {**self.columns, "offload": np.ones_like(self.columns["offload"])}
         return Space(columns, self.global_batch, self.sequence)
 
@@ -113,7 +113,7 @@ def degrees(question: Question, world_size: int) -> Iterator[tuple[int, int, int
 
 
 def context_ways(question: Question, tp: int, cp: int) -> list[tuple[int, int]]:
-    """Every (position of the method, ranks that exchange heads) for a number of context-parallel ranks."""
+    """Every (position of the method, ranks that trade heads) for a number of context-parallel ranks."""
     fixed, heads = question.fixed, question.model.heads // tp
     if cp == 1:
         return [(CONTEXT_METHODS.index("ring"), 1)]
@@ -133,7 +133,7 @@ def context_ways(question: Question, tp: int, cp: int) -> list[tuple[int, int]]:
 
 def shapes(question: Question, world_size: int) -> Space:
     """Every way to divide the ranks and the batch. What else a layout decides is left at what takes least time: no
-    recomputation, no ZeRO, 1F1B; context-parallel ranks exchange heads, which nothing is computed in blocks for."""
+    recomputation, no ZeRO, 1F1B; context-parallel ranks trade heads, which nothing is computed in blocks for."""
     fixed = question.fixed
     rows: list[tuple[int, ...]] = []
     for dp, tp, pp, cp, ep in degrees(question, world_size):

@@ -1,6 +1,6 @@
 """How many bytes each dimension of a layout moves in a step, over which links, with the formulas that say so.
 
-They are those of Cuboid's own engine, whichever engine's time is asked for: what `plan.exchanges` predicts of it."""
+They are those of Cuboid's own engine, whichever engine's time is asked for: what `plan.collectives` predicts of it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cuboid.plan.exchanges import exchanges
+from cuboid.plan.collectives import exchanges
 from cuboid.plan.plan import Plan
-from cuboid.plan.rank_step import Exchange
+from cuboid.plan.rank_step import Collective
 from cuboid.spec.cluster import ClusterSpec, LinkTier
 from cuboid.spec.layout import Layout
 from cuboid.telemetry.communication_ledger import WIRE, Entry, Kind
@@ -21,12 +21,12 @@ ORDER = ("tp", "kv", "sequence", "cp", "ep", "pp", "embedding", "data", "shard",
 
 @dataclass(frozen=True, kw_only=True)
 class Moved:
-    """What one rank exchanges for one dimension in a step: the pipeline rank that sends most."""
+    """What one rank communicates for one dimension in a step: the pipeline rank that sends most."""
 
     dimension: str
     tier: LinkTier
     """The slowest link between the ranks of its group."""
-    parts: list[Exchange]
+    parts: list[Collective]
     """The largest first."""
     links: dict[str, float]
     """Tier -> seconds that its links alone need at their printed bandwidth, with all ports the group has."""
@@ -56,12 +56,12 @@ def bound(entries: list[Moved]) -> float:
     return max([*(entry.seconds for entry in entries), *shared], default=0.0)
 
 
-def sent(part: Exchange) -> float:
+def sent(part: Collective) -> float:
     """Bytes on the wire."""
     return Entry(part.calls, part.calls * part.size, part.ranks, part.kind).sent
 
 
-def _wire(part: Exchange) -> str:
+def _wire(part: Collective) -> str:
     if part.kind == "send":
         return ""
     return f" × {'2·' if part.kind == 'all-reduce' else ''}({part.ranks}−1)/{part.ranks}"
@@ -71,9 +71,9 @@ def moved(plan: Plan) -> list[Moved]:
     """Every dimension that has more than one rank."""
     run, layout = plan.run, plan.layout
     stage = layout.world_size // layout.pp
-    busiest: dict[str, list[Exchange]] = {}
+    busiest: dict[str, list[Collective]] = {}
     for rank in range(0, layout.world_size, stage):
-        found: defaultdict[str, list[Exchange]] = defaultdict(list)
+        found: defaultdict[str, list[Collective]] = defaultdict(list)
         for exchange in exchanges(run, rank):
             found[exchange.dimension].append(exchange)
         for dimension, parts in found.items():
@@ -83,7 +83,7 @@ def moved(plan: Plan) -> list[Moved]:
     return [_entry(plan, name, busiest[name]) for name in named]
 
 
-def _entry(plan: Plan, dimension: str, parts: list[Exchange]) -> Moved:
+def _entry(plan: Plan, dimension: str, parts: list[Collective]) -> Moved:
     layout, cluster = plan.layout, plan.question.cluster
     joined = _joined(parts)
     links: defaultdict[str, float] = defaultdict(float)
@@ -99,8 +99,8 @@ def _entry(plan: Plan, dimension: str, parts: list[Exchange]) -> Moved:
     return Moved(dimension=dimension, tier=slowest, parts=joined, links=dict(links), everyone=dict(everyone))
 
 
-def link_seconds(cluster: ClusterSpec, part: Exchange, stride: int) -> Iterator[tuple[LinkTier, float, bool]]:
-    """The tiers that an exchange of ranks `stride` apart crosses, the seconds of their links at the printed bandwidth,
+def link_seconds(cluster: ClusterSpec, part: Collective, stride: int) -> Iterator[tuple[LinkTier, float, bool]]:
+    """The tiers that a collective of ranks `stride` apart crosses, the seconds of their links at the printed bandwidth,
     and whether every rank sends over them.
 
     Out of a domain of the tier below, a collective uses the ports of all members in it; a message has one."""
@@ -120,16 +120,16 @@ def link_seconds(cluster: ClusterSpec, part: Exchange, stride: int) -> Iterator[
         below = tier.size
 
 
-def _total(parts: list[Exchange]) -> float:
+def _total(parts: list[Collective]) -> float:
     return sum(map(sent, parts))
 
 
-def _joined(parts: list[Exchange]) -> list[Exchange]:
-    """Exchanges of the same kind, size and meaning as one, the largest first."""
+def _joined(parts: list[Collective]) -> list[Collective]:
+    """Collectives of the same kind, size and meaning as one, the largest first."""
     calls: defaultdict[tuple[str, Kind, int, int, str], int] = defaultdict(int)
     for part in parts:
         calls[part.dimension, part.kind, part.ranks, part.size, part.what] += part.calls
-    joined = [Exchange(*key[:3], count, *key[3:]) for key, count in calls.items()]
+    joined = [Collective(*key[:3], count, *key[3:]) for key, count in calls.items()]
     return sorted(joined, key=sent, reverse=True)
 
 

@@ -1,4 +1,4 @@
-"""Small trainings of one process whose steps the probe times, to learn what a layer costs beside products. No torch."""
+"""Small trainings of one process whose steps the probe times, to learn what a layer costs beside matmuls. No torch."""
 
 from cuboid.spec.run import Run, build_run
 

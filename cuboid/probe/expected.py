@@ -8,7 +8,7 @@ from cuboid.cost.inputs import Shape
 from cuboid.cost.offload import optimizer_time
 from cuboid.cost.sharding import rank_parameters
 from cuboid.plan.choose import predict
-from cuboid.plan.exchanges import exchanges
+from cuboid.plan.collectives import exchanges
 from cuboid.plan.question import Question
 from cuboid.plan.space import Space
 from cuboid.plan.stages import LayerSeconds, held
@@ -75,7 +75,7 @@ def _seconds(question: Question, run: Run, rank: int, stage: int) -> float:
 
 
 def _copied(run: Run, rank: int) -> float:
-    """Bytes read and written in place of exchanges; sums over all ranks and messages take nothing."""
+    """Bytes read and written in place of collectives; sums over all ranks and messages take nothing."""
     moved = (
         exchange.calls * exchange.size * (1 + 1 / exchange.ranks)
         for exchange in exchanges(run, rank)

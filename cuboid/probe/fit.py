@@ -17,7 +17,7 @@ NARROW = (0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 
 @dataclass(frozen=True)
 class Speed:
-    """How products of one precision run: seconds = FLOP / rate × (1 + narrow / shortest side)."""
+    """How matmuls of one precision run: seconds = FLOP / rate × (1 + narrow / shortest side)."""
 
     rate: float
     narrow: float
@@ -31,7 +31,7 @@ def some(samples: Sequence[Sample], kind: str, precision: str | None = None, way
 
 
 def product_speed(samples: Sequence[Sample], narrow: float | None = None) -> Speed:
-    """The best fit to the time of triples of products, those that are all overhead left out where there are others."""
+    """The best fit to the time of triples of matmuls, those that are all overhead skipped where there are others."""
     large = [sample for sample in samples if min(sample.size) > 32] or list(samples)
     sizes = np.array([sample.size for sample in large], dtype=np.float64)
     seconds = np.array([sample.seconds for sample in large])
@@ -85,7 +85,7 @@ def fit_chip(samples: Sequence[Sample], trained: str) -> tuple[dict[str, float],
 
 
 def fit_engine(samples: Sequence[Sample], chip: Chip) -> tuple[dict[str, object], float]:
-    """Constants of `Engine` from real steps, and seconds of a kernel's floor: what a layer costs beside its products.
+    """Constants of `Engine` from real steps, and seconds of a kernel's floor: what a layer costs beside its matmuls.
 
     The gradients' time is linear in three numbers: the floor of a kernel, the traffic of a layer and of the loss."""
     plain = replace(engine_named("cuboid@cpu"), linear_scale=1.0, attention_scale=1.0)

@@ -1,4 +1,4 @@
-"""Matrix products, attention, memory and copies of one rank, timed while all ranks do the same."""
+"""Matmuls, attention, memory and copies of one rank, timed while all ranks do the same."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ GPU_PRODUCTS: tuple[Shape, ...] = (
     (8192, 8192, 8192),
 )
 LARGEST = -1
-"""Of the products: the one that says how fast a rank is alone, and in precisions that few train in."""
+"""Of the matmuls: the one that says how fast a rank is alone, and in precisions that few train in."""
 CPU_ATTENTION: tuple[Shape, ...] = ((256, 4, 64), (1024, 4, 64))
 GPU_ATTENTION: tuple[Shape, ...] = ((2048, 32, 128), (8192, 32, 128))
 CPU_BYTES, GPU_BYTES = 32 << 20, 1 << 30
@@ -75,7 +75,7 @@ def trained(device: torch.device) -> str:
 
 
 def _product(shape: Shape, precision: str, device: torch.device) -> Callable[[], Callable[[], object]]:
-    """The three products of a linear layer, forward and backward: libraries differ in how well they do each."""
+    """The three matmuls of a linear layer, forward and backward: libraries differ in how well they do each."""
 
     def prepare() -> Callable[[], object]:
         rows, inner, columns = shape

@@ -116,7 +116,7 @@ def _warm_up(engine: Engine, optimizer: Optimizer, batches: list[MicroBatch]) ->
 
 
 def _step(engine: Engine, optimizer: Optimizer, batches: list[MicroBatch]) -> None:
-    """As a training does it, but the update is never left out: what was not received is often not a number."""
+    """As a training does it, but the update is never default: what was not received is often not a number."""
     compute_gradients(engine, batches)
     one = torch.ones((), device=engine.device)
     optimizer.step(1e-6, one, engine.run.training.gradient_clip, one > 0)

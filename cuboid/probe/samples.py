@@ -13,10 +13,10 @@ class Sample:
     """One thing timed. Every rank that took part has its own windows, and `merged` puts them together."""
 
     kind: str
-    """product, attention_forward, attention_backward, memory, to_device, to_host, gradients, update, a collective; or
-    share: how much of a core a rank had, for which size says nothing and windows are no seconds."""
+    """product (a matmul), attention_forward, attention_backward, memory, to_device, to_host, gradients, update, a
+    collective; or share: how much of a core a rank had, for which size says nothing and windows are no seconds."""
     size: tuple[int, ...]
-    """Rows, inner, columns of a product; tokens, heads, head size of attention; bytes; number of a step's case."""
+    """Rows, inner, columns of a matmul; tokens, heads, head size of attention; bytes; number of a step's case."""
     windows: tuple[float, ...]
     """Seconds of one, as the mean over each of several stretches of time."""
     precision: str = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from cuboid.plan.exchanges import unforeseen
+from cuboid.plan.collectives import unforeseen
 from cuboid.plan.traffic import moved
 from cuboid.report.source import Source
 from cuboid.spec.placement import CARRIES

@@ -22,7 +22,7 @@ class DataSpec:
     """packed: documents one after another, cut every `sequence` tokens. padded: a document per sample, cut at its end
     or filled up."""
     mask_across_documents: bool = False
-    """Leave out of the loss the first token of each document, which no earlier token of its own document foretells.
+    """Leave out of the loss the first token of each document, which no earlier token of its own document predicts.
     What attention sees is decided below."""
     attention_within_documents: bool = False
     """Tokens of a packed sample see only those of their own document."""

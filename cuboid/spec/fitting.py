@@ -67,7 +67,7 @@ def _check_tensor(layout: Layout, model: ModelSpec) -> None:
 
 
 def _check_heads(layout: Layout, model: ModelSpec) -> None:
-    """Ranks that collective heads need a head each. Key-value heads may be fewer: they are repeated."""
+    """Ranks that trade heads need a head each. Key-value heads may be fewer: they are repeated."""
     heads = model.heads // layout.tp
     if heads % layout.cp_inner == 0:
         return

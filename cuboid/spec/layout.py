@@ -53,7 +53,7 @@ class Layout:
     """How a rank's queries meet all keys. ring: keys and values travel from rank to rank. ulysses: an all-to-all trades
     heads for tokens. allgather: every rank gathers all keys and values. hybrid: ulysses inside, ring between."""
     cp_inner: int = LEFT_OUT
-    """Ranks that collective heads under hybrid; default: the largest part of cp that leaves a ring."""
+    """Ranks that trade heads under hybrid; default: the largest part of cp that leaves a ring."""
     ep: int = 1
     """Ranks that split the experts; they are borrowed from dp × cp × tp."""
     zero: int = 0

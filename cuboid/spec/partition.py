@@ -91,7 +91,7 @@ def layer_costs(model: ModelSpec, sequence: int) -> tuple[list[float], float]:
     mixture, latent = model.mixture, model.latent
     if latent is None:
         projections = model.hidden * model.head_dim * (2 * model.heads + 2 * model.kv_heads)
-        attention = sequence * model.heads * model.head_dim  # causal: half of two products over the sequence
+        attention = sequence * model.heads * model.head_dim  # causal: half of two matmuls over the sequence
     else:
         projections = model.attention_parameters()
         attention = sequence * model.heads * (latent.qk_nope_dim + latent.qk_rope_dim + latent.v_dim) // 2

@@ -46,7 +46,7 @@ def groups(layout: Layout) -> dict[str, tuple[Group, ...]]:
     """Kind -> the groups of ranks that communicate; each kind but `embedding` puts every rank in exactly one group.
 
     tp, cp, dp, pp: ranks that differ in that coordinate only. cp_inner: the part of a cp group that collectives heads;
-    cp_outer: ranks of it that collective keys and values. data: dp × cp, ranks that hold the same dense parameters
+    cp_outer: ranks of it that pass keys and values on. data: dp × cp, ranks that hold the same dense parameters
     and see other tokens. shard: the part of a data group over which ZeRO splits; replicate: ranks of it that hold the
     same shard. sequence: ranks that hold pieces of the same sequences. ep: ranks that share one set of experts;
     expert_data, expert_shard, expert_replicate: as data, shard and replicate for ranks with the same experts. model:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from cuboid.plan.exchanges import predicted_ledger, unforeseen
+from cuboid.plan.collectives import predicted_ledger, unforeseen
 from cuboid.spec.run import Run
 from cuboid.telemetry.communication_ledger import Entry, Ledger
 

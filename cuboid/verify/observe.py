@@ -16,7 +16,7 @@ from cuboid.parallel.compiled import is_compiled
 from cuboid.parallel.device import joined_device
 from cuboid.parallel.grad_norm import counted_pieces
 from cuboid.parallel.parallelize import Engine, build_engine
-from cuboid.plan.exchanges import unforeseen
+from cuboid.plan.collectives import unforeseen
 from cuboid.spec.run import Run
 from cuboid.spec.sharding import Part
 from cuboid.telemetry.heartbeat import HEARTBEAT

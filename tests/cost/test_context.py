@@ -29,7 +29,7 @@ def seconds(fabric: Fabric, work: Jobs) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_what_a_token_has_on_a_rank() -> None:
-    """32 query heads and 8 for keys and values, of 128; repeated where more ranks exchange heads than there are."""
+    """32 query heads and 8 for keys and values, of 128; repeated where more ranks trade heads than there are."""
     work = jobs("cp=8", "cp=8,cp_method=ulysses", "cp=16,cp_method=ulysses", "cp=8,tp=2,cp_method=ulysses")
     widths = Widths.of(SHAPE, work)
     assert widths.query.tolist() == [4096, 4096, 4096, 2048]

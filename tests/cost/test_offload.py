@@ -1,4 +1,4 @@
-"""Optimizer state in the host's memory: bytes there, seconds over the link."""
+"""Optimizer state in CPU memory: bytes there, seconds over the link."""
 
 from dataclasses import replace
 

@@ -63,7 +63,7 @@ def given(model: ModelSpec, tp: int, ep: int = 1, *, first: bool = True, last: b
 
 @pytest.mark.parametrize("name", [*TINY, "qwen2.5-7b", "gpt3-175b", "deepseek-v2", "deepseek-v3"])
 def test_tensor_ranks_hold_what_the_engine_gives_them(name: str) -> None:
-    """Norms, routers, products down to a latent and biases added after a sum are whole on each, keys and values as far
+    """Norms, routers, matmuls down to a latent and biases added after a sum are whole on each, keys and values as far
     as their heads do not suffice."""
     model = load_model(name)
     shape = Shape.of(model)

@@ -22,7 +22,7 @@ from cuboid.model.transformer import Transformer
 from cuboid.parallel.parallelize import build_engine, draw_weights
 from cuboid.parallel.split_backward import Deferral
 from cuboid.parallel.stage import Segment
-from cuboid.plan import exchanges
+from cuboid.plan import collectives as exchanges
 from cuboid.spec.run import Run
 from cuboid.train.evaluate import evaluate
 from cuboid.train.layer_norms import LayerNorms

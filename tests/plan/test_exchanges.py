@@ -10,7 +10,7 @@ from cuboid.cost.compute import kernels
 from cuboid.cost.constants import chip_named, engine_named, fabric_named
 from cuboid.cost.inputs import Jobs, Shape, single
 from cuboid.cost.layers import layer_times, transfer_bytes
-from cuboid.plan.exchanges import exchanges, predicted_ledger
+from cuboid.plan.collectives import exchanges, predicted_ledger
 from cuboid.spec.run import Run, build_run
 from cuboid.telemetry.communication_ledger import Entry
 

@@ -130,7 +130,7 @@ def test_deepspeed_comes_back_through_the_importer(plan: Callable[..., Plan]) ->
 
 
 def test_deepspeed_counts_tensor_ranks_as_replicas(plan: Callable[..., Plan]) -> None:
-    """With tp and no pipeline it multiplies the micro-batch by all ranks, so the product is left to it."""
+    """With tp and no pipeline it multiplies the micro-batch by all ranks, so the matmul is left to it."""
     config = json.loads(export(plan("dp=8,tp=2,zero=1,sequence_parallel=false"), "deepspeed"))
     assert "train_batch_size" not in config
     assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (1, 8)

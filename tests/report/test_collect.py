@@ -12,7 +12,7 @@ import pytest
 
 from cuboid.errors import UserError
 from cuboid.plan.choose import plans
-from cuboid.plan.exchanges import predicted_ledger
+from cuboid.plan.collectives import predicted_ledger
 from cuboid.plan.plan import dump_plan
 from cuboid.plan.question import Question
 from cuboid.report.collect import collect

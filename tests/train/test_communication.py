@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from cuboid.plan.exchanges import predicted_ledger
+from cuboid.plan.collectives import predicted_ledger
 from cuboid.spec.run import Run, build_run
 from cuboid.telemetry.communication_ledger import Ledger
 from cuboid.train.communication import CommunicationLog, summarize

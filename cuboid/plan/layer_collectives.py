@@ -1,6 +1,6 @@
-"""What the layers of a rank exchange while micro-batches pass through them.
+"""What the layers of a rank communicate while micro-batches pass through them.
 
-Recomputation runs a layer again up to its last product, so that every exchange of its forward pass before that one is
+Recomputation runs a layer again up to its last matmul, so that every collective of its forward pass before that one is
 made once more."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import lcm
 
-from cuboid.plan.rank_step import Exchange, RankStep
+from cuboid.plan.rank_step import Collective, RankStep
 from cuboid.spec.layout import Recompute
 from cuboid.spec.sharding import kv_head_of_query, kv_part_count
 from cuboid.telemetry.communication_ledger import Kind
@@ -27,7 +27,7 @@ class LayerExchanges:
         kinds = [(step.model.has_experts(layer), step.recompute[layer]) for layer in step.layers]
         self._times = step.micro_batches * kinds.count((routed, recompute))
 
-    def all(self) -> Iterator[Exchange]:
+    def all(self) -> Iterator[Collective]:
         yield from self._attention()
         yield from self._context()
         if self._routed:
@@ -37,7 +37,7 @@ class LayerExchanges:
             yield from self._enter(self._model.hidden)
             yield from self._leave(again=0)
 
-    def _attention(self) -> Iterator[Exchange]:
+    def _attention(self) -> Iterator[Collective]:
         latent = self._model.latent
         if latent is None:
             yield from self._enter(self._model.hidden)
@@ -48,7 +48,7 @@ class LayerExchanges:
             yield from self._enter(latent.kv_rank + latent.qk_rope_dim)
         yield from self._leave(self._again)
 
-    def _context(self) -> Iterator[Exchange]:
+    def _context(self) -> Iterator[Collective]:
         """Heads for tokens inside, keys and values between. Selective recomputation keeps what came of them, full
         makes all of the forward pass again."""
         layout, model = self._layout, self._model
@@ -65,7 +65,7 @@ class LayerExchanges:
         for width, what in ((key * heads + both, "query, key and value heads"), (value * heads, "output heads")):
             size, formula = self._tokens(width)
             yield self._exchange("cp", "all-to-all", inner, forward + 1, size, f"{what}: {formula}")
-        # After the exchange of heads a rank has the tokens of its inner group and its part of the heads.
+        # After the collective of heads a rank has the tokens of its inner group and its part of the heads.
         size, formula = self._tokens(both)
         what = f"keys and values, and their gradients: {formula}"
         if layout.cp_method == "allgather":
@@ -75,7 +75,7 @@ class LayerExchanges:
         else:
             yield self._exchange("cp", "send", outer, (outer - 1) * (forward + 2), size, what)
 
-    def _mixture(self) -> Iterator[Exchange]:
+    def _mixture(self) -> Iterator[Collective]:
         """Each tensor rank routes its part of the tokens; shared experts are split like any feed-forward block."""
         mixture, layout = self._model.mixture, self._layout
         assert mixture is not None
@@ -92,7 +92,7 @@ class LayerExchanges:
         what = f"rows of each expert: {INTEGER} bytes × {mixture.experts}"
         yield self._exchange("ep", "all-to-all", layout.ep, 1, counts, what)
 
-    def _routing(self) -> Iterator[Exchange]:
+    def _routing(self) -> Iterator[Collective]:
         """What routers must know of whole sequences."""
         mixture, layout = self._model.mixture, self._layout
         assert mixture is not None
@@ -106,7 +106,7 @@ class LayerExchanges:
             what = f"choices of tokens: {INTEGER} bytes × {tokens:,} tokens × {width}"
             yield self._exchange("sequence", "all-gather", ranks, calls, INTEGER * tokens * width, what)
 
-    def _enter(self, width: int) -> Iterator[Exchange]:
+    def _enter(self, width: int) -> Iterator[Collective]:
         """Into a region of split matrices: tokens gathered, or their gradient summed."""
         if self._layout.sequence_parallel:
             yield self._tensor("all-gather", 1 + self._again, width)
@@ -114,8 +114,8 @@ class LayerExchanges:
         else:
             yield self._tensor("all-reduce", 1, width)
 
-    def _leave(self, again: int) -> Iterator[Exchange]:
-        """Out of it: partial products summed; the gradient gathered where tokens are split."""
+    def _leave(self, again: int) -> Iterator[Collective]:
+        """Out of it: partial matmuls summed; the gradient gathered where tokens are split."""
         width = self._model.hidden
         if self._layout.sequence_parallel:
             yield self._tensor("reduce-scatter", 1 + again, width)
@@ -123,7 +123,7 @@ class LayerExchanges:
         else:
             yield self._tensor("all-reduce", 1 + again, width)
 
-    def _tensor(self, kind: Kind, calls: int, width: int) -> Exchange:
+    def _tensor(self, kind: Kind, calls: int, width: int) -> Collective:
         size, formula = self._tokens(width)
         return self._exchange("tp", kind, self._layout.tp, calls, size, f"layer activations: {formula}")
 
@@ -132,5 +132,5 @@ class LayerExchanges:
         element, tokens = self._step.element, self._step.tokens
         return element * tokens * width, f"{element} bytes × {tokens:,} tokens × {width:,}"
 
-    def _exchange(self, dimension: str, kind: Kind, ranks: int, calls: int, size: int, what: str) -> Exchange:
-        return Exchange(dimension, kind, ranks, self._times * calls, size, what)
+    def _exchange(self, dimension: str, kind: Kind, ranks: int, calls: int, size: int, what: str) -> Collective:
+        return Collective(dimension, kind, ranks, self._times * calls, size, what)
