@@ -51,3 +51,9 @@ def test_rooms_that_plan_import_no_torch() -> None:
             if str(path.relative_to(ROOT)) != TRACES and any(m.split(".")[0] == "torch" for m in imports(path)):
                 wrong.append(str(path.relative_to(ROOT)))
     assert not wrong, wrong
+
+
+def test_files_that_answer_questions_exist() -> None:
+    named = set(re.findall(r"`(\w+/\w+\.py)`", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")))
+    missing = [name for name in named if not (ROOT / name).exists() and not (ROOT / "cuboid" / name).exists()]
+    assert len(named) > 30 and not missing, missing

@@ -1,5 +1,6 @@
 """Clusters: names, files, tiers, and a source for every constant of the catalog."""
 
+import re
 import tomllib
 from importlib.resources import files
 from pathlib import Path
@@ -187,3 +188,12 @@ def test_every_constant_names_its_source() -> None:
 def test_every_link_is_used() -> None:
     used = {tier["link"] for entry in CATALOG["accelerators"].values() for tier in entry.get("tiers", [])}
     assert used == set(CATALOG["links"])
+
+
+def test_the_page_lists_every_accelerator() -> None:
+    page = (Path(__file__).parents[2] / "docs/clusters.md").read_text(encoding="utf-8")
+    listed = dict(re.findall(r"^\| `([\w-]+)` \| [^|]*\| [^|]*\| ([\d.]+) \|", page, re.MULTILINE))
+    names = set(accelerator_names().values())
+    assert {name: float(memory) for name, memory in listed.items()} == {
+        name: accelerator_table(name)["memory_gib"] for name in names
+    }
