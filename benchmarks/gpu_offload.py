@@ -69,9 +69,9 @@ def make(run: Run, device: torch.device) -> tuple[Engine, Optimizer]:
 
 def contents(optimizer: Optimizer, device: torch.device) -> dict[str, list[tuple[int, int]]]:
     found = {}
-    for piece in optimizer.pieces:
-        first, second = optimizer.moments(piece)
-        found[piece.part.name] = [bits(tensor, device) for tensor in (piece.master, first, second)]
+    for optimizer_shard in optimizer.optimizer_shards:
+        first, second = optimizer.moments(optimizer_shard)
+        found[optimizer_shard.part.name] = [bits(tensor, device) for tensor in (optimizer_shard.master, first, second)]
     return found
 
 

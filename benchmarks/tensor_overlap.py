@@ -73,7 +73,10 @@ def rank(options: argparse.Namespace, text: str, way: str, output: Path) -> None
     source = make_source(run)
     first = train_step(engine, optimizer, micro_batches(source, run, 0, 0, device), 1e-4)
     seen = [(first.loss, first.gradient_norm)]
-    gradients = {piece.part.name: _some(optimizer.moments(piece)[0]) for piece in optimizer.pieces}
+    gradients = {
+        optimizer_shard.part.name: _some(optimizer.moments(optimizer_shard)[0])
+        for optimizer_shard in optimizer.optimizer_shards
+    }
     ends: list[float] = []
     before: PendingStep | None = None
     for step in range(

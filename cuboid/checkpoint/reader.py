@@ -131,9 +131,9 @@ class Reader:
 
     def _read_bytes(self, file: str, position: int, buffer: memoryview, digest: Digest | None) -> None:
         files, path = self._folder.files, (self._folder / file).path
-        piece = files.read_size if digest is not None else max(1, buffer.nbytes)
-        for start in range(0, buffer.nbytes, piece):
-            part = buffer[start : start + piece]
+        optimizer_shard = files.read_size if digest is not None else max(1, buffer.nbytes)
+        for start in range(0, buffer.nbytes, optimizer_shard):
+            part = buffer[start : start + optimizer_shard]
             files.read_into(path, position + start, part)
             if digest is not None:
                 digest.update(part)

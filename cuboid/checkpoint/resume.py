@@ -83,8 +83,8 @@ def begin_anew(engine: Engine, optimizer: Moments) -> None:
     """As if nothing had ever been loaded."""
     draw_weights(engine)
     for unit in engine.units:
-        for piece in unit.pieces():
-            for moment in optimizer.moments(piece):
+        for optimizer_shard in unit.optimizer_shards():
+            for moment in optimizer.moments(optimizer_shard):
                 moment.zero_()
     optimizer.set_steps_taken(0)
     if engine.loss_scale is not None:

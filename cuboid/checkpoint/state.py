@@ -25,7 +25,7 @@ class Moments(Protocol):
 
     def set_steps_taken(self, steps: int) -> None: ...
 
-    def moments(self, piece: OptimizerShard) -> tuple[Tensor, Tensor]: ...
+    def moments(self, optimizer_shard: OptimizerShard) -> tuple[Tensor, Tensor]: ...
 
 
 def state_to_save(engine: Engine, optimizer: Moments) -> dict[str, Scattered]:
@@ -38,32 +38,36 @@ def state_to_load(engine: Engine, optimizer: Moments) -> dict[str, Scattered]:
     publish it."""
     for unit in engine.units:
         unit.open()
-    return _state((piece for unit in engine.units for piece in unit.pieces()), optimizer)
+    return _state((optimizer_shard for unit in engine.units for optimizer_shard in unit.optimizer_shards()), optimizer)
 
 
 def weights_to_load(engine: Engine) -> dict[str, Scattered]:
     """The parameters this rank keeps, by name. What is filled counts once the units publish it."""
     for unit in engine.units:
         unit.open()
-    return {piece.part.name: _scattered(piece, piece.kept) for unit in engine.units for piece in unit.pieces()}
+    return {
+        optimizer_shard.part.name: _scattered(optimizer_shard, optimizer_shard.kept)
+        for unit in engine.units
+        for optimizer_shard in unit.optimizer_shards()
+    }
 
 
-def _state(pieces: Iterable[OptimizerShard], optimizer: Moments) -> dict[str, Scattered]:
+def _state(optimizer_shards: Iterable[OptimizerShard], optimizer: Moments) -> dict[str, Scattered]:
     state: dict[str, Scattered] = {}
-    for piece in pieces:
-        for kind, values in zip(KINDS, (piece.kept, *optimizer.moments(piece)), strict=True):
-            state[f"{kind}/{piece.part.name}"] = _scattered(piece, values)
+    for optimizer_shard in optimizer_shards:
+        for kind, values in zip(KINDS, (optimizer_shard.kept, *optimizer.moments(optimizer_shard)), strict=True):
+            state[f"{kind}/{optimizer_shard.part.name}"] = _scattered(optimizer_shard, values)
     return state
 
 
-def _scattered(piece: OptimizerShard, values: Tensor) -> Scattered:
-    """`values`: a moment of the piece, or what it keeps as master weights."""
+def _scattered(optimizer_shard: OptimizerShard, values: Tensor) -> Scattered:
+    """`values`: a moment of the optimizer shard, or what it keeps as master weights."""
 
     def boxes(whole: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        for box, place in boxes_of_piece(piece.part, piece.start, piece.stop):
+        for box, place in boxes_of_piece(optimizer_shard.part, optimizer_shard.start, optimizer_shard.stop):
             yield box, whole[place : place + box.size].view(box.lengths)
 
-    if values is not piece.kept or not piece.is_halved or piece.weight is None:
-        return Scattered(piece.part.full_shape, values.dtype, tuple(boxes(values)))
-    near = tuple(part for _, part in boxes(piece.weight.view(torch.int16)))
-    return Scattered(piece.part.full_shape, torch.float32, tuple(boxes(values)), near)
+    if values is not optimizer_shard.kept or not optimizer_shard.is_halved or optimizer_shard.weight is None:
+        return Scattered(optimizer_shard.part.full_shape, values.dtype, tuple(boxes(values)))
+    near = tuple(part for _, part in boxes(optimizer_shard.weight.view(torch.int16)))
+    return Scattered(optimizer_shard.part.full_shape, torch.float32, tuple(boxes(values)), near)

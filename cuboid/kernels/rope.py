@@ -34,7 +34,7 @@ def rotate_back_rows(  # type: ignore[no-untyped-def]
     value,
     cosine,
     sine,
-    joined,
+    fused,
     places,
     heads,
     kv_heads,
@@ -48,10 +48,10 @@ def rotate_back_rows(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     table = row % places * 2 * half
     width, kv_width = heads * 2 * half, kv_heads * 2 * half
-    joined += row * (width + 2 * kv_width)
-    _rotate_back(query + row * width, joined, cosine + table, sine + table, heads, half, HEADS, HALF)
-    joined += width
-    _rotate_back(key + row * kv_width, joined, cosine + table, sine + table, kv_heads, half, KV_HEADS, HALF)
+    fused += row * (width + 2 * kv_width)
+    _rotate_back(query + row * width, fused, cosine + table, sine + table, heads, half, HEADS, HALF)
+    fused += width
+    _rotate_back(key + row * kv_width, fused, cosine + table, sine + table, kv_heads, half, KV_HEADS, HALF)
     place = tl.arange(0, WIDTH)
     carried = tl.load(value + row * kv_width + place, mask=place < kv_width)
-    tl.store(joined + kv_width + place, carried, mask=place < kv_width)
+    tl.store(fused + kv_width + place, carried, mask=place < kv_width)

@@ -7,16 +7,16 @@ import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def swiglu_backward_rows(gradient, joined, result, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`joined` and `result`: rows of gates and then ups, `width` each. Each multiplication rounds as torch's own
+def swiglu_backward_rows(gradient, fused, result, width, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`fused` and `result`: rows of gates and then ups, `width` each. Each multiplication rounds as torch's own
     does."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
     place = row * 2 * width + column
     g = tl.load(gradient + row * width + column, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(joined + place, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(joined + width + place, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(fused + place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(fused + width + place, mask=inside, other=0.0).to(tl.float32)
     share = 1.0 / (1.0 + tl.exp(-gate))
     kind = result.dtype.element_ty
     opened = (gate * share).to(kind).to(tl.float32)

@@ -54,11 +54,11 @@ class Attention(nn.Module):
         self.kv_head_of_query: Tensor | None = None
         self.mix: Mix = causal_mix
         self.columns: Columns = columns
-        self.joined: Project | None = None
+        self.fused: Project | None = None
         """By one matmul, where something else knows how."""
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
-        query, key, value = (self.joined or self._project)(x, positions)
+        query, key, value = (self.fused or self._project)(x, positions)
         if self.kv_head_of_query is not None:
             key, value = key.index_select(2, self.kv_head_of_query), value.index_select(2, self.kv_head_of_query)
         return self.output(self.mix(query, key, value, positions).reshape(-1, self.output.weight.shape[1]))

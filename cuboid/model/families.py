@@ -99,7 +99,7 @@ class WeightNames:
     """What all names but the head's begin with; checkpoints of the bare model lack it."""
     transposed: tuple[str, ...] = ()
     """Endings of the tensors whose weight is held as (in, out)."""
-    joined: str = ""
+    fused: str = ""
     """The tensor in which queries, keys and values lie one below the other."""
     ignored: str = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
     """What older checkpoints hold besides weights: rotary frequencies and causal masks, which follow from the shape.
@@ -115,7 +115,7 @@ class WeightNames:
         fixed = dict(self.fixed)
         if self.one_bias_switch:
             fixed["output_bias"] = model.qkv_bias
-        if self.joined:
+        if self.fused:
             fixed |= {"kv_heads": model.heads, "head_dim": model.hidden // model.heads}
         return fixed
 
@@ -159,7 +159,7 @@ FAMILIES: dict[str, WeightNames] = {
         },
         prefix="transformer.",
         transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight"),
-        joined=".c_attn.",
+        fused=".c_attn.",
         ignored=r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",
     ),
 }

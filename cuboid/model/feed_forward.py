@@ -19,13 +19,13 @@ class FeedForward(nn.Module):
         self.up = Linear(model.hidden, width, model.mlp_bias)
         self.down = Linear(width, model.hidden, model.mlp_bias)
         self.columns: Columns = columns
-        self.joined: Callable[[Tensor], Tensor] | None = None
+        self.fused: Callable[[Tensor], Tensor] | None = None
         """All but the last matmul with gate and up in one, where something else knows how."""
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         """Every token alike, wherever it stands."""
-        if self.joined is not None:
-            return self.down(self.joined(x))
+        if self.fused is not None:
+            return self.down(self.fused(x))
         if self.gate is None:
             (up,) = self.columns(x, (self.up,))
             return self.down(functional.gelu(up, approximate="tanh"))

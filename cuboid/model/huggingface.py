@@ -106,7 +106,7 @@ def from_huggingface(model: ModelSpec) -> dict[str, tuple[Origin, ...]]:
     """Our parameter -> where it lies in their checkpoint: in one tensor, or each of stacked experts in its own."""
     family = check_family(model)
     query, key_value = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    joined = {"query": (0, query), "key": (query, query + key_value), "value": (query + key_value, 3 * query)}
+    fused = {"query": (0, query), "key": (query, query + key_value), "value": (query + key_value, 3 * query)}
     origins: dict[str, tuple[Origin, ...]] = {}
     for name, shape in parameter_shapes(model).items():
         tensor = _their_name(family, name)
@@ -117,8 +117,8 @@ def from_huggingface(model: ModelSpec) -> dict[str, tuple[Origin, ...]]:
             )
             continue
         start, stop, rows = 0, shape[0], shape[0]
-        if family.joined and family.joined in tensor:
-            (start, stop), rows = joined[name.split(".")[-2]], 3 * query
+        if family.fused and family.fused in tensor:
+            (start, stop), rows = fused[name.split(".")[-2]], 3 * query
         transposed = bool(family.transposed) and tensor.endswith(family.transposed)
         stored = (shape[1], rows) if transposed else (rows, *shape[1:])
         origins[name] = (Origin(tensor, stored, start, stop, transposed),)

@@ -59,9 +59,9 @@ def _overlapped(region: Region, x: Tensor, linears: Sequence[Linear], sliced: bo
     return None
 
 
-def joined_columns(region: Region, x: Tensor, joined: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """One matmul with weights that lie side by side in `joined`."""
-    return _FusedColumns.apply(x, region.gather(x), region.number, joined, *weights)
+def joined_columns(region: Region, x: Tensor, fused: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """One matmul with weights that lie side by side in `fused`."""
+    return _FusedColumns.apply(x, region.gather(x), region.number, fused, *weights)
 
 
 # The operations. Each returns the summed gradient of the input and then those of the weights. `rest`: the gradient of
@@ -185,15 +185,15 @@ class _FusedColumns(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, whole: Tensor, region: int, *held: Tensor) -> Tensor:
         """`held`: all weights as one, and then each; their gradients are rows of one, too."""
-        joined, *weights = held
-        context.save_for_backward(whole, joined)
+        fused, *weights = held
+        context.save_for_backward(whole, fused)
         context.region, context.rows = region, [weight.shape[0] for weight in weights]
-        return whole @ joined.t()
+        return whole @ fused.t()
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        whole, joined = context.saved_tensors
-        summed, own = _run([gradient], [joined], whole, None, context.region)
+        whole, fused = context.saved_tensors
+        summed, own = _run([gradient], [fused], whole, None, context.region)
         return summed, None, None, None, *own.split(context.rows)
 
 

@@ -115,10 +115,10 @@ class _SplitFp8Matmul(torch.autograd.Function):
         return result, None, gradient.sum(0) if context.has_bias else None, None, None
 
 
-def split_fused_matmul(weights: Sequence[Tensor], joined: Tensor, deferral: Deferral) -> Callable[[Tensor], Tensor]:
-    """With all of the weights, which are the rows of `joined`."""
+def split_fused_matmul(weights: Sequence[Tensor], fused: Tensor, deferral: Deferral) -> Callable[[Tensor], Tensor]:
+    """With all of the weights, which are the rows of `fused`."""
     postponer = Postponer(weights, deferral)
-    return lambda x: _SplitMatmul.apply(x, joined, None, postponer.number)
+    return lambda x: _SplitMatmul.apply(x, fused, None, postponer.number)
 
 
 def split_matmul(linear: Linear, deferral: Deferral, fp8_rows: bool | None) -> Matmul:

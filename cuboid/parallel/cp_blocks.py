@@ -37,8 +37,8 @@ class Block:
         sums = attended.sums[self.rows, :, self.queries]
         part = Attended(*self._cut(*attended[:3]), seen, sums)
         added = attend_backward(gradient, part, self.causal, self.documents)
-        for whole, piece in zip(self._cut(*total), added, strict=True):
-            whole += piece
+        for whole, chunk in zip(self._cut(*total), added, strict=True):
+            whole += chunk
 
     def _cut(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return query[self.rows, self.queries], key[self.rows, self.keys], value[self.rows, self.keys]
@@ -79,7 +79,7 @@ def _places(index: int, size: int, length: int) -> Tensor:
 
 
 def _causal(queries: slice, keys: slice, documents: Documents | None, index: int, size: int, length: int) -> Block:
-    # What is left of a document in the chunks of one rank is in one piece: their tokens are in order.
+    # What is left of a document in the chunks of one rank is contiguous: their tokens are in order.
     part = documents.take(_places(index, size, length)) if documents is not None else None
     return Block(slice(None), queries, keys, True, part)
 

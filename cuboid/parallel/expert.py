@@ -202,7 +202,7 @@ def watched(mixture: MoE, balance: Balance, layer: int, run: Callable[..., Tenso
 
 
 def join_sequences(mixture: MoE, balance: Balance, groups: Groups, run: Run) -> None:
-    """Let routers see what concerns whole sequences, of which each context and each tensor rank holds a piece."""
+    """Let routers see what concerns whole sequences, of which each context and each tensor rank holds a part."""
     group, length = groups.sequence, run.training.sequence
     if group.size == 1:
         return

@@ -85,14 +85,14 @@ class _FusedAddRmsNorm(torch.autograd.Function):
         exact = stream.float()
         inverse = torch.rsqrt(exact.pow(2).mean(1, keepdim=True) + epsilon)
         context.save_for_backward(stream, inverse, weight)
-        context.joined = joins is not None
+        context.fused = joins is not None
         return stream, (exact * inverse * weight).to(x.dtype)
 
     @staticmethod
     def backward(context: Any, stream: Tensor, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, inverse, weight = context.saved_tensors
         result, sums = norm_backward(gradient, stream, x, inverse, weight)
-        return result, result if context.joined else None, sums.sum(0).to(weight.dtype), None
+        return result, result if context.fused else None, sums.sum(0).to(weight.dtype), None
 
 
 def branch(norm: Norm, x: Tensor, joins: Tensor | None) -> tuple[Tensor, Tensor]:

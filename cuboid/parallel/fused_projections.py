@@ -27,11 +27,11 @@ BLOCK = 4096
 
 
 @operation("cuboid::swiglu_backward")
-def swiglu_backward(gradient: Tensor, joined: Tensor) -> Tensor:
-    """`joined`: in each row all gates and then all ups. One operation, because the compiler would write gates and ups
+def swiglu_backward(gradient: Tensor, fused: Tensor) -> Tensor:
+    """`fused`: in each row all gates and then all ups. One operation, because the compiler would write gates and ups
     apart and put them together afterwards."""
-    if not joined.is_cuda or wide(joined.dtype) != torch.float32:
-        gate, up = joined.chunk(2, 1)
+    if not fused.is_cuda or wide(fused.dtype) != torch.float32:
+        gate, up = fused.chunk(2, 1)
         exact = gate.to(wide(gate.dtype))
         share = exact.sigmoid()
         gate_gradient = (gradient * up).to(exact.dtype) * share * (1 + exact * (1 - share))
@@ -39,28 +39,28 @@ def swiglu_backward(gradient: Tensor, joined: Tensor) -> Tensor:
     from cuboid.kernels.swiglu import swiglu_backward_rows
 
     rows, width = gradient.shape
-    result = torch.empty_like(joined)
+    result = torch.empty_like(fused)
     grid = (rows, -(-width // BLOCK))
-    swiglu_backward_rows[grid](gradient.contiguous(), joined, result, width, BLOCK=BLOCK, num_warps=8)
+    swiglu_backward_rows[grid](gradient.contiguous(), fused, result, width, BLOCK=BLOCK, num_warps=8)
     return result
 
 
 @torch.library.register_fake("cuboid::swiglu_backward")  # type: ignore[untyped-decorator]
-def _(gradient: Tensor, joined: Tensor) -> Tensor:
-    return torch.empty_like(joined)
+def _(gradient: Tensor, fused: Tensor) -> Tensor:
+    return torch.empty_like(fused)
 
 
 class _Swiglu(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, joined: Tensor) -> Tensor:
-        context.save_for_backward(joined)
-        gate, up = joined.chunk(2, 1)
+    def forward(context: Any, fused: Tensor) -> Tensor:
+        context.save_for_backward(fused)
+        gate, up = fused.chunk(2, 1)
         return functional.silu(gate) * up
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> Tensor:
-        (joined,) = context.saved_tensors
-        result: Tensor = swiglu_backward(gradient, joined)
+        (fused,) = context.saved_tensors
+        result: Tensor = swiglu_backward(gradient, fused)
         return result
 
 
@@ -69,15 +69,15 @@ class _FusedMatmul(torch.autograd.Function):
     def forward(context: Any, x: Tensor, *held: Tensor) -> Tensor:
         """`held`: the stacked weight, then its parts; their gradients are rows of one tensor. One varargs, because
         under no_grad Dynamo guesses from the number of arguments whether forward takes a context."""
-        joined, *weights = held
-        context.save_for_backward(x, joined)
+        fused, *weights = held
+        context.save_for_backward(x, fused)
         context.rows = [weight.shape[0] for weight in weights]
-        return x @ joined.t()
+        return x @ fused.t()
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, joined = context.saved_tensors
-        return gradient @ joined, None, *(gradient.t() @ x).split(context.rows)
+        x, fused = context.saved_tensors
+        return gradient @ fused, None, *(gradient.t() @ x).split(context.rows)
 
 
 def fuse_matmuls(
@@ -95,24 +95,24 @@ def fuse_matmuls(
 
 def _join_attention(attention: Attention, unit: Unit, deferral: Deferral | None, region: Region | None) -> None:
     linears = [attention.query, attention.key, attention.value]
-    joined = _joined(linears, unit, deferral, region)
-    if joined is None:
+    fused = _joined(linears, unit, deferral, region)
+    if fused is None:
         return
     heads, kv_heads, _ = (linear.weight.shape[0] // attention.head_dim for linear in linears)
 
     def project(x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = FusedRope.apply(joined(x), positions.cosine, positions.sine, heads, kv_heads)
+        query, key, value = FusedRope.apply(fused(x), positions.cosine, positions.sine, heads, kv_heads)
         return query, key, value
 
-    attention.joined = project
+    attention.fused = project
 
 
 def _join_feed_forward(
     feed_forward: FeedForward, gate: Linear, unit: Unit, deferral: Deferral | None, region: Region | None
 ) -> None:
-    joined = _joined([gate, feed_forward.up], unit, deferral, region)
-    if joined is not None:
-        feed_forward.joined = lambda x: _Swiglu.apply(joined(x))
+    fused = _joined([gate, feed_forward.up], unit, deferral, region)
+    if fused is not None:
+        feed_forward.fused = lambda x: _Swiglu.apply(fused(x))
 
 
 def _joined(

@@ -16,19 +16,19 @@ from cuboid.model.rope import rotated
 def rotate_back(query: Tensor, key: Tensor, value: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """From gradients of the three to that of what they came out of. One operation, because the compiler would ask for
     every number in which of the three it lies."""
-    joined = _empty(query, key)
-    if not joined.is_cuda or wide(joined.dtype) != torch.float32:
+    fused = _empty(query, key)
+    if not fused.is_cuda or wide(fused.dtype) != torch.float32:
         back = []
         for gradient in (query, key):
             first, second = (gradient * sine).chunk(2, -1)
             back.append(gradient * cosine + torch.cat((second, -first), -1))
-        return torch.cat([each.reshape(joined.shape[0], -1) for each in (*back, value)], 1)
+        return torch.cat([each.reshape(fused.shape[0], -1) for each in (*back, value)], 1)
     from cuboid.kernels.rope import rotate_back_rows
 
     heads, kv_heads, size = query.shape[2], key.shape[2], query.shape[3]
-    rotate_back_rows[(joined.shape[0],)](
+    rotate_back_rows[(fused.shape[0],)](
         *(each.contiguous() for each in (query, key, value, cosine, sine)),
-        joined,
+        fused,
         cosine.numel() // size,
         heads,
         kv_heads,
@@ -39,7 +39,7 @@ def rotate_back(query: Tensor, key: Tensor, value: Tensor, cosine: Tensor, sine:
         WIDTH=_padded(kv_heads * size),
         num_warps=4,
     )
-    return joined
+    return fused
 
 
 @torch.library.register_fake("cuboid::rotate_back")  # type: ignore[untyped-decorator]
@@ -59,12 +59,12 @@ def _padded(size: int) -> int:
 class FusedRope(torch.autograd.Function):
     @staticmethod
     def forward(
-        context: Any, joined: Tensor, cosine: Tensor, sine: Tensor, heads: int, kv_heads: int
+        context: Any, fused: Tensor, cosine: Tensor, sine: Tensor, heads: int, kv_heads: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`joined`: a row a token. The three are (sequences, length, heads, head_dim)."""
+        """`fused`: a row a token. The three are (sequences, length, heads, head_dim)."""
         context.save_for_backward(cosine, sine)
         _, length, _, size = cosine.shape
-        parts = joined.split([heads * size, kv_heads * size, kv_heads * size], 1)
+        parts = fused.split([heads * size, kv_heads * size, kv_heads * size], 1)
         query, key, value = (part.view(-1, length, part.shape[1] // size, size) for part in parts)
         # Values too in memory of their own: attention keeps them, and would keep all of the matmul with them.
         return rotated(query, cosine, sine), rotated(key, cosine, sine), value.contiguous()

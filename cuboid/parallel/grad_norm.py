@@ -18,17 +18,17 @@ from cuboid.spec.sharding import Part
 
 
 def finish_gradients(engine: Engine) -> None:
-    """After this every rank's pieces hold the gradient of the global batch."""
+    """After this every rank's optimizer shards hold the gradient of the global batch."""
     for unit in engine.units:
         unit.settle()  # what is left of the last segment starts for all units before any is waited for
     for unit in engine.units:
         unit.finish_reduction()
     for sharing, group in (("tensor", engine.groups.tensor), ("kv", engine.groups.kv_replicas)):
         parts = [
-            piece.gradient
+            optimizer_shard.gradient
             for unit in engine.units
-            for piece in unit.pieces()
-            if piece.part.slice.sharing == sharing and piece.part.slice.partial_gradient
+            for optimizer_shard in unit.optimizer_shards()
+            if optimizer_shard.part.slice.sharing == sharing and optimizer_shard.part.slice.partial_gradient
         ]
         _sum_together(parts, group)
     if engine.groups.embedding is not None:
@@ -47,11 +47,11 @@ def _sum_together(tensors: list[Tensor], group: Group) -> None:
 
 
 def counted_pieces(engine: Engine) -> Iterator[OptimizerShard]:
-    """The pieces this rank answers for."""
+    """The optimizer shards this rank answers for."""
     for unit in engine.units:
-        for piece in unit.pieces():
-            if answers_for(engine, unit, piece.part):
-                yield piece
+        for optimizer_shard in unit.optimizer_shards():
+            if answers_for(engine, unit, optimizer_shard.part):
+                yield optimizer_shard
 
 
 def answers_for(engine: Engine, unit: Unit, part: Part) -> bool:
@@ -69,7 +69,7 @@ def squared_norm(engine: Engine) -> Tensor:
     """This rank's share of the squared norm of the whole gradient."""
     dtype = engine.units[0].accumulate
     total = torch.zeros((), dtype=dtype, device=engine.device)
-    gradients = [piece.gradient for piece in counted_pieces(engine)]
+    gradients = [optimizer_shard.gradient for optimizer_shard in counted_pieces(engine)]
     if gradients and engine.device.type == "cuda" and dtype == torch.float32:
         from cuboid.kernels.square_sum import squared_norms
 

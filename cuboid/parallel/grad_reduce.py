@@ -121,7 +121,7 @@ class GradientReducer:
             self._replicating = None
 
     def of_piece(self, part: Part, here: slice) -> Tensor:
-        """`here`: the piece's place in this rank's shard."""
+        """`here`: the place of the optimizer shard in this rank's shard."""
         if not self.are_autograds:
             return self.shard[here]
         gradient = self._parameters[part.name].grad

@@ -81,7 +81,7 @@ class Groups(Holders):
     world: Group
     tensor: Group
     sequence: Group
-    """Ranks that hold pieces of the same sequences: cp × tp."""
+    """Ranks that hold parts of the same sequences: cp × tp."""
     expert: Group
     """Ranks over which the experts of a layer are spread."""
     routed: Holders

@@ -39,7 +39,7 @@ class OptimizerShard:
 
     @property
     def master(self) -> Tensor:
-        """Of a halved piece a copy: `set_master` makes it count."""
+        """Of a halved shard a copy: `set_master` makes it count."""
         if not self.is_halved:
             return self.kept
         assert self.weight is not None

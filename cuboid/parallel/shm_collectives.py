@@ -30,7 +30,7 @@ DEADLINE = 600.0
 
 
 SLOT_BYTES = 4 << 20
-"""Longer messages go in pieces of this size."""
+"""Longer messages go in chunks of this size."""
 SMALL = 32 << 10
 """Up to this many bytes every rank may as well combine all parts itself."""
 
@@ -107,44 +107,44 @@ class SharedMemoryGroup:
 
     def all_gather(self, part: Tensor, into: Tensor) -> Tensor:
         rows, flat = into.view(self._size, -1), part.reshape(-1)
-        for piece in self._pieces(flat.numel(), part.element_size()):
-            rows[:, piece].copy_(self.exchange(flat[piece]))
+        for chunk in self._pieces(flat.numel(), part.element_size()):
+            rows[:, chunk].copy_(self.exchange(flat[chunk]))
         return into
 
     def reduce_scatter(self, x: Tensor, into: Tensor) -> Tensor:
         rows, flat = x.reshape(self._size, -1), into.view(-1)
-        for piece in self._pieces(flat.numel(), x.element_size() * self._size):
-            shown = self.exchange(rows[:, piece]).unflatten(1, (self._size, -1))
-            flat[piece].copy_(sum_rows(shown[:, self._index]))
+        for chunk in self._pieces(flat.numel(), x.element_size() * self._size):
+            shown = self.exchange(rows[:, chunk]).unflatten(1, (self._size, -1))
+            flat[chunk].copy_(sum_rows(shown[:, self._index]))
         return into
 
     def all_to_all(self, x: Tensor, into: Tensor) -> Tensor:
         rows, found = x.reshape(self._size, -1), into.view(self._size, -1)
-        for piece in self._pieces(rows.shape[1], x.element_size() * self._size):
-            shown = self.exchange(rows[:, piece]).unflatten(1, (self._size, -1))
-            found[:, piece].copy_(shown[:, self._index])
+        for chunk in self._pieces(rows.shape[1], x.element_size() * self._size):
+            shown = self.exchange(rows[:, chunk]).unflatten(1, (self._size, -1))
+            found[:, chunk].copy_(shown[:, self._index])
         return into
 
     def shift(self, x: Tensor) -> Tensor:
         """What the rank before shows; the last comes before the first."""
         flat, into = x.reshape(-1), torch.empty_like(x, memory_format=torch.contiguous_format)
-        for piece in self._pieces(flat.numel(), x.element_size()):
-            into.view(-1)[piece].copy_(self.exchange(flat[piece])[self._index - 1])
+        for chunk in self._pieces(flat.numel(), x.element_size()):
+            into.view(-1)[chunk].copy_(self.exchange(flat[chunk])[self._index - 1])
         return into
 
     def all_reduce(self, x: Tensor, combine: Callable[[Tensor], Tensor]) -> Tensor:
         """In place. Small tensors are combined by every rank; of large ones each rank combines its part and shows
         it."""
         flat = x.view(-1)
-        for piece in self._pieces(flat.numel(), x.element_size()):
-            shown = self.exchange(flat[piece])
+        for chunk in self._pieces(flat.numel(), x.element_size()):
+            shown = self.exchange(flat[chunk])
             if shown[0].nbytes <= SMALL:
-                flat[piece].copy_(combine(shown))
+                flat[chunk].copy_(combine(shown))
                 continue
             width = -(-shown.shape[1] // self._size)
             own = combine(shown[:, self._index * width : (self._index + 1) * width])
             padded = torch.nn.functional.pad(own, (0, width - own.numel()))
-            flat[piece].copy_(self.exchange(padded).reshape(-1)[: shown.shape[1]])
+            flat[chunk].copy_(self.exchange(padded).reshape(-1)[: shown.shape[1]])
         return x
 
     def _pieces(self, elements: int, element_bytes: int) -> Iterator[slice]:

@@ -93,9 +93,9 @@ class Unit:
                 return None
             end += parameter.numel()
         self._make_room()  # nothing can be seen of memory that is not there
-        joined = self._flat.data[first:end].view(-1, parameters[0].shape[1])
+        fused = self._flat.data[first:end].view(-1, parameters[0].shape[1])
         self._free_if_unused()
-        return joined
+        return fused
 
     def fill(self, held: Callable[[Part], Tensor]) -> None:
         """Set the parameters from what this rank holds of each full tensor; padding stays zero."""
@@ -133,8 +133,8 @@ class Unit:
         self._kept, self._settle_kept = memory, settle
 
     def open(self) -> None:
-        """Until `publish`, the pieces' master weights lie in one tensor, where they are kept, and what is written there
-        counts."""
+        """Until `publish`, the optimizer shards' master weights lie in one tensor, where they are kept, and what is
+        written there counts."""
         if self._is_halved and self._opened is None:
             self._settle_kept()
             self._opened = join_halves(self._own.view(torch.int16).to(self._kept.device), self._kept)
@@ -182,7 +182,7 @@ class Unit:
 
     def publish(self, written: bool = False) -> None:
         """After the optimizer changed the master weights: let every rank's parameters follow. `written`: those of this
-        rank's pieces do already."""
+        rank's optimizer shards do already."""
         if self._narrow is not None:
             self._narrow.forget()
         if self._opened is not None:
@@ -233,7 +233,7 @@ class Unit:
     def shard_gradient(self) -> Tensor:
         return self._gradients.shard
 
-    def pieces(self) -> list[OptimizerShard]:
+    def optimizer_shards(self) -> list[OptimizerShard]:
         """The parameters, or parts of them, whose optimizer state this rank keeps."""
         self.wait_for_update()
         result = []

@@ -32,7 +32,8 @@ def kind_of(part: Part) -> Kind:
 
 @dataclass(frozen=True)
 class Elements:
-    """What the update of a piece, or of some of its elements, reads and writes, all of it flat and on one device."""
+    """What the update of an optimizer shard, or of some of its elements, reads and writes, all of it flat and on one
+    device."""
 
     kept: Tensor
     """The master weights, or 16 bits of each beside those of `weight`."""
@@ -51,14 +52,29 @@ class Elements:
 
     @classmethod
     def of(
-        cls, piece: OptimizerShard, kept: Tensor, first: Tensor, second: Tensor, start: int = 0, stop: int | None = None
+        cls,
+        optimizer_shard: OptimizerShard,
+        kept: Tensor,
+        first: Tensor,
+        second: Tensor,
+        start: int = 0,
+        stop: int | None = None,
     ) -> Elements:
-        """`start`, `stop`: which of the piece's elements the three tensors hold; default: all."""
+        """`start`, `stop`: which of the shard's elements the three tensors hold; default: all."""
         here = slice(start, stop)
-        weight = None if piece.weight is None else piece.weight[here]
-        weight = weight.view(torch.int16) if piece.is_halved and weight is not None else weight
-        in_rows = (piece.stop - piece.start) % ROW == 0
-        return cls(kept, first, second, piece.gradient[here], weight, *kind_of(piece.part), in_rows, piece.part)
+        weight = None if optimizer_shard.weight is None else optimizer_shard.weight[here]
+        weight = weight.view(torch.int16) if optimizer_shard.is_halved and weight is not None else weight
+        in_rows = (optimizer_shard.stop - optimizer_shard.start) % ROW == 0
+        return cls(
+            kept,
+            first,
+            second,
+            optimizer_shard.gradient[here],
+            weight,
+            *kind_of(optimizer_shard.part),
+            in_rows,
+            optimizer_shard.part,
+        )
 
     @property
     def kind(self) -> Kind:
@@ -183,7 +199,7 @@ def update_eagerly(
         chosen = [each for each in every if each.kind == (decays, factor)]
         # torch multiplies decay by the learning rate it is given.
         decay = spec.weight_decay / factor if decays else 0.0
-        # Halved elements need their master weights in full for a moment: one piece at a time.
+        # Halved elements need their master weights in full for a moment: one shard at a time.
         together = [[each] for each in chosen if each.is_halved]
         together += [[each for each in chosen if not each.is_halved]]
         for group in filter(None, together):

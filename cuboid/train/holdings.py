@@ -26,7 +26,11 @@ def held(units: Iterable[Unit], optimizer: Optimizer | None) -> dict[str, int]:
 
 def storages(units: Iterable[Unit], optimizer: Optimizer) -> set[int]:
     """Of what `held` counts."""
-    found = {moment.untyped_storage()._cdata for piece in optimizer.pieces for moment in optimizer.moments(piece)}
+    found = {
+        moment.untyped_storage()._cdata
+        for optimizer_shard in optimizer.optimizer_shards
+        for moment in optimizer.moments(optimizer_shard)
+    }
     return found | {tensor.untyped_storage()._cdata for unit in units for tensor in unit.held_tensors()}
 
 

@@ -44,9 +44,9 @@ class Moment:
 
 @dataclass(frozen=True)
 class Cut:
-    """Some elements of a unit's piece."""
+    """Some elements of a unit's optimizer shard."""
 
-    piece: int
+    optimizer_shard: int
     start: int
     stop: int
     place: int
@@ -107,9 +107,12 @@ class OffloadedState:
             held = self._held[unit.name]
             if held.kept is not None:
                 unit.keep_in(held.kept, self.settle)
-            for piece in unit.pieces():
-                here = slice(place_of(unit, piece), place_of(unit, piece) + piece.stop - piece.start)
-                self._of_part[piece.part.name] = (held.first[here], held.second[here])
+            for optimizer_shard in unit.optimizer_shards():
+                here = slice(
+                    place_of(unit, optimizer_shard),
+                    place_of(unit, optimizer_shard) + optimizer_shard.stop - optimizer_shard.start,
+                )
+                self._of_part[optimizer_shard.part.name] = (held.first[here], held.second[here])
 
     @property
     def device_bytes(self) -> int:
@@ -124,14 +127,14 @@ class OffloadedState:
         if self._leaving is not None:
             self._leaving.synchronize()
 
-    def moments(self, piece: OptimizerShard) -> tuple[Tensor, Tensor]:
+    def moments(self, optimizer_shard: OptimizerShard) -> tuple[Tensor, Tensor]:
         self.settle()
-        return self._of_part[piece.part.name]
+        return self._of_part[optimizer_shard.part.name]
 
     def visit(self, units: Sequence[Unit]) -> Iterator[list[Elements]]:
         """On the current stream."""
         for unit in units:
-            pieces, held = unit.pieces(), self._held[unit.name]
+            optimizer_shards, held = unit.optimizer_shards(), self._held[unit.name]
             for load in self._loads[unit.name]:
                 slot = self._slots[self._turn % SLOTS]
                 self._turn += 1
@@ -144,7 +147,7 @@ class OffloadedState:
                         target.copy_(source, non_blocking=True)
                     slot.arrived.record()
                 slot.arrived.wait()
-                yield [_elements(pieces[cut.piece], cut, here) for cut in load.cuts]
+                yield [_elements(optimizer_shards[cut.optimizer_shard], cut, here) for cut in load.cuts]
                 slot.updated.record()
                 with torch.cuda.stream(self._leaving):
                     slot.updated.wait()
@@ -154,10 +157,10 @@ class OffloadedState:
                     load.back.record()
 
 
-def _elements(piece: OptimizerShard, cut: Cut, here: list[Tensor]) -> Elements:
+def _elements(optimizer_shard: OptimizerShard, cut: Cut, here: list[Tensor]) -> Elements:
     first, second, *rest = (tensor[cut.place : cut.place + cut.stop - cut.start] for tensor in here)
-    kept = piece.kept[cut.start : cut.stop] if piece.weight is None else rest[0]
-    return Elements.of(piece, kept, first, second, cut.start, cut.stop)
+    kept = optimizer_shard.kept[cut.start : cut.stop] if optimizer_shard.weight is None else rest[0]
+    return Elements.of(optimizer_shard, kept, first, second, cut.start, cut.stop)
 
 
 def _bytes_away(unit: Unit) -> int:
@@ -166,9 +169,9 @@ def _bytes_away(unit: Unit) -> int:
     return sum(bytes_taken(shape, dtype) for dtype in dtypes if dtype is not None)
 
 
-def place_of(unit: Unit, piece: OptimizerShard) -> int:
-    """Where a piece begins in its unit's shard."""
-    return piece.part.offset + piece.start - unit.begin
+def place_of(unit: Unit, optimizer_shard: OptimizerShard) -> int:
+    """Where an optimizer shard begins in its unit's shard."""
+    return optimizer_shard.part.offset + optimizer_shard.start - unit.begin
 
 
 def loads_of(unit: Unit, most: int, device: torch.device) -> list[Load]:
@@ -177,8 +180,8 @@ def loads_of(unit: Unit, most: int, device: torch.device) -> list[Load]:
     loads: list[Load] = []
     cuts: list[Cut] = []
     start = 0
-    for index, piece in enumerate(unit.pieces()):
-        begin, length = place_of(unit, piece), piece.stop - piece.start
+    for index, optimizer_shard in enumerate(unit.optimizer_shards()):
+        begin, length = place_of(unit, optimizer_shard), optimizer_shard.stop - optimizer_shard.start
         for low in range(0, length, most):
             high = min(low + most, length)
             if cuts and begin + high - start > most:

@@ -1,6 +1,6 @@
-"""AdamW on the pieces this rank keeps, with clipping by the norm of the whole gradient.
+"""AdamW on the optimizer shards this rank keeps, with clipping by the norm of the whole gradient.
 
-On a GPU the update is one compiled pass over memory per run of neighbouring pieces: it reads the gradient in whatever
+On a GPU the update is one compiled pass over memory per run of neighbouring shards: it reads the gradient in whatever
 precision it was computed, scales it, updates master weight and moments, and writes the weight the matmuls use.
 Learning rate, clipping and the decision to leave a step out are numbers on the device, so the host never waits for
 them."""
@@ -38,7 +38,7 @@ class State(Protocol):
     def host_bytes(self) -> int:
         """Held in CPU memory for a device that has its own."""
 
-    def moments(self, piece: OptimizerShard) -> tuple[Tensor, Tensor]: ...
+    def moments(self, optimizer_shard: OptimizerShard) -> tuple[Tensor, Tensor]: ...
 
     def visit(self, units: Sequence[Unit]) -> Iterator[list[Elements]]:
         """All that is to be updated, on the device; each lot must be updated before the next is asked for."""
@@ -58,19 +58,25 @@ class ResidentState:
     def __init__(self, units: Sequence[Unit]) -> None:
         self._moments: dict[str, tuple[Tensor, Tensor]] = {}
         for unit in units:
-            pieces = unit.pieces()
-            for piece, first, second in zip(pieces, _zeros(pieces), _zeros(pieces), strict=True):
-                self._moments[piece.part.name] = (first, second)
+            optimizer_shards = unit.optimizer_shards()
+            for optimizer_shard, first, second in zip(
+                optimizer_shards, _zeros(optimizer_shards), _zeros(optimizer_shards), strict=True
+            ):
+                self._moments[optimizer_shard.part.name] = (first, second)
 
     @property
     def device_bytes(self) -> int:
         return sum(moment.nbytes for pair in self._moments.values() for moment in pair)
 
-    def moments(self, piece: OptimizerShard) -> tuple[Tensor, Tensor]:
-        return self._moments[piece.part.name]
+    def moments(self, optimizer_shard: OptimizerShard) -> tuple[Tensor, Tensor]:
+        return self._moments[optimizer_shard.part.name]
 
     def visit(self, units: Sequence[Unit]) -> Iterator[list[Elements]]:
-        yield [Elements.of(piece, piece.kept, *self.moments(piece)) for unit in units for piece in unit.pieces()]
+        yield [
+            Elements.of(optimizer_shard, optimizer_shard.kept, *self.moments(optimizer_shard))
+            for unit in units
+            for optimizer_shard in unit.optimizer_shards()
+        ]
 
 
 class Optimizer:
@@ -190,14 +196,14 @@ class Optimizer:
         self._steps += 1
 
     @property
-    def pieces(self) -> list[OptimizerShard]:
-        """Asked for anew each step: a piece's gradient may be another tensor each time."""
-        return [piece for unit in self._units for piece in unit.pieces()]
+    def optimizer_shards(self) -> list[OptimizerShard]:
+        """Asked for anew each step: a shard's gradient may be another tensor each time."""
+        return [optimizer_shard for unit in self._units for optimizer_shard in unit.optimizer_shards()]
 
-    def moments(self, piece: OptimizerShard) -> tuple[Tensor, Tensor]:
-        """Both moments of a piece; what is written into them counts. The host waits for them where they are on their
-        way to its memory."""
-        return self._state.moments(piece)
+    def moments(self, optimizer_shard: OptimizerShard) -> tuple[Tensor, Tensor]:
+        """Both moments of an optimizer shard; what is written into them counts. The host waits for them where they are
+        on their way to its memory."""
+        return self._state.moments(optimizer_shard)
 
     @property
     def steps_taken(self) -> int:
@@ -216,11 +222,17 @@ class Optimizer:
         return self._state.host_bytes
 
 
-def _zeros(pieces: list[OptimizerShard]) -> list[Tensor]:
+def _zeros(optimizer_shards: list[OptimizerShard]) -> list[Tensor]:
     """One after another, as a unit's weights lie, so that they can be updated together; but apart where one would begin
     at an odd place, which kernels do not read well."""
-    sizes = [piece.stop - piece.start for piece in pieces]
-    kinds = [torch.float32 if piece.is_halved else piece.kept.dtype for piece in pieces]
-    if not pieces or any(size % EVEN for size in sizes[:-1]):
-        return [torch.zeros_like(piece.kept, dtype=kind) for piece, kind in zip(pieces, kinds, strict=True)]
-    return list(torch.split(torch.zeros(sum(sizes), dtype=kinds[0], device=pieces[0].kept.device), sizes))
+    sizes = [optimizer_shard.stop - optimizer_shard.start for optimizer_shard in optimizer_shards]
+    kinds = [
+        torch.float32 if optimizer_shard.is_halved else optimizer_shard.kept.dtype
+        for optimizer_shard in optimizer_shards
+    ]
+    if not optimizer_shards or any(size % EVEN for size in sizes[:-1]):
+        return [
+            torch.zeros_like(optimizer_shard.kept, dtype=kind)
+            for optimizer_shard, kind in zip(optimizer_shards, kinds, strict=True)
+        ]
+    return list(torch.split(torch.zeros(sum(sizes), dtype=kinds[0], device=optimizer_shards[0].kept.device), sizes))

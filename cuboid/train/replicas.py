@@ -53,17 +53,23 @@ def flip_bit(values: Tensor) -> None:
 def _held(engine: Engine, optimizer: Optimizer) -> Iterator[tuple[str, str, Tensor]]:
     """Name, place, and values of all that this rank keeps."""
     for unit in engine.units:
-        pieces = unit.pieces()
-        if unit.zero in (1, 2) or (unit.zero == 0 and any(piece.weight is not None for piece in pieces)):
+        optimizer_shards = unit.optimizer_shards()
+        if unit.zero in (1, 2) or (
+            unit.zero == 0 and any(optimizer_shard.weight is not None for optimizer_shard in optimizer_shards)
+        ):
             unit.gather()  # what the last update sent for is there after this
             for part in unit.parts:
                 yield part.name, f"weight/{part.slice}", unit.parameters[part.name]
             unit.release()
-        for piece in pieces:
-            place = f"{piece.part.slice}/{piece.start}:{piece.stop}"
-            first, second = optimizer.moments(piece)
-            for kind, values in (("master", piece.master), ("first moment", first), ("second moment", second)):
-                yield piece.part.name, f"{kind}/{place}", values
+        for optimizer_shard in optimizer_shards:
+            place = f"{optimizer_shard.part.slice}/{optimizer_shard.start}:{optimizer_shard.stop}"
+            first, second = optimizer.moments(optimizer_shard)
+            for kind, values in (
+                ("master", optimizer_shard.master),
+                ("first moment", first),
+                ("second moment", second),
+            ):
+                yield optimizer_shard.part.name, f"{kind}/{place}", values
 
 
 def deviations(engine: Engine, optimizer: Optimizer) -> list[Deviation]:

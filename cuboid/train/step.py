@@ -160,9 +160,9 @@ def run_passes(engine: Engine, shares: list[Share], factor: Tensor) -> Passes:
 def compute_gradients(
     engine: Engine, micro_batches: list[MicroBatch], asked: bool = False, passes: RunPasses | None = None
 ) -> PendingStep:
-    """After this the pieces hold the gradient of (sum of token losses / labelled tokens) over the global batch, plus
-    that of the routers' auxiliary losses; in fp16 it is still multiplied by the loss scale. `asked`: this rank was
-    asked to stop, which all ranks learn. `passes`: another way to run them, with the same results."""
+    """After this the optimizer shards hold the gradient of (sum of token losses / labelled tokens) over the global
+    batch, plus that of the routers' auxiliary losses; in fp16 it is still multiplied by the loss scale. `asked`: this
+    rank was asked to stop, which all ranks learn. `passes`: another way to run them, with the same results."""
     shares = [engine.sharing.of(batch) for batch in micro_batches]
     scaling = engine.loss_scale
     factor = torch.ones((), dtype=torch.float64, device=engine.device) if scaling is None else scaling.factor

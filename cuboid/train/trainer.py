@@ -161,7 +161,7 @@ class Trainer:
         HEARTBEAT.enter("step", self.done + 1)
         HEARTBEAT.do("data")
         if strikes(HEARTBEAT, "flip"):
-            flip_bit(self.optimizer.pieces[-1].kept)
+            flip_bit(self.optimizer.optimizer_shards[-1].kept)
         if strikes(HEARTBEAT, "oom"):
             exhaust(self.device)
         rate = learning_rate(self.run.learning_rate, self.done, self.run.training.steps)

@@ -1,4 +1,4 @@
-"""The run under a layout, observed: every rank's pieces put together into whole tensors on rank 0."""
+"""The run under a layout, observed: every rank's optimizer shards put together into whole tensors on rank 0."""
 
 from __future__ import annotations
 
@@ -60,9 +60,16 @@ def observed_trace(run: Run, rank: int) -> Trace | None:
 def _whole(engine: Engine, gradients: bool, factor: float = 1.0) -> Tensors:
     """`factor`: what they are multiplied by."""
     own: Contribution = []
-    for piece in counted_pieces(engine):
-        held = piece.gradient if gradients else piece.master
-        own.append((piece.part, piece.start, piece.stop, held.to(wide(held.dtype)).cpu() / factor))
+    for optimizer_shard in counted_pieces(engine):
+        held = optimizer_shard.gradient if gradients else optimizer_shard.master
+        own.append(
+            (
+                optimizer_shard.part,
+                optimizer_shard.start,
+                optimizer_shard.stop,
+                held.to(wide(held.dtype)).cpu() / factor,
+            )
+        )
     gathered = _gathered(engine, own)
     return assemble([contribution for _, contribution in gathered]) if gathered else {}
 

@@ -34,10 +34,14 @@ def start_and_save(rank: int, run: Run, folder: str, place: str) -> tuple[Starte
     """What a rank read, how many parameters it keeps in all and in the largest part; saves as after step 0."""
     engine = build_engine(run, rank, CPU)
     started = start(engine, place)
-    pieces = [piece for unit in engine.units for piece in unit.pieces()]
+    optimizer_shards = [optimizer_shard for unit in engine.units for optimizer_shard in unit.optimizer_shards()]
     save(engine, Optimizer(engine, run.optimizer), Path(folder), 0)
-    kept = sum(box.size for piece in pieces for box, _ in boxes_of_piece(piece.part, piece.start, piece.stop))
-    return started, kept, max(piece.master.numel() for piece in pieces)
+    kept = sum(
+        box.size
+        for optimizer_shard in optimizer_shards
+        for box, _ in boxes_of_piece(optimizer_shard.part, optimizer_shard.start, optimizer_shard.stop)
+    )
+    return started, kept, max(optimizer_shard.master.numel() for optimizer_shard in optimizer_shards)
 
 
 def files_opened_to_generate(rank: int, spec: GenerationSpec) -> tuple[int, int]:

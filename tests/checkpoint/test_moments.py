@@ -44,19 +44,25 @@ def load_and_compare(rank: int, run: Run, source: str, target: str) -> tuple[lis
     """The names of pieces that differ from the checkpoint, and how many were compared; then save what was loaded."""
     engine = build_engine(run, rank, CPU)
     optimizer = Optimizer(engine, run.optimizer)
-    for piece in optimizer.pieces:  # what is not overwritten will show
-        for tensor in (piece.master, *optimizer.moments(piece)):
-            tensor[: _real(piece.part.slice, piece.start, piece.stop, piece.part.shape)].fill_(7.0)
+    for optimizer_shard in optimizer.optimizer_shards:  # what is not overwritten will show
+        for tensor in (optimizer_shard.master, *optimizer.moments(optimizer_shard)):
+            tensor[
+                : _real(
+                    optimizer_shard.part.slice, optimizer_shard.start, optimizer_shard.stop, optimizer_shard.part.shape
+                )
+            ].fill_(7.0)
     manifest = load(engine, optimizer, locate(source))
     assert optimizer.steps_taken == manifest.updates == 2
     whole = whole_tensors(source)
     wrong, compared = [], 0
-    for piece in optimizer.pieces:
-        for kind, held in zip(KINDS, (piece.master, *optimizer.moments(piece)), strict=True):
-            expected = part_of(whole[f"{kind}/{piece.part.name}"], piece.part.slice)[piece.start : piece.stop]
+    for optimizer_shard in optimizer.optimizer_shards:
+        for kind, held in zip(KINDS, (optimizer_shard.master, *optimizer.moments(optimizer_shard)), strict=True):
+            expected = part_of(whole[f"{kind}/{optimizer_shard.part.name}"], optimizer_shard.part.slice)[
+                optimizer_shard.start : optimizer_shard.stop
+            ]
             compared += 1
             if not torch.equal(held, expected):
-                wrong.append(f"{kind}/{piece.part.name} on rank {rank}")
+                wrong.append(f"{kind}/{optimizer_shard.part.name} on rank {rank}")
     save(engine, optimizer, target, 2)
     return wrong, compared
 

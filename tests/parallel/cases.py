@@ -64,22 +64,26 @@ def unequal_at_the_start(rank: int, run: Run) -> list[str]:
         whole = Transformer(model)
         initialize(model, whole, run.training.seed)
         expected = dict(whole.named_parameters())
-        for piece in (piece for unit in engine.units for piece in unit.pieces()):
-            cut, local = piece.part.slice, torch.zeros(piece.part.shape)
+        for optimizer_shard in (
+            optimizer_shard for unit in engine.units for optimizer_shard in unit.optimizer_shards()
+        ):
+            cut, local = optimizer_shard.part.slice, torch.zeros(optimizer_shard.part.shape)
             real = cut.stop - cut.start
             local.narrow(cut.dimension, 0, real).copy_(
-                expected[piece.part.name].detach().narrow(cut.dimension, cut.start, real)
+                expected[optimizer_shard.part.name].detach().narrow(cut.dimension, cut.start, real)
             )
-            if not torch.equal(piece.master, local.flatten()[piece.start : piece.stop]):
-                unequal.append(f"{recipe}: {piece.part.name}")
+            if not torch.equal(optimizer_shard.master, local.flatten()[optimizer_shard.start : optimizer_shard.stop]):
+                unequal.append(f"{recipe}: {optimizer_shard.part.name}")
     return unequal
 
 
 def odd_moments(rank: int, run: Run) -> int:
     """How many of a rank's moments begin at a place that is no multiple of 16 bytes."""
     optimizer = Optimizer(build_engine(run, rank, CPU), run.optimizer)
-    moments = [moment for piece in optimizer.pieces for moment in optimizer.moments(piece)]
-    assert any((piece.stop - piece.start) % 16 for piece in optimizer.pieces)
+    moments = [
+        moment for optimizer_shard in optimizer.optimizer_shards for moment in optimizer.moments(optimizer_shard)
+    ]
+    assert any((optimizer_shard.stop - optimizer_shard.start) % 16 for optimizer_shard in optimizer.optimizer_shards)
     return sum(moment.data_ptr() % 16 > 0 for moment in moments)
 
 
@@ -175,12 +179,15 @@ def poisoned_step(rank: int, run: Run) -> tuple[bool, bool]:
     engine = build_engine(run, rank, CPU)
     optimizer = Optimizer(engine, run.optimizer)
     if rank == run.layout.world_size - 1:
-        for piece in engine.units[-1].pieces():
-            piece.master.fill_(float("inf"))
-    before = [piece.master.clone() for piece in optimizer.pieces]
+        for optimizer_shard in engine.units[-1].optimizer_shards():
+            optimizer_shard.master.fill_(float("inf"))
+    before = [optimizer_shard.master.clone() for optimizer_shard in optimizer.optimizer_shards]
     batches = micro_batches(make_source(run), run, 0, engine.groups.coordinates.dp, CPU)
     result = train_step(engine, optimizer, batches, 1e-3)
-    unchanged = all(torch.equal(old, piece.master) for old, piece in zip(before, optimizer.pieces, strict=True))
+    unchanged = all(
+        torch.equal(old, optimizer_shard.master)
+        for old, optimizer_shard in zip(before, optimizer.optimizer_shards, strict=True)
+    )
     return result.is_finite, unchanged
 
 

@@ -51,10 +51,10 @@ def test_what_is_joined_computes_the_same(kind: str) -> None:
     plain = module(x, positions)
     expected = gradients(unit, plain, x)
     fuse_matmuls(module, unit, rotates=True)
-    assert module.joined is not None
-    joined = module(x, positions)
-    torch.testing.assert_close(joined, plain, rtol=1e-5, atol=1e-6)
-    assert_same(gradients(unit, joined, x), expected)
+    assert module.fused is not None
+    fused = module(x, positions)
+    torch.testing.assert_close(fused, plain, rtol=1e-5, atol=1e-6)
+    assert_same(gradients(unit, fused, x), expected)
     # No copies: the gradients of those that were joined are rows of one.
     names = ("query", "key", "value") if kind == "attention" else ("gate", "up")
     held = [unit.parameters[f"layers.0.{kind}.{name}.weight"].grad for name in names]
@@ -66,9 +66,9 @@ def test_weights_that_do_not_lie_side_by_side_stay_apart(zero: int) -> None:
     unit = block_unit(f"dp=1,zero={zero}")
     names = ("query", "key", "value", "output")
     weights = [unit.parameters[f"layers.0.attention.{name}.weight"] for name in names]
-    joined = unit.side_by_side(weights[:3])
+    fused = unit.side_by_side(weights[:3])
     unit.gather()
-    assert joined is not None and torch.equal(joined, torch.cat(weights[:3]))
+    assert fused is not None and torch.equal(fused, torch.cat(weights[:3]))
     assert unit.side_by_side([weights[0], weights[2]]) is None
     assert unit.side_by_side([weights[1], weights[0]]) is None
 
@@ -94,29 +94,29 @@ def test_a_branch_and_its_backward_pass(joins: bool) -> None:
 @pytest.mark.parametrize("sequences", [1, 3])
 def test_rotations_go_back(sequences: int) -> None:
     """Tables of one sequence for all, or one for each."""
-    joined = torch.randn(3 * 5, (4 + 2 * 2) * 8, dtype=torch.float64, requires_grad=True)
+    fused = torch.randn(3 * 5, (4 + 2 * 2) * 8, dtype=torch.float64, requires_grad=True)
     cosine, sine = torch.randn(2, sequences, 5, 1, 8, dtype=torch.float64).unbind()
     positions = Positions(torch.empty(0), cosine, sine)
-    query, key, value = joined.split([32, 16, 16], 1)
+    query, key, value = fused.split([32, 16, 16], 1)
     plain = (
         rotate(query.view(3, 5, 4, 8), positions),
         rotate(key.view(3, 5, 2, 8), positions),
         value.reshape(3, 5, 2, 8),
     )
-    own = FusedRope.apply(joined, cosine, sine, 4, 2)
+    own = FusedRope.apply(fused, cosine, sine, 4, 2)
     weights = [torch.randn_like(each) for each in plain]
     for each, expected in zip(own, plain, strict=True):
         torch.testing.assert_close(each, expected)
-    found, expected = (torch.autograd.grad(three, joined, weights)[0] for three in (own, plain))
+    found, expected = (torch.autograd.grad(three, fused, weights)[0] for three in (own, plain))
     torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_swiglu_goes_back(dtype: torch.dtype) -> None:
-    joined = torch.randn(7, 2 * 12).to(dtype).double().requires_grad_()
+    fused = torch.randn(7, 2 * 12).to(dtype).double().requires_grad_()
     gradient = torch.randn(7, 12).to(dtype)
-    gate, up = joined.chunk(2, 1)
-    (expected,) = torch.autograd.grad(functional.silu(gate) * up, joined, gradient.double())
-    found = swiglu_backward(gradient, joined.detach().to(dtype))
+    gate, up = fused.chunk(2, 1)
+    (expected,) = torch.autograd.grad(functional.silu(gate) * up, fused, gradient.double())
+    found = swiglu_backward(gradient, fused.detach().to(dtype))
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-12
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)

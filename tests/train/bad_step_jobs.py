@@ -75,8 +75,10 @@ def flipped(rank: int, run: Run, culprit: int, name: str) -> tuple[list[Deviatio
     step(0)
     sound = step(1)
     if rank == culprit:
-        (piece,) = [piece for piece in optimizer.pieces if piece.part.name == name][:1]
-        flip_bit(piece.master)
+        (optimizer_shard,) = [
+            optimizer_shard for optimizer_shard in optimizer.optimizer_shards if optimizer_shard.part.name == name
+        ][:1]
+        flip_bit(optimizer_shard.master)
     return sound, deviations(engine, optimizer), step(2)
 
 

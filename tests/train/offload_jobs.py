@@ -33,9 +33,9 @@ def make(run: Run, rank: int, compiled: bool, away: bool) -> tuple[Engine, Optim
 
 def contents(optimizer: Optimizer) -> dict[str, list[Tensor]]:
     found = {}
-    for piece in optimizer.pieces:
-        tensors = [piece.master, *optimizer.moments(piece)]
-        found[piece.part.name] = [tensor.clone() for tensor in tensors]
+    for optimizer_shard in optimizer.optimizer_shards:
+        tensors = [optimizer_shard.master, *optimizer.moments(optimizer_shard)]
+        found[optimizer_shard.part.name] = [tensor.clone() for tensor in tensors]
     return found
 
 

@@ -60,11 +60,11 @@ def step_by_step(precision: str, measures: bool, most: int = 0) -> tuple[list[to
     engine = build_engine(run, 0, CPU)
     state = OffloadedState(engine.units, CPU, most) if most else None
     optimizer, norms = Optimizer(engine, run.optimizer, state), LayerNorms(engine) if measures else None
-    weights = [torch.cat([piece.master for piece in optimizer.pieces]).clone()]
+    weights = [torch.cat([optimizer_shard.master for optimizer_shard in optimizer.optimizer_shards]).clone()]
     for step in range(2):
         batches = micro_batches(make_source(run), run, step, 0, CPU)
         pending = start_step(engine, optimizer, batches, 1e-3, norms=norms)
-        weights.append(torch.cat([piece.master for piece in optimizer.pieces]).clone())
+        weights.append(torch.cat([optimizer_shard.master for optimizer_shard in optimizer.optimizer_shards]).clone())
     return weights, pending.result().layers
 
 

@@ -43,11 +43,11 @@ def units(*overrides: str) -> list[Unit]:
 def test_every_element_is_in_one_load_and_no_load_is_longer_than_asked() -> None:
     for unit in units("training.precision=bf16"):
         met = torch.zeros(unit.shard_size, dtype=torch.int64)
-        pieces = unit.pieces()
+        optimizer_shards = unit.optimizer_shards()
         for load in loads_of(unit, LOAD, CPU):
             assert load.stop - load.start <= LOAD
             for cut in load.cuts:
-                begin = place_of(unit, pieces[cut.piece]) + cut.start
+                begin = place_of(unit, optimizer_shards[cut.optimizer_shard]) + cut.start
                 assert begin - load.start == cut.place
                 met[begin : begin + cut.stop - cut.start] += 1
         assert met.unique().tolist() == [1]

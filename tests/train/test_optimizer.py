@@ -19,7 +19,7 @@ def mup(*overrides: str) -> Run:
 
 
 def values(optimizer: Optimizer) -> dict[str, Tensor]:
-    return {piece.part.name: piece.master.clone() for piece in optimizer.pieces}
+    return {optimizer_shard.part.name: optimizer_shard.master.clone() for optimizer_shard in optimizer.optimizer_shards}
 
 
 def test_the_first_step_of_a_matrix_is_as_long_as_its_factor_says_and_its_decay_is_not() -> None:
@@ -54,7 +54,9 @@ def test_the_compiled_update_is_the_eager_one() -> None:
     runs = in_runs(lot, Elements.is_followed_by, Elements.with_following)
     assert len({part.rate_factor for unit in engine.units for part in unit.parts}) == 3
     assert len(runs) < len(lot)
-    kinds = iter([kind_of(piece.part) for unit in engine.units for piece in unit.pieces()])
+    kinds = iter(
+        [kind_of(optimizer_shard.part) for unit in engine.units for optimizer_shard in unit.optimizer_shards()]
+    )
     sizes = iter([each.kept.numel() for each in lot])
     for each in runs:
         left = each.kept.numel()

@@ -55,9 +55,9 @@ def with_one_gradient_doubled(rank: int, run: Run) -> dict[str, Any] | None:
 
     def wrong(self: Unit) -> None:
         right(self)
-        for piece in self.pieces():
-            if piece.part.name == "layers.1.feed_forward.down.weight":
-                piece.gradient.mul_(2)
+        for optimizer_shard in self.optimizer_shards():
+            if optimizer_shard.part.name == "layers.1.feed_forward.down.weight":
+                optimizer_shard.gradient.mul_(2)
 
     return verdict(rank, run, Unit, "finish_reduction", wrong)
 

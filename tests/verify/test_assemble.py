@@ -30,14 +30,14 @@ def local_rows(index: int) -> Tensor:
     return padded.flatten()
 
 
-def pieces(part: Part, values: Tensor, *cuts: int) -> Contribution:
+def optimizer_shards(part: Part, values: Tensor, *cuts: int) -> Contribution:
     """The local tensor in parts, as data-parallel ranks hold it."""
     bounds = [0, *cuts, part.size]
     return [(part, start, stop, values[start:stop]) for start, stop in pairwise(bounds)]
 
 
 def good() -> list[Contribution]:
-    return [pieces(rows(0), local_rows(0), 3, 11), pieces(rows(1), local_rows(1), 7)]
+    return [optimizer_shards(rows(0), local_rows(0), 3, 11), optimizer_shards(rows(1), local_rows(1), 7)]
 
 
 def test_rows_with_padding_in_any_order() -> None:
@@ -48,7 +48,7 @@ def test_rows_with_padding_in_any_order() -> None:
 
 def test_columns() -> None:
     matrix = torch.arange(42.0).view(7, 6)
-    halves = [pieces(columns(index), matrix[:, 3 * index : 3 * index + 3].flatten(), 5) for index in range(2)]
+    halves = [optimizer_shards(columns(index), matrix[:, 3 * index : 3 * index + 3].flatten(), 5) for index in range(2)]
     assert torch.equal(assemble(halves)["matrix"], matrix)
     assert torch.equal(assemble([*halves, *good()])["table"], WHOLE)
 
@@ -87,11 +87,11 @@ def test_padding_that_is_not_zero() -> None:
     leaking = local_rows(1)
     leaking[-1] = 1e-12
     with pytest.raises(AssertionError, match="table: padding is not zero"):
-        assemble([good()[0], pieces(rows(1), leaking)])
+        assemble([good()[0], optimizer_shards(rows(1), leaking)])
 
 
 def test_a_rank_with_nothing_but_padding() -> None:
     empty = Part("table", (7, 5), Slice(0, 7, 7, 4, "own", False), 0)
-    assert torch.equal(assemble([*good(), pieces(empty, torch.zeros(20))])["table"], WHOLE)
+    assert torch.equal(assemble([*good(), optimizer_shards(empty, torch.zeros(20))])["table"], WHOLE)
     with pytest.raises(AssertionError, match="table: padding is not zero"):
-        assemble([*good(), pieces(empty, torch.ones(20))])
+        assemble([*good(), optimizer_shards(empty, torch.ones(20))])

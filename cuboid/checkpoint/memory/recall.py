@@ -150,8 +150,8 @@ class Recall:
     def _send(self, place: Location, facts: StoredFile, target: int) -> None:
         content = torch.from_file(place.path, shared=False, size=facts.bytes, dtype=torch.uint8)
         self._pairs.connect([target])
-        for piece in chunks(content):
-            self._pairs.send(piece, target).wait()
+        for optimizer_shard in chunks(content):
+            self._pairs.send(optimizer_shard, target).wait()
 
     def _receive(self, place: Location, facts: StoredFile, source: int) -> str:
         """Published under its name when it is whole; a sentence if it is not. All of it is taken in any case, because
@@ -164,8 +164,8 @@ class Recall:
             problem = f"node {self._memory.node} has no room for {part(place.name)} ({error.strerror})"
             content = torch.empty(facts.bytes, dtype=torch.uint8)
         self._pairs.connect([source])
-        for piece in chunks(content):
-            self._pairs.receive(piece, source).wait()
+        for optimizer_shard in chunks(content):
+            self._pairs.receive(optimizer_shard, source).wait()
         if not problem and checksum_of_bytes(as_bytes(content), kind_of(facts.checksum)) != facts.checksum:
             problem = f"{part(place.name)} sent by rank {source} does not match its checksum"
         if not problem:
