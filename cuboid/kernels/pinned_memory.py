@@ -13,9 +13,39 @@ import torch
 from torch import Tensor
 
 from cuboid.errors import UserError
+from cuboid.telemetry.heartbeat import HEARTBEAT
 
 PAGE = 4096
 GIB = 2**30
+
+
+class HostCopy:
+    """Small results on their way from the device. Nothing waits for them until they are read; and then only for what
+    the device was given to do before, because the copy starts here."""
+
+    def __init__(self, *values: Tensor, timed: bool = False) -> None:
+        """From the current stream. `timed`: `seconds_after` is asked for."""
+        self._values = values
+        self._arrival: torch.cuda.Event | None = None
+        if values[0].is_cuda:
+            self._values = tuple(torch.empty(value.shape, dtype=value.dtype, pin_memory=True) for value in values)
+            for host, value in zip(self._values, values, strict=True):
+                host.copy_(value, non_blocking=True)
+            self._arrival = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
+            self._arrival.record()
+
+    def read(self) -> tuple[Tensor, ...]:
+        if self._arrival is not None:
+            HEARTBEAT.wait("device")
+            self._arrival.synchronize()
+            HEARTBEAT.go_on()
+        return self._values
+
+    def seconds_after(self, before: HostCopy) -> float | None:
+        """Between the arrivals of two copies that have been read, by the device's own clock; None where it has none."""
+        if before._arrival is None or self._arrival is None:
+            return None
+        return float(before._arrival.elapsed_time(self._arrival)) / 1000
 
 
 class PinnedMemory:

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from cuboid.kernels.pinned_memory import HostCopy
 from cuboid.model.load_balancing import Balance, Tokens
 from cuboid.model.moe import MoE
 from cuboid.parallel.collectives import Pending, all_gather, all_reduce, start_all_to_all
@@ -24,7 +25,6 @@ from cuboid.parallel.groups import Group, Groups
 from cuboid.parallel.recompute import remembered
 from cuboid.spec.run import Run
 from cuboid.spec.zigzag import places_of
-from cuboid.telemetry.heartbeat import HEARTBEAT
 
 HandOver = Callable[[], None]
 
@@ -111,28 +111,21 @@ class _Sizes:
         """(ranks, experts held here)"""
         sums = torch.stack((leaving.sum(1), self.arriving.sum(1)))
         self._read: tuple[list[int], list[int]] | None = None
-        self._arrival: torch.cuda.Event | None = None
-        self._host = sums
         if sums.is_cuda:
             # On a stream of its own, so that the host waits for these numbers and not for what the device is given to
             # do after them.
-            self._host = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
             stream = _copies(sums.device)
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                self._host.copy_(sums, non_blocking=True)
-                self._arrival = torch.cuda.Event()
-                self._arrival.record()
+                self._copy = HostCopy(sums)
             sums.record_stream(stream)
+        else:
+            self._copy = HostCopy(sums)
 
     def read(self) -> tuple[list[int], list[int]]:
         """What is sent to each rank, and received from each."""
         if self._read is None:
-            if self._arrival is not None:
-                HEARTBEAT.wait("device")
-                self._arrival.synchronize()
-                HEARTBEAT.go_on()
-            send, receive = self._host.tolist()
+            send, receive = self._copy.read()[0].tolist()
             self._read = (send, receive)
         return self._read
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from cuboid.spec.mixture import MixtureSpec
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.run import Run
+from cuboid.train.routers import DEAD_STEPS
 
 Row = dict[str, Any]
 
@@ -47,10 +48,6 @@ COLLAPSED = 0.95
 all tokens choose is met in good runs too, and then leaves them the others to differ in."""
 COLLAPSED_STEPS = 20
 """Routers of young models come back from less."""
-DEAD_STEPS = 25
-"""An expert that had no token for so long is dead"""
-DEAD_TOKENS = 50.0
-"""if it should have had this many."""
 
 
 @dataclass(frozen=True)
@@ -74,21 +71,20 @@ class Health:
         self._first_activations: list[float] = []
         self._activations: deque[float] = deque(maxlen=STILL_STEPS + 1)
         self._collapsed: dict[int, int] = {}
-        self._assignments: deque[Tensor] = deque(maxlen=DEAD_STEPS)
         for row in past:
             self._told |= {trouble["kind"] for trouble in row.get("warnings", ())}
         # How it began and what is usual now; a run may have a million rows between.
         for row in past if len(past) < 2 * HISTORY else [*past[:WINDOW], *past[-HISTORY:]]:
             self.observe(row)
 
-    def observe(self, row: Row, routers: Tensor | None = None) -> list[Trouble]:
-        """What is new after a step. `routers`: as `StepResult` has them. Steps that are not finite, or whose update was
-        skipped, do not count: others tell of them."""
+    def observe(self, row: Row, routers: Tensor | None = None, dead: Tensor | None = None) -> list[Trouble]:
+        """What is new after a step. `routers`: as `StepResult` has them; `dead`: as `DeadExperts` does. Steps that are
+        not finite, or whose update was skipped, do not count: others tell of them."""
         if row.get("finite") is False or "left_out" in row:
             return []
         looks = [self._at_loss(row), self._at_gradient(row), self._at_activations(row)]
-        if routers is not None and self._run.model.mixture is not None:
-            looks.append(self._at_routers(routers, self._run.model.mixture))
+        if routers is not None and dead is not None and self._run.model.mixture is not None:
+            looks.append(self._at_routers(routers, dead, self._run.model.mixture))
         found: dict[str, str] = {}
         for kind, text in (each for look in looks for each in look):
             found.setdefault(kind, text)
@@ -168,7 +164,7 @@ class Health:
         elif self._run.training.precision == "fp16" and value > FP16_ACTIVATION:
             yield "activations", f"{told}, and fp16 ends at 65,504: use training.precision=bf16"
 
-    def _at_routers(self, routers: Tensor, mixture: MixtureSpec) -> Iterator[tuple[str, str]]:
+    def _at_routers(self, routers: Tensor, dead: Tensor, mixture: MixtureSpec) -> Iterator[tuple[str, str]]:
         asked = routers[:, : mixture.experts]
         if mixture.experts == mixture.top_k or not asked.sum():
             return
@@ -183,20 +179,13 @@ class Health:
                 f"experts had over {COLLAPSED:.0%} of the tokens for {COLLAPSED_STEPS} steps; "
                 f"{_balance(mixture)}",
             )
-        self._assignments.append(asked)
-        if len(self._assignments) < DEAD_STEPS or "dead experts" in self._told:
-            return
-        sums = sum(self._assignments, start=asked.new_zeros(()))
-        dead = (sums == 0) & (sums.mean(1, keepdim=True) >= DEAD_TOKENS)
         # Of a collapsed layer there is more to say than that.
         layers = [layer for layer in dead.any(1).nonzero().flatten().tolist() if layer not in self._collapsed]
         if layers:
             number = int(dead[layers].sum())
             some = f"{number} expert{'s have' if number > 1 else ' has'}"
-            yield (
-                "dead experts",
-                f"{some} had no token for {DEAD_STEPS} steps, in {_layers(layers, mixture)}; {_balance(mixture)}",
-            )
+            text = f"{some} had no token for {DEAD_STEPS} steps or more, in {_layers(layers, mixture)}"
+            yield "dead experts", f"{text}; {_balance(mixture)}"
 
 
 def _lower_rate(run: Run) -> str:

@@ -14,11 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from cuboid.kernels.pinned_memory import HostCopy
 from cuboid.parallel.collectives import all_reduce
 from cuboid.parallel.grad_norm import answers_for
 from cuboid.parallel.parallelize import Engine
 from cuboid.parallel.zero import Unit
-from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.train.adamw import Elements
 
 KINDS = ("gradient_norm", "weight_norm", "update_norm")
@@ -27,28 +27,12 @@ Norms = dict[str, list[float]]
 """Kind -> by place: activations behind each block, the others of the embedding, each block and the head."""
 
 
-class ArrivingNorms:
-    """On their way from the device; nothing waits for them until they are read."""
-
-    def __init__(self, squares: Tensor) -> None:
-        self._arrival: torch.cuda.Event | None = None
-        self._squares = squares
-        if squares.is_cuda:
-            self._squares = torch.empty(squares.shape, dtype=squares.dtype, pin_memory=True)
-            self._squares.copy_(squares, non_blocking=True)
-            self._arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrival.record()
-
-    def read(self) -> Norms:
-        if self._arrival is not None:
-            HEARTBEAT.wait("device")
-            self._arrival.synchronize()
-            HEARTBEAT.go_on()
-        *of_weights, activations = self._squares.sqrt().unbind()
-        found = {"activation_rms": activations[1:-1].tolist()}  # neither embedding nor head is a block
-        found |= {kind: row.tolist() for kind, row in zip(KINDS, of_weights, strict=True)}
-        pairs = zip(found["update_norm"], found["weight_norm"], strict=True)
-        return found | {"relative_update": [update / weight if weight else 0.0 for update, weight in pairs]}
+def read_norms(squares: HostCopy) -> Norms:
+    *of_weights, activations = squares.read()[0].sqrt().unbind()
+    found = {"activation_rms": activations[1:-1].tolist()}  # neither embedding nor head is a block
+    found |= {kind: row.tolist() for kind, row in zip(KINDS, of_weights, strict=True)}
+    pairs = zip(found["update_norm"], found["weight_norm"], strict=True)
+    return found | {"relative_update": [update / weight if weight else 0.0 for update, weight in pairs]}
 
 
 class LayerNorms:
@@ -85,9 +69,9 @@ class LayerNorms:
         norms = torch.stack(torch._foreach_norm(tensors, 2, dtype))
         self._squares[kind, place] += norms.double().square().sum()
 
-    def finish_step(self, loss_scale: Tensor | None) -> ArrivingNorms:
-        """After the update. `loss_scale`: what the gradients were multiplied by."""
+    def finish_step(self, loss_scale: Tensor | None) -> HostCopy:
+        """After the update, for `read_norms`. `loss_scale`: what the gradients were multiplied by."""
         if loss_scale is not None:
             self._squares[0] /= loss_scale.square()
         self._squares[-1, 1:-1] = self._engine.activations.squares.double()
-        return ArrivingNorms(all_reduce(self._squares.clone(), self._world))
+        return HostCopy(all_reduce(self._squares.clone(), self._world))

@@ -131,9 +131,10 @@ class Metrics:
             kept["overflowed"] = row["overflowed"] = True
         if result.left_out:
             kept["left_out"] = row["left_out"] = result.left_out
-        tracked = kept
+        tracked, dead = kept, None
         if result.routers is not None and self._loads is not None:
-            routing = report(result.routers, self._run, self._loads.add(step + 1, result.routers))
+            dead = self._loads.add(step + 1, result.routers)
+            routing = report(result.routers, self._run, int(dead.sum()))
             tracked = {**kept, **routing.numbers}
             kept["routers"] = asdict(routing)
             row |= {"largest_load": max(routing.largest_load), "dead_experts": routing.dead}
@@ -142,7 +143,7 @@ class Metrics:
                 kind: [float(f"{value:.4g}") if math.isfinite(value) else None for value in values]
                 for kind, values in result.layers.items()
             }
-        found = [] if self._health is None else self._health.observe(kept, result.routers)
+        found = [] if self._health is None else self._health.observe(kept, result.routers, dead)
         if found:
             kept["warnings"] = [asdict(trouble) for trouble in found]
         self._rows.append(kept)

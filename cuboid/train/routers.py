@@ -22,8 +22,10 @@ from cuboid.train.folder import EXPERTS
 from cuboid.train.rows import Rows
 
 WINDOWS = 200
-DEAD_AFTER = 20
-"""Steps without a token after which an expert is dead: nothing it could learn from comes to it."""
+DEAD_STEPS = 25
+"""An expert without a token for so many steps is dead: nothing it could learn from comes to it;"""
+DEAD_TOKENS = 50.0
+"""if the mean expert of its layer had this many meanwhile."""
 
 
 def summed_statistics(engine: Engine) -> Tensor | None:
@@ -62,7 +64,7 @@ class RouterReport:
     largest_load: list[float]
     """By layer with experts: assignments of the busiest expert over those of the mean one."""
     dead: int = 0
-    """Experts of all layers without a token in the last `DEAD_AFTER` steps."""
+    """Experts of all layers."""
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -70,6 +72,22 @@ class RouterReport:
         told = {"balance_loss": self.balance_loss, "z_loss": self.z_loss, "dropped": self.dropped}
         told |= {"largest_load": max(self.largest_load), "dead": self.dead}
         return {f"routers/{name}": value for name, value in told.items() if value is not None}
+
+
+class DeadExperts:
+    """Which experts are dead, from the steps since the run started or resumed."""
+
+    def __init__(self) -> None:
+        self._steps: Tensor | float = 0.0
+        self._missed: Tensor | float = 0.0
+        """Tokens that the mean expert had since this one had its last."""
+
+    def add(self, asked: Tensor) -> Tensor:
+        """`asked`: assignments of a step by layer and expert. Returns the same of booleans."""
+        idle = asked == 0
+        self._steps = (self._steps + 1.0) * idle
+        self._missed = (self._missed + asked.mean(1, keepdim=True)) * idle
+        return (self._steps >= DEAD_STEPS) & (self._missed >= DEAD_TOKENS)
 
 
 class ExpertLoads:
@@ -84,21 +102,20 @@ class ExpertLoads:
         self._rows = Rows(Path(run.output.folder) / EXPERTS, done)
         layers = run.model.layers - mixture.first_dense_layers
         self._asked = torch.zeros(layers, mixture.experts, dtype=torch.float64)
-        self._idle = torch.zeros(layers, mixture.experts, dtype=torch.int64)
+        self._dead = DeadExperts()
         self._first = done + 1
 
-    def add(self, step: int, statistics: Tensor) -> int:
-        """`step`: counted from 1. How many experts are dead now."""
+    def add(self, step: int, statistics: Tensor) -> Tensor:
+        """`step`: counted from 1. Which experts are dead now."""
         asked = statistics[:, : self._asked.shape[1]]
         self._asked += asked
-        self._idle = torch.where(asked > 0, 0, self._idle + 1)
         if step % self._every == 0 or step == self._steps:
             mean = self._asked.mean(1, keepdim=True).clamp(min=1e-9)
             loads = (100 * self._asked / mean).ceil().int().tolist()
             self._rows.append({"step": step, "first": self._first, "loads": loads})
             self._asked.zero_()
             self._first = step + 1
-        return int((self._idle >= DEAD_AFTER).sum())
+        return self._dead.add(asked)
 
     def close(self) -> None:
         self._rows.close()

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from cuboid.kernels.pinned_memory import HostCopy
 from cuboid.model.batch import MicroBatch
 from cuboid.model.transformer import IGNORED
 from cuboid.parallel.collectives import all_reduce
@@ -22,7 +23,7 @@ from cuboid.parallel.parallelize import Engine
 from cuboid.resilience.faults import strikes
 from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.train.cuda_graphs import Passes, RunPasses
-from cuboid.train.layer_norms import ArrivingNorms, LayerNorms, Norms
+from cuboid.train.layer_norms import LayerNorms, Norms, read_norms
 from cuboid.train.optimizer import Optimizer
 from cuboid.train.routers import rebalance, summed_statistics
 
@@ -86,21 +87,15 @@ class PendingStep:
         """This rank's share of the squared gradient norm."""
         self.routers = routers
         self.left_out = ""
-        self.layers: ArrivingNorms | None = None
+        self.layers: HostCopy | None = None
         told = [loss, gradient_norm, tokens, asked, activation]
         self.loss_scale: Tensor | None = None
         if loss_scale is not None:
             self.loss_scale = loss_scale.factor
             told += [loss_scale.factor, loss_scale.overflows]
         values = torch.stack([value.double() for value in told])
-        self._arrival: torch.cuda.Event | None = None
-        self._values, self._loads = values, routers
-        if values.is_cuda:
-            # To the host now: a copy that is asked for later would wait for the step that has been started since.
-            self._values = _copied(values)
-            self._loads = None if routers is None else _copied(routers)
-            self._arrival = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            self._arrival.record()
+        # To the host now: a copy that is asked for later would wait for the step that has been started since.
+        self._copy = HostCopy(values, *(() if routers is None else (routers,)), timed=True)
 
     @property
     def counts(self) -> Tensor:
@@ -112,29 +107,18 @@ class PendingStep:
     def seconds_after(self, before: PendingStep | None) -> float | None:
         """By the device's own clock, where it has one, between the ends of two steps it has computed: the host may
         learn of both at once."""
-        if before is None or before._arrival is None or self._arrival is None:
-            return None
-        return float(before._arrival.elapsed_time(self._arrival)) / 1000
+        return None if before is None else self._copy.seconds_after(before._copy)
 
     def result(self) -> StepResult:
         """Waits until the device has computed it."""
-        if self._arrival is not None:
-            HEARTBEAT.wait("device")
-            self._arrival.synchronize()
-            HEARTBEAT.go_on()
-        loss, norm, tokens, asked, activation, *scaling = self._values.tolist()
+        values, *routers = self._copy.read()
+        loss, norm, tokens, asked, activation, *scaling = values.tolist()
         scale, before = scaling or (0.0, 0)
-        told = (int(tokens), asked > 0, self.left_out, scale, int(before), self._loads, activation)
+        told = (int(tokens), asked > 0, self.left_out, scale, int(before), routers[0] if routers else None, activation)
         result = StepResult(loss, norm, *told)
         # Of an update that was not skipped.
-        layers = None if self.layers is None or self.left_out or not result.is_finite else self.layers.read()
+        layers = None if self.layers is None or self.left_out or not result.is_finite else read_norms(self.layers)
         return replace(result, overflows=result.overflows + result.overflowed, layers=layers)
-
-
-def _copied(values: Tensor) -> Tensor:
-    """On its way to CPU memory."""
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    return host.copy_(values, non_blocking=True)
 
 
 def run_passes(engine: Engine, shares: list[Share], factor: Tensor) -> Passes:

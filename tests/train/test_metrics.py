@@ -18,7 +18,7 @@ import torch
 from cuboid.parallel.pipeline import TimedAction
 from cuboid.schedule.table import Action, Kind
 from cuboid.train.metrics import Metrics
-from cuboid.train.routers import DEAD_AFTER, WINDOWS
+from cuboid.train.routers import DEAD_STEPS, WINDOWS
 from cuboid.train.step import StepResult
 from tests.train.cases import short_run
 
@@ -81,9 +81,9 @@ def test_loads_of_experts_are_kept_in_few_rows(tmp_path: Path, capsys: pytest.Ca
     mixture = ("model=tiny-mixtral", "model.layers=2", "model.mixture.experts=4", "model.mixture.top_k=1")
     run = short_run("dp=2", str(tmp_path), f"training.steps={WINDOWS * 3}", "output.track=jsonl", *mixture)
     with Metrics(run, 0) as metrics:
-        for step in range(DEAD_AFTER + 1):
+        for step in range(DEAD_STEPS + 1):
             metrics.record(step, routed(16, 0, 0, 0) if step == 1 else routed(8, 7, 1, 0), 1e-3, 0.5, [])
-        metrics.record(DEAD_AFTER + 1, routed(8, 6, 1, 1), 1e-3, 0.5, [])
+        metrics.record(DEAD_STEPS + 1, routed(8, 6, 1, 1), 1e-3, 0.5, [])
         metrics.rewind(3)
         metrics.record(3, routed(8, 6, 1, 1), 1e-3, 0.5, [])
     kept = [json.loads(line) for line in (tmp_path / "experts.jsonl").read_text().splitlines()]
@@ -91,8 +91,8 @@ def test_loads_of_experts_are_kept_in_few_rows(tmp_path: Path, capsys: pytest.Ca
     routers = [row["routers"] for row in rows(tmp_path)]
     assert routers[0] == {"balance_loss": 2 / 8, "z_loss": 0.0, "dropped": 0, "largest_load": [2.0, 1.0], "dead": 0}
     said = capsys.readouterr().out.splitlines()
-    assert said[DEAD_AFTER - 1].endswith("busiest expert 2.00×  dead experts 1")
-    assert "dead" not in said[DEAD_AFTER - 2] and "dead" not in said[DEAD_AFTER + 1]
+    assert said[DEAD_STEPS - 1].endswith("busiest expert 2.00×  dead experts 1")
+    assert "dead" not in said[DEAD_STEPS - 2] and "dead" not in said[DEAD_STEPS + 1]
     tracked = json.loads((tmp_path / "tracked.jsonl").read_text().splitlines()[1])
     assert (tracked["routers/largest_load"], tracked["routers/dead"]) == (4.0, 0)
 
