@@ -73,7 +73,7 @@ class Timeline:
     @property
     def bubble(self) -> tuple[float, ...]:
         """For each rank the fraction of the makespan in which it does nothing."""
-        return tuple(1 - busy / self.makespan if self.makespan else 0.0 for busy in self.busy)
+        return tuple(max(0.0, 1 - busy / self.makespan) if self.makespan else 0.0 for busy in self.busy)
 
     @property
     def bubble_fraction(self) -> float:

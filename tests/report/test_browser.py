@@ -8,6 +8,7 @@ Without a Chromium these tests are skipped, and the head of the session says so;
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from cuboid.cli.main import main
 from cuboid.launch.pool import Pool
 from tests.report.browser import Tab, chromium
 from tests.report.cases import make_run, row, write_rows
-from tests.report.looks import check_hover, check_keys, check_open, check_pinch, take_pictures
+from tests.report.looks import check_hover, check_keys, check_open, check_pinch, panel, take_pictures
 
 pytestmark = pytest.mark.browser
 
@@ -65,9 +66,10 @@ def test_a_run(tab: Tab, run_page: Path, tmp_path: Path, request: pytest.Fixture
 
 
 def test_a_run_of_a_mixture(tab: Tab, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Experts that even out, one that died; of as many experts and layers as a large model has."""
+    """Experts that even out, one that died; of as many experts and layers as a large model has, and their norms."""
     make_run(tmp_path / "run", "dp=4,ep=2", 400, "model=qwen3-30b-a3b")
-    write_rows(tmp_path / "run" / "metrics.jsonl", [row(step) for step in (1, 2, 3)])
+    norms = {"activation_rms": [1.0 + layer for layer in range(48)]}
+    write_rows(tmp_path / "run" / "metrics.jsonl", [row(step, layers=norms) for step in (1, 2, 3)])
     waves = [[math.sin(layer + 7 * expert) for expert in range(127)] for layer in range(48)]
     windows = [
         {
@@ -84,6 +86,8 @@ def test_a_run_of_a_mixture(tab: Tab, tmp_path: Path, request: pytest.FixtureReq
         check_open(tab, page, width)
     tab.point("#experts canvas", 0.5, 0.2)
     assert "× the mean in steps 391 to 400" in str(tab.value("document.getElementById('tip').textContent"))
+    tab.point("#layers canvas", 0.9, 0.5)
+    assert re.match(r"Step 3, layer 2\d: activations behind each block, RMS 2\d$", panel(tab, "layers"))
     take_pictures(tab, page, Path(request.config.getoption("--pictures") or tmp_path), "run-experts")
     assert not tab.complaints
 

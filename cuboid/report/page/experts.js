@@ -43,7 +43,7 @@ function drawExperts(data) {
   const draw = (width) => { fillNow(width); if (info.steps.length > 1) fillPast(width); };
   onResize(holder, draw); tell();
   const idle = info.idle.at(-1).reduce((sum, count) => sum + count, 0);
-  return section("experts", "Experts", `How busy each expert is, over the mean expert of its layer: 1 is balance, ${figures(info.most)} the most there can be. In ${span(info.steps.at(-1))} the busiest has ${figures(Math.max(...info.busiest.at(-1)))} × the mean, and ${words(idle, "expert")} had no token.`,
+  return section("experts", "Experts", `How busy each expert is, over the mean expert of its layer: 1 is balance, ${figures(info.most)} the most there can be. In ${span(info.steps.at(-1))} the busiest has ${figures(Math.max(...info.busiest.at(-1)))} × the mean, and ${idle ? `${words(idle, "expert")} had no token` : "every expert had tokens"}.`,
     info.frames.length > 1 ? el("div", { class: "controls" }, choice("Window", info.frames.map((each, index) => [String(index), span([each.first, each.step])]), String(info.frames.length - 1), (index) => { frame = info.frames[index]; tell(); draw(holder.clientWidth); })) : null,
     holder, legend([["--warn", "no token"]].map(([name, text]) => [swatch(name), text]).concat([least, 1, info.most].map((load) => [sv("svg", { width: 16, height: 14, "aria-hidden": "true" }, sv("rect", { width: 16, height: 14, rx: 3, style: `fill:${colour(load)}` })), load === least ? `${load} × the mean or less` : load === 1 ? "the mean" : `${figures(load)} ×`]))),
     el("details", {}, el("summary", {}, "Numbers"), numbers));
