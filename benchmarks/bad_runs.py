@@ -27,20 +27,19 @@ DENSE, ROUTED = ("tiny-llama", "tiny-gpt2", "tiny-qwen3"), ("tiny-mixtral", "tin
 FAST = ("learning_rate.peak=3e-3", "learning_rate.warmup_steps=20")
 GOOD = [
     *((model, f"learning_rate.peak={peak}") for model in (*DENSE, *ROUTED) for peak in ("3e-4", "1e-3")),
-    *((model, *FAST) for model in (*DENSE, "tiny-mixtral", "tiny-deepseek")),
-    # With the coefficient of its catalog, a tenth of this, an expert of so small a model dies, and the run says so.
-    ("tiny-qwen3-moe", *FAST, "model.mixture.balance_coefficient=0.01"),
+    *((model, *FAST) for model in (*DENSE, *ROUTED)),
     ("tiny-llama", "training.global_batch=2", "training.sequence=128"),
     ("tiny-llama", "data.source=synthetic", "learning_rate.peak=3e-3"),
 ]
-UNBALANCED = "model.mixture.balance_coefficient=0"
+UNBALANCED = ("model.mixture.balance_coefficient=0", "model.mixture.bias_rate=0", "model.mixture.router_noise=0")
 BAD = [
     ("first loss", "tiny-llama", "model.initialization=flat", "model.initial_std=1"),
     ("gradient norm", "tiny-gpt2", "model.initialization=flat", "model.initial_std=10"),
     ("loss", "tiny-qwen3", "learning_rate.peak=1"),
     ("activations", "tiny-llama", "learning_rate.peak=0.1"),
-    ("collapsed routers", "tiny-deepseek", UNBALANCED, "model.mixture.bias_rate=0", "learning_rate.peak=0.02"),
-    ("dead experts", "tiny-qwen3-moe", UNBALANCED, "learning_rate.peak=0.03"),
+    # At lower rates the busiest experts of so small a model have 78 to 92 % of the tokens, which is no collapse.
+    ("collapsed routers", "tiny-deepseek", *UNBALANCED, "learning_rate.peak=0.3"),
+    ("dead experts", "tiny-qwen3-moe", *UNBALANCED, "learning_rate.peak=0.03"),
 ]
 
 
