@@ -59,7 +59,8 @@ def watched_by_the_first(run: Run, place: Place | None) -> Iterator[None]:
         return
     # Slurm and torchrun number nodes; several may be one machine.
     node = os.environ.get("GROUP_RANK") or os.environ.get("SLURM_NODEID") or "0"
-    folder = shared_folder(f"{attempt()}-{node}")
+    # The port tells jobs apart that one process starts, at once or one after another.
+    folder = shared_folder(f"{attempt()}-{node}-{place.master_port}")
     show(folder, place.rank)
     if place.local_rank:
         yield

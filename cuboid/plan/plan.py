@@ -8,7 +8,7 @@ cluster = "a100-80gx1024"
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -45,7 +45,7 @@ class Plan(Refined):
     reasons: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
-    train_tokens: float = 0.0
+    train_tokens: float = field(default=0.0, compare=False)
     """Tokens to train on; 0: nobody said."""
 
     @property

@@ -41,7 +41,7 @@ class Moved:
     @property
     def seconds(self) -> float:
         """What the slowest of the links alone would need."""
-        return max(self.links.values())
+        return max(self.links.values(), default=0.0)
 
     @property
     def formulas(self) -> list[str]:
@@ -95,7 +95,8 @@ def _entry(plan: Plan, dimension: str, parts: list[Collective]) -> Moved:
         for tier, seconds, all_send in link_seconds(cluster, part, stride):
             links[tier.name] += seconds
             everyone[tier.name] += seconds * all_send
-    slowest = [tier for tier in cluster.tiers if tier.name in links][-1]
+    # Of a job larger than the cluster (a profile of few ranks, say) no link spans some groups: the slowest counts.
+    slowest = next((tier for tier in reversed(cluster.tiers) if tier.name in links), cluster.tiers[-1])
     return Moved(dimension=dimension, tier=slowest, parts=joined, links=dict(links), everyone=dict(everyone))
 
 

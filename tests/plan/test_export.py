@@ -99,7 +99,7 @@ def test_megatron_mixture_with_latent_attention(plan: Callable[..., Plan]) -> No
     assert flags["--moe-layer-freq"] == "([0]*3+[1]*58)"
     assert flags["--kv-lora-rank"] == "512"
     assert "--multi-latent-attention" in flags
-    assert (flags["--moe-router-load-balancing-type"], flags["--moe-aux-loss-coeff"]) == ("seq_aux_loss", "0.0001")
+    assert (flags["--moe-router-load-balancing-type"], flags["--moe-aux-loss-coeff"]) == ("seq_aux_loss", "0.1")
     assert flags["--moe-router-bias-update-rate"] == "0.001"
     assert flags["--moe-router-score-function"] == "sigmoid"
     assert (flags["--moe-router-num-groups"], flags["--moe-router-group-topk"]) == ("8", "4")
