@@ -13,7 +13,7 @@ from cuboid.cli.communication_table import as_rows, show
 from cuboid.data.opened import check_data
 from cuboid.errors import UserError
 from cuboid.launch.nodes import NodeOptions
-from cuboid.launch.role import take_seat
+from cuboid.launch.role import take_role
 from cuboid.launch.training import check_machine
 from cuboid.resilience.faults import VARIABLE, parse_faults
 from cuboid.resilience.goodput import read_spent
@@ -96,7 +96,7 @@ def command(
         ranks_per_node=ranks_per_node,
         interface=interface,
     )
-    seat = take_seat(run, options)
+    seat = take_role(run, options)
     check_machine(run, seat.place)
     check_room(run, seat.fewest_nodes)
     if not seat.speaks:

@@ -31,7 +31,7 @@ class HostCopy:
             self._values = tuple(torch.empty(value.shape, dtype=value.dtype, pin_memory=True) for value in values)
             for host, value in zip(self._values, values, strict=True):
                 host.copy_(value, non_blocking=True)
-            self._arrival = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
+            self._arrival = torch.cuda.Event(enable_timing=timed)
             self._arrival.record()
 
     def read(self) -> tuple[Tensor, ...]:

@@ -25,6 +25,7 @@ from cuboid.launch.network import Endpoint, listen_if_host
 from cuboid.launch.nodes import NodeOptions, Nodes, find_nodes
 from cuboid.launch.place import Place, find_place, seats
 from cuboid.launch.pool import Pool, Watch
+from cuboid.launch.role import Role
 from cuboid.launch.training import check_machine
 from cuboid.launch.watched import beside, watched, watched_by_the_first
 from cuboid.resilience.faults import arm
@@ -55,21 +56,8 @@ class Heard:
 
 
 @dataclass(frozen=True)
-class Post:
-    """What this process is in the job."""
-
-    run: Run
-    place: Place | None = None
-    nodes: Nodes | None = None
-    listener: socket.socket | None = None
-    """Of the node that serves the store."""
-
-    @property
-    def speaks(self) -> bool:
-        """Whether this process says what the job does, and tells of the result. Rank 0 belongs to it."""
-        if self.nodes is not None:
-            return self.listener is not None
-        return self.place is None or self.place.rank == 0
+class Post(Role):
+    """The role of this process in a job that is done once."""
 
     def call(self, function: str, arguments: tuple[Any, ...], joined: Heard, asked: str = "") -> Any:
         """`function(rank, *arguments)` on every rank, with the arguments of the process that speaks; returns what it

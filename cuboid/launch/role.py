@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Seat:
+class Role:
     run: Run
     place: Place | None = None
     nodes: Nodes | None = None
@@ -28,11 +28,14 @@ class Seat:
 
     @property
     def speaks(self) -> bool:
-        """Whether this process prepares the run's folder and tells of the run."""
+        """Whether this process tells of the job, and prepares what it writes. Rank 0 belongs to it."""
         if self.nodes is not None:
             return self.listener is not None
         return self.place is None or self.place.rank == 0
 
+
+@dataclass(frozen=True)
+class TrainingRole(Role):
     @property
     def fewest_nodes(self) -> int:
         """With which the job continues."""
@@ -48,11 +51,11 @@ class Seat:
         return supervise_node(self.run, self.nodes, self.listener, quiet)
 
 
-def take_seat(run: Run, options: NodeOptions) -> Seat:
+def take_role(run: Run, options: NodeOptions) -> TrainingRole:
     """Refuses in one sentence what cannot work; of many nodes the one at the rendezvous listens there when this
     returns."""
     nodes = find_nodes(run, options)
     if nodes is None:
-        return Seat(run, place=find_place(os.environ))
+        return TrainingRole(run, place=find_place(os.environ))
     os.environ.setdefault(NODE, nodes.interface.address)  # which stays the same when this process is started again
-    return Seat(run, nodes=nodes, listener=listen_if_host(nodes.endpoint, nodes.interface))
+    return TrainingRole(run, nodes=nodes, listener=listen_if_host(nodes.endpoint, nodes.interface))
