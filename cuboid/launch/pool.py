@@ -163,7 +163,7 @@ class Pool:
         order. `device` and `backend`: as a run's settings have them. With `heard` it is `function(rank, say,
         *arguments)`: what a rank says on its way is heard here at once. `joined` is told the backend and the GPUs
         (`Joined.as_json`, and its `sentence`) when several ranks have joined. `places`: of these ranks among those of
-        other machines; skipped, they are all there are. `watch`: where a watchdog looks at them.
+        other machines; by default they are all there are. `watch`: where a watchdog looks at them.
 
         The function is given by name, so that this process need not import what only the ranks use."""
         if any(connection.poll() for _, connection in self._ranks):
