@@ -9,12 +9,14 @@ the same optimizer settings and learning rates, several seeds.
 The text is the source of Python's standard library by bytes; every seed reads another part of it and draws other
 weights. `--set name=value` changes Cuboid's side (a recipe of initialisation, balancing); `--even` gives every expert
 the same number of tokens on both sides, which makes speeds comparable. Each side of a case has a process of its own.
-A line of JSON for each case, side and seed; then a table: mean loss of the last 50 steps with the 95 % interval over
-seeds, the busiest expert of the last steps over the mean one, tokens/s."""
+A line of JSON for each case, side and seed; then a table: mean loss of steps 100 to 150 (of the last 50 where there are
+fewer, or more than 200) with the 95 % interval over seeds, the busiest expert of the last steps over the mean one,
+tokens/s. Then the difference of the two sides, seed by seed."""
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -27,11 +29,14 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from h200 import SHAPES
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from cuboid.parallel.parallelize import Engine
 
 CASES: dict[str, tuple[dict[str, Any] | str, list[str], int, int]] = {
     "tiny": ("tiny-llama", [], 4, 128),
@@ -50,6 +55,7 @@ CASES: dict[str, tuple[dict[str, Any] | str, list[str], int, int]] = {
 DEFAULT = ("1B", "8B-16L", "qwen3-30b-a3b-8L")
 SEPARATOR = 256
 LAST = 50
+SIDES = ("peer", "cuboid")
 T_95 = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57}
 """Of Student's distribution, by number of seeds."""
 
@@ -94,12 +100,8 @@ def train(
     rates: Sequence[float],
     report: Callable[[dict[str, Any]], None],
 ) -> None:
-    from cuboid.model.batch import MicroBatch
     from cuboid.parallel.parallelize import build_engine, draw_weights
     from cuboid.spec.run import build_run
-    from cuboid.train.cuda_graphs import make_passes
-    from cuboid.train.optimizer import Optimizer
-    from cuboid.train.step import PendingStep, run_passes, start_step
 
     model, changes, sequences, length = CASES[case]
     device = torch.device(options.device)
@@ -113,8 +115,6 @@ def train(
             "device": options.device,
         },
     }
-    steps, settled = len(rates), _settled(len(rates))
-    wait = partial(torch.cuda.synchronize) if device.type == "cuda" else lambda: None
     if options.even:
         _even_loads()
     engine = None
@@ -127,36 +127,48 @@ def train(
             draw_weights(engine)
             if engine.balance is not None:
                 engine.balance.restore([], 0)
-        optimizer = Optimizer(engine, run.optimizer)
-        passes = make_passes(engine, optimizer, partial(run_passes, engine))
-        begun: list[PendingStep] = []
-        results = []
-        begin = 0.0
-        for step, rate in enumerate(rates):
-            if step == settled:
-                wait()
-                begin = time.perf_counter()
-            both = batches[number * steps + step].to(device)
-            batch = MicroBatch(both[:, :-1].contiguous(), both[:, 1:].contiguous())
-            begun.append(start_step(engine, optimizer, [batch], rate, passes=passes))
-            if step:
-                results.append(begun[-2].result())
-        results.append(begun[-1].result())
-        wait()
-        seconds = time.perf_counter() - begin
-        row = {
-            "seed": number,
-            "losses": [result.loss for result in results],
-            "norms": [result.gradient_norm for result in results],
-            "tokens_per_second": sequences * length * (steps - settled) / seconds,
-            "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else 0.0,
-        }
-        if run.model.mixture is not None:
-            routers = [result.routers for result in results if result.routers is not None]
-            asked = torch.stack(routers)[..., : run.model.mixture.experts]
-            row["busiest"] = (asked.amax(-1) / asked.mean(-1)).tolist()
-            row["dead"] = int((asked[-50:].sum(0) == 0).sum())
-        report(row)
+        report({"seed": number, **_train_seed(engine, batches[number * len(rates) :], rates)})
+        gc.collect()  # the optimizer's states and CUDA graphs, before the next seed makes its own
+
+
+def _train_seed(engine: Engine, batches: Tensor, rates: Sequence[float]) -> dict[str, Any]:
+    from cuboid.model.batch import MicroBatch
+    from cuboid.train.cuda_graphs import make_passes
+    from cuboid.train.optimizer import Optimizer
+    from cuboid.train.step import PendingStep, run_passes, start_step
+
+    run, device = engine.run, engine.device
+    steps, settled = len(rates), _settled(len(rates))
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    optimizer = Optimizer(engine, run.optimizer)
+    passes = make_passes(engine, optimizer, partial(run_passes, engine))
+    begun: list[PendingStep] = []
+    results = []
+    begin = 0.0
+    for step, rate in enumerate(rates):
+        if step == settled:
+            wait()
+            begin = time.perf_counter()
+        both = batches[step].to(device)
+        batch = MicroBatch(both[:, :-1].contiguous(), both[:, 1:].contiguous())
+        begun.append(start_step(engine, optimizer, [batch], rate, passes=passes))
+        if step:
+            results.append(begun[-2].result())
+    results.append(begun[-1].result())
+    wait()
+    seconds = time.perf_counter() - begin
+    row: dict[str, Any] = {
+        "losses": [result.loss for result in results],
+        "norms": [result.gradient_norm for result in results],
+        "tokens_per_second": run.training.global_batch * run.training.sequence * (steps - settled) / seconds,
+        "reserved_gib": torch.cuda.max_memory_reserved() / 2**30 if device.type == "cuda" else 0.0,
+    }
+    if run.model.mixture is not None:
+        routers = [result.routers for result in results if result.routers is not None]
+        asked = torch.stack(routers)[..., : run.model.mixture.experts]
+        row["busiest"] = (asked.amax(-1) / asked.mean(-1)).tolist()
+        row["dead"] = int((asked[-50:].sum(0) == 0).sum())
+    return row
 
 
 def _even_loads() -> None:
@@ -195,8 +207,22 @@ def run_side(case: str, side: str, options: argparse.Namespace) -> None:
     train(case, options, batches, rates, report)
 
 
-def last_losses(row: dict[str, Any]) -> float:
-    return statistics.mean(row["losses"][-LAST:])
+def judged(row: dict[str, Any]) -> float:
+    """The loss that is compared: of steps 100 to 150 in a run of 150 or 200 steps, of the last 50 in a longer one."""
+    losses = row["losses"]
+    return statistics.mean(losses[100:150] if 150 <= len(losses) <= 200 else losses[-LAST:])
+
+
+def difference(rows: list[dict[str, Any]], case: str) -> str:
+    """Cuboid's loss less the peer's, seed by seed: both sides of a seed see the same batches."""
+    sides = {side: {row["seed"]: row for row in rows if (row["case"], row["side"]) == (case, side)} for side in SIDES}
+    seeds = sides["peer"].keys() & sides["cuboid"].keys()
+    if not seeds:
+        return ""
+    found = [judged(sides["cuboid"][seed]) - judged(sides["peer"][seed]) for seed in sorted(seeds)]
+    spread = f" ± {interval(found):.3f} (95 %)" if len(found) > 1 else ""
+    seeds_text = ", ".join(f"{each:+.3f}" for each in found)
+    return f"{case}: Cuboid's loss less torchtitan's {statistics.mean(found):+.3f}{spread}; by seed {seeds_text}"
 
 
 def interval(values: Sequence[float]) -> float:
@@ -206,16 +232,16 @@ def interval(values: Sequence[float]) -> float:
 
 def table(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| model | side | seeds | first loss | worst of the first 10 | mean of the last 50 | busiest expert, "
+        "| model | side | seeds | first loss | worst of the first 10 | loss | busiest expert, "
         "worst layer, last 10 steps | dead experts | tokens/s | GiB reserved |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for case in dict.fromkeys(row["case"] for row in rows):
-        for side in ("peer", "cuboid"):
+        for side in SIDES:
             some = [row for row in rows if (row["case"], row["side"]) == (case, side)]
             if not some:
                 continue
-            lasts = [last_losses(row) for row in some]
+            lasts = [judged(row) for row in some]
             spread = f" ± {interval(lasts):.3f}" if len(lasts) > 1 else ""
             busiest = max((max(map(max, row["busiest"][-10:])) for row in some if row.get("busiest")), default=None)
             cells = [
@@ -284,6 +310,7 @@ def main() -> None:
             for side in ["peer"] * bool(options.peer) + ["cuboid"]:
                 rows += _start(case, side, options)
     print(table(rows))
+    print(*filter(None, (difference(rows, case) for case in dict.fromkeys(row["case"] for row in rows))), sep="\n")
     if options.picture:
         draw(rows, Path(options.picture))
 

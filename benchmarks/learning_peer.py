@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import socket
 import sys
 import tempfile
 import time
@@ -55,9 +56,10 @@ def make_trainer(case: str, micro_batch: int, sequence: int, steps: int, even_lo
     family, flavor = FLAVORS[case]
     folder = Path(tempfile.mkdtemp())
     assets(folder)
-    os.environ.update(
-        RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29511", LOCAL_WORLD_SIZE="1"
-    )
+    with socket.create_server(("127.0.0.1", 0)) as free:  # another peer may be training beside this one
+        port = free.getsockname()[1]
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    os.environ.update(one, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     add_flavors()
     from torchtitan.config import ConfigManager
     from torchtitan.tools.logging import init_logger

@@ -37,30 +37,40 @@ def has_flash(query: Tensor) -> bool:
 def cuda_forward(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, documents: Documents | None
 ) -> tuple[Tensor, Tensor]:
-    width = value.shape[3]
-    packed, edges, longest = _packed(documents, query, key, functional.pad(value, (0, query.shape[3] - width)))
+    width, scale = value.shape[3], query.shape[3] ** -0.5
+    packed, edges, longest = _packed(documents, *_padded(query, key, value))
     lengths = (longest, longest) if edges is not None else (query.shape[1], key.shape[1])
-    seen, sums, *_ = torch.ops.aten._flash_attention_forward(*packed, edges, edges, *lengths, 0.0, causal, False)
+    seen, sums, *_ = torch.ops.aten._flash_attention_forward(
+        *packed, edges, edges, *lengths, 0.0, causal, False, scale=scale
+    )
     if edges is not None:
-        seen, sums = seen.view(query.shape), sums.unflatten(1, query.shape[:2]).transpose(0, 1)
+        seen, sums = seen.unflatten(0, query.shape[:2]), sums.unflatten(1, query.shape[:2]).transpose(0, 1)
     return seen[..., :width], sums
 
 
 def cuda_backward(gradient: Tensor, attended: Attended, causal: bool, documents: Documents | None) -> Gradients:
     query, key, value, seen, sums = attended
-    width, missing = value.shape[3], query.shape[3] - value.shape[3]
-    wide = [functional.pad(x, (0, missing)) for x in (value, seen.to(query.dtype))]
-    packed, edges, longest = _packed(documents, functional.pad(gradient, (0, missing)), query, key, *wide)
+    scale = query.shape[3] ** -0.5
+    padded = _padded(gradient, query, key, value, seen.to(query.dtype))
+    packed, edges, longest = _packed(documents, *padded)
     lengths = (longest, longest) if edges is not None else (query.shape[1], key.shape[1])
     sums = sums.contiguous() if edges is None else sums.transpose(0, 1).flatten(1).contiguous()
     random = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none
     gradients = torch.ops.aten._flash_attention_backward(
-        *packed, sums, edges, edges, *lengths, 0.0, causal, random, torch.empty(0, device=query.device)
+        *packed, sums, edges, edges, *lengths, 0.0, causal, random, torch.empty(0, device=query.device), scale=scale
     )
     query_gradient, key_gradient, value_gradient = (
-        part.view(like.shape[:3] + part.shape[-1:]) for part, like in zip(gradients, (query, key, value), strict=True)
+        part.view(like.shape[:3] + part.shape[-1:])[..., : like.shape[3]]
+        for part, like in zip(gradients, (query, key, value), strict=True)
     )
-    return query_gradient, key_gradient, value_gradient[..., :width]
+    return query_gradient, key_gradient, value_gradient
+
+
+def _padded(*tensors: Tensor) -> list[Tensor]:
+    """All heads as wide as the widest, in steps of 8, as the kernels want them. Zeros change no score; what they add
+    to outputs and gradients is cut off again."""
+    width = -(-max(x.shape[3] for x in tensors) // 8) * 8
+    return [functional.pad(x, (0, width - x.shape[3])) for x in tensors]
 
 
 def _packed(documents: Documents | None, *tensors: Tensor) -> tuple[list[Tensor], Tensor | None, int]:

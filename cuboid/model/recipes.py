@@ -84,7 +84,7 @@ def _width(model: ModelSpec, matrix: Matrix) -> Deviations:
     return Deviations(embedding, embedding, read=std, up=std, write=small, router=small, head=head)
 
 
-HEAD = 8.0
+HEAD = 16.0
 """Times 1/hidden; docs/learning.md has what was measured around it."""
 
 

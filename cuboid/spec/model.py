@@ -79,7 +79,7 @@ class ModelSpec:
     given. megatron: `initial_std`, divided by √(2 · layers) where a matrix adds to the residual stream. flat:
     `initial_std` for all. depth (torchtitan): `initial_std`, divided by √(2 · (layer + 1)) for up, down, attention's
     output and routers; embedding 1, head 1/√hidden. width: as depth with 1/√hidden in place of `initial_std`, not
-    divided for up, and a head of 8/hidden where that is smaller. fan_in: 1/√fan-in, divided by √(2 · layers) where a
+    divided for up, and a head of 16/hidden where that is smaller. fan_in: 1/√fan-in, divided by √(2 · layers) where a
     matrix adds to the residual stream; embedding 1. zero_output: like fan_in, but these matrices start at zero. Tied
     embeddings have `initial_std` in all of them. mup: the maximal-update parametrisation for AdamW, whose best learning
     rate does not move with width."""

@@ -191,7 +191,7 @@ def test_auto_is_what_the_family_has_and_what_cannot_work_is_refused() -> None:
     llama = load_model("llama3-8b")
     assert recipe_of(llama) == "width"
     assert recipe_of(replace(llama, initial_std=0.006)) == "depth", "a deviation that somebody chose is used"
-    assert standard_deviation(llama, "head.output.weight") == 8 / 4096
+    assert standard_deviation(llama, "head.output.weight") == 16 / 4096
     assert recipe_of(replace(load_model("llama3-8b"), initialization="flat")) == "flat"
     for recipe in ("zero_output", "mup"):
         with pytest.raises(UserError, match=f"initialization={recipe} with tie_embeddings=true"):
