@@ -17,6 +17,7 @@ from cuboid.launch.once import Heard, Post, call_here, take_post
 from cuboid.launch.place import find_place, seats
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model
+from cuboid.spec.python_model import PythonModelSpec
 from cuboid.spec.run import Run, build_run
 from cuboid.spec.supported import check_supported
 from cuboid.verify.rounding import MULTIPLE, ROUNDED
@@ -41,7 +42,8 @@ def verification_run(
     """A short run on random tokens with labels masked differently in every sample, so that means of means would
     show. With a chain of layouts its batch is one that fits them all."""
     shapes = [Layout.parse(each) for each in chain or [layout]]
-    if load_model(model).mixture is not None:
+    described = load_model(model)
+    if described.mixture is not None:
         overrides = (*BALANCED, *overrides)
         steps = 1 if dtype in ROUNDED else steps  # after which rounding sends tokens to other experts
     table: dict[str, Any] = {
@@ -59,6 +61,8 @@ def verification_run(
         "learning_rate": {"peak": 1e-3, "schedule": "constant"},
         "data": {"source": "synthetic", "attention_within_documents": True, "positions_within_documents": True},
     }
+    if isinstance(described, PythonModelSpec):
+        table["data"] = {} if described.built.data is not None else {"source": "synthetic"}
     return build_run(table, overrides)
 
 

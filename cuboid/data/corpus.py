@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -19,13 +19,15 @@ from cuboid.errors import UserError
 from cuboid.model.transformer import IGNORED
 
 Sample = tuple[Tensor, Tensor]
+Fields = dict[str, Tensor]
+"""A sample of a data set of one's own, by name."""
 
 
 class Corpus(Protocol):
     size: int
     """How many samples there are."""
 
-    def sample(self, index: int) -> Sample: ...
+    def sample(self, index: int) -> Sample | Fields: ...
 
     def documents(self, index: int) -> Tensor:
         """Which document of the sample each token belongs to: numbers that grow from 0."""
@@ -170,6 +172,36 @@ class Synthetic:
     def _draw(self, what: str, index: int) -> tuple[bytes, torch.Generator]:
         digest = hashlib.sha256(f"{what}/{self._seed}/{index}".encode()).digest()
         return digest, torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+
+
+class OwnDataset:
+    """A map-style data set of one's own: `len(dataset)` samples, each a dict of tensors or a pair (tokens, labels)."""
+
+    def __init__(self, dataset: Any, name: str) -> None:
+        self._dataset, self._name = dataset, name
+        try:
+            self.size = len(dataset)
+        except TypeError:
+            raise UserError(f"data.source={name} has no length; give it `__len__` and `__getitem__`") from None
+        if not self.size:
+            raise UserError(f"data.source={name} has no samples; give it one at least")
+
+    def sample(self, index: int) -> Sample | Fields:
+        found = self._dataset[index]
+        if isinstance(found, tuple | list) and len(found) == 2:
+            return torch.as_tensor(found[0]), torch.as_tensor(found[1])
+        if isinstance(found, Mapping):
+            return {str(name): torch.as_tensor(value) for name, value in found.items()}
+        raise UserError(
+            f"data.source={self._name} gives {type(found).__name__} at {index}; it must be a dict of tensors or a pair "
+            "(tokens, labels)"
+        )
+
+    def documents(self, index: int) -> Tensor:
+        raise UserError(f"data.source={self._name} has no documents; use attention_within_documents=false")
+
+    def origin(self, index: int) -> Origin:
+        return Origin(self._name, index)
 
 
 def blank(sequence: int) -> Sample:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from cuboid.data.corpus import Fields
 from cuboid.data.source import Source
 from cuboid.model.batch import MicroBatch
 from cuboid.spec.run import Run
@@ -20,10 +21,20 @@ def micro_batches(source: Source, run: Run, step: int, replica: int, device: tor
     batches = []
     for start in range(first, first + share, width):
         places = range(start, start + width)
-        tokens, labels = (torch.stack(parts) for parts in zip(*map(source.at, places), strict=True))
+        samples = [source.at(place) for place in places]
+        if isinstance(samples[0], dict):
+            batches.append(_own_batch([sample for sample in samples if isinstance(sample, dict)], device))
+            continue
+        tokens, labels = (torch.stack(parts) for parts in zip(*samples, strict=True))
         documents = torch.stack([source.documents_at(place) for place in places]) if run.data.uses_documents else None
         batches.append(MicroBatch(_carry(tokens, device), _carry(labels, device), documents))
     return batches
+
+
+def _own_batch(samples: list[Fields], device: torch.device) -> MicroBatch:
+    fields = {name: _carry(torch.stack([sample[name] for sample in samples]), device) for name in samples[0]}
+    tokens = fields.get("tokens", next(iter(fields.values())))
+    return MicroBatch(tokens, fields.get("labels", tokens), fields=fields)
 
 
 def _carry(x: Tensor, device: torch.device) -> Tensor:

@@ -9,6 +9,7 @@ import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,6 +18,9 @@ from cuboid.data.split import Split, split_documents
 from cuboid.data.store import PREFIX, check_store, is_store, open_store
 from cuboid.data.tokenizer import END_OF_DOCUMENT
 from cuboid.errors import UserError
+from cuboid.spec.data import OWN_DATA
+from cuboid.spec.plugin import is_plugin, load_plugin, resolve
+from cuboid.spec.python_model import PythonModelSpec
 from cuboid.spec.run import Run
 
 READ_WHOLE = 1 << 30
@@ -74,11 +78,36 @@ def check_data(run: Run) -> None:
     """Refuses what could not be trained on, before any process starts: once, not on every rank."""
     names = {*run.data.sources, run.data.validation} - {"", "synthetic"}
     for name in sorted(names):
+        if is_own(name):
+            own_dataset(run, name)
+            continue
         _verify(name)
         opened = open_source(name)
         check_vocabulary(run, opened)
         fraction = run.data.validation_fraction if name in run.data.sources else 0.0
         check_samples(run, opened, split_documents(opened.tokens.documents, fraction, name))
+
+
+def is_own(name: str) -> bool:
+    """Whether a source is a data set of one's own."""
+    return name == OWN_DATA or is_plugin(name)
+
+
+def own_dataset(run: Run, name: str) -> Any:
+    """The data set itself."""
+    if run.data.uses_documents:
+        raise UserError(
+            f"data.source={name} has no documents; use data.attention_within_documents=false and "
+            "data.positions_within_documents=false"
+        )
+    if run.data.validation_fraction or run.data.validation == name:
+        raise UserError(f"data.source={name} cannot be held out in part; use evaluation.every=0")
+    if name != OWN_DATA:
+        return load_plugin(resolve(name, Path(), "data.source"), "data.source")()
+    make = run.model.built.data if isinstance(run.model, PythonModelSpec) else None
+    if make is None:
+        raise UserError("data.source=model needs a model of one's own that brings data; use python-stdlib or a store")
+    return make()
 
 
 def check_vocabulary(run: Run, opened: OpenedSource) -> None:

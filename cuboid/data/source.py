@@ -9,9 +9,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cuboid.data.corpus import Corpus, Packed, Padded, Sample, Synthetic, blank
+from cuboid.data.corpus import Corpus, Fields, OwnDataset, Packed, Padded, Sample, Synthetic, blank
 from cuboid.data.mixture import Pattern
-from cuboid.data.opened import check_samples, check_vocabulary, open_source
+from cuboid.data.opened import check_samples, check_vocabulary, is_own, open_source, own_dataset
 from cuboid.data.order import sample_at
 from cuboid.data.origin import Origin
 from cuboid.data.split import split_documents
@@ -20,7 +20,7 @@ from cuboid.spec.run import Run
 
 
 class Source(Protocol):
-    def at(self, position: int) -> Sample: ...
+    def at(self, position: int) -> Sample | Fields: ...
 
     def documents_at(self, position: int) -> Tensor:
         """Which document each token of the sample belongs to."""
@@ -37,7 +37,7 @@ class Shuffled:
     def __init__(self, corpus: Corpus, seed: int) -> None:
         self.corpus, self._seed = corpus, seed
 
-    def at(self, position: int) -> Sample:
+    def at(self, position: int) -> Sample | Fields:
         return self.corpus.sample(sample_at(position, self.corpus.size, self._seed))
 
     def documents_at(self, position: int) -> Tensor:
@@ -53,7 +53,7 @@ class HeldOut:
     def __init__(self, corpus: Corpus, seed: int, sequence: int) -> None:
         self.corpus, self._seed, self._sequence = corpus, seed, sequence
 
-    def at(self, position: int) -> Sample:
+    def at(self, position: int) -> Sample | Fields:
         if position >= self.corpus.size:
             return blank(self._sequence)
         return self.corpus.sample(sample_at(position, self.corpus.size, self._seed))
@@ -75,7 +75,7 @@ class Mixture:
     def __init__(self, sources: Sequence[Source], weights: Sequence[float]) -> None:
         self._sources, self.pattern = sources, Pattern(weights)
 
-    def at(self, position: int) -> Sample:
+    def at(self, position: int) -> Sample | Fields:
         source, before = self.pattern.at(position)
         return self._sources[source].at(before)
 
@@ -112,6 +112,8 @@ def make_validation_source(run: Run) -> tuple[Source, int]:
 
 def _corpus(run: Run, name: str, held_out: bool = False) -> Corpus:
     data, vocabulary, sequence = run.data, run.model.vocab, run.training.sequence
+    if is_own(name):
+        return OwnDataset(own_dataset(run, name), name)
     if name == "synthetic":
         return Synthetic(vocabulary, sequence, run.training.seed)
     opened = open_source(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -16,3 +17,5 @@ class MicroBatch:
     labels: Tensor
     documents: Tensor | None = None
     """Which document each token belongs to, where that matters; always in host memory."""
+    fields: Mapping[str, Tensor] | None = None
+    """All that a data set of one's own gives."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from cuboid.errors import UserError
 from cuboid.spec.model import ModelSpec
+from cuboid.spec.python_model import PythonModelSpec
 
 LLAMA_NAMES = {
     "embedding.tokens": "model.embed_tokens",
@@ -167,6 +168,10 @@ FAMILIES: dict[str, WeightNames] = {
 
 def check_family(model: ModelSpec) -> WeightNames:
     """The names of the model's family, if Hugging Face's module of it computes what the model computes."""
+    if isinstance(model, PythonModelSpec):
+        raise UserError(
+            f"model={model.name} is one's own, and no family of Hugging Face; read its weights with load_checkpoint"
+        )
     family = FAMILIES[model.family]
     for name, wanted in (("mixture", family.mixture is not None), ("latent", family.latent)):
         if (getattr(model, name) is not None) != wanted:

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from cuboid.errors import UserError
+from cuboid.model.custom import Model
 from cuboid.model.families import WeightNames, check_family
 from cuboid.model.transformer import Transformer
 from cuboid.spec.model import ModelSpec
+from cuboid.spec.python_model import PythonModelSpec
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,10 @@ class Target:
 
 def parameter_shapes(model: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Every parameter of the single-device model; a tied one once."""
+    if isinstance(model, PythonModelSpec):
+        built = model.built
+        assert isinstance(built, Model)
+        return built.parameter_shapes
     with torch.device("meta"):
         module = Transformer(model)
     return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}

@@ -15,9 +15,11 @@ from cuboid.spec.run import Run
 class Activations:
     """This rank's part; the sum over all ranks is the same on any layout."""
 
-    def __init__(self, run: Run, groups: Groups, dtype: torch.dtype, device: torch.device) -> None:
-        training, model = run.training, run.model
-        self._elements = training.global_batch * training.sequence * model.hidden
+    def __init__(self, run: Run, groups: Groups, dtype: torch.dtype, device: torch.device, held: int) -> None:
+        """`held`: elements of what a block returns on this rank, of a micro-batch."""
+        layout, model = run.layout, run.model
+        apart = layout.cp * (layout.tp if layout.sequence_parallel else 1)
+        self._elements = held * apart * (run.training.global_batch // layout.micro_batch)
         # Tensor ranks hold tokens of their own with sequence parallelism, else all of them hold the same.
         self._counts = run.layout.sequence_parallel or groups.tensor.index == 0
         self._first = 0 if run.output.layer_norms else model.layers - 1

@@ -14,11 +14,13 @@ from cuboid.model.rope import Positions
 from cuboid.model.transformer import Block
 from cuboid.parallel.recompute import with_recompute
 from cuboid.spec.layout import Recompute
+from cuboid.spec.python_model import PythonModelSpec
 from cuboid.spec.run import Run
 
 
 def is_compiled(run: Run, device: torch.device) -> bool:
-    wanted = run.training.compile == "on" or device.type == "cuda"
+    # Modules of one's own are compiled when that is asked for.
+    wanted = run.training.compile == "on" or (device.type == "cuda" and not isinstance(run.model, PythonModelSpec))
     return wanted and not run.training.compiles_nothing
 
 

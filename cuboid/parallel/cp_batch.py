@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from cuboid.model.batch import MicroBatch
+from cuboid.model.custom import Model, labelled
 from cuboid.model.rope import Positions, PositionTable
+from cuboid.spec.python_model import PythonModelSpec
 from cuboid.spec.run import Run
 from cuboid.spec.zigzag import places_of
 
@@ -21,6 +24,14 @@ class Share:
     """(sequences, length)"""
     labels: Tensor
     positions: Positions
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
+    """All that a model of one's own reads."""
+    count: Callable[[Mapping[str, Tensor]], Tensor] = labelled
+
+    @property
+    def counted(self) -> Tensor:
+        """How many losses are summed."""
+        return self.count(self.fields or {"labels": self.labels})
 
 
 class Sharing:
@@ -32,9 +43,17 @@ class Sharing:
         self._positions = self._table.at(self._places.unsqueeze(0))
         self._own = self._places.to(device) if size > 1 else None
         self._data = run.data
+        self._dtype = dtype
+        built = run.model.built if isinstance(run.model, PythonModelSpec) else None
+        self._custom = built if isinstance(built, Model) else None
 
     def of(self, batch: MicroBatch) -> Share:
         positions = self._positions
+        if self._custom is not None:
+            given = batch.fields or {"tokens": batch.tokens, "labels": batch.labels}
+            # Images and the like are computed with: in the precision of the weights.
+            fields = {name: x.to(self._dtype) if x.is_floating_point() else x for name, x in given.items()}
+            return Share(batch.tokens, batch.labels, positions, fields, self._custom.count)
         if batch.documents is not None:
             positions = self._table.of(self._places, batch.documents, self._data)
         if self._own is None:

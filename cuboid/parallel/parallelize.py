@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -9,8 +10,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from cuboid.errors import UserError
 from cuboid.kernels.cpu_16bit import fast_matmuls
 from cuboid.kernels.precision import wide
+from cuboid.model.custom import REPLICATED, Model, Split, declared_split
 from cuboid.model.fp8 import Fp8Matmul, require_fp8
 from cuboid.model.initialize import initial_tensor
 from cuboid.model.linear import Linear
@@ -24,6 +27,7 @@ from cuboid.parallel.compiled import compiled_block, is_compiled
 from cuboid.parallel.compiled_split_backward import UNTOUCHED, split_matmul
 from cuboid.parallel.context import ContextMix
 from cuboid.parallel.cp_batch import Share, Sharing
+from cuboid.parallel.custom import Carrier, carry_buffers, connect_region, defer_matmuls, initial_tensors, runner
 from cuboid.parallel.dualpipe_pair import DualPipePair
 from cuboid.parallel.expert import join_sequences, make_balance, spread_experts, stay_on, watched
 from cuboid.parallel.fused_add_rmsnorm import branch
@@ -44,6 +48,7 @@ from cuboid.schedule.table import Schedule
 from cuboid.spec.layout import Recompute
 from cuboid.spec.parameters import BALANCE, EXPERTS, TIED, is_block_linear, unit_of
 from cuboid.spec.partition import partition
+from cuboid.spec.python_model import PythonModelSpec
 from cuboid.spec.run import Run
 from cuboid.spec.sharding import Part, Slice, expert_slice, kv_part_count, lay_out, slice_of
 from cuboid.spec.train_state import Course
@@ -103,13 +108,12 @@ def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -
         groups = groups.counted(ledger)
     builder = _Builder(run, groups, device, schedule)
     stages = {index: builder.stage(index, layers[index]) for index in schedule.stages_of(groups.coordinates.pp)}
-    tokens = layout.micro_batch * run.training.sequence // layout.cp // (layout.tp if layout.sequence_parallel else 1)
     pipeline = Pipeline(
         schedule,
         stages,
         groups,
         builder.deferral,
-        torch.empty(tokens, model.hidden, dtype=builder.dtype, device=device),
+        torch.empty(builder.flow, dtype=builder.dtype, device=device),
         run.output.keep_timing,
         None if builder.compiled else fast_matmuls(device, run.training.precision),
         builder.pair,
@@ -130,10 +134,35 @@ def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -
 def draw_weights(engine: Engine) -> None:
     """Set all parameters to what the seed says."""
     run = engine.run
+    if isinstance(run.model, PythonModelSpec):
+        _draw_custom(engine, custom_model(run.model))
+        return
 
     def held(part: Part) -> Tensor:
         cut = (part.slice.dimension, range(part.slice.start, part.slice.stop))
         return initial_tensor(run.model, part.name, part.full_shape, run.training.seed, cut, engine.device)
+
+    for unit in engine.units:
+        unit.fill(held)
+
+
+def custom_model(model: PythonModelSpec) -> Model:
+    built = model.built
+    assert isinstance(built, Model)
+    return built
+
+
+def _draw_custom(engine: Engine, model: Model) -> None:
+    """As each module initialises itself."""
+    drawn: dict[str, Tensor] = {}
+
+    def held(part: Part) -> Tensor:
+        if part.name not in drawn:
+            drawn.clear()
+            prefix = next(known for known in model.prefixes if part.name.startswith(f"{known}."))
+            drawn.update(initial_tensors(model, prefix, engine.run.training.seed))
+        cut = part.slice
+        return drawn[part.name].narrow(cut.dimension, cut.start, cut.stop - cut.start)
 
     for unit in engine.units:
         unit.fill(held)
@@ -157,7 +186,8 @@ class _Builder:
         # Gloo, through which ranks that share a GPU speak, takes its sums from CPU memory only (it would crash);
         # collectives that continue overlapped with matmuls do not go through it.
         reachable = device.type != "cuda" or not groups.tensor.is_gloo or run.training.overlap_tensor == "on"
-        traced = self.compiled and not run.output.count_communication and reachable
+        self.custom = custom_model(self.model) if isinstance(self.model, PythonModelSpec) else None
+        traced = self.compiled and self.custom is None and not run.output.count_communication and reachable
         self.region = Region(groups.tensor, self.layout.sequence_parallel, traced) if groups.tensor.size > 1 else None
         seen = self.region is not None and self.region.traced
         self.options = compiler_options(run, groups.tensor, device, seen)
@@ -168,11 +198,22 @@ class _Builder:
         if schedule.splits_backward:
             self.options = {**(self.options or {}), **UNTOUCHED}
         self.balance = make_balance(run, device) if self.model.mixture is not None else None
-        self.activations = Activations(run, groups, wide(self.dtype), device)
+        self.carrier = None if self.custom is None else Carrier(self.custom, run)
+        self._splits: dict[str, Split | None] = {}
+        self.activations = Activations(run, groups, wide(self.dtype), device, math.prod(self.flow))
         # Without experts elsewhere nothing in a pass would hand over.
         self.pair = DualPipePair() if self.layout.ep > 1 and pairs_overlap(schedule) else None
         if self.pair is not None:
             self.pair.carried = [(self.balance, "recording"), (Memory, "current")]
+
+    @property
+    def flow(self) -> tuple[int, ...]:
+        """The shape of what stages send one another."""
+        if self.carrier is not None:
+            return self.carrier.packed_shape
+        layout, sequence = self.layout, self.run.training.sequence
+        tokens = layout.micro_batch * sequence // layout.cp // (layout.tp if layout.sequence_parallel else 1)
+        return tokens, self.model.hidden
 
     def stage(self, index: int, layers: range) -> Stage:
         stage = Stage()
@@ -184,7 +225,29 @@ class _Builder:
             stage.append(self._head())
         return stage
 
+    def _custom(self, prefix: str, recompute: Recompute = "none") -> Segment:
+        assert self.custom is not None and self.carrier is not None
+        module = self.custom.segment(prefix, self.run.training.seed)
+        for name, parameter in module.named_parameters():
+            if not parameter.ndim:
+                raise UserError(f"{prefix}.{name} is a parameter without dimensions; give it the shape (1,)")
+            self._splits[f"{prefix}.{name}"] = declared_split(module, name)
+        if self.region is not None:
+            connect_region(module, self.region)
+        if self.schedule.splits_backward:
+            defer_matmuls(module, self.deferral)
+        carry_buffers(module, self.dtype, self.device)
+        if self.compiled and prefix.startswith("layers."):
+            module.compile(dynamic=False)
+        run = with_recompute(runner(module, prefix, self.carrier, wide(self.dtype)), recompute)
+        if prefix.startswith("layers."):
+            measured = partial(self.activations.add, int(prefix.partition(".")[2]))
+            return self._segment(module, prefix, lambda x, share: measured(run(x, share.fields)))
+        return self._segment(module, prefix, lambda x, share: run(x, share.fields))
+
     def _embedding(self) -> Segment:
+        if self.custom is not None:
+            return self._custom("embedding")
         with torch.device("meta"):
             embedding = Embedding(self.model)
             if self.region is not None:
@@ -192,6 +255,8 @@ class _Builder:
         return self._segment(embedding, "embedding", lambda x, share: embedding(x, share.positions))
 
     def _block(self, layer: int, recompute: Recompute) -> Segment:
+        if self.custom is not None:
+            return self._custom(f"layers.{layer}", recompute)
         with torch.device("meta"):
             block = Block(self.model, layer)
             if self.region is not None:
@@ -233,6 +298,8 @@ class _Builder:
                     child.matmul = split_matmul(child, waits, self.fp8_rows)
 
     def _head(self) -> Segment:
+        if self.custom is not None:
+            return self._custom("head")
         with torch.device("meta"):
             head = Head(self.model)
             if self.region is not None:
@@ -255,18 +322,23 @@ class _Builder:
                     child.matmul = deferrable_matmul(self.deferral, self.fp8_rows if in_block else None)
                 if isinstance(child, Experts):
                     child.matmul = deferrable_grouped_matmul(self.deferral)
-        inside: dict[str, str] = {}
+        # A module of one's own may use one parameter under several names.
+        aliases: dict[int, list[str]] = {}
+        for path, parameter in module.named_parameters(remove_duplicate=False):
+            aliases.setdefault(id(parameter), []).append(path)
+        inside: dict[str, list[str]] = {}
         members: dict[str, dict[str, tuple[int, ...]]] = {}
         for inner, parameter in module.named_parameters():
             tied = self.model.tie_embeddings and f"{prefix}.{inner}" in (TIED, "head.output.weight")
             name = TIED if tied else f"{prefix}.{inner}"
-            inside[name] = inner
+            inside[name] = aliases[id(parameter)]
             members.setdefault(unit_of(prefix, name), {})[name] = tuple(parameter.shape)
         used = []
         for unit_name, shapes in members.items():
             unit = self._unit(unit_name, shapes)
             for name in shapes:
-                set_parameter(module, inside[name], unit.parameters[name])
+                for path in inside[name]:
+                    set_parameter(module, path, unit.parameters[name])
             if not unit_name.endswith(BALANCE):  # always whole, and no gradient ever comes to it
                 used.append(unit)
         return Segment(prefix, run, used, self.deferral, self.reduction)
@@ -291,6 +363,9 @@ class _Builder:
 
     def _slice_of(self, name: str, shape: tuple[int, ...]) -> Slice:
         tensor, expert = self.groups.tensor, self.groups.expert
+        if self.custom is not None:
+            declared = self._splits[name] or REPLICATED  # refused where there are tensor ranks
+            return declared.slice_of(name, shape, tensor.size, tensor.index)
         if EXPERTS in name:
             return expert_slice(shape, expert.size, expert.index)
         return slice_of(name, shape, self.model, tensor.size, tensor.index, self.layout.sequence_parallel)

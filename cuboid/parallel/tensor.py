@@ -94,6 +94,12 @@ class _SplitVocabularyLoss(torch.autograd.Function):
         return result.mul_((counted * gradient).unsqueeze(1)), None, None, None, None
 
 
+def split_vocabulary_loss(logits: Tensor, labels: Tensor, first: int, rows: int, group: Group) -> Tensor:
+    """Summed cross-entropy over logits whose columns are split, of which this rank has `rows` from `first` on."""
+    loss: Tensor = _SplitVocabularyLoss.apply(logits, labels, first, rows, group)
+    return loss
+
+
 def split_embedding(embedding: Embedding, model: ModelSpec, region: Region) -> None:
     first, _ = vocabulary_rows(model.vocab, region.group.size, region.group.index)
     embedding.tokens = SplitVocabularyEmbedding(embedding.tokens, region, first)

@@ -15,6 +15,7 @@ from cuboid.spec.coding import convert
 from cuboid.spec.fitting import check_fp8
 from cuboid.spec.layout import Layout, parse_layout_fields, require_positive
 from cuboid.spec.model import ModelSpec
+from cuboid.spec.python_model import PythonModelSpec
 from cuboid.spec.run import Run
 from cuboid.spec.suggest import either, nearest_names
 from cuboid.spec.supported import check_supported
@@ -46,6 +47,11 @@ class Question:
     """Also plan what the engine cannot train yet."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.model, PythonModelSpec):
+            raise UserError(
+                f"model={self.model.name} is one's own: what it costs cannot be planned yet; give it a layout and use "
+                "cuboid train, verify or report"
+            )
         require_positive("global_batch", self.global_batch)
         require_positive("sequence", self.sequence)
         if self.precision not in PRECISIONS:

@@ -16,6 +16,7 @@ from cuboid.plan.question import PRECISIONS, Question
 from cuboid.plan.sizes import resized
 from cuboid.resilience.failures import FILE as FAILURES
 from cuboid.spec.cluster import ClusterSpec, load_cluster
+from cuboid.spec.python_model import PythonModelSpec
 from cuboid.spec.run import Run, load_run
 from cuboid.train.folder import RUN_FILE
 from cuboid.train.rows import whole_rows
@@ -88,7 +89,7 @@ class Source:
     @cached_property
     def plan(self) -> Plan | None:
         """What the planner says of the layout that the run has now, which may not be the one it was planned for."""
-        if self.cluster is None:
+        if self.cluster is None or isinstance(self.run.model, PythonModelSpec):
             return None
         run, asked = self.run, self.run.plan.get("precision", self.run.training.precision)
         question = Question(

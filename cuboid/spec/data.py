@@ -6,6 +6,8 @@ from typing import Literal
 from cuboid.errors import UserError
 from cuboid.spec.coding import check_types
 
+OWN_DATA = "model"
+"""The source of a model of one's own that brings its data set."""
 BUILT_IN = ("python-stdlib", "synthetic")
 """Sources that need no file: bytes of the standard library's own source; random tokens with masked labels."""
 
@@ -15,7 +17,8 @@ class DataSpec:
     """Where tokens come from. Paths are relative to the folder the command runs in, as output.folder is."""
 
     source: str = "python-stdlib"
-    """python-stdlib, synthetic, a store that `cuboid data build` wrote, or the prefix of a Megatron .bin/.idx pair."""
+    """python-stdlib, synthetic, a store that `cuboid data build` wrote, the prefix of a Megatron .bin/.idx pair, a data
+    set of one's own (python:my_data.py:dataset), or the one that a model of one's own brings (model)."""
     mixture: dict[str, float] | None = field(default=None, hash=False)
     """Source -> weight, in place of `source`. A weight is a share of the samples; weights need not sum to one."""
     packing: Literal["packed", "padded"] = "packed"

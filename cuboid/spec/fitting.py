@@ -6,6 +6,7 @@ from cuboid.errors import UserError
 from cuboid.spec.layout import Layout, require_positive
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.partition import longest_stage
+from cuboid.spec.python_model import PythonModelSpec
 from cuboid.spec.suggest import either, nearest_numbers, use
 
 
@@ -33,10 +34,24 @@ def check(
 
 def check_model(layout: Layout, model: ModelSpec) -> None:
     """The rules of `check` that need the model only."""
+    if isinstance(model, PythonModelSpec):
+        _check_python(layout, model)
+        return
     _check_tensor(layout, model)
     _check_heads(layout, model)
     _check_stages(layout, model)
     _check_experts(layout, model)
+
+
+def _check_python(layout: Layout, model: PythonModelSpec) -> None:
+    for name in ("cp", "ep"):
+        if getattr(layout, name) > 1:
+            raise UserError(f"{name}={getattr(layout, name)} is not for a model of one's own; use {name}=1")
+    if layout.sequence_parallel:
+        raise UserError("sequence_parallel=true is not for a model of one's own; use sequence_parallel=false")
+    _check_stages(layout, model)
+    if layout.tp > 1:
+        model.built.check_tensor_parallel(layout.tp)
 
 
 def check_world_size(layout: Layout, world_size: int) -> None:

@@ -13,6 +13,8 @@ from cuboid.spec.coding import decode, encode, field_types, require_known
 from cuboid.spec.huggingface import table_from_config
 from cuboid.spec.mixture import with_balancing
 from cuboid.spec.model import ModelSpec
+from cuboid.spec.plugin import PREFIX, is_plugin
+from cuboid.spec.python_model import PythonModelSpec, build_python_model, dump_python_model
 from cuboid.spec.suggest import either, nearest_names
 
 Table = dict[str, Any]
@@ -41,6 +43,8 @@ FAMILY_DEFAULTS: dict[str, Table] = {
 def build_model(table: Mapping[str, object], folder: Path = Path()) -> ModelSpec:
     """A model from a table; `base` names the model whose table it changes."""
     merged = _merge_base(dict(table), folder)
+    if "python" in merged:
+        return build_python_model(merged, folder)
     family = merged.get("family", "llama")
     defaults = FAMILY_DEFAULTS.get(family, {}) if isinstance(family, str) else {}
     if isinstance(merged.get("mixture"), Mapping):
@@ -50,6 +54,8 @@ def build_model(table: Mapping[str, object], folder: Path = Path()) -> ModelSpec
 
 def dump_model(model: ModelSpec) -> Table:
     """The table `build_model` turns back into an equal model; sizes that follow from others are omitted."""
+    if isinstance(model, PythonModelSpec):
+        return dump_python_model(model)
     table = encode(model)
     if model.kv_heads == model.heads:
         del table["kv_heads"]
@@ -60,6 +66,8 @@ def dump_model(model: ModelSpec) -> Table:
 
 def model_table(text: str, folder: Path = Path()) -> Table:
     """What a name or a file says of a model, before defaults: what follows from a changed size follows it."""
+    if is_plugin(text):
+        return {"python": text.removeprefix(PREFIX)}
     path = folder / text
     if path.is_dir():
         path = path / "config.json"
@@ -128,7 +136,7 @@ def _merge_base(table: Table, folder: Path) -> Table:
         raise UserError(f"model.base={base} is not a string; name a catalog model or a file")
     merged = _merge_base(model_table(base, folder), folder)
     for key, value in table.items():
-        require_known(key, field_types(ModelSpec), "model")
+        require_known(key, field_types(PythonModelSpec if "python" in merged else ModelSpec), "model")
         old = merged.get(key)
         merged[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
     return merged

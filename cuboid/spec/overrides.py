@@ -1,5 +1,6 @@
 """`--set a.b=c`: one value in a table, named by its path and typed by its field."""
 
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
@@ -27,6 +28,9 @@ def _set(table: dict[str, Any], keys: list[str], text: str, types: Mapping[str, 
     done = path[: len(path) - len(".".join(keys))].rstrip(".")
     if (done, key) == ("model", "base"):
         types = {"base": str}
+    if (done, key) == ("model", "options") and rest:  # of a user's own model, which alone knows their types
+        table[key] = {**table.get(key, {}), ".".join(rest): _literal(text)}
+        return
     require_known(key, types, done)
     hint, optional = unwrap_optional(types[key])
     nested = is_dataclass(hint) and isinstance(hint, type)
@@ -42,3 +46,11 @@ def _set(table: dict[str, Any], keys: list[str], text: str, types: Mapping[str, 
     inner = table.get(key)
     table[key] = dict(inner) if isinstance(inner, Mapping) else {}
     _set(table[key], rest, text, field_types(hint), path)
+
+
+def _literal(text: str) -> object:
+    """A value as TOML reads it; a word that is none is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text

@@ -12,6 +12,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from cuboid.spec.model import ModelSpec
+from cuboid.spec.python_model import PythonModelSpec
 
 
 def stage_layers(costs: Sequence[float], first: float, last: float, stages: int) -> list[range]:
@@ -88,6 +89,11 @@ def _least_largest(largest: dict[int, float], table: list[list[float]], stop: in
 
 def layer_costs(model: ModelSpec, sequence: int) -> tuple[list[float], float]:
     """Forward matmuls per token of each layer, and of the head; looking tokens up costs nothing."""
+    if isinstance(model, PythonModelSpec):  # what its matmuls are is not known; most have a weight each
+        parameters = model.built.segment_parameters
+        return [float(max(parameters(f"layers.{layer}"), 1)) for layer in range(model.layers)], float(
+            parameters("head")
+        )
     mixture, latent = model.mixture, model.latent
     if latent is None:
         projections = model.hidden * model.head_dim * (2 * model.heads + 2 * model.kv_heads)

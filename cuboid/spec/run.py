@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from cuboid.errors import UserError
 from cuboid.spec.coding import check_types, decode, encode, field_types, require_in_range, require_known
-from cuboid.spec.data import DataSpec, EvaluationSpec
+from cuboid.spec.data import OWN_DATA, DataSpec, EvaluationSpec
 from cuboid.spec.fitting import check, check_fp8
 from cuboid.spec.generation import SamplesSpec
 from cuboid.spec.layout import Layout, parse_layout_fields
@@ -22,6 +22,7 @@ from cuboid.spec.load import build_model, dump_model, read_toml
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.overrides import apply_overrides
 from cuboid.spec.profile import ProfileSpec
+from cuboid.spec.python_model import PythonModelSpec
 from cuboid.spec.suggest import either, nearest_names
 from cuboid.spec.toml import dumps
 from cuboid.spec.training import LearningRateSpec, OptimizerSpec, TrainingSpec
@@ -202,6 +203,8 @@ class Run:
         batch, sequence = self.training.global_batch, self.training.sequence
         check(self.layout, self.model, global_batch=batch, sequence=sequence, section="training.")
         if self.training.precision == "fp8":
+            if isinstance(self.model, PythonModelSpec):
+                raise UserError("training.precision=fp8 is not for a model of one's own; use precision=bf16")
             check_fp8(self.layout, self.model, sequence, section="training.")
         if self.training.overlap_tensor == "on" and self.layout.tp > 1:
             if not self.layout.sequence_parallel:
@@ -238,6 +241,7 @@ class Run:
             "output.count_communication=false": self.output.count_communication,
             "output.keep_timing=false": self.output.keep_timing,
             "a run that is not profiled": self.profile.steps > 0,
+            "a model of the catalog, not one of one's own": isinstance(self.model, PythonModelSpec),
             "a GPU, not training.device=cpu": self.training.device == "cpu",
             "compiled blocks": self.training.compiles_nothing,
         }
@@ -275,12 +279,25 @@ def build_run(table: Mapping[str, object], overrides: Sequence[str] = (), *, fol
     values: dict[str, Any] = {"plan": merged.pop("plan", {})}
     for key, value in merged.items():
         values[key] = build_model(value, folder) if key == "model" else decode(types[key], value, key)
+    if isinstance(values["model"], PythonModelSpec):
+        _default_to_own(values, merged, folder)
     run = Run(**values)
     mixture = run.model.mixture
     if run.training.start_from and mixture is not None and "router_noise" not in merged["model"].get("mixture", {}):
         # Noise is for routers that know nothing yet; those of a trained model begin as they are.
         run = replace(run, model=replace(run.model, mixture=replace(mixture, router_noise=0.0)))
     return run
+
+
+def _default_to_own(values: dict[str, Any], given: Mapping[str, Any], folder: Path) -> None:
+    """What is not given follows a model of one's own: its data, and no sequence parallelism, which it has not."""
+    layout: Layout = values.get("layout", Layout())
+    if "sequence_parallel" not in given.get("layout", {}):
+        values["layout"] = replace(layout, sequence_parallel=False)
+    data: DataSpec = values.get("data", DataSpec())
+    if "source" not in given.get("data", {}) and values["model"].built.data is not None:
+        data = replace(data, source=OWN_DATA)
+    values["data"] = data
 
 
 def dump_run(run: Run) -> str:

@@ -106,6 +106,11 @@ def expert_slice(shape: tuple[int, ...], ranks: int, index: int) -> Slice:
     return _even(0, shape, ranks, index, "own", False)
 
 
+def even_slice(dimension: int, shape: tuple[int, ...], parts: int, index: int) -> Slice:
+    """An equal part of one dimension, which nobody else holds."""
+    return _even(dimension, shape, parts, index, "own", False)
+
+
 def _even(dimension: int, shape: tuple[int, ...], parts: int, index: int, sharing: Sharing, partial: bool) -> Slice:
     length = shape[dimension] // parts
     return Slice(dimension, index * length, (index + 1) * length, length, sharing, partial)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 import torch
 
 from cuboid.model.batch import MicroBatch
-from cuboid.model.transformer import IGNORED
 from cuboid.parallel.collectives import all_reduce
 from cuboid.parallel.parallelize import Engine
 
@@ -24,7 +23,7 @@ def evaluate(
         summed = engine.pipeline.evaluate(shares)
         if engine.holds_loss:
             loss += summed
-            tokens += sum(int((share.labels != IGNORED).sum()) for share in shares)
+            tokens += sum(int(share.counted) for share in shares)
         if stops():
             return None
     total, count = all_reduce(torch.stack((loss, tokens)), engine.groups.world).tolist()

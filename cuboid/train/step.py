@@ -14,7 +14,6 @@ from torch import Tensor
 
 from cuboid.kernels.pinned_memory import HostCopy
 from cuboid.model.batch import MicroBatch
-from cuboid.model.transformer import IGNORED
 from cuboid.parallel.collectives import all_reduce
 from cuboid.parallel.cp_batch import Share
 from cuboid.parallel.grad_norm import finish_gradients, squared_norm
@@ -123,7 +122,7 @@ class PendingStep:
 
 def run_passes(engine: Engine, shares: list[Share], factor: Tensor) -> Passes:
     """Forward and backward, kernel by kernel. `factor`: what the loss is multiplied by beside the mean over tokens."""
-    counted = torch.stack([(share.labels != IGNORED).sum() for share in shares]).sum()
+    counted = torch.stack([share.counted for share in shares]).sum()
     tokens = all_reduce(counted, engine.groups.data)
     for unit in engine.units:
         unit.begin_step(len(shares))

@@ -17,6 +17,7 @@ from cuboid.parallel.device import joined_device
 from cuboid.parallel.grad_norm import counted_pieces
 from cuboid.parallel.parallelize import Engine, build_engine
 from cuboid.plan.collectives import unforeseen
+from cuboid.spec.python_model import PythonModelSpec
 from cuboid.spec.run import Run
 from cuboid.spec.sharding import Part
 from cuboid.telemetry.heartbeat import HEARTBEAT
@@ -32,7 +33,8 @@ def observed_trace(run: Run, rank: int) -> Trace | None:
     """The trace on rank 0, None elsewhere. Every rank calls this."""
     device = joined_device(run.training.device)
     # Counting takes collectives out of compiled graphs, which would then not be the graphs that train.
-    counted = not is_compiled(run, device)
+    # What modules of one's own communicate is not predicted.
+    counted = not is_compiled(run, device) and not isinstance(run.model, PythonModelSpec)
     run = replace(run, output=replace(run.output, count_communication=counted))
     engine = build_engine(run, rank, device)
     optimizer = Optimizer(engine, run.optimizer)

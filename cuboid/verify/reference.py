@@ -8,12 +8,14 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from cuboid.data.source import make_source
+from cuboid.data.corpus import Fields, Sample
+from cuboid.data.source import Source, make_source
 from cuboid.kernels.cpu_16bit import fast_matmuls
 from cuboid.kernels.precision import wide
+from cuboid.model.custom import Model, WholeModel
 from cuboid.model.fp8 import Fp8Matmul
 from cuboid.model.initialize import initialize
 from cuboid.model.linear import Linear
@@ -24,6 +26,7 @@ from cuboid.model.router import Router
 from cuboid.model.transformer import IGNORED, Transformer
 from cuboid.parallel.device import choose_device
 from cuboid.spec.layout import Layout
+from cuboid.spec.python_model import PythonModelSpec
 from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.train.learning_rate import learning_rate
@@ -76,23 +79,29 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
     dtype = DTYPES[precision]
     factor = run.training.loss_scale if precision == "fp16" else 1.0
     device = choose_device(run.training.device, 0)
-    model = Transformer(run.model).to(wide(dtype))
-    initialize(run.model, model, run.training.seed)
+    model: Transformer | WholeModel
+    if isinstance(run.model, PythonModelSpec):
+        built = run.model.built
+        assert isinstance(built, Model)
+        model = WholeModel(built, run.training.seed).to(wide(dtype))
+    else:
+        model = Transformer(run.model).to(wide(dtype))
+        initialize(run.model, model, run.training.seed)
     model.to(device)
     parameters = dict(model.named_parameters())
     computing = Computing(model, dtype)
-    if precision == "fp8":
+    if precision == "fp8" and isinstance(computing.model, Transformer):
         for child in computing.model.layers.modules():
             if isinstance(child, Linear):
                 child.matmul = Fp8Matmul(run.training.fp8_scaling == "row")
-    if hops > 1:
+    if hops > 1 and isinstance(computing.model, Transformer):
         sum_hop_by_hop(computing.model, hops)
     updates = Updates(run, parameters)
     balance = _balance(run, computing.model, device)
     if balance is not None:
         balance.factor = torch.tensor(factor, device=device)
     source = make_source(run)
-    table = PositionTable(run.model, run.training.sequence, dtype, device)
+    samples = _Samples(run, computing.model, source, dtype, device)
     trace = Trace(start={name: parameter.detach().cpu().clone() for name, parameter in parameters.items()})
     for step in range(run.training.steps):
         model.zero_grad()
@@ -100,16 +109,13 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
         if balance is not None:
             balance.begin_step()
         first = step * run.training.global_batch
-        samples = [source.at(first + place) for place in range(run.training.global_batch)]
-        tokens = sum(int((labels != IGNORED).sum()) for _, labels in samples)
+        places = range(first, first + run.training.global_batch)
+        tokens = sum(samples.counted(place) for place in places)
         loss = 0.0
-        for place, (inputs, labels) in enumerate(samples):
+        for place in places:
             HEARTBEAT.do("")  # for a watchdog: a long computation is no silence
-            ids = source.documents_at(first + place).unsqueeze(0) if run.data.uses_documents else None
-            positions = table.of(torch.arange(run.training.sequence), ids, run.data)
             with fast_matmuls(device, precision):
-                part = computing.model.loss(inputs.unsqueeze(0).to(device), labels.unsqueeze(0).to(device), positions)
-                part = part / max(tokens, 1)
+                part = samples.loss(place) / max(tokens, 1)
                 (part * factor).backward()
             computing.collect()
             loss += part.item()
@@ -137,6 +143,41 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
                 for kind, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True)
             }
     return trace
+
+
+class _Samples:
+    """The summed loss of one sample, and how many losses that is."""
+
+    def __init__(
+        self, run: Run, model: Transformer | WholeModel, source: Source, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._run, self._model, self._source = run, model, source
+        self._dtype, self._device = dtype, device
+        self._table = PositionTable(run.model, run.training.sequence, dtype, device)
+
+    def counted(self, place: int) -> int:
+        sample = self._source.at(place)
+        if isinstance(self._model, WholeModel):
+            return int(self._model.model.count(self._fields(sample)))
+        assert not isinstance(sample, dict)
+        return int((sample[1] != IGNORED).sum())
+
+    def loss(self, place: int) -> Tensor:
+        sample = self._source.at(place)
+        if isinstance(self._model, WholeModel):
+            loss: Tensor = self._model(self._fields(sample))
+            return loss.to(wide(self._dtype))
+        assert not isinstance(sample, dict)
+        run = self._run
+        ids = self._source.documents_at(place).unsqueeze(0) if run.data.uses_documents else None
+        positions = self._table.of(torch.arange(run.training.sequence), ids, run.data)
+        tokens, labels = (each.unsqueeze(0).to(self._device) for each in sample)
+        return self._model.loss(tokens, labels, positions)
+
+    def _fields(self, sample: Sample | Fields) -> Fields:
+        given = sample if isinstance(sample, dict) else dict(zip(("tokens", "labels"), sample, strict=True))
+        fields = {name: value.unsqueeze(0).to(self._device) for name, value in given.items()}
+        return {name: x.to(self._dtype) if x.is_floating_point() else x for name, x in fields.items()}
 
 
 class Updates:
@@ -176,7 +217,7 @@ class Updates:
 class Computing:
     """The model that computes: itself, or a copy in 16 bits of weights kept in float32, where gradients are summed."""
 
-    def __init__(self, kept: Transformer, dtype: torch.dtype) -> None:
+    def __init__(self, kept: Transformer | WholeModel, dtype: torch.dtype) -> None:
         self.model, self._pairs = kept, list[tuple[Tensor, Tensor]]()
         if dtype == wide(dtype):
             return
@@ -202,9 +243,9 @@ class Computing:
                 copied.grad = None
 
 
-def _balance(run: Run, model: Transformer, device: torch.device) -> Balance | None:
+def _balance(run: Run, model: Transformer | WholeModel, device: torch.device) -> Balance | None:
     mixture, batch = run.model.mixture, run.training.global_batch
-    if mixture is None:
+    if mixture is None or not isinstance(model, Transformer):
         return None
     layers = run.model.layers - mixture.first_dense_layers
     balance = Balance(mixture, layers, batch, batch * run.training.sequence, device, run.training.seed)
@@ -213,7 +254,7 @@ def _balance(run: Run, model: Transformer, device: torch.device) -> Balance | No
 
 
 @torch.no_grad()
-def _move_biases(model: Transformer, statistics: Tensor) -> None:
+def _move_biases(model: nn.Module, statistics: Tensor) -> None:
     for module in model.modules():
         if isinstance(module, Router) and module.bias is not None:
             asked = statistics[module.row, : module.mixture.experts]

@@ -1,0 +1,293 @@
+"""A model of one's own: ordinary PyTorch modules, and how each of their parameters is split over tensor ranks.
+
+    def build(hidden: int = 64) -> Model:
+        return Model(
+            embedding=lambda: Embedding(hidden),        # forward(batch) -> x
+            block=lambda layer: Block(hidden),          # forward(x, batch) -> x
+            layers=4,
+            head=lambda: Head(hidden),                  # forward(x, batch) -> sum of losses
+            flow=("batch", "sequence", hidden),         # the shape of x
+        )
+
+A module is built with the random generator seeded by the run's seed and the module's name, so its own initialisation
+gives the same weights on any layout. Nothing else may draw random numbers."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import cached_property
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor, nn
+
+from cuboid.errors import UserError
+from cuboid.model.linear import Matmul
+from cuboid.model.transformer import IGNORED, summed_loss
+from cuboid.spec.sharding import Slice, even_slice, vocabulary_rows
+
+Batch = Mapping[str, Tensor]
+"""What the data set gives, a micro-batch at a time: name -> (micro-batch, …)."""
+Flow = Tensor | tuple[Tensor, ...]
+Shape = tuple[int | Literal["batch", "sequence"], ...]
+
+
+TIED_HEAD = "head.output.weight"
+"""The name under which a head has the embedding's weight, where both are one."""
+
+
+class Region(Protocol):
+    """Between the two, activations are split over tensor ranks; elsewhere all of them hold the same."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        """As it is; backward, the sum of what the ranks give."""
+        ...
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The sum over the ranks."""
+        ...
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a parameter lies on tensor ranks."""
+
+    kind: Literal["even", "vocabulary", "replicated", "partial"]
+    dimension: int = 0
+
+    def slice_of(self, name: str, shape: tuple[int, ...], ranks: int, index: int) -> Slice:
+        if self.kind == "vocabulary":
+            start, rows = vocabulary_rows(shape[0], ranks, index)
+            return Slice(0, start, start + rows, -(-shape[0] // ranks), "own", False)
+        if self.kind == "even":
+            if shape[self.dimension] % ranks:
+                raise UserError(
+                    f"tp={ranks} does not divide dimension {self.dimension} of {name}, which is "
+                    f"{shape[self.dimension]}; use another tp"
+                )
+            return even_slice(self.dimension, shape, ranks, index)
+        rows = shape[0] if shape else 1
+        return Slice(0, 0, rows, rows, "tensor", self.kind == "partial" and ranks > 1)
+
+
+def split(dimension: int) -> Split:
+    """Every tensor rank holds an equal part of one dimension: heads, channels, states."""
+    return Split("even", dimension)
+
+
+REPLICATED = Split("replicated")
+"""Every tensor rank holds all of it, and computes the same gradient: it acts outside of what is split."""
+PARTIAL = Split("partial")
+"""Every tensor rank holds all of it, but sees its own part of the heads or channels only: the gradients are summed."""
+VOCABULARY = Split("vocabulary")
+"""Rows are split, the last rank's filled up if they do not divide."""
+
+
+class ColumnLinear(nn.Linear):
+    """Splits its outputs over tensor ranks: into heads, or into the width of a feed-forward block."""
+
+    sharding: ClassVar[Mapping[str, Split]] = {"weight": split(0), "bias": split(0)}
+    region: Region | None = None
+    matmul: Matmul = staticmethod(functional.linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.matmul(x if self.region is None else self.region.enter(x), self.weight, self.bias)
+
+
+class RowLinear(nn.Linear):
+    """Takes inputs that are split over tensor ranks, and sums what they give; the bias is added once."""
+
+    sharding: ClassVar[Mapping[str, Split]] = {"weight": split(1), "bias": REPLICATED}
+    region: Region | None = None
+    matmul: Matmul = staticmethod(functional.linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.region is None:
+            return self.matmul(x, self.weight, self.bias)
+        y = self.region.leave(self.matmul(x, self.weight, None))
+        return y if self.bias is None else y + self.bias
+
+
+class VocabularyEmbedding(nn.Embedding):
+    """Splits its rows over tensor ranks: each looks up what it holds, the rest is zero until the sum."""
+
+    sharding: ClassVar[Mapping[str, Split]] = {"weight": VOCABULARY}
+    region: Region | None = None
+    first_row = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.region is None:
+            return functional.embedding(tokens, self.weight)
+        local = tokens - self.first_row
+        held = (local >= 0) & (local < self.weight.shape[0])
+        rows = functional.embedding(local.where(held, 0), self.weight)
+        return self.region.leave(rows * held.unsqueeze(-1))
+
+
+class VocabularyLoss(nn.Module):
+    """(hidden states, labels) -> summed cross-entropy over a vocabulary that is split over tensor ranks. Labels of -100
+    do not count."""
+
+    sharding: ClassVar[Mapping[str, Split]] = {"weight": VOCABULARY}
+    region: Region | None = None
+    matmul: Matmul = staticmethod(functional.linear)
+
+    def __init__(self, hidden: int, vocabulary: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(vocabulary, hidden) * min(hidden**-0.5, 16 / hidden))
+        self.summed_loss: Callable[[Tensor, Tensor], Tensor] = summed_loss
+
+    def logits(self, x: Tensor) -> Tensor:
+        return self.matmul(x if self.region is None else self.region.enter(x), self.weight, None)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return self.summed_loss(self.logits(x).flatten(0, -2), labels.flatten())
+
+
+SPLIT_MODULES = (ColumnLinear, RowLinear, VocabularyEmbedding, VocabularyLoss)
+
+
+def labelled(batch: Batch) -> Tensor:
+    """How many labels count: the default of `Model.count`."""
+    return (batch["labels"] != IGNORED).sum()
+
+
+@dataclass(frozen=True)
+class Model:
+    """What `model.python` returns."""
+
+    embedding: Callable[[], nn.Module]
+    block: Callable[[int], nn.Module]
+    layers: int
+    head: Callable[[], nn.Module]
+    flow: Shape | Sequence[Shape]
+    """The shape of what goes from block to block, or several of them: x is then a tuple. "batch" is the micro-batch,
+    "sequence" is training.sequence."""
+    count: Callable[[Batch], Tensor] = labelled
+    """How many losses the head sums for a micro-batch. The loss of a step is the sum of all losses over the sum of
+    these, over the whole batch: the same on any layout."""
+    data: Callable[[], Any] | None = None
+    """A data set of its own: has `len()`, and a dict of tensors at each index."""
+    vocab: int = 0
+    """Tokens there are, if it reads tokens: a first loss far from ln(vocab) is then warned of."""
+    tie_embeddings: bool = False
+    """`embedding.tokens.weight` is `head.output.weight` as well."""
+
+    def __post_init__(self) -> None:
+        if self.layers < 1:
+            raise UserError(f"Model(layers={self.layers}) has no block; use layers=1 or more")
+
+    def make(self, prefix: str) -> nn.Module:
+        if prefix == "embedding":
+            return self.embedding()
+        return self.head() if prefix == "head" else self.block(int(prefix.partition(".")[2]))
+
+    def segment(self, prefix: str, seed: int) -> nn.Module:
+        """`embedding`, `layers.3` or `head` with its first weights, on the CPU, whatever draws random numbers else."""
+        with torch.random.fork_rng(devices=[]):
+            digest = hashlib.sha256(f"{seed}/{prefix}".encode()).digest()
+            torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+            module = self.make(prefix)
+        self._refuse(prefix, module)
+        return module
+
+    def _refuse(self, prefix: str, module: nn.Module) -> None:
+        for name, child in module.named_modules():
+            if getattr(child, "p", 0) and type(child).__name__.startswith(("Dropout", "AlphaDropout")):
+                raise UserError(
+                    f"{prefix}.{name} drops {child.p:g} of its inputs: such random numbers differ with the layout; "
+                    "use a dropout of 0"
+                )
+            if isinstance(child, nn.modules.batchnorm._BatchNorm):
+                raise UserError(
+                    f"{prefix}.{name} normalises over the micro-batch, which differs with the layout; use a norm over "
+                    "channels"
+                )
+
+    @property
+    def prefixes(self) -> list[str]:
+        return ["embedding", *(f"layers.{layer}" for layer in range(self.layers)), "head"]
+
+    @cached_property
+    def shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """Prefix -> full shapes by the name inside it."""
+        return {prefix: {name: shape for name, shape, _ in self._declared(prefix)} for prefix in self.prefixes}
+
+    @cached_property
+    def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
+        """By the name in the whole model; a tied one once."""
+        whole = {f"{prefix}.{name}": shape for prefix, shapes in self.shapes.items() for name, shape in shapes.items()}
+        return {name: shape for name, shape in whole.items() if not (self.tie_embeddings and name == TIED_HEAD)}
+
+    def _declared(self, prefix: str) -> Iterator[tuple[str, tuple[int, ...], Split | None]]:
+        with torch.device("meta"):
+            module = self.make(prefix)
+        for name, parameter in module.named_parameters():
+            yield name, tuple(parameter.shape), declared_split(module, name)
+
+    def segment_parameters(self, prefix: str) -> int:
+        """How many there are in a segment, or in a module inside of it."""
+        outer, inner = next(
+            (known, prefix[len(known) + 1 :])
+            for known in self.prefixes
+            if prefix == known or prefix.startswith(f"{known}.")
+        )
+        shapes = self.shapes[outer]
+        return sum(torch.Size(shape).numel() for name, shape in shapes.items() if name.startswith(inner))
+
+    def check_tensor_parallel(self, ranks: int) -> None:
+        """Every parameter says how it is split, and can be."""
+        for prefix in self.prefixes:
+            for name, shape, declared in self._declared(prefix):
+                if declared is None:
+                    raise UserError(
+                        f"tp={ranks} needs to know how {prefix}.{name} is split; say so in the `sharding` of its "
+                        "module, or use tp=1"
+                    )
+                declared.slice_of(f"{prefix}.{name}", shape, ranks, 0)
+
+    def flow_shapes(self, micro_batch: int, sequence: int) -> list[tuple[int, ...]]:
+        several = bool(self.flow) and not isinstance(self.flow[0], int | str)
+        named: dict[object, int] = {"batch": micro_batch, "sequence": sequence}
+        shapes: Sequence[Any] = self.flow if several else [self.flow]
+        return [tuple(named.get(size, size) for size in shape) for shape in shapes]
+
+
+def declared_split(module: nn.Module, name: str) -> Split | None:
+    """What the module of a parameter says of it in `sharding`, or one around that; patterns such as `norm.*` count."""
+    path = name.split(".")
+    for depth in range(len(path) - 1, -1, -1):
+        owner = module.get_submodule(".".join(path[:depth]))
+        table: Mapping[str, Split] = getattr(owner, "sharding", {})
+        inner = ".".join(path[depth:])
+        for pattern, declared in table.items():
+            if fnmatch(inner, pattern):
+                return declared
+    return None
+
+
+class WholeModel(nn.Module):
+    """All of it on one device: what every layout must equal."""
+
+    def __init__(self, model: Model, seed: int) -> None:
+        super().__init__()
+        self.model = model
+        self.embedding = model.segment("embedding", seed)
+        self.layers = nn.ModuleDict(
+            {str(layer): model.segment(f"layers.{layer}", seed) for layer in range(model.layers)}
+        )
+        self.head = model.segment("head", seed)
+        if model.tie_embeddings:
+            self.head.get_submodule("output").weight = self.embedding.get_submodule("tokens").weight
+
+    def forward(self, batch: Batch) -> Tensor:
+        """The sum of losses."""
+        x = self.embedding(batch)
+        for block in self.layers.values():
+            x = block(x, batch)
+        loss: Tensor = self.head(x, batch)
+        return loss

@@ -1,0 +1,120 @@
+"""Modules of one's own made ready for a rank: tensor-parallel borders, split backward, what flows between stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from cuboid.errors import UserError
+from cuboid.model.custom import (
+    SPLIT_MODULES,
+    Batch,
+    ColumnLinear,
+    Flow,
+    Model,
+    RowLinear,
+    VocabularyEmbedding,
+    VocabularyLoss,
+)
+from cuboid.model.linear import Matmul
+from cuboid.parallel.split_backward import Deferral, deferrable_matmul
+from cuboid.parallel.tensor import split_vocabulary_loss
+from cuboid.parallel.tensor_region import Region
+from cuboid.spec.run import Run
+from cuboid.spec.sharding import vocabulary_rows
+
+Shapes = list[tuple[int, ...]]
+
+
+def connect_region(module: nn.Module, region: Region) -> None:
+    """Let the layers that are split over tensor ranks communicate."""
+    for child in module.modules():
+        if not isinstance(child, SPLIT_MODULES):
+            continue
+        child.region = region
+        if isinstance(child, VocabularyEmbedding | VocabularyLoss):
+            first, rows = vocabulary_rows(child.weight.shape[0], region.group.size, region.group.index)
+            if isinstance(child, VocabularyEmbedding):
+                child.first_row = first
+            else:
+                child.summed_loss = partial(_split_loss, first=first, rows=rows, region=region)
+
+
+def _split_loss(logits: Tensor, labels: Tensor, first: int, rows: int, region: Region) -> Tensor:
+    return split_vocabulary_loss(logits, labels, first, rows, region.group)
+
+
+def defer_matmuls(module: nn.Module, deferral: Deferral) -> None:
+    """Weight gradients of linears wait until the schedule has time for them. Those of other layers are computed with
+    the input gradient: right as well, only earlier."""
+    matmul = _of_rows(deferrable_matmul(deferral))
+    for child in module.modules():
+        if isinstance(child, ColumnLinear | RowLinear | VocabularyLoss):
+            child.matmul = matmul
+        elif type(child) is nn.Linear:
+            child.forward = partial(_linear, child, matmul)  # type: ignore[method-assign]
+
+
+def _linear(linear: nn.Linear, matmul: Matmul, x: Tensor) -> Tensor:
+    return matmul(x, linear.weight, linear.bias)
+
+
+def _of_rows(matmul: Matmul) -> Matmul:
+    """Of inputs with any number of dimensions."""
+
+    def flat(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return matmul(x.reshape(-1, x.shape[-1]), weight, bias).unflatten(0, x.shape[:-1])
+
+    return flat
+
+
+def carry_buffers(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Buffers are computed with, as parameters are: on the device, in the precision of the weights."""
+    for child in module.modules():
+        for name, buffer in child.named_buffers(recurse=False):
+            child._buffers[name] = buffer.to(device, dtype if buffer.is_floating_point() else buffer.dtype)
+
+
+class Carrier:
+    """What goes from block to block, as the one tensor that stages send one another."""
+
+    def __init__(self, model: Model, run: Run) -> None:
+        self.shapes = model.flow_shapes(run.layout.micro_batch, run.training.sequence)
+        self._sizes = [math.prod(shape) for shape in self.shapes]
+
+    @property
+    def packed_shape(self) -> tuple[int, ...]:
+        return self.shapes[0] if len(self.shapes) == 1 else (sum(self._sizes),)
+
+    def unpack(self, x: Tensor) -> Flow:
+        if len(self.shapes) == 1:
+            return x
+        parts = x.split(self._sizes)
+        return tuple(part.view(shape) for part, shape in zip(parts, self.shapes, strict=True))
+
+    def pack(self, flow: Flow, name: str) -> Tensor:
+        given = flow if isinstance(flow, tuple) else (flow,)
+        found = [tuple(part.shape) for part in given]
+        if found != self.shapes:
+            raise UserError(f"{name} returns {found}, but Model(flow=…) says {self.shapes}; mend one of them")
+        return given[0] if len(given) == 1 else torch.cat([part.flatten() for part in given])
+
+
+def runner(module: nn.Module, prefix: str, carrier: Carrier, loss: torch.dtype) -> Callable[[Tensor, Batch], Tensor]:
+    """(packed x, batch) -> packed x; of the head, the summed loss in `loss` precision."""
+    if prefix == "embedding":
+        return lambda x, batch: carrier.pack(module(batch), prefix)
+    if prefix == "head":
+        return lambda x, batch: cast(Tensor, module(carrier.unpack(x), batch)).to(loss)
+    return lambda x, batch: carrier.pack(module(carrier.unpack(x), batch), prefix)
+
+
+def initial_tensors(model: Model, prefix: str, seed: int) -> dict[str, Tensor]:
+    """Full tensors by the name in the whole model, as the module itself initialises them."""
+    module = model.segment(prefix, seed)
+    return {f"{prefix}.{name}": parameter.detach() for name, parameter in module.named_parameters()}

@@ -1,0 +1,138 @@
+"""Models of one's own: the examples equal one process on any layout, and what cannot work is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cuboid import REPLICATED, Batch, ColumnLinear, Model, RowLinear
+from cuboid.cli.verify import verification_run
+from cuboid.errors import UserError
+from cuboid.launch.pool import Pool
+from cuboid.spec.model import load_model
+from cuboid.spec.python_model import PythonModelSpec
+from cuboid.spec.run import build_run, dump_run, load_run
+from tests.parallel.cases import assert_equal
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+LAYOUTS = [
+    "dp=2,tp=2,pp=2",
+    "tp=4",
+    "dp=4,zero=3",
+    "dp=2,zero=2,pp=2,schedule=zbv",
+    "tp=2,pp=2,schedule=zb1p,recompute=full",
+    "dp=2,pp=4,micro_batch=2,zero=1",
+    "pp=2,schedule=dualpipev,recompute=selective",
+]
+
+
+def own(name: str) -> str:
+    return f"python:{EXAMPLES / name}.py:build"
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *(("own_attention", layout) for layout in LAYOUTS),
+        *(
+            pytest.param(name, layout, marks=() if place in (0, 3, 4) else pytest.mark.thorough)
+            for name in ("state_space", "vision_transformer", "encoder_decoder")
+            for place, layout in enumerate(LAYOUTS)
+        ),
+    ],
+)
+def test_examples_equal_one_process_on_any_layout(pool: Pool, name: str, layout: str) -> None:
+    assert_equal(pool, verification_run(layout, own(name), ("training.sequence=8",), steps=2))
+
+
+def test_a_run_of_ones_own_model_comes_back_from_its_file(tmp_path: Path) -> None:
+    options = ("model.options.hidden=32", "model.options.layers=2")
+    run = build_run({"model": own("vision_transformer"), "layout": "tp=2"}, options)
+    assert isinstance(run.model, PythonModelSpec)
+    assert (run.model.layers, run.data.source, run.layout.sequence_parallel) == (2, "model", False)
+    (tmp_path / "run.toml").write_text(dump_run(run))
+    assert load_run(tmp_path / "run.toml") == run
+
+
+def test_parameters_are_counted() -> None:
+    model = load_model(own("own_attention"))
+    attention, feed_forward = 4 * 64 * 64 + 4, 2 * 4 * 64 * 64 + 5 * 64
+    assert model.parameters == 2 * 259 * 64 + 64 + 4 * (attention + feed_forward + 2 * 64)
+
+
+class Plain(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return x + self.inner(x)
+
+
+def plain(inner: nn.Module) -> Model:
+    return Model(lambda: nn.Embedding(9, 6), lambda layer: Plain(inner), 2, lambda: nn.Linear(6, 9), ("batch", 4, 6))
+
+
+def test_what_is_not_declared_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"tp=2 needs to know how embedding\.weight is split"):
+        plain(nn.Linear(6, 6)).check_tensor_parallel(2)
+
+
+def test_what_draws_random_numbers_or_mixes_samples_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"layers\.1\.inner drops 0\.5 of its inputs"):
+        plain(nn.Dropout(0.5)).segment("layers.1", 0)
+    with pytest.raises(UserError, match=r"layers\.0\.inner normalises over the micro-batch"):
+        plain(nn.BatchNorm1d(6)).segment("layers.0", 0)
+
+
+def test_widths_that_do_not_divide_are_refused_by_name() -> None:
+    column = ColumnLinear(6, 9)
+    with pytest.raises(UserError, match="tp=2 does not divide dimension 0 of layers.0.up.weight, which is 9"):
+        column.sharding["weight"].slice_of("layers.0.up.weight", (9, 6), 2, 0)
+    assert RowLinear.sharding["bias"] == REPLICATED
+
+
+def test_a_segment_begins_alike_wherever_it_is_built() -> None:
+    model = load_model(own("own_attention"))
+    assert isinstance(model, PythonModelSpec)
+    built = model.built
+    assert isinstance(built, Model)
+    first = built.segment("layers.2", 7)
+    torch.rand(5)
+    second = built.segment("layers.2", 7)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    other = built.segment("layers.3", 7)
+    assert not torch.equal(first.get_parameter("up.weight"), other.get_parameter("up.weight"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "reason"),
+    [
+        ("cp=2", "cp=2 is not for a model of one's own; use cp=1"),
+        ("dp=2,ep=2", "ep=2 is not for a model of one's own; use ep=1"),
+        ("tp=2,sequence_parallel=true", "sequence_parallel=true is not for a model of one's own"),
+        ("tp=3", "tp=3 does not divide"),
+        ("pp=8", "pp=8 makes more stages than layers=4"),
+    ],
+)
+def test_layouts_that_cannot_work_are_refused(layout: str, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        verification_run(layout, own("own_attention"))
+
+
+@pytest.mark.parametrize(
+    ("model", "reason"),
+    [
+        ("python:nowhere.py:build", "nowhere.py is not a file"),
+        (f"python:{EXAMPLES / 'own_attention.py'}:bild", "has no bild; did you mean build"),
+        ("python:no_such_package.models:build", "No module named"),
+        ("python:build", "names no object"),
+        (f"python:{EXAMPLES / 'own_attention.py'}:Block", "does not take model.options"),
+    ],
+)
+def test_names_that_lead_nowhere_are_refused(model: str, reason: str) -> None:
+    with pytest.raises(UserError, match=reason):
+        load_model(model)
