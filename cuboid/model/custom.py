@@ -28,16 +28,13 @@ from torch import Tensor, nn
 from cuboid.errors import UserError
 from cuboid.model.linear import Matmul
 from cuboid.model.transformer import IGNORED, summed_loss
+from cuboid.spec.parameters import TIED
 from cuboid.spec.sharding import Slice, even_slice, vocabulary_rows
 
 Batch = Mapping[str, Tensor]
 """What the data set gives, a micro-batch at a time: name -> (micro-batch, …)."""
 Flow = Tensor | tuple[Tensor, ...]
 Shape = tuple[int | Literal["batch", "sequence"], ...]
-
-
-TIED_HEAD = "head.output.weight"
-"""The name under which a head has the embedding's weight, where both are one."""
 
 
 class Region(Protocol):
@@ -174,12 +171,23 @@ class Model:
     """A data set of its own: has `len()`, and a dict of tensors at each index."""
     vocab: int = 0
     """Tokens there are, if it reads tokens: a first loss far from ln(vocab) is then warned of."""
-    tie_embeddings: bool = False
-    """`embedding.tokens.weight` is `head.output.weight` as well."""
+    tied: tuple[str, str] | None = None
+    """A parameter of the embedding and one of the head that are one: ("embedding.tokens.weight",
+    "head.output.weight"). It is called `embedding.tokens.weight` in checkpoints, whatever its names are."""
+    exported_name: Callable[[str], str] | None = None
+    """A parameter's name -> its name in a Hugging Face folder, for a model that has one."""
 
     def __post_init__(self) -> None:
         if self.layers < 1:
             raise UserError(f"Model(layers={self.layers}) has no block; use layers=1 or more")
+
+    @property
+    def tie_embeddings(self) -> bool:
+        return self.tied is not None
+
+    def called(self, name: str) -> str:
+        """The name by which engine and checkpoints know a parameter."""
+        return TIED if self.tied is not None and name in self.tied else name
 
     def make(self, prefix: str) -> nn.Module:
         if prefix == "embedding":
@@ -220,8 +228,15 @@ class Model:
     @cached_property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """By the name in the whole model; a tied one once."""
-        whole = {f"{prefix}.{name}": shape for prefix, shapes in self.shapes.items() for name, shape in shapes.items()}
-        return {name: shape for name, shape in whole.items() if not (self.tie_embeddings and name == TIED_HEAD)}
+        return {
+            self.called(f"{prefix}.{name}"): shape
+            for prefix, shapes in self.shapes.items()
+            for name, shape in shapes.items()
+        }
+
+    @property
+    def parameters(self) -> int:
+        return sum(torch.Size(shape).numel() for shape in self.parameter_shapes.values())
 
     def _declared(self, prefix: str) -> Iterator[tuple[str, tuple[int, ...], Split | None]]:
         with torch.device("meta"):
@@ -230,14 +245,8 @@ class Model:
             yield name, tuple(parameter.shape), declared_split(module, name)
 
     def segment_parameters(self, prefix: str) -> int:
-        """How many there are in a segment, or in a module inside of it."""
-        outer, inner = next(
-            (known, prefix[len(known) + 1 :])
-            for known in self.prefixes
-            if prefix == known or prefix.startswith(f"{known}.")
-        )
-        shapes = self.shapes[outer]
-        return sum(torch.Size(shape).numel() for name, shape in shapes.items() if name.startswith(inner))
+        """How many there are in a segment."""
+        return sum(torch.Size(shape).numel() for shape in self.shapes[prefix].values())
 
     def check_tensor_parallel(self, ranks: int) -> None:
         """Every parameter says how it is split, and can be."""
@@ -281,8 +290,15 @@ class WholeModel(nn.Module):
             {str(layer): model.segment(f"layers.{layer}", seed) for layer in range(model.layers)}
         )
         self.head = model.segment("head", seed)
-        if model.tie_embeddings:
-            self.head.get_submodule("output").weight = self.embedding.get_submodule("tokens").weight
+        if model.tied is not None:
+            embedded, head = model.tied
+            owner, _, name = head.rpartition(".")
+            setattr(self.get_submodule(owner), name, self.get_parameter(embedded))
+
+    def named_parameters(self, *given: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """By the names that the engine knows."""
+        for name, parameter in super().named_parameters(*given, **options):
+            yield self.model.called(name), parameter
 
     def forward(self, batch: Batch) -> Tensor:
         """The sum of losses."""

@@ -100,9 +100,7 @@ class Target:
 def parameter_shapes(model: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Every parameter of the single-device model; a tied one once."""
     if isinstance(model, PythonModelSpec):
-        built = model.built
-        assert isinstance(built, Model)
-        return built.parameter_shapes
+        return _own(model).parameter_shapes
     with torch.device("meta"):
         module = Transformer(model)
     return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
@@ -110,6 +108,11 @@ def parameter_shapes(model: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 def from_huggingface(model: ModelSpec) -> dict[str, tuple[Origin, ...]]:
     """Our parameter -> where it lies in their checkpoint: in one tensor, or each of stacked experts in its own."""
+    if isinstance(model, PythonModelSpec):
+        own = _own(model)
+        if own.exported_name is not None:
+            named = own.exported_name
+            return {name: (_same(named(name), shape),) for name, shape in own.parameter_shapes.items()}
     family = check_family(model)
     query, key_value = model.heads * model.head_dim, model.kv_heads * model.head_dim
     fused = {"query": (0, query), "key": (query, query + key_value), "value": (query + key_value, 3 * query)}
@@ -139,10 +142,21 @@ def to_huggingface(model: ModelSpec) -> dict[str, Target]:
     for name, origin in sorted(pairs, key=lambda pair: pair[1].start):
         before = targets[origin.tensor].parameters if origin.tensor in targets else ()
         targets[origin.tensor] = Target((*before, name), origin.shape, origin.transposed, expert=origin.expert)
-    if model.tie_embeddings:
+    if model.tie_embeddings and not isinstance(model, PythonModelSpec):
         tokens = _their_name(check_family(model), "embedding.tokens.weight")
         targets["lm_head.weight"] = replace(targets[tokens], copy_of=tokens)
     return targets
+
+
+def _own(model: PythonModelSpec) -> Model:
+    built = model.built
+    assert isinstance(built, Model)
+    return built
+
+
+def _same(tensor: str, shape: tuple[int, ...]) -> Origin:
+    """A parameter that is a tensor of theirs as it is."""
+    return Origin(tensor, shape, 0, shape[0], False)
 
 
 def match_names(model: ModelSpec, names: Iterable[str]) -> dict[str, str]:

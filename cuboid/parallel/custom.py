@@ -117,4 +117,4 @@ def runner(module: nn.Module, prefix: str, carrier: Carrier, loss: torch.dtype) 
 def initial_tensors(model: Model, prefix: str, seed: int) -> dict[str, Tensor]:
     """Full tensors by the name in the whole model, as the module itself initialises them."""
     module = model.segment(prefix, seed)
-    return {f"{prefix}.{name}": parameter.detach() for name, parameter in module.named_parameters()}
+    return {model.called(f"{prefix}.{name}"): parameter.detach() for name, parameter in module.named_parameters()}

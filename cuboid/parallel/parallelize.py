@@ -231,7 +231,7 @@ class _Builder:
         for name, parameter in module.named_parameters():
             if not parameter.ndim:
                 raise UserError(f"{prefix}.{name} is a parameter without dimensions; give it the shape (1,)")
-            self._splits[f"{prefix}.{name}"] = declared_split(module, name)
+            self._splits[self.custom.called(f"{prefix}.{name}")] = declared_split(module, name)
         if self.region is not None:
             connect_region(module, self.region)
         if self.schedule.splits_backward:
@@ -329,8 +329,11 @@ class _Builder:
         inside: dict[str, list[str]] = {}
         members: dict[str, dict[str, tuple[int, ...]]] = {}
         for inner, parameter in module.named_parameters():
-            tied = self.model.tie_embeddings and f"{prefix}.{inner}" in (TIED, "head.output.weight")
-            name = TIED if tied else f"{prefix}.{inner}"
+            name = f"{prefix}.{inner}"
+            if self.custom is not None:
+                name = self.custom.called(name)
+            elif self.model.tie_embeddings and name in (TIED, "head.output.weight"):
+                name = TIED
             inside[name] = aliases[id(parameter)]
             members.setdefault(unit_of(prefix, name), {})[name] = tuple(parameter.shape)
         used = []

@@ -56,6 +56,11 @@ class Reader:
     """Steps that move what is left of the config into the table."""
 
 
+def is_known(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a family that has a reader."""
+    return config.get("model_type") in READERS
+
+
 def table_from_config(config: Mapping[str, Any], name: str) -> Table:
     """The table of a model, as `build_model` takes it, from the contents of a `config.json`."""
     model_type = config.get("model_type")

@@ -1,6 +1,8 @@
 """A model's `config.json`, from which Hugging Face builds the module that computes the same: the inverse of
 `table_from_config`."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 from cuboid.errors import UserError
@@ -14,6 +16,7 @@ from cuboid.spec.huggingface_parts import (
     YARN_SCALING,
 )
 from cuboid.spec.model import ModelSpec
+from cuboid.spec.python_model import PythonModelSpec
 
 Config = dict[str, Any]
 
@@ -34,6 +37,8 @@ MIXTURES = {"mixtral": MIXTRAL_KEYS, "qwen3_moe": QWEN_KEYS, "deepseek_v3": DEEP
 
 def config_from_model(model: ModelSpec) -> Config:
     """Every field that `table_from_config` reads, written out: what a config leaves unsaid differs by version."""
+    if isinstance(model, PythonModelSpec):
+        return _own_config(model)
     if (model.mixture is not None) != (model.family in MIXTURES) or (model.latent is not None) != (
         model.family == "deepseek_v3"
     ):
@@ -74,3 +79,13 @@ def _rope(model: ModelSpec) -> Config:
         return {"rope_theta": model.rope_theta, "rope_scaling": None}
     scaling = {theirs: getattr(model.rope_scaling, ours) for theirs, ours in LLAMA3_SCALING.items()}
     return {"rope_theta": model.rope_theta, "rope_scaling": {"rope_type": "llama3", **scaling}}
+
+
+def _own_config(model: PythonModelSpec) -> Config:
+    """Of a family that Cuboid has no reader for: as the folder has it that the model was read from."""
+    folder = model.options.get("folder")
+    path = Path(str(folder)) / "config.json"
+    if folder is None or not path.is_file():
+        raise UserError(f"model={model.name} is one's own: it has no config.json; read it with cuboid.load_checkpoint")
+    config: Config = json.loads(path.read_text(encoding="utf-8"))
+    return config

@@ -10,7 +10,7 @@ from typing import Any
 
 from cuboid.errors import UserError
 from cuboid.spec.coding import decode, encode, field_types, require_known
-from cuboid.spec.huggingface import table_from_config
+from cuboid.spec.huggingface import is_known, table_from_config
 from cuboid.spec.mixture import with_balancing
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.plugin import PREFIX, is_plugin
@@ -18,6 +18,7 @@ from cuboid.spec.python_model import PythonModelSpec, build_python_model, dump_p
 from cuboid.spec.suggest import either, nearest_names
 
 Table = dict[str, Any]
+TRANSFORMERS = "cuboid.model.transformers_model:build"
 
 FAMILY_DEFAULTS: dict[str, Table] = {
     "llama": {},
@@ -81,7 +82,11 @@ def model_table(text: str, folder: Path = Path()) -> Table:
         raise UserError(f"model={text} is not a file; name a TOML file, a config.json or a catalog model")
     if path.suffix == ".toml":
         return {"name": path.stem, **read_toml(path)}
-    return table_from_config(read_json(path), path.resolve().parent.name if path.name == "config.json" else path.stem)
+    config = read_json(path)
+    if path.name == "config.json" and "model_type" in config and not is_known(config):
+        # Of another family: by its own modules, without tensor parallelism.
+        return {"python": TRANSFORMERS, "options": {"folder": str(path.parent)}, "name": path.resolve().parent.name}
+    return table_from_config(config, path.resolve().parent.name if path.name == "config.json" else path.stem)
 
 
 def catalog_table(name: str) -> Table:

@@ -23,8 +23,13 @@ class BuiltModel(Protocol):
 
     layers: int
     vocab: int
-    tie_embeddings: bool
     data: Any
+
+    @property
+    def tie_embeddings(self) -> bool: ...
+
+    @property
+    def parameters(self) -> int: ...
 
     def segment_parameters(self, prefix: str) -> int: ...
 
@@ -55,11 +60,7 @@ class PythonModelSpec(ModelSpec):
 
     @property
     def parameters(self) -> int:
-        inside = sum(self.layer_parameters(layer) for layer in range(self.layers))
-        tied = 0
-        if self.tie_embeddings:
-            tied = self.built.segment_parameters("embedding.tokens")
-        return inside + sum(self.built.segment_parameters(prefix) for prefix in ("embedding", "head")) - tied
+        return self.built.parameters
 
     @property
     def active_parameters(self) -> int:

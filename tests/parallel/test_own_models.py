@@ -90,7 +90,7 @@ def test_what_draws_random_numbers_or_mixes_samples_is_refused_by_name() -> None
 
 def test_widths_that_do_not_divide_are_refused_by_name() -> None:
     column = ColumnLinear(6, 9)
-    with pytest.raises(UserError, match="tp=2 does not divide dimension 0 of layers.0.up.weight, which is 9"):
+    with pytest.raises(UserError, match=r"tp=2 does not divide dimension 0 of layers\.0\.up\.weight, which is 9"):
         column.sharding["weight"].slice_of("layers.0.up.weight", (9, 6), 2, 0)
     assert RowLinear.sharding["bias"] == REPLICATED
 
