@@ -2,18 +2,24 @@
 VENV ?= .venv
 PYTHON ?= python3
 INSTALLED := $(VENV)/.installed
+RUNS := $(VENV)/.runs
 
 .PHONY: venv demo test check docs
 
 venv: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt
+# What trains needs torch, numpy and little else; tests and pages need more.
+$(RUNS): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e .
+	@touch $@
+
+$(INSTALLED): $(RUNS)
 	$(VENV)/bin/python -m pip install --quiet -c constraints.txt -e '.[test,dev]'
 	@touch $@
 
 # The demo starts from nothing each time: a run folder that holds a run is never written over.
-demo: venv
+demo: $(RUNS)
 	rm -rf runs/demo
 	$(VENV)/bin/cuboid train examples/demo.toml
 	$(VENV)/bin/cuboid verify --layout "dp=2,tp=2,pp=2"
