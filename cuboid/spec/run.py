@@ -202,9 +202,9 @@ class Run:
         check_types(self)
         batch, sequence = self.training.global_batch, self.training.sequence
         check(self.layout, self.model, global_batch=batch, sequence=sequence, section="training.")
+        if isinstance(self.model, PythonModelSpec):
+            self._check_own_model()
         if self.training.precision == "fp8":
-            if isinstance(self.model, PythonModelSpec):
-                raise UserError("training.precision=fp8 is not for a model of one's own; use precision=bf16")
             check_fp8(self.layout, self.model, sequence, section="training.")
         if self.training.overlap_tensor == "on" and self.layout.tp > 1:
             if not self.layout.sequence_parallel:
@@ -225,6 +225,17 @@ class Run:
         if self.resilience.goes_back and not self.checkpoint.every:
             policy = self.resilience.bad_steps
             raise UserError(f"resilience.bad_steps={policy} has no checkpoints to go back to; use checkpoint.every=100")
+
+    def _check_own_model(self) -> None:
+        """What is not for a model of one's own."""
+        refused = {
+            "training.precision=fp8": (self.training.precision == "fp8", "precision=bf16"),
+            f"samples.every={self.samples.every}": (self.samples.every > 0, "every=0"),
+            "output.count_communication=true": (self.output.count_communication, "count_communication=false"),
+        }
+        for setting, (asked, instead) in refused.items():
+            if asked:
+                raise UserError(f"{setting} is not for a model of one's own; use {instead}")
 
     @property
     def obstacle_to_graphs(self) -> str:

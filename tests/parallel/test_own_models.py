@@ -136,3 +136,9 @@ def test_layouts_that_cannot_work_are_refused(layout: str, reason: str) -> None:
 def test_names_that_lead_nowhere_are_refused(model: str, reason: str) -> None:
     with pytest.raises(UserError, match=reason):
         load_model(model)
+
+
+@pytest.mark.parametrize("setting", ["training.precision=fp8", "samples.every=5", "output.count_communication=true"])
+def test_settings_that_cannot_work_are_refused(setting: str) -> None:
+    with pytest.raises(UserError, match=f"{setting} is not for a model of one's own"):
+        build_run({"model": own("own_attention")}, [setting])
