@@ -21,7 +21,7 @@ _OF_MODELS = (
     "VocabularyLoss",
     "split",
 )
-_PLACES = dict.fromkeys(_OF_MODELS, "cuboid.model.custom")
+_PLACES = {**dict.fromkeys(_OF_MODELS, "cuboid.model.custom"), "Callback": "cuboid.train.callbacks"}
 
 if TYPE_CHECKING:
     from cuboid.model.custom import (
@@ -37,12 +37,14 @@ if TYPE_CHECKING:
         VocabularyLoss,
         split,
     )
+    from cuboid.train.callbacks import Callback
 
 __all__ = [
     "PARTIAL",
     "REPLICATED",
     "VOCABULARY",
     "Batch",
+    "Callback",
     "ColumnLinear",
     "Flow",
     "Model",

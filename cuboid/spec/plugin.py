@@ -33,6 +33,11 @@ def resolve(text: str, folder: Path, where: str) -> str:
     raise UserError(f"{where}={text}: {source} is not a file; name a file beside the run or in this folder")
 
 
+def resolve_here(text: str, where: str) -> str:
+    """As `resolve`, in the folder of the command."""
+    return resolve(text, Path(), where)
+
+
 def load_plugin(text: str, where: str) -> Any:
     """The object itself. What its file raises as it is imported is said as it is."""
     source, _, name = text.removeprefix(PREFIX).rpartition(":")

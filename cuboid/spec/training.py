@@ -5,6 +5,7 @@ from typing import Literal
 
 from cuboid.errors import UserError
 from cuboid.spec.coding import check_types, require_in_range
+from cuboid.spec.plugin import is_plugin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,9 @@ class TrainingSpec:
     """Start forward and backward passes, and the update, by a single call of the host each. auto: where
     GPUs are seen to wait for the host, and on one GPU also where as much memory is free as the run has taken. Of
     several ranks: over NCCL, with dp, tp and zero up to 2. Changes no result."""
+    callbacks: str = ""
+    """Classes of one's own that are called at the moments of a training, commas between them:
+    python:my_callbacks.py:Watch."""
 
     @property
     def weights(self) -> Literal["float32", "bf16", "fp16", "float64"]:
@@ -129,8 +133,13 @@ class LearningRateSpec:
     """Length of the decay of wsd; 0 is a fifth of the steps."""
     minimum_ratio: float = 0.1
     """Last learning rate over the peak."""
+    python: str = ""
+    """A schedule of one's own in place of `schedule`: python:my_schedule.py:name, a function of (step from 0, steps)
+    that returns what multiplies the peak. Warm-up comes before it."""
 
     def __post_init__(self) -> None:
         check_types(self, "learning_rate")
         require_in_range(self, "learning_rate", ("peak", "warmup_steps", "decay_steps"), low=0)
         require_in_range(self, "learning_rate", ("minimum_ratio",), low=0, high=1)
+        if self.python and not is_plugin(self.python):
+            raise UserError(f"learning_rate.python={self.python} names no function; write python:my_schedule.py:name")

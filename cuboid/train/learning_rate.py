@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from cuboid.spec.plugin import load_plugin, resolve_here
 from cuboid.spec.training import LearningRateSpec
 
 
@@ -12,6 +13,9 @@ def learning_rate(spec: LearningRateSpec, step: int, steps: int) -> float:
     at the last step of all."""
     if step < spec.warmup_steps:
         return spec.peak * (step + 1) / spec.warmup_steps
+    if spec.python:
+        own = load_plugin(resolve_here(spec.python, "learning_rate.python"), "learning_rate.python")
+        return spec.peak * float(own(step, steps))
     minimum = spec.peak * spec.minimum_ratio
     left = max(1, steps - spec.warmup_steps)
     if spec.schedule == "cosine":

@@ -21,6 +21,7 @@ from cuboid.resilience.faults import strikes
 from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.train.bad_steps import BadSteps
+from cuboid.train.callbacks import load_callbacks
 from cuboid.train.checkpointer import Checkpointer
 from cuboid.train.communication import CommunicationLog
 from cuboid.train.cuda_graphs import make_passes
@@ -82,7 +83,8 @@ class Trainer:
         ):  # setting it imports the compiler
             torch.use_deterministic_algorithms(run.training.deterministic)
         seed_generators(run.training.seed, rank)
-        self.run, self.device = run, device
+        self.run, self.rank, self.device = run, rank, device
+        self.callbacks = load_callbacks(run.training.callbacks)
         self.memory = MemoryLog(run, rank, device)
         self.profile = Profile(run, rank, device)
         self.engine = build_engine(run, rank, device, draw=False)
@@ -113,6 +115,8 @@ class Trainer:
             self._agree()
             if self.run.resilience.goes_back and not self.done:
                 self._save()  # so that there is something to go back to
+            for callback in self.callbacks:
+                callback.on_start(self)
             self._start_clock()
             while self.done < self.run.training.steps and not self._stops:
                 with self.profile.begin_step(self.done + 1):
@@ -192,6 +196,10 @@ class Trainer:
         timing = self.engine.pipeline.timing
         self.metrics.record(started.step, result, started.learning_rate, seconds, timing, held_out, reports)
         self.memory.record(started.step, self.engine, self.optimizer)
+        for callback in self.callbacks:
+            callback.on_step(self, started.step + 1, result)
+            if held_out is not None:
+                callback.on_evaluation(self, started.step + 1, held_out)
         self._start_clock()
         self._before = None if evaluates else started.pending
         return True
@@ -259,6 +267,8 @@ class Trainer:
     def _save(self) -> None:
         HEARTBEAT.enter("save")
         self.checkpointer.save(self.done)
+        for callback in self.callbacks:
+            callback.on_save(self, self.done)
         self._agree()
         self._start_clock()
 
@@ -283,6 +293,8 @@ class Trainer:
         kept = self._settle_saves()
         if self.checkpointer.copies is not None:
             self.checkpointer.copies.forget(kept)
+        for callback in self.callbacks:
+            callback.on_end(self)
         return Outcome(self.loss, preempted, self.checkpointer.saved, time.perf_counter() - start)
 
     def _settle_saves(self) -> bool:
