@@ -76,9 +76,10 @@ def _seconds(question: Question, run: Run, rank: int, stage: int) -> float:
 
 def _copied(run: Run, rank: int) -> float:
     """Bytes read and written in place of collectives; sums over all ranks and messages take nothing."""
-    moved = (
-        exchange.calls * exchange.size * (1 + 1 / exchange.ranks)
-        for exchange in exchanges(run, rank)
-        if exchange.kind in ("all-gather", "reduce-scatter")
-    )
-    return sum(moved)
+    moved = 0.0
+    for exchange in exchanges(run, rank):
+        if exchange.kind in ("all-gather", "reduce-scatter"):
+            moved += exchange.calls * exchange.size * (1 + 1 / exchange.ranks)
+        elif exchange.kind == "all-to-all" and exchange.dimension == "ep":
+            moved += exchange.calls * exchange.size * 2
+    return moved

@@ -59,11 +59,22 @@ def test_what_was_sent_is_not_kept(capsys: pytest.CaptureFixture[str]) -> None:
     assert kept[1] - kept[0] == layers * one
 
 
+@pytest.mark.parametrize(
+    "layout", ["dp=8,ep=8", "dp=4,tp=2,ep=4,zero=1", "dp=4,pp=2,ep=2,schedule=dualpipev,recompute=full"]
+)
+def test_experts_of_a_rank_get_balanced_loads(capsys: pytest.CaptureFixture[str], layout: str) -> None:
+    job = ["--model", "tiny-mixtral", "--global-batch", "8", "--sequence", "64", "--device", "cpu", "--json"]
+    assert main(["probe", "--rank", "1", "--layout", layout, *job]) == 0
+    found = json.loads(capsys.readouterr().out)
+    measured, predicted = found["measured"]["memory"], found["predicted"]["memory"]
+    for kind in ("parameters", "gradients", "optimizer"):
+        assert measured[kind] == pytest.approx(predicted[kind], rel=0.1, abs=20_000), kind
+    assert 0.5 * predicted["activations"] < measured["activations"] < 2 * predicted["activations"]
+
+
 def test_what_cannot_be_run_alone_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["probe", "--rank", "8", "--layout", "dp=8", *JOB]) == 2
     assert "use rank=0 to rank=7" in capsys.readouterr().err
-    assert main(["probe", "--rank", "0", "--layout", "dp=8,ep=8", "--model", "tiny-mixtral"]) == 2
-    assert "use ep=1" in capsys.readouterr().err
     assert main(["probe", "--rank", "0"]) == 2
     assert "--layout" in capsys.readouterr().err
     assert main(["probe", "--rank", "0", "--layout", "dp=2", *JOB, "--cluster", "h100x1"]) == 2
