@@ -59,12 +59,9 @@ def search(
 def _sizes(question: Question, every: Space) -> Array:
     """How many layouts each shape has, nearly."""
     kinds = 12 if not {"zero", "recompute"} & question.fixed.keys() else 4
-    pairs = {pair: len(context_ways(question, *pair)) for pair in set(_pairs(every))}
-    return np.array([kinds * pairs[pair] for pair in _pairs(every)], dtype=np.float64)
-
-
-def _pairs(every: Space) -> list[tuple[int, int]]:
-    return list(zip(every.columns["tp"].tolist(), every.columns["cp"].tolist(), strict=True))
+    pairs = list(zip(every.columns["tp"].tolist(), every.columns["cp"].tolist(), strict=True))
+    ways = {pair: kinds * len(context_ways(question, *pair)) for pair in set(pairs)}
+    return np.array([ways[pair] for pair in pairs], dtype=np.float64)
 
 
 def _search_some(
@@ -110,7 +107,7 @@ def _search_some(
 def _sayable(question: Question, space: Space) -> Space:
     if not question.target:
         return space
-    return space.take(np.flatnonzero(sayable(question.target, space.columns, space.global_batch)))
+    return space.take(np.flatnonzero(sayable(question.target, space.columns, space.global_batch, question.model)))
 
 
 def _scheduled(question: Question, space: Space) -> Space:

@@ -47,6 +47,7 @@ KEYS: dict[str, type | Only] = {
     "scheduler.params.warmup_num_steps": int,
     "scheduler.params.warmup_type": Only(("linear",)),
     "scheduler.params.total_num_steps": int,
+    "scheduler.params.cos_min_ratio": float,
     "optimizer.type": Only(("AdamW", "Adam")),
     "optimizer.params.lr": float,
     "optimizer.params.betas": list,
@@ -325,6 +326,6 @@ def _schedule(found: Table) -> Table:
     if kind == "WarmupLR":
         return {**table, "schedule": "constant"}
     if kind == "WarmupCosineLR":
-        return {**table, "schedule": "cosine", "minimum_ratio": 0.0}
+        return {**table, "schedule": "cosine", "minimum_ratio": found.get("scheduler.params.cos_min_ratio", 0.0001)}
     total = found.get("scheduler.params.total_num_steps", 0)
     return {**table, "schedule": "wsd", "minimum_ratio": 0.0, "decay_steps": max(total - warmup, 0)}

@@ -115,18 +115,20 @@ def test_stage_layout_of_megatron() -> None:
 
 
 def test_deepspeed_comes_back_through_the_importer(plan: Callable[..., Plan]) -> None:
-    made = plan("dp=4,tp=2,pp=2,zero=1,sequence_parallel=false,recompute=full")
+    made = plan("dp=8,pp=2,zero=1,recompute=full")
     config = json.loads(export(made, "deepspeed"))
     assert config["train_batch_size"] == 64
-    assert config["gradient_accumulation_steps"] == 16
+    assert config["gradient_accumulation_steps"] == 8
     assert config["zero_optimization"]["stage"] == 1
-    assert config["tensor_parallel"] == {"autotp_size": 2}
     assert config["pipeline"]["stages"] == 2
     assert config["bf16"] == {"enabled": True}
     table = run_table_from_deepspeed(config, world_size=16)
     again = Layout.parse(table["layout"])
-    assert (again.dp, again.tp, again.pp, again.zero, again.micro_batch) == (4, 2, 2, 1, 1)
+    assert (again.dp, again.tp, again.pp, again.zero, again.micro_batch) == (8, 1, 2, 1, 1)
     assert again.recompute == "full"
+    rate = made.run.learning_rate
+    assert (table["learning_rate"]["schedule"], table["learning_rate"]["peak"]) == (rate.schedule, rate.peak)
+    assert table["learning_rate"]["minimum_ratio"] == rate.minimum_ratio
 
 
 def test_deepspeed_counts_tensor_ranks_as_replicas(plan: Callable[..., Plan]) -> None:
@@ -134,6 +136,7 @@ def test_deepspeed_counts_tensor_ranks_as_replicas(plan: Callable[..., Plan]) ->
     config = json.loads(export(plan("dp=8,tp=2,zero=1,sequence_parallel=false"), "deepspeed"))
     assert "train_batch_size" not in config
     assert (config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"]) == (1, 8)
+    assert config["tensor_parallel"] == {"autotp_size": 2}
 
 
 def test_torchtitan(plan: Callable[..., Plan]) -> None:
@@ -194,6 +197,11 @@ def test_nanotron(plan: Callable[..., Plan]) -> None:
         ("deepspeed", "dp=8,tp=2", "llama3-8b", "sequence_parallel=true"),
         ("deepspeed", "dp=4,tp=1,pp=4,schedule=interleaved", "llama3-8b", "schedule=interleaved"),
         ("deepspeed", "dp=8,pp=2,zero=2", "llama3-8b", "zero=2"),
+        ("deepspeed", "dp=4,tp=2,pp=2,sequence_parallel=false", "llama3-8b", "tp=2"),
+        ("torchtitan", "dp=8,pp=2,zero=3", "qwen3-8b", "pp=2"),
+        ("torchtitan", "dp=8,cp=2,cp_method=allgather,zero=3", "deepseek-v3", "cp=2"),
+        ("torchtitan", "cp=16,cp_method=allgather", "llama3-8b", "zero=0"),
+        ("nanotron", "dp=1,tp=16", "llama3-8b", "tp=16"),
         ("deepspeed", "dp=8,cp=2", "llama3-8b", "cp=2"),
         ("deepspeed", "dp=16,recompute=selective", "llama3-8b", "recompute=selective"),
         ("torchtitan", "dp=16,zero=3", "gpt-22b", "model=gpt-22b"),
@@ -221,6 +229,19 @@ def test_what_a_target_cannot_say_is_named(
     with pytest.raises(UserError, match="has no key for") as error:
         export(plan(layout, model, sequence=2048), target)
     assert lost in str(error.value)
+
+
+def test_what_a_target_does_in_its_own_way_stands_at_the_head(plan: Callable[..., Plan]) -> None:
+    text = export(plan("dp=8,pp=8,ep=8,zero=3", "deepseek-v3", "h100x64"), "torchtitan")
+    head = [line for line in text.splitlines() if line.startswith("# Otherwise there: ")]
+    assert head == [
+        "# Otherwise there: mixture.router_noise=0.0 (planned: 1.0)",
+        "# Otherwise there: model.norm_epsilon=1e-05 (planned: 1e-06)",
+        "# Otherwise there: mixture.balance_coefficient=0.0 (planned: 0.1)",
+    ]
+    assert "model.rope_scaling=8.0 (planned: None)" in export(plan("dp=16,zero=3"), "torchtitan")
+    assert "Otherwise" not in export(plan("dp=16,zero=3", "llama3.1-8b"), "torchtitan")
+    assert "mixture.router_noise=0.0" in export(plan("dp=16,ep=8,zero=1", "mixtral-8x7b"), "megatron")
 
 
 def test_an_unknown_target_is_refused(plan: Callable[..., Plan]) -> None:

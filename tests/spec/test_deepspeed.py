@@ -211,7 +211,8 @@ def test_schedulers_of_the_learning_rate() -> None:
         return imported({**BATCH, "scheduler": scheduler}, 4).learning_rate
 
     assert rate("WarmupLR") == LearningRateSpec(peak=2e-5, schedule="constant", warmup_steps=10)
-    cosine = LearningRateSpec(peak=2e-5, schedule="cosine", warmup_steps=10, minimum_ratio=0.0)
+    cosine = LearningRateSpec(peak=2e-5, schedule="cosine", warmup_steps=10, minimum_ratio=0.0001)  # its default
     assert rate("WarmupCosineLR", total_num_steps=50) == cosine
+    assert rate("WarmupCosineLR", total_num_steps=50, cos_min_ratio=0.1).minimum_ratio == 0.1
     falls = LearningRateSpec(peak=2e-5, schedule="wsd", warmup_steps=10, decay_steps=40, minimum_ratio=0.0)
     assert rate("WarmupDecayLR", total_num_steps=50) == falls

@@ -8,6 +8,7 @@ from typing import Any
 
 from cuboid.plan.export.lost import Lost
 from cuboid.plan.plan import Plan
+from cuboid.spec.run import Run
 
 TARGET = "DeepSpeed 0.19"
 
@@ -30,16 +31,16 @@ def export(plan: Plan) -> str:
                 "weight_decay": run.optimizer.weight_decay,
             },
         },
+        **_schedule(run),
         "zero_optimization": {"stage": layout.zero, "overlap_comm": True},
     }
     if plan.question.precision in ("bf16", "fp16"):
         config[plan.question.precision] = {"enabled": True}
     if layout.offload:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-    if layout.tp > 1 and layout.pp == 1:
+    if layout.tp > 1:
         # It checks this against all ranks, tensor-parallel ones too; left out, it follows from the other two.
         del config["train_batch_size"]
-    if layout.tp > 1:
         config["tensor_parallel"] = {"autotp_size": layout.tp}
     if layout.ep > 1:
         config["expert_parallel"] = {"enabled": True, "autoep_size": layout.ep}
@@ -55,6 +56,18 @@ def export(plan: Plan) -> str:
     return json.dumps(config, indent=2) + "\n"
 
 
+def _schedule(run: Run) -> dict[str, Any]:
+    """Of the learning rate; its warm-up takes two steps at least."""
+    rate = run.learning_rate
+    if rate.schedule == "constant" and not rate.warmup_steps:
+        return {}
+    params: dict[str, Any] = {"warmup_num_steps": max(rate.warmup_steps, 1), "warmup_type": "linear"}
+    if rate.schedule == "constant":
+        return {"scheduler": {"type": "WarmupLR", "params": {**params, "warmup_max_lr": rate.peak}}}
+    params |= {"total_num_steps": run.training.steps, "cos_min_ratio": rate.minimum_ratio}
+    return {"scheduler": {"type": "WarmupCosineLR", "params": params}}
+
+
 def _check(plan: Plan) -> None:
     layout = plan.layout
     lost = Lost(TARGET)
@@ -63,10 +76,14 @@ def _check(plan: Plan) -> None:
     lost.unless(layout.cp == 1, "cp", layout.cp, "its sequence_parallel_size is Ulysses, not a ring; use cp=1")
     lost.unless(layout.zero < 2 or layout.pp == 1, "zero", layout.zero, "with pp > 1 use zero=0 or zero=1")
     lost.unless(layout.zero < 3 or layout.tp == 1, "zero", layout.zero, "with tp > 1 use zero=2 or less")
+    splits = layout.tp == 1 or layout.pp == 1
+    lost.unless(splits, "tp", layout.tp, "its automatic tensor parallelism has no pipeline; with pp > 1 use tp=1")
     lost.unless(layout.recompute != "selective", "recompute", layout.recompute, "use recompute=none or recompute=full")
     hybrid = layout.zero > 0 and layout.shard_size < layout.dp
     lost.unless(not hybrid, "shard", layout.shard, "no shards over a part of the replicas since 0.19.7; use shard=0")
     lost.unless(layout.zero > 0 or not layout.offload, "offload", True, "with zero=0 use offload=false, or use zero=1")
+    rate = plan.run.learning_rate
+    lost.unless(rate.schedule != "wsd", "learning_rate.schedule", rate.schedule, "use schedule=cosine or constant")
     precision = plan.question.precision
     lost.unless(precision != "fp8", "precision", precision, "use precision=bf16")
     some = layout.recompute_layers

@@ -1,6 +1,36 @@
-"""What a target has no key for, collected so that one sentence names all of it."""
+"""What a target has no key for: refused in one sentence that names all of it, or noted at the head of the file."""
+
+from dataclasses import dataclass
+from typing import Any
 
 from cuboid.errors import UserError
+from cuboid.spec.model import ModelSpec
+
+
+@dataclass(frozen=True)
+class Note:
+    """A field that the target has in its own way, whatever the plan says; the work of a step is the same."""
+
+    field: str
+    here: Any
+    there: Any
+
+    def __str__(self) -> str:
+        return f"{self.field}={self.there} (planned: {self.here})"
+
+
+def noted(notes: list[Note]) -> str:
+    """Notes as a comment at the head of a file."""
+    return "".join(f"# Otherwise there: {note}\n" for note in notes)
+
+
+def router_notes(model: ModelSpec) -> list[Note]:
+    """Noise on a router's logits, and a bound of each sequence's assignments, are Cuboid's own."""
+    if model.mixture is None:
+        return []
+    named = [("mixture.router_noise", model.mixture.router_noise, 0.0)]
+    named.append(("mixture.capacity_factor", model.mixture.capacity_factor, 0.0))
+    return [Note(*entry) for entry in named if entry[1] != entry[2]]
 
 
 class Lost:

@@ -3,7 +3,7 @@
 https://github.com/NVIDIA/Megatron-LM
 """
 
-from cuboid.plan.export.lost import Lost
+from cuboid.plan.export.lost import Lost, Note, noted, router_notes
 from cuboid.plan.plan import Plan
 from cuboid.spec.mixture import MixtureSpec
 from cuboid.spec.model import ModelSpec
@@ -29,6 +29,7 @@ def export(plan: Plan) -> str:
         f"# {run.model.name} on {cluster.name}: {layout}",
         f"# For {TARGET}; predicted: {plan.seconds:.4g} s a step, {plan.share:.0%} of memory.",
         f"# Megatron infers dp={layout.dp} and {plan.micro_batches} micro-batches per step from the sizes below.",
+        *noted(notes(plan)).splitlines(),
         "set -euo pipefail",
         order,
         "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
@@ -39,6 +40,11 @@ def export(plan: Plan) -> str:
         '  "$@"',
     ]
     return "\n".join(lines) + "\n"
+
+
+def notes(plan: Plan) -> list[Note]:
+    """What Megatron does in its own way."""
+    return router_notes(plan.question.model)
 
 
 def _check(plan: Plan) -> None:

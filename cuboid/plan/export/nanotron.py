@@ -111,6 +111,8 @@ def _check(plan: Plan) -> None:
     lost.unless(not hybrid, "shard", layout.shard, "leave shard out")
     lost.unless(layout.recompute != "selective", "recompute", layout.recompute, "use recompute=none or recompute=full")
     lost.unless(layout.cp == 1, "cp", layout.cp, "its llama has no context parallelism; use cp=1")
+    enough = model.kv_heads >= layout.tp
+    lost.unless(enough, "tp", layout.tp, f"it copies no key and value heads; use tp={model.kv_heads} or less")
     lost.unless(layout.ep == 1, "ep", layout.ep, "use ep=1")
     lost.unless(not layout.offload, "offload", True, "use offload=false")
     precision = plan.question.precision

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from cuboid.errors import UserError
 from cuboid.plan.export import deepspeed, megatron, nanotron, torchtitan
+from cuboid.plan.export.lost import Note
 from cuboid.plan.plan import Plan
 from cuboid.spec.suggest import either, nearest_names
 
@@ -13,6 +14,14 @@ TARGETS: dict[str, Callable[[Plan], str]] = {
     "torchtitan": torchtitan.export,
     "nanotron": nanotron.export,
 }
+
+NOTES: dict[str, Callable[[Plan], list[Note]]] = {"megatron": megatron.notes, "torchtitan": torchtitan.notes}
+"""Target -> what its files say otherwise; the others either say it or describe no model."""
+
+
+def notes(plan: Plan, target: str) -> list[Note]:
+    """Fields that the target has in its own way; its file names them."""
+    return NOTES[target](plan) if target in NOTES else []
 
 
 def export(plan: Plan, target: str) -> str:

@@ -5,7 +5,7 @@ https://github.com/pytorch/torchtitan
 
 from typing import Any
 
-from cuboid.plan.export.lost import Lost
+from cuboid.plan.export.lost import Lost, Note, noted, router_notes
 from cuboid.plan.plan import Plan
 from cuboid.spec.toml import dumps
 
@@ -23,9 +23,16 @@ FLAVORS = {
     "qwen3-8b": ("qwen3", "8B"),
     "qwen3-14b": ("qwen3", "14B"),
     "qwen3-32b": ("qwen3", "32B"),
+    "qwen3-30b-a3b": ("qwen3", "30B-A3B"),
     "deepseek-v3": ("deepseek_v3", "671B"),
 }
 """Cuboid's name of a model -> torchtitan's name and flavor; its TOML cannot describe other shapes."""
+PIPELINED = ("llama3", "deepseek_v3")
+"""Its models that it can cut into stages."""
+CONTEXT = ("llama3", "qwen3")
+"""Its models whose attention takes context parallelism; DeepSeek's flavors use FlexAttention, which does not."""
+BIAS_RATE = 1e-3
+"""By which it moves the biases that balance experts, in every flavor; it has no balancing loss."""
 SCHEDULES = {
     "gpipe": "GPipe",
     "1f1b": "1F1B",
@@ -67,14 +74,34 @@ def export(plan: Plan) -> str:
         "parallelism": _parallelism(plan),
         "activation_checkpoint": _checkpoint(layout.recompute),
     }
-    head = f"# For {TARGET}; predicted: {plan.seconds:.4g} s a step, {plan.share:.0%} of memory.\n"
-    return head + dumps(table)
+    head = f"# For {TARGET} on {layout.world_size} ranks; predicted: {plan.seconds:.4g} s a step, "
+    return head + f"{plan.share:.0%} of memory.\n" + noted(notes(plan)) + dumps(table)
+
+
+def notes(plan: Plan) -> list[Note]:
+    """Where the flavor is not quite the model."""
+    model = plan.question.model
+    name, _ = FLAVORS[model.name]
+    found = router_notes(model)
+    if name == "llama3" and model.rope_scaling is None:
+        found.append(Note("model.rope_scaling", None, 8.0))
+    if name == "deepseek_v3" and model.norm_epsilon != 1e-5:
+        found.append(Note("model.norm_epsilon", model.norm_epsilon, 1e-5))
+    if model.mixture is not None:
+        if model.mixture.bias_rate != BIAS_RATE:
+            found.append(Note("mixture.bias_rate", model.mixture.bias_rate, BIAS_RATE))
+        if model.mixture.balance_coefficient:
+            found.append(Note("mixture.balance_coefficient", model.mixture.balance_coefficient, 0.0))
+    return found
 
 
 def _check(plan: Plan) -> None:
     layout, model = plan.layout, plan.question.model
     lost = Lost(TARGET)
     lost.unless(model.name in FLAVORS, "model", model.name, "its flavors are fixed; use llama3-8b, qwen3-8b or alike")
+    name, _ = FLAVORS.get(model.name, ("", ""))
+    lost.unless(layout.pp == 1 or name in ("", *PIPELINED), "pp", layout.pp, f"it has no stages of {name}; use pp=1")
+    lost.unless(layout.cp == 1 or name in ("", *CONTEXT), "cp", layout.cp, f"its {name} has none; use cp=1")
     known = layout.schedule in SCHEDULES or layout.pp == 1
     lost.unless(known, "schedule", layout.schedule, "use schedule=1f1b, interleaved, zbv or dualpipev")
     full = plan.micro_batches % layout.pp == 0 or layout.schedule != "interleaved"
@@ -85,6 +112,8 @@ def _check(plan: Plan) -> None:
     lost.unless(gathers, "cp_method", layout.cp_method, "its attention gathers keys; use cp_method=allgather")
     lost.unless(layout.sequence_parallel or layout.tp == 1, "sequence_parallel", False, "tp > 1 always splits it")
     lost.unless(layout.zero != 1 or layout.dp == 1, "zero", 1, "use zero=2 or zero=3")
+    sharded = layout.cp == 1 or layout.dp > 1 or layout.zero > 1
+    lost.unless(sharded, "zero", layout.zero, "context-parallel ranks always share parameters; use zero=2 or zero=3")
     alone = layout.tp == layout.pp == layout.cp == 1
     lost.unless(layout.zero > 0 or layout.dp == 1 or alone, "zero", 0, "beside tp, pp or cp use zero=2 or zero=3")
     lost.unless(not layout.offload, "offload", True, "its enable_cpu_offload moves weights too; use offload=false")
