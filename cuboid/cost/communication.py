@@ -7,6 +7,7 @@ import numpy as np
 
 from cuboid.cost.constants import Fabric
 from cuboid.cost.inputs import Array, Jobs
+from cuboid.cost.recent import recent
 
 ONE = np.ones(())
 
@@ -23,6 +24,7 @@ class Group:
     """Members in one domain below each of the fabric's further levels."""
 
 
+@recent
 def group(fabric: Fabric, size: Array, stride: Array) -> Group:
     """The group of `size` ranks that are `stride` apart."""
     local = np.clip(fabric.node / stride, 1.0, size)
@@ -62,6 +64,7 @@ def _curve(points: list[float] | None, nodes: Array) -> Array | None:
     return np.exp(np.interp(np.log2(np.maximum(nodes, 1.0)), np.arange(len(points)), np.log(points)))
 
 
+@recent
 def bus_bandwidth(fabric: Fabric, kind: str, members: Group) -> Array:
     """Bytes per second at which a ring over the group moves data past each rank."""
     measured = _curve(fabric.curve.get(kind), members.nodes)
@@ -97,6 +100,7 @@ def _hop_latency(fabric: Fabric, members: Group) -> Array:
     return latency
 
 
+@recent
 def _latency(fabric: Fabric, kind: str, members: Group, growth: float = 1.0) -> Array:
     """Seconds before bytes count: a ring visits every node in turn, a tree reaches them in fewer steps."""
     outer = _hop_latency(fabric, members) if fabric.further else fabric.outer_latency

@@ -8,6 +8,7 @@ import numpy as np
 from cuboid.cost.engine import Engine
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.pipeline import turns_back
+from cuboid.cost.recent import recent
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ def communicators(shape: Shape, jobs: Jobs) -> Communicators:
     )
 
 
+@recent
 def communicator_bytes(shape: Shape, jobs: Jobs, engine: Engine) -> Array:
     """Bytes on the accelerator, beside what `engine.fixed` holds."""
     found = communicators(shape, jobs)

@@ -8,6 +8,7 @@ from cuboid.cost.constants import Chip
 from cuboid.cost.engine import Engine
 from cuboid.cost.flops import layer_parameters, table_parameters
 from cuboid.cost.inputs import Array, Jobs, Shape
+from cuboid.cost.recent import recent
 
 COOL, WARM = 0.58, 0.7
 """Shares of a layer's time that multiplications take: below the first nothing limits their power, at the second their
@@ -145,6 +146,7 @@ def _attention(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine) -> tuple[Ar
     )
 
 
+@recent
 def kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: str) -> Kernels:
     """Seconds of every part of one micro-batch on one rank."""
     rates = _rates(chip, engine, precision)

@@ -11,6 +11,7 @@ from cuboid.cost.communication import Group, Links, all_gather, all_to_all, grou
 from cuboid.cost.constants import Fabric
 from cuboid.cost.engine import Engine
 from cuboid.cost.inputs import Array, Jobs, Shape
+from cuboid.cost.recent import recent
 from cuboid.spec.layout import CONTEXT_METHODS
 
 GATHER = CONTEXT_METHODS.index("allgather")
@@ -78,6 +79,7 @@ def further_blocks(jobs: Jobs) -> Array:
     return np.where(jobs.cp_method == GATHER, 3.0, outer - 1) * (outer > 1)
 
 
+@recent
 def gathered_bytes(shape: Shape, jobs: Jobs, engine: Engine) -> Array:
     """All keys and values of a layer, and their gradients, while it is computed."""
     gathered = 2 * engine.activation_wire * jobs.tokens * jobs.cp * Widths.of(shape, jobs).keys

@@ -6,6 +6,7 @@ import numpy as np
 
 from cuboid.cost.communication import ONE
 from cuboid.cost.inputs import Array, Shape
+from cuboid.cost.recent import recent
 
 
 def _query_key_value(shape: Shape, tp: Array) -> tuple[Array, Array]:
@@ -49,6 +50,7 @@ class LayerParameters:
     """All routed experts of one layer, which tensor parallelism does not split."""
 
 
+@recent
 def layer_parameters(shape: Shape, tp: Array = ONE) -> LayerParameters:
     """Parameters of a layer of each kind on one of so many tensor ranks: norms, routers and biases added after a sum
     are whole on each, as `spec.sharding` has them."""

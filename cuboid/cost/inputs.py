@@ -6,7 +6,7 @@ over two thousand rows of different models run the same lines.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -71,36 +71,7 @@ class Shape:
     @classmethod
     def of(cls, model: ModelSpec) -> "Shape":
         """The shape of one model."""
-        mixture, latent = model.mixture, model.latent
-        return cls.make(
-            hidden=model.hidden,
-            layers=model.layers,
-            heads=model.heads,
-            kv_heads=model.kv_heads,
-            head_dim=model.head_dim,
-            ffn=model.ffn,
-            vocab=model.vocab,
-            gated=model.activation == "swiglu",
-            tied=model.tie_embeddings,
-            qk_norm=model.qk_norm,
-            layernorm=model.norm == "layernorm",
-            qkv_bias=model.qkv_bias,
-            output_bias=model.output_bias,
-            mlp_bias=model.mlp_bias,
-            router_bias=mixture.router_bias if mixture else 0,
-            positions=model.max_positions if model.positions == "learned" else 0,
-            experts=mixture.experts if mixture else 0,
-            top_k=mixture.top_k if mixture else 0,
-            expert_ffn=mixture.expert_ffn if mixture else 0,
-            shared_ffn=mixture.shared_ffn if mixture else 0,
-            dense_layers=mixture.first_dense_layers if mixture else model.layers,
-            latent=latent is not None,
-            q_rank=latent.q_rank if latent else 0,
-            kv_rank=latent.kv_rank if latent else 0,
-            nope_dim=latent.qk_nope_dim if latent else 0,
-            rope_dim=latent.qk_rope_dim if latent else 0,
-            v_dim=latent.v_dim if latent else 0,
-        )
+        return _shape(model)
 
     @classmethod
     def make(cls, **values: Any) -> "Shape":
@@ -111,6 +82,40 @@ class Shape:
     def stack(cls, shapes: Sequence["Shape"]) -> "Shape":
         """One entry per given shape."""
         return cls(**{field.name: np.stack([getattr(shape, field.name) for shape in shapes]) for field in fields(cls)})
+
+
+@lru_cache(maxsize=64)
+def _shape(model: ModelSpec) -> Shape:
+    mixture, latent = model.mixture, model.latent
+    return Shape.make(
+        hidden=model.hidden,
+        layers=model.layers,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        ffn=model.ffn,
+        vocab=model.vocab,
+        gated=model.activation == "swiglu",
+        tied=model.tie_embeddings,
+        qk_norm=model.qk_norm,
+        layernorm=model.norm == "layernorm",
+        qkv_bias=model.qkv_bias,
+        output_bias=model.output_bias,
+        mlp_bias=model.mlp_bias,
+        router_bias=mixture.router_bias if mixture else 0,
+        positions=model.max_positions if model.positions == "learned" else 0,
+        experts=mixture.experts if mixture else 0,
+        top_k=mixture.top_k if mixture else 0,
+        expert_ffn=mixture.expert_ffn if mixture else 0,
+        shared_ffn=mixture.shared_ffn if mixture else 0,
+        dense_layers=mixture.first_dense_layers if mixture else model.layers,
+        latent=latent is not None,
+        q_rank=latent.q_rank if latent else 0,
+        kv_rank=latent.kv_rank if latent else 0,
+        nope_dim=latent.qk_nope_dim if latent else 0,
+        rope_dim=latent.qk_rope_dim if latent else 0,
+        v_dim=latent.v_dim if latent else 0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from cuboid.cost.engine import Engine
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.mixing import heavier, lighter, mixed, mixes
 from cuboid.cost.pipeline import paired_share
+from cuboid.cost.recent import recent
 from cuboid.cost.tensor import tensor_waits
 
 ZERO = np.zeros(())
@@ -85,6 +86,7 @@ def _host(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs, crosses: Arr
     return np.where(jobs.tp > 1, together, 0.0) + jitter + odd + low
 
 
+@recent
 def layer_times(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts: Kernels, precision: str) -> LayerTimes:
     """Seconds of one layer of one micro-batch, by kind of layer; the mean where not all are recomputed alike."""
     more = _alike(shape, heavier(jobs), fabric, engine, parts, precision)

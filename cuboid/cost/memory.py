@@ -13,6 +13,7 @@ from cuboid.cost.inputs import Array, Jobs, Shape, single
 from cuboid.cost.mixing import Kept, heavier, lighter, mixes, recomputed
 from cuboid.cost.offload import brought_bytes
 from cuboid.cost.pipeline import Partition, in_flight, partition, turns_back
+from cuboid.cost.recent import recent
 from cuboid.cost.sharding import RankParameters, dense_layers_of, rank_parameters
 
 
@@ -37,6 +38,7 @@ class Memory:
         return np.asarray(sum(getattr(self, item.name) for item in fields(self)))
 
 
+@recent
 def kept_per_layer(shape: Shape, jobs: Jobs, engine: Engine) -> tuple[Array, Array]:
     """Bytes one micro-batch keeps in a layer for its backward, without and with experts."""
     if engine.compiled:
@@ -110,7 +112,8 @@ def _working(shape: Shape, jobs: Jobs, engine: Engine, kept: Kept, logit: Array)
     if mixes(jobs):
         ahead = np.maximum(working - kept.spared, engine.working_layer * kept.last)
         working = np.where(jobs.recompute_layers > 0, ahead, working)
-    working = np.maximum(working + gathered_bytes(shape, jobs, engine), engine.working_logit * logit)
+    gathered: Array = gathered_bytes(shape, jobs, engine)
+    working = np.maximum(working + gathered, engine.working_logit * logit)
     # Gathered inputs pile up where the host runs ahead of the device; a shallow pipeline, and a wide group over many
     # nodes, keep it back (nanotron's rows: all of it without a pipeline and from eight stages on, none with two).
     ahead = np.where(jobs.pp == 1, 1.0, np.clip((np.log2(jobs.pp) - 1) / 2, 0.0, 1.0) * (jobs.tp <= 16))

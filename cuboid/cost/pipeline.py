@@ -9,6 +9,7 @@ from cuboid.cost.constants import Chip
 from cuboid.cost.engine import Engine
 from cuboid.cost.flops import attention_parameters, feed_forward_parameters, table_parameters
 from cuboid.cost.inputs import Array, Jobs, Shape
+from cuboid.cost.recent import recent
 from cuboid.spec.layout import SCHEDULES
 
 GPIPE, PLAIN, INTERLEAVED, ZERO_BUBBLE, ZERO_BUBBLE_V, DUAL_PIPE_V = range(len(SCHEDULES))
@@ -70,6 +71,7 @@ def _balanced(shape: Shape, ranks: Array) -> Partition:
     return Partition(first, np.where(middle > 0, middle, first), last, np.where(ranks > 1, rank + 1, ranks))
 
 
+@recent
 def partition(shape: Shape, jobs: Jobs, engine: Engine) -> Partition:
     """How many layers the pipeline ranks hold under the engine's habit."""
     if engine.partition == "balanced":

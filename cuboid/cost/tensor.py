@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuboid.cost.communication import all_gather, all_reduce, group, reduce_scatter
+from cuboid.cost.communication import ONE, all_gather, all_reduce, group, reduce_scatter
 from cuboid.cost.compute import Kernels
 from cuboid.cost.constants import Fabric
 from cuboid.cost.engine import Engine
@@ -30,7 +30,7 @@ class _Border:
 
 def tensor_waits(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs, parts: Kernels) -> TensorWaits:
     """Two sums forward and two backward in every layer, or as much gathering and scattering."""
-    members = group(fabric, jobs.tp, np.ones(()))
+    members = group(fabric, jobs.tp, ONE)
     lost = 2 * fabric.spill * (members.nodes - 1) ** 0.7
 
     def summed(width: Array) -> Array:

@@ -5,9 +5,9 @@ pipeline, GPipe (as long as 1F1B and fuller), ZeRO without replicas, and no sequ
 and offloading, which the search tries where a layout does not fit without. What the user fixes is never skipped.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import gcd
 from typing import Any
 
@@ -84,10 +84,11 @@ class Space:
         return cls(columns, question.global_batch, question.sequence)
 
 
-def divisors(number: int) -> list[int]:
+@lru_cache(maxsize=4096)
+def divisors(number: int) -> tuple[int, ...]:
     """All of them, smallest first."""
     small = [divisor for divisor in range(1, int(number**0.5) + 1) if number % divisor == 0]
-    return sorted({*small, *(number // divisor for divisor in small)})
+    return tuple(sorted({*small, *(number // divisor for divisor in small)}))
 
 
 def degrees(question: Question, world_size: int) -> Iterator[tuple[int, int, int, int, int]]:
@@ -95,13 +96,13 @@ def degrees(question: Question, world_size: int) -> Iterator[tuple[int, int, int
     model, fixed = question.model, question.fixed
     experts = model.mixture.experts if model.mixture else 1
 
-    def allowed(name: str, options: list[int]) -> list[int]:
+    def allowed(name: str, options: Sequence[int]) -> list[int]:
         return [value for value in options if name not in fixed or fixed[name] == value]
 
     # Every rank holds two chunks of a sequence, unless there is but one rank.
     chunks = gcd(question.sequence // 2, world_size) if question.sequence % 2 == 0 else 1
-    context = divisors(chunks) if "cp" in question.explores or "cp" in fixed else [1]
-    expert = divisors(experts) if "ep" in question.explores or "ep" in fixed else [1]
+    context = divisors(chunks) if "cp" in question.explores or "cp" in fixed else (1,)
+    expert = divisors(experts) if "ep" in question.explores or "ep" in fixed else (1,)
     for tp in allowed("tp", divisors(gcd(model.heads, model.ffn, world_size))):
         for pp in allowed("pp", [pp for pp in divisors(world_size // tp) if pp <= model.layers]):
             for cp in allowed("cp", [cp for cp in context if world_size // (tp * pp) % cp == 0]):
@@ -117,7 +118,7 @@ def context_ways(question: Question, tp: int, cp: int) -> list[tuple[int, int]]:
     fixed, heads = question.fixed, question.model.heads // tp
     if cp == 1:
         return [(CONTEXT_METHODS.index("ring"), 1)]
-    inner = {
+    inner: dict[str, Sequence[int]] = {
         "ring": [1],
         "allgather": [1],
         "ulysses": [cp],
@@ -134,17 +135,12 @@ def context_ways(question: Question, tp: int, cp: int) -> list[tuple[int, int]]:
 def shapes(question: Question, world_size: int) -> Space:
     """Every way to divide the ranks and the batch. What else a layout decides is left at what takes least time: no
     recomputation, no ZeRO, 1F1B; context-parallel ranks trade heads, which nothing is computed in blocks for."""
-    fixed = question.fixed
-    rows: list[tuple[int, ...]] = []
-    for dp, tp, pp, cp, ep in degrees(question, world_size):
-        for micro_batch in divisors(question.global_batch // dp):
-            if fixed.get("micro_batch", micro_batch) != micro_batch:
-                continue
-            splits = micro_batch * question.sequence // cp % tp == 0
-            sequence_parallel = tp > 1 and fixed.get("sequence_parallel", splits)
-            if splits or not sequence_parallel:
-                rows.append((dp, tp, pp, cp, ep, micro_batch, sequence_parallel))
-    table = np.array(rows, dtype=np.int64).reshape(len(rows), len(DEGREES))
+    ranks = list(degrees(question, world_size))
+    ways = {key: _micro_batches(question, *key) for key in {(dp, tp, cp) for dp, tp, _, cp, _ in ranks}}
+    each = [ways[dp, tp, cp] for dp, tp, _, cp, _ in ranks]
+    rows = np.array(ranks, dtype=np.int64).reshape(len(ranks), 5)
+    rows = np.repeat(rows, [len(batches) for batches in each], axis=0)
+    table = np.hstack([rows, np.concatenate([*each, np.empty((0, 2), dtype=np.int64)])])
     columns = dict(zip(DEGREES, table.T, strict=True))
     ones = np.ones(len(table), dtype=np.int64)
     columns |= {"cp_method": CONTEXT_METHODS.index("ulysses") * ones, "cp_inner": columns["cp"]}
@@ -154,12 +150,26 @@ def shapes(question: Question, world_size: int) -> Space:
     return Space(columns, question.global_batch, question.sequence)
 
 
+def _micro_batches(question: Question, dp: int, tp: int, cp: int) -> NDArray[np.int64]:
+    """Every (micro-batch, sequence parallelism) that some ranks allow."""
+    fixed, found = question.fixed, []
+    for micro_batch in divisors(question.global_batch // dp):
+        if fixed.get("micro_batch", micro_batch) != micro_batch:
+            continue
+        splits = micro_batch * question.sequence // cp % tp == 0
+        sequence_parallel = tp > 1 and fixed.get("sequence_parallel", splits)
+        if splits or not sequence_parallel:
+            found.append((micro_batch, sequence_parallel))
+    return np.array(found, dtype=np.int64).reshape(-1, 2)
+
+
 def with_context(question: Question, space: Space) -> Space:
     """Every shape with every way to bring keys and queries together."""
-    pairs = zip(space.columns["tp"].tolist(), space.columns["cp"].tolist(), strict=True)
-    ways = [context_ways(question, tp, cp) for tp, cp in pairs]
+    pairs = list(zip(space.columns["tp"].tolist(), space.columns["cp"].tolist(), strict=True))
+    known = {pair: np.array(context_ways(question, *pair), dtype=np.int64).reshape(-1, 2) for pair in set(pairs)}
+    ways = [known[pair] for pair in pairs]
     chosen = space.take(np.repeat(np.arange(len(space)), [len(each) for each in ways]))
-    flat = np.array([way for each in ways for way in each], dtype=np.int64).reshape(-1, 2)
+    flat = np.concatenate([*ways, np.empty((0, 2), dtype=np.int64)])
     columns = {**chosen.columns, "cp_method": flat[:, 0], "cp_inner": flat[:, 1]}
     return Space(columns, space.global_batch, space.sequence)
 

@@ -45,12 +45,7 @@ def _equal(costs: Sequence[float], first: float, last: float, stages: int) -> li
 def _dynamic(costs: Sequence[float], first: float, last: float, stages: int) -> list[int]:
     """Dynamic programming over (stages, layers), once for the largest cost and once for the squares under it."""
     layers = len(costs)
-    total = [0.0, *accumulate(costs)]
-
-    def cost(start: int, stop: int) -> float:
-        return total[stop] - total[start] + (first if start == 0 else 0.0) + (last if stop == layers else 0.0)
-
-    table = [[cost(start, stop) if start < stop else 0.0 for stop in range(layers + 1)] for start in range(layers)]
+    table = _stage_costs(tuple(costs), first, last)
     ends = [range(stage + 1, layers - (stages - 1 - stage) + 1) for stage in range(stages)]
     largest = {stop: table[0][stop] for stop in ends[0]}
     for stage in range(1, stages):
@@ -73,6 +68,17 @@ def _dynamic(costs: Sequence[float], first: float, last: float, stages: int) -> 
                 following[stop] = min(options)
         best = following
     return list(best[layers][1])
+
+
+@lru_cache(maxsize=8)
+def _stage_costs(costs: tuple[float, ...], first: float, last: float) -> list[list[float]]:
+    """What a stage costs that begins with one layer and stops before another, whatever the number of stages."""
+    layers, total = len(costs), [0.0, *accumulate(costs)]
+
+    def cost(start: int, stop: int) -> float:
+        return total[stop] - total[start] + (first if start == 0 else 0.0) + (last if stop == layers else 0.0)
+
+    return [[cost(start, stop) if start < stop else 0.0 for stop in range(layers + 1)] for start in range(layers)]
 
 
 def _least_largest(largest: dict[int, float], table: list[list[float]], stop: int) -> float:

@@ -140,5 +140,5 @@ def test_distinct_answers_are_the_best_of_their_kind(ask: Callable[..., Question
 
 
 def test_divisors() -> None:
-    assert divisors(1) == [1]
-    assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
+    assert divisors(1) == (1,)
+    assert divisors(36) == (1, 2, 3, 4, 6, 9, 12, 18, 36)
