@@ -85,6 +85,9 @@ class Engine:
     shard_decay: float = 0.0
     """Power of the number of nodes by which ZeRO 3 traffic slows down beyond what the fabric does."""
     reduce_every_micro_batch: bool = False
+    fsdp: bool = False
+    """ZeRO 2 is PyTorch's FSDP that keeps parameters between forward and backward: without a pipeline it gathers them
+    again for every micro-batch; with one, gradients stay whole until the last micro-batch and are summed once."""
     transfer_exposed: float = 1.0
     """Share of the transfers between stages that compute waits for in the steady state."""
     transfer_scheduled: bool = False

@@ -14,7 +14,7 @@ from cuboid.cost.mixing import Kept, heavier, lighter, mixes, recomputed
 from cuboid.cost.offload import brought_bytes
 from cuboid.cost.pipeline import Partition, in_flight, partition, turns_back
 from cuboid.cost.recent import recent
-from cuboid.cost.sharding import RankParameters, dense_layers_of, rank_parameters
+from cuboid.cost.sharding import RankParameters, dense_layers_of, keeps_gradients, rank_parameters
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,7 @@ def rank_memory(
     held = rank_parameters(shape, jobs, layers, first, last)
     weights = _split(jobs, held, engine.weight_bytes, 3)
     gradients = _split(jobs, held, engine.gradient_bytes, 2)
+    gradients = np.where(keeps_gradients(jobs, engine), engine.gradient_bytes * held.total, gradients)
     optimizer = _split(jobs, held, engine.optimizer_bytes, 1)
     optimizer = np.where(jobs.offload > 0, brought_bytes(jobs, engine, held), optimizer)
     kept = _kept(shape, jobs, engine, layers, first, again)

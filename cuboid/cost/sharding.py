@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cuboid.cost.communication import all_gather, all_reduce, group, reduce_scatter
 from cuboid.cost.constants import Fabric
@@ -53,6 +54,11 @@ def owned_parameters(jobs: Jobs, held: RankParameters) -> Array:
     return held.plain / shard + held.routed / routed
 
 
+def keeps_gradients(jobs: Jobs, engine: Engine) -> NDArray[np.bool_]:
+    """Whether ZeRO 2 splits gradients only when all micro-batches have been added: FSDP in a pipeline's stages."""
+    return np.asarray(engine.fsdp & (jobs.zero == 2) & (jobs.pp > 1))
+
+
 def reduction(
     jobs: Jobs, fabric: Fabric, engine: Engine, held: RankParameters, forward: Array, backward: Array
 ) -> Array:
@@ -69,7 +75,8 @@ def reduction(
     scatter = np.where(jobs.zero > 0, plain.scattered() + routed.scattered(), whole)
     replicas = np.where(jobs.zero > 0, plain.replicated() + routed.replicated(), 0.0)
     gather = np.where(jobs.zero > 0, plain.gathered() + routed.gathered(), 0.0)
-    times = np.where((jobs.zero == 2) | engine.reduce_every_micro_batch, jobs.micro_batches, 1.0)
+    every = (jobs.zero == 2) & ~keeps_gradients(jobs, engine)
+    times = np.where(every | engine.reduce_every_micro_batch, jobs.micro_batches, 1.0)
 
     def exposed(seconds: Array) -> Array:
         # However much overlaps, the last bucket has nothing left to hide behind.
@@ -78,6 +85,10 @@ def reduction(
     # Replicas of a shard are summed once a step, under the last backward pass.
     reduced = (times - 1) * exposed(scatter) + exposed(scatter + replicas)
     waits = reduced + gather - np.minimum(gather * engine.gather_overlap, most)
+    if engine.fsdp:  # as under ZeRO 3, the next layer is gathered while one computes
+        often = np.where(jobs.pp > 1, 1.0, jobs.micro_batches)
+        gathered = often * np.maximum(gather - engine.shard_overlap * forward, 0.05 * gather)
+        waits = np.where(jobs.zero == 2, reduced + gathered, waits)
     return np.where(jobs.zero < 3, waits, 0.0)
 
 

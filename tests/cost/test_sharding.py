@@ -11,6 +11,7 @@ from cuboid.cost.constants import Fabric, chip_named
 from cuboid.cost.engine import Engine
 from cuboid.cost.inputs import Jobs, Shape, number
 from cuboid.cost.layers import layer_times
+from cuboid.cost.memory import memory_by_rank
 from cuboid.cost.sharding import (
     RankParameters,
     dense_layers_of,
@@ -205,3 +206,19 @@ def test_everything_broadcasts_over_layouts() -> None:
     times = reduction(jobs, FABRIC, BARE, HELD, number(0), number(0))
     assert times.shape == (3,)
     assert np.all(np.diff(times) > 0)
+
+
+def test_zero_2_is_what_each_engine_makes_of_it() -> None:
+    """Eight micro-batches: sums with each of them, or, by FSDP in a pipeline's stages, once; FSDP without a pipeline
+    also gathers with each."""
+    fsdp = Engine(name="fsdp", fsdp=True)
+    jobs = {"dp": 8, "zero": 2, "micro_batch": 4, "global_batch": 256}
+    scatter, gather = 7 / 8 * 4e9 / 1e11, 7 / 8 * 2e9 / 1e11
+    assert exposed(**jobs) == pytest.approx(8 * scatter + gather)
+    assert exposed(**jobs, pp=2) == pytest.approx(8 * scatter + gather)
+    assert exposed(fsdp, **jobs) == pytest.approx(8 * scatter + 8 * gather)
+    assert exposed(fsdp, **jobs, pp=2) == pytest.approx(scatter + gather)
+    hidden = exposed(fsdp, forward=10.0, **jobs)
+    assert hidden == pytest.approx(8 * scatter + 8 * 0.05 * gather), "gathered while the layer before computes"
+    whole, split = (memory_by_rank(LLAMA, made(**jobs, pp=2), engine)["first"].gradients for engine in (fsdp, BARE))
+    assert float(whole) == pytest.approx(8 * float(split)), "in a pipeline FSDP keeps gradients whole until the last"

@@ -45,7 +45,7 @@ def test_columns_are_what_the_cost_model_reads(ask: Callable[..., Question]) -> 
 @given(st.integers(1, 5000))
 def test_divisors_divide_and_are_complete(number: int) -> None:
     found = divisors(number)
-    assert found == [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    assert list(found) == [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def test_degrees_multiply_to_the_world(ask: Callable[..., Question]) -> None:
