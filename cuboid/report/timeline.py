@@ -30,7 +30,8 @@ def timeline(source: Source) -> dict[str, Any]:
     if plan is not None:
         seconds = stage_seconds(plan.question, layout)
         name = f"predicted for {plan.question.cluster.name}"
-        tracks.append(_simulated("predicted", name, schedule, seconds.costs, seconds.message))
+        track = _simulated("predicted", name, schedule, seconds.costs, seconds.message)
+        tracks.append({**track, "bubble": plan.bubble})  # ranks that share cores wait less than the picture shows
     steps = _chosen(source)
     pipeline = list(range(0, layout.world_size, layout.world_size // layout.pp))
     found = {what: measure(source, schedule, pipeline, step) for what, step in steps.items()}

@@ -10,11 +10,13 @@ from cuboid.errors import UserError
 from cuboid.plan.choose import fastest_part, fewest, plans, predict
 from cuboid.plan.explain import Explanation, explain, sections
 from cuboid.plan.framework import framework
-from cuboid.plan.plan import plan_of
+from cuboid.plan.plan import GIB, plan_of
 from cuboid.plan.question import Question
 from cuboid.plan.search import search
 from cuboid.plan.sizes import every_size, resized
 from cuboid.plan.traffic import bound, moved
+from cuboid.report.collect import collect
+from cuboid.report.source import Source
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.fitting import check
 from cuboid.spec.layout import CONTEXT_METHODS, RECOMPUTE, SCHEDULES, STAGES_PER_RANK, Layout
@@ -224,3 +226,31 @@ def test_what_two_commands_say_of_a_plan_is_the_same(case: tuple[Question, Layou
     assert sum("bubble" in line for line in lines["Time"]) == 1
     assert sum(plan.parts.values()) == pytest.approx(plan.seconds)
     assert max(plan.totals) == plan.peak
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(cases())
+def test_what_a_page_says_of_a_plan_is_the_same(case: tuple[Question, Layout]) -> None:
+    """Every number of a report that stands in the plan too, or twice on the page."""
+    plan = predict(*case)
+    page = collect(Source(plan.run, None), with_search=False)
+    told = page["summary"]["predicted"]
+    assert told["step_seconds"] == plan.seconds
+    assert (told["mfu"], told["bubble"], told["parts"]) == (plan.utilization, plan.bubble, plan.parts)
+    assert (told["memory_gib"], told["memory_share"]) == (plan.peak / GIB, plan.share)
+    assert told["tokens_per_second"] == pytest.approx(
+        plan.question.global_batch * plan.question.sequence / plan.seconds, rel=1e-12
+    )
+    assert (told["reasons"], told["warnings"]) == (list(plan.reasons), list(plan.warnings))
+    assert told["layers"] == list(plan.layers)
+    lines = page["memory"]["predicted"]
+    assert [sum(line["parts"].values()) for line in lines] == pytest.approx(plan.totals, abs=len(lines[0]["parts"]))
+    assert page["memory"]["limit"] == plan.question.cluster.memory_gib * GIB
+    travels = moved(plan)
+    assert [line["seconds"] for line in page["communication"]["lines"]] == [entry.seconds for entry in travels]
+    assert [line["bytes"] for line in page["communication"]["lines"]] == [round(entry.bytes) for entry in travels]
+    (track,) = page["timeline"]["tracks"]
+    assert track["bubble"] == plan.bubble
+    if plan.question.machine.chip.together == 1:
+        busy = sum(track["busy"]) / len(track["busy"])
+        assert 1 - busy == pytest.approx(plan.bubble, abs=0.01), "as the picture shows"
