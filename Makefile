@@ -22,6 +22,7 @@ $(INSTALLED): $(RUNS)
 demo: $(RUNS)
 	rm -rf runs/demo
 	$(VENV)/bin/cuboid train examples/demo.toml
+	$(VENV)/bin/cuboid report runs/demo --probe -o runs/demo/report.html
 	$(VENV)/bin/cuboid verify --layout "dp=2,tp=2,pp=2"
 
 # Three files at a time, in the order of tests/conftest.py: many tests wait for processes to start or to die. The bytecode

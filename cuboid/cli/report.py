@@ -7,10 +7,11 @@ from typing import Annotated
 import typer
 
 from cuboid.cli.output import write_output
+from cuboid.errors import UserError
 from cuboid.report.collect import collect
 from cuboid.report.page import page
 from cuboid.report.serve import serve
-from cuboid.report.source import open_source
+from cuboid.report.source import Source, open_source
 from cuboid.report.trace import merged_trace
 
 
@@ -18,6 +19,9 @@ def command(
     source: Annotated[Path, typer.Argument(help="The folder of a run, or a plan file.", metavar="RUN|PLAN")],
     output: Annotated[Path, typer.Option("-o", "--output", help="Where to write the page.")] = Path("report.html"),
     cluster: Annotated[str, typer.Option(help="What to predict for, where the run was not planned: h100x64.")] = "",
+    probe: Annotated[
+        bool, typer.Option("--probe", help="First run a few steps here, and predict from how long they take.")
+    ] = False,
     search: Annotated[bool, typer.Option(help="Also look at the other layouts there were to choose from.")] = True,
     trace: Annotated[
         Path | None, typer.Option(help="Also write measured and simulated steps for Perfetto or chrome://tracing.")
@@ -38,6 +42,8 @@ def command(
     if as_served:
         serve(source, host, port, cluster, search, ready=lambda address: print(f"{address} (Ctrl-C ends)", flush=True))
     opened = open_source(source, cluster)
+    if probe:
+        opened = _probed(opened, source)
     if trace is not None:
         write_output(trace, json.dumps(merged_trace(opened)))
     data = collect(opened, search)
@@ -49,3 +55,14 @@ def command(
     print(f"{output}: {len(text.encode()) / 1e6:.2f} MB, open it in a browser")
     if trace is not None:
         print(f"{trace}: open it at ui.perfetto.dev or chrome://tracing")
+
+
+def _probed(opened: Source, path: Path) -> Source:
+    """The same with its machine measured."""
+    if opened.folder is None or opened.cluster_name:
+        given = f"cluster={opened.cluster_name}" if opened.cluster_name else f"{path} is a plan"
+        raise UserError(f"probe=true measures this machine for a run that was trained, and {given}; omit one of them")
+    from cuboid.probe.rehearsal import rehearse  # here, because it brings what starts ranks
+
+    rehearse(opened.run, opened.folder)
+    return open_source(path)

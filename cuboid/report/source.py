@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from cuboid.cost.profiled import slowed
 from cuboid.errors import UserError
 from cuboid.plan.choose import predict
 from cuboid.plan.plan import Plan, plan_of
@@ -22,6 +23,8 @@ from cuboid.train.folder import RUN_FILE
 from cuboid.train.rows import whole_rows
 
 Row = dict[str, Any]
+PROBE = "probe.json"
+"""What `cuboid report --probe` found: how long this run's steps take on the machine of the report."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,20 @@ class Source:
         return load_cluster(f"cpux{self.run.layout.world_size}") if devices == {"cpu"} else None
 
     @cached_property
+    def probed(self) -> Row | None:
+        """What a probe of the machine found for the layout the run has now; a cluster that is named counts more."""
+        path = self.folder / PROBE if self.folder is not None else None
+        if self.cluster_name or path is None or not path.is_file():
+            return None
+        found: Row = json.loads(path.read_text(encoding="utf-8"))
+        return found if found["layout"] == str(self.run.layout) else None
+
+    @property
+    def assumed(self) -> bool:
+        """Whether nobody said what machine the run is on, and nobody measured it."""
+        return self.folder is not None and not (self.cluster_name or self.run.plan or self.probed)
+
+    @cached_property
     def plan(self) -> Plan | None:
         """What the planner says of the layout that the run has now, which may not be the one it was planned for."""
         if self.cluster is None or isinstance(self.run.model, PythonModelSpec):
@@ -102,7 +119,13 @@ class Source:
         )
         if question.cluster.accelerators != run.layout.world_size:
             question = resized(question, run.layout.world_size)
-        return predict(question, run.layout)
+        plan = predict(question, run.layout)
+        if self.probed is None:
+            return plan
+        factor = float(self.probed["step_seconds"]) / plan.seconds
+        machine = question.machine
+        here = slowed(question.cluster, factor, machine.chip, machine.fabric, question.profile)
+        return predict(replace(question, cluster=here), run.layout)
 
 
 def told(rows: list[Row]) -> list[str]:

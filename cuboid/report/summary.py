@@ -49,7 +49,9 @@ def summary(source: Source) -> dict[str, Any]:
             "per_node": cluster.accelerators_per_node,
             "memory_gib": cluster.memory_gib,
             "planned": bool(run.plan),
+            "probed": source.probed is not None,
         }
+        assumed = ["predicted for a machine that nobody measured; cuboid report --probe runs a few steps to do so"]
         found["predicted"] = {
             "step_seconds": plan.seconds,
             "tokens_per_second": plan.tokens * run.layout.world_size,
@@ -61,7 +63,7 @@ def summary(source: Source) -> dict[str, Any]:
             "words": WORDS,
             "layers": list(plan.layers),
             "reasons": list(plan.reasons),
-            "warnings": list(plan.warnings),
+            "warnings": [*(assumed if source.assumed else ()), *plan.warnings],
         }
     return found
 

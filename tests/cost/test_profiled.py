@@ -9,6 +9,7 @@ from cuboid.cost.constants import Fabric, chip_named, engine_named
 from cuboid.cost.estimate import Machine, estimate
 from cuboid.cost.inputs import Jobs, Shape, number
 from cuboid.cost.layers import hop
+from cuboid.cost.profiled import slowed
 from cuboid.plan.choose import predict
 from cuboid.plan.question import Question
 from cuboid.spec.cluster import load_cluster
@@ -86,3 +87,27 @@ def test_float32_keeps_no_master_weights_and_twice_the_activations() -> None:
     assert (wide.weight_bytes, wide.optimizer_bytes) == (4, 8)
     assert wide.kept_ffn == 2 * narrow.kept_ffn
     assert wide.in_precision("float32") == wide
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "layout"),
+    [
+        ("tiny-llama", "cpux8", "dp=2,tp=2,pp=2"),
+        ("tiny-mixtral", "cpux8", "dp=8,ep=4,zero=1"),
+        ("llama3-8b", "h100x64", "dp=8,tp=4,pp=2,zero=1"),
+    ],
+)
+def test_on_a_slowed_cluster_every_part_of_a_step_takes_so_many_times_as_long(
+    model: str, cluster: str, layout: str
+) -> None:
+    precision = "float32" if cluster.startswith("cpu") else "bf16"
+    sizes = {"global_batch": 64, "sequence": 128, "precision": precision}
+    question = Question(model=load_model(model), cluster=load_cluster(cluster), **sizes)
+    machine = question.machine
+    slower = slowed(question.cluster, 7.5, machine.chip, machine.fabric, question.profile)
+    before, after = (predict(each, Layout.parse(layout)) for each in (question, replace(question, cluster=slower)))
+    assert after.seconds == pytest.approx(7.5 * before.seconds, rel=1e-9)
+    assert after.parts == pytest.approx(
+        {name: 7.5 * value for name, value in before.parts.items()}, rel=1e-6, abs=1e-12
+    )
+    assert (after.peak, after.utilization) == (before.peak, pytest.approx(before.utilization))

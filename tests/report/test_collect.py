@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from cuboid.cli.main import main
 from cuboid.errors import UserError
 from cuboid.plan.choose import plans
 from cuboid.plan.collectives import predicted_ledger
 from cuboid.plan.plan import dump_plan
 from cuboid.plan.question import Question
+from cuboid.probe.rehearsal import rehearse
 from cuboid.report.collect import collect
 from cuboid.report.experts import experts
 from cuboid.report.live import Watched
@@ -221,3 +223,30 @@ def test_what_cannot_be_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"has no \[plan\] section; add --cluster h100x64"):
         open_source(tmp_path / "plain.toml")
     assert open_source(tmp_path / "plain.toml", "cpux1").plan is not None
+
+
+def test_a_probe_of_the_machine_is_what_a_report_predicts_from(tmp_path: Path) -> None:
+    """Steps of this very run, here and now; what the planner says of other layouts moves with it."""
+    run = make_run(tmp_path, "dp=2")
+    write_rows(tmp_path / "metrics.jsonl", [row(1), row(2), row(3)])
+    assumed = collect(open_source(tmp_path), with_search=False)["summary"]["predicted"]
+    assert any("--probe" in text for text in assumed["warnings"])
+    seconds = rehearse(run, tmp_path)
+    probed = collect(open_source(tmp_path), with_search=False)["summary"]
+    assert probed["predicted"]["step_seconds"] == pytest.approx(seconds)
+    assert probed["cluster"]["probed"] and not probed["predicted"]["warnings"]
+    assert probed["predicted"]["memory_gib"] == assumed["memory_gib"]
+    factor = seconds / assumed["step_seconds"]
+    assert probed["predicted"]["parts"]["compute"] == pytest.approx(factor * assumed["parts"]["compute"])
+    named = collect(open_source(tmp_path, "cpux2"), with_search=False)["summary"]
+    assert named["predicted"]["step_seconds"] == assumed["step_seconds"], "who names a cluster means it"
+
+
+def test_what_cannot_be_probed_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", "dp=2")
+    write_rows(tmp_path / "run" / "metrics.jsonl", [row(1)])
+    assert main(["report", str(tmp_path / "run"), "--probe", "--cluster", "cpux2"]) == 2
+    assert "probe=true measures this machine for a run that was trained, and cluster=cpux2" in capsys.readouterr().err
+    broken = replace(run, data=replace(run.data, source="nowhere.txt"))
+    with pytest.raises(UserError, match="needs steps of dp=2,tp=1,pp=1 on this machine, which failed"):
+        rehearse(broken, tmp_path / "run")
