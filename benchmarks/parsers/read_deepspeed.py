@@ -111,6 +111,7 @@ def start(file: Path) -> dict[str, Any]:
         model = small()
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=table)
     steps = engine.gradient_accumulation_steps()
+    torch.manual_seed(0)  # tensor-parallel ranks must see the same tokens
     if stages > 1:
         values = torch.ones(micro_batch, 32, dtype=width or torch.float32)
         loss = engine.train_batch(iter([(values, values)] * steps))
