@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -13,10 +14,27 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cuboid.data.indexed import IndexedTokens
 from cuboid.data.opened import OpenedSource
-from cuboid.data.origin import Origin, document_of
 from cuboid.errors import UserError
 from cuboid.model.transformer import IGNORED
+
+# Where a sample comes from, for people who look for it.
+
+
+@dataclass(frozen=True)
+class Origin:
+    source: str
+    sample: int
+    """Its number in that source."""
+    documents: tuple[int, int] | None = None
+    """First and last document of which it holds tokens; None where there are no documents."""
+
+
+def document_of(tokens: IndexedTokens, place: int) -> int:
+    """The document in which a token lies."""
+    return bisect_right(range(tokens.documents), place, key=tokens.document_start) - 1
+
 
 Sample = tuple[Tensor, Tensor]
 Fields = dict[str, Tensor]

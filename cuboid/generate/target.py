@@ -12,8 +12,7 @@ from cuboid.checkpoint.huggingface.folder import CONFIG, ModelFolder, model_of, 
 from cuboid.checkpoint.start import PREFIX, check_weights
 from cuboid.checkpoint.weights import Weights, find_checkpoint, run_of
 from cuboid.data.store import TOKENIZER
-from cuboid.data.tokenizer import BYTES, load_tokenizer
-from cuboid.data.tokenizer_files import byte_tokenizer
+from cuboid.data.tokenizer import BYTES, byte_tokenizer, load_tokenizer
 from cuboid.errors import UserError
 from cuboid.generate.detokenizer import Words, words_of
 from cuboid.spec.model import ModelSpec

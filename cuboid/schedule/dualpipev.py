@@ -9,7 +9,7 @@ micro-batches; for fewer it is made for 2p, and `make_schedule` leaves out those
 from __future__ import annotations
 
 from cuboid.schedule.table import Action, Kind
-from cuboid.schedule.writer import RankWriter
+from cuboid.schedule.zero_bubble import RankWriter
 
 
 def dual_pipe_v(ranks: int, micro_batches: int) -> list[list[Action]]:

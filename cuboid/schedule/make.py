@@ -9,12 +9,18 @@ from functools import lru_cache
 
 from cuboid.errors import UserError
 from cuboid.schedule.dualpipev import dual_pipe_v
-from cuboid.schedule.gpipe import gpipe
-from cuboid.schedule.interleaved import interleaved
-from cuboid.schedule.one_forward_one_backward import one_forward_one_backward
+from cuboid.schedule.one_forward_one_backward import interleaved, one_forward_one_backward
 from cuboid.schedule.table import Action, Kind, Schedule
-from cuboid.schedule.zbv import zero_bubble_v
-from cuboid.schedule.zero_bubble import zero_bubble_h1
+from cuboid.schedule.zero_bubble import zero_bubble_h1, zero_bubble_v
+
+# GPipe: all forwards, then all backwards (Huang et al. 2019). Every micro-batch is in flight at the turn.
+
+
+def gpipe(ranks: int, micro_batches: int) -> list[list[Action]]:
+    return [
+        [Action(kind, rank, batch) for kind in (Kind.FORWARD, Kind.BACKWARD) for batch in range(micro_batches)]
+        for rank in range(ranks)
+    ]
 
 
 def looped_placement(ranks: int, stages_per_rank: int) -> tuple[int, ...]:

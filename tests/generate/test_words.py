@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from cuboid.data.tokenizer_files import byte_tokenizer
+from cuboid.data.tokenizer import byte_tokenizer
 from cuboid.generate.batch import Event
 from cuboid.generate.detokenizer import Reader, Words
 from cuboid.generate.prompts import Prompt

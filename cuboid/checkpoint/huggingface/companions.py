@@ -9,7 +9,7 @@ from typing import Any
 
 from cuboid.checkpoint.huggingface.folder import CONFIG, read_config, require_inside
 from cuboid.data.store import TOKENIZER
-from cuboid.data.tokenizer_files import tokenizer_files
+from cuboid.data.tokenizer import tokenizer_files
 from cuboid.spec.run import Run
 
 GENERATION = "generation_config.json"
