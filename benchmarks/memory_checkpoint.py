@@ -34,7 +34,7 @@ from cuboid.checkpoint.resume import resume
 from cuboid.checkpoint.saver import Saver
 from cuboid.launch.pool import Pool
 from cuboid.parallel.coordination import open_coordination
-from cuboid.resilience.failures import failures
+from cuboid.resilience.goodput import failures
 from cuboid.spec.run import Run, dump_run
 
 NODES = "aabb"

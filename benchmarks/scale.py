@@ -49,7 +49,7 @@ from cuboid.checkpoint.resume import look_together
 from cuboid.checkpoint.save import agree, gather_index, write
 from cuboid.checkpoint.scattered import Scattered
 from cuboid.checkpoint.staging import Staging
-from cuboid.launch import readings, rendezvous
+from cuboid.launch import rendezvous, watched
 from cuboid.launch.place import seats
 from cuboid.parallel.coordination import Coordination
 from cuboid.parallel.groups import Group, Groups, make_groups
@@ -289,7 +289,7 @@ def count_watch(ranks: int) -> Row:
         local.node = node
         own = [noted(rank) for rank in range(PER_NODE * node, PER_NODE * (node + 1))]
         here = seats(PER_NODE, PER_NODE * node, ranks, "", 0, "attempt")[0]
-        assert readings.judge_with_all(here, SECONDS)(own).culprits == (3,)
+        assert watched.judge_with_all(here, SECONDS)(own).culprits == (3,)
 
     with patch.object(rendezvous, "reach_store", lambda *_: counters[local.node]):
         row = phase("watch", ranks, shared, counters, judge)

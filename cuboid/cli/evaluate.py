@@ -77,7 +77,7 @@ def command(
         questions = read_questions(choices)
         requests = choice_requests(questions, found.words)
     else:
-        from cuboid.generate.given import read_tokens
+        from cuboid.generate.evaluation import read_tokens
 
         assert data is not None
         held = read_tokens(data, tokens, found.words, found.model.vocab)

@@ -10,9 +10,16 @@ import typer
 
 from cuboid.errors import UserError
 from cuboid.generate.detokenizer import Words
-from cuboid.generate.prompts import Prompt, Results, make_prompt, read_prompts
-from cuboid.generate.question import check_words, longest, make_requests
-from cuboid.generate.results import Texts
+from cuboid.generate.prompts import (
+    Prompt,
+    Results,
+    Texts,
+    check_words,
+    longest,
+    make_prompt,
+    make_requests,
+    read_prompts,
+)
 from cuboid.launch.generation import start_generation
 from cuboid.spec.generation import GenerationSpec, SamplingSpec, check_layout, parse_layout
 

@@ -12,10 +12,9 @@ import typer
 from cuboid.cli.given import given_options
 from cuboid.cli.output import write_output
 from cuboid.errors import UserError
-from cuboid.launch.jobs import kubernetes, skypilot, slurm, trainjob
-from cuboid.launch.jobs.grace import grace_seconds
-from cuboid.launch.jobs.job import PORT, Job, make_job, one_line
-from cuboid.launch.jobs.pod import PodOptions
+from cuboid.launch.jobs import skypilot, slurm
+from cuboid.launch.jobs.job import PORT, Job, grace_seconds, make_job, one_line
+from cuboid.launch.jobs.kubernetes import PodOptions, job_manifest, train_job_manifest
 from cuboid.spec.run import load_run
 
 Scheduler = Literal["slurm", "kubernetes", "skypilot"]
@@ -159,7 +158,7 @@ def _write(scheduler: Scheduler, job: Job, given: dict[str, Any], written_by: st
     if kind not in ("job", "trainjob"):
         raise UserError(f"kind={kind} is not known; use kind=job or kind=trainjob")
     pod = PodOptions(**given)
-    return kubernetes.manifest(job, pod, written_by) if kind == "job" else trainjob.manifest(job, pod, written_by)
+    return (job_manifest if kind == "job" else train_job_manifest)(job, pod, written_by)
 
 
 def _as_json(scheduler: Scheduler, job: Job, why: str, text: str) -> dict[str, object]:

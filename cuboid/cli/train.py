@@ -12,9 +12,8 @@ from cuboid.checkpoint.memory.folder import check_room
 from cuboid.cli.communication_table import as_rows, show
 from cuboid.data.opened import check_data
 from cuboid.errors import UserError
-from cuboid.launch.nodes import NodeOptions
-from cuboid.launch.role import take_role
-from cuboid.launch.training import check_machine
+from cuboid.launch.role import NodeOptions, take_role
+from cuboid.launch.supervisor import check_machine
 from cuboid.resilience.faults import VARIABLE, parse_faults
 from cuboid.resilience.goodput import read_spent
 from cuboid.resilience.preemption import REQUEUE

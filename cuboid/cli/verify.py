@@ -12,9 +12,9 @@ import typer
 
 from cuboid.data.opened import check_data
 from cuboid.errors import UserError
-from cuboid.launch.nodes import NodeOptions
 from cuboid.launch.once import Heard, Post, call_here, take_post
 from cuboid.launch.place import find_place, seats
+from cuboid.launch.role import NodeOptions
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model
 from cuboid.spec.python_model import PythonModelSpec

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from cuboid.checkpoint.boxes import Box
 from cuboid.checkpoint.scattered import Scattered
 from cuboid.checkpoint.start import copy_tensors, read_weights
-from cuboid.generate.cache import Cache
+from cuboid.generate.cache import Cache, CachedLatentAttention
 from cuboid.generate.joined import JoinedAttention, joined_feed_forward
-from cuboid.generate.latent import CachedLatentAttention
-from cuboid.generate.panels import PanelTable, use_kernels
+from cuboid.generate.kernels import PanelTable, use_kernels
 from cuboid.model.feed_forward import FeedForward
 from cuboid.model.initialize import initial_tensor
 from cuboid.model.mla import MultiLatentAttention

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from cuboid.console import say
+from cuboid.generate.batch import Span, Step
 from cuboid.generate.build import Stage
 from cuboid.generate.rows import StepPositions
-from cuboid.generate.step import Span, Step
 from cuboid.model.rope import PositionTable
 
 WIDTH = 256

@@ -18,10 +18,9 @@ from cuboid.errors import RankError, UserError
 from cuboid.launch.coordinator import Coordinator, Order, Rules, Status
 from cuboid.launch.coordinator_rpc import CoordinatorClient, CoordinatorServer
 from cuboid.launch.network import Endpoint, listen
-from cuboid.launch.nodes import Nodes
 from cuboid.launch.place import seats
-from cuboid.launch.supervisor import Restarts
-from cuboid.launch.training import launch, start_fork_server
+from cuboid.launch.role import Nodes
+from cuboid.launch.supervisor import Restarts, launch, start_fork_server
 from cuboid.resilience.preemption import REQUEUE, Forwarder
 from cuboid.resilience.replan import Replanner
 from cuboid.spec.layout import Layout

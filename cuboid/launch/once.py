@@ -22,11 +22,10 @@ from typing import Any
 
 from cuboid.errors import RankError, UserError
 from cuboid.launch.network import Endpoint, listen_if_host
-from cuboid.launch.nodes import NodeOptions, Nodes, find_nodes
 from cuboid.launch.place import Place, find_place, seats
 from cuboid.launch.pool import Pool, Watch
-from cuboid.launch.role import Role
-from cuboid.launch.training import check_machine
+from cuboid.launch.role import NodeOptions, Nodes, Role, find_nodes
+from cuboid.launch.supervisor import check_machine
 from cuboid.launch.watched import beside, watched, watched_by_the_first
 from cuboid.resilience.faults import arm
 from cuboid.resilience.flight import offer_record

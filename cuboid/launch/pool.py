@@ -3,14 +3,17 @@
     with Pool() as pool:
         results = pool.run("package.module:function", (argument,), ranks=8)  # calls function(rank, argument)
 
-A fork server imports torch and Cuboid once; each rank is a fork of it, so it starts in milliseconds."""
+A fork server imports torch and Cuboid once; each rank is a fork of it, so it starts in milliseconds.
+"""
 
 from __future__ import annotations
 
 import gc
 import multiprocessing
 import os
+import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -21,8 +24,24 @@ from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 from cuboid.errors import RankError, UserError
-from cuboid.launch.orphan import follow_parent
 from cuboid.launch.place import Place, seats
+
+# A rank process ends with the process that asked for it, however that one ends.
+
+
+def follow_parent() -> None:
+    """Called by a rank process as it begins. Its parent in the system is the fork server, which lives as long as any
+    rank does, so nothing else would end a rank whose launcher was killed."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches this process too; it has nothing to say about it
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+
+
+def _leave_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
 
 PRELOADED = ["cuboid.launch.preload"]
 LINGER = 2.0

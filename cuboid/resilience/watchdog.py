@@ -23,9 +23,8 @@ from cuboid.errors import HangError
 from cuboid.resilience.diagnosis import GONE, NOT_BEGUN, Diagnosis, diagnose
 from cuboid.resilience.flight import Open, Recorders, oldest_open, tell_open
 from cuboid.resilience.goodput import Attempt, note_attempt
-from cuboid.resilience.limits import Limit, Silence, limit_of_all
 from cuboid.resilience.stacks import collect_stacks, is_compiling
-from cuboid.resilience.standstill import Standstill
+from cuboid.resilience.standstill import Limit, Silence, Standstill, limit_of_all
 from cuboid.resilience.stragglers import Stragglers
 from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import CHANGES, DEVICE_PASSED, PID, SIZE, STEP, VERSION, heartbeat_path, ranks_in

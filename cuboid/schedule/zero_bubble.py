@@ -1,4 +1,4 @@
-"""Zero-bubble schedules, with the backward split into input and weight gradients: ZB-H1, and ZB-V over a V of stages."""
+"""Zero-bubble schedules, the backward split into input and weight gradients: ZB-H1, and ZB-V over a V of stages."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ import pytest
 from cuboid.data.tokenizer import byte_tokenizer
 from cuboid.generate.batch import Event
 from cuboid.generate.detokenizer import Reader, Words
-from cuboid.generate.prompts import Prompt
-from cuboid.generate.results import Text, Texts
+from cuboid.generate.prompts import Prompt, Text, Texts
 
 BYTES = Words(json.dumps(byte_tokenizer()), (256,))
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from cuboid.errors import UserError
 from cuboid.launch.backend import SHARED_GPU, count_cards, set_defaults
-from cuboid.launch.binding import Binding, bind_to
+from cuboid.launch.rank import Binding, bind_to
 from cuboid.resilience.faults import VARIABLE, arm
 from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import HEARTBEAT

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from cuboid.launch.place import Place as JobPlace
 from cuboid.launch.place import seats
-from cuboid.launch.readings import judge_with_all, stand_still_everywhere
 from cuboid.launch.rendezvous import serve_store
+from cuboid.launch.watched import judge_with_all, stand_still_everywhere
 from cuboid.resilience.diagnosis import diagnose
 from cuboid.telemetry.heartbeat_reader import Place, Reading, Waiting
 from tests.launch.ports import free_port

@@ -22,7 +22,7 @@ from cuboid.report.page import page
 from cuboid.report.source import open_source
 from cuboid.report.terminal import frame, line
 from cuboid.report.thin import POINTS
-from cuboid.resilience.failures import Failure
+from cuboid.resilience.goodput import Failure
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.model import load_model
 from cuboid.spec.ranks import groups

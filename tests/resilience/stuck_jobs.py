@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cuboid.launch.orphan import follow_parent
+from cuboid.launch.pool import follow_parent
 from cuboid.resilience.flight import offer_record
 from cuboid.resilience.stacks import offer_stack
 from cuboid.telemetry.heartbeat import DEVICE_LEFT, HEARTBEAT

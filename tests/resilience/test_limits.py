@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuboid.resilience.limits import Silence, limit_of, limit_of_all
+from cuboid.resilience.standstill import Silence, limit_of, limit_of_all
 from cuboid.spec.run import ResilienceSpec
 from cuboid.telemetry.heartbeat import Heartbeat, Phase
 from cuboid.telemetry.heartbeat_reader import Learned, Place, Reading, Waiting, read_heartbeat
