@@ -23,15 +23,14 @@ from typing import Any
 
 from checkpoint import RANKS, build, drop_from_memory, gigabyte_run, together
 
-from cuboid.checkpoint.background import BackgroundSaver
 from cuboid.checkpoint.folder import checkpoint_path
 from cuboid.checkpoint.location import locate
 from cuboid.checkpoint.memory.folder import forget, node_folder
 from cuboid.checkpoint.memory.nodes import open_memory
-from cuboid.checkpoint.memory.recall import Recall
+from cuboid.checkpoint.memory.restore import Recall
 from cuboid.checkpoint.memory.saver import MemorySaver
 from cuboid.checkpoint.resume import resume
-from cuboid.checkpoint.saver import Saver
+from cuboid.checkpoint.saver import BackgroundSaver, Saver
 from cuboid.launch.pool import Pool
 from cuboid.parallel.coordination import open_coordination
 from cuboid.resilience.goodput import failures

@@ -36,19 +36,17 @@ import torch.distributed as dist
 from counted_store import SECONDS, Counter, MemoryFiles, Store, Through
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from cuboid.checkpoint.boxes import Box
 from cuboid.checkpoint.checksum import checksum_of_bytes
-from cuboid.checkpoint.files import LocalFiles
-from cuboid.checkpoint.location import Location
+from cuboid.checkpoint.location import LocalFiles, Location
 from cuboid.checkpoint.manifest import INDEX, MANIFEST, Manifest, StoredFile, data_file
+from cuboid.checkpoint.memory.node_state import Share, share_copies, share_index, share_manifest
 from cuboid.checkpoint.memory.nodes import join_nodes
-from cuboid.checkpoint.memory.recall import Recall
-from cuboid.checkpoint.memory.shares import Share, share_copies, share_index, share_manifest
+from cuboid.checkpoint.memory.restore import Recall
 from cuboid.checkpoint.parts import Wishes
 from cuboid.checkpoint.resume import look_together
 from cuboid.checkpoint.save import agree, gather_index, write
-from cuboid.checkpoint.scattered import Scattered
-from cuboid.checkpoint.staging import Staging
+from cuboid.checkpoint.shards import Box, Scattered
+from cuboid.checkpoint.storage import Staging
 from cuboid.launch import rendezvous, watched
 from cuboid.launch.place import seats
 from cuboid.parallel.coordination import Coordination

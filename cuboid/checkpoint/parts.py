@@ -10,7 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from cuboid.checkpoint.scattered import Scattered
+from cuboid.checkpoint.shards import Scattered
 from cuboid.parallel.coordination import Coordination
 
 Index = dict[str, Any]

@@ -6,16 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from cuboid.checkpoint.folder import checkpoints, step_of, sweep
-from cuboid.checkpoint.generators import generators
-from cuboid.checkpoint.index import check_index
 from cuboid.checkpoint.location import Location, locate
 from cuboid.checkpoint.manifest import INDEX, Manifest, Place, StoredFile
 from cuboid.checkpoint.memory.copies import Generation
-from cuboid.checkpoint.memory.recall import Lost, Recall
+from cuboid.checkpoint.memory.restore import Lost, Recall
 from cuboid.checkpoint.parts import Wishes
 from cuboid.checkpoint.save import Damaged, agree, load
-from cuboid.checkpoint.state import Moments, state_to_load
-from cuboid.checkpoint.verify import check_file, verify
+from cuboid.checkpoint.state import Moments, generators, state_to_load
+from cuboid.checkpoint.verify import check_file, check_index, verify
 from cuboid.console import say
 from cuboid.data.opened import data_identity
 from cuboid.errors import UserError

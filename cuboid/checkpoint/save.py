@@ -6,14 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cuboid.checkpoint.folder import checkpoint_path
-from cuboid.checkpoint.generators import generators, restore_generators
 from cuboid.checkpoint.location import Location
 from cuboid.checkpoint.manifest import Manifest, Place, StoredFile, data_file, read_manifest
-from cuboid.checkpoint.reader import Reader
-from cuboid.checkpoint.scattered import Scattered
-from cuboid.checkpoint.staging import Staging
-from cuboid.checkpoint.state import Moments, state_to_load, state_to_save
-from cuboid.checkpoint.writer import Writer, index_part, whole_index
+from cuboid.checkpoint.shards import Scattered
+from cuboid.checkpoint.state import Moments, generators, restore_generators, state_to_load, state_to_save
+from cuboid.checkpoint.storage import Reader, Staging, Writer, index_part, whole_index
 from cuboid.data.opened import data_identity
 from cuboid.parallel.coordination import Coordination, open_coordination
 from cuboid.parallel.parallelize import Engine

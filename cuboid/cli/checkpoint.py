@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from cuboid.checkpoint.checksum import Watch
-from cuboid.checkpoint.copy import copy
-from cuboid.checkpoint.folder import newest_whole, superfluous, withdraw
+from cuboid.checkpoint.folder import copy, newest_whole, superfluous, withdraw
 from cuboid.checkpoint.location import Location, locate
 from cuboid.checkpoint.look import Description, Summary, describe, find, held_bytes, summarize
 from cuboid.checkpoint.manifest import Damage

@@ -9,8 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from cuboid.checkpoint.huggingface.export import SHARD_SIZE, export_model
-from cuboid.checkpoint.huggingface.shards import DTYPES
+from cuboid.checkpoint.huggingface.export import DTYPES, SHARD_SIZE, export_model
 from cuboid.errors import UserError
 from cuboid.spec.suggest import either
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from cuboid.checkpoint.huggingface.folder import ModelFolder, model_of
-from cuboid.checkpoint.start import PREFIX, check_weights
+from cuboid.checkpoint.weights import PREFIX, check_weights
 from cuboid.cli.output import write_output
 from cuboid.errors import UserError
 from cuboid.spec.load import dump_model

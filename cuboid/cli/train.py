@@ -136,7 +136,7 @@ def _check_start(run: Run, overwrite: bool) -> list[str]:
         prompts_of(run)
     if not run.training.start_from:
         return []
-    from cuboid.checkpoint.start import check_start  # here, because it brings torch, for which others need not wait
+    from cuboid.checkpoint.weights import check_start  # here, because it brings torch, for which others need not wait
 
     return check_start(run, checkpoint_folder(run), overwrite)
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from cuboid.checkpoint.boxes import Box
-from cuboid.checkpoint.scattered import Scattered
-from cuboid.checkpoint.start import copy_tensors, read_weights
+from cuboid.checkpoint.shards import Box, Scattered
+from cuboid.checkpoint.weights import copy_tensors, read_weights
 from cuboid.generate.cache import Cache, CachedLatentAttention
 from cuboid.generate.joined import JoinedAttention, joined_feed_forward
 from cuboid.generate.kernels import PanelTable, use_kernels

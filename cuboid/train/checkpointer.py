@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cuboid.checkpoint.background import SaveReport
 from cuboid.checkpoint.memory.nodes import open_memory
-from cuboid.checkpoint.memory.recall import Recall
+from cuboid.checkpoint.memory.restore import Recall
 from cuboid.checkpoint.memory.saver import MemorySaver
 from cuboid.checkpoint.resume import begin_anew, resume
-from cuboid.checkpoint.saver import Saver
-from cuboid.checkpoint.start import start
+from cuboid.checkpoint.saver import Saver, SaveReport
+from cuboid.checkpoint.weights import start
 from cuboid.console import say
 from cuboid.parallel.coordination import open_coordination
 from cuboid.parallel.parallelize import Engine, draw_weights

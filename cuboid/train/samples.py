@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from cuboid.checkpoint.huggingface.companions import companions
+from cuboid.checkpoint.huggingface.folder import companions
 from cuboid.console import say
 from cuboid.errors import UserError
 from cuboid.generate.batch import Event

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from cuboid.checkpoint.save import load
-from cuboid.checkpoint.start import start
+from cuboid.checkpoint.weights import start
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.parallel.collectives import start_all_gather

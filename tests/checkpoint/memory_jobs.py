@@ -14,13 +14,12 @@ from unittest.mock import patch
 
 import torch
 
-from cuboid.checkpoint.background import SaveReport
+from cuboid.checkpoint.memory.node_state import Slot
 from cuboid.checkpoint.memory.nodes import open_memory
-from cuboid.checkpoint.memory.recall import Recall
+from cuboid.checkpoint.memory.restore import Recall
 from cuboid.checkpoint.memory.saver import MemorySaver
-from cuboid.checkpoint.memory.slot import Slot
 from cuboid.checkpoint.resume import resume
-from cuboid.checkpoint.saver import Saver
+from cuboid.checkpoint.saver import Saver, SaveReport
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.parallel.coordination import open_coordination

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
-from cuboid.checkpoint.boxes import boxes_of_piece, boxes_of_range
+from cuboid.checkpoint.shards import boxes_of_piece, boxes_of_range
 from cuboid.spec.sharding import Part, Slice
 
 SHAPES = some.lists(some.integers(1, 6), min_size=1, max_size=3).map(tuple)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from cuboid.checkpoint.background import BackgroundSaver
 from cuboid.checkpoint.checksum import FAST, PLAIN, checksum_of_bytes, kind_here
 from cuboid.checkpoint.folder import checkpoints, step_of
 from cuboid.checkpoint.manifest import Manifest, StoredFile
-from cuboid.checkpoint.memory.nodes import Memory
-from cuboid.checkpoint.memory.pairs import Pairs
-from cuboid.checkpoint.memory.shares import share_copies, share_index, share_manifest
-from cuboid.checkpoint.memory.slot import Slot, chunks
+from cuboid.checkpoint.memory.node_state import Slot, chunks, share_copies, share_index, share_manifest
+from cuboid.checkpoint.memory.nodes import Memory, Pairs
 from cuboid.checkpoint.save import GivenUp, kept_state
-from cuboid.checkpoint.staging import Staging, as_bytes, staged_bytes
+from cuboid.checkpoint.saver import BackgroundSaver
 from cuboid.checkpoint.state import Moments
+from cuboid.checkpoint.storage import Staging, as_bytes, staged_bytes
 from cuboid.console import say
 from cuboid.errors import UserError
 from cuboid.parallel.coordination import open_coordination

@@ -1,4 +1,4 @@
-"""A run of elements of a flattened tensor as boxes of the whole tensor, which is what a checkpoint stores.
+"""Sharded tensors: a run of elements of a flattened tensor as boxes of the full one, which is what a checkpoint stores.
 
 >>> boxes_of_range((3, 4), 2, 9)
 [Box(offsets=(0, 2), lengths=(1, 2), start=2), Box(offsets=(1, 0), lengths=(1, 4), start=4), \
@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import prod
+
+import torch
+from torch import Tensor
 
 from cuboid.spec.sharding import Part
 
@@ -63,3 +66,15 @@ def boxes_of_piece(part: Part, start: int, stop: int) -> list[tuple[Box, int]]:
         )
         result.append((Box(offsets, box.lengths, box.start), box.start - start))
     return result
+
+
+@dataclass(frozen=True)
+class Scattered:
+    """A full tensor of which this rank holds some boxes, to be saved or filled."""
+
+    full_shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: tuple[tuple[Box, Tensor], ...]
+    """Each box with its values, a view of what the rank really holds, so that loading fills it in place."""
+    near: tuple[Tensor, ...] = ()
+    """Of halved values: `boxes` hold the rest, these what it is the rest of. Such can be saved, not filled."""
