@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cuboid.cli.output import write_output
+from cuboid.cli.options import write_output
 from cuboid.errors import UserError
 from cuboid.plan.export.targets import export
 from cuboid.plan.plan import load_plan

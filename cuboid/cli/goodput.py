@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from cuboid.cli.output import write_output
+from cuboid.cli.options import write_output
 from cuboid.cost.effective_time import (
     HOUR,
     PUBLISHED,

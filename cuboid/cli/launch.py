@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from cuboid.cli.given import given_options
-from cuboid.cli.output import write_output
+from cuboid.cli.options import given_options, write_output
 from cuboid.errors import UserError
 from cuboid.launch.jobs import skypilot, slurm
 from cuboid.launch.jobs.job import PORT, Job, grace_seconds, make_job, one_line

@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from cuboid.cli.given import given_options
-from cuboid.cli.output import check_output, write_output
+from cuboid.cli.options import check_output, given_options, write_output
 from cuboid.errors import UserError
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.run import Run, build_run

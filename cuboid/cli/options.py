@@ -1,11 +1,25 @@
-"""Where a verb's text goes when the user names a file."""
+"""What commands have in common: which options the user has given, and the file that `--output` names."""
+
+from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
+
+import typer
 
 from cuboid.errors import UserError
+
+
+def given_options(context: typer.Context) -> dict[str, Any]:
+    """Name -> value of those on the command line, and not by default."""
+    return {
+        option: value
+        for option, value in context.params.items()
+        if getattr(context.get_parameter_source(option), "name", "") == "COMMANDLINE"
+    }
 
 
 def check_output(output: Path) -> None:
