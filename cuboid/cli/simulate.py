@@ -10,9 +10,8 @@ from cuboid.plan.picture import svg
 from cuboid.plan.plan import Plan, load_plan
 from cuboid.plan.refine import stage_seconds
 from cuboid.plan.trace import chrome_trace
-from cuboid.schedule.draw import draw
 from cuboid.schedule.make import make_schedule
-from cuboid.schedule.simulate import Timeline, simulate
+from cuboid.schedule.simulate import Timeline, draw, simulate
 
 
 def command(

@@ -28,7 +28,7 @@ from cuboid.launch.role import NodeOptions, Nodes, Role, find_nodes
 from cuboid.launch.supervisor import check_machine
 from cuboid.launch.watched import beside, watched, watched_by_the_first
 from cuboid.resilience.faults import arm
-from cuboid.resilience.flight import offer_record
+from cuboid.resilience.hang_dumps import offer_record
 from cuboid.spec.run import Run, dump_run
 from cuboid.telemetry.heartbeat import HEARTBEAT
 

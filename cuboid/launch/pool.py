@@ -94,7 +94,7 @@ def _serve(connection: Connection) -> None:
     from cuboid.launch.watched import show
     from cuboid.parallel.device import choose_device
     from cuboid.resilience.faults import arm
-    from cuboid.resilience.flight import offer_record
+    from cuboid.resilience.hang_dumps import offer_record
     from cuboid.telemetry.heartbeat import HEARTBEAT
     from cuboid.train.device_progress import device_progress
 

@@ -25,7 +25,7 @@ from cuboid.launch.watched import attempt, show, watched_by_the_first
 from cuboid.parallel.device import choose_device
 from cuboid.resilience.diagnosis import spans
 from cuboid.resilience.faults import arm
-from cuboid.resilience.flight import offer_record
+from cuboid.resilience.hang_dumps import offer_record
 from cuboid.resilience.preemption import Listener
 from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import HEARTBEAT

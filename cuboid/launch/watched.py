@@ -15,7 +15,7 @@ from pathlib import Path
 from cuboid.errors import RankError
 from cuboid.launch.place import Place
 from cuboid.resilience.diagnosis import Diagnosis, diagnose
-from cuboid.resilience.stacks import offer_stack
+from cuboid.resilience.hang_dumps import offer_stack
 from cuboid.resilience.watchdog import Watchdog, shared_folder
 from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import HEARTBEAT

@@ -21,9 +21,8 @@ import psutil
 
 from cuboid.errors import HangError
 from cuboid.resilience.diagnosis import GONE, NOT_BEGUN, Diagnosis, diagnose
-from cuboid.resilience.flight import Open, Recorders, oldest_open, tell_open
 from cuboid.resilience.goodput import Attempt, note_attempt
-from cuboid.resilience.stacks import collect_stacks, is_compiling
+from cuboid.resilience.hang_dumps import Open, Recorders, collect_stacks, is_compiling, oldest_open, tell_open
 from cuboid.resilience.standstill import Limit, Silence, Standstill, limit_of_all
 from cuboid.resilience.stragglers import Stragglers
 from cuboid.spec.run import Run

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from cuboid.launch.pool import follow_parent
-from cuboid.resilience.flight import offer_record
-from cuboid.resilience.stacks import offer_stack
+from cuboid.resilience.hang_dumps import offer_record, offer_stack
 from cuboid.telemetry.heartbeat import DEVICE_LEFT, HEARTBEAT
 
 

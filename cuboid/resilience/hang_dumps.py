@@ -1,15 +1,13 @@
-"""PyTorch's flight recorder: the latest collectives of each rank over NCCL, kept in the run's folder when it hangs.
-
-A rank makes a pipe, and writes its record when something is written to that: also while its main thread hangs, and
-before anything is ended. `torchfrtrace --prefix flight- RUN/hang-00001` (`python -m
-torch.distributed.flight_recorder.fr_trace`) compares the records of all ranks."""
+"""What is kept of ranks that hang: the stacks of each, and the latest collectives of NCCL's flight recorder."""
 
 from __future__ import annotations
 
 import ast
+import faulthandler
 import os
 import pickle
 import shutil
+import signal
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,14 +15,95 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cuboid.resilience.diagnosis import STOPPED, spans
+from cuboid.resilience.diagnosis import STOPPED, spans, where
 from cuboid.telemetry.heartbeat_reader import Reading
 
-NAME = "flight-"
+# The stacks of ranks that hang: each writes its own when it is sent a signal, also from within a C function.
+
+
+SIGNAL = signal.SIGUSR2
+STACK_PATIENCE = 3.0
+"""Seconds in which ranks write their stacks."""
+SETTLED = 0.2
+"""Seconds after which a file that did not grow is whole."""
+
+
+def stack_path(folder: str | Path, rank: int) -> Path:
+    return Path(folder) / f"stack-{rank:05d}.txt"
+
+
+def offer_stack(folder: str | Path, rank: int) -> None:
+    """Called by a rank as it begins."""
+    file = stack_path(folder, rank).open("w")
+    faulthandler.register(SIGNAL, file=file, all_threads=True, chain=False)
+
+
+COMPILING = ("_dynamo/convert_frame.py", "in compile_fx_inner", "_inductor/async_compile.py", "/triton/compiler/")
+"""What stands in a stack while PyTorch compiles, and not while what it compiled runs."""
+
+
+def is_compiling(reading: Reading, folder: str | Path) -> bool:
+    """Whether a thread of this rank compiles just now."""
+    path = stack_path(folder, reading.rank)
+    before = _size(path)
+    _ask_for_stacks([reading], folder)
+    stacks = path.read_bytes()[before:].decode(errors="replace") if path.exists() else ""
+    return any(mark in stacks for mark in COMPILING)
+
+
+def collect_stacks(readings: Sequence[Reading], folder: str | Path, target: Path) -> None:
+    """One text per rank in `target`: what it noted last, its process, and the stacks of all its threads."""
+    _ask_for_stacks([reading for reading in readings if reading.pid and reading.state not in STOPPED], folder)
+    for reading in readings:
+        path = stack_path(folder, reading.rank)
+        stacks = path.read_text() if path.exists() else ""
+        text = f"rank {reading.rank}, process {reading.pid}: {where(reading)}\n{_process(reading)}\n\n{stacks}"
+        (target / f"rank-{reading.rank:05d}.txt").write_text(text)
+
+
+def _ask_for_stacks(readings: Sequence[Reading], folder: str | Path) -> None:
+    """Returns when all have written their stacks and no file grows, or nobody waits any longer."""
+    paths = [stack_path(folder, reading.rank) for reading in readings]
+    written = [_size(path) for path in paths]
+    for reading in readings:
+        with suppress(ProcessLookupError):
+            os.kill(reading.pid, SIGNAL)
+    until = time.monotonic() + STACK_PATIENCE
+    sizes: list[int] = []
+    while time.monotonic() < until:
+        before, sizes = sizes, [_size(path) for path in paths]
+        if sizes == before and all(now > then for now, then in zip(sizes, written, strict=True)):
+            return
+        time.sleep(SETTLED)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _process(reading: Reading) -> str:
+    """What the kernel tells of a process; of a stopped one there is no more."""
+    lines = [f"state {reading.state or 'gone'}"]
+    for name in ("wchan", "syscall"):
+        with suppress(OSError):
+            lines.append(f"{name} {Path(f'/proc/{reading.pid}/{name}').read_text().strip()}")
+    if reading.state in STOPPED:
+        lines.append("it is stopped and cannot write its stacks")
+    return "\n".join(lines)
+
+
+# PyTorch's flight recorder: the latest collectives of each rank over NCCL, kept in the run's folder when it hangs.
+#
+# A rank makes a pipe, and writes its record when something is written to that: also while its main thread hangs, and
+# before anything is ended. `torchfrtrace --prefix flight- RUN/hang-00001` (`python -m
+# torch.distributed.flight_recorder.fr_trace`) compares the records of all ranks.
+
+
+RECORD_NAME = "flight-"
 """What the names of records and pipes begin with; the rank follows."""
-PATIENCE = 6.0
+RECORD_PATIENCE = 6.0
 """Seconds in which ranks write their records: they look at their pipes once a second."""
-FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+RECORD_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 """Each variable has a newer and an older name, of which PyTorch takes the newer."""
 ENTRIES = "2000"
@@ -33,11 +112,11 @@ ENTRIES = "2000"
 def offer_record(folder: str | Path, heartbeats: str | Path | None, torch_version: str) -> None:
     """Called by a rank before it makes its first group. What the user has set stays. `heartbeats`: where the supervisor
     looks for the pipes; None: nobody does, and PyTorch writes the record only when a collective times out."""
-    if not any(name in os.environ for name in FILES):
-        os.environ[FILES[0]] = str(Path(folder).absolute() / NAME)
+    if not any(name in os.environ for name in RECORD_FILES):
+        os.environ[RECORD_FILES[0]] = str(Path(folder).absolute() / RECORD_NAME)
     os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")  # else it looks at the pipe every few minutes
     if heartbeats is not None:
-        os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", str(Path(heartbeats) / NAME))
+        os.environ.setdefault("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", str(Path(heartbeats) / RECORD_NAME))
     # From 2.13 on it records by itself; before, the pipe is made only under this older name.
     if tuple(int(part) for part in torch_version.split(".")[:2]) < (2, 13):
         os.environ.setdefault(SIZES[1], os.environ.get(SIZES[0], ENTRIES))
@@ -48,15 +127,15 @@ class Recorders:
 
     def __init__(self, readings: Sequence[Reading], folder: Path, heartbeats: Path) -> None:
         """Asks every rank that has a pipe to write its record."""
-        chosen = next((os.environ[name] for name in FILES if name in os.environ), "")
+        chosen = next((os.environ[name] for name in RECORD_FILES if name in os.environ), "")
         self._moves = not chosen
-        self._prefix = chosen or str(folder.absolute() / NAME)
-        pipes = os.environ.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", str(heartbeats / NAME))
+        self._prefix = chosen or str(folder.absolute() / RECORD_NAME)
+        pipes = os.environ.get("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", str(heartbeats / RECORD_NAME))
         known = {reading.rank: _changed(self._path(reading.rank)) for reading in readings}
         self._asked = {
             reading.rank: known[reading.rank]
             for reading in readings
-            if reading.state not in STOPPED and _ask(Path(f"{pipes}{reading.rank}.pipe"))
+            if reading.state not in STOPPED and _ask_for_record(Path(f"{pipes}{reading.rank}.pipe"))
         }
         """Rank -> when a record that was there before was written, or 0."""
 
@@ -68,7 +147,7 @@ class Recorders:
         are moved to `target`."""
         found: dict[int, Path] = {}
         sizes: dict[int, int] = {}
-        until = time.monotonic() + (PATIENCE if self._asked else 0)
+        until = time.monotonic() + (RECORD_PATIENCE if self._asked else 0)
         while len(found) < len(self._asked) and time.monotonic() < until:
             for rank, old in self._asked.items():
                 path = self._path(rank)
@@ -87,7 +166,7 @@ def _changed(path: Path) -> int:
     return path.stat().st_mtime_ns if path.exists() else 0
 
 
-def _ask(pipe: Path) -> bool:
+def _ask_for_record(pipe: Path) -> bool:
     with suppress(OSError):  # there is none over gloo, or nobody reads it any more
         handle = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
         try:
