@@ -1,4 +1,4 @@
-"""Go on where a run stopped: the newest state that verifies, in memory or on disk, into whatever layout it has now."""
+"""Resume where a run stopped: the newest state that verifies, in memory or on disk, into whatever layout it has now."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ def resume(
         try:
             if isinstance(source, Location):
                 found, where = source, ""
-                manifest, whole, share = look_together(source, group)
+                manifest, whole, to_check = look_together(source, group)
                 if manifest.step >= steps:
-                    agree(_damage(found, share), group)
+                    agree(_damage(found, to_check), group)
                 else:
                     index = wishes.part(whole)
             else:
                 assert recall is not None
                 brought = recall.bring(source, wishes, str(engine.run.layout))
                 _require_same_data(engine, brought.manifest, group)
-                found, manifest, index, share = brought.folder, brought.manifest, brought.index, None
+                found, manifest, index, to_check = brought.folder, brought.manifest, brought.index, None
                 where = f" in memory ({brought.sent})" if brought.sent else " in memory"
             if manifest.step < steps:
                 spoiled = True
-                load(engine, optimizer, found, group, manifest, index, share)
+                load(engine, optimizer, found, group, manifest, index, to_check)
         except (Lost, Damaged) as error:
             if speaks:
                 say(str(error), as_warning=True)
@@ -109,26 +109,26 @@ def look_together(checkpoint: Location, group: Coordination) -> tuple[Manifest, 
     (on rank 0), and the files whose contents this rank answers for; where the layout is the one that wrote them, its
     own. Or `Damaged`."""
     manifest, reason, index = None, "", dict[str, Any]()
-    shares: list[dict[str, StoredFile]] = []
+    to_check_by_rank: list[dict[str, StoredFile]] = []
     if group.rank == 0:
         try:
             manifest = verify(checkpoint, contents=False)
             check_file(checkpoint, INDEX, manifest.files[INDEX])
             index = check_index(checkpoint, manifest.files)
             files = [(name, file) for name, file in manifest.files.items() if name != INDEX]
-            shares = [dict(files[rank :: group.size]) for rank in range(group.size)]
+            to_check_by_rank = [dict(files[rank :: group.size]) for rank in range(group.size)]
             manifest = replace(manifest, files={})
         except UserError as error:
             manifest, reason = None, str(error)
     manifest, reason = group.broadcast((manifest, reason))
     if manifest is None:
         raise Damaged(reason)
-    return manifest, index, group.scatter(shares)
+    return manifest, index, group.scatter(to_check_by_rank)
 
 
-def _damage(checkpoint: Location, share: dict[str, StoredFile]) -> str:
+def _damage(checkpoint: Location, to_check: dict[str, StoredFile]) -> str:
     try:
-        for name, file in share.items():
+        for name, file in to_check.items():
             HEARTBEAT.do("reading")
             check_file(checkpoint, name, file)
     except UserError as error:

@@ -34,7 +34,7 @@ from cuboid.checkpoint.checksum import (
 from cuboid.checkpoint.folder import withdraw
 from cuboid.checkpoint.location import Location, locate
 from cuboid.checkpoint.manifest import INDEX, MANIFEST, Damage, Manifest, Place, StoredFile, data_file
-from cuboid.checkpoint.shards import Box, Scattered
+from cuboid.checkpoint.shards import ShardedTensor, TensorSlice
 from cuboid.checkpoint.state import KINDS
 from cuboid.checkpoint.verify import MISMATCH, check_file, check_index
 from cuboid.kernels.split_master_weights import join_halves
@@ -54,12 +54,14 @@ def as_bytes(tensor: Tensor) -> memoryview:
     return memoryview(content)
 
 
-def staged_bytes(state: dict[str, Scattered]) -> int:
-    return sum(_aligned(box.size * held.dtype.itemsize) for held in state.values() for box, _ in held.boxes)
+def staged_bytes(state: dict[str, ShardedTensor]) -> int:
+    return sum(
+        _aligned(tensor_slice.size * held.dtype.itemsize) for held in state.values() for tensor_slice, _ in held.slices
+    )
 
 
 class Staging:
-    def __init__(self, state: dict[str, Scattered], device: torch.device, memory: Tensor | None = None) -> None:
+    def __init__(self, state: dict[str, ShardedTensor], device: torch.device, memory: Tensor | None = None) -> None:
         """`memory`: as many bytes as the state needs; default: its own."""
         self._on_gpu = device.type == "cuda"
         if memory is None:
@@ -74,43 +76,43 @@ class Staging:
         self._stream: Any = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
         self._copied: Any = torch.cuda.Event() if self._on_gpu else None  # type: ignore[no-untyped-call]
 
-    def _lay_out(self, state: dict[str, Scattered]) -> dict[str, Scattered]:
-        laid_out: dict[str, Scattered] = {}
+    def _lay_out(self, state: dict[str, ShardedTensor]) -> dict[str, ShardedTensor]:
+        laid_out: dict[str, ShardedTensor] = {}
         position = 0
         for name, held in state.items():
-            boxes = []
-            for box, values in held.boxes:
-                size = box.size * held.dtype.itemsize
+            slices = []
+            for tensor_slice, values in held.slices:
+                size = tensor_slice.size * held.dtype.itemsize
                 here = self._memory[position : position + size].view(held.dtype).view(values.shape)
-                boxes.append((box, here))
+                slices.append((tensor_slice, here))
                 position += _aligned(size)
-            laid_out[name] = Scattered(held.full_shape, held.dtype, tuple(boxes))
+            laid_out[name] = ShardedTensor(held.full_shape, held.dtype, tuple(slices))
         return laid_out
 
     def position_of(self, values: Tensor) -> int:
         """Where a staged tensor lies in the file."""
         return values.data_ptr() - self._memory.data_ptr()
 
-    def fill(self, state: dict[str, Scattered]) -> None:
+    def fill(self, state: dict[str, ShardedTensor]) -> None:
         """Copy, or on a GPU begin to copy: `wait` before anything of it changes."""
         if self._stream is None:
             self._copy(state)
             return
         assert self._thread is not None
         self._stream.wait_stream(torch.cuda.current_stream())
-        away = {name: held for name, held in state.items() if not any(values.is_cuda for _, values in held.boxes)}
+        away = {name: held for name, held in state.items() if not any(values.is_cuda for _, values in held.slices)}
         with torch.cuda.stream(self._stream):
             self._copy({name: held for name, held in state.items() if name not in away})
             self._copied.record()
         self._copying = self._thread.submit(self._copy_on_stream, away)
 
-    def _copy_on_stream(self, state: dict[str, Scattered]) -> None:
+    def _copy_on_stream(self, state: dict[str, ShardedTensor]) -> None:
         with torch.cuda.stream(self._stream):
             self._copy(state)
 
-    def _copy(self, state: dict[str, Scattered]) -> None:
+    def _copy(self, state: dict[str, ShardedTensor]) -> None:
         for name, held in state.items():
-            for number, ((_, here), (_, values)) in enumerate(zip(self.state[name].boxes, held.boxes, strict=True)):
+            for number, ((_, here), (_, values)) in enumerate(zip(self.state[name].slices, held.slices, strict=True)):
                 whole = join_halves(held.near[number].to(values.device), values) if held.near else values
                 here.copy_(whole, non_blocking=values.is_cuda)
 
@@ -145,19 +147,19 @@ class Wanted:
     """As it was written."""
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
-    """The box inside the chunk."""
+    """The slice inside the chunk."""
     target: Tensor
     """What it fills."""
 
 
 class Reader:
     def __init__(
-        self, folder: Place, index: dict[str, Any] | None = None, share: Mapping[str, StoredFile] | None = None
+        self, folder: Place, index: dict[str, Any] | None = None, to_check: Mapping[str, StoredFile] | None = None
     ) -> None:
-        """`index`: of this folder, checked already. `share`: files to compare with their checksums by the way; what is
-        wrong is then in `damage`, which is to be looked at."""
+        """`index`: of this folder, checked already. `to_check`: files to compare with their checksums by the way; what
+        is wrong is then in `damage`, which is to be looked at."""
         self._folder = locate(folder)
-        self._share = share
+        self._to_check = to_check
         self.damage: Damage | None = None
         self.index = check_index(self._folder) if index is None else index
         self.names = self.index.keys()
@@ -170,29 +172,29 @@ class Reader:
                 reason = "lacks" if held is None else f"has {'×'.join(map(str, held))} elements in"
                 raise Damage(self._folder, INDEX, f"{reason} {name}, which needs {'×'.join(map(str, shape))}")
 
-    def fill(self, state: Mapping[str, Scattered]) -> None:
-        """Every box of these tensors, from all chunks that hold something of it."""
+    def fill(self, state: Mapping[str, ShardedTensor]) -> None:
+        """Every slice of these tensors, from all chunks that hold something of it."""
         self.require({name: held.full_shape for name, held in state.items()})
-        files: dict[str, list[Wanted]] = {name: [] for name in self._share or ()}
+        files: dict[str, list[Wanted]] = {name: [] for name in self._to_check or ()}
         for name, held in state.items():
             for chunk in self.index[name]["chunks"]:
-                for box, values in held.boxes:
-                    if wanted := _overlap(box, values, chunk, DTYPES[self.index[name]["dtype"]]):
+                for tensor_slice, values in held.slices:
+                    if wanted := _overlap(tensor_slice, values, chunk, DTYPES[self.index[name]["dtype"]]):
                         files.setdefault(chunk["file"], []).append(wanted)
         for file, of_file in files.items():
             try:
                 self._read_file(file, sorted(of_file, key=lambda each: each.start))
             except (Damage, OSError) as error:
-                if self._share is None:
+                if self._to_check is None:
                     raise
                 # A disk that fails is damage too: an older checkpoint may lie on good ground.
                 unread = Damage(self._folder, file, f"cannot be read ({error})")
                 self.damage = error if isinstance(error, Damage) else unread
 
     def _read_file(self, file: str, wanted: list[Wanted]) -> None:
-        """A file of the share is read once where all of it is wanted, as where the layout is the one that wrote it."""
+        """A file to check is read once where all of it is wanted, as where the layout is the one that wrote it."""
         HEARTBEAT.do("reading")
-        expected, digest, reached = (self._share or {}).get(file), None, 0
+        expected, digest, reached = (self._to_check or {}).get(file), None, 0
         if expected is not None:
             if self._all_of(wanted, expected.bytes):
                 digest = new_digest(kind_of(expected.checksum))
@@ -202,7 +204,7 @@ class Reader:
         for each in wanted:
             if digest is not None:
                 self._read_bytes(file, reached, memoryview(bytearray(each.start - reached)), digest)
-            reached = each.start + self._read_box(file, each, digest)
+            reached = each.start + self._read_slice(file, each, digest)
             HEARTBEAT.do("reading")
         if expected is not None and digest is not None:
             self._read_bytes(file, reached, memoryview(bytearray(expected.bytes - reached)), digest)
@@ -218,8 +220,8 @@ class Reader:
             reached = each.start + prod(each.chunk) * each.dtype.itemsize
         return size - reached < ALIGNMENT
 
-    def _read_box(self, file: str, wanted: Wanted, digest: Digest | None) -> int:
-        """Reads the rows the box lies in; straight into it where it is made of whole rows. Returns their bytes."""
+    def _read_slice(self, file: str, wanted: Wanted, digest: Digest | None) -> int:
+        """Reads the rows the slice lies in; straight into it where it is made of whole rows. Returns their bytes."""
         chunk, lengths, dtype, target = wanted.chunk, wanted.lengths, wanted.dtype, wanted.target
         position = wanted.start + wanted.offsets[0] * prod(chunk[1:]) * dtype.itemsize
         whole_rows = lengths[1:] == chunk[1:]
@@ -244,39 +246,39 @@ class Reader:
                 digest.update(part)
 
 
-def _overlap(box: Box, values: Tensor, chunk: Mapping[str, Any], dtype: torch.dtype) -> Wanted | None:
-    """What a box of this rank and a stored chunk have in common; `values`: those of the box. None: nothing."""
-    pairs = list(zip(box.offsets, chunk["offsets"], strict=True))
+def _overlap(tensor_slice: TensorSlice, values: Tensor, chunk: Mapping[str, Any], dtype: torch.dtype) -> Wanted | None:
+    """What a slice of this rank and a stored chunk have in common; `values`: those of the slice. None: nothing."""
+    pairs = list(zip(tensor_slice.offsets, chunk["offsets"], strict=True))
     begins = [max(pair) for pair in pairs]
     ends = [
         min(own + length, stored + stored_length)
-        for (own, stored), length, stored_length in zip(pairs, box.lengths, chunk["lengths"], strict=True)
+        for (own, stored), length, stored_length in zip(pairs, tensor_slice.lengths, chunk["lengths"], strict=True)
     ]
     lengths = tuple(end - begin for begin, end in zip(begins, ends, strict=True))
     if min(lengths) <= 0:
         return None
     values = values.detach()
     for dimension, length in enumerate(lengths):
-        values = values.narrow(dimension, begins[dimension] - box.offsets[dimension], length)
+        values = values.narrow(dimension, begins[dimension] - tensor_slice.offsets[dimension], length)
     offsets = tuple(begin - stored for begin, (_, stored) in zip(begins, pairs, strict=True))
     return Wanted(chunk["position"], tuple(chunk["lengths"]), dtype, offsets, lengths, values)
 
 
-# The tensors of a checkpoint put together in one process, to be looked at.
+# The tensors of a checkpoint consolidated in one process, to be looked at.
 
 
 def whole_tensors(checkpoint: Place) -> dict[str, Tensor]:
     """By the names of the index: `parameter/…`, `exp_avg/…`, `exp_avg_sq/…`."""
     reader = Reader(checkpoint)
-    state: dict[str, Scattered] = {}
+    state: dict[str, ShardedTensor] = {}
     for name, entry in reader.index.items():
         if name.partition("/")[0] not in KINDS:  # random generators are a rank's, not the model's
             continue
         shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
-        whole = Box((0,) * len(shape), shape, 0)
-        state[name] = Scattered(shape, dtype, ((whole, torch.full(shape, float("nan"), dtype=dtype)),))
+        whole = TensorSlice((0,) * len(shape), shape, 0)
+        state[name] = ShardedTensor(shape, dtype, ((whole, torch.full(shape, float("nan"), dtype=dtype)),))
     reader.fill(state)
-    return {name: held.boxes[0][1] for name, held in state.items()}
+    return {name: held.slices[0][1] for name, held in state.items()}
 
 
 CHUNK = 16 << 20
@@ -284,7 +286,7 @@ CHUNK = 16 << 20
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 IndexPart = dict[str, tuple[str, str]]
-"""Name -> the beginning of its entry in the index, and this rank's chunks: JSON that needs only to be put together."""
+"""Name -> the beginning of its entry in the index, and this rank's chunks: JSON that needs only to be concatenated."""
 
 
 def index_part(staging: Staging, rank: int) -> IndexPart:
@@ -293,13 +295,13 @@ def index_part(staging: Staging, rank: int) -> IndexPart:
     for name, held in staging.state.items():
         chunks = [
             {
-                "offsets": list(box.offsets),
-                "lengths": list(box.lengths),
+                "offsets": list(tensor_slice.offsets),
+                "lengths": list(tensor_slice.lengths),
                 "file": data_file(rank),
                 "position": staging.position_of(values),
                 "bytes": values.nbytes,
             }
-            for box, values in held.boxes
+            for tensor_slice, values in held.slices
         ]
         if chunks:
             head = {"dtype": NAMES[held.dtype], "shape": list(held.full_shape)}

@@ -91,8 +91,8 @@ def _check_tensor(entry: dict[str, Any], used: dict[str, list[tuple[int, int]]])
 def _add_corners(
     corners: Counter[tuple[int, ...]], offsets: tuple[int, ...], lengths: tuple[int, ...], by: int
 ) -> None:
-    """Boxes make a whole without gap or overlap exactly when their corners, signed by how many of a corner's
-    coordinates are ends, cancel out all but the corners of the whole: a sum of boxes is determined by them."""
+    """Chunks make a whole without gap or overlap exactly when their corners, signed by how many of a corner's
+    coordinates are ends, cancel out all but the corners of the whole: a sum of chunks is determined by them."""
     ends = ((offset, offset + length) for offset, length in zip(offsets, lengths, strict=True))
     for corner in product(*([(start, 1), (end, -1)] for start, end in ends)):
         corners[tuple(place for place, _ in corner)] += by * prod(sign for _, sign in corner)

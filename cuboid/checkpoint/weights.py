@@ -23,7 +23,7 @@ from cuboid.checkpoint.huggingface.folder import ModelFolder, model_of
 from cuboid.checkpoint.location import Location, locate
 from cuboid.checkpoint.manifest import INDEX, MANIFEST, Damage, Manifest, Place
 from cuboid.checkpoint.parts import Index, Wishes
-from cuboid.checkpoint.shards import Box, Scattered
+from cuboid.checkpoint.shards import ShardedTensor, TensorSlice
 from cuboid.checkpoint.state import weights_to_load
 from cuboid.checkpoint.storage import Reader
 from cuboid.checkpoint.verify import verify
@@ -95,20 +95,20 @@ class Weights:
     def index(self) -> Index:
         return self._reader.index
 
-    def read(self, wanted: Mapping[str, Scattered]) -> None:
-        """Fills the boxes of the named parameters, each in its own dtype."""
+    def read(self, wanted: Mapping[str, ShardedTensor]) -> None:
+        """Fills the slices of the named parameters, each in its own dtype."""
         self._reader.fill(stored_names(wanted))
 
 
-def stored_names(wanted: Mapping[str, Scattered]) -> dict[str, Scattered]:
+def stored_names(wanted: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
     """Parameters under the names that checkpoints have for them."""
-    return {f"parameter/{name}": boxes for name, boxes in wanted.items()}
+    return {f"parameter/{name}": slices for name, slices in wanted.items()}
 
 
-def whole(values: Tensor) -> Scattered:
+def whole(values: Tensor) -> ShardedTensor:
     """A tensor that is to hold all of a parameter."""
     shape = tuple(values.shape)
-    return Scattered(shape, values.dtype, ((Box((0,) * len(shape), shape, 0), values),))
+    return ShardedTensor(shape, values.dtype, ((TensorSlice((0,) * len(shape), shape, 0), values),))
 
 
 PREFIX = "hf:"
@@ -139,7 +139,7 @@ def start(engine: Engine, place: str, quiet: bool = True) -> Started:
     return started
 
 
-def read_weights(place: str, model: ModelSpec, weights: dict[str, Scattered], group: Coordination) -> Started:
+def read_weights(place: str, model: ModelSpec, weights: dict[str, ShardedTensor], group: Coordination) -> Started:
     """Fill what this rank keeps of each parameter from a folder of Hugging Face or from one checkpoint; every rank
     calls this. Rank 0 looks at all there is, and tells every other rank the part that it needs."""
     first = group.rank == 0
@@ -159,8 +159,8 @@ def read_weights(place: str, model: ModelSpec, weights: dict[str, Scattered], gr
     return _fill(copies, {name: found for name, (found, _) in own.items()}, folder.read)
 
 
-def _read(weights: dict[str, Scattered]) -> Started:
-    sizes = [values.nbytes for held in weights.values() for _, values in held.boxes]
+def _read(weights: dict[str, ShardedTensor]) -> Started:
+    sizes = [values.nbytes for held in weights.values() for _, values in held.slices]
     return Started(sum(sizes), max(sizes, default=0))
 
 
@@ -169,17 +169,17 @@ class _Copy:
     """A part of a tensor of Hugging Face, and where it belongs."""
 
     origin: Origin
-    box: Box
+    tensor_slice: TensorSlice
     values: Tensor
 
 
-def _copies(model: ModelSpec, weights: dict[str, Scattered]) -> list[_Copy]:
+def _copies(model: ModelSpec, weights: dict[str, ShardedTensor]) -> list[_Copy]:
     origins = from_huggingface(model)
     return [
-        _Copy(origin, box, values)
+        _Copy(origin, tensor_slice, values)
         for name, held in weights.items()
-        for origin, (box, values) in product(origins[name], held.boxes)
-        if origin.holds(box.offsets, box.lengths)
+        for origin, (tensor_slice, values) in product(origins[name], held.slices)
+        if origin.holds(tensor_slice.offsets, tensor_slice.lengths)
     ]
 
 
@@ -187,7 +187,7 @@ def copy_tensors(
     names: Iterable[str],
     read: Callable[[str, tuple[slice, ...]], Tensor],
     model: ModelSpec,
-    weights: dict[str, Scattered],
+    weights: dict[str, ShardedTensor],
 ) -> Started:
     """Fill what a rank keeps from tensors that have the names of Hugging Face; `read` gives a part of one."""
     return _fill(_copies(model, weights), match_names(model, names), read)
@@ -198,8 +198,8 @@ def _fill(
 ) -> Started:
     size, largest = 0, 0
     for copy in copies:
-        origin, offsets = copy.origin, copy.box.offsets
-        part = read(given[origin.tensor], origin.index(offsets, copy.box.lengths))
+        origin, offsets = copy.origin, copy.tensor_slice.offsets
+        part = read(given[origin.tensor], origin.index(offsets, copy.tensor_slice.lengths))
         origin.part_of(copy.values, offsets).copy_(part.t() if origin.transposed else part)
         size, largest = size + part.nbytes, max(largest, part.nbytes)
     return Started(size, largest)

@@ -33,7 +33,7 @@ def command(
     temperature: Annotated[float, typer.Option(help="0 is greedy: always the likeliest token.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Choose among the k likeliest tokens; 0: all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Choose among the likeliest tokens of this probability.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Leave out tokens below this part of the likeliest.")] = 0.0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens below this part of the likeliest.")] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens of the text so far lose.")] = 1.0,
     stop: Annotated[list[str] | None, typer.Option(help="Text before which a result ends.")] = None,
     seed: Annotated[int, typer.Option(help="Of the random numbers; the layout changes nothing in them.")] = 0,

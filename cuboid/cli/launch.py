@@ -56,7 +56,7 @@ def command(
     name: Annotated[str, typer.Option(help="Name of the job; default: that of the model.")] = "",
     nodes: Annotated[int | None, typer.Option(min=1, help="Nodes; default: as many as the plan's fill.")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs of a node; default: the plan's.")] = None,
-    min_nodes: Annotated[int | None, typer.Option(min=1, help="Go on with so few when nodes are lost.")] = None,
+    min_nodes: Annotated[int | None, typer.Option(min=1, help="Continue with so few when nodes are lost.")] = None,
     across_nodes: Annotated[bool, typer.Option("--across-nodes", help="Let tensor groups cross nodes.")] = False,
     port: Annotated[int, typer.Option(min=1024, max=65535, help="Where supervisors meet.")] = PORT,
     interface: Annotated[str, typer.Option(help="Network interface of the nodes; default: found.")] = "",

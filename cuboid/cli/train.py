@@ -57,9 +57,9 @@ def command(
     ] = None,
     rendezvous: Annotated[str | None, typer.Option(help="HOST:PORT where nodes meet; HOST is one of them.")] = None,
     nodes: Annotated[int | None, typer.Option(help="Nodes of the job, each started with this same command.")] = None,
-    min_nodes: Annotated[int | None, typer.Option(help="Go on with as few nodes as this, on a new layout.")] = None,
+    min_nodes: Annotated[int | None, typer.Option(help="Continue with as few nodes as this, on a new layout.")] = None,
     max_nodes: Annotated[int | None, typer.Option(help="Most nodes that are used.")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(help="Left out: the layout's ranks / nodes.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(help="Default: the layout's ranks / nodes.")] = None,
     interface: Annotated[
         str | None, typer.Option(help="Where this node listens: an interface or address; default: towards HOST.")
     ] = None,
@@ -192,14 +192,14 @@ def _conclude(run: Run, as_json: bool) -> None:
     if spent is not None:
         summary |= {"goodput": round(spent.goodput, 4), "spent": spent.as_row(), "slowest": rows[-1].get("slowest")}
     traces = sorted(str(path) for path in (folder / "profile").glob("*-*")) if run.profile.steps else []
-    exchanged = summarize(run) if run.output.count_communication else None
+    communicated = summarize(run) if run.output.count_communication else None
     if as_json:
-        if exchanged is not None:
-            summary |= {"communication": communication_rows(exchanged), "unforeseen": exchanged.unforeseen}
+        if communicated is not None:
+            summary |= {"communication": communication_rows(communicated), "unforeseen": communicated.unforeseen}
         print(json.dumps(summary | ({"profile": traces} if traces else {})))
     else:
-        if exchanged is not None:
-            show_communication(exchanged)
+        if communicated is not None:
+            show_communication(communicated)
         first, last = ("not finite" if row["loss"] is None else f"{row['loss']:.4f}" for row in (rows[0], rows[-1]))
         print(f"loss {first} → {last} in {len(rows)} steps")
         if spent is not None:
@@ -243,7 +243,7 @@ def communication_rows(summary: Summary) -> list[dict[str, Any]]:
 
 
 def show_communication(summary: Summary) -> None:
-    """The table, and whether every rank exchanged what was predicted of it."""
+    """The table, and whether every rank communicated what was predicted of it."""
     from rich.console import Console
     from rich.table import Table
 

@@ -102,7 +102,7 @@ def command(
         str | None, typer.Option(help="The layout to prove; default: dp=2,tp=2,pp=2.", show_default=False)
     ] = None,
     resume: Annotated[
-        str | None, typer.Option(help='Prove going on instead: "dp=2,tp=2,pp=2 -> dp=4,tp=2 -> dp=1".')
+        str | None, typer.Option(help='Prove resuming instead: "dp=2,tp=2,pp=2 -> dp=4,tp=2 -> dp=1".')
     ] = None,
     model: Annotated[str, typer.Option(help="A model's name, a TOML file or a Hugging Face folder.")] = "tiny-llama",
     overrides: Annotated[list[str] | None, typer.Option("--set", help="Change one field: model.layers=7.")] = None,

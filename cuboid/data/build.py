@@ -92,7 +92,7 @@ def build(request: BuildRequest, report: Callable[[Progress], None] = lambda pro
 
 
 def _plan(request: BuildRequest, tokenizer: Tokenizer, files: list[InputFile]) -> dict[str, Any]:
-    """What parts must share to be put together."""
+    """What parts must have in common to be merged."""
     total = sum(file.size for file in files)
     return {
         "kind": request.kind,

@@ -296,7 +296,7 @@ COMPLETION_FIELDS = ("prompt", "completion", "messages")
 
 @dataclass
 class Chunk:
-    """Consecutive documents: the piece of work of one process, decided by the input alone."""
+    """Consecutive documents: the work of one process, decided by the input alone."""
 
     number: int
     documents: list[Document] = field(default_factory=list)

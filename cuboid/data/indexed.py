@@ -163,11 +163,11 @@ def damaged(path: Path, reason: str) -> UserError:
 
 def in_memory(name: str, documents: Iterator[Tokens]) -> IndexedTokens:
     """Documents of one sequence each, held in memory."""
-    pieces = list(documents)
-    lengths = np.array([len(piece) for piece in pieces], dtype=np.int64)
-    tokens = np.concatenate(pieces)
+    arrays = list(documents)
+    lengths = np.array([len(array) for array in arrays], dtype=np.int64)
+    tokens = np.concatenate(arrays)
     starts = np.concatenate((np.zeros(1, np.int64), np.cumsum(lengths)[:-1]))
-    return IndexedTokens(name, tokens, starts * tokens.itemsize, np.arange(len(pieces) + 1, dtype=np.int64))
+    return IndexedTokens(name, tokens, starts * tokens.itemsize, np.arange(len(arrays) + 1, dtype=np.int64))
 
 
 # Writes Megatron pairs: one from documents, or one from many pairs put one after another.

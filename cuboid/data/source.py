@@ -35,8 +35,8 @@ def permuted(index: int, size: int, key: str) -> int:
     mask = (1 << half) - 1
     while True:
         left, right = index >> half, index & mask
-        for turn in range(ROUNDS):
-            digest = hashlib.blake2b(f"{key}/{turn}/{right}".encode(), digest_size=8).digest()
+        for number in range(ROUNDS):
+            digest = hashlib.blake2b(f"{key}/{number}/{right}".encode(), digest_size=8).digest()
             left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
         index = left << half | right
         if index < size:
@@ -62,13 +62,13 @@ class Pattern:
     """The sources of one period, whose length is the least in which every weight is a whole number of samples."""
 
     def __init__(self, weights: Sequence[float]) -> None:
-        shares = _whole_shares(weights)
-        self.period = sum(shares)
-        self._shares = shares
-        order = np.array(_order(shares), dtype=np.int32)
+        counts = _whole_weights(weights)
+        self.period = sum(counts)
+        self._counts = counts
+        order = np.array(_order(counts), dtype=np.int32)
         self._order = order
         self._before = np.empty(len(order), dtype=np.int64)
-        for source in range(len(shares)):
+        for source in range(len(counts)):
             places = np.flatnonzero(order == source)
             self._before[places] = np.arange(len(places))
 
@@ -76,48 +76,48 @@ class Pattern:
         """The source at a position, and how many positions it had before."""
         period, place = divmod(position, self.period)
         source = int(self._order[place])
-        return source, period * self._shares[source] + int(self._before[place])
+        return source, period * self._counts[source] + int(self._before[place])
 
     def positions(self, sizes: Sequence[int]) -> int:
         """After how many positions every source has had as many as `sizes` says."""
-        return max(-(-size // share) for size, share in zip(sizes, self._shares, strict=True)) * self.period
+        return max(-(-size // count) for size, count in zip(sizes, self._counts, strict=True)) * self.period
 
 
-def _whole_shares(weights: Sequence[float]) -> list[int]:
+def _whole_weights(weights: Sequence[float]) -> list[int]:
     # A weight is the decimal number its owner wrote, not the binary one beside it.
     exact = [Fraction(str(weight)) for weight in weights]
     scale = math.lcm(*(weight.denominator for weight in exact))
-    shares = [int(weight * scale) for weight in exact]
-    common = math.gcd(*shares)
-    shares = [share // common for share in shares]
-    if sum(shares) > LONGEST_PERIOD:
-        total = sum(shares)
-        rounded = ", ".join(f"{max(round(share / total, 4), 0.0001)}" for share in shares)
+    counts = [int(weight * scale) for weight in exact]
+    common = math.gcd(*counts)
+    counts = [count // common for count in counts]
+    if sum(counts) > LONGEST_PERIOD:
+        total = sum(counts)
+        rounded = ", ".join(f"{max(round(count / total, 4), 0.0001)}" for count in counts)
         raise UserError(
             f"data.mixture has weights {', '.join(map(str, weights))}, which are whole numbers of samples only after "
             f"{total:,}; use rounder ones, like {rounded}"
         )
-    return shares
+    return counts
 
 
-def _order(shares: list[int]) -> list[int]:
+def _order(counts: list[int]) -> list[int]:
     """Gives each place to the source that must have it soonest, among those that may have it.
 
-    Sample k of a source with share s of n may not come before place k·n/s (rounded down), lest the source be a whole
+    Sample k of a source with s of n places may not come before place k·n/s (rounded down), lest the source be a whole
     sample ahead, and must come before place (k+1)·n/s (rounded up), lest it be a whole sample behind. That the
     earliest-deadline order keeps all these promises is a theorem on fair schedules (Baruah et al., 1996)."""
-    period = sum(shares)
-    waiting = [(0, source, 0) for source in range(len(shares))]
+    period = sum(counts)
+    waiting = [(0, source, 0) for source in range(len(counts))]
     ready: list[tuple[int, int, int]] = []
     order = []
     for place in range(period):
         while waiting and waiting[0][0] <= place:
             _, source, sample = heapq.heappop(waiting)
-            heapq.heappush(ready, (-(-(sample + 1) * period // shares[source]), source, sample))
+            heapq.heappush(ready, (-(-(sample + 1) * period // counts[source]), source, sample))
         _, source, sample = heapq.heappop(ready)
         order.append(source)
-        if sample + 1 < shares[source]:
-            heapq.heappush(waiting, ((sample + 1) * period // shares[source], source, sample + 1))
+        if sample + 1 < counts[source]:
+            heapq.heappush(waiting, ((sample + 1) * period // counts[source], source, sample + 1))
     return order
 
 
@@ -172,7 +172,7 @@ class HeldOut:
 
 
 class Mixture:
-    """Several sources, each with its share of the positions and an order and epochs of its own."""
+    """Several sources, each with its weight of the positions and an order and epochs of its own."""
 
     def __init__(self, sources: Sequence[Source], weights: Sequence[float]) -> None:
         self._sources, self.pattern = sources, Pattern(weights)

@@ -147,14 +147,14 @@ class CachedLatentAttention(nn.Module):
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         latent = self.whole.latent
-        query, query_turned, key_value, key_turned = self.whole.queries_and_latents(x, positions)
+        query, query_rotated, key_value, key_rotated = self.whole.queries_and_latents(x, positions)
         heads = query.shape[2]
         up = self.up.view(heads, latent.qk_nope_dim + latent.v_dim, latent.kv_rank)
         for_keys, for_values = up.split((latent.qk_nope_dim, latent.v_dim), 1)
         query = torch.bmm(query[0].transpose(0, 1), for_keys).transpose(0, 1)
-        query = torch.cat((query.unsqueeze(0), query_turned), -1)
+        query = torch.cat((query.unsqueeze(0), query_rotated), -1)
         value = key_value.view(1, -1, 1, latent.kv_rank)
-        key = torch.cat((value, key_turned), -1)
+        key = torch.cat((value, key_rotated), -1)
         seen = self.cache.attend(query, key, value, positions, self.scale)
         seen = torch.bmm(seen[0].transpose(0, 1), for_values.transpose(1, 2)).transpose(0, 1)
         return self.whole.output(seen.reshape(-1, heads * latent.v_dim))

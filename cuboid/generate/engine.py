@@ -157,7 +157,7 @@ class Generator:
         self.run(requests, words.ends, answer, heard)
 
     def score(self, requests: Sequence[Request], heard: Callable[[list[Score]], None]) -> None:
-        """How likely the labels of each request are; `heard` is told by the leader, a piece of a text at a time."""
+        """How likely the labels of each request are; `heard` is told by the leader, a part of a text at a time."""
 
         def answer(logits: Tensor, batch: Batch) -> list[int]:
             found = scores(logits, batch.taking_part())

@@ -20,7 +20,7 @@ from cuboid.generate.detokenizer import Words
 
 @dataclass(frozen=True)
 class Score:
-    """Of some tokens of a text; those of its pieces add up."""
+    """Of some tokens of a text; those of its windows add up."""
 
     number: int
     """Of the text."""

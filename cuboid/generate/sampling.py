@@ -42,13 +42,15 @@ def choose(
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k)[0][:, -1:], -torch.inf)
     if sampling.top_p < 1.0:
         ordered, order = logits.sort(descending=True, stable=True)
-        shares = ordered.softmax(1)
-        outside = shares.cumsum(1) - shares >= sampling.top_p
+        probabilities = ordered.softmax(1)
+        outside = probabilities.cumsum(1) - probabilities >= sampling.top_p
         logits = logits.masked_fill(outside.scatter(1, order, outside), -torch.inf)
-    shares = logits.softmax(1)
+    probabilities = logits.softmax(1)
     if sampling.min_p > 0.0:
-        shares = shares.masked_fill(shares < sampling.min_p * shares.amax(1, keepdim=True), 0.0)
-    sums = shares.cumsum(1)
+        probabilities = probabilities.masked_fill(
+            probabilities < sampling.min_p * probabilities.amax(1, keepdim=True), 0.0
+        )
+    sums = probabilities.cumsum(1)
     wanted = torch.tensor(numbers, dtype=torch.float64).to(sums.device).unsqueeze(1) * sums[:, -1:]
     chosen: list[int] = torch.searchsorted(sums, wanted, right=True).squeeze(1).clamp(max=sums.shape[1] - 1).tolist()
     return chosen

@@ -104,7 +104,7 @@ class Spent:
 
     @property
     def goodput(self) -> float:
-        """The share of the time in which the run got on; 1 where none has passed."""
+        """The fraction of the time that trained; 1 where none has passed."""
         return self.steps / self.total if self.total else 1.0
 
     def as_row(self) -> dict[str, float]:

@@ -75,7 +75,7 @@ class Silence:
         self.seconds = 0.0
 
     def look(self, moment: float, noted: tuple[int, ...], starved: float = 0.0) -> float:
-        """`noted`: how many notes each rank has made. `starved`: the share of the time since the last look in which
+        """`noted`: how many notes each rank has made. `starved`: the fraction of the time since the last look in which
         some rank waited for a core."""
         passed = min(moment - self._moment, 2 * self._tick)
         self._moment = moment

@@ -78,7 +78,7 @@ class RankWriter:
 # The rank that runs the first stage also runs the last, so the first backward starts where the first forward did. When
 # forward, input and weight halves take equal time no bubble is left but the p - 1 forwards of start-up; a rank holds at
 # most 2p half-size activations, as much as the first rank of 1F1B. The pattern needs 2p - 1 micro-batches; for fewer it
-# is made for 2p - 1, and `make_schedule` leaves out those that do not exist.
+# is made for 2p - 1, and `make_schedule` drops those that do not exist.
 
 
 def zero_bubble_v(ranks: int, micro_batches: int) -> list[list[Action]]:

@@ -3,9 +3,9 @@ counts it.
 
 A collective counts the bytes of the whole tensor it is about, whichever part a rank holds before or after: what an
 all-reduce sums, what an all-gather makes whole, what a reduce-scatter takes apart, and all that a rank hands to an
-all-to-all, its own share included. A message counts where it is sent. A group of one rank collectives nothing. So every
-count is a whole number that the layout alone decides, the same whether shared memory, gloo or NCCL carries it; what a
-ring sends over the wire follows from it (`Entry.sent`).
+all-to-all, its own chunk included. A message counts where it is sent. A group of one rank communicates nothing. So
+every count is a whole number that the layout alone decides, the same whether shared memory, gloo or NCCL carries it;
+what a ring sends over the wire follows from it (`Entry.sent`).
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def die_in_a_save(rank: int, run: Run, nodes: str, victim: int, step: int, event
         return wrapper
 
     with ExitStack() as patches:
-        for name in ("_start_exchange", "_collect", "_publish", "_agree", "_withdraw_all_but"):
+        for name in ("_start_copying", "_collect", "_publish", "_agree", "_withdraw_all_but"):
             patches.enter_context(patch.object(MemorySaver, name, watched(getattr(MemorySaver, name))))
         return attempt(rank, run, nodes, step + 1)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cuboid.checkpoint.huggingface.folder import companions
 from cuboid.checkpoint.manifest import Place
-from cuboid.checkpoint.shards import Box, Scattered
+from cuboid.checkpoint.shards import ShardedTensor, TensorSlice
 from cuboid.checkpoint.weights import Weights, find_checkpoint, run_of
 from cuboid.errors import UserError
 from cuboid.model.huggingface import Origin, from_huggingface, parameter_shapes, to_huggingface
@@ -173,12 +173,14 @@ def _write_weights(
     for done, shard in enumerate(shards):
         progress(done, len(shards))
         buffer = ShardBuffer(shard, dtype)
-        wanted: dict[str, Scattered] = {}
+        wanted: dict[str, ShardedTensor] = {}
         for name, values in buffer.tensors.items():
             for parameter, origin in origins[name].items():
-                held = wanted[parameter].boxes if parameter in wanted else ()  # other experts in the same file
-                box = Box(*origin.box, 0)
-                wanted[parameter] = Scattered(ours[parameter], values.dtype, (*held, (box, origin.take(values))))
+                held = wanted[parameter].slices if parameter in wanted else ()  # other experts in the same file
+                tensor_slice = TensorSlice(*origin.box, 0)
+                wanted[parameter] = ShardedTensor(
+                    ours[parameter], values.dtype, (*held, (tensor_slice, origin.take(values)))
+                )
         weights.read(wanted)
         buffer.write(folder / shard.name)
     progress(len(shards), len(shards))

@@ -20,7 +20,7 @@ from cuboid.checkpoint.manifest import INDEX, MANIFEST, Manifest, StoredFile, da
 from cuboid.checkpoint.memory.copies import parts_kept, peers, ranks_by_node
 from cuboid.checkpoint.parts import Index
 from cuboid.checkpoint.save import GivenUp
-from cuboid.checkpoint.shards import Scattered
+from cuboid.checkpoint.shards import ShardedTensor
 from cuboid.checkpoint.storage import Staging, index_part, staged_bytes, whole_index
 from cuboid.parallel.coordination import Coordination
 
@@ -62,7 +62,7 @@ class Slot:
         folder: Location,
         number: int,
         rank: int,
-        state: dict[str, Scattered],
+        state: dict[str, ShardedTensor],
         copies: Mapping[int, int],
         device: torch.device,
     ) -> None:
@@ -103,7 +103,7 @@ class Slot:
 
 
 # What a node writes down of a state: the files that it has, and where each chunk lies in them. No node writes down all
-# of it, so what a save costs a node does not grow with the nodes; rank 0 puts it together when a run starts again.
+# of it, so what a save costs a node does not grow with the nodes; rank 0 merges it when a run starts again.
 
 
 Told = TypeVar("Told")
@@ -116,7 +116,7 @@ def tell_leaders(nodes: Sequence[str], told: Mapping[str, Told], group: Coordina
     return group.scatter([told.get(node) if rank in leaders else None for rank, node in enumerate(nodes)])
 
 
-def share_copies(sizes: Sequence[int], nodes: Sequence[str], group: Coordination) -> tuple[int | None, dict[int, int]]:
+def assign_copies(sizes: Sequence[int], nodes: Sequence[str], group: Coordination) -> tuple[int | None, dict[int, int]]:
     """The rank that keeps a copy of this one's part; the ranks whose parts are copied here, and their sizes. `sizes`:
     of the part of each rank, on rank 0."""
     chosen, copies = peers(nodes), [dict[int, int]() for _ in sizes]
@@ -126,7 +126,7 @@ def share_copies(sizes: Sequence[int], nodes: Sequence[str], group: Coordination
     return group.scatter(list(zip(chosen, copies, strict=True)))
 
 
-def share_index(staging: Staging, nodes: Sequence[str], group: Coordination) -> bytes:
+def node_index(staging: Staging, nodes: Sequence[str], group: Coordination) -> bytes:
     """The index of the files that a node keeps, for who leads it: it is the same at every save. Every rank calls
     this."""
     parts = group.gather(index_part(staging, group.rank))
@@ -135,7 +135,7 @@ def share_index(staging: Staging, nodes: Sequence[str], group: Coordination) -> 
     return own or b""
 
 
-def share_manifest(
+def node_manifest(
     own: StoredFile,
     received: Mapping[int, str],
     manifest: Manifest,
@@ -173,7 +173,7 @@ def digest_of(manifest: Manifest) -> str:
 
 
 @dataclass(frozen=True)
-class Share:
+class NodeRecord:
     """What a node says of its part of a state."""
 
     manifest: Manifest

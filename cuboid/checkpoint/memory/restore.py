@@ -27,7 +27,7 @@ from cuboid.checkpoint.memory.copies import (
 )
 from cuboid.checkpoint.memory.folder import sweep_all_but
 from cuboid.checkpoint.memory.node_state import (
-    Share,
+    NodeRecord,
     chunks,
     digest_of,
     join_entries,
@@ -69,17 +69,17 @@ class Gathered:
         self._brought: list[Transfer] = []
 
     def put_together(
-        self, generation: Generation, holdings: Holdings, told: Sequence[Share | None], place: Location
+        self, generation: Generation, holdings: Holdings, told: Sequence[NodeRecord | None], place: Location
     ) -> Manifest:
         """The manifest, without its files. A `UserError` if anything is on no node."""
         self._held = holders(holdings, generation)
         lacking = missing(holdings, generation)
         manifest: Manifest | None = None
-        for share in told:
-            if share is not None:
-                manifest = share.manifest
+        for record in told:
+            if record is not None:
+                manifest = record.manifest
                 self._files |= manifest.files
-                self._entries |= share.entries
+                self._entries |= record.entries
         if lacking or manifest is None:
             raise UserError(f"{part(lacking[0]) if lacking else 'all of it'} is on no node that is left")
         if silent := sorted(self._held.keys() - self._entries.keys()):
@@ -88,7 +88,7 @@ class Gathered:
         return replace(manifest, files={})
 
     def checks(self, wanted: Sequence[frozenset[str]]) -> list[list[Check]]:
-        """For each rank what it compares with its checksum, a share of what its node has and needs. `wanted`: by
+        """For each rank what it compares with its checksum, a part of what its node has and needs. `wanted`: by
         rank."""
         result: list[list[Check]] = [[] for _ in self._nodes]
         for node, ranks in self._by_node.items():
@@ -133,7 +133,7 @@ class Gathered:
                 nodes.remove(source)
                 self._reasons[transfer.file] = failed[transfer]
 
-    def shares(self, manifest: Manifest) -> dict[str, Share]:
+    def records(self, manifest: Manifest) -> dict[str, NodeRecord]:
         """For each node to which something was brought what it has now."""
         changed: dict[str, list[str]] = {self._nodes[transfer.target]: [] for transfer in self._brought}
         for file, nodes in self._held.items():
@@ -144,7 +144,7 @@ class Gathered:
         for node, files in changed.items():
             index = json.dumps(join_entries(self._entries[file] for file in files)).encode()
             kept = {file: self._files[file] for file in files}
-            result[node] = Share(with_index(manifest, kept, index, kind_of(self._files[INDEX].checksum)), index)
+            result[node] = NodeRecord(with_index(manifest, kept, index, kind_of(self._files[INDEX].checksum)), index)
         return result
 
     @property
@@ -176,7 +176,7 @@ Answer = TypeVar("Answer")
 
 
 class Lost(Exception):
-    """A state in memory cannot be put together, as all ranks know."""
+    """A state in memory cannot be restored, as all ranks know."""
 
     def __init__(self, step: int, reason: str) -> None:
         super().__init__(f"the state in memory after step {step} cannot be used: {reason}")
@@ -214,7 +214,7 @@ class Recall:
         step, group = generation.step, self._group
         folder = checkpoint_path(self._memory.folder, step)
         gathered = Gathered(self._memory.nodes)
-        told = group.gather(self._share(folder, generation))
+        told = group.gather(self._record_here(folder, generation))
         manifest = self._first(step, lambda: gathered.put_together(generation, self._holdings, told, folder))
         self._agree(step, self._make_place(folder, generation))
         index = wishes.part(gathered.index)
@@ -222,7 +222,7 @@ class Recall:
         gathered.note_damage(group.gather(self._check(folder, group.scatter(gathered.checks(wanted)))))
         while self._first(step, gathered.plan):
             gathered.note_failed(group.gather(self._carry_out(folder, group.scatter(gathered.duties()))))
-        self._agree(step, self._write(folder, tell_leaders(self._memory.nodes, gathered.shares(manifest), group)))
+        self._agree(step, self._write(folder, tell_leaders(self._memory.nodes, gathered.records(manifest), group)))
         return Brought(folder, manifest, index, gathered.sent)
 
     def settle(self, step: int | None) -> None:
@@ -248,7 +248,7 @@ class Recall:
             raise Lost(step, problem)
         return found  # type: ignore[return-value]
 
-    def _share(self, folder: Location, generation: Generation) -> Share | None:
+    def _record_here(self, folder: Location, generation: Generation) -> NodeRecord | None:
         """What this node says of what it has, once."""
         if generation in self._here:
             with suppress(UserError, OSError):
@@ -256,8 +256,8 @@ class Recall:
                 if digest_of(manifest) == generation.digest:
                     with suppress(UserError, OSError):
                         check_file(folder, INDEX, manifest.files[INDEX])
-                        return Share(manifest, (folder / INDEX).read())
-                    return Share(manifest, b"")
+                        return NodeRecord(manifest, (folder / INDEX).read())
+                    return NodeRecord(manifest, b"")
         return None
 
     def _make_place(self, folder: Location, generation: Generation) -> str:
@@ -317,11 +317,11 @@ class Recall:
             aside.rename(place)
         return problem
 
-    def _write(self, folder: Location, share: Share | None) -> str:
+    def _write(self, folder: Location, record: NodeRecord | None) -> str:
         """What was brought counts as this node's own, should the run start again before the next save."""
         try:
-            if share is not None:
-                share.write(folder)
+            if record is not None:
+                record.write(folder)
         except OSError as error:
             return f"node {self._memory.node}: {error}"
         return ""

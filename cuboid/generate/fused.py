@@ -1,5 +1,6 @@
-"""Matmuls of the same rows made into one: a decoding step has few rows, and takes as long as it takes to begin each
-operation. Queries and keys are turned together too, where nothing is done to them apart."""
+"""Fused QKV and fused gate-up: matmuls of the same rows made into one, because a decoding step has few rows, and takes
+as long as it takes to begin each operation. Queries and keys are rotated (RoPE) together too, where they have no norms
+of their own."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from cuboid.model.linear import Linear
 from cuboid.model.rope import Positions, rotate
 
 
-def join(matmuls: Sequence[Linear]) -> Linear:
+def fuse(matmuls: Sequence[Linear]) -> Linear:
     """One matmul, of whose weight and bias theirs become parts: what is loaded into them later is in it."""
     weights = [matmul.weight for matmul in matmuls]
     if weights[0].stride(0) == 1:  # the columns of each lie together, and do so in the whole
@@ -29,10 +30,10 @@ def join(matmuls: Sequence[Linear]) -> Linear:
     if bias is not None:
         _take_parts(biases, bias)
     with torch.device("meta"):
-        joined = Linear(weight.shape[1], len(weight), bias is not None)
-    joined.weight = nn.Parameter(weight, requires_grad=False)
-    joined.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-    return joined
+        fused = Linear(weight.shape[1], len(weight), bias is not None)
+    fused.weight = nn.Parameter(weight, requires_grad=False)
+    fused.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    return fused
 
 
 def _take_parts(parameters: Sequence[nn.Parameter], whole: Tensor) -> None:
@@ -40,16 +41,16 @@ def _take_parts(parameters: Sequence[nn.Parameter], whole: Tensor) -> None:
         parameter.data = part
 
 
-class JoinedAttention(nn.Module):
+class FusedAttention(nn.Module):
     def __init__(self, whole: Attention, cache: Cache) -> None:
         super().__init__()
         self.whole, self.cache = whole, cache
         self.heads = [len(each.weight) // whole.head_dim for each in (whole.query, whole.key, whole.value)]
-        self.joined = join((whole.query, whole.key, whole.value))
+        self.fused = fuse((whole.query, whole.key, whole.value))
         del whole.query, whole.key, whole.value
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
-        made = self.joined(x).view(1, x.shape[0], -1, self.whole.head_dim)
+        made = self.fused(x).view(1, x.shape[0], -1, self.whole.head_dim)
         if self.whole.query_norm is not None and self.whole.key_norm is not None:
             query, key, value = made.split(self.heads, 2)
             query, key = self.whole.query_norm(query), self.whole.key_norm(key)
@@ -61,16 +62,16 @@ class JoinedAttention(nn.Module):
         return self.whole.output(self.cache(query, key, value, positions).reshape(x.shape[0], -1))
 
 
-class JoinedFeedForward(nn.Module):
+class FusedFeedForward(nn.Module):
     def __init__(self, gate: Linear, whole: FeedForward) -> None:
         super().__init__()
-        self.joined = join((gate, whole.up))
+        self.fused = fuse((gate, whole.up))
         self.down = whole.down
 
     def forward(self, x: Tensor, _: Positions) -> Tensor:
-        gate, up = self.joined(x).chunk(2, 1)
+        gate, up = self.fused(x).chunk(2, 1)
         return self.down(functional.silu(gate) * up)
 
 
-def joined_feed_forward(whole: FeedForward) -> FeedForward | JoinedFeedForward:
-    return whole if whole.gate is None else JoinedFeedForward(whole.gate, whole)
+def fused_feed_forward(whole: FeedForward) -> FeedForward | FusedFeedForward:
+    return whole if whole.gate is None else FusedFeedForward(whole.gate, whole)
