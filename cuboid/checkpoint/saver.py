@@ -162,7 +162,7 @@ class BackgroundSaver(ABC):
         assert self._thread is not None
         HEARTBEAT.everybody(self.kept).wait("save", self._step)
         self._thread.join(seconds)
-        HEARTBEAT.go_on()
+        HEARTBEAT.end_wait()
 
     def _count(self, *facts: bool) -> list[int]:
         """On how many ranks each is true."""

@@ -99,7 +99,7 @@ def call_together(rank: int, function: str, arguments: tuple[Any, ...]) -> Any:
     def from_the_first(value: Any) -> Any:
         values = [value]
         if dist.is_initialized():
-            with HEARTBEAT.everybody().joined("agreement"):
+            with HEARTBEAT.everybody().collective("agreement"):
                 dist.broadcast_object_list(values, src=0)
         return values[0]
 
@@ -124,7 +124,7 @@ def _call_as_rank(run: Run, place: Place, function: str, arguments: tuple[Any, .
         arm(HEARTBEAT, place.rank, HEARTBEAT.folder or run.output.folder)
         if device.type == "cuda":
             offer_record(run.output.folder, HEARTBEAT.folder, torch.__version__)
-        with HEARTBEAT.everybody("world", place.world_size).joined("join"):
+        with HEARTBEAT.everybody("world", place.world_size).collective("join"):
             limit = timedelta(seconds=PATIENCE)
             found = join_world(store_of(place), place.rank, place.world_size, device, run.training.backend, limit)
         if place.rank == 0:

@@ -120,7 +120,7 @@ def _serve(connection: Connection) -> None:
                 chosen = choose_device(device, place.local_rank)
                 if watch is not None and chosen.type == "cuda":
                     offer_record(watch.reports, watch.heartbeats, torch.__version__)
-                with HEARTBEAT.everybody("world", ranks).joined("join"):
+                with HEARTBEAT.everybody("world", ranks).collective("join"):
                     joined = join_world(store, rank, ranks, chosen, backend, limit)
                     own = [chosen.index] if joined.backend == "nccl" else None
                     dist.barrier(device_ids=own)  # a rank with little to do would leave before another has reached it

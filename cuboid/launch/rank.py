@@ -161,7 +161,7 @@ def run_rank(run: Run, signals: Listener, quiet: bool = False, place: Place | No
             offer_record(run.output.folder, HEARTBEAT.folder, torch.__version__)
         joined = Joined(1, gpus=int(device.type == "cuda"))
         if place.world_size > 1:
-            with HEARTBEAT.everybody("world", place.world_size).joined("join"):
+            with HEARTBEAT.everybody("world", place.world_size).collective("join"):
                 joined = join(place, device, run.training.backend)
         if place.rank == 0:
             _tell(run, joined, binding, quiet)

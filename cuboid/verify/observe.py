@@ -82,7 +82,7 @@ def _gathered(engine: Engine, own: Any) -> list[tuple[int, Any]]:
     if world.handle is None:
         return [(0, own)]
     gathered: list[Any] | None = [None] * world.size if world.index == 0 else None
-    with world.track.joined("all-gather"):
+    with world.track.collective("all-gather"):
         dist.gather_object(own, gathered, dst=0)
     return list(enumerate(gathered or ()))
 
