@@ -10,6 +10,7 @@ what a ring sends over the wire follows from it (`Entry.sent`).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -76,6 +77,16 @@ class Ledger:
             entry = Entry(row["calls"], row["bytes"], row["ranks"], row["kind"])
             ledger.entries[row["dimension"], row["kind"]] = entry
         return ledger
+
+    def as_line(self, step: int) -> str:
+        """What a rank writes into `communication-RANK.jsonl` after a step, counted from 1."""
+        return json.dumps({"step": step, "collectives": self.rows()}) + "\n"
+
+    @classmethod
+    def from_line(cls, line: str) -> Ledger:
+        """The inverse of `as_line`; older runs wrote `exchanges`."""
+        told = json.loads(line)
+        return cls.from_rows(told["collectives"] if "collectives" in told else told["exchanges"])
 
 
 def differences(counted: Ledger, predicted: Ledger) -> list[str]:
