@@ -41,14 +41,14 @@ from cuboid.checkpoint.location import LocalFiles, Location
 from cuboid.checkpoint.manifest import INDEX, MANIFEST, Manifest, StoredFile, data_file
 from cuboid.checkpoint.memory.node_state import NodeRecord, assign_copies, node_index, node_manifest
 from cuboid.checkpoint.memory.nodes import join_nodes
-from cuboid.checkpoint.memory.restore import Recall
+from cuboid.checkpoint.memory.restore import MemoryRestore
 from cuboid.checkpoint.parts import Wishes
 from cuboid.checkpoint.resume import look_together
 from cuboid.checkpoint.save import agree, gather_index, write
 from cuboid.checkpoint.shards import ShardedTensor, TensorSlice
 from cuboid.checkpoint.storage import Staging
 from cuboid.launch import rendezvous, watched
-from cuboid.launch.place import seats
+from cuboid.launch.place import local_places
 from cuboid.parallel.coordination import Coordination
 from cuboid.parallel.groups import Group, Groups, make_groups
 from cuboid.spec.layout import Layout
@@ -168,10 +168,10 @@ class Rank:
 
     def memory_resume(self) -> None:
         """On the nodes that kept it, which have all they need."""
-        recall = Recall(self.memory, self.group, 1)
-        brought = recall.bring(recall.generations[0], self.wishes(), self.manifest.layout)
+        in_memory = MemoryRestore(self.memory, self.group, 1)
+        brought = in_memory.bring(in_memory.generations[0], self.wishes(), self.manifest.layout)
         assert len(brought.index) == len(KINDS) * TENSORS + 1
-        recall.settle(1)
+        in_memory.settle(1)
 
 
 def communicators(groups: Groups) -> int:
@@ -286,7 +286,7 @@ def count_watch(ranks: int) -> Row:
     def judge(node: int) -> None:
         local.node = node
         own = [noted(rank) for rank in range(PER_NODE * node, PER_NODE * (node + 1))]
-        here = seats(PER_NODE, PER_NODE * node, ranks, "", 0, "attempt")[0]
+        here = local_places(PER_NODE, PER_NODE * node, ranks, "", 0, "attempt")[0]
         assert watched.judge_with_all(here, SECONDS)(own).culprits == (3,)
 
     with patch.object(rendezvous, "reach_store", lambda *_: counters[local.node]):

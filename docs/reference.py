@@ -44,7 +44,7 @@ def commands() -> str:
     parts += [f"| [`{verb}`](#{verb}) | {summary} |" for verb, summary in VERBS.items()]
     for verb in VERBS:
         parts.append(f"\n({verb})=\n## cuboid {verb}\n\n{_description(verb)}\n")
-        parts += ["| argument or option | meaning | left out |\n|---|---|---|"]
+        parts += ["| argument or option | meaning | default |\n|---|---|---|"]
         parts += [f"| {names} | {cell(meaning)} | {cell(default)} |" for names, meaning, default in _parameters(verb)]
     return "\n".join(parts) + "\n"
 

@@ -9,7 +9,7 @@ from cuboid.checkpoint.folder import checkpoints, step_of, sweep
 from cuboid.checkpoint.location import Location, locate
 from cuboid.checkpoint.manifest import INDEX, Manifest, Place, StoredFile
 from cuboid.checkpoint.memory.copies import Generation
-from cuboid.checkpoint.memory.restore import Lost, Recall
+from cuboid.checkpoint.memory.restore import Lost, MemoryRestore
 from cuboid.checkpoint.parts import Wishes
 from cuboid.checkpoint.save import Damaged, agree, load
 from cuboid.checkpoint.state import Moments, generators, state_to_load
@@ -28,7 +28,7 @@ def resume(
     folder: Place,
     group: Coordination,
     quiet: bool = False,
-    recall: Recall | None = None,
+    in_memory: MemoryRestore | None = None,
 ) -> int:
     """Load the newest whole state, from memory or the folder; returns the steps it has done. Every rank calls this.
 
@@ -38,7 +38,7 @@ def resume(
         sweep(place)
     names = [path.name for path in checkpoints(place)] if speaks else []
     sources: list[Location | Generation] = [place / name for name in group.broadcast(names)]
-    sources += reversed(recall.generations) if recall is not None else ()
+    sources += reversed(in_memory.generations) if in_memory is not None else ()
     steps, spoiled = engine.run.training.steps, False
     wishes = Wishes(group, lambda: {**state_to_load(engine, optimizer), **generators(engine)})
     # The newest first; of the same step that in memory, which is read sooner.
@@ -52,8 +52,8 @@ def resume(
                 else:
                     index = wishes.part(whole)
             else:
-                assert recall is not None
-                brought = recall.bring(source, wishes, str(engine.run.layout))
+                assert in_memory is not None
+                brought = in_memory.bring(source, wishes, str(engine.run.layout))
                 _require_same_data(engine, brought.manifest, group)
                 found, manifest, index, to_check = brought.folder, brought.manifest, brought.index, None
                 where = f" in memory ({brought.sent})" if brought.sent else " in memory"
@@ -67,11 +67,11 @@ def resume(
         if speaks and not quiet:
             told = f"all {steps} steps are done" if manifest.step >= steps else f"resuming after step {manifest.step}"
             say(f"{told}{where}, written on {manifest.layout}")
-        if recall is not None:
-            recall.settle(manifest.step if where else None)
+        if in_memory is not None:
+            in_memory.settle(manifest.step if where else None)
         return manifest.step
-    if recall is not None:
-        recall.settle(None)
+    if in_memory is not None:
+        in_memory.settle(None)
     if spoiled:
         begin_anew(engine, optimizer)
     return 0

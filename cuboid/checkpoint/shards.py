@@ -56,7 +56,8 @@ def _inside(shape: tuple[int, ...], slab_index: int, start: int, stop: int) -> l
 
 
 def slices_of_shard(part: Part, start: int, stop: int) -> list[tuple[TensorSlice, int]]:
-    """Boxes of the full parameter for elements `start:stop` of a rank's part, each with its place among those elements.
+    """Slices of the full parameter for elements `start:stop` of a rank's part, each with its place among those
+    elements.
 
     Padding, which only a split vocabulary has, lies behind the real rows and is skipped."""
     cut = part.slice

@@ -97,11 +97,11 @@ def command(
         ranks_per_node=ranks_per_node,
         interface=interface,
     )
-    seat = take_role(run, options)
-    check_machine(run, seat.place)
-    check_room(run, seat.fewest_nodes)
-    if not seat.speaks:
-        if seat.train(quiet=as_json).preempted:
+    role = take_role(run, options)
+    check_machine(run, role.place)
+    check_room(run, role.fewest_nodes)
+    if not role.speaks:
+        if role.train(quiet=as_json).preempted:
             raise SystemExit(REQUEUE)
         return
     check_data(run)
@@ -114,7 +114,7 @@ def command(
             _announce(run)
             if past:
                 print(past, flush=True)
-        outcome = seat.train(quiet=as_json)
+        outcome = role.train(quiet=as_json)
         if outcome.preempted:
             _say_preempted(run, outcome, as_json)
             raise SystemExit(REQUEUE)

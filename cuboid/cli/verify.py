@@ -13,7 +13,7 @@ import typer
 from cuboid.data.opened import check_data
 from cuboid.errors import UserError
 from cuboid.launch.once import Heard, Post, call_here, take_post
-from cuboid.launch.place import find_place, seats
+from cuboid.launch.place import find_place, local_places
 from cuboid.launch.role import NodeOptions
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model
@@ -183,7 +183,7 @@ def _verify_chain(runs: list[Run], as_json: bool) -> int:
         for index, run in enumerate(runs):
             leg = (run, folder, index * steps, (index + 1) * steps)
             losses.append(Post(run).call("cuboid.verify.resume:train_leg", leg, heard))
-        alone = seats(1, 0, 1, "", 0, "")
+        alone = local_places(1, 0, 1, "", 0, "")
         verdict = call_here(runs[0], alone, "cuboid.verify.resume:judge_chain", (runs, folder, losses))
     if as_json:
         print(json.dumps({**verdict, **heard.backend}))

@@ -94,7 +94,7 @@ class Cache:
         return torch.cat(parts)
 
     def _over_context(self, query: Tensor, width: int, positions: StepPositions, scale: float) -> Tensor:
-        """Every rank lets all queries of the step see what it keeps; each then puts together what its own saw."""
+        """Every rank lets all queries of the step see what it keeps; each then combines what its own saw."""
         group, rows = self._context, query.shape[1]
         found = query.new_zeros(group.size, rows, query.shape[2], width + 1)
         found[..., width] = -math.inf

@@ -36,7 +36,7 @@ from cuboid.spec.partition import partition
 # group of their own. A gloo send never waits for its receive, so that no rank waits for another in a circle.
 
 
-class Wires:
+class StageLinks:
     def __init__(self, groups: Groups) -> None:
         self._links, self._ranks = groups.links, groups.pipeline.ranks
         self.index = groups.pipeline.index
@@ -126,7 +126,7 @@ class Generator:
         self._places = cache_shape(spec.model, layout, spec.slots, spec.length).places
         self._like = torch.empty(0, dtype=dtype, device=device)
         self._rower = Rower(self._table, context, self._places, multiple, self._like)
-        self._wires = Wires(groups)
+        self._links = StageLinks(groups)
         self._decoders: dict[range, FixedDecoder] = {}
         # Where a rank has several stages, messages of two batches would cross.
         self._batches = spec.batches if len(stage_rank) == layout.pp else 1
@@ -135,7 +135,7 @@ class Generator:
 
     @property
     def _is_last(self) -> bool:
-        return self._stage_rank[-1] == self._wires.index
+        return self._stage_rank[-1] == self._links.index
 
     @property
     def is_leader(self) -> bool:
@@ -202,8 +202,8 @@ class Generator:
                 if logits is not None:
                     answers[batch] = answer(logits, batch)
                     if answers[batch]:
-                        self._wires.answer(answers[batch])
-        self._wires.finish()
+                        self._links.answer(answers[batch])
+        self._links.finish()
 
     @property
     def _is_alone(self) -> bool:
@@ -223,7 +223,7 @@ class Generator:
         if self._is_last:
             return own.pop(batch, [])
         count = len(batch.written())
-        return self._wires.receive_answer(count, self._stage_rank[-1]) if count else []
+        return self._links.receive_answer(count, self._stage_rank[-1]) if count else []
 
     def _anybody(self, busy: bool) -> bool:
         if not self._in_step:
@@ -233,14 +233,14 @@ class Generator:
     def _forward(self, step: Step) -> Tensor | None:
         """The logits that were asked for, on the rank of the last stage."""
         rows = self._rower.rows(step)
-        own, x = self._wires.index, rows.tokens
+        own, x = self._links.index, rows.tokens
         for index, stage in self._stages.items():
             if index and self._stage_rank[index - 1] != own:
                 like = self._like.new_empty(rows.tokens.shape[1], self.spec.model.hidden)
-                x = self._wires.receive(like, self._stage_rank[index - 1])
+                x = self._links.receive(like, self._stage_rank[index - 1])
             x = stage.hidden(x, rows.positions)
             if index + 1 < len(self._stage_rank) and self._stage_rank[index + 1] != own:
-                self._wires.send(x, self._stage_rank[index + 1])
+                self._links.send(x, self._stage_rank[index + 1])
         if not self._is_last or not step.asked:
             return None
         return self._stages[len(self._stage_rank) - 1].logits(self._asked(x, rows, step.asked))

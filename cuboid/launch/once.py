@@ -22,7 +22,7 @@ from typing import Any
 
 from cuboid.errors import RankError, UserError
 from cuboid.launch.network import Endpoint, listen_if_host
-from cuboid.launch.place import Place, find_place, seats
+from cuboid.launch.place import Place, find_place, local_places
 from cuboid.launch.pool import Pool, Watch
 from cuboid.launch.role import NodeOptions, Nodes, Role, find_nodes
 from cuboid.launch.supervisor import check_machine
@@ -66,7 +66,7 @@ class Post(Role):
         if self.place is not None:
             return _call_as_rank(self.run, self.place, function, arguments, joined)
         ranks = self.run.layout.world_size
-        return call_here(self.run, seats(ranks, 0, ranks, "", 0, ""), function, arguments, joined)
+        return call_here(self.run, local_places(ranks, 0, ranks, "", 0, ""), function, arguments, joined)
 
 
 def take_post(run: Run, options: NodeOptions) -> Post:
@@ -177,7 +177,7 @@ class Node:
         if number >= nodes.most:
             raise UserError(f"nodes={nodes.most} have come already; start {nodes.most}, or use --nodes {number + 1}")
         world = self._run.layout.world_size
-        places = seats(nodes.ranks, number * nodes.ranks, world, where.host, where.port, "ranks")
+        places = local_places(nodes.ranks, number * nodes.ranks, world, where.host, where.port, "ranks")
         try:
             with self._ended_with_the_others() as reasons:
                 try:

@@ -24,7 +24,7 @@ from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 from cuboid.errors import RankError, UserError
-from cuboid.launch.place import Place, seats
+from cuboid.launch.place import Place, local_places
 
 # A rank process ends with the process that asked for it, however that one ends.
 
@@ -195,7 +195,7 @@ class Pool:
             self._ranks.append((process, ours))
         with tempfile.TemporaryDirectory(prefix="cuboid-") as folder:
             connections = [connection for _, connection in self._ranks[:ranks]]
-            places = places or seats(ranks, 0, ranks, "", 0, "")
+            places = places or local_places(ranks, 0, ranks, "", 0, "")
             for place, connection in zip(places, connections, strict=True):
                 talks = heard is not None
                 connection.send((function, arguments, place, folder, timeout, device, backend, talks, watch))

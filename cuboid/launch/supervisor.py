@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from cuboid.errors import RankError, UserError
-from cuboid.launch.place import Place, find_place, seats
+from cuboid.launch.place import Place, find_place, local_places
 from cuboid.launch.pool import fork_server
 from cuboid.launch.watched import judge_with_all, stand_still_everywhere
 from cuboid.resilience.goodput import Failure, note_failure, seconds_since
@@ -110,7 +110,7 @@ def _launch_here(run: Run, quiet: bool, signals: Forwarder) -> Outcome:
 
     store = serve_store(listener)
     try:
-        return launch(run, quiet, signals, seats(ranks, 0, ranks, "127.0.0.1", port, "attempt"))
+        return launch(run, quiet, signals, local_places(ranks, 0, ranks, "127.0.0.1", port, "attempt"))
     finally:
         del store  # which served the ranks until here
 

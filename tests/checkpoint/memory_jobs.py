@@ -16,7 +16,7 @@ import torch
 
 from cuboid.checkpoint.memory.node_state import Slot
 from cuboid.checkpoint.memory.nodes import open_memory
-from cuboid.checkpoint.memory.restore import Recall
+from cuboid.checkpoint.memory.restore import MemoryRestore
 from cuboid.checkpoint.memory.saver import MemorySaver
 from cuboid.checkpoint.resume import resume
 from cuboid.checkpoint.saver import Saver, SaveReport
@@ -100,7 +100,7 @@ def attempt(rank: int, run: Run, nodes: str, until: int, newest: int = 10**6, ba
         group = open_coordination(60)
         memory = open_memory(run, rank, group, nodes[rank])
         torch.manual_seed(rank)
-        began = resume(engine, optimizer, checkpoint_folder(run), group, False, Recall(memory, group, newest))
+        began = resume(engine, optimizer, checkpoint_folder(run), group, False, MemoryRestore(memory, group, newest))
         disk = Saver(engine, optimizer, checkpoint_folder(run), group)
         copies = MemorySaver(engine, optimizer, memory)
         for step in range(began, until):

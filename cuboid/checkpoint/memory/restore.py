@@ -193,7 +193,7 @@ class Brought:
     sent: str
 
 
-class Recall:
+class MemoryRestore:
     """Every rank makes one as a run starts, and calls the same methods in the same order."""
 
     def __init__(self, memory: Memory, group: Coordination, newest: int) -> None:
