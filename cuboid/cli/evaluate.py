@@ -32,7 +32,7 @@ def command(
     shots: Annotated[int | None, typer.Option(min=0, help="Examples before each question of a task.")] = None,
     layout: Annotated[str, typer.Option(help="Ranks to spread the model over, e.g. tp=2,pp=2,dp=2.")] = "dp=1",
     sequence: Annotated[
-        int | None, typer.Option("--sequence", "--seq", min=1, help="Tokens at a time; default: as in training.")
+        int | None, typer.Option("--seq", "--sequence", min=1, help="Tokens at a time; default: as in training.")
     ] = None,
     overlap: Annotated[int, typer.Option(min=0, help="Tokens before them that are seen but not counted.")] = 0,
     tokens: Annotated[int, typer.Option(min=2, help="How many tokens of the data, from its beginning.")] = 1 << 17,

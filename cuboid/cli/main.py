@@ -44,6 +44,13 @@ VERBS = {
 }
 """Verb -> what it does, in the order of the help; the file is named like the verb (import_ for import)."""
 
+OLD_SPELLINGS = {
+    "estimate": {"--out": "--output"},
+    "export": {"--dtype": "--precision"},
+    "verify": {"--dtype": "--precision"},
+}
+"""Verb -> what its options were called -> what they are called: accepted, and no longer shown."""
+
 INTERRUPTED = 130
 """The exit status after Ctrl-C."""
 
@@ -94,8 +101,14 @@ def _run(arguments: list[str]) -> int:
     verb = _verb(arguments)
     if verb is not None and verb not in VERBS:
         raise UserError(f"unknown command {verb}; did you mean {either(nearest_names(verb, VERBS))}?")
+    arguments = [_respelled(verb, argument) for argument in arguments]
     status = _application(verb)(arguments, standalone_mode=False, prog_name="cuboid")
     return status if isinstance(status, int) else 0
+
+
+def _respelled(verb: str | None, argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return OLD_SPELLINGS.get(verb or "", {}).get(name, name) + equals + value
 
 
 def _verb(arguments: Sequence[str]) -> str | None:

@@ -111,7 +111,6 @@ def command(
         Literal["float64", "float32", "bf16", "fp16", "fp8"],
         typer.Option(
             "--precision",
-            "--dtype",
             help="float64 is the proof, to 1e-9. float32: to 1e-3. bf16, fp16, fp8: to 4 times what rounding alone "
             "does to one process, measured against float32 tensor by tensor, and at least 4 × 2^-8, or 4 × 2^-4 for "
             "tensors of fp8; of a mixture one step.",

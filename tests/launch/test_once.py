@@ -21,7 +21,7 @@ SMALL = ["--steps", "1", "--set", "model.layers=2", "--set", "training.sequence=
 VERIFY = ["-m", "cuboid.cli.main", "verify", *SMALL]
 TWO, FOUR = ["--layout", "dp=2"], ["--layout", "dp=2,pp=2"]
 DIFFERS = [
-    "--dtype",
+    "--precision",
     "float32",
     "--steps",
     "2",
