@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import typer
 
-from cuboid.cli.main import OLD_SPELLINGS, VERBS, main, module_of
+from cuboid.cli.main import GROUPS, OLD_SPELLINGS, VERBS, main, module_of
 
 SIMULATED = ["--layout", "dp=8,tp=2,pp=4", "--global-batch", "256", "--seq", "8192", "--json"]
 
@@ -74,3 +74,13 @@ def test_a_plan_or_a_model_a_cluster_and_a_layout(tmp_path: Path, capsys: pytest
 def test_a_cluster_named_twice_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["map", "llama3-8b", "h100x64", "--layout", "dp=64", "--cluster", "h100x8"]) == 2
     assert "--cluster h100x8 is given twice" in capsys.readouterr().err
+
+
+def test_the_help_shows_every_command_in_one_group(capsys: pytest.CaptureFixture[str]) -> None:
+    assert sorted(verb for verbs in GROUPS.values() for verb in verbs) == sorted(VERBS)
+    assert main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert [shown.index(f"\n{title}:\n") for title in GROUPS] == sorted(
+        shown.index(f"\n{title}:\n") for title in GROUPS
+    )
+    assert all(f"\n  {verb} " in shown for verb in VERBS)
