@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from cuboid.checkpoint.files import LocalFiles
+from cuboid.checkpoint.location import LocalFiles
 
 SECONDS = 1200.0
 """Until somebody who waits gives up."""

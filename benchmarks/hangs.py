@@ -152,7 +152,7 @@ def note_seconds() -> float:
     for _ in range(200):
         begin = time.perf_counter()
         for _ in range(100):
-            with track.joined("all-reduce"):
+            with track.collective("all-reduce"):
                 pass
         best = min(best, (time.perf_counter() - begin) / 200)
     return best

@@ -23,18 +23,17 @@ from typing import Any
 
 from checkpoint import RANKS, build, drop_from_memory, gigabyte_run, together
 
-from cuboid.checkpoint.background import BackgroundSaver
 from cuboid.checkpoint.folder import checkpoint_path
 from cuboid.checkpoint.location import locate
 from cuboid.checkpoint.memory.folder import forget, node_folder
 from cuboid.checkpoint.memory.nodes import open_memory
-from cuboid.checkpoint.memory.recall import Recall
+from cuboid.checkpoint.memory.restore import MemoryRestore
 from cuboid.checkpoint.memory.saver import MemorySaver
 from cuboid.checkpoint.resume import resume
-from cuboid.checkpoint.saver import Saver
+from cuboid.checkpoint.saver import BackgroundSaver, Saver
 from cuboid.launch.pool import Pool
 from cuboid.parallel.coordination import open_coordination
-from cuboid.resilience.failures import failures
+from cuboid.resilience.goodput import failures
 from cuboid.spec.run import Run, dump_run
 
 NODES = "aabb"
@@ -66,13 +65,13 @@ def measure(rank: int, run: Run, rounds: int) -> dict[str, Any]:
     step = rounds + 1
     for _ in range(rounds):
         start = together()
-        assert resume(engine, optimizer, place / "none", group, True, Recall(memory, group, step)) == step
+        assert resume(engine, optimizer, place / "none", group, True, MemoryRestore(memory, group, step)) == step
         note("own memory", start)
         if rank == 2:
             shutil.rmtree(node_folder(run, "b"))
             memory.folder.make_folder()
         start = together()
-        assert resume(engine, optimizer, place / "none", group, True, Recall(memory, group, step)) == step
+        assert resume(engine, optimizer, place / "none", group, True, MemoryRestore(memory, group, step)) == step
         note("other node's memory", start)
         if rank == 0:
             for path in Path(checkpoint_path(place, step).path).iterdir():

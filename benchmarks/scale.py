@@ -36,21 +36,19 @@ import torch.distributed as dist
 from counted_store import SECONDS, Counter, MemoryFiles, Store, Through
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from cuboid.checkpoint.boxes import Box
 from cuboid.checkpoint.checksum import checksum_of_bytes
-from cuboid.checkpoint.files import LocalFiles
-from cuboid.checkpoint.location import Location
+from cuboid.checkpoint.location import LocalFiles, Location
 from cuboid.checkpoint.manifest import INDEX, MANIFEST, Manifest, StoredFile, data_file
+from cuboid.checkpoint.memory.node_state import NodeRecord, assign_copies, node_index, node_manifest
 from cuboid.checkpoint.memory.nodes import join_nodes
-from cuboid.checkpoint.memory.recall import Recall
-from cuboid.checkpoint.memory.shares import Share, share_copies, share_index, share_manifest
+from cuboid.checkpoint.memory.restore import MemoryRestore
 from cuboid.checkpoint.parts import Wishes
 from cuboid.checkpoint.resume import look_together
 from cuboid.checkpoint.save import agree, gather_index, write
-from cuboid.checkpoint.scattered import Scattered
-from cuboid.checkpoint.staging import Staging
-from cuboid.launch import readings, rendezvous
-from cuboid.launch.place import seats
+from cuboid.checkpoint.shards import ShardedTensor, TensorSlice
+from cuboid.checkpoint.storage import Staging
+from cuboid.launch import rendezvous, watched
+from cuboid.launch.place import local_places
 from cuboid.parallel.coordination import Coordination
 from cuboid.parallel.groups import Group, Groups, make_groups
 from cuboid.spec.layout import Layout
@@ -98,22 +96,22 @@ class Row:
 # What a rank does.
 
 
-def held_by(rank: int, ranks: int, shift: int = 0) -> dict[str, Scattered]:
-    """Two rows of each tensor of a stage. `shift`: the state of another layout, whose boxes touch two of these."""
+def held_by(rank: int, ranks: int, shift: int = 0) -> dict[str, ShardedTensor]:
+    """Two rows of each tensor of a stage. `shift`: the state of another layout, whose slices touch two of these."""
     stage, position = divmod(rank, ranks // STAGES)
     rows = 2 * ranks // STAGES
     first = 2 * position + shift
-    box = Box((first, 0), (min(2, rows - first), 2), 0)
+    tensor_slice = TensorSlice((first, 0), (min(2, rows - first), 2), 0)
     state = {
-        f"{kind}/stages.{stage}.{tensor}.weight": Scattered(
-            (rows, 2), torch.float32, ((box, torch.zeros(box.lengths)),)
+        f"{kind}/stages.{stage}.{tensor}.weight": ShardedTensor(
+            (rows, 2), torch.float32, ((tensor_slice, torch.zeros(tensor_slice.lengths)),)
         )
         for kind in KINDS
         for tensor in range(TENSORS)
     }
-    generator = Box((0,), (16,), 0)
+    generator = TensorSlice((0,), (16,), 0)
     values = torch.zeros(16, dtype=torch.uint8)
-    state[f"generator/cpu/{rank:05d}"] = Scattered((16,), torch.uint8, ((generator, values),))
+    state[f"generator/cpu/{rank:05d}"] = ShardedTensor((16,), torch.uint8, ((generator, values),))
     return state
 
 
@@ -151,8 +149,8 @@ class Rank:
     def memory_set_up(self) -> None:
         self.memory = join_nodes(self.own, self.own.parent.name, self.group)
         sizes = self.group.gather(self.staging.content.nbytes)
-        _, self.copies = share_copies(sizes, self.memory.nodes, self.group)
-        self.node_index = share_index(self.staging, self.memory.nodes, self.group)
+        _, self.copies = assign_copies(sizes, self.memory.nodes, self.group)
+        self.node_index = node_index(self.staging, self.memory.nodes, self.group)
 
     def memory_save(self) -> None:
         """All but the copies of the data to other nodes: every rank has the same."""
@@ -160,20 +158,20 @@ class Rank:
         file = StoredFile(self.staging.content.nbytes, checksum_of_bytes(self.staging.content))
         received = dict.fromkeys(self.copies, file.checksum)
         nodes, folder = self.memory.nodes, self.own / "step-00000001"
-        manifest = share_manifest(file, received, self.manifest, self.node_index, nodes, self.group)
+        manifest = node_manifest(file, received, self.manifest, self.node_index, nodes, self.group)
         folder.make_folder()
         for rank in (self.group.rank, *self.copies):
             (folder / data_file(rank)).write_durably(self.staging.content)
         if manifest is not None:
-            Share(manifest, self.node_index).write(folder)
+            NodeRecord(manifest, self.node_index).write(folder)
         agree("", self.group)
 
     def memory_resume(self) -> None:
         """On the nodes that kept it, which have all they need."""
-        recall = Recall(self.memory, self.group, 1)
-        brought = recall.bring(recall.generations[0], self.wishes(), self.manifest.layout)
+        in_memory = MemoryRestore(self.memory, self.group, 1)
+        brought = in_memory.bring(in_memory.generations[0], self.wishes(), self.manifest.layout)
         assert len(brought.index) == len(KINDS) * TENSORS + 1
-        recall.settle(1)
+        in_memory.settle(1)
 
 
 def communicators(groups: Groups) -> int:
@@ -288,8 +286,8 @@ def count_watch(ranks: int) -> Row:
     def judge(node: int) -> None:
         local.node = node
         own = [noted(rank) for rank in range(PER_NODE * node, PER_NODE * (node + 1))]
-        here = seats(PER_NODE, PER_NODE * node, ranks, "", 0, "attempt")[0]
-        assert readings.judge_with_all(here, SECONDS)(own).culprits == (3,)
+        here = local_places(PER_NODE, PER_NODE * node, ranks, "", 0, "attempt")[0]
+        assert watched.judge_with_all(here, SECONDS)(own).culprits == (3,)
 
     with patch.object(rendezvous, "reach_store", lambda *_: counters[local.node]):
         row = phase("watch", ranks, shared, counters, judge)

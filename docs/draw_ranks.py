@@ -1,4 +1,4 @@
-"""A layout on a cluster, for one dimension: what each rank holds, which ranks exchange, and what a step moves.
+"""A layout on a cluster, for one dimension: what each rank holds, which ranks communicate, and what a step moves.
 
 Places, groups, chunks of a sequence and bytes are those of the program itself.
 """
@@ -42,7 +42,7 @@ class Figure:
     title: str
     layout: str
     dimension: str
-    """The kind of group whose exchanges are drawn."""
+    """The kind of group whose communication is drawn."""
     squares: tuple[str, ...]
     model: str = "llama3-8b"
     cluster: str = "h100x16"
@@ -83,7 +83,7 @@ FIGURES = (
     ),
     Figure(
         name="context",
-        title="Context parallelism: each rank holds an early and a late piece, keys and values go round",
+        title="Context parallelism: each rank holds an early and a late chunk, keys and values go round",
         layout="dp=2,cp=8,zero=3",
         dimension="cp",
         squares=("tokens", "optimizer"),

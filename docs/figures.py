@@ -11,6 +11,7 @@ from pathlib import Path
 import draw_flow
 import draw_ranks
 import draw_states
+import draw_walk
 
 from cuboid.plan.picture import svg
 from cuboid.schedule.make import make_schedule
@@ -26,6 +27,7 @@ def figures() -> dict[str, str]:
         "which.svg": draw_flow.draw(),
         "zero.svg": draw_states.draw(),
         **{f"{figure.name}.svg": draw_ranks.draw(figure) for figure in draw_ranks.FIGURES},
+        **{f"{walk.name}.svg": draw_walk.draw(walk) for walk in draw_walk.WALKS},
         **{f"schedule-{name}.svg": schedule(name) for name in STAGES_PER_RANK},
     }
 

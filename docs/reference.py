@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 from typer.models import OptionInfo
 
-from cuboid.cli.main import VERBS, module_of
+from cuboid.cli.main import GROUPS, VERBS, module_of
 from cuboid.spec.coding import field_types, unwrap_optional
 from cuboid.spec.run import Run
 
@@ -40,13 +40,25 @@ def write_reference(folder: Path) -> None:
 def commands() -> str:
     """A section for each verb: what it does, its arguments and options."""
     parts = ["# Commands\n", "Written from the program itself; `cuboid COMMAND --help` says the same.\n"]
-    parts += ["| command | what it does |\n|---|---|"]
-    parts += [f"| [`{verb}`](#{verb}) | {summary} |" for verb, summary in VERBS.items()]
+    parts += ["| to | command | what it does |\n|---|---|---|"]
+    parts += [f"| {title} | [`{verb}`](#{verb}) | {VERBS[verb]} |" for title, verbs in GROUPS.items() for verb in verbs]
+    parts += ["\n## Options that several commands have\n", "| option | commands |\n|---|---|", *_common()]
     for verb in VERBS:
         parts.append(f"\n({verb})=\n## cuboid {verb}\n\n{_description(verb)}\n")
-        parts += ["| argument or option | meaning | left out |\n|---|---|---|"]
+        parts += ["| argument or option | meaning | default |\n|---|---|---|"]
         parts += [f"| {names} | {cell(meaning)} | {cell(default)} |" for names, meaning, default in _parameters(verb)]
     return "\n".join(parts) + "\n"
+
+
+def _common() -> list[str]:
+    """The options of three commands or more, each with its commands."""
+    users: dict[str, list[str]] = {}
+    for verb in VERBS:
+        for names, _, _ in _parameters(verb):
+            if names.startswith("`-"):
+                users.setdefault(names, []).append(f"[{verb}](#{verb})")
+    shared = sorted(((names, verbs) for names, verbs in users.items() if len(verbs) > 2), key=lambda row: -len(row[1]))
+    return [f"| {names} | {'all' if len(verbs) == len(VERBS) else ', '.join(verbs)} |" for names, verbs in shared]
 
 
 def function_of(verb: str) -> Any:

@@ -10,29 +10,32 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from cuboid.checkpoint.scattered import Scattered
+from cuboid.checkpoint.shards import ShardedTensor
 from cuboid.parallel.coordination import Coordination
 
 Index = dict[str, Any]
 Extent = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and lengths of a box."""
+"""Offsets and lengths of a slice."""
 
 
-def extents(state: Mapping[str, Scattered]) -> dict[str, list[Extent]]:
-    return {name: [(box.offsets, box.lengths) for box, _ in held.boxes] for name, held in state.items()}
+def extents(state: Mapping[str, ShardedTensor]) -> dict[str, list[Extent]]:
+    return {
+        name: [(tensor_slice.offsets, tensor_slice.lengths) for tensor_slice, _ in held.slices]
+        for name, held in state.items()
+    }
 
 
 class Finder:
-    """Finds the chunks of a tensor that a box touches without looking at all of them."""
+    """Finds the chunks of a tensor that a slice touches without looking at all of them."""
 
     def __init__(self, entry: dict[str, Any]) -> None:
         self._chunks = sorted(entry["chunks"], key=lambda chunk: chunk["offsets"])
         self._starts = [chunk["offsets"][0] for chunk in self._chunks]
         self._longest = max((chunk["lengths"][0] for chunk in self._chunks), default=0)
 
-    def touched(self, boxes: Iterable[Extent]) -> list[dict[str, Any]]:
+    def touched(self, slices: Iterable[Extent]) -> list[dict[str, Any]]:
         found: dict[int, dict[str, Any]] = {}
-        for offsets, lengths in boxes:
+        for offsets, lengths in slices:
             first = bisect_right(self._starts, offsets[0] - self._longest)
             last = bisect_left(self._starts, offsets[0] + lengths[0])
             for number in range(first, last):
@@ -56,11 +59,11 @@ def parts_of(index: Index, wanted: Iterable[bytes]) -> list[Index]:
     for wish in wanted:
         if wish not in known:
             part: Index = {}
-            for name, boxes in pickle.loads(wish).items():
+            for name, slices in pickle.loads(wish).items():
                 if name in index:
                     if name not in finders:
                         finders[name] = Finder(index[name])
-                    part[name] = {**index[name], "chunks": finders[name].touched(boxes)}
+                    part[name] = {**index[name], "chunks": finders[name].touched(slices)}
             known[wish] = part
         result.append(known[wish])
     return result
@@ -69,7 +72,7 @@ def parts_of(index: Index, wanted: Iterable[bytes]) -> list[Index]:
 class Wishes:
     """What every rank will read, told to rank 0 once, when it is first needed. Every rank calls the same methods."""
 
-    def __init__(self, group: Coordination, state: Callable[[], Mapping[str, Scattered]]) -> None:
+    def __init__(self, group: Coordination, state: Callable[[], Mapping[str, ShardedTensor]]) -> None:
         self._group, self._state = group, state
         self._wanted: list[bytes] | None = None
 

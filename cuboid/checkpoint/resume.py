@@ -1,4 +1,4 @@
-"""Go on where a run stopped: the newest state that verifies, in memory or on disk, into whatever layout it has now."""
+"""Resume where a run stopped: the newest state that verifies, in memory or on disk, into whatever layout it has now."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from cuboid.checkpoint.folder import checkpoints, step_of, sweep
-from cuboid.checkpoint.generators import generators
-from cuboid.checkpoint.index import check_index
 from cuboid.checkpoint.location import Location, locate
 from cuboid.checkpoint.manifest import INDEX, Manifest, Place, StoredFile
 from cuboid.checkpoint.memory.copies import Generation
-from cuboid.checkpoint.memory.recall import Lost, Recall
+from cuboid.checkpoint.memory.restore import Lost, MemoryRestore
 from cuboid.checkpoint.parts import Wishes
 from cuboid.checkpoint.save import Damaged, agree, load
-from cuboid.checkpoint.state import Moments, state_to_load
-from cuboid.checkpoint.verify import check_file, verify
+from cuboid.checkpoint.state import Moments, generators, state_to_load
+from cuboid.checkpoint.verify import check_file, check_index, verify
 from cuboid.console import say
 from cuboid.data.opened import data_identity
 from cuboid.errors import UserError
@@ -30,7 +28,7 @@ def resume(
     folder: Place,
     group: Coordination,
     quiet: bool = False,
-    recall: Recall | None = None,
+    in_memory: MemoryRestore | None = None,
 ) -> int:
     """Load the newest whole state, from memory or the folder; returns the steps it has done. Every rank calls this.
 
@@ -40,7 +38,7 @@ def resume(
         sweep(place)
     names = [path.name for path in checkpoints(place)] if speaks else []
     sources: list[Location | Generation] = [place / name for name in group.broadcast(names)]
-    sources += reversed(recall.generations) if recall is not None else ()
+    sources += reversed(in_memory.generations) if in_memory is not None else ()
     steps, spoiled = engine.run.training.steps, False
     wishes = Wishes(group, lambda: {**state_to_load(engine, optimizer), **generators(engine)})
     # The newest first; of the same step that in memory, which is read sooner.
@@ -48,20 +46,20 @@ def resume(
         try:
             if isinstance(source, Location):
                 found, where = source, ""
-                manifest, whole, share = look_together(source, group)
+                manifest, whole, to_check = look_together(source, group)
                 if manifest.step >= steps:
-                    agree(_damage(found, share), group)
+                    agree(_damage(found, to_check), group)
                 else:
                     index = wishes.part(whole)
             else:
-                assert recall is not None
-                brought = recall.bring(source, wishes, str(engine.run.layout))
+                assert in_memory is not None
+                brought = in_memory.bring(source, wishes, str(engine.run.layout))
                 _require_same_data(engine, brought.manifest, group)
-                found, manifest, index, share = brought.folder, brought.manifest, brought.index, None
+                found, manifest, index, to_check = brought.folder, brought.manifest, brought.index, None
                 where = f" in memory ({brought.sent})" if brought.sent else " in memory"
             if manifest.step < steps:
                 spoiled = True
-                load(engine, optimizer, found, group, manifest, index, share)
+                load(engine, optimizer, found, group, manifest, index, to_check)
         except (Lost, Damaged) as error:
             if speaks:
                 say(str(error), as_warning=True)
@@ -69,11 +67,11 @@ def resume(
         if speaks and not quiet:
             told = f"all {steps} steps are done" if manifest.step >= steps else f"resuming after step {manifest.step}"
             say(f"{told}{where}, written on {manifest.layout}")
-        if recall is not None:
-            recall.settle(manifest.step if where else None)
+        if in_memory is not None:
+            in_memory.settle(manifest.step if where else None)
         return manifest.step
-    if recall is not None:
-        recall.settle(None)
+    if in_memory is not None:
+        in_memory.settle(None)
     if spoiled:
         begin_anew(engine, optimizer)
     return 0
@@ -111,26 +109,26 @@ def look_together(checkpoint: Location, group: Coordination) -> tuple[Manifest, 
     (on rank 0), and the files whose contents this rank answers for; where the layout is the one that wrote them, its
     own. Or `Damaged`."""
     manifest, reason, index = None, "", dict[str, Any]()
-    shares: list[dict[str, StoredFile]] = []
+    to_check_by_rank: list[dict[str, StoredFile]] = []
     if group.rank == 0:
         try:
             manifest = verify(checkpoint, contents=False)
             check_file(checkpoint, INDEX, manifest.files[INDEX])
             index = check_index(checkpoint, manifest.files)
             files = [(name, file) for name, file in manifest.files.items() if name != INDEX]
-            shares = [dict(files[rank :: group.size]) for rank in range(group.size)]
+            to_check_by_rank = [dict(files[rank :: group.size]) for rank in range(group.size)]
             manifest = replace(manifest, files={})
         except UserError as error:
             manifest, reason = None, str(error)
     manifest, reason = group.broadcast((manifest, reason))
     if manifest is None:
         raise Damaged(reason)
-    return manifest, index, group.scatter(shares)
+    return manifest, index, group.scatter(to_check_by_rank)
 
 
-def _damage(checkpoint: Location, share: dict[str, StoredFile]) -> str:
+def _damage(checkpoint: Location, to_check: dict[str, StoredFile]) -> str:
     try:
-        for name, file in share.items():
+        for name, file in to_check.items():
             HEARTBEAT.do("reading")
             check_file(checkpoint, name, file)
     except UserError as error:

@@ -6,14 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from cuboid.checkpoint.folder import checkpoint_path
-from cuboid.checkpoint.generators import generators, restore_generators
 from cuboid.checkpoint.location import Location
 from cuboid.checkpoint.manifest import Manifest, Place, StoredFile, data_file, read_manifest
-from cuboid.checkpoint.reader import Reader
-from cuboid.checkpoint.scattered import Scattered
-from cuboid.checkpoint.staging import Staging
-from cuboid.checkpoint.state import Moments, state_to_load, state_to_save
-from cuboid.checkpoint.writer import Writer, index_part, whole_index
+from cuboid.checkpoint.shards import ShardedTensor
+from cuboid.checkpoint.state import Moments, generators, restore_generators, state_to_load, state_to_save
+from cuboid.checkpoint.storage import Reader, Staging, Writer, index_part, whole_index
 from cuboid.data.opened import data_identity
 from cuboid.parallel.coordination import Coordination, open_coordination
 from cuboid.parallel.parallelize import Engine
@@ -45,7 +42,7 @@ def describe(engine: Engine, optimizer: Moments, step: int, data: str) -> Manife
     return Manifest(step, taken, position, data, layout, dump_run(run), course=course)
 
 
-def kept_state(engine: Engine, optimizer: Moments) -> dict[str, Scattered]:
+def kept_state(engine: Engine, optimizer: Moments) -> dict[str, ShardedTensor]:
     """What this rank answers for, as it stands now."""
     return {**state_to_save(engine, optimizer), **generators(engine)}
 
@@ -102,21 +99,21 @@ def load(
     group: Coordination | None = None,
     manifest: Manifest | None = None,
     index: dict[str, Any] | None = None,
-    share: Mapping[str, StoredFile] | None = None,
+    to_check: Mapping[str, StoredFile] | None = None,
 ) -> Manifest:
     """Fill this rank's state, whatever layout wrote it; every rank calls this. Random generators continue where they
     were if the layout is the one that wrote it: to another one their numbers would mean nothing.
 
-    `manifest`, `index`: the checkpoint's, checked already; of the index at least what this rank needs. `share`: files
-    that this rank compares with their checksums; if any rank finds one damaged, all raise `Damaged`, and what they hold
-    is worth nothing."""
+    `manifest`, `index`: the checkpoint's, checked already; of the index at least what this rank needs. `to_check`:
+    files that this rank compares with their checksums; if any rank finds one damaged, all raise `Damaged`, and what
+    they hold is worth nothing."""
     manifest = manifest or read_manifest(checkpoint)
-    reader = Reader(checkpoint, index, share)
+    reader = Reader(checkpoint, index, to_check)
     state = state_to_load(engine, optimizer)
     own = generators(engine) if manifest.layout == str(engine.run.layout) else {}
     own = {name: held for name, held in own.items() if name in reader.names}
     reader.fill({**state, **own})
-    if share is not None and group is not None:
+    if to_check is not None and group is not None:
         agree(str(reader.damage or ""), group)
     restore_generators(engine, own)
     optimizer.set_steps_taken(manifest.updates)

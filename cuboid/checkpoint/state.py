@@ -8,8 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cuboid.checkpoint.boxes import Box, boxes_of_piece
-from cuboid.checkpoint.scattered import Scattered
+from cuboid.checkpoint.shards import ShardedTensor, TensorSlice, slices_of_shard
 from cuboid.parallel.grad_norm import counted_pieces
 from cuboid.parallel.optimizer_shard import OptimizerShard
 from cuboid.parallel.parallelize import Engine
@@ -28,12 +27,12 @@ class Moments(Protocol):
     def moments(self, optimizer_shard: OptimizerShard) -> tuple[Tensor, Tensor]: ...
 
 
-def state_to_save(engine: Engine, optimizer: Moments) -> dict[str, Scattered]:
+def state_to_save(engine: Engine, optimizer: Moments) -> dict[str, ShardedTensor]:
     """What this rank answers for; over all ranks every element once."""
     return _state(counted_pieces(engine), optimizer)
 
 
-def state_to_load(engine: Engine, optimizer: Moments) -> dict[str, Scattered]:
+def state_to_load(engine: Engine, optimizer: Moments) -> dict[str, ShardedTensor]:
     """Everything this rank keeps, copies of other ranks' state included. What is filled counts once the units
     publish it."""
     for unit in engine.units:
@@ -41,33 +40,65 @@ def state_to_load(engine: Engine, optimizer: Moments) -> dict[str, Scattered]:
     return _state((optimizer_shard for unit in engine.units for optimizer_shard in unit.optimizer_shards()), optimizer)
 
 
-def weights_to_load(engine: Engine) -> dict[str, Scattered]:
+def weights_to_load(engine: Engine) -> dict[str, ShardedTensor]:
     """The parameters this rank keeps, by name. What is filled counts once the units publish it."""
     for unit in engine.units:
         unit.open()
     return {
-        optimizer_shard.part.name: _scattered(optimizer_shard, optimizer_shard.kept)
+        optimizer_shard.part.name: _sharded(optimizer_shard, optimizer_shard.kept)
         for unit in engine.units
         for optimizer_shard in unit.optimizer_shards()
     }
 
 
-def _state(optimizer_shards: Iterable[OptimizerShard], optimizer: Moments) -> dict[str, Scattered]:
-    state: dict[str, Scattered] = {}
+def _state(optimizer_shards: Iterable[OptimizerShard], optimizer: Moments) -> dict[str, ShardedTensor]:
+    state: dict[str, ShardedTensor] = {}
     for optimizer_shard in optimizer_shards:
         for kind, values in zip(KINDS, (optimizer_shard.kept, *optimizer.moments(optimizer_shard)), strict=True):
-            state[f"{kind}/{optimizer_shard.part.name}"] = _scattered(optimizer_shard, values)
+            state[f"{kind}/{optimizer_shard.part.name}"] = _sharded(optimizer_shard, values)
     return state
 
 
-def _scattered(optimizer_shard: OptimizerShard, values: Tensor) -> Scattered:
+def _sharded(optimizer_shard: OptimizerShard, values: Tensor) -> ShardedTensor:
     """`values`: a moment of the optimizer shard, or what it keeps as master weights."""
 
-    def boxes(whole: Tensor) -> Iterator[tuple[Box, Tensor]]:
-        for box, place in boxes_of_piece(optimizer_shard.part, optimizer_shard.start, optimizer_shard.stop):
-            yield box, whole[place : place + box.size].view(box.lengths)
+    def slices(whole: Tensor) -> Iterator[tuple[TensorSlice, Tensor]]:
+        for tensor_slice, place in slices_of_shard(optimizer_shard.part, optimizer_shard.start, optimizer_shard.stop):
+            yield tensor_slice, whole[place : place + tensor_slice.size].view(tensor_slice.lengths)
 
     if values is not optimizer_shard.kept or not optimizer_shard.is_halved or optimizer_shard.weight is None:
-        return Scattered(optimizer_shard.part.full_shape, values.dtype, tuple(boxes(values)))
-    near = tuple(part for _, part in boxes(optimizer_shard.weight.view(torch.int16)))
-    return Scattered(optimizer_shard.part.full_shape, torch.float32, tuple(boxes(values)), near)
+        return ShardedTensor(optimizer_shard.part.full_shape, values.dtype, tuple(slices(values)))
+    near = tuple(part for _, part in slices(optimizer_shard.weight.view(torch.int16)))
+    return ShardedTensor(optimizer_shard.part.full_shape, torch.float32, tuple(slices(values)), near)
+
+
+# The state of a rank's random generators, kept as tensors beside the model's. Nothing draws from them today (weights
+# and samples come from keyed generators of their own), so a layout may change; what will draw continues bit for bit.
+
+
+def seed_generators(seed: int, rank: int) -> None:
+    """PyTorch begins with another state in every process; a run begins with its own, on each rank another."""
+    torch.manual_seed(((seed << 24) + rank) % (1 << 63))
+
+
+def generators(engine: Engine) -> dict[str, ShardedTensor]:
+    """A copy of their state now, under names of this rank's own."""
+    states = {"cpu": torch.get_rng_state()}
+    if engine.device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(engine.device)
+    rank = engine.groups.world.index
+    return {
+        f"generator/{kind}/{rank:05d}": ShardedTensor(
+            tuple(state.shape), state.dtype, ((TensorSlice((0,), tuple(state.shape), 0), state),)
+        )
+        for kind, state in states.items()
+    }
+
+
+def restore_generators(engine: Engine, states: dict[str, ShardedTensor]) -> None:
+    for name, held in states.items():
+        state = held.slices[0][1]
+        if name.split("/")[1] == "cuda":
+            torch.cuda.set_rng_state(state, engine.device)
+        else:
+            torch.set_rng_state(state)

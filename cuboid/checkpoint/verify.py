@@ -2,21 +2,109 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from itertools import pairwise, product
+from math import prod
+from typing import Any
 
 from cuboid.checkpoint.checksum import Watch, checksum_of_file, kind_of
-from cuboid.checkpoint.index import check_index
 from cuboid.checkpoint.location import Location, locate
 from cuboid.checkpoint.manifest import (
+    COUNTS,
+    DATA_FILE,
+    INDEX,
     MANIFEST,
     STEP_FOLDER,
     Damage,
     Manifest,
     Place,
     StoredFile,
+    read_json,
     read_manifest,
     require_plain,
 )
+
+# The index of a checkpoint: where each chunk of each full tensor lies, believed only after every number is checked.
+
+
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "uint8": 1}
+"""Of an element, by the name of its type."""
+MOST_DIMENSIONS = 8
+
+
+def check_index(place: Place, files: Mapping[str, StoredFile] | None = None) -> dict[str, Any]:
+    """The index, if every tensor is made of its chunks without gap or overlap, and every chunk lies in its file alone.
+
+    Nothing else decides what is read, so nothing can be allocated that the files do not hold. `files`: what they are
+    known to be, where not all of them are here."""
+    return check_entries(place, read_json(locate(place), INDEX)[1], files)
+
+
+def check_entries(place: Place, index: dict[str, Any], files: Mapping[str, StoredFile] | None = None) -> dict[str, Any]:
+    """The same of an index that is read already."""
+    folder = locate(place)
+    used: dict[str, list[tuple[int, int]]] = {}
+    for name, entry in index.items():
+        try:
+            _check_tensor(entry, used)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            reason = f"lacks {error}" if isinstance(error, KeyError) else str(error)
+            raise Damage(folder, INDEX, f"is wrong about {name[:200]!r} ({reason})") from None
+    for file, places in used.items():
+        if any(end > start for (_, end), (start, _) in pairwise(sorted(places))):
+            raise Damage(folder, INDEX, f"gives the same bytes of {file} to two chunks")
+        if files is not None and file not in files:
+            raise Damage(folder, INDEX, f"names {file}, which is none of its files")
+        size = require_plain(folder, file) if files is None else files[file].bytes
+        if max(end for _, end in places) > size:
+            raise Damage(folder, INDEX, f"has chunks that lie outside {file}")
+    return index
+
+
+def _check_tensor(entry: dict[str, Any], used: dict[str, list[tuple[int, int]]]) -> None:
+    size = BYTES.get(entry["dtype"])
+    if size is None:
+        raise ValueError(f"dtype {entry['dtype']!r} is unknown")
+    shape = _counts(entry["shape"], low=1)
+    if not 1 <= len(shape) <= MOST_DIMENSIONS:
+        raise ValueError(f"it has {len(shape)} dimensions")
+    corners: Counter[tuple[int, ...]] = Counter()
+    for chunk in entry["chunks"]:
+        offsets, lengths = _counts(chunk["offsets"], low=0), _counts(chunk["lengths"], low=1)
+        if not len(offsets) == len(lengths) == len(shape):
+            raise ValueError("a chunk has other dimensions than its tensor")
+        if any(offset + length > limit for offset, length, limit in zip(offsets, lengths, shape, strict=True)):
+            raise ValueError("a chunk lies outside its tensor")
+        position, held = _counts([chunk["position"], chunk["bytes"]], low=0)
+        if held != prod(lengths) * size:
+            raise ValueError(f"a chunk of {lengths} has {held} bytes")
+        if not DATA_FILE.fullmatch(chunk["file"]):
+            raise ValueError(f"{chunk['file']!r} is no file of a checkpoint")
+        used.setdefault(chunk["file"], []).append((position, position + held))
+        _add_corners(corners, offsets, lengths, 1)
+    _add_corners(corners, (0,) * len(shape), shape, -1)
+    if any(corners.values()):
+        raise ValueError("its chunks do not make the whole tensor, each element once")
+
+
+def _add_corners(
+    corners: Counter[tuple[int, ...]], offsets: tuple[int, ...], lengths: tuple[int, ...], by: int
+) -> None:
+    """Chunks make a whole without gap or overlap exactly when their corners, signed by how many of a corner's
+    coordinates are ends, cancel out all but the corners of the whole: a sum of chunks is determined by them."""
+    ends = ((offset, offset + length) for offset, length in zip(offsets, lengths, strict=True))
+    for corner in product(*([(start, 1), (end, -1)] for start, end in ends)):
+        corners[tuple(place for place, _ in corner)] += by * prod(sign for _, sign in corner)
+
+
+def _counts(values: object, low: int) -> tuple[int, ...]:
+    if not isinstance(values, list) or any(
+        type(value) is not int or value < low or value not in COUNTS for value in values
+    ):
+        raise ValueError(f"{str(values)[:80]} are no sizes")
+    return tuple(values)
+
 
 MISMATCH = "does not match its checksum"
 

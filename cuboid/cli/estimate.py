@@ -1,4 +1,4 @@
-"""`cuboid estimate --rows runs.csv --out answered.csv`: step time and memory of published runs, row by row."""
+"""`cuboid estimate --rows runs.csv -o answered.csv`: step time and memory of published runs, row by row."""
 
 import json
 import sys
@@ -12,27 +12,29 @@ from cuboid.cost.table import Answer, answer_rows, read_rows, write_answers
 
 def command(
     rows: Annotated[Path, typer.Option(help="CSV file with the columns of runs.csv.")],
-    out: Annotated[Path | None, typer.Option(help="Where to write the same rows with the answers.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the same rows with the answers here.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object with the answers.")] = False,
 ) -> None:
     """Estimate step time and memory of the runs in a CSV file.
 
     Adds pred_step_s, pred_tok_s_gpu, pred_mem_gb (GiB of the fullest rank), pred_fits and skipped (what a row lacks).
 
-    Example: cuboid estimate --rows runs.csv --out answered.csv
+    Example: cuboid estimate --rows runs.csv -o answered.csv
     """
     columns, table = read_rows(rows)
     answers = answer_rows(table)
     for answer in answers:
         if answer.skipped.startswith("line "):
             print(f"{rows}: {answer.skipped}", file=sys.stderr)
-    if out is not None:
-        write_answers(out, columns, table, answers)
+    if output is not None:
+        write_answers(output, columns, table, answers)
     if as_json:
         print(json.dumps([_as_json(answer) for answer in answers]))
         return
     skipped = sum(bool(answer.skipped) for answer in answers)
-    where = f" -> {out}" if out else ""
+    where = f" -> {output}" if output else ""
     print(f"{len(answers) - skipped} of {len(answers)} rows estimated, {skipped} skipped{where}")
 
 

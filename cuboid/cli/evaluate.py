@@ -1,5 +1,7 @@
 """`cuboid evaluate RUN --data SOURCE`: how well a trained model predicts text, on any layout."""
 
+from __future__ import annotations
+
 import json
 import sys
 import time
@@ -14,6 +16,7 @@ from cuboid.generate.detokenizer import Words
 from cuboid.generate.evaluation import Perplexity, choice_requests, judge, read_questions, windows
 from cuboid.launch.generation import start_scoring
 from cuboid.spec.generation import GenerationSpec, check_layout, parse_layout
+from cuboid.spec.layout import Layout
 from cuboid.spec.model import ModelSpec
 
 
@@ -29,7 +32,7 @@ def command(
     shots: Annotated[int | None, typer.Option(min=0, help="Examples before each question of a task.")] = None,
     layout: Annotated[str, typer.Option(help="Ranks to spread the model over, e.g. tp=2,pp=2,dp=2.")] = "dp=1",
     sequence: Annotated[
-        int | None, typer.Option("--sequence", "--seq", min=1, help="Tokens at a time; default: as in training.")
+        int | None, typer.Option("--seq", "--sequence", min=1, help="Tokens at a time; default: as in training.")
     ] = None,
     overlap: Annotated[int, typer.Option(min=0, help="Tokens before them that are seen but not counted.")] = 0,
     tokens: Annotated[int, typer.Option(min=2, help="How many tokens of the data, from its beginning.")] = 1 << 17,
@@ -56,8 +59,6 @@ def command(
     found = find_target(target, tokenizer)
     check_layout(wanted, found.model)
     if harness is not None:
-        from cuboid.cli.evaluate_harness import evaluate_tasks, table
-
         measured_tasks = evaluate_tasks(
             found,
             wanted,
@@ -70,14 +71,14 @@ def command(
             device=device,
             backend=backend,
         )
-        print(json.dumps({"results": measured_tasks}) if as_json else table(measured_tasks))
+        print(json.dumps({"results": measured_tasks}) if as_json else harness_table(measured_tasks))
         return
     if choices is not None:
         _require_words(found.words)
         questions = read_questions(choices)
         requests = choice_requests(questions, found.words)
     else:
-        from cuboid.generate.given import read_tokens
+        from cuboid.generate.evaluation import read_tokens
 
         assert data is not None
         held = read_tokens(data, tokens, found.words, found.model.vocab)
@@ -144,3 +145,56 @@ def _check_length(requests: list[Request], model: ModelSpec) -> None:
             f"{longest} tokens at a time are more than max_positions={model.max_positions} of {model.name}; "
             f"use --sequence and --overlap with {model.max_positions} together, or shorter questions"
         )
+
+
+# `cuboid evaluate RUN --harness TASKS`: tasks of lm-evaluation-harness, an optional extra.
+
+
+def evaluate_tasks(
+    target: Any,
+    layout: Layout,
+    tasks: list[str],
+    *,
+    folder: Path | None,
+    limit: int | None,
+    shots: int | None,
+    batch: int,
+    precision: str | None,
+    device: str,
+    backend: str,
+) -> dict[str, Any]:
+    """The harness's results, by task."""
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.tasks import TaskManager
+    except ImportError:
+        raise UserError("--harness needs lm-evaluation-harness; pip install 'cuboid[harness]'") from None
+    from cuboid.launch.harness import CuboidModel
+
+    if folder is not None and not folder.is_dir():
+        raise UserError(f"tasks={folder} is no folder; name one with tasks as YAML")
+    # The thousands that the harness brings are read only where they are asked for.
+    manager = TaskManager(include_path=folder and str(folder), include_defaults=False) if folder else None
+    if manager is None or set(tasks) - set(manager.all_tasks):
+        manager = TaskManager(include_path=folder and str(folder))
+    if unknown := sorted(set(tasks) - set(manager.all_tasks)):
+        raise UserError(f"harness={unknown[0]} is no task that lm_eval knows; lm-eval ls tasks shows them")
+    model = CuboidModel(target, layout, batch, precision, device, backend)
+    try:
+        found = simple_evaluate(model, tasks=list(tasks), num_fewshot=shots, limit=limit, task_manager=manager)
+    except (OSError, ConnectionError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(f"the data of harness={','.join(tasks)} cannot be read: {reason}") from None
+    results: dict[str, Any] = json.loads(json.dumps(found["results"], default=str))
+    return results
+
+
+def harness_table(results: dict[str, Any]) -> str:
+    rows = []
+    for task, measured in results.items():
+        for name, value in measured.items():
+            if isinstance(value, float) and "_stderr" not in name:
+                error = measured.get(name.replace(",", "_stderr,", 1))
+                spread = f" ± {error:.4f}" if isinstance(error, float) else ""
+                rows.append(f"{task}: {name.split(',')[0]} {value:.4f}{spread}")
+    return "\n".join(rows)

@@ -50,11 +50,7 @@ def command(
     Example: cuboid explain plan.toml
     Example: cuboid explain llama3-70b h100x64 --layout dp=4,tp=8,pp=2 --global-batch 64 --seq 4096 --precision fp8
     """
-    question, chosen = _asked(plan, cluster, layout, global_batch, seq)
-    place = question.cluster
-    kept = None if cluster else question.precision
-    question = replace(question, precision=precision_on(place, precision or kept), engine=engine or question.engine)
-    check_world_size(chosen, question.cluster.accelerators)
+    question, chosen = asked("explain", plan, cluster, layout, global_batch, seq, precision, engine)
     found = explain(question, chosen)
     if as_json:
         print(json.dumps(_as_json(found)))
@@ -72,12 +68,30 @@ def command(
             console.print(_memory_table(found))
 
 
+def asked(
+    verb: str,
+    plan: str,
+    cluster: str | None,
+    layout: str | None,
+    global_batch: int | None,
+    seq: int | None,
+    precision: str | None,
+    engine: str | None,
+) -> tuple[Question, Layout]:
+    """The question and the layout that a plan file, or a model, a cluster and a layout mean."""
+    question, chosen = _asked(verb, plan, cluster, layout, global_batch, seq)
+    kept = None if cluster else question.precision
+    chosen_precision = precision_on(question.cluster, precision or kept)
+    check_world_size(chosen, question.cluster.accelerators)
+    return replace(question, precision=chosen_precision, engine=engine or question.engine), chosen
+
+
 def _asked(
-    plan: str, cluster: str | None, layout: str | None, global_batch: int | None, seq: int | None
+    verb: str, plan: str, cluster: str | None, layout: str | None, global_batch: int | None, seq: int | None
 ) -> tuple[Question, Layout]:
     if cluster is None:
         if not plan.endswith(".toml"):
-            raise UserError(f"{plan} is not a plan file; write cuboid explain {plan} h100x64 --layout dp=8,tp=8 …")
+            raise UserError(f"{plan} is not a plan file; write cuboid {verb} {plan} h100x64 --layout dp=8,tp=8 …")
         loaded = load_plan(plan)
         return loaded.question, Layout.parse(layout) if layout else loaded.layout
     for name, value in (("layout", layout), ("global-batch", global_batch), ("seq", seq)):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cuboid.cli.output import write_output
+from cuboid.cli.options import write_output
 from cuboid.errors import UserError
 from cuboid.plan.export.targets import export
 from cuboid.plan.plan import load_plan
@@ -19,7 +19,7 @@ def command(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="plan: write it here, not to the screen.")
     ] = None,
-    dtype: Annotated[
+    precision: Annotated[
         str | None,
         typer.Option(help="hf: float32, bf16, float16 or float64; default: bf16 of a bf16 run, or float32."),
     ] = None,
@@ -39,9 +39,9 @@ def command(
             raise UserError(f"output={output} is for plans; name the folder after hf:, like --to hf:{output}")
         from cuboid.cli.export_model import write_model  # here, because plans need no torch
 
-        write_model(source, Path(to.removeprefix("hf:")), dtype, shard_size, as_json)
+        write_model(source, Path(to.removeprefix("hf:")), precision, shard_size, as_json)
         return
-    for name, value in (("dtype", dtype), ("shard-size", shard_size)):
+    for name, value in (("precision", precision), ("shard-size", shard_size)):
         if value is not None:
             raise UserError(f"{name}={value} is for models; use it with --to hf:FOLDER")
     if Path(source).is_dir():

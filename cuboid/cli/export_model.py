@@ -9,8 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from cuboid.checkpoint.huggingface.export import SHARD_SIZE, export_model
-from cuboid.checkpoint.huggingface.shards import DTYPES
+from cuboid.checkpoint.huggingface.export import DTYPES, SHARD_SIZE, export_model
 from cuboid.errors import UserError
 from cuboid.spec.suggest import either
 
@@ -19,7 +18,7 @@ UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "g
 
 def write_model(source: str, target: Path, dtype: str | None, shard_size: str | None, as_json: bool) -> None:
     if dtype is not None and dtype not in DTYPES:
-        raise UserError(f"dtype={dtype} is unknown; use {either(DTYPES)}")
+        raise UserError(f"precision={dtype} is unknown; use {either(DTYPES)}")
     limit = SHARD_SIZE if shard_size is None else parse_size(shard_size)
     if "://" not in source and not Path(source).is_dir():
         problem = "is a file" if Path(source).exists() else "does not exist"

@@ -10,9 +10,16 @@ import typer
 
 from cuboid.errors import UserError
 from cuboid.generate.detokenizer import Words
-from cuboid.generate.prompts import Prompt, Results, make_prompt, read_prompts
-from cuboid.generate.question import check_words, longest, make_requests
-from cuboid.generate.results import Texts
+from cuboid.generate.prompts import (
+    Prompt,
+    Results,
+    Texts,
+    check_words,
+    longest,
+    make_prompt,
+    make_requests,
+    read_prompts,
+)
 from cuboid.launch.generation import start_generation
 from cuboid.spec.generation import GenerationSpec, SamplingSpec, check_layout, parse_layout
 
@@ -26,7 +33,7 @@ def command(
     temperature: Annotated[float, typer.Option(help="0 is greedy: always the likeliest token.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Choose among the k likeliest tokens; 0: all.")] = 0,
     top_p: Annotated[float, typer.Option(help="Choose among the likeliest tokens of this probability.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Leave out tokens below this part of the likeliest.")] = 0.0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens below this part of the likeliest.")] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens of the text so far lose.")] = 1.0,
     stop: Annotated[list[str] | None, typer.Option(help="Text before which a result ends.")] = None,
     seed: Annotated[int, typer.Option(help="Of the random numbers; the layout changes nothing in them.")] = 0,

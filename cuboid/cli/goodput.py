@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from cuboid.cli.output import write_output
+from cuboid.cli.options import write_output
 from cuboid.cost.effective_time import (
     HOUR,
     PUBLISHED,
@@ -23,7 +23,7 @@ from cuboid.cost.effective_time import (
 from cuboid.cost.failure_simulation import TimeSpent, simulate
 from cuboid.errors import UserError
 from cuboid.plan.goodput_picture import Line, svg
-from cuboid.resilience.measured import Measured, measured
+from cuboid.resilience.goodput import Measured, measured
 from cuboid.spec.run import Run, load_run
 from cuboid.spec.suggest import either
 
@@ -69,10 +69,10 @@ def command(
     ] = None,
     memory_load: Annotated[float, typer.Option(min=0, help="Seconds to load from memory.")] = 5.0,
     memory_survives: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of failures that leave a copy in memory.")
+        float, typer.Option(min=0, max=1, help="Fraction of failures that leave a copy in memory.")
     ] = 0.9,
     seed: Annotated[int, typer.Option(min=0, help="Of the simulated failures.")] = 0,
-    picture: Annotated[Path | None, typer.Option(help="Write the share over the interval as an SVG picture.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="Write the goodput over the interval as an SVG picture.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Expect how much of the time is training, with checkpoints on disk alone and with copies in memory.
@@ -149,7 +149,7 @@ def _picture(cases: list[Case], source: str) -> str:
         )
         for case in cases
     ]
-    return svg(intervals, lines, "Share of the time that is training", source)
+    return svg(intervals, lines, "Fraction of the time that is training", source)
 
 
 def _as_json(case: Case) -> dict[str, object]:

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from cuboid.checkpoint.huggingface.folder import ModelFolder, model_of
-from cuboid.checkpoint.start import PREFIX, check_weights
-from cuboid.cli.output import write_output
+from cuboid.checkpoint.weights import PREFIX, check_weights
+from cuboid.cli.options import write_output
 from cuboid.errors import UserError
 from cuboid.spec.load import dump_model
 from cuboid.spec.run import build_run, dump_run

@@ -9,13 +9,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from cuboid.cli.given import given_options
-from cuboid.cli.output import write_output
+from cuboid.cli.options import given_options, write_output
 from cuboid.errors import UserError
-from cuboid.launch.jobs import kubernetes, skypilot, slurm, trainjob
-from cuboid.launch.jobs.grace import grace_seconds
-from cuboid.launch.jobs.job import PORT, Job, make_job, one_line
-from cuboid.launch.jobs.pod import PodOptions
+from cuboid.launch.jobs import skypilot, slurm
+from cuboid.launch.jobs.job import PORT, Job, grace_seconds, make_job, one_line
+from cuboid.launch.jobs.kubernetes import PodOptions, job_manifest, train_job_manifest
 from cuboid.spec.run import load_run
 
 Scheduler = Literal["slurm", "kubernetes", "skypilot"]
@@ -58,7 +56,7 @@ def command(
     name: Annotated[str, typer.Option(help="Name of the job; default: that of the model.")] = "",
     nodes: Annotated[int | None, typer.Option(min=1, help="Nodes; default: as many as the plan's fill.")] = None,
     gpus_per_node: Annotated[int | None, typer.Option(min=1, help="GPUs of a node; default: the plan's.")] = None,
-    min_nodes: Annotated[int | None, typer.Option(min=1, help="Go on with so few when nodes are lost.")] = None,
+    min_nodes: Annotated[int | None, typer.Option(min=1, help="Continue with so few when nodes are lost.")] = None,
     across_nodes: Annotated[bool, typer.Option("--across-nodes", help="Let tensor groups cross nodes.")] = False,
     port: Annotated[int, typer.Option(min=1024, max=65535, help="Where supervisors meet.")] = PORT,
     interface: Annotated[str, typer.Option(help="Network interface of the nodes; default: found.")] = "",
@@ -159,7 +157,7 @@ def _write(scheduler: Scheduler, job: Job, given: dict[str, Any], written_by: st
     if kind not in ("job", "trainjob"):
         raise UserError(f"kind={kind} is not known; use kind=job or kind=trainjob")
     pod = PodOptions(**given)
-    return kubernetes.manifest(job, pod, written_by) if kind == "job" else trainjob.manifest(job, pod, written_by)
+    return (job_manifest if kind == "job" else train_job_manifest)(job, pod, written_by)
 
 
 def _as_json(scheduler: Scheduler, job: Job, why: str, text: str) -> dict[str, object]:

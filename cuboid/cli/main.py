@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
 from keyword import iskeyword
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
 import cuboid
 from cuboid.errors import RankError, UserError
@@ -44,6 +46,22 @@ VERBS = {
 }
 """Verb -> what it does, in the order of the help; the file is named like the verb (import_ for import)."""
 
+OLD_SPELLINGS = {
+    "estimate": {"--out": "--output"},
+    "export": {"--dtype": "--precision"},
+    "verify": {"--dtype": "--precision"},
+}
+"""Verb -> what its options were called -> what they are called: accepted, and no longer shown."""
+
+GROUPS = {
+    "Plan": ("plan", "explain", "simulate", "map", "goodput", "probe", "estimate", "models"),
+    "Train": ("train", "launch", "data", "checkpoint", "import", "import-deepspeed"),
+    "Prove": ("verify", "replay"),
+    "Look": ("report", "watch", "compare"),
+    "Use": ("generate", "evaluate", "export"),
+}
+"""The commands as the help shows them."""
+
 INTERRUPTED = 130
 """The exit status after Ctrl-C."""
 
@@ -51,6 +69,15 @@ HELP = "Plan and train language models with data × tensor × pipeline paralleli
 
 # What the parser raises for a wrong option or argument; typer has no public name for it.
 UsageError: type[Exception] = typer.BadParameter.__mro__[1]
+
+
+class Commands(TyperGroup):
+    """All commands, listed in groups."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        for title, verbs in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(verb, VERBS[verb]) for verb in verbs])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,8 +121,14 @@ def _run(arguments: list[str]) -> int:
     verb = _verb(arguments)
     if verb is not None and verb not in VERBS:
         raise UserError(f"unknown command {verb}; did you mean {either(nearest_names(verb, VERBS))}?")
+    arguments = [_respelled(verb, argument) for argument in arguments]
     status = _application(verb)(arguments, standalone_mode=False, prog_name="cuboid")
     return status if isinstance(status, int) else 0
+
+
+def _respelled(verb: str | None, argument: str) -> str:
+    name, equals, value = argument.partition("=")
+    return OLD_SPELLINGS.get(verb or "", {}).get(name, name) + equals + value
 
 
 def _verb(arguments: Sequence[str]) -> str | None:
@@ -105,6 +138,7 @@ def _verb(arguments: Sequence[str]) -> str | None:
 def _application(verb: str | None) -> Callable[..., object]:
     """The parser, with the asked verb loaded and only the names of the others."""
     application = typer.Typer(
+        cls=Commands,
         add_completion=False,
         pretty_exceptions_enable=False,
         rich_markup_mode=None,

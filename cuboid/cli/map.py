@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -18,7 +17,12 @@ from cuboid.spec.ranks import coordinates
 
 
 def command(
-    plan: Annotated[Path | None, typer.Argument(help="A plan file; or --layout and --cluster.")] = None,
+    plan: Annotated[
+        str | None, typer.Argument(help="A plan file, or a model followed by a cluster; or --layout and --cluster.")
+    ] = None,
+    place: Annotated[
+        str | None, typer.Argument(metavar="[CLUSTER]", help="The cluster, where a model is named.")
+    ] = None,
     layout: Annotated[str | None, typer.Option(help="The layout, e.g. dp=2,tp=2,pp=2.")] = None,
     cluster: Annotated[str | None, typer.Option(help="The cluster: a name such as h100x64, or a TOML file.")] = None,
     model: Annotated[str | None, typer.Option(help="Check the layout against this model too.")] = None,
@@ -30,26 +34,34 @@ def command(
     """Draw which rank sits where, and which links each group's traffic crosses.
 
     Example: cuboid map plan.toml
+    Example: cuboid map llama3-70b h100x64 --layout dp=2,tp=8,pp=4
     Example: cuboid map --layout "dp=2,tp=8,pp=4" --cluster h100x64 --model llama3-70b
     """
+    if place is not None:  # MODEL CLUSTER, as plan, explain and simulate have them
+        for option, value in (("model", model), ("cluster", cluster)):
+            if value is not None:
+                raise UserError(f"--{option} {value} is given twice: {plan} {place} name model and cluster already")
+        plan, model, cluster = None, plan, place
+    elif plan is not None and not plan.endswith(".toml"):
+        raise UserError(f"{plan} is not a plan file; write cuboid map {plan} h100x64 --layout dp=8,tp=8")
     loaded = load_plan(plan) if plan else None
     for name, given in (("layout", layout), ("cluster", cluster)):
         if not given and not loaded:
             raise UserError(f"--{name} is missing; name a plan file, or --layout and --cluster")
     parsed = loaded.layout if loaded and not layout else Layout.parse(layout or "")
-    place = loaded.question.cluster if loaded and not cluster else load_cluster(cluster or "")
+    where = loaded.question.cluster if loaded and not cluster else load_cluster(cluster or "")
     spec = load_model(model) if model else loaded.question.model if loaded else None
     if spec:
         check_model(parsed, spec)
-    lines = traffic(parsed, place, tied=spec is None or spec.tie_embeddings)
+    lines = traffic(parsed, where, tied=spec is None or spec.tie_embeddings)
     if as_json:
-        print(json.dumps(_as_json(parsed, place, lines)))
+        print(json.dumps(_as_json(parsed, where, lines)))
         return
     from rich.console import Console
 
     from cuboid.cli.map_drawing import draw
 
-    Console(highlight=False).print(draw(parsed, place, lines, nodes))
+    Console(highlight=False).print(draw(parsed, where, lines, nodes))
 
 
 def _as_json(layout: Layout, cluster: ClusterSpec, lines: list[Traffic]) -> dict[str, object]:

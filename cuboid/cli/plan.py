@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cuboid.cli.output import write_output
+from cuboid.cli.options import write_output
 from cuboid.errors import UserError
 from cuboid.plan.choose import cheapest, fewest, plans
 from cuboid.plan.export.limits import FIXED

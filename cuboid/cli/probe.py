@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from cuboid.cli.given import given_options
-from cuboid.cli.output import check_output, write_output
+from cuboid.cli.options import check_output, given_options, write_output
 from cuboid.errors import UserError
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.run import Run, build_run
@@ -36,7 +35,7 @@ def command(
     rank: Annotated[int | None, typer.Option(min=0, help="Run this one rank of a job, without the others.")] = None,
     layout: Annotated[str | None, typer.Option(help="Of the job, for --rank: dp=2,tp=2,pp=2.")] = None,
     model: Annotated[str | None, typer.Option(help="Of the job: a catalog name, a TOML file or a config.json.")] = None,
-    sequence: Annotated[int, typer.Option("--sequence", "--seq", min=1, help="Of the job: tokens per sequence.")] = 256,
+    sequence: Annotated[int, typer.Option("--seq", "--sequence", min=1, help="Of the job: tokens per sequence.")] = 256,
     micro_batch: Annotated[int | None, typer.Option(min=1, help="Of the job: sequences per micro-batch.")] = None,
     global_batch: Annotated[int, typer.Option(min=1, help="Of the job: sequences per step.")] = 16,
     precision: Annotated[str | None, typer.Option(help="Of the job; default: float32 on CPUs, bf16 on GPUs.")] = None,

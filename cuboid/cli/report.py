@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from cuboid.cli.output import write_output
+from cuboid.cli.options import write_output
 from cuboid.errors import UserError
 from cuboid.report.collect import collect
 from cuboid.report.page import page

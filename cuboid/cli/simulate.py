@@ -6,17 +6,28 @@ from typing import Annotated
 
 import typer
 
+from cuboid.cli.explain import asked
+from cuboid.plan.choose import predict
 from cuboid.plan.picture import svg
 from cuboid.plan.plan import Plan, load_plan
 from cuboid.plan.refine import stage_seconds
 from cuboid.plan.trace import chrome_trace
-from cuboid.schedule.draw import draw
 from cuboid.schedule.make import make_schedule
-from cuboid.schedule.simulate import Timeline, simulate
+from cuboid.schedule.simulate import Timeline, draw, simulate
 
 
 def command(
-    plan: Annotated[Path, typer.Argument(help="A plan file.")],
+    plan: Annotated[str, typer.Argument(help="A plan file, or a model followed by a cluster.")],
+    cluster: Annotated[str | None, typer.Argument(help="The cluster, where a model is named.")] = None,
+    layout: Annotated[str | None, typer.Option(help="Simulate this layout, e.g. dp=8,tp=8,pp=16.")] = None,
+    global_batch: Annotated[int | None, typer.Option(help="Sequences per step, where a model is named.")] = None,
+    seq: Annotated[
+        int | None, typer.Option("--seq", "--sequence", help="Tokens per sequence, where a model is named.")
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="bf16, fp16, fp8 or float32; default: the plan's, or bf16 where there is one.")
+    ] = None,
+    engine: Annotated[str | None, typer.Option(help="Profile of costs; default: the plan's, or cuboid.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write the timeline for Perfetto or chrome://tracing.")] = None,
     picture: Annotated[Path | None, typer.Option(help="Write the timeline as an SVG picture.")] = None,
     micro_batches: Annotated[
@@ -27,21 +38,29 @@ def command(
 ) -> None:
     """Simulate one step of a plan's pipeline. The trace holds every micro-batch, drawings hold as many as one can see.
 
+    A row is a pipeline rank, time goes to the right: F3 is the forward of micro-batch 3, B its backward, dots are idle.
+
     Example: cuboid simulate plan.toml --trace trace.json --picture step.svg
+    Example: cuboid simulate llama3-8b h100x64 --layout dp=8,tp=2,pp=4 --global-batch 256 --seq 8192
     """
-    loaded = load_plan(plan)
-    layout, every = loaded.layout, loaded.micro_batches
-    seconds = stage_seconds(loaded.question, layout)
-    name = f"{loaded.question.model.name} on {loaded.question.cluster.name}: {layout}"
+    if all(given is None for given in (cluster, layout, global_batch, seq, precision, engine)) and plan.endswith(
+        ".toml"
+    ):
+        loaded = load_plan(plan)
+    else:
+        loaded = predict(*asked("simulate", plan, cluster, layout, global_batch, seq, precision, engine))
+    used, every = loaded.layout, loaded.micro_batches
+    seconds = stage_seconds(loaded.question, used)
+    name = f"{loaded.question.model.name} on {loaded.question.cluster.name}: {used}"
 
     def timeline(count: int) -> Timeline:
-        schedule = make_schedule(layout.schedule, layout.pp, count, layout.vpp)
+        schedule = make_schedule(used.schedule, used.pp, count, used.vpp)
         return simulate(schedule, seconds.costs, seconds.message)
 
     full = timeline(every)
     if trace is not None:
         trace.write_text(json.dumps(chrome_trace(full, name)), encoding="utf-8")
-    shown = min(every, micro_batches or max(2 * layout.pp, 4))
+    shown = min(every, micro_batches or max(2 * used.pp, 4))
     drawn = timeline(shown)
     subtitle = f"{shown} of {every} micro-batches, bubble {loaded.bubble:.1%} with all of them"
     if picture is not None:

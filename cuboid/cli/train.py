@@ -1,5 +1,7 @@
 """`cuboid train run.toml`: train on this machine, or join the ranks that torchrun or Slurm started."""
 
+from __future__ import annotations
+
 import json
 import os
 import sys
@@ -9,12 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cuboid.checkpoint.memory.folder import check_room
-from cuboid.cli.communication_table import as_rows, show
 from cuboid.data.opened import check_data
 from cuboid.errors import UserError
-from cuboid.launch.nodes import NodeOptions
-from cuboid.launch.role import take_role
-from cuboid.launch.training import check_machine
+from cuboid.launch.role import NodeOptions, take_role
+from cuboid.launch.supervisor import check_machine
 from cuboid.resilience.faults import VARIABLE, parse_faults
 from cuboid.resilience.goodput import read_spent
 from cuboid.resilience.preemption import REQUEUE
@@ -24,8 +24,9 @@ from cuboid.spec.profile import USUAL
 from cuboid.spec.run import Run, build_run
 from cuboid.spec.suggest import up_to
 from cuboid.spec.supported import check_supported
+from cuboid.telemetry.communication_ledger import Entry
 from cuboid.train.claim import claimed
-from cuboid.train.communication import summarize
+from cuboid.train.communication import Summary, summarize
 from cuboid.train.folder import BACKEND, checkpoint_folder, prepare_folder
 from cuboid.train.trackers import check_trackers
 
@@ -56,9 +57,9 @@ def command(
     ] = None,
     rendezvous: Annotated[str | None, typer.Option(help="HOST:PORT where nodes meet; HOST is one of them.")] = None,
     nodes: Annotated[int | None, typer.Option(help="Nodes of the job, each started with this same command.")] = None,
-    min_nodes: Annotated[int | None, typer.Option(help="Go on with as few nodes as this, on a new layout.")] = None,
+    min_nodes: Annotated[int | None, typer.Option(help="Continue with as few nodes as this, on a new layout.")] = None,
     max_nodes: Annotated[int | None, typer.Option(help="Most nodes that are used.")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(help="Left out: the layout's ranks / nodes.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(help="Default: the layout's ranks / nodes.")] = None,
     interface: Annotated[
         str | None, typer.Option(help="Where this node listens: an interface or address; default: towards HOST.")
     ] = None,
@@ -96,11 +97,11 @@ def command(
         ranks_per_node=ranks_per_node,
         interface=interface,
     )
-    seat = take_role(run, options)
-    check_machine(run, seat.place)
-    check_room(run, seat.fewest_nodes)
-    if not seat.speaks:
-        if seat.train(quiet=as_json).preempted:
+    role = take_role(run, options)
+    check_machine(run, role.place)
+    check_room(run, role.fewest_nodes)
+    if not role.speaks:
+        if role.train(quiet=as_json).preempted:
             raise SystemExit(REQUEUE)
         return
     check_data(run)
@@ -113,7 +114,7 @@ def command(
             _announce(run)
             if past:
                 print(past, flush=True)
-        outcome = seat.train(quiet=as_json)
+        outcome = role.train(quiet=as_json)
         if outcome.preempted:
             _say_preempted(run, outcome, as_json)
             raise SystemExit(REQUEUE)
@@ -137,12 +138,12 @@ def _check_start(run: Run, overwrite: bool) -> list[str]:
         prompts_of(run)
     if not run.training.start_from:
         return []
-    from cuboid.checkpoint.start import check_start  # here, because it brings torch, for which others need not wait
+    from cuboid.checkpoint.weights import check_start  # here, because it brings torch, for which others need not wait
 
     return check_start(run, checkpoint_folder(run), overwrite)
 
 
-def _say_preempted(run: Run, outcome: "Outcome", as_json: bool) -> None:
+def _say_preempted(run: Run, outcome: Outcome, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"preempted": True, "saved": outcome.saved, "folder": run.output.folder}))
     elif not outcome.saved:
@@ -191,14 +192,14 @@ def _conclude(run: Run, as_json: bool) -> None:
     if spent is not None:
         summary |= {"goodput": round(spent.goodput, 4), "spent": spent.as_row(), "slowest": rows[-1].get("slowest")}
     traces = sorted(str(path) for path in (folder / "profile").glob("*-*")) if run.profile.steps else []
-    exchanged = summarize(run) if run.output.count_communication else None
+    communicated = summarize(run) if run.output.count_communication else None
     if as_json:
-        if exchanged is not None:
-            summary |= {"communication": as_rows(exchanged), "unforeseen": exchanged.unforeseen}
+        if communicated is not None:
+            summary |= {"communication": communication_rows(communicated), "unforeseen": communicated.unforeseen}
         print(json.dumps(summary | ({"profile": traces} if traces else {})))
     else:
-        if exchanged is not None:
-            show(exchanged)
+        if communicated is not None:
+            show_communication(communicated)
         first, last = ("not finite" if row["loss"] is None else f"{row['loss']:.4f}" for row in (rows[0], rows[-1]))
         print(f"loss {first} → {last} in {len(rows)} steps")
         if spent is not None:
@@ -220,3 +221,58 @@ def _show_traces(folder: Path, files: list[str]) -> None:
             size = sum(Path(file).stat().st_size for file in found) / 1e6
             named = found[0] if len(found) == 1 else f"{folder}/{kind}-* of {len(found)} ranks"
             print(f"{kind}: {named}, {size:.1f} MB; open it in {way}")
+
+
+# What ranks communicated in a step, counted and predicted, as a table and as JSON.
+
+
+def communication_rows(summary: Summary) -> list[dict[str, Any]]:
+    """For JSON."""
+    return [
+        {
+            "dimension": row.dimension,
+            "kind": row.kind,
+            "calls": row.counted.calls if row.counted else 0,
+            "bytes": row.counted.bytes if row.counted else 0,
+            "ring_bytes": row.counted.sent if row.counted else 0.0,
+            "predicted_calls": row.predicted.calls if row.predicted else 0,
+            "predicted_bytes": row.predicted.bytes if row.predicted else 0,
+        }
+        for row in summary.rows
+    ]
+
+
+def show_communication(summary: Summary) -> None:
+    """The table, and whether every rank communicated what was predicted of it."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    table = Table(box=None, pad_edge=False, title="communicated in a step, by the busiest rank", title_justify="left")
+    for name in ("dimension", "kind"):
+        table.add_column(name, no_wrap=True)
+    for name in ("ranks", "calls", "bytes", "ring sends", "predicted"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in summary.rows:
+        known = row.counted or row.predicted
+        sent = f"{row.counted.sent:,.0f}" if row.counted else "0"
+        table.add_row(
+            row.dimension,
+            row.kind,
+            str(known.ranks if known else 0),
+            f"{row.counted.calls if row.counted else 0:,}",
+            _bytes(row.counted),
+            sent,
+            _bytes(row.predicted),
+        )
+    if summary.rows:
+        console.print(table)
+    for line in summary.unforeseen[:3]:
+        console.print(f"not as predicted: {line}", style="yellow")
+    if summary.ranks and not summary.unforeseen:
+        ranks = "1 rank" if summary.ranks == 1 else f"{summary.ranks} ranks"
+        console.print(f"counted as predicted, to the byte, on {ranks}")
+
+
+def _bytes(entry: Entry | None) -> str:
+    return f"{entry.bytes if entry else 0:,}"

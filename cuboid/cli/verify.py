@@ -12,9 +12,9 @@ import typer
 
 from cuboid.data.opened import check_data
 from cuboid.errors import UserError
-from cuboid.launch.nodes import NodeOptions
 from cuboid.launch.once import Heard, Post, call_here, take_post
-from cuboid.launch.place import find_place, seats
+from cuboid.launch.place import find_place, local_places
+from cuboid.launch.role import NodeOptions
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model
 from cuboid.spec.python_model import PythonModelSpec
@@ -102,7 +102,7 @@ def command(
         str | None, typer.Option(help="The layout to prove; default: dp=2,tp=2,pp=2.", show_default=False)
     ] = None,
     resume: Annotated[
-        str | None, typer.Option(help='Prove going on instead: "dp=2,tp=2,pp=2 -> dp=4,tp=2 -> dp=1".')
+        str | None, typer.Option(help='Prove resuming instead: "dp=2,tp=2,pp=2 -> dp=4,tp=2 -> dp=1".')
     ] = None,
     model: Annotated[str, typer.Option(help="A model's name, a TOML file or a Hugging Face folder.")] = "tiny-llama",
     overrides: Annotated[list[str] | None, typer.Option("--set", help="Change one field: model.layers=7.")] = None,
@@ -111,7 +111,6 @@ def command(
         Literal["float64", "float32", "bf16", "fp16", "fp8"],
         typer.Option(
             "--precision",
-            "--dtype",
             help="float64 is the proof, to 1e-9. float32: to 1e-3. bf16, fp16, fp8: to 4 times what rounding alone "
             "does to one process, measured against float32 tensor by tensor, and at least 4 × 2^-8, or 4 × 2^-4 for "
             "tensors of fp8; of a mixture one step.",
@@ -183,7 +182,7 @@ def _verify_chain(runs: list[Run], as_json: bool) -> int:
         for index, run in enumerate(runs):
             leg = (run, folder, index * steps, (index + 1) * steps)
             losses.append(Post(run).call("cuboid.verify.resume:train_leg", leg, heard))
-        alone = seats(1, 0, 1, "", 0, "")
+        alone = local_places(1, 0, 1, "", 0, "")
         verdict = call_here(runs[0], alone, "cuboid.verify.resume:judge_chain", (runs, folder, losses))
     if as_json:
         print(json.dumps({**verdict, **heard.backend}))

@@ -14,10 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cuboid.data.documents import Chunk, Kind, read_chunks
-from cuboid.data.inputs import InputFile, find_inputs
-from cuboid.data.pair_writer import HashingFile, merge_pairs, token_type
-from cuboid.data.parts import Part, finished_parts, part_prefix, partial_folder
+from cuboid.data.documents import Chunk, InputFile, Kind, find_inputs, read_chunks
+from cuboid.data.indexed import HashingFile, merge_pairs, token_type
 from cuboid.data.store import (
     PREFIX,
     TOKENIZER,
@@ -29,7 +27,7 @@ from cuboid.data.store import (
     write_manifest,
 )
 from cuboid.data.tokenizer import BYTES, Tokenizer, load_tokenizer
-from cuboid.data.workers import make_parts
+from cuboid.data.workers import Part, finished_parts, make_parts, part_prefix, partial_folder
 from cuboid.errors import UserError
 
 SMALLEST_CHUNK, LARGEST_CHUNK, CHUNKS = 1 << 18, 1 << 26, 2048
@@ -94,7 +92,7 @@ def build(request: BuildRequest, report: Callable[[Progress], None] = lambda pro
 
 
 def _plan(request: BuildRequest, tokenizer: Tokenizer, files: list[InputFile]) -> dict[str, Any]:
-    """What parts must share to be put together."""
+    """What parts must have in common to be merged."""
     total = sum(file.size for file in files)
     return {
         "kind": request.kind,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -13,10 +14,27 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cuboid.data.indexed import IndexedTokens
 from cuboid.data.opened import OpenedSource
-from cuboid.data.origin import Origin, document_of
 from cuboid.errors import UserError
 from cuboid.model.transformer import IGNORED
+
+# Where a sample comes from, for people who look for it.
+
+
+@dataclass(frozen=True)
+class Origin:
+    source: str
+    sample: int
+    """Its number in that source."""
+    documents: tuple[int, int] | None = None
+    """First and last document of which it holds tokens; None where there are no documents."""
+
+
+def document_of(tokens: IndexedTokens, place: int) -> int:
+    """The document in which a token lies."""
+    return bisect_right(range(tokens.documents), place, key=tokens.document_start) - 1
+
 
 Sample = tuple[Tensor, Tensor]
 Fields = dict[str, Tensor]
@@ -45,7 +63,7 @@ class _Documents:
         self._sequence = sequence
         self._mask_across_documents = mask_across_documents
 
-    def _piece(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    def _window(self, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """Tokens start..stop-1, and which of them count as labels."""
         tokens = self._opened.tokens.tokens[start:stop].astype(np.int64)
         if tokens.min() < 0 or tokens.max() >= self._vocabulary:
@@ -83,8 +101,8 @@ class Packed(_Documents):
 
     def sample(self, index: int) -> Sample:
         last = (index + 1) * self._sequence + 1
-        pieces = [self._piece(start, stop) for start, stop in self._spans(index * self._sequence, last)]
-        tokens, counts = (np.concatenate(arrays) for arrays in zip(*pieces, strict=True))
+        windows = [self._window(start, stop) for start, stop in self._spans(index * self._sequence, last)]
+        tokens, counts = (np.concatenate(arrays) for arrays in zip(*windows, strict=True))
         return torch.from_numpy(tokens[:-1]), torch.from_numpy(np.where(counts, tokens, IGNORED)[1:])
 
     def documents(self, index: int) -> Tensor:
@@ -127,7 +145,7 @@ class Padded(_Documents):
         start, stop = (self._opened.tokens.document_start(document + after) for after in (0, 1))
         tokens, labels = blank(self._sequence)
         if stop - start > 1:
-            held, counts = self._piece(start, min(stop, start + self._sequence + 1))
+            held, counts = self._window(start, min(stop, start + self._sequence + 1))
             tokens[: len(held) - 1] = torch.from_numpy(held[:-1])
             labels[: len(held) - 1] = torch.from_numpy(np.where(counts, held, IGNORED)[1:])
         return tokens, labels

@@ -1,14 +1,291 @@
-"""Documents of input files, as texts to be tokenised: plain documents, or prompts and completions."""
+"""From a list of sources to documents: which files it means, the rows of each format, and the texts to be tokenised."""
 
 from __future__ import annotations
 
+import gzip
+import hashlib
+import io
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
 
-from cuboid.data.inputs import InputFile
-from cuboid.data.readers import Row, read_rows
 from cuboid.errors import UserError
+from cuboid.spec.suggest import either
+
+# Which files a list of sources means, in which order, and of which format each is.
+
+
+Format = Literal["text", "jsonl", "parquet", "arrow"]
+
+COMPRESSED = (".gz", ".zst")
+FORMATS: dict[str, Format] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+"""Ending -> format; every other file is text."""
+SAMPLES, SAMPLE = 16, 4096
+
+
+@dataclass(frozen=True)
+class InputFile:
+    path: Path
+    name: str
+    """As the manifest calls it: relative to the source that was named, so that a moved corpus keeps its name."""
+    format: Format
+    size: int
+    fingerprint: str
+    """Of its size and of bytes taken evenly from it."""
+    modified: int
+
+
+def find_inputs(sources: Sequence[str]) -> list[InputFile]:
+    """Files in the order of the sources; those of a folder sorted by name, hidden ones skipped."""
+    found = [file for source in sources for file in _expand(Path(source))]
+    if not found:
+        raise UserError(
+            f"source={' '.join(sources)} holds no file; name text, JSON Lines, Parquet or a datasets folder"
+        )
+    return found
+
+
+def _expand(source: Path) -> Iterator[InputFile]:
+    if source.is_file():
+        yield _input_file(source, source.name)
+    elif not source.is_dir():
+        raise UserError(f"source={source} does not exist; name a file or a folder")
+    elif (source / "dataset_dict.json").is_file():
+        splits = sorted(path.parent.name for path in source.glob("*/state.json"))
+        raise UserError(f"source={source} holds several splits; use {either(f'{source / split}' for split in splits)}")
+    elif (source / "state.json").is_file() and (source / "dataset_info.json").is_file():
+        for name in _dataset_files(source / "state.json"):
+            yield _input_file(source / name, f"{source.name}/{name}")
+    elif (source / "manifest.json").is_file() and (source / "tokens.idx").is_file():
+        raise UserError(f"source={source} is a store, which holds tokens already; use it as data.source")
+    else:
+        for path in sorted(source.rglob("*"), key=lambda path: path.relative_to(source).parts):
+            relative = path.relative_to(source)
+            if path.is_file() and not any(part.startswith(".") for part in relative.parts):
+                yield _input_file(path, f"{source.name}/{relative.as_posix()}")
+
+
+def _dataset_files(state: Path) -> list[str]:
+    try:
+        names = [str(entry["filename"]) for entry in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{state} is damaged: it names no _data_files; save the dataset again") from None
+    for name in names:
+        if Path(name).name != name:
+            raise UserError(f"{state} is damaged: its file {name} is outside the folder; save the dataset again")
+    return names
+
+
+def _input_file(path: Path, name: str) -> InputFile:
+    if path.suffix in (".bin", ".idx"):
+        raise UserError(f"source={path} holds tokens already; use {path.with_suffix('')} as data.source")
+    stem = Path(path.stem) if path.suffix in COMPRESSED else path
+    kind: Format = FORMATS.get(stem.suffix, "text")
+    if path.suffix in COMPRESSED and kind in ("parquet", "arrow"):
+        raise UserError(f"source={path} is compressed twice; decompress it first")
+    try:
+        status = path.stat()
+        return InputFile(path, name, kind, status.st_size, _fingerprint(path, status.st_size), status.st_mtime_ns)
+    except OSError as error:
+        raise UserError(f"source={path} cannot be read: {error.strerror}") from None
+
+
+def _fingerprint(path: Path, size: int) -> str:
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        for place in range(SAMPLES):
+            file.seek(max(size - SAMPLE, 0) * place // (SAMPLES - 1))
+            digest.update(file.read(SAMPLE))
+    return digest.hexdigest()[:32]
+
+
+# The bytes inside a .zst file of any number of frames. The package's own reader ends quietly where a file was cut
+# short, which would lose documents without a word.
+
+
+BLOCK = 1 << 17
+
+
+class ZstdStream(io.RawIOBase):
+    def __init__(self, raw: BinaryIO, path: Path) -> None:
+        try:
+            import zstandard
+        except ImportError:
+            raise UserError(f"{path} needs a package that is not installed; pip install zstandard") from None
+        self._raw = raw
+        self._decompressor = zstandard.ZstdDecompressor()
+        self._frame: Any = None
+        self._packed = b""
+        self._ready = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            block = self._packed or self._raw.read(BLOCK)
+            if not block:
+                if self._frame is not None:
+                    raise EOFError("it ends in the middle of a frame")
+                return 0
+            self._frame = self._frame or self._decompressor.decompressobj()
+            self._ready, self._packed = memoryview(self._frame.decompress(block)), b""
+            if self._frame.eof:
+                self._packed, self._frame = self._frame.unused_data, None
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+# Rows of input files: text, JSON Lines, Parquet, and the Arrow files of a datasets folder.
+
+
+ROWS = 256
+"""Rows of a Parquet file decoded together."""
+
+
+@dataclass(frozen=True)
+class Row:
+    number: int
+    """Its place in the file, from 0."""
+    values: dict[str, Any]
+    position: int
+    """Bytes of the file read so far."""
+
+
+def read_rows(file: InputFile, columns: Sequence[str], skip: int = 0) -> Iterator[Row]:
+    """Rows with at least those of the columns that the file has, from row number `skip` on. A text file is one row
+    whose first column is its text."""
+    readers = {"text": _read_text, "jsonl": _read_lines, "parquet": _read_parquet, "arrow": _read_arrow}
+    return readers[file.format](file, columns, skip)
+
+
+def _read_text(file: InputFile, columns: Sequence[str], skip: int) -> Iterator[Row]:
+    if skip:
+        return
+    with _open(file)[1] as stream:
+        data = _guarded(file, stream.read)
+    try:
+        text = data.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file.path} is not UTF-8 text at byte {error.start}; convert it or omit it") from None
+    yield Row(0, {columns[0]: text}, file.size)
+
+
+def _read_lines(file: InputFile, columns: Sequence[str], skip: int) -> Iterator[Row]:
+    raw, stream = _open(file)
+    with stream:
+        number = 0
+        while line := _guarded(file, stream.readline):
+            if number >= skip and not line.isspace():
+                yield Row(number, _parse(file, number, line), raw.tell())
+            number += 1
+
+
+def _parse(file: InputFile, number: int, line: bytes) -> dict[str, Any]:
+    try:
+        values = json.loads(line)
+        if b"\\u" in line:
+            json.dumps(values, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file.path} line {number + 1} is not JSON: {error}; mend it or omit it") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{file.path} line {number + 1} is not a JSON object; write one object with the text per line")
+    return values
+
+
+def _read_parquet(file: InputFile, columns: Sequence[str], skip: int) -> Iterator[Row]:
+    arrow = _import_arrow(file)
+    import pyarrow.parquet as parquet
+
+    try:
+        table = parquet.ParquetFile(file.path, memory_map=True)
+        kept = _present(file, columns, table.schema_arrow.names)
+        yield from _rows(file, table.iter_batches(ROWS, columns=kept, use_threads=False), table.metadata.num_rows, skip)
+    except (arrow.ArrowException, OSError) as error:
+        raise _unreadable(file, error) from None
+
+
+def _read_arrow(file: InputFile, columns: Sequence[str], skip: int) -> Iterator[Row]:
+    arrow = _import_arrow(file)
+    try:
+        with arrow.memory_map(str(file.path)) as source:
+            stream = arrow.ipc.open_stream(source)
+            kept = _present(file, columns, stream.schema.names)
+            # The number of rows stands nowhere in a stream: its bytes tell how far it is read.
+            yield from _rows(file, (batch.select(kept) for batch in stream), 0, skip, source.tell)
+    except (arrow.ArrowException, OSError) as error:
+        raise _unreadable(file, error) from None
+
+
+def _rows(file: InputFile, batches: Any, total: int, skip: int, tell: Any = None) -> Iterator[Row]:
+    number = 0
+    for batch in batches:
+        if number + batch.num_rows > skip:
+            for values in batch.slice(max(skip - number, 0)).to_pylist():
+                place = max(number, skip)
+                position = tell() if tell else file.size * (place + 1) // max(total, 1)
+                yield Row(place, values, position)
+                number, skip = place + 1, place + 1
+        else:
+            number += batch.num_rows
+
+
+def _present(file: InputFile, columns: Sequence[str], names: Sequence[str]) -> list[str]:
+    kept = [column for column in columns if column in names]
+    if not kept:
+        raise UserError(f"{file.path} has no column {either(columns)}; it has {', '.join(names)}")
+    return kept
+
+
+def _open(file: InputFile) -> tuple[BinaryIO, BinaryIO]:
+    """The file itself, whose position tells the progress, and the stream of its decompressed bytes."""
+    raw = file.path.open("rb")
+    if file.path.suffix == ".gz":
+        return raw, io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20)
+    if file.path.suffix == ".zst":
+        return raw, io.BufferedReader(ZstdStream(raw, file.path), 1 << 20)
+    return raw, raw
+
+
+def _guarded(file: InputFile, read: Any) -> bytes:
+    """What `read` returns; a file cut short or damaged is named."""
+    try:
+        return bytes(read())
+    except (OSError, EOFError) as error:
+        raise _unreadable(file, error) from None
+    except Exception as error:  # zlib and zstandard each raise an error of their own
+        if type(error).__module__.split(".")[0] in ("zlib", "zstd", "zstandard"):
+            raise _unreadable(file, error) from None
+        raise
+
+
+def _unreadable(file: InputFile, error: Exception) -> UserError:
+    return UserError(f"{file.path} is damaged: {str(error).splitlines()[0]}; copy it again or omit it")
+
+
+def _import_arrow(file: InputFile) -> Any:
+    try:
+        import pyarrow
+    except ImportError:
+        raise UserError(f"{file.path} needs a package that is not installed; pip install pyarrow") from None
+    return pyarrow
+
+
+# Documents of input files, as texts to be tokenised: plain documents, or prompts and completions.
+
 
 Kind = Literal["text", "completions"]
 Document = tuple[str, ...]
@@ -19,7 +296,7 @@ COMPLETION_FIELDS = ("prompt", "completion", "messages")
 
 @dataclass
 class Chunk:
-    """Consecutive documents: the piece of work of one process, decided by the input alone."""
+    """Consecutive documents: the work of one process, decided by the input alone."""
 
     number: int
     documents: list[Document] = field(default_factory=list)

@@ -15,11 +15,11 @@ from cuboid.spec.run import Run
 
 def micro_batches(source: Source, run: Run, step: int, replica: int, device: torch.device) -> list[MicroBatch]:
     """Replica r takes the r-th run of consecutive positions in the global batch."""
-    share = run.training.global_batch // run.layout.dp
-    first = step * run.training.global_batch + replica * share
+    per_replica = run.training.global_batch // run.layout.dp
+    first = step * run.training.global_batch + replica * per_replica
     width = run.layout.micro_batch
     batches = []
-    for start in range(first, first + share, width):
+    for start in range(first, first + per_replica, width):
         places = range(start, start + width)
         samples = [source.at(place) for place in places]
         if isinstance(samples[0], dict):
@@ -48,7 +48,7 @@ def evaluation_batches(
     """The micro-batches of this replica, one global batch after another: the same on every call, whatever the layout.
 
     `source` and `length` come from `make_validation_source`. No sample comes twice: what the last global batch has too
-    many counts for nothing, so that the sum of losses over labelled tokens is exact."""
+    many counts for nothing, so that the sum of losses over tokens with labels is exact."""
     needed = -(-length // run.training.global_batch)
     for batch in range(min(run.evaluation.batches, needed)):
         yield micro_batches(source, run, batch, replica, device)

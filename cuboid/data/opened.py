@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from cuboid.data.indexed import IndexedTokens, Tokens, check_pair, in_memory, largest_token, open_pair, pair_paths
-from cuboid.data.split import Split, split_documents
 from cuboid.data.store import PREFIX, check_store, is_store, open_store
 from cuboid.data.tokenizer import END_OF_DOCUMENT
 from cuboid.errors import UserError
@@ -22,6 +21,43 @@ from cuboid.spec.data import OWN_DATA
 from cuboid.spec.plugin import is_plugin, load_plugin, resolve
 from cuboid.spec.python_model import PythonModelSpec
 from cuboid.spec.run import Run
+
+# Which documents are held out: the last few of every stripe of the source, so that both sides see all of it.
+#
+# The split depends on the source and the fraction alone, not on sequence, seed or layout: what is once held out stays
+# so.
+
+
+STRIPES = 64
+
+
+@dataclass(frozen=True)
+class Split:
+    """Documents as ranges [first, last)."""
+
+    training: tuple[tuple[int, int], ...]
+    held_out: tuple[tuple[int, int], ...]
+
+
+def split_documents(documents: int, fraction: float, name: str) -> Split:
+    held = int(documents * fraction)
+    if not fraction:
+        return Split(((0, documents),), ())
+    if held < 1 or held >= documents:
+        least = 1 / documents
+        raise UserError(
+            f"data.validation_fraction={fraction} of the {documents:,} documents of {name} leaves nothing on one side; "
+            + (f"use {least:.2g} or more" if documents > 1 else "name another source in data.validation")
+        )
+    stripes = min(STRIPES, held)
+    training, held_out = [], []
+    for stripe in range(stripes):
+        first, last = documents * stripe // stripes, documents * (stripe + 1) // stripes
+        cut = last - (held * last // documents - held * first // documents)
+        training.append((first, cut))
+        held_out.append((cut, last))
+    return Split(tuple(training), tuple(held_out))
+
 
 READ_WHOLE = 1 << 30
 """Data up to so many bytes is read and verified before a training starts; `cuboid data verify` reads any amount."""

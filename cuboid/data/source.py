@@ -1,22 +1,124 @@
 """Sources: the sample at each position of the global order, for training and for evaluation. A position is all the
-state there is."""
+state there is.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import heapq
+import math
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from cuboid.data.corpus import Corpus, Fields, OwnDataset, Packed, Padded, Sample, Synthetic, blank
-from cuboid.data.mixture import Pattern
-from cuboid.data.opened import check_samples, check_vocabulary, is_own, open_source, own_dataset
-from cuboid.data.order import sample_at
-from cuboid.data.origin import Origin
-from cuboid.data.split import split_documents
+from cuboid.data.corpus import Corpus, Fields, Origin, OwnDataset, Packed, Padded, Sample, Synthetic, blank
+from cuboid.data.opened import check_samples, check_vocabulary, is_own, open_source, own_dataset, split_documents
 from cuboid.errors import UserError
 from cuboid.spec.run import Run
+
+# The global order of samples: a keyed permutation per epoch, computed, never stored.
+#
+# Position n of the whole training (step · global batch + place in the batch) decides the sample; nothing else is
+# state.
+
+
+ROUNDS = 6
+
+
+def permuted(index: int, size: int, key: str) -> int:
+    """A bijection of 0..size-1: a Feistel network over the next even power of two, walked until it lands inside."""
+    half = max(1, ((size - 1).bit_length() + 1) // 2)
+    mask = (1 << half) - 1
+    while True:
+        left, right = index >> half, index & mask
+        for number in range(ROUNDS):
+            digest = hashlib.blake2b(f"{key}/{number}/{right}".encode(), digest_size=8).digest()
+            left, right = right, left ^ (int.from_bytes(digest, "little") & mask)
+        index = left << half | right
+        if index < size:
+            return index
+
+
+def sample_at(position: int, size: int, seed: int) -> int:
+    """Which of `size` samples stands at a position of the global order; each epoch meets each sample once."""
+    epoch, index = divmod(position, size)
+    return permuted(index, size, f"{seed}/{epoch}")
+
+
+# Which of several sources stands at a position of the global order: decided by the weights, computed from a table of
+# one period.
+#
+# After any number N of positions each source has its weight of them, to less than one sample either way.
+
+
+LONGEST_PERIOD = 100_000
+
+
+class Pattern:
+    """The sources of one period, whose length is the least in which every weight is a whole number of samples."""
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        counts = _whole_weights(weights)
+        self.period = sum(counts)
+        self._counts = counts
+        order = np.array(_order(counts), dtype=np.int32)
+        self._order = order
+        self._before = np.empty(len(order), dtype=np.int64)
+        for source in range(len(counts)):
+            places = np.flatnonzero(order == source)
+            self._before[places] = np.arange(len(places))
+
+    def at(self, position: int) -> tuple[int, int]:
+        """The source at a position, and how many positions it had before."""
+        period, place = divmod(position, self.period)
+        source = int(self._order[place])
+        return source, period * self._counts[source] + int(self._before[place])
+
+    def positions(self, sizes: Sequence[int]) -> int:
+        """After how many positions every source has had as many as `sizes` says."""
+        return max(-(-size // count) for size, count in zip(sizes, self._counts, strict=True)) * self.period
+
+
+def _whole_weights(weights: Sequence[float]) -> list[int]:
+    # A weight is the decimal number its owner wrote, not the binary one beside it.
+    exact = [Fraction(str(weight)) for weight in weights]
+    scale = math.lcm(*(weight.denominator for weight in exact))
+    counts = [int(weight * scale) for weight in exact]
+    common = math.gcd(*counts)
+    counts = [count // common for count in counts]
+    if sum(counts) > LONGEST_PERIOD:
+        total = sum(counts)
+        rounded = ", ".join(f"{max(round(count / total, 4), 0.0001)}" for count in counts)
+        raise UserError(
+            f"data.mixture has weights {', '.join(map(str, weights))}, which are whole numbers of samples only after "
+            f"{total:,}; use rounder ones, like {rounded}"
+        )
+    return counts
+
+
+def _order(counts: list[int]) -> list[int]:
+    """Gives each place to the source that must have it soonest, among those that may have it.
+
+    Sample k of a source with s of n places may not come before place k·n/s (rounded down), lest the source be a whole
+    sample ahead, and must come before place (k+1)·n/s (rounded up), lest it be a whole sample behind. That the
+    earliest-deadline order keeps all these promises is a theorem on fair schedules (Baruah et al., 1996)."""
+    period = sum(counts)
+    waiting = [(0, source, 0) for source in range(len(counts))]
+    ready: list[tuple[int, int, int]] = []
+    order = []
+    for place in range(period):
+        while waiting and waiting[0][0] <= place:
+            _, source, sample = heapq.heappop(waiting)
+            heapq.heappush(ready, (-(-(sample + 1) * period // counts[source]), source, sample))
+        _, source, sample = heapq.heappop(ready)
+        order.append(source)
+        if sample + 1 < counts[source]:
+            heapq.heappush(waiting, ((sample + 1) * period // counts[source], source, sample + 1))
+    return order
 
 
 class Source(Protocol):
@@ -70,7 +172,7 @@ class HeldOut:
 
 
 class Mixture:
-    """Several sources, each with its share of the positions and an order and epochs of its own."""
+    """Several sources, each with its weight of the positions and an order and epochs of its own."""
 
     def __init__(self, sources: Sequence[Source], weights: Sequence[float]) -> None:
         self._sources, self.pattern = sources, Pattern(weights)

@@ -2,23 +2,143 @@
 
 The tokenizers library works outside Python's lock, so that a few threads keep as many cores busy and need no time to
 start. Beyond these a worker is a process, which is there while others work already; it ends when its pipe closes, so
-that none outlives the build, however that ends."""
+that none outlives the build, however that ends.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import json
 import multiprocessing
 import os
+import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from cuboid.data.documents import Chunk
-from cuboid.data.parts import Part, write_part
+from cuboid.data.indexed import pair_paths, token_type, write_pair
+from cuboid.data.store import checksum
 from cuboid.data.tokenizer import Tokenizer, load_tokenizer
 from cuboid.errors import RankError, UserError
+from cuboid.spec.coding import decode
+
+# The unfinished build of a store: what it will hold, and the parts that are finished.
+#
+#     STORE.partial/plan.json  parts/000000.bin  parts/000000.idx  parts/000000.json
+#
+# A part is finished when its .json is there, which is written last and holds the checksums of the others.
+
+
+PLAN = "plan.json"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is known of a finished part."""
+
+    tokens: int
+    documents: int
+    sequences: int
+    empty: int
+    end: tuple[int, ...]
+    """Where the next chunk of the input begins: number of the file, number of the row."""
+    read: int
+    """Bytes of the input read up to there."""
+    checksums: tuple[str, ...]
+    """Of its tokens and its index; none when it has no document."""
+
+
+def part_prefix(folder: Path, number: int) -> Path:
+    return folder / "parts" / f"{number:06d}"
+
+
+def write_part(folder: Path, chunk: Chunk, tokenizer: Tokenizer) -> Part:
+    """Tokenises a chunk. Files get their names when they are whole: two processes may even do the same part."""
+    prefix = part_prefix(folder, chunk.number)
+    aside = Path(f"{prefix}.{os.getpid()}")
+    arrays = iter(tokenizer.encode([text for document in chunk.documents for text in document]))
+    documents = [[next(arrays) for _ in document] for document in chunk.documents]
+    for sequences in documents:
+        sequences[-1] = np.append(sequences[-1], tokenizer.end_of_document)
+    part = Part(0, 0, 0, chunk.empty, chunk.end, chunk.read, ())
+    if documents:
+        pair = write_pair(aside, documents, token_type(tokenizer.vocabulary))
+        checksums = tuple(checksum(path) for path in pair_paths(aside))
+        part = Part(len(pair.tokens), pair.documents, pair.sequences, chunk.empty, chunk.end, chunk.read, checksums)
+        for written, name in zip(pair_paths(aside), pair_paths(prefix), strict=True):
+            written.replace(name)
+    record = Path(f"{aside}.json")
+    record.write_text(json.dumps(asdict(part)))
+    record.replace(f"{prefix}.json")
+    return part
+
+
+def finished_parts(folder: Path) -> dict[int, Part]:
+    """Number -> part, of those whose files have the checksums their record says."""
+    found = {}
+    for record in sorted((folder / "parts").glob("[0-9]*.json")):
+        number = record.stem
+        if not number.isdigit():
+            continue
+        try:
+            part = decode(Part, json.loads(record.read_text()))
+            paths = pair_paths(record.with_suffix("")) if part.documents else ()
+            if part.checksums == tuple(checksum(path) for path in paths):
+                found[int(number)] = part
+        except (OSError, ValueError, UserError):
+            continue  # cut short: it is done again
+    return found
+
+
+@contextmanager
+def partial_folder(output: Path, plan: Mapping[str, Any], restart: bool) -> Iterator[Path]:
+    """The folder beside the store-to-be, held by one process alone; refused when it holds another build's parts."""
+    folder = output.with_name(f"{output.name}.partial")
+    if restart:
+        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        (folder / "parts").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output={output} cannot be written: {error.strerror}; use another folder") from None
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UserError(f"output={output} is being built by another process; wait for it, or use another") from None
+        _claim(folder, output, plan)
+        try:
+            yield folder
+        except BaseException:
+            if not _has_parts(folder):
+                shutil.rmtree(folder)  # nothing to continue from
+            raise
+        shutil.rmtree(folder)
+
+
+def _claim(folder: Path, output: Path, plan: Mapping[str, Any]) -> None:
+    path = folder / PLAN
+    text = json.dumps(plan, indent=1, sort_keys=True)
+    if not path.exists() or not _has_parts(folder):
+        aside = folder / f"{PLAN}.{os.getpid()}"
+        aside.write_text(text)
+        aside.replace(path)
+    elif path.read_text() != text:
+        raise UserError(
+            f"{folder} holds parts of {output} from other sources or another tokenizer; "
+            "use --restart to do without them, or another output"
+        )
+
+
+def _has_parts(folder: Path) -> bool:
+    return any((folder / "parts").glob("*.json"))
+
 
 THREADS = 8
 """Workers that are threads: what each does inside Python's lock is about a twentieth of its work."""

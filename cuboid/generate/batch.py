@@ -1,5 +1,6 @@
 """Which tokens of which sequences go through the model next. Every rank keeps the same books from the same answers, so
-that ranks tell each other nothing but tokens."""
+that ranks tell each other nothing but tokens.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +9,39 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from cuboid.generate.step import Span, Step
+# A step: runs of tokens of several sequences that go through the model together; without torch.
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive tokens of one sequence."""
+
+    slot: int
+    """Where in the cache the sequence is kept."""
+    start: int
+    """The position of the first token."""
+    tokens: tuple[int, ...]
+    asked: int = 0
+    """For how many of the last tokens logits are wanted."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Step:
+    spans: tuple[Span, ...]
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it has one token of each sequence."""
+        return all(len(span.tokens) == 1 for span in self.spans)
+
+    @property
+    def asked(self) -> int:
+        return sum(span.asked for span in self.spans)
+
 
 Ending = Literal["", "end", "stop", "length"]
 """Why a text ends: it does not yet, a token that ends texts, a string to stop at, or no room."""

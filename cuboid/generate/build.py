@@ -8,13 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from cuboid.checkpoint.boxes import Box
-from cuboid.checkpoint.scattered import Scattered
-from cuboid.checkpoint.start import copy_tensors, read_weights
-from cuboid.generate.cache import Cache
-from cuboid.generate.joined import JoinedAttention, joined_feed_forward
-from cuboid.generate.latent import CachedLatentAttention
-from cuboid.generate.panels import PanelTable, use_kernels
+from cuboid.checkpoint.shards import ShardedTensor, TensorSlice
+from cuboid.checkpoint.weights import copy_tensors, read_weights
+from cuboid.generate.cache import Cache, CachedLatentAttention
+from cuboid.generate.fused import FusedAttention, fused_feed_forward
+from cuboid.generate.kernels import PanelTable, use_kernels
 from cuboid.model.feed_forward import FeedForward
 from cuboid.model.initialize import initial_tensor
 from cuboid.model.mla import MultiLatentAttention
@@ -49,7 +47,7 @@ class Stage:
     vocabulary: int
 
     def use_kernels(self) -> str:
-        """See `generate.panels`. A table that tokens are looked up in too stays as it is where ranks share it."""
+        """See `generate.kernels`. A table that tokens are looked up in too stays as it is where ranks share it."""
         table = None if self.embedding is None else self.embedding.tokens.weight
         is_tied = self.head is not None and self.head.output.weight is table
         modules = (*self.blocks, *([] if self.head is None else [self.head]))
@@ -86,7 +84,7 @@ def make_generation_groups(spec: GenerationSpec, rank: int, device: torch.device
 
 class Builder:
     """Makes the stages of a rank. With `held`, the parameters that a training has, by name, nothing is read,
-    and they stay where they are: matmuls are joined only where the memory is this builder's."""
+    and they stay where they are: matmuls are fused only where the memory is this builder's."""
 
     def __init__(
         self,
@@ -138,7 +136,7 @@ class Builder:
             cache = Cache(shape, self.context, attention.kv_head_of_query, like)
             attention.kv_head_of_query, attention.mix = None, cache
             if self.held is None:
-                block.attention = JoinedAttention(attention, cache)  # type: ignore[assignment]
+                block.attention = FusedAttention(attention, cache)  # type: ignore[assignment]
         if self.held is None:
             self._join_feed_forward(block)
         return block, cache
@@ -146,9 +144,9 @@ class Builder:
     def _join_feed_forward(self, block: Block) -> None:
         whole = block.feed_forward
         if isinstance(whole, FeedForward):
-            block.feed_forward = joined_feed_forward(whole)  # type: ignore[assignment]
+            block.feed_forward = fused_feed_forward(whole)  # type: ignore[assignment]
         elif whole.shared is not None:
-            whole.shared = joined_feed_forward(whole.shared)  # type: ignore[assignment]
+            whole.shared = fused_feed_forward(whole.shared)  # type: ignore[assignment]
 
     def _head(self) -> Head:
         with torch.device("meta"):
@@ -192,7 +190,7 @@ class Builder:
         self.parameters.clear()
 
     def _fill(self, tensors: Mapping[str, Tensor] | None) -> None:
-        wanted = {name: _scattered(part, held.data) for name, (part, held) in self.parameters.items()}
+        wanted = {name: _sharded(part, held.data) for name, (part, held) in self.parameters.items()}
         if tensors is not None:
             copy_tensors(tensors, lambda name, index: tensors[name][index], self.model, wanted)
             return
@@ -206,11 +204,11 @@ class Builder:
             held.data.narrow(cut.dimension, 0, cut.stop - cut.start).copy_(drawn)
 
 
-def _scattered(part: Part, values: Tensor) -> Scattered:
+def _sharded(part: Part, values: Tensor) -> ShardedTensor:
     """Padding, which only a split vocabulary has, lies behind the real rows and is skipped."""
     cut = part.slice
     real = cut.stop - cut.start
     offsets = tuple(cut.start if dimension == cut.dimension else 0 for dimension in range(len(part.shape)))
     held = values.narrow(cut.dimension, 0, real)
-    box = Box(offsets, tuple(held.shape), 0)
-    return Scattered(part.full_shape, values.dtype, ((box, held),) if real else ())
+    tensor_slice = TensorSlice(offsets, tuple(held.shape), 0)
+    return ShardedTensor(part.full_shape, values.dtype, ((tensor_slice, held),) if real else ())

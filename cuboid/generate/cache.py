@@ -6,9 +6,10 @@ import math
 
 import torch
 import torch.nn.functional as functional
-from torch import Tensor
+from torch import Tensor, nn
 
 from cuboid.generate.rows import StepPositions
+from cuboid.model.mla import MultiLatentAttention
 from cuboid.model.rope import Positions
 from cuboid.parallel.collectives import all_gather, all_to_all
 from cuboid.parallel.groups import Group
@@ -93,7 +94,7 @@ class Cache:
         return torch.cat(parts)
 
     def _over_context(self, query: Tensor, width: int, positions: StepPositions, scale: float) -> Tensor:
-        """Every rank lets all queries of the step see what it keeps; each then puts together what its own saw."""
+        """Every rank lets all queries of the step see what it keeps; each then combines what its own saw."""
         group, rows = self._context, query.shape[1]
         found = query.new_zeros(group.size, rows, query.shape[2], width + 1)
         found[..., width] = -math.inf
@@ -127,3 +128,33 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, visible: list[int], scale
     weights = (scores - sums).nan_to_num_(nan=-math.inf).exp()
     seen = weights @ value.transpose(0, 1).to(wide)
     return torch.cat((seen, sums), -1).flatten(0, 1).transpose(0, 1).to(query.dtype)
+
+
+# Attention through latents that keeps only these: heads are never made of the tokens before.
+#
+# A query takes the half of `key_value_up` that makes keys upon itself, sees latents as keys and as values, and what it
+# saw goes through the other half: the same matmuls in another order.
+
+
+class CachedLatentAttention(nn.Module):
+    def __init__(self, whole: MultiLatentAttention, cache: Cache) -> None:
+        super().__init__()
+        self.whole, self.cache = whole, cache
+        self.up = whole.key_value_up.weight
+        del whole.key_value_up
+        latent = whole.latent
+        self.scale = whole.query_scale / math.sqrt(latent.qk_nope_dim + latent.qk_rope_dim)
+
+    def forward(self, x: Tensor, positions: Positions) -> Tensor:
+        latent = self.whole.latent
+        query, query_rotated, key_value, key_rotated = self.whole.queries_and_latents(x, positions)
+        heads = query.shape[2]
+        up = self.up.view(heads, latent.qk_nope_dim + latent.v_dim, latent.kv_rank)
+        for_keys, for_values = up.split((latent.qk_nope_dim, latent.v_dim), 1)
+        query = torch.bmm(query[0].transpose(0, 1), for_keys).transpose(0, 1)
+        query = torch.cat((query.unsqueeze(0), query_rotated), -1)
+        value = key_value.view(1, -1, 1, latent.kv_rank)
+        key = torch.cat((value, key_rotated), -1)
+        seen = self.cache.attend(query, key, value, positions, self.scale)
+        seen = torch.bmm(seen[0].transpose(0, 1), for_values.transpose(1, 2)).transpose(0, 1)
+        return self.whole.output(seen.reshape(-1, heads * latent.v_dim))

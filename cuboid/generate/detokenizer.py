@@ -9,8 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from cuboid.data.store import TOKENIZER
-from cuboid.data.tokenizer import ByteTokenizer
-from cuboid.data.tokenizer_files import byte_tokenizer
+from cuboid.data.tokenizer import ByteTokenizer, byte_tokenizer
 from cuboid.errors import UserError
 
 GENERATION, CONFIG = "generation_config.json", "config.json"

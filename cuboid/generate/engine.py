@@ -4,30 +4,84 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cuboid.console import say
-from cuboid.generate.batch import Batch, Event, Request
+from cuboid.generate.batch import Batch, Event, Request, Step
 from cuboid.generate.build import Builder, Stage, make_generation_groups
 from cuboid.generate.detokenizer import Words
 from cuboid.generate.evaluation import Score
 from cuboid.generate.fixed import FixedDecoder
 from cuboid.generate.kernels import wants_kernels
 from cuboid.generate.rows import Rower, Rows
-from cuboid.generate.sampling import choose, uniform
-from cuboid.generate.score import scores
-from cuboid.generate.step import Step
-from cuboid.generate.wires import Wires
+from cuboid.generate.sampling import choose, scores, uniform
 from cuboid.model.rope import PositionTable
 from cuboid.parallel.collectives import all_reduce, all_reduce_maximum
 from cuboid.parallel.groups import Group, Groups, connect_groups
+from cuboid.parallel.p2p import transport_device
 from cuboid.parallel.parallelize import DTYPES
 from cuboid.plan.cache import cache_shape
 from cuboid.spec.generation import GenerationSpec, SamplingSpec
 from cuboid.spec.partition import partition
+
+# Messages between the pipeline ranks of a generation: activations from stage to stage, tokens from the last one back.
+#
+# Every rank knows from its books what comes next and how large it is. Activations only go from stage to stage, over the
+# links of the pipeline. Tokens are in CPU memory when they are chosen, and are wanted there: they go over a gloo
+# group of their own. A gloo send never waits for its receive, so that no rank waits for another in a circle.
+
+
+class StageLinks:
+    def __init__(self, groups: Groups) -> None:
+        self._links, self._ranks = groups.links, groups.pipeline.ranks
+        self.index = groups.pipeline.index
+        self._sent: deque[tuple[Any, Tensor]] = deque()
+        self._tokens: dist.ProcessGroup | None = None
+        if len(self._ranks) > 1:
+            self._tokens = dist.new_group(list(self._ranks), backend="gloo", use_local_synchronization=True)
+
+    def send(self, x: Tensor, target: int) -> None:
+        link = self._links[self.index, target]
+        x = x.contiguous().to(transport_device(x, link))
+        self._keep(dist.isend(x, link.ranks[1], group=link.handle), x)
+
+    def _keep(self, work: Any, x: Tensor) -> None:
+        """Until it has left."""
+        self._sent.append((work, x))
+        while self._sent and self._sent[0][0].is_completed():
+            self._sent.popleft()
+
+    def receive(self, like: Tensor, source: int) -> Tensor:
+        link = self._links[source, self.index]
+        buffer = torch.empty_like(like, device=transport_device(like, link))
+        work = dist.irecv(buffer, link.ranks[0], group=link.handle)
+        assert work is not None
+        work.wait()
+        return buffer.to(like.device)
+
+    def answer(self, tokens: list[int]) -> None:
+        """From the rank of the last stage to all others."""
+        values = torch.tensor(tokens, dtype=torch.int64)
+        for index, target in enumerate(self._ranks):
+            if index != self.index:
+                self._keep(dist.isend(values, target, group=self._tokens), values)
+
+    def receive_answer(self, count: int, source: int) -> list[int]:
+        values = torch.empty(count, dtype=torch.int64)
+        dist.recv(values, self._ranks[source], group=self._tokens)
+        tokens: list[int] = values.tolist()
+        return tokens
+
+    def finish(self) -> None:
+        """Wait until everything sent has left."""
+        while self._sent:
+            self._sent.popleft()[0].wait()
+
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Of attention. All but cuDNN's, which torch prefers on Hopper and which plans anew, for tens of milliseconds, at every
@@ -72,7 +126,7 @@ class Generator:
         self._places = cache_shape(spec.model, layout, spec.slots, spec.length).places
         self._like = torch.empty(0, dtype=dtype, device=device)
         self._rower = Rower(self._table, context, self._places, multiple, self._like)
-        self._wires = Wires(groups)
+        self._links = StageLinks(groups)
         self._decoders: dict[range, FixedDecoder] = {}
         # Where a rank has several stages, messages of two batches would cross.
         self._batches = spec.batches if len(stage_rank) == layout.pp else 1
@@ -81,7 +135,7 @@ class Generator:
 
     @property
     def _is_last(self) -> bool:
-        return self._stage_rank[-1] == self._wires.index
+        return self._stage_rank[-1] == self._links.index
 
     @property
     def is_leader(self) -> bool:
@@ -103,7 +157,7 @@ class Generator:
         self.run(requests, words.ends, answer, heard)
 
     def score(self, requests: Sequence[Request], heard: Callable[[list[Score]], None]) -> None:
-        """How likely the labels of each request are; `heard` is told by the leader, a piece of a text at a time."""
+        """How likely the labels of each request are; `heard` is told by the leader, a part of a text at a time."""
 
         def answer(logits: Tensor, batch: Batch) -> list[int]:
             found = scores(logits, batch.taking_part())
@@ -148,8 +202,8 @@ class Generator:
                 if logits is not None:
                     answers[batch] = answer(logits, batch)
                     if answers[batch]:
-                        self._wires.answer(answers[batch])
-        self._wires.finish()
+                        self._links.answer(answers[batch])
+        self._links.finish()
 
     @property
     def _is_alone(self) -> bool:
@@ -169,7 +223,7 @@ class Generator:
         if self._is_last:
             return own.pop(batch, [])
         count = len(batch.written())
-        return self._wires.receive_answer(count, self._stage_rank[-1]) if count else []
+        return self._links.receive_answer(count, self._stage_rank[-1]) if count else []
 
     def _anybody(self, busy: bool) -> bool:
         if not self._in_step:
@@ -179,14 +233,14 @@ class Generator:
     def _forward(self, step: Step) -> Tensor | None:
         """The logits that were asked for, on the rank of the last stage."""
         rows = self._rower.rows(step)
-        own, x = self._wires.index, rows.tokens
+        own, x = self._links.index, rows.tokens
         for index, stage in self._stages.items():
             if index and self._stage_rank[index - 1] != own:
                 like = self._like.new_empty(rows.tokens.shape[1], self.spec.model.hidden)
-                x = self._wires.receive(like, self._stage_rank[index - 1])
+                x = self._links.receive(like, self._stage_rank[index - 1])
             x = stage.hidden(x, rows.positions)
             if index + 1 < len(self._stage_rank) and self._stage_rank[index + 1] != own:
-                self._wires.send(x, self._stage_rank[index + 1])
+                self._links.send(x, self._stage_rank[index + 1])
         if not self._is_last or not step.asked:
             return None
         return self._stages[len(self._stage_rank) - 1].logits(self._asked(x, rows, step.asked))

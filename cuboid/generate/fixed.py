@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from cuboid.console import say
+from cuboid.generate.batch import Span, Step
 from cuboid.generate.build import Stage
 from cuboid.generate.rows import StepPositions
-from cuboid.generate.step import Span, Step
 from cuboid.model.rope import PositionTable
 
 WIDTH = 256
@@ -69,7 +69,7 @@ class FixedDecoder:
         tokens, index, kept = self._given.split(1)
         table = self._table.at(index)
         hidden = torch.arange(width, device=self._like.device) > index.t()
-        # Fused attention reads masks in pieces of 16 bytes, and would copy this one in every layer to make it so.
+        # Fused attention reads masks in blocks of 16 bytes, and would copy this one in every layer to make it so.
         padded = -(-width // ALIGNMENT) * ALIGNMENT
         mask = self._like.new_zeros(len(hidden), 1, 1, padded)[..., :width]
         mask.masked_fill_(hidden[:, None, None], -torch.inf)

@@ -1,6 +1,6 @@
 /* What takes the time of decoding steps on a CPU.
  *
- * Products of rows with a weight that lies in panels: WIDTH outputs side by side, input after input, as they are read.
+ * Matmuls of rows with a weight that lies in panels: WIDTH outputs side by side, input after input, as they are read.
  * A library packs the weight anew for every matmul, which takes as long as multiplying eight rows by it. Here a block
  * of up to HEIGHT rows and WIDTH outputs stays in registers while its inputs go by once, and every sum is taken in the
  * order of the inputs, however many rows there are. */
@@ -39,21 +39,21 @@ static int height(long rows) { return rows < HEIGHT ? (int)rows : HEIGHT; }
 /* y (rows, outputs) of x (rows, inputs) and panels (outputs / WIDTH, inputs, WIDTH); not 0 when there is no memory. */
 int matmul(const float *x, const float *panels, float *y, long rows, long inputs, long outputs, int threads) {
     /* Rows are read in whole vectors, the last ones from behind their end. */
-    float *turned = malloc(sizeof(float) * (rows * inputs + HALF));
-    if (!turned) return 1;
+    float *transposed = malloc(sizeof(float) * (rows * inputs + HALF));
+    if (!transposed) return 1;
     for (long start = 0; start < rows; start += HEIGHT)
         for (int row = 0, count = height(rows - start); row < count; row++)
             for (long input = 0; input < inputs; input++)
-                turned[start * inputs + input * count + row] = x[(start + row) * inputs + input];
+                transposed[start * inputs + input * count + row] = x[(start + row) * inputs + input];
 #pragma omp parallel for num_threads(threads)
     for (long output = 0; output < outputs; output += WIDTH)
         for (long start = 0; start < rows; start += HEIGHT) {
-            const float *part = turned + start * inputs, *panel = panels + output * inputs;
+            const float *part = transposed + start * inputs, *panel = panels + output * inputs;
             float *to = y + start * outputs + output;
 #define ROWS(count) case count: block(count, part, panel, to, inputs, outputs); break;
             switch (height(rows - start)) { ROWS(1) ROWS(2) ROWS(3) ROWS(4) ROWS(5) ROWS(6) ROWS(7) ROWS(8) }
         }
-    free(turned);
+    free(transposed);
     return 0;
 }
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cuboid.generate.step import Step
+from cuboid.generate.batch import Step
 from cuboid.model.rope import Positions, PositionTable
 from cuboid.parallel.groups import Group
 

@@ -1,8 +1,4 @@
-"""The next token of each sequence, from logits for the whole vocabulary.
-
-Nothing depends on the layout: every random number comes from the seed, the number of the prompt and the place in its
-text; and probabilities are added up in the order of the vocabulary, where rounding moves borders a little but puts no
-token before another."""
+"""What logits say: the next token of each sequence, and how likely given tokens are."""
 
 from __future__ import annotations
 
@@ -12,7 +8,15 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from cuboid.generate.batch import Span, Text
+from cuboid.generate.evaluation import Score
 from cuboid.spec.generation import SamplingSpec
+
+# The next token of each sequence, from logits for the whole vocabulary.
+#
+# Nothing depends on the layout: every random number comes from the seed, the number of the prompt and the place in its
+# text; and probabilities are added up in the order of the vocabulary, where rounding moves borders a little but puts no
+# token before another.
 
 
 def uniform(seed: int, prompt: int, place: int) -> float:
@@ -38,13 +42,15 @@ def choose(
         logits = logits.masked_fill(logits < logits.topk(sampling.top_k)[0][:, -1:], -torch.inf)
     if sampling.top_p < 1.0:
         ordered, order = logits.sort(descending=True, stable=True)
-        shares = ordered.softmax(1)
-        outside = shares.cumsum(1) - shares >= sampling.top_p
+        probabilities = ordered.softmax(1)
+        outside = probabilities.cumsum(1) - probabilities >= sampling.top_p
         logits = logits.masked_fill(outside.scatter(1, order, outside), -torch.inf)
-    shares = logits.softmax(1)
+    probabilities = logits.softmax(1)
     if sampling.min_p > 0.0:
-        shares = shares.masked_fill(shares < sampling.min_p * shares.amax(1, keepdim=True), 0.0)
-    sums = shares.cumsum(1)
+        probabilities = probabilities.masked_fill(
+            probabilities < sampling.min_p * probabilities.amax(1, keepdim=True), 0.0
+        )
+    sums = probabilities.cumsum(1)
     wanted = torch.tensor(numbers, dtype=torch.float64).to(sums.device).unsqueeze(1) * sums[:, -1:]
     chosen: list[int] = torch.searchsorted(sums, wanted, right=True).squeeze(1).clamp(max=sums.shape[1] - 1).tolist()
     return chosen
@@ -57,3 +63,23 @@ def _penalized(logits: Tensor, penalty: float, texts: Sequence[Sequence[int]]) -
         values = row[seen]
         row[seen] = torch.where(values < 0, values * penalty, values / penalty)
     return logits
+
+
+# How likely a model finds text that is given, from its logits.
+
+
+def scores(logits: Tensor, parts: Sequence[tuple[Text, Span]]) -> list[Score]:
+    """`logits`: of the rows that the parts of a step ask for, in order."""
+    found, row = [], 0
+    for text, span in parts:
+        if not span.asked:
+            continue
+        request = text.request
+        first = span.stop - span.asked - (len(request.tokens) - len(request.labels))
+        labels = torch.tensor(request.labels[first : first + span.asked], device=logits.device).unsqueeze(1)
+        rows = logits[row : row + span.asked]
+        row += span.asked
+        likelihood = (rows.gather(1, labels).squeeze(1) - rows.logsumexp(1)).double().sum()
+        likeliest = (rows.argmax(1) == labels.squeeze(1)).all()
+        found.append(Score(request.number, span.asked, likelihood.item(), bool(likeliest.item())))
+    return found

@@ -7,13 +7,10 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from cuboid.checkpoint.huggingface.companions import COPIED, companions
-from cuboid.checkpoint.huggingface.folder import CONFIG, ModelFolder, model_of, require_inside
-from cuboid.checkpoint.start import PREFIX, check_weights
-from cuboid.checkpoint.weights import Weights, find_checkpoint, run_of
+from cuboid.checkpoint.huggingface.folder import CONFIG, COPIED, ModelFolder, companions, model_of, require_inside
+from cuboid.checkpoint.weights import PREFIX, Weights, check_weights, find_checkpoint, run_of
 from cuboid.data.store import TOKENIZER
-from cuboid.data.tokenizer import BYTES, load_tokenizer
-from cuboid.data.tokenizer_files import byte_tokenizer
+from cuboid.data.tokenizer import BYTES, byte_tokenizer, load_tokenizer
 from cuboid.errors import UserError
 from cuboid.generate.detokenizer import Words, words_of
 from cuboid.spec.model import ModelSpec

@@ -38,7 +38,7 @@ class HostCopy:
         if self._arrival is not None:
             HEARTBEAT.wait("device")
             self._arrival.synchronize()
-            HEARTBEAT.go_on()
+            HEARTBEAT.end_wait()
         return self._values
 
     def seconds_after(self, before: HostCopy) -> float | None:

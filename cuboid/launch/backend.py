@@ -51,14 +51,14 @@ class Joined:
         """For the first lines of a run."""
         ranks = f"{self.ranks} ranks"
         cards = f"{self.gpus} GPU" + ("" if self.gpus == 1 else "s")
-        share = f"{ranks} share {cards}" if self.gpu_shared else f"{ranks} on {cards}"
+        placed = f"{ranks} share {cards}" if self.gpu_shared else f"{ranks} on {cards}"
         if self.backend is None:
             return "backend: none, one rank" + (" on a GPU" if self.gpus else " on CPUs")
         if not self.gpus:
             return f"backend: gloo, {ranks} on CPUs"
         if self.backend == "gloo":
-            return f"backend: gloo, as asked, through host memory: {share}"
-        return f"backend: NCCL over sockets: {share}" if self.gpu_shared else f"backend: NCCL, {share}"
+            return f"backend: gloo, as asked, through host memory: {placed}"
+        return f"backend: NCCL over sockets: {placed}" if self.gpu_shared else f"backend: NCCL, {placed}"
 
     def as_json(self) -> dict[str, Any]:
         """For `--json` and the run's folder."""

@@ -17,9 +17,7 @@ from lm_eval.utils import get_rolling_token_windows
 from cuboid.errors import UserError
 from cuboid.generate.batch import Request
 from cuboid.generate.evaluation import Score, pair_request
-from cuboid.generate.prompts import Prompt
-from cuboid.generate.question import longest, make_requests
-from cuboid.generate.results import Texts
+from cuboid.generate.prompts import Prompt, Texts, longest, make_requests
 from cuboid.generate.target import Target
 from cuboid.launch.generation import start_generation, start_scoring
 from cuboid.spec.generation import GenerationSpec, SamplingSpec

@@ -18,10 +18,9 @@ from cuboid.errors import RankError, UserError
 from cuboid.launch.coordinator import Coordinator, Order, Rules, Status
 from cuboid.launch.coordinator_rpc import CoordinatorClient, CoordinatorServer
 from cuboid.launch.network import Endpoint, listen
-from cuboid.launch.nodes import Nodes
-from cuboid.launch.place import seats
-from cuboid.launch.supervisor import Restarts
-from cuboid.launch.training import launch, start_fork_server
+from cuboid.launch.place import local_places
+from cuboid.launch.role import Nodes
+from cuboid.launch.supervisor import Restarts, launch, start_fork_server
 from cuboid.resilience.preemption import REQUEUE, Forwarder
 from cuboid.resilience.replan import Replanner
 from cuboid.spec.layout import Layout
@@ -138,7 +137,7 @@ def _follow(run: Run, name: str, contact: CoordinatorClient, quiet: bool, signal
 def _attempt(run: Run, name: str, order: Order, contact: CoordinatorClient, quiet: bool, signals: Forwarder) -> Status:
     """This node's part of one attempt, and how it ended."""
     first, world = order.members.index(name) * order.ranks, len(order.members) * order.ranks
-    places = seats(order.ranks, first, world, order.address, order.port, f"order-{order.number}")
+    places = local_places(order.ranks, first, world, order.address, order.port, f"order-{order.number}")
     run = replace(run, layout=Layout.parse(order.layout))
     try:
         with _on_a_leash(contact, order.number) as cut:

@@ -22,14 +22,13 @@ from typing import Any
 
 from cuboid.errors import RankError, UserError
 from cuboid.launch.network import Endpoint, listen_if_host
-from cuboid.launch.nodes import NodeOptions, Nodes, find_nodes
-from cuboid.launch.place import Place, find_place, seats
+from cuboid.launch.place import Place, find_place, local_places
 from cuboid.launch.pool import Pool, Watch
-from cuboid.launch.role import Role
-from cuboid.launch.training import check_machine
+from cuboid.launch.role import NodeOptions, Nodes, Role, find_nodes
+from cuboid.launch.supervisor import check_machine
 from cuboid.launch.watched import beside, watched, watched_by_the_first
 from cuboid.resilience.faults import arm
-from cuboid.resilience.flight import offer_record
+from cuboid.resilience.hang_dumps import offer_record
 from cuboid.spec.run import Run, dump_run
 from cuboid.telemetry.heartbeat import HEARTBEAT
 
@@ -67,7 +66,7 @@ class Post(Role):
         if self.place is not None:
             return _call_as_rank(self.run, self.place, function, arguments, joined)
         ranks = self.run.layout.world_size
-        return call_here(self.run, seats(ranks, 0, ranks, "", 0, ""), function, arguments, joined)
+        return call_here(self.run, local_places(ranks, 0, ranks, "", 0, ""), function, arguments, joined)
 
 
 def take_post(run: Run, options: NodeOptions) -> Post:
@@ -100,7 +99,7 @@ def call_together(rank: int, function: str, arguments: tuple[Any, ...]) -> Any:
     def from_the_first(value: Any) -> Any:
         values = [value]
         if dist.is_initialized():
-            with HEARTBEAT.everybody().joined("agreement"):
+            with HEARTBEAT.everybody().collective("agreement"):
                 dist.broadcast_object_list(values, src=0)
         return values[0]
 
@@ -125,7 +124,7 @@ def _call_as_rank(run: Run, place: Place, function: str, arguments: tuple[Any, .
         arm(HEARTBEAT, place.rank, HEARTBEAT.folder or run.output.folder)
         if device.type == "cuda":
             offer_record(run.output.folder, HEARTBEAT.folder, torch.__version__)
-        with HEARTBEAT.everybody("world", place.world_size).joined("join"):
+        with HEARTBEAT.everybody("world", place.world_size).collective("join"):
             limit = timedelta(seconds=PATIENCE)
             found = join_world(store_of(place), place.rank, place.world_size, device, run.training.backend, limit)
         if place.rank == 0:
@@ -178,7 +177,7 @@ class Node:
         if number >= nodes.most:
             raise UserError(f"nodes={nodes.most} have come already; start {nodes.most}, or use --nodes {number + 1}")
         world = self._run.layout.world_size
-        places = seats(nodes.ranks, number * nodes.ranks, world, where.host, where.port, "ranks")
+        places = local_places(nodes.ranks, number * nodes.ranks, world, where.host, where.port, "ranks")
         try:
             with self._ended_with_the_others() as reasons:
                 try:

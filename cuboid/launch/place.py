@@ -23,7 +23,7 @@ class Place:
     started them, and PyTorch's own way to meet there is used."""
 
 
-def seats(ranks: int, first: int, world_size: int, address: str, port: int, attempt: str) -> tuple[Place, ...]:
+def local_places(ranks: int, first: int, world_size: int, address: str, port: int, attempt: str) -> tuple[Place, ...]:
     """The places of the ranks that one machine runs, the first of which has the number `first`."""
     return tuple(Place(first + local, world_size, local, ranks, address, port, attempt) for local in range(ranks))
 

@@ -3,14 +3,17 @@
     with Pool() as pool:
         results = pool.run("package.module:function", (argument,), ranks=8)  # calls function(rank, argument)
 
-A fork server imports torch and Cuboid once; each rank is a fork of it, so it starts in milliseconds."""
+A fork server imports torch and Cuboid once; each rank is a fork of it, so it starts in milliseconds.
+"""
 
 from __future__ import annotations
 
 import gc
 import multiprocessing
 import os
+import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -21,8 +24,24 @@ from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 from cuboid.errors import RankError, UserError
-from cuboid.launch.orphan import follow_parent
-from cuboid.launch.place import Place, seats
+from cuboid.launch.place import Place, local_places
+
+# A rank process ends with the process that asked for it, however that one ends.
+
+
+def follow_parent() -> None:
+    """Called by a rank process as it begins. Its parent in the system is the fork server, which lives as long as any
+    rank does, so nothing else would end a rank whose launcher was killed."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches this process too; it has nothing to say about it
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+
+
+def _leave_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
 
 PRELOADED = ["cuboid.launch.preload"]
 LINGER = 2.0
@@ -75,7 +94,7 @@ def _serve(connection: Connection) -> None:
     from cuboid.launch.watched import show
     from cuboid.parallel.device import choose_device
     from cuboid.resilience.faults import arm
-    from cuboid.resilience.flight import offer_record
+    from cuboid.resilience.hang_dumps import offer_record
     from cuboid.telemetry.heartbeat import HEARTBEAT
     from cuboid.train.device_progress import device_progress
 
@@ -101,7 +120,7 @@ def _serve(connection: Connection) -> None:
                 chosen = choose_device(device, place.local_rank)
                 if watch is not None and chosen.type == "cuda":
                     offer_record(watch.reports, watch.heartbeats, torch.__version__)
-                with HEARTBEAT.everybody("world", ranks).joined("join"):
+                with HEARTBEAT.everybody("world", ranks).collective("join"):
                     joined = join_world(store, rank, ranks, chosen, backend, limit)
                     own = [chosen.index] if joined.backend == "nccl" else None
                     dist.barrier(device_ids=own)  # a rank with little to do would leave before another has reached it
@@ -176,7 +195,7 @@ class Pool:
             self._ranks.append((process, ours))
         with tempfile.TemporaryDirectory(prefix="cuboid-") as folder:
             connections = [connection for _, connection in self._ranks[:ranks]]
-            places = places or seats(ranks, 0, ranks, "", 0, "")
+            places = places or local_places(ranks, 0, ranks, "", 0, "")
             for place, connection in zip(places, connections, strict=True):
                 talks = heard is not None
                 connection.send((function, arguments, place, folder, timeout, device, backend, talks, watch))

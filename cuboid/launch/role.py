@@ -1,21 +1,109 @@
-"""What this process is in the job: all of it, a rank that somebody started, or the supervisor of one node of many."""
+"""What this process is in the job, from what the command line says of nodes: all of the job, a rank that somebody
+started, or the supervisor of one node of many.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cuboid.checkpoint.memory.folder import NODE
-from cuboid.launch.network import listen_if_host
-from cuboid.launch.nodes import NodeOptions, Nodes, find_nodes
+from cuboid.errors import UserError
+from cuboid.launch.network import Endpoint, Interface, find_interface, listen_if_host, parse_endpoint
 from cuboid.launch.place import Place, find_place
-from cuboid.launch.training import start_training
-from cuboid.spec.run import Run
+from cuboid.launch.supervisor import start_training
+from cuboid.resilience.replan import Replanner
+from cuboid.spec.layout import require_positive
+from cuboid.spec.run import Run, dump_run
+from cuboid.spec.suggest import nearest_numbers, use
 
 if TYPE_CHECKING:
     from cuboid.train.trainer import Outcome
+
+# What the command line says of a job on many nodes, checked before anything starts.
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeOptions:
+    """As they were given; None where they were not."""
+
+    rendezvous: str | None = None
+    nodes: int | None = None
+    min_nodes: int | None = None
+    max_nodes: int | None = None
+    ranks_per_node: int | None = None
+    interface: str | None = None
+
+
+@dataclass(frozen=True)
+class Nodes:
+    endpoint: Endpoint
+    interface: Interface
+    least: int
+    most: int
+    ranks: int
+    """On each node."""
+
+    def fingerprint(self, run: Run) -> str:
+        """Equal on all nodes that were given the same run and the same options."""
+        text = f"{self.least} {self.most} {self.ranks}\n{dump_run(run)}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def find_nodes(run: Run, options: NodeOptions) -> Nodes | None:
+    """None: the job has one node only, and no options of many."""
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    if not given:
+        return None
+    if options.rendezvous is None:
+        name, value = next(iter(given.items()))
+        raise UserError(f"{name.replace('_', '-')}={value} needs a place where nodes meet; add --rendezvous HOST:PORT")
+    endpoint = parse_endpoint(options.rendezvous)
+    for name in ("nodes", "min_nodes", "max_nodes", "ranks_per_node"):
+        if name in given:
+            require_positive(name.replace("_", "-"), given[name])
+    most = options.max_nodes or options.nodes
+    if most is None:
+        raise UserError(f"rendezvous={endpoint} needs the number of nodes; add --nodes N")
+    least = options.min_nodes or options.nodes or most
+    if options.min_nodes is None and options.max_nodes is not None:
+        least = min(least, most)
+    if least > most:
+        raise UserError(f"min-nodes={least} is more than max-nodes={most}; use --min-nodes {most} or less")
+    if least < most and not run.checkpoint.keeps:
+        raise UserError(
+            f"min-nodes={least} has no checkpoints to resume from with fewer nodes; use checkpoint.every=100"
+        )
+    ranks = _ranks_per_node(run, least, most, options.ranks_per_node)
+    Replanner(run, ranks).choose(least)
+    return Nodes(endpoint, find_interface(options.interface, endpoint), least, most, ranks)
+
+
+def _ranks_per_node(run: Run, least: int, most: int, asked: int | None) -> int:
+    world = run.layout.world_size
+    if asked is None:
+        if world % most:
+            near = nearest_numbers(most, lambda number: world % number == 0, 1, world)
+            raise UserError(f"nodes={most} do not divide the {world} ranks of {run.layout}; {use('nodes', near)}")
+        return world // most
+    if world % asked:
+        near = nearest_numbers(asked, lambda number: world % number == 0, 1, world)
+        raise UserError(
+            f"ranks-per-node={asked} does not divide the {world} ranks of {run.layout}; {use('ranks-per-node', near)}"
+        )
+    if not least <= world // asked <= most:
+        allowed = f"{least}" if least == most else f"{least} to {most}"
+        raise UserError(
+            f"{run.layout} on {asked} ranks a node takes {world // asked} nodes, not {allowed}; "
+            f"use --max-nodes {world // asked} or another layout"
+        )
+    return asked
+
+
+# What this process is in the job: all of it, a rank that somebody started, or the supervisor of one node of many.
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,35 @@
-"""Starts a training again when a rank fails, for as long as it gets on."""
+"""Starts the ranks of a training on this machine through PyTorch's elastic launcher, or joins those already started,
+and starts them again when one fails, as long as the training gets on.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+import signal
+import socket
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
-from cuboid.errors import RankError
-from cuboid.resilience.failures import Failure, note_failure, seconds_since
+from cuboid.errors import RankError, UserError
+from cuboid.launch.place import Place, find_place, local_places
+from cuboid.launch.pool import fork_server
+from cuboid.launch.watched import judge_with_all, stand_still_everywhere
+from cuboid.resilience.goodput import Failure, note_failure, seconds_since
+from cuboid.resilience.preemption import REQUEUE, Forwarder, Listener
+from cuboid.resilience.watchdog import Watchdog
+from cuboid.spec.fitting import check_world_size
 from cuboid.spec.run import Run
-from cuboid.train.folder import newest_kept
+from cuboid.train.folder import forget_reports, newest_kept
 
 if TYPE_CHECKING:
     from cuboid.train.trainer import Outcome
+
+# Starts a training again when a rank fails, for as long as it gets on.
 
 
 class Restarts:
@@ -49,3 +65,135 @@ def supervise(run: Run, attempt: Callable[[], Outcome]) -> Outcome:
             if verdict := restarts.failed(error.kind, "", str(error), str(run.layout)):
                 raise RankError(verdict) from None
             print(f"warning: {error}; starting again", file=sys.stderr, flush=True)
+
+
+# Start a training: the ranks of this machine through PyTorch's elastic launcher, or join those already started.
+
+
+def check_machine(run: Run, place: Place | None) -> None:
+    """What depends on where the run starts, refused before it does: the ranks there are, the GPU that is asked for or
+    that something else needs."""
+    if place is not None:
+        check_world_size(run.layout, place.world_size)
+    needs = [name for name in ("overlap_tensor", "cuda_graphs") if getattr(run.training, name) == "on"]
+    if run.training.device == "cuda" or run.training.backend == "nccl" or needs:
+        from cuboid.launch.backend import refuse_backend  # they bring torch, for which others need not wait
+        from cuboid.parallel.device import choose_device
+
+        device = choose_device(run.training.device, 0)
+        refuse_backend(run.training.backend, device)
+        if needs and device.type != "cuda":
+            raise UserError(
+                f"training.{needs[0]}=on needs a GPU and this machine has no usable one; use training.{needs[0]}=auto"
+            )
+
+
+def start_training(run: Run, quiet: bool = False) -> Outcome:
+    if find_place(os.environ) is None and run.layout.world_size > 1:
+        with Forwarder(run) as signals:
+            return supervise(run, lambda: _launch_here(run, quiet, signals))
+    with Listener(run) as signals:
+        from cuboid.launch.rank import run_joined_rank
+
+        return run_joined_rank(run, signals, quiet)
+
+
+def _launch_here(run: Run, quiet: bool, signals: Forwarder) -> Outcome:
+    """One attempt with all ranks on this machine: they meet on loopback, whatever the host's name resolves to, and
+    nobody else can."""
+    forget_reports(run)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    listener = socket.create_server(("127.0.0.1", 0))
+    ranks, port = run.layout.world_size, listener.getsockname()[1]
+    start_fork_server(run, signals)
+    from cuboid.launch.rendezvous import serve_store
+
+    store = serve_store(listener)
+    try:
+        return launch(run, quiet, signals, local_places(ranks, 0, ranks, "127.0.0.1", port, "attempt"))
+    finally:
+        del store  # which served the ranks until here
+
+
+def start_fork_server(run: Run, signals: Forwarder) -> None:
+    """It imports torch for all ranks while this process imports it for the agent. What ranks find in their environment
+    is what stands in it now."""
+    os.environ["OMP_NUM_THREADS"] = str(run.training.threads_per_rank)
+    fork_server()
+    resource_tracker.ensure_running()  # which leaves SIGTERM unblocked
+    signals.block()
+    forkserver.ensure_running()
+
+
+def launch(run: Run, quiet: bool, signals: Forwarder, places: tuple[Place, ...]) -> Outcome:
+    """One attempt with these ranks on this machine: from the newest checkpoint to the end, or to the first failure."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from cuboid.launch.rank import run_started_rank
+    from cuboid.launch.rendezvous import BACKEND
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=len(places),
+        rdzv_backend=BACKEND,
+        local_addr="127.0.0.1",
+        run_id=f"cuboid-{os.getpid()}",
+        max_restarts=0,
+        monitor_interval=0.1,
+        start_method="forkserver",
+        signals_to_handle="SIGINT,SIGHUP,SIGQUIT" if signals.active else "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
+    )
+    logging.disable(logging.ERROR)  # the agent tells at length what is said below in one sentence
+    pids = fork_server().RawArray("q", len(places))
+    signals.follow(pids)
+    ranks_here = [place.rank for place in places]
+    watchdog = Watchdog(run, ranks_here, judge_with_all(places[0]), stand_still_everywhere(places[0]))
+    try:
+        with watchdog:
+            ranks = elastic_launch(config, run_started_rank)
+            outcomes: dict[int, Outcome] = ranks(run, quiet, places, pids, str(watchdog.folder))
+    except SignalException as stop:
+        _stopped_by(stop.sigval)
+    except ChildFailedError as error:
+        watchdog.explain()
+        rank, failure = error.get_first_failure()
+        if failure.exitcode == -signal.SIGINT:  # Ctrl-C reaches ranks and agent alike, and a rank was seen first
+            _stopped_by(signal.SIGINT)
+        code = signals.code or failure.exitcode
+        if signals.active and code in (REQUEUE, 128 + signal.SIGTERM):  # said by the process that decided it
+            raise SystemExit(code) from None
+        _explain_failure(run, places[rank].rank, failure.exitcode)
+    finally:
+        signals.follow([])  # the system may give their numbers to others
+        logging.disable(logging.NOTSET)
+    return outcomes[0]
+
+
+def _stopped_by(sent: signal.Signals) -> NoReturn:
+    print(f"stopped by {sent.name}", file=sys.stderr)
+    raise SystemExit(128 + sent)
+
+
+def _explain_failure(run: Run, rank: int, exit_code: int) -> NoReturn:
+    """`rank` is the first that was seen to end. If it left no report it was killed, else the first report is the cause:
+    whoever fails because another has failed reports later."""
+    folder = Path(run.output.folder)
+    if not (folder / f"failure-{rank:05d}.txt").exists():
+        raise RankError(f"rank {rank} failed: {_ending(exit_code)}") from None
+    report = min(folder.glob("failure-*.txt"), key=lambda path: path.stat().st_mtime_ns)
+    sentence = report.read_text().partition("\n")[0] or "it left an empty report"
+    for kind in (UserError, RankError):  # whose sentences say it all
+        if sentence.startswith(f"cuboid.errors.{kind.__name__}: "):
+            raise kind(sentence.partition(": ")[2]) from None
+    rank = int(report.stem.partition("-")[2])
+    raise RankError(f"rank {rank} failed: {sentence}; its traceback is in {report}") from None
+
+
+def _ending(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"it ended with exit code {exit_code}"
+    name = signal.Signals(-exit_code).name
+    return f"it was ended by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")

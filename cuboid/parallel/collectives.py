@@ -48,7 +48,7 @@ class Pending:
             self.result = self._finish()
             self._finish = None
         if self._awaited is not None:
-            HEARTBEAT.go_on()
+            HEARTBEAT.end_wait()
             self._awaited = None
         return self.result
 
@@ -59,7 +59,7 @@ def start_all_reduce(x: Tensor, group: Group) -> Pending:
         return Pending(None, x)
     group.count("all-reduce", x.nbytes)
     if group.local is not None:
-        with group.track.joined("all-reduce"):
+        with group.track.collective("all-reduce"):
             return Pending(None, group.local.all_reduce(x, sum_rows))
     return Pending(dist.all_reduce(x, group=group.handle, async_op=True), x, None, (group.track, "all-reduce"))
 
@@ -72,7 +72,7 @@ def start_all_gather(part: Tensor, group: Group, into: Tensor | None = None) -> 
         into = part.new_empty((part.shape[0] * group.size, *part.shape[1:]))
     group.count("all-gather", into.nbytes)
     if group.local is not None:
-        with group.track.joined("all-gather"):
+        with group.track.collective("all-gather"):
             return Pending(None, group.local.all_gather(part, into))
     if group.is_fake:
         into.view(group.size, -1).copy_(part.reshape(1, -1))
@@ -88,7 +88,7 @@ def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
     group.count("reduce-scatter", x.nbytes)
     part = x.new_empty((x.shape[0] // group.size, *x.shape[1:]))
     if group.local is not None:
-        with group.track.joined("reduce-scatter"):
+        with group.track.collective("reduce-scatter"):
             return Pending(None, group.local.reduce_scatter(x, part))
     if group.is_fake:
         return Pending(None, torch.sum(x.view(group.size, *part.shape), 0, out=part))
@@ -107,7 +107,7 @@ def start_shift(x: Tensor, group: Group, tag: int = 0) -> Pending:
         return Pending(None, x)
     group.count("send", x.nbytes)
     if group.local is not None:
-        with group.track.joined("shift"):
+        with group.track.collective("shift"):
             return Pending(None, group.local.shift(x))
     # Gloo, which also serves ranks that share a GPU, sends from host memory only.
     device = torch.device("cpu") if group.is_gloo else x.device
@@ -134,7 +134,7 @@ def all_to_all(x: Tensor, group: Group) -> Tensor:
         return x
     group.count("all-to-all", x.nbytes)
     received = torch.empty_like(x, memory_format=torch.contiguous_format)
-    with group.track.joined("all-to-all"):
+    with group.track.collective("all-to-all"):
         if group.local is not None:
             return group.local.all_to_all(x, received)
         dist.all_to_all_single(received, x.contiguous(), group=group.handle)
@@ -166,7 +166,7 @@ def all_reduce_maximum(x: Tensor, group: Group) -> Tensor:
     if group.handle is None:
         return x
     group.count("all-reduce", x.nbytes)
-    with group.track.joined("all-reduce"):
+    with group.track.collective("all-reduce"):
         if group.local is not None:
             return group.local.all_reduce(x, lambda rows: rows.amax(0))
         dist.all_reduce(x, op=dist.ReduceOp.MAX, group=group.handle)

@@ -137,7 +137,7 @@ class Coordination:
         """One more begins; that this rank waits is noted, unless it is only the thread of a save."""
         self._calls += 1
         noted = threading.current_thread() is threading.main_thread() and self.size > 1
-        return HEARTBEAT.everybody().joined("agreement") if noted else nullcontext()
+        return HEARTBEAT.everybody().collective("agreement") if noted else nullcontext()
 
     def _put(self, key: str, value: object) -> list[str]:
         """The keys that it takes."""

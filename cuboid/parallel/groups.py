@@ -141,7 +141,7 @@ def _own(kind: str, rank: int, members: tuple[tuple[int, ...], ...], world: Trac
     ranks = next((ranks for ranks in members if rank in ranks), None)
     handle: dist.ProcessGroup | None = None
     if any(len(each) > 1 for each in members):
-        with world.joined("new group"):
+        with world.collective("new group"):
             handle = _new_group(ranks or (rank,))
     if ranks is None:
         return None
@@ -170,7 +170,7 @@ def make_groups(
     def own(kind: str, members: tuple[tuple[int, ...], ...], busy: bool = False) -> Group:
         group = _own(kind, rank, members, everybody) or alone
         if busy and on_cpu and group.handle is not None:
-            with group.track.joined("new group"):
+            with group.track.collective("new group"):
                 group = replace(group, local=connect(group.handle, group.index, group.size))
         return group
 
@@ -229,7 +229,7 @@ def _links(layout: Layout, rank: int, line: tuple[int, ...]) -> dict[tuple[int, 
             continue
         ranks = (line[own[0]], line[own[1]])
         track = HEARTBEAT.track("link", ranks)
-        with track.joined("new group"):
+        with track.collective("new group"):
             handle = _new_group(ranks)
         links[own] = Group(ranks, ranks.index(rank), handle, dimension="pp", track=track)
     return links
@@ -245,11 +245,11 @@ def connect_groups(groups: Groups, device: torch.device) -> None:
     for group in collective:
         if group.is_nccl and id(group.handle) not in known:
             known.add(id(group.handle))
-            with group.track.joined("new group"):
+            with group.track.collective("new group"):
                 dist.all_reduce(word, group=group.handle)
     for link in groups.links.values():  # in the order they were made in
         if link.is_nccl:
-            with link.track.joined("new group"):
+            with link.track.collective("new group"):
                 (dist.send, dist.recv)[link.index](word, link.ranks[1 - link.index], group=link.handle)
     if device.type == "cuda":
         torch.cuda.synchronize(device)

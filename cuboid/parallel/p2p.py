@@ -84,7 +84,7 @@ class PeerToPeer:
         work, buffer, track, number = self._posted.pop(message)
         track.wait("message", number)
         work.wait()
-        HEARTBEAT.go_on()
+        HEARTBEAT.end_wait()
         track.advance()
         return buffer.to(self._like.device)
 
@@ -94,4 +94,4 @@ class PeerToPeer:
             work, _, track, number = self._sent.popleft()
             track.wait("send", number)
             work.wait()
-            HEARTBEAT.go_on()
+            HEARTBEAT.end_wait()

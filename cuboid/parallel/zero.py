@@ -222,7 +222,7 @@ class Unit:
         self._gradients.collect()
 
     def settle(self) -> None:
-        """Go on with what was sent when the segment before computed, where there is more to do than to wait for it."""
+        """Continue with what was sent when the segment before computed, where there is more to do than wait for it."""
         if self._gradients.has_more_to_do:
             self._gradients.settle()
 

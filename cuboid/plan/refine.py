@@ -15,8 +15,7 @@ from cuboid.plan.score import BUSY, Scores
 from cuboid.plan.space import Space
 from cuboid.plan.stages import Held, held
 from cuboid.schedule.make import make_schedule
-from cuboid.schedule.memory import peak_activations
-from cuboid.schedule.simulate import StageCosts, simulate
+from cuboid.schedule.simulate import StageCosts, peak_activations, simulate
 from cuboid.spec.layout import Layout
 
 Table = tuple[dict[str, float], ...]

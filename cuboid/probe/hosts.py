@@ -19,8 +19,7 @@ from typing import Any
 
 from cuboid.errors import RankError, UserError
 from cuboid.launch.backend import Wanted
-from cuboid.launch.orphan import follow_parent
-from cuboid.launch.pool import fork_server
+from cuboid.launch.pool import follow_parent, fork_server
 from cuboid.probe.samples import Sample
 from cuboid.probe.session import Seat, measure
 from cuboid.spec.suggest import either

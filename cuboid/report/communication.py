@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 from cuboid.plan.collectives import unforeseen
@@ -46,7 +45,7 @@ def _counted(source: Source) -> tuple[dict[str, int], int, list[str]]:
         if not lines:
             continue
         ranks += 1
-        ledger = Ledger.from_rows(json.loads(lines[-1])["exchanges"])
+        ledger = Ledger.from_line(lines[-1])
         surprises += [f"rank {rank} {line}" for line in unforeseen(source.run, rank, ledger)]
         sums: dict[str, float] = {}
         for (dimension, _), entry in ledger.entries.items():

@@ -15,7 +15,7 @@ from cuboid.plan.choose import predict
 from cuboid.plan.plan import Plan, plan_of
 from cuboid.plan.question import PRECISIONS, Question
 from cuboid.plan.sizes import resized
-from cuboid.resilience.failures import FILE as FAILURES
+from cuboid.resilience.goodput import FAILURES
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.python_model import PythonModelSpec
 from cuboid.spec.run import Run, load_run

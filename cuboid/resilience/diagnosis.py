@@ -1,7 +1,7 @@
 """Who holds up a job that stands still: a pure function of what the ranks noted last.
 
 A rank that waits on a track waits for those that have not come as far. Followed to its roots, this graph ends at the
-ranks that nobody keeps from going on."""
+ranks that wait for nobody."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GROUPS = {
     "data": "the data-parallel ranks",
     "tp": "the tensor-parallel ranks",
     "sequence": "the ranks of one sequence",
-    "shard": "the ranks that share ZeRO's state",
+    "shard": "the ranks that shard ZeRO's state",
     "replicate": "the replicas of ZeRO's shards",
     "ep": "the expert-parallel ranks",
     "expert_data": "the holders of the same experts",

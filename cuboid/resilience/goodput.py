@@ -1,7 +1,8 @@
 """Where the time of a run went, since it was first started: kept across restarts and resumes.
 
 Every second is in exactly one place. Each row of metrics.jsonl tells the sums up to it; `goodput.json` tells them as an
-attempt begins, when rows of steps that are to be done again have been dropped, and as it ends."""
+attempt begins, when rows of steps that are to be done again have been dropped, and as it ends.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +13,66 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from cuboid.console import say
+from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import PHASE, PHASE_SINCE, PHASES, SPENT, Heartbeat, Phase
+
+# The failures of a run, one line each in `failures.jsonl`: when, what, and what it cost.
+
+
+FAILURES = "failures.jsonl"
+
+
+@dataclass(frozen=True)
+class Failure:
+    time: str
+    """UTC."""
+    reason: str
+    checkpoint: int
+    """Steps of the newest checkpoint there was."""
+    restarted: bool
+    kind: str = "rank"
+    """rank, node, hang (the watchdog ended ranks that stood still), or what else ended the run."""
+    node: str = ""
+    """Who told of it, or was lost; empty on one machine."""
+    layout: str = ""
+    seconds_lost: float | None = None
+    """Of training, to be done again; None in a log that did not say."""
+
+
+def note_failure(run: Run, failure: Failure) -> None:
+    path = Path(run.output.folder) / FAILURES
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(json.dumps(asdict(failure)) + "\n")
+    except OSError as error:  # a full disk ends no training
+        say(f"{path} cannot be written: {error.strerror or error}", as_warning=True)
+
+
+def failures(folder: str | Path) -> list[Failure]:
+    """What a run's folder tells, oldest first."""
+    path = Path(folder) / FAILURES
+    if not path.exists():
+        return []
+    # A supervisor that was killed while it wrote may have left half a line.
+    whole = (line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))
+    return [Failure(**json.loads(line)) for line in whole]
+
+
+def seconds_since(run: Run, step: int) -> float:
+    """What the steps after this one took, as far as the run has told of them."""
+    path = Path(run.output.folder) / "metrics.jsonl"
+    seconds = 0.0
+    for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
+        if line.endswith("\n"):  # who was killed may have left a part of one
+            row = json.loads(line)
+            seconds += row["seconds"] if row["step"] > step else 0.0
+    return round(seconds, 3)
+
 
 FILE = "goodput.json"
 ATTEMPT = "attempt.json"
@@ -46,7 +104,7 @@ class Spent:
 
     @property
     def goodput(self) -> float:
-        """The share of the time in which the run got on; 1 where none has passed."""
+        """The fraction of the time that trained; 1 where none has passed."""
         return self.steps / self.total if self.total else 1.0
 
     def as_row(self) -> dict[str, float]:
@@ -174,3 +232,60 @@ def _kept(rows: Sequence[Mapping[str, Any]], done: int) -> Spent:
 def _spent_of(row: Mapping[str, Any]) -> Spent:
     known = {field.name for field in fields(Spent)}
     return Spent(**{name: value for name, value in row.get("spent", {}).items() if name in known})
+
+
+# What a run's own folder shows of its steps, its saves and its failures.
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds; zeros before there was anything to measure."""
+
+    usual_step: float = 0.0
+    slowest_step: float = 0.0
+    """But the first, which also warms up."""
+    saved: int = 0
+    """How many checkpoints were written whole."""
+    stall: float = 0.0
+    """How long training waited for a save, in the median."""
+    write: float = 0.0
+    slowest_save: float = 0.0
+    copied: int = 0
+    """How many copies were made in memory."""
+    copy_stall: float = 0.0
+    copy_write: float = 0.0
+    failures: int = 0
+    """After which the run started its ranks again."""
+    recovery: float = 0.0
+    """From the last step before a failure to the first after it, on average."""
+
+
+def measured(folder: str | Path) -> Measured:
+    try:
+        lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    except OSError:
+        return Measured()
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be a part of one
+    steps = [row["seconds"] for row in rows[1:] or rows] or [0.0]
+    saves = [save for row in rows for save in row.get("checkpoints", []) if not save.get("warning")]
+    disk = [save for save in saves if save.get("place", "disk") == "disk"]
+    memory = [save for save in saves if save not in disk]
+    restarted = sum(failure.restarted for failure in failures(folder))
+    spent = read_spent(folder) or Spent()
+    return Measured(
+        usual_step=median(steps),
+        slowest_step=max(steps),
+        saved=len(disk),
+        stall=_usual(disk, "stall_seconds"),
+        write=_usual(disk, "write_seconds"),
+        slowest_save=max((save["stall_seconds"] + save["write_seconds"] for save in disk), default=0.0),
+        copied=len(memory),
+        copy_stall=_usual(memory, "stall_seconds"),
+        copy_write=_usual(memory, "write_seconds"),
+        failures=restarted,
+        recovery=spent.restarts / restarted + spent.set_up / (restarted + 1) if restarted else 0.0,
+    )
+
+
+def _usual(saves: list[dict[str, float]], field: str) -> float:
+    return median(save[field] for save in saves) if saves else 0.0

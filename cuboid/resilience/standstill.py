@@ -3,7 +3,8 @@
 Where nothing is learned yet, silence alone says little: one rank may compile for minutes while all others wait for it.
 So each rank is looked at. One that waits in a collective, for a message or for a communicator does nothing else. One
 that notes no wait is asked for the time of a core it has taken since the job fell silent, and for how far its GPU has
-come. If nobody works, nobody will end the silence: that is a deadlock or a lost rank, and it is known at once."""
+come. If nobody works, nobody will end the silence: that is a deadlock or a lost rank, and it is known at once.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +12,79 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import psutil
 
 from cuboid.console import say
 from cuboid.resilience.diagnosis import GONE, NOT_BEGUN, STOPPED, tell_busy
-from cuboid.resilience.limits import Limit, limit_of_all
 from cuboid.spec.run import ResilienceSpec
-from cuboid.telemetry.heartbeat import Wait
-from cuboid.telemetry.heartbeat_reader import Reading, Waiting
+from cuboid.telemetry.heartbeat import Phase, Wait
+from cuboid.telemetry.heartbeat_reader import Learned, Reading, Waiting
+
+# How long a job may stand still before it hangs: learned from the job itself, phase by phase.
+
+
+ENOUGH: dict[Phase, int] = {"step": 2, "evaluation": 1, "save": 1}
+"""How often a phase must have been seen to know how long it takes; what is not here is never known beforehand."""
+OVER_LONGEST = 2
+LEAST_SPEED = 0.6
+"""However busy the machine is, time passes at this speed at least, so that a hang is found within twice the limit: half
+left nothing for the moments before and after."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    seconds: float
+    """0: none."""
+    origin: str
+    """Where it comes from, in words."""
+    learned: bool = False
+    """From this job's own phases."""
+
+
+def limit_of(reading: Reading, spec: ResilienceSpec) -> Limit:
+    """In the phase its rank is in. A job is silent no longer than its longest phase takes: `hang_factor` times the
+    median of those seen, and twice the longest, are far from both noise and drift."""
+    phase: Phase = "save" if reading.phase == "finish" else reading.phase  # it ends with the last save
+    learned = reading.learned.get(phase, Learned())
+    if phase not in ENOUGH or learned.seen < ENOUGH[phase]:
+        return Limit(spec.setup_seconds, f"resilience.setup_seconds={spec.setup_seconds:g}")
+    seconds = max(spec.hang_factor * learned.typical, OVER_LONGEST * learned.longest)
+    if seconds < spec.hang_floor_seconds:
+        return Limit(spec.hang_floor_seconds, f"resilience.hang_floor_seconds={spec.hang_floor_seconds:g}", True)
+    plural = "" if learned.seen == 1 else "s"
+    return Limit(seconds, f"learned from {learned.seen} {phase}{plural}", True)
+
+
+def limit_of_all(readings: Sequence[Reading], spec: ResilienceSpec) -> Limit:
+    """Ranks may be in different phases: the one that may take longest counts."""
+    limits = [limit_of(reading, spec) for reading in readings]
+    endless = [limit for limit in limits if not limit.seconds]
+    return endless[0] if endless else max(limits, key=lambda limit: limit.seconds)
+
+
+class Silence:
+    """Seconds without progress of any rank, less those in which the watchdog itself did not run, and less CPU
+    starvation of ranks up to 40 % of them."""
+
+    def __init__(self, tick: float) -> None:
+        self._tick = tick
+        self._noted: tuple[int, ...] | None = None
+        self._moment = 0.0
+        self.seconds = 0.0
+
+    def look(self, moment: float, noted: tuple[int, ...], starved: float = 0.0) -> float:
+        """`noted`: how many notes each rank has made. `starved`: the fraction of the time since the last look in which
+        some rank waited for a core."""
+        passed = min(moment - self._moment, 2 * self._tick)
+        self._moment = moment
+        if noted != self._noted:
+            self._noted, self.seconds = noted, 0.0
+        else:
+            self.seconds += passed * max(LEAST_SPEED, 1 - starved)
+        return self.seconds
+
 
 QUIET = 1.0
 """Seconds of silence after which it is noted how much ranks have worked so far."""

@@ -32,7 +32,7 @@ WINDOWS = 3
 
 
 @dataclass(frozen=True)
-class Share:
+class StepTimes:
     """What a step of one rank is made of, in seconds."""
 
     rank: int
@@ -62,7 +62,7 @@ class Slowest:
         return self.seconds / self.peers if self.peers else 1.0
 
 
-def shares(before: Sequence[Reading], after: Sequence[Reading]) -> list[Share]:
+def step_times(before: Sequence[Reading], after: Sequence[Reading]) -> list[StepTimes]:
     """Of the steps between two looks at the same ranks."""
     earlier = {reading.rank: reading for reading in before}
     result = []
@@ -74,20 +74,20 @@ def shares(before: Sequence[Reading], after: Sequence[Reading]) -> list[Share]:
         wait, data = (reading.waited - past.waited) / steps, (reading.read - past.read) / steps
         step = (reading.spent.get("step", 0.0) - past.spent.get("step", 0.0)) / steps
         save = (reading.spent.get("save", 0.0) - past.spent.get("save", 0.0)) / steps
-        result.append(Share(reading.rank, max(0.0, step - wait - data), wait, data, save))
+        result.append(StepTimes(reading.rank, max(0.0, step - wait - data), wait, data, save))
     return result
 
 
-def slowest(found: Sequence[Share], layout: Layout) -> Slowest | None:
+def slowest(found: Sequence[StepTimes], layout: Layout) -> Slowest | None:
     """The rank that is furthest behind those of its stage; None where no stage has two."""
     candidates = []
-    for share in found:
-        stage = coordinates(share.rank, layout).pp
-        peers = [one for one in found if one.rank != share.rank and coordinates(one.rank, layout).pp == stage]
+    for times in found:
+        stage = coordinates(times.rank, layout).pp
+        peers = [one for one in found if one.rank != times.rank and coordinates(one.rank, layout).pp == stage]
         if peers:
             compute, data = median(one.compute for one in peers), median(one.data for one in peers)
-            because: Literal["compute", "data"] = "data" if share.data - data > share.compute - compute else "compute"
-            candidates.append(Slowest(share.rank, because, share.own, median(one.own for one in peers)))
+            because: Literal["compute", "data"] = "data" if times.data - data > times.compute - compute else "compute"
+            candidates.append(Slowest(times.rank, because, times.own, median(one.own for one in peers)))
     return max(candidates, key=lambda one: one.ratio, default=None)
 
 
@@ -111,7 +111,7 @@ class Stragglers:
 
     def look(self, readings: list[Reading]) -> None:
         before, self._before, self._moment = self._before, readings, time.monotonic()
-        found = shares(before, readings)
+        found = step_times(before, readings)
         if not found:
             return
         worst = slowest(found, self._layout)
@@ -126,7 +126,7 @@ class Stragglers:
                 as_warning=True,
             )
 
-    def _keep(self, found: list[Share], worst: Slowest | None, step: int) -> None:
+    def _keep(self, found: list[StepTimes], worst: Slowest | None, step: int) -> None:
         row: dict[str, Any] = {"step": step, "time": round(time.time(), 3), "ranks": [_rounded(one) for one in found]}
         with suppress(OSError):
             with (self._run_folder / FILES.replace("*", f"{found[0].rank:05d}")).open("a") as file:
@@ -146,5 +146,5 @@ def read_slowest(heartbeats: Path | None) -> dict[str, Any] | None:
     return None
 
 
-def _rounded(record: Share | Slowest) -> dict[str, Any]:
+def _rounded(record: StepTimes | Slowest) -> dict[str, Any]:
     return {name: round(value, 5) if isinstance(value, float) else value for name, value in asdict(record).items()}

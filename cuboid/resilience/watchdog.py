@@ -21,11 +21,9 @@ import psutil
 
 from cuboid.errors import HangError
 from cuboid.resilience.diagnosis import GONE, NOT_BEGUN, Diagnosis, diagnose
-from cuboid.resilience.flight import Open, Recorders, oldest_open, tell_open
 from cuboid.resilience.goodput import Attempt, note_attempt
-from cuboid.resilience.limits import Limit, Silence, limit_of_all
-from cuboid.resilience.stacks import collect_stacks, is_compiling
-from cuboid.resilience.standstill import Standstill
+from cuboid.resilience.hang_dumps import Open, Recorders, collect_stacks, is_compiling, oldest_open, tell_open
+from cuboid.resilience.standstill import Limit, Silence, Standstill, limit_of_all
 from cuboid.resilience.stragglers import Stragglers
 from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import CHANGES, DEVICE_PASSED, PID, SIZE, STEP, VERSION, heartbeat_path, ranks_in
@@ -133,21 +131,21 @@ class Watchdog:
                 return
 
     def _starved(self) -> float:
-        """The share of the last tick in which some rank could have run and had no core."""
-        share = 0.0
+        """The fraction of the last tick in which some rank could have run and had no core."""
+        fraction = 0.0
         for rank, words in self._words.items():
             with suppress(OSError, IndexError, ValueError):
                 delay = int(Path(f"/proc/{words[PID]}/schedstat").read_text().split()[1])
-                share = max(share, (delay - self._waited_for_a_core.get(rank, delay)) / 1e9 / TICK)
+                fraction = max(fraction, (delay - self._waited_for_a_core.get(rank, delay)) / 1e9 / TICK)
                 self._waited_for_a_core[rank] = delay
-        return share
+        return fraction
 
     def _end(self, readings: list[Reading], limit: Limit, seconds: float) -> None:
         """Say who hangs, keep what tells why, and end all ranks: the attempt fails with what is said here."""
         moment, folder = time.time(), Path(self._run.output.folder)
         target = _next_report(folder)
         try:
-            with suppress(OSError):  # a disk that is full keeps nobody from going on
+            with suppress(OSError):  # a disk that is full stops nobody
                 target.mkdir(parents=True)
             recorders = Recorders(readings, folder, self.folder)
             found = self._judge(readings)

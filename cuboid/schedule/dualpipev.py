@@ -3,13 +3,13 @@
 The eight steps and their counts are the published ones. In the middle a forward of one half is paired with a backward
 of the other so that their communication can overlap; the pair is written here as forward, then whole backward. The
 split backwards at both ends fill the bubble. A rank holds at most 2p + 1 half-size activations. The pattern needs 2p
-micro-batches; for fewer it is made for 2p, and `make_schedule` leaves out those that do not exist.
+micro-batches; for fewer it is made for 2p, and `make_schedule` drops those that do not exist.
 """
 
 from __future__ import annotations
 
 from cuboid.schedule.table import Action, Kind
-from cuboid.schedule.writer import RankWriter
+from cuboid.schedule.zero_bubble import RankWriter
 
 
 def dual_pipe_v(ranks: int, micro_batches: int) -> list[list[Action]]:

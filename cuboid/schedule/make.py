@@ -9,12 +9,18 @@ from functools import lru_cache
 
 from cuboid.errors import UserError
 from cuboid.schedule.dualpipev import dual_pipe_v
-from cuboid.schedule.gpipe import gpipe
-from cuboid.schedule.interleaved import interleaved
-from cuboid.schedule.one_forward_one_backward import one_forward_one_backward
+from cuboid.schedule.one_forward_one_backward import interleaved, one_forward_one_backward
 from cuboid.schedule.table import Action, Kind, Schedule
-from cuboid.schedule.zbv import zero_bubble_v
-from cuboid.schedule.zero_bubble import zero_bubble_h1
+from cuboid.schedule.zero_bubble import zero_bubble_h1, zero_bubble_v
+
+# GPipe: all forwards, then all backwards (Huang et al. 2019). Every micro-batch is in flight when the backwards begin.
+
+
+def gpipe(ranks: int, micro_batches: int) -> list[list[Action]]:
+    return [
+        [Action(kind, rank, batch) for kind in (Kind.FORWARD, Kind.BACKWARD) for batch in range(micro_batches)]
+        for rank in range(ranks)
+    ]
 
 
 def looped_placement(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
@@ -76,16 +82,16 @@ def make_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: in
 
 def _join_halves(actions: list[Action], stage_rank: tuple[int, ...]) -> list[Action]:
     """Make I followed at once by its W a whole B where no other rank waits for I: splitting would bring nothing."""
-    joined: list[Action] = []
+    merged: list[Action] = []
     for action in actions:
         if action.kind is Kind.WEIGHT:
             stage, batch = action.stage, action.micro_batch
             local = stage == 0 or stage_rank[stage - 1] == stage_rank[stage]
-            if local and joined[-1] == Action(Kind.INPUT, stage, batch):
-                joined[-1] = Action(Kind.BACKWARD, stage, batch)
+            if local and merged[-1] == Action(Kind.INPUT, stage, batch):
+                merged[-1] = Action(Kind.BACKWARD, stage, batch)
                 continue
-        joined.append(action)
-    return joined
+        merged.append(action)
+    return merged
 
 
 def _family(name: str) -> Family:

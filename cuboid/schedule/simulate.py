@@ -12,9 +12,47 @@ from functools import cached_property
 import numpy
 from numpy.typing import NDArray
 
-from cuboid.schedule.memory import peak_in_flight
 from cuboid.schedule.program import program_of
 from cuboid.schedule.table import Action, Kind, Schedule
+
+# How much a rank holds at its fullest moment. It follows from the order of its list alone, not from any timing.
+
+
+def peak_activations(
+    schedule: Schedule, held: Sequence[float], kept_after_input: Sequence[float] | None = None
+) -> tuple[float, ...]:
+    """For each rank the most its activations take at any time.
+
+    `held` is what one micro-batch takes on each stage from its forward to its backward. A split backward lets go of all
+    but `kept_after_input` once the input half is done, and of that after the weight half; skipped, all is kept.
+    """
+    kept = held if kept_after_input is None else kept_after_input
+    change = {
+        Kind.FORWARD: list(held),
+        Kind.BACKWARD: [-size for size in held],
+        Kind.INPUT: [rest - size for size, rest in zip(held, kept, strict=True)],
+        Kind.WEIGHT: [-rest for rest in kept],
+    }
+    return tuple(_peak(actions, change) for actions in schedule.actions)
+
+
+def _peak(actions: Sequence[Action], change: dict[Kind, list[float]]) -> float:
+    now = most = 0.0
+    for action in actions:
+        now += change[action.kind][action.stage]
+        most = max(most, now)
+    return most
+
+
+def peak_in_flight(schedule: Schedule, *, until_input: bool = False) -> tuple[int, ...]:
+    """For each rank the most micro-batches in flight at once, counted per stage: two stages' activations count two.
+
+    A micro-batch is in flight from its forward until its backward is whole, or with `until_input` only until its input
+    gradient is done.
+    """
+    one = [1.0] * schedule.stages
+    kept = [0.0] * schedule.stages if until_input else one
+    return tuple(int(peak) for peak in peak_activations(schedule, one, kept))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,3 +195,55 @@ def makespan_many(
             sent[number] = clock[rank]
     longest: NDArray[numpy.float64] = numpy.max(numpy.stack(clock), axis=0)
     return longest
+
+
+# Draw a simulated schedule in plain text, one row per rank: `print(draw(simulate(schedule, costs)))`.
+
+
+IDLE = "."
+
+
+def draw(timeline: Timeline, width: int = 100) -> str:
+    """Time runs to the right; `F0` is the forward of micro-batch 0, `F0b` on the rank's second stage; dots are idle.
+
+    The drawing is as narrow as shows every label, and at most `width` columns plus the rank's name.
+    """
+    schedule = timeline.schedule
+    chunks = _chunk_letters(schedule)
+    scale = _columns_per_second(timeline, chunks, width)
+    rows = [[IDLE] * round(timeline.makespan * scale) for _ in range(schedule.ranks)]
+    for event in timeline.events:
+        start, end = round(event.start * scale), round(event.end * scale)
+        rows[event.rank][start:end] = _text(event, chunks, end - start)
+    margin = len(str(schedule.ranks - 1))
+    lines = [f"rank {rank:>{margin}} {''.join(row)}" for rank, row in enumerate(rows)]
+    return "\n".join([*lines, f"{schedule.name}: bubble {timeline.bubble_fraction:.1%}"])
+
+
+def _columns_per_second(timeline: Timeline, chunks: list[str], width: int) -> float:
+    durations = [event.end - event.start for event in timeline.events if event.end > event.start]
+    if not durations:
+        return 0.0
+    wanted = 1 + max(len(_labels(event, chunks)[0]) for event in timeline.events)
+    columns = min(wanted, width * min(durations) / timeline.makespan)
+    # Whole columns for the shortest action keep equal actions equally wide.
+    return (int(columns) if columns >= 1 else columns) / min(durations)
+
+
+def _text(event: Event, chunks: list[str], width: int) -> str:
+    """The most telling label that fits and leaves a space, or else the bare kind."""
+    labels = _labels(event, chunks)
+    fitting = [label for label in labels if len(label) < width]
+    return (fitting or labels[-1:])[0].ljust(width)[:width]
+
+
+def _labels(event: Event, chunks: list[str]) -> list[str]:
+    kind, batch = event.action.kind.value, event.action.micro_batch
+    return [f"{kind}{batch}{chunks[event.action.stage]}", f"{kind}{batch}", kind]
+
+
+def _chunk_letters(schedule: Schedule) -> list[str]:
+    """For each stage a letter that tells it from the other stages of its rank; none where there is only one."""
+    if schedule.stages == schedule.ranks:
+        return [""] * schedule.stages
+    return [chr(ord("a") + schedule.stages_of(rank).index(stage)) for stage, rank in enumerate(schedule.stage_rank)]

@@ -48,7 +48,7 @@ class Schedule:
     stage_rank: tuple[int, ...]
     """For each stage the rank that holds it."""
     actions: tuple[tuple[Action, ...], ...] = field(hash=False, repr=False)
-    """For each rank its actions in order. Left out of the hash to keep schedules cheap cache keys."""
+    """For each rank its actions in order. Not in the hash, to keep schedules cheap cache keys."""
 
     @property
     def stages(self) -> int:

@@ -3,13 +3,14 @@ counts it.
 
 A collective counts the bytes of the whole tensor it is about, whichever part a rank holds before or after: what an
 all-reduce sums, what an all-gather makes whole, what a reduce-scatter takes apart, and all that a rank hands to an
-all-to-all, its own share included. A message counts where it is sent. A group of one rank collectives nothing. So every
-count is a whole number that the layout alone decides, the same whether shared memory, gloo or NCCL carries it; what a
-ring sends over the wire follows from it (`Entry.sent`).
+all-to-all, its own chunk included. A message counts where it is sent. A group of one rank communicates nothing. So
+every count is a whole number that the layout alone decides, the same whether shared memory, gloo or NCCL carries it;
+what a ring sends over the wire follows from it (`Entry.sent`).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -76,6 +77,16 @@ class Ledger:
             entry = Entry(row["calls"], row["bytes"], row["ranks"], row["kind"])
             ledger.entries[row["dimension"], row["kind"]] = entry
         return ledger
+
+    def as_line(self, step: int) -> str:
+        """What a rank writes into `communication-RANK.jsonl` after a step, counted from 1."""
+        return json.dumps({"step": step, "collectives": self.rows()}) + "\n"
+
+    @classmethod
+    def from_line(cls, line: str) -> Ledger:
+        """The inverse of `as_line`; older runs wrote `exchanges`."""
+        told = json.loads(line)
+        return cls.from_rows(told["collectives"] if "collectives" in told else told["exchanges"])
 
 
 def differences(counted: Ledger, predicted: Ledger) -> list[str]:

@@ -115,7 +115,7 @@ class Track:
         """From now on this rank waits until all have come as far as `sequence`."""
         self._heartbeat.wait(kind, self.slot, sequence)
 
-    def joined(self, kind: Wait) -> Track:
+    def collective(self, kind: Wait) -> Track:
         """For a `with` statement around a call that waits for all ranks of the track."""
         self._kind = kind
         return self
@@ -124,7 +124,7 @@ class Track:
         self._heartbeat.wait(self._kind, self.slot, self.advance())
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._heartbeat.go_on()
+        self._heartbeat.end_wait()
 
 
 class Observer(Protocol):
@@ -134,7 +134,7 @@ class Observer(Protocol):
 
     def waits(self, kind: Wait, track: str) -> None: ...
 
-    def goes_on(self) -> None: ...
+    def wait_ended(self) -> None: ...
 
 
 class Heartbeat:
@@ -262,7 +262,7 @@ class Heartbeat:
     def _name_of(self, slot: int) -> str:
         return next((track.name for track in self._tracks.values() if track.slot == slot), "")
 
-    def go_on(self) -> None:
+    def end_wait(self) -> None:
         """What was waited for has come."""
         words, now = self.words, time.monotonic_ns()
         if words[PHASE] == STEPPING and words[WAIT] != DEVICE:
@@ -274,7 +274,7 @@ class Heartbeat:
         if self.mark is not None:
             self.mark()
         if self.observer is not None:
-            self.observer.goes_on()
+            self.observer.wait_ended()
 
 
 HEARTBEAT = Heartbeat()

@@ -65,7 +65,7 @@ class Regions:
     def waits(self, kind: Wait, track: str) -> None:
         self._waits.region = self.open("wait:", f"{kind} of {track}" if track not in ("", kind) else kind)
 
-    def goes_on(self) -> None:
+    def wait_ended(self) -> None:
         close(getattr(self._waits, "region", None))
         self._waits.region = None
 

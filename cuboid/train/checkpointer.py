@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cuboid.checkpoint.background import SaveReport
 from cuboid.checkpoint.memory.nodes import open_memory
-from cuboid.checkpoint.memory.recall import Recall
+from cuboid.checkpoint.memory.restore import MemoryRestore
 from cuboid.checkpoint.memory.saver import MemorySaver
 from cuboid.checkpoint.resume import begin_anew, resume
-from cuboid.checkpoint.saver import Saver
-from cuboid.checkpoint.start import start
+from cuboid.checkpoint.saver import Saver, SaveReport
+from cuboid.checkpoint.weights import start
 from cuboid.console import say
 from cuboid.parallel.coordination import open_coordination
 from cuboid.parallel.parallelize import Engine, draw_weights
@@ -27,7 +26,7 @@ class Checkpointer:
         self._folder = checkpoint_folder(run)
         self._group = open_coordination(run.checkpoint.timeout_seconds)
         nodes = open_memory(run, rank, self._group) if run.checkpoint.memory_every else None
-        self.found = self._resume(Recall(nodes, self._group, last_row(run)) if nodes else None)
+        self.found = self._resume(MemoryRestore(nodes, self._group, last_row(run)) if nodes else None)
         """Steps done, as the run begins or continues."""
         self.saver = Saver(engine, optimizer, self._folder, self._group) if run.checkpoint.every else None
         self.copies = MemorySaver(engine, optimizer, nodes, quiet) if nodes else None
@@ -40,8 +39,8 @@ class Checkpointer:
         self._longest_step = 0.0
         self._warned = False
 
-    def _resume(self, recall: Recall | None = None) -> int:
-        return resume(self._engine, self._optimizer, self._folder, self._group, self._quiet, recall)
+    def _resume(self, in_memory: MemoryRestore | None = None) -> int:
+        return resume(self._engine, self._optimizer, self._folder, self._group, self._quiet, in_memory)
 
     def _begin(self) -> None:
         place = self._engine.run.training.start_from

@@ -3,7 +3,6 @@ count."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -34,9 +33,9 @@ class CommunicationLog:
             self._file.close()
 
     def record(self, step: int) -> None:
-        """Write down what was exchanged since the last call."""
+        """Write down what was communicated since the last call."""
         if self._ledger is not None and self._file is not None:
-            self._file.write(json.dumps({"step": step + 1, "exchanges": self._ledger.take().rows()}) + "\n")
+            self._file.write(self._ledger.take().as_line(step + 1))
             self._file.flush()
 
 
@@ -70,7 +69,7 @@ def summarize(run: Run) -> Summary:
         if not lines:  # all steps had been done before
             continue
         ranks += 1
-        counted = Ledger.from_rows(json.loads(lines[-1])["exchanges"])
+        counted = Ledger.from_line(lines[-1])
         predicted = predicted_ledger(run, rank)
         surprises += [f"rank {rank} {line}" for line in unforeseen(run, rank, counted)]
         for key in counted.entries.keys() | predicted.entries.keys():

@@ -8,15 +8,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from cuboid.checkpoint.huggingface.companions import companions
+from cuboid.checkpoint.huggingface.folder import companions
 from cuboid.console import say
 from cuboid.errors import UserError
 from cuboid.generate.batch import Event
 from cuboid.generate.build import Builder
 from cuboid.generate.detokenizer import Words, words_of
 from cuboid.generate.engine import Generator
-from cuboid.generate.prompts import Prompt, make_prompt
-from cuboid.generate.question import longest, make_requests
+from cuboid.generate.prompts import Prompt, longest, make_prompt, make_requests
 from cuboid.parallel.groups import context_group
 from cuboid.parallel.parallelize import Engine
 from cuboid.spec.generation import GenerationSpec, SamplingSpec, plain_layout

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from cuboid.checkpoint.generators import seed_generators
+from cuboid.checkpoint.state import seed_generators
 from cuboid.console import say
 from cuboid.data.loader import evaluation_batches, micro_batches
 from cuboid.data.source import make_source, make_validation_source

@@ -17,8 +17,8 @@ from cuboid.verify.rounding import (
     MULTIPLE,
     REROUTED,
     ROUNDED,
-    TENSOR_UNITS,
-    UNIT,
+    ROUNDOFF,
+    TENSOR_ROUNDOFF,
     Bound,
     decided,
     moved,
@@ -132,7 +132,7 @@ def compare_rounded(run: Run, observed: Trace, rounded: Sequence[Trace], exact: 
     seen, true = (moved(trace.parameters, exact.start, among) for trace in (observed, exact))
     expected = [moved(trace.parameters, exact.start, among) for trace in rounded]
     ways = walked(exact.parameters, exact.start, among)
-    rounding = MULTIPLE * TENSOR_UNITS.get(run.training.precision, UNIT)
+    rounding = MULTIPLE * TENSOR_ROUNDOFF.get(run.training.precision, ROUNDOFF)
     least = max(rounding, REROUTED if run.model.mixture is not None else 0.0)
     norms, losses = [trace.gradient_norms for trace in rounded], [trace.losses for trace in rounded]
     gradients = [trace.gradients for trace in rounded]
@@ -165,7 +165,7 @@ def _verdict(run: Run, observed: Trace, bounds: dict[str, Bound]) -> Verdict:
         worst_parameter=bounds["parameter"].name,
         tolerance=max(bound.allowed for bound in bounds.values()),
         tolerances={name: bound.allowed for name, bound in bounds.items()},
-        passed=all(bound.share <= 1 for bound in bounds.values()),
+        passed=all(bound.ratio <= 1 for bound in bounds.values()),
         unforeseen=observed.unforeseen,
     )
 

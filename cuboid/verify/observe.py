@@ -1,4 +1,4 @@
-"""The run under a layout, observed: every rank's optimizer shards put together into whole tensors on rank 0."""
+"""The run under a layout, observed: every rank's optimizer shards consolidated into full tensors on rank 0."""
 
 from __future__ import annotations
 
@@ -82,13 +82,13 @@ def _gathered(engine: Engine, own: Any) -> list[tuple[int, Any]]:
     if world.handle is None:
         return [(0, own)]
     gathered: list[Any] | None = [None] * world.size if world.index == 0 else None
-    with world.track.joined("all-gather"):
+    with world.track.collective("all-gather"):
         dist.gather_object(own, gathered, dst=0)
     return list(enumerate(gathered or ()))
 
 
 def assemble(contributions: list[Contribution]) -> Tensors:
-    """Put pieces in their places. An element that nobody holds, or two hold, or padding that is not zero, is an
+    """Put shards in their places. An element that nobody holds, or two hold, or padding that is not zero, is an
     error."""
     local: dict[tuple[str, int], tuple[Part, Tensor, Tensor]] = {}
     for part, start, stop, values in (item for contribution in contributions for item in contribution):

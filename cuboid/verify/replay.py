@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from cuboid.checkpoint.save import load
-from cuboid.checkpoint.start import start
+from cuboid.checkpoint.weights import start
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.parallel.collectives import start_all_gather
@@ -37,7 +37,7 @@ class Seen:
     loss: float
     gradient_norm: float
     squared_norms: tuple[float, ...] = ()
-    """Each rank's share; empty where nobody kept it."""
+    """Each rank's part of the gradient norm; empty where nobody kept it."""
 
     @property
     def is_finite(self) -> bool:
@@ -79,7 +79,7 @@ class Verdict:
     identical: bool | None
     """Whether bit for bit."""
     deviating_ranks: list[int] = field(default_factory=list)
-    """Whose share of the gradient is not what the run logged, on the same layout."""
+    """Whose part of the gradient is not what the run logged, on the same layout."""
 
 
 def replay_rank(rank: int, run: Run, checkpoint: str, first: int, step: int, times: int, logged: Logged) -> Replayed:

@@ -13,7 +13,7 @@ from cuboid.checkpoint.location import Location, locate
 from cuboid.checkpoint.resume import resume
 from cuboid.checkpoint.save import save
 from cuboid.checkpoint.state import KINDS
-from cuboid.checkpoint.whole import whole_tensors
+from cuboid.checkpoint.storage import whole_tensors
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.parallel.coordination import open_coordination

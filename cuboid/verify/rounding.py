@@ -12,13 +12,14 @@ have gone): a factor of two is an error of 1, a sum over two ranks that was skip
 Adam moves a parameter by the learning rate whatever the size of its gradient. One whose gradient is as small as the
 rounding moves up or down by chance: of parameters only those are compared whose gradients were larger in every step.
 What these differ by is relative to the way they have gone, there and back, and not to where they have come. An update
-is a mean of gradients over their root mean square: gradients that are off by a share e of themselves change it by up to
-2 e learning rates, also where gradients of both signs cancel and little is left of the update itself. A parameter that
-has come back to where it began has that error still, and no distance to hold it against. Its way is no shorter than its
-first update, a whole learning rate that only a sign decides: after three steps the error is less than 2 e of the way.
-Of a mixture one step is compared: in the next these weights send some tokens to other experts, in any two orders of
-summation (measured: gradients of one process in bf16 and float32 then differ by a third to a half). In the first a
-token whose experts score alike may already be sent elsewhere; so tensors of a mixture are allowed `REROUTED`."""
+is a mean of gradients over their root mean square: gradients that are off by a fraction e of themselves change it by up
+to 2 e learning rates, also where gradients of both signs cancel and little is left of the update itself. A parameter
+that has come back to where it began has that error still, and no distance to hold it against. Its way is no shorter
+than its first update, a whole learning rate that only a sign decides: after three steps the error is less than 2 e of
+the way. Of a mixture one step is compared: in the next these weights send some tokens to other experts, in any two
+orders of summation (measured: gradients of one process in bf16 and float32 then differ by a third to a half). In the
+first a token whose experts score alike may already be sent elsewhere; so tensors of a mixture are allowed
+`REROUTED`."""
 
 from __future__ import annotations
 
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
 
 ROUNDED = ("bf16", "fp16", "fp8")
 """Precisions that are compared so. One process multiplies its loss by a fixed factor in fp16."""
-UNIT = 2.0**-8
+ROUNDOFF = 2.0**-8
 """The largest relative error of one rounding to bf16."""
-TENSOR_UNITS = {"fp8": 2.0**-4}
+TENSOR_ROUNDOFF = {"fp8": 2.0**-4}
 """That of a tensor's element, where it is another: to e4m3, in the tensors of fp8."""
 MULTIPLE = 4.0
 DECIDED = 16.0
@@ -58,12 +59,12 @@ class Bound:
     name: str = ""
 
     @property
-    def share(self) -> float:
+    def ratio(self) -> float:
         """Of what is allowed; above one it differs."""
         return self.error / self.allowed if self.error == self.error else float("inf")
 
 
-def allowed(spread: float, least: float = MULTIPLE * UNIT) -> float:
+def allowed(spread: float, least: float = MULTIPLE * ROUNDOFF) -> float:
     return max(MULTIPLE * spread, least)
 
 
@@ -74,7 +75,7 @@ def number_bound(observed: list[float], rounded: Sequence[list[float]], exact: l
         scale = abs(true) or 1.0
         spread = max(abs(other - true) for other in others)
         bounds.append(Bound(abs(seen - others[0]) / scale, allowed(spread / scale)))
-    return max(bounds, key=lambda bound: bound.share)
+    return max(bounds, key=lambda bound: bound.ratio)
 
 
 def tensor_bound(
@@ -99,7 +100,7 @@ def tensor_bound(
         for name, scale in scales.items():
             error = _distance(seen[name], expected[name]) / scale
             bounds.append(Bound(error, allowed(max(spreads[name], typical), least), name))
-    return max(bounds, key=lambda bound: bound.share)
+    return max(bounds, key=lambda bound: bound.ratio)
 
 
 def moved(parameters: list[Tensors], start: Tensors, among_steps: list[Tensors]) -> list[Tensors]:

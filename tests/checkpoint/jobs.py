@@ -8,13 +8,13 @@ from unittest.mock import patch
 
 import torch
 
-from cuboid.checkpoint import reader
-from cuboid.checkpoint.boxes import boxes_of_piece
+from cuboid.checkpoint import storage
 from cuboid.checkpoint.folder import checkpoint_path
 from cuboid.checkpoint.huggingface.folder import ModelFolder
-from cuboid.checkpoint.index import check_index
 from cuboid.checkpoint.save import load, save
-from cuboid.checkpoint.start import Started, start
+from cuboid.checkpoint.shards import slices_of_shard
+from cuboid.checkpoint.verify import check_index
+from cuboid.checkpoint.weights import Started, start
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.generate.engine import make_generator
@@ -37,9 +37,9 @@ def start_and_save(rank: int, run: Run, folder: str, place: str) -> tuple[Starte
     optimizer_shards = [optimizer_shard for unit in engine.units for optimizer_shard in unit.optimizer_shards()]
     save(engine, Optimizer(engine, run.optimizer), Path(folder), 0)
     kept = sum(
-        box.size
+        tensor_slice.size
         for optimizer_shard in optimizer_shards
-        for box, _ in boxes_of_piece(optimizer_shard.part, optimizer_shard.start, optimizer_shard.stop)
+        for tensor_slice, _ in slices_of_shard(optimizer_shard.part, optimizer_shard.start, optimizer_shard.stop)
     )
     return started, kept, max(optimizer_shard.master.numel() for optimizer_shard in optimizer_shards)
 
@@ -52,7 +52,7 @@ def files_opened_to_generate(rank: int, spec: GenerationSpec) -> tuple[int, int]
         opened.add(name)
         return real(folder, name)
 
-    with patch.object(reader, "check_index", wraps=check_index) as looks, patch.object(ModelFolder, "_open", note):
+    with patch.object(storage, "check_index", wraps=check_index) as looks, patch.object(ModelFolder, "_open", note):
         make_generator(spec, rank, CPU)
     return looks.call_count, len(opened)
 

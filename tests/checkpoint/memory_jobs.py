@@ -14,13 +14,12 @@ from unittest.mock import patch
 
 import torch
 
-from cuboid.checkpoint.background import SaveReport
+from cuboid.checkpoint.memory.node_state import Slot
 from cuboid.checkpoint.memory.nodes import open_memory
-from cuboid.checkpoint.memory.recall import Recall
+from cuboid.checkpoint.memory.restore import MemoryRestore
 from cuboid.checkpoint.memory.saver import MemorySaver
-from cuboid.checkpoint.memory.slot import Slot
 from cuboid.checkpoint.resume import resume
-from cuboid.checkpoint.saver import Saver
+from cuboid.checkpoint.saver import Saver, SaveReport
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.parallel.coordination import open_coordination
@@ -72,7 +71,7 @@ def die_in_a_save(rank: int, run: Run, nodes: str, victim: int, step: int, event
         return wrapper
 
     with ExitStack() as patches:
-        for name in ("_start_exchange", "_collect", "_publish", "_agree", "_withdraw_all_but"):
+        for name in ("_start_copying", "_collect", "_publish", "_agree", "_withdraw_all_but"):
             patches.enter_context(patch.object(MemorySaver, name, watched(getattr(MemorySaver, name))))
         return attempt(rank, run, nodes, step + 1)
 
@@ -101,7 +100,7 @@ def attempt(rank: int, run: Run, nodes: str, until: int, newest: int = 10**6, ba
         group = open_coordination(60)
         memory = open_memory(run, rank, group, nodes[rank])
         torch.manual_seed(rank)
-        began = resume(engine, optimizer, checkpoint_folder(run), group, False, Recall(memory, group, newest))
+        began = resume(engine, optimizer, checkpoint_folder(run), group, False, MemoryRestore(memory, group, newest))
         disk = Saver(engine, optimizer, checkpoint_folder(run), group)
         copies = MemorySaver(engine, optimizer, memory)
         for step in range(began, until):

@@ -12,11 +12,9 @@ from unittest.mock import patch
 import torch
 
 from cuboid.checkpoint import location
-from cuboid.checkpoint.background import SaveReport
-from cuboid.checkpoint.files import LocalFiles
 from cuboid.checkpoint.folder import checkpoints, step_of
-from cuboid.checkpoint.location import Location
-from cuboid.checkpoint.saver import Saver
+from cuboid.checkpoint.location import LocalFiles, Location
+from cuboid.checkpoint.saver import Saver, SaveReport
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.parallel.coordination import open_coordination

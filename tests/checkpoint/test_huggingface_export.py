@@ -19,7 +19,7 @@ from cuboid.checkpoint.huggingface.export import export_model
 from cuboid.checkpoint.location import Location, locate
 from cuboid.checkpoint.manifest import INDEX, Manifest
 from cuboid.checkpoint.save import gather_index, write
-from cuboid.checkpoint.staging import Staging
+from cuboid.checkpoint.storage import Staging
 from cuboid.checkpoint.weights import Weights, whole
 from cuboid.data.source import make_source
 from cuboid.errors import UserError

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cuboid.checkpoint.huggingface.folder import INDEX, SINGLE, ModelFolder, model_of
-from cuboid.checkpoint.start import check_weights
+from cuboid.checkpoint.weights import check_weights
 from cuboid.errors import UserError
 from tests.checkpoint.pretrained import save_pretrained
 

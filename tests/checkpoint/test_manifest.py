@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from cuboid.checkpoint.folder import checkpoint_path, checkpoints, newest_whole, prune
-from cuboid.checkpoint.index import check_index
 from cuboid.checkpoint.location import locate
 from cuboid.checkpoint.manifest import INDEX, MANIFEST, read_manifest
-from cuboid.checkpoint.verify import damages, verify
+from cuboid.checkpoint.verify import check_index, damages, verify
 from cuboid.errors import UserError
 
 

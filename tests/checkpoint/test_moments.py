@@ -12,7 +12,7 @@ from cuboid.checkpoint.folder import checkpoint_path
 from cuboid.checkpoint.location import locate
 from cuboid.checkpoint.save import load, save
 from cuboid.checkpoint.state import KINDS
-from cuboid.checkpoint.whole import whole_tensors
+from cuboid.checkpoint.storage import whole_tensors
 from cuboid.launch.pool import Pool
 from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run

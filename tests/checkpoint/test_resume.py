@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cuboid.checkpoint.folder import checkpoint_path
-from cuboid.checkpoint.whole import whole_tensors
+from cuboid.checkpoint.storage import whole_tensors
 from cuboid.launch.pool import Pool
 from tests.parallel.cases import small_run
 

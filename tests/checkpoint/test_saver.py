@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cuboid.checkpoint.folder import checkpoint_path, checkpoints, step_of
+from cuboid.checkpoint.storage import whole_tensors
 from cuboid.checkpoint.verify import verify
-from cuboid.checkpoint.whole import whole_tensors
 from cuboid.launch.pool import Pool
 from tests.parallel.cases import small_run
 from tests.train.cases import short_run

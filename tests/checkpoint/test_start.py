@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from cuboid.checkpoint.folder import checkpoint_path
 from cuboid.checkpoint.huggingface.export import export_model
-from cuboid.checkpoint.start import check_start
+from cuboid.checkpoint.weights import check_start
 from cuboid.errors import UserError
 from cuboid.launch.pool import Pool
 from cuboid.spec.generation import GenerationSpec

@@ -14,8 +14,8 @@ import torch
 from cuboid.checkpoint.checksum import checksum_of_bytes
 from cuboid.checkpoint.manifest import INDEX, MANIFEST, Manifest, StoredFile, read_manifest
 from cuboid.checkpoint.save import load
+from cuboid.checkpoint.storage import whole_tensors
 from cuboid.checkpoint.verify import damages, verify
-from cuboid.checkpoint.whole import whole_tensors
 from cuboid.cli.main import main
 from cuboid.errors import UserError
 from cuboid.parallel.parallelize import build_engine

@@ -25,7 +25,7 @@ def folder(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_export(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "out"
-    assert main(["export", str(folder), "--to", f"hf:{target}", "--shard-size", "100kB", "--dtype", "bf16"]) == 0
+    assert main(["export", str(folder), "--to", f"hf:{target}", "--shard-size", "100kB", "--precision", "bf16"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{target}: 131,776 parameters as bf16, 3 files of 263,552 bytes"
     where = checkpoint_path(folder / "checkpoints", 1)
@@ -46,15 +46,18 @@ def test_export(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (["export", "RUN", "--to", "hf:RUN"], "hf:RUN exists already"),
         (["export", "RUN", "--to", "hf:out", "-o", "x"], "output=x is for plans; name the folder after hf:"),
         (
-            ["export", "RUN", "--to", "hf:out", "--dtype", "int8"],
-            "dtype=int8 is unknown; use float32, bf16, float16 or",
+            ["export", "RUN", "--to", "hf:out", "--precision", "int8"],
+            "precision=int8 is unknown; use float32, bf16, float16 or",
         ),
         (["export", "RUN", "--to", "hf:out", "--shard-size", "big"], "shard-size=big is not a size; write it like 5GB"),
         (
             ["export", "RUN", "--to", "megatron"],
             "RUN is a folder and to=megatron takes a plan file; use --to hf:FOLDER",
         ),
-        (["export", "RUN", "--to", "megatron", "--dtype", "bf16"], "dtype=bf16 is for models; use it with --to hf:"),
+        (
+            ["export", "RUN", "--to", "megatron", "--precision", "bf16"],
+            "precision=bf16 is for models; use it with --to hf:",
+        ),
         (["export", "none", "--to", "hf:out"], "none does not exist; name a run's folder"),
         (["export", "RUN/..", "--to", "hf:out"], "RUN/.. holds no checkpoint; name a run that was trained with"),
     ],

@@ -191,4 +191,4 @@ def test_communication_is_counted_beside_the_prediction(tmp_path: Path) -> None:
     for rank in range(4):
         steps = rows(folder / f"communication-{rank:05d}.jsonl")
         assert [row["step"] for row in steps] == [1, 2, 3]
-        assert steps[0]["exchanges"] == steps[1]["exchanges"] == steps[2]["exchanges"]
+        assert steps[0]["collectives"] == steps[1]["collectives"] == steps[2]["collectives"]

@@ -47,7 +47,7 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_model_of_ones_own_in_float32(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "odd.toml"
     path.write_text('base = "tiny-qwen3"\nlayers = 3\nvocab = 61\n')
-    found = verified(capsys, "--layout", "pp=2", "--model", str(path), "--dtype", "float32")
+    found = verified(capsys, "--layout", "pp=2", "--model", str(path), "--precision", "float32")
     assert (found["model"], found["passed"], found["dtype"], found["tolerance"]) == ("odd", True, "float32", 1e-3)
     assert found["gradient_error"] > 1e-9  # type: ignore[operator]
 
@@ -85,7 +85,7 @@ def test_words(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_difference_is_exit_status_one(capsys: pytest.CaptureFixture[str]) -> None:
     # Float32 differs from layout to layout in the last digits; an absurd learning rate makes them the first.
     overrides = ["--set", "optimizer.epsilon=1e-30", "--set", "learning_rate.peak=100.0"]
-    status = main(["verify", "--layout", "dp=2", "--dtype", "float32", "--steps", "2", *overrides])
+    status = main(["verify", "--layout", "dp=2", "--precision", "float32", "--steps", "2", *overrides])
     lines = capsys.readouterr().out.splitlines()
     assert status == 1, lines
     assert any("DIFFERS" in line for line in lines)
@@ -103,8 +103,8 @@ def test_a_difference_is_exit_status_one(capsys: pytest.CaptureFixture[str]) -> 
         (["--steps", "0"], "error: training.steps=0 is too small; use steps=1 or more"),
         (["--seed", "-1"], "error: training.seed=-1 is too small; use seed=0 or more"),
         (
-            ["--dtype", "int8"],
-            "error: Invalid value for '--precision' / '--dtype': 'int8' is not one of 'float64', 'flo",
+            ["--precision", "int8"],
+            "error: Invalid value for '--precision': 'int8' is not one of 'float64', 'flo",
         ),
         (
             ["--set", "data.source=python-stdlib", "--set", "model.vocab=99"],
@@ -159,7 +159,7 @@ def test_a_chain_of_layouts_goes_on_as_if_never_stopped(capsys: pytest.CaptureFi
 
 
 def test_a_chain_is_told_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["--steps", "1", "--dtype", "float32", "--set", "model.layers=2", "--set", "training.sequence=8"]
+    options = ["--steps", "1", "--precision", "float32", "--set", "model.layers=2", "--set", "training.sequence=8"]
     assert main(["verify", "--resume", "dp=2 -> dp=1", *options]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "tiny-llama, 1 steps on each layout, against one uninterrupted process, float32"

@@ -33,7 +33,7 @@ def written(path: Path) -> list[dict[str, str]]:
 def test_rows_come_back_in_order_with_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = table(tmp_path, GOOD, changed(id="b", mbs=""), changed(id="c", gpu="A100"), changed(id="d", gbs="x"))
     out = tmp_path / "out.csv"
-    assert main(["estimate", "--rows", str(rows), "--out", str(out)]) == 0
+    assert main(["estimate", "--rows", str(rows), "-o", str(out)]) == 0
     printed = capsys.readouterr()
     assert "2 of 4 rows estimated, 2 skipped" in printed.out
     assert "line 5: gbs=x is not a number" in printed.err
@@ -70,8 +70,8 @@ def test_a_short_row_lacks_what_it_leaves_out(tmp_path: Path) -> None:
 def test_answering_twice_changes_nothing(tmp_path: Path) -> None:
     rows = table(tmp_path, GOOD)
     once, twice = tmp_path / "once.csv", tmp_path / "twice.csv"
-    main(["estimate", "--rows", str(rows), "--out", str(once)])
-    main(["estimate", "--rows", str(once), "--out", str(twice)])
+    main(["estimate", "--rows", str(rows), "-o", str(once)])
+    main(["estimate", "--rows", str(once), "-o", str(twice)])
     assert once.read_text() == twice.read_text()
 
 

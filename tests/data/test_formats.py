@@ -10,11 +10,9 @@ import tokenizers
 import zstandard
 
 from cuboid.data.build import BuildRequest, build
-from cuboid.data.documents import read_chunks
-from cuboid.data.indexed import check_pair, open_pair
-from cuboid.data.inputs import find_inputs
+from cuboid.data.documents import find_inputs, read_chunks
+from cuboid.data.indexed import check_pair, open_pair, write_pair
 from cuboid.data.opened import open_source
-from cuboid.data.pair_writer import write_pair
 from cuboid.data.store import open_store
 from cuboid.errors import UserError
 from tests.data.corpora import DOCUMENTS, train_tokenizer, write_formats

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuboid.data.loader import evaluation_batches, micro_batches
+from cuboid.data.opened import split_documents
 from cuboid.data.source import make_source, make_validation_source
-from cuboid.data.split import split_documents
 from cuboid.errors import UserError
 from cuboid.model.transformer import IGNORED
 from cuboid.spec.run import Run, build_run

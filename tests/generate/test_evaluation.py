@@ -12,7 +12,7 @@ import torch.nn.functional as functional
 from transformers import AutoModelForCausalLM
 
 from cuboid.cli.main import main
-from cuboid.data.tokenizer_files import byte_tokenizer
+from cuboid.data.tokenizer import byte_tokenizer
 from cuboid.generate.detokenizer import Words
 from cuboid.generate.evaluation import Question, choice_requests, judge, windows
 from cuboid.launch.pool import Pool

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from cuboid.generate.detokenizer import Words
-from cuboid.generate.kernels import load_kernels, wants_kernels
-from cuboid.generate.panels import KernelNorm, PanelTable, in_panels, use_kernels
+from cuboid.generate.kernels import KernelNorm, PanelTable, in_panels, load_kernels, use_kernels, wants_kernels
 from cuboid.model.linear import Linear, Norm
 from cuboid.spec.generation import SamplingSpec
 from cuboid.spec.model import load_model

@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 
 from cuboid.errors import UserError
 from cuboid.launch.backend import SHARED_GPU, count_cards, set_defaults
-from cuboid.launch.binding import Binding, bind_to
+from cuboid.launch.rank import Binding, bind_to
 from cuboid.resilience.faults import VARIABLE, arm
 from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import HEARTBEAT
@@ -113,7 +114,8 @@ def bind(rank: int, root: str, address: str) -> tuple[Binding | None, list[set[i
         over.set()
         thread.join()
     for task in map(int, os.listdir("/proc/self/task")):
-        os.sched_setaffinity(task, before)
+        with suppress(ProcessLookupError):  # a thread of a library may end meanwhile
+            os.sched_setaffinity(task, before)
     return binding, cores
 
 

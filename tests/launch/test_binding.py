@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cuboid.launch.binding import Binding, parse_cores
 from cuboid.launch.pool import Pool
+from cuboid.launch.rank import Binding, parse_cores
 
 CARD = "0000:1b:00.0"
 

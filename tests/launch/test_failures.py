@@ -7,7 +7,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from cuboid.errors import RankError, UserError
 from cuboid.launch import rank
-from cuboid.launch.training import _explain_failure
+from cuboid.launch.supervisor import _explain_failure
 from cuboid.resilience.preemption import Listener
 from tests.train.cases import short_run
 

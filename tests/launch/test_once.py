@@ -21,7 +21,7 @@ SMALL = ["--steps", "1", "--set", "model.layers=2", "--set", "training.sequence=
 VERIFY = ["-m", "cuboid.cli.main", "verify", *SMALL]
 TWO, FOUR = ["--layout", "dp=2"], ["--layout", "dp=2,pp=2"]
 DIFFERS = [
-    "--dtype",
+    "--precision",
     "float32",
     "--steps",
     "2",
@@ -164,7 +164,7 @@ def test_a_rank_that_hangs_in_a_proof_is_named_and_none_is_left(tmp_path: Path) 
 CALL = """
 from cuboid.cli.verify import verification_run
 from cuboid.errors import RankError
-from cuboid.launch.nodes import NodeOptions
+from cuboid.launch.role import NodeOptions
 from cuboid.launch.once import Heard, take_post
 
 if __name__ == "__main__":

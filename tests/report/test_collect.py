@@ -24,7 +24,7 @@ from cuboid.report.page import page
 from cuboid.report.source import open_source
 from cuboid.report.terminal import frame, line
 from cuboid.report.thin import POINTS
-from cuboid.resilience.failures import Failure
+from cuboid.resilience.goodput import Failure
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.model import load_model
 from cuboid.spec.ranks import groups
@@ -142,15 +142,15 @@ def test_counted_communication_stands_beside_the_prediction(tmp_path: Path) -> N
     run = make_run(tmp_path, "dp=2,tp=2")
     write_rows(tmp_path / "metrics.jsonl", [row(1)])
     for rank in range(4):
-        exchanges = predicted_ledger(run, rank).rows()
-        write_rows(tmp_path / f"communication-{rank:05d}.jsonl", [{"step": 1, "exchanges": exchanges}])
+        collectives = predicted_ledger(run, rank).rows()
+        write_rows(tmp_path / f"communication-{rank:05d}.jsonl", [{"step": 1, "collectives": collectives}])
     told = collect(open_source(tmp_path, "cpux4"), False)["communication"]
     assert (told["counted_ranks"], told["unforeseen"]) == (4, [])
     tensor = next(line for line in told["lines"] if line["dimension"] == "tp")
     entries = [entry for (kind, _), entry in predicted_ledger(run, 0).entries.items() if kind == "tp"]
     assert tensor["counted"] == tensor["bytes"] == round(sum(entry.sent for entry in entries))
-    exchanges[0]["bytes"] += 1
-    write_rows(tmp_path / "communication-00003.jsonl", [{"step": 1, "exchanges": exchanges}])
+    collectives[0]["bytes"] += 1
+    write_rows(tmp_path / "communication-00003.jsonl", [{"step": 1, "collectives": collectives}])
     told = collect(open_source(tmp_path, "cpux4"), False)["communication"]
     assert len(told["unforeseen"]) == 1 and told["unforeseen"][0].startswith("rank 3 ")
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cuboid.launch.orphan import follow_parent
-from cuboid.resilience.flight import offer_record
-from cuboid.resilience.stacks import offer_stack
+from cuboid.launch.pool import follow_parent
+from cuboid.resilience.hang_dumps import offer_record, offer_stack
 from cuboid.telemetry.heartbeat import DEVICE_LEFT, HEARTBEAT
 
 
@@ -25,7 +24,7 @@ def begin(rank: int, ranks: int, folder: str, job: str, run_folder: str) -> None
     offer_stack(folder, rank)
     HEARTBEAT.open(folder, rank)
     store = dist.FileStore(os.path.join(folder, "store"), ranks)  # type: ignore[attr-defined]
-    with HEARTBEAT.everybody("world", ranks).joined("join"):
+    with HEARTBEAT.everybody("world", ranks).collective("join"):
         dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     globals()[job](rank, ranks)
 
@@ -37,7 +36,7 @@ def opposite_order(rank: int, ranks: int) -> None:
     HEARTBEAT.enter("step", 1)
     HEARTBEAT.do("forward")
     for track, group in pairs if rank % 2 else reversed(pairs):
-        with track.joined("all-reduce"):
+        with track.collective("all-reduce"):
             dist.all_reduce(torch.ones(1), group=group)
 
 
@@ -45,9 +44,9 @@ def different_kinds(rank: int, ranks: int) -> None:
     """One rank sends where the others all-reduce: as when a branch depends on the rank."""
     track = HEARTBEAT.everybody()
     if rank == 1:
-        with track.joined("all-gather"):
+        with track.collective("all-gather"):
             dist.recv(torch.ones(1), 0, tag=7)
-    with track.joined("all-reduce"):
+    with track.collective("all-reduce"):
         dist.all_reduce(torch.ones(1))
 
 
@@ -55,7 +54,7 @@ def missing_in_set_up(rank: int, ranks: int) -> None:
     """One rank never makes a group that all make."""
     if rank == 1:
         time.sleep(600)
-    with HEARTBEAT.everybody().joined("new group"):
+    with HEARTBEAT.everybody().collective("new group"):
         dist.barrier()
 
 
@@ -66,7 +65,7 @@ def busy_for_long(rank: int, ranks: int) -> None:
     until = time.monotonic() + 6
     while rank == 1 and time.monotonic() < until:
         torch.ones(64, 64) @ torch.ones(64, 64)
-    with HEARTBEAT.everybody().joined("all-reduce"):
+    with HEARTBEAT.everybody().collective("all-reduce"):
         dist.all_reduce(torch.ones(1))
     Path(HEARTBEAT.folder or "", f"done-{rank}").touch()
 
@@ -77,7 +76,7 @@ def compile_elsewhere(rank: int, ranks: int) -> None:
     HEARTBEAT.do("forward")
     if rank == 1:
         os.system("timeout 6 sh -c 'while :; do :; done'")
-    with HEARTBEAT.everybody().joined("all-reduce"):
+    with HEARTBEAT.everybody().collective("all-reduce"):
         dist.all_reduce(torch.ones(1))
     Path(HEARTBEAT.folder or "", f"done-{rank}").touch()
 

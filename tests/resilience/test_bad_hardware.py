@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cuboid.launch.pool import Pool
 from cuboid.resilience.bad_steps import bad_steps
-from cuboid.resilience.failures import failures
+from cuboid.resilience.goodput import failures
 from tests.cli.command import SHORT, rows, run, train
 from tests.train.cases import short_run
 

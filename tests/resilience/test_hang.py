@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from cuboid.errors import UserError
-from cuboid.resilience.failures import failures
 from cuboid.resilience.faults import Fault, parse_faults
+from cuboid.resilience.goodput import failures
 from tests.cli.command import SHORT, rows, run, train
 
 # Short enough to wait for, long enough that a machine busy with other things is not taken for a hang.

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuboid.resilience.limits import Silence, limit_of, limit_of_all
+from cuboid.resilience.standstill import Silence, limit_of, limit_of_all
 from cuboid.spec.run import ResilienceSpec
 from cuboid.telemetry.heartbeat import Heartbeat, Phase
 from cuboid.telemetry.heartbeat_reader import Learned, Place, Reading, Waiting, read_heartbeat
@@ -102,7 +102,7 @@ def test_a_heartbeat_is_read_as_it_was_written(tmp_path: Path) -> None:
     heartbeat.everybody("world", 8)
     heartbeat.enter("step", 12)
     heartbeat.do("backward", 2, 1)
-    with data.joined("all-reduce"):
+    with data.collective("all-reduce"):
         read = read_heartbeat(heartbeat.words)
     place = Place("data", (1, 3, 5))
     assert (read.rank, read.phase, read.step, read.activity, read.stage, read.micro_batch) == (
@@ -119,7 +119,7 @@ def test_more_groups_than_there_is_room_for_are_not_told_apart() -> None:
     heartbeat = Heartbeat()
     tracks = [heartbeat.track("tp", (rank, rank + 1000)) for rank in range(300)]
     for track in tracks:
-        with track.joined("all-gather"):
+        with track.collective("all-gather"):
             pass
     read = read_heartbeat(heartbeat.words)
     assert len(read.counts) == 127

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cuboid.launch.pool import Pool
-from cuboid.resilience.failures import failures
+from cuboid.resilience.goodput import failures
 from cuboid.spec.run import build_run
 from tests.cli.command import SHORT, Training, rows
 from tests.launch.ports import free_port

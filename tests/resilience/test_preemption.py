@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cuboid.launch.pool import Pool
-from cuboid.resilience.failures import failures
+from cuboid.resilience.goodput import failures
 from cuboid.spec.run import Run
 from cuboid.train.trainer import Outcome
 from tests.cli.command import SHORT, Training, environment, rows, train

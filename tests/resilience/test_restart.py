@@ -11,7 +11,7 @@ import pytest
 from cuboid.errors import RankError
 from cuboid.launch.pool import Pool
 from cuboid.launch.supervisor import supervise
-from cuboid.resilience.failures import failures
+from cuboid.resilience.goodput import failures
 from cuboid.spec.run import build_run
 from tests.cli.command import SHORT, Training, rows
 

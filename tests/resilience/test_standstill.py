@@ -13,7 +13,7 @@ import pytest
 
 from cuboid.errors import HangError
 from cuboid.launch.pool import fork_server
-from cuboid.resilience.failures import failures
+from cuboid.resilience.goodput import failures
 from cuboid.resilience.standstill import Standstill, core_seconds
 from cuboid.resilience.watchdog import Watchdog
 from cuboid.spec.run import ResilienceSpec, Run, build_run

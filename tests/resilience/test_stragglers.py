@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuboid.resilience.stragglers import Share, Stragglers, read_slowest, shares, slowest
+from cuboid.resilience.stragglers import StepTimes, Stragglers, read_slowest, slowest, step_times
 from cuboid.spec.layout import Layout
 from cuboid.telemetry.heartbeat_reader import Reading
 
@@ -30,9 +30,9 @@ def reading(rank: int, step: int, *, own: float, data: float, total: float) -> R
 def test_a_step_is_taken_apart() -> None:
     before = [reading(0, 10, own=0.2, data=0.1, total=1.0)]
     after = [reading(0, 30, own=0.2, data=0.1, total=1.0)]
-    (share,) = shares(before, after)
+    (share,) = step_times(before, after)
     assert (share.compute, share.wait, share.data, share.save) == pytest.approx((0.2, 0.7, 0.1, 0.1))
-    assert shares(after, before) == [], "ranks that went back are looked at anew"
+    assert step_times(after, before) == [], "ranks that went back are looked at anew"
 
 
 @given(
@@ -46,7 +46,7 @@ def test_the_slow_rank_and_its_reason_are_named(own: list[float], rank: int, why
     for one, compute in enumerate(own):
         extra = more if one == rank else 0.0
         computes, reads = (compute + extra, 0.01) if why == "compute" else (compute, 0.01 + extra)
-        found.append(Share(one, computes, 2 - computes - reads, reads, 0.0))
+        found.append(StepTimes(one, computes, 2 - computes - reads, reads, 0.0))
     worst = slowest(found, Layout(dp=4, pp=2))
     assert worst is not None
     assert (worst.rank, worst.because) == (rank, why)
@@ -54,7 +54,12 @@ def test_the_slow_rank_and_its_reason_are_named(own: list[float], rank: int, why
 
 
 def test_stages_are_not_compared_with_each_other() -> None:
-    found = [Share(0, 0.1, 0.9, 0, 0), Share(1, 0.1, 0.9, 0, 0), Share(2, 0.8, 0.2, 0, 0), Share(3, 0.8, 0.2, 0, 0)]
+    found = [
+        StepTimes(0, 0.1, 0.9, 0, 0),
+        StepTimes(1, 0.1, 0.9, 0, 0),
+        StepTimes(2, 0.8, 0.2, 0, 0),
+        StepTimes(3, 0.8, 0.2, 0, 0),
+    ]
     worst = slowest(found, Layout(dp=2, pp=2))
     assert worst is not None and worst.ratio == 1
     assert slowest(found[:2], Layout(pp=2)) is None, "each does what no other does"

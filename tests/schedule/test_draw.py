@@ -3,9 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuboid.schedule.draw import draw
 from cuboid.schedule.make import make_schedule
-from cuboid.schedule.simulate import StageCosts, simulate
+from cuboid.schedule.simulate import StageCosts, draw, simulate
 
 
 def test_one_forward_one_backward() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from cuboid.errors import UserError
 from cuboid.schedule.make import FAMILIES, make_schedule
-from cuboid.schedule.memory import peak_activations, peak_in_flight
+from cuboid.schedule.simulate import peak_activations, peak_in_flight
 from cuboid.schedule.table import Action, Kind, Schedule, join
 from cuboid.schedule.validate import validate
 

@@ -9,9 +9,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from cuboid.data.corpus import Sample
+from cuboid.data.corpus import Origin, Sample
 from cuboid.data.loader import micro_batches
-from cuboid.data.origin import Origin
 from cuboid.data.source import make_source
 from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run

@@ -17,8 +17,8 @@ from tempfile import TemporaryDirectory
 from cuboid.checkpoint.folder import checkpoint_path, withdraw
 from cuboid.checkpoint.location import Location
 from cuboid.checkpoint.manifest import MANIFEST
-from cuboid.checkpoint.whole import whole_tensors
-from cuboid.launch.training import start_training
+from cuboid.checkpoint.storage import whole_tensors
+from cuboid.launch.supervisor import start_training
 from cuboid.spec.run import Run
 from tests.train.cases import short_run
 

@@ -66,4 +66,4 @@ def test_a_line_is_a_step(tmp_path: Path) -> None:
             log.record(step)
     lines = [json.loads(line) for line in (tmp_path / "communication-00003.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2]
-    assert lines[0]["exchanges"] == [{"dimension": "pp", "kind": "send", "ranks": 2, "calls": 1, "bytes": 10}]
+    assert lines[0]["collectives"] == [{"dimension": "pp", "kind": "send", "ranks": 2, "calls": 1, "bytes": 10}]

@@ -25,7 +25,7 @@ def test_each_note_leaves_a_mark_until_the_phase_is_known() -> None:
     heartbeat.mark = progress.mark
     heartbeat.enter("step", 1)
     heartbeat.do("forward")
-    with heartbeat.track("data", (0, 1)).joined("all-reduce"):
+    with heartbeat.track("data", (0, 1)).collective("all-reduce"):
         pass
     assert len(marks) == 3 and read_heartbeat(heartbeat.words).device_left == 3
     marks[0].passed = marks[2].passed = True

@@ -12,7 +12,7 @@ import pytest
 
 from cuboid.checkpoint.memory.folder import NODE, node_folder
 from cuboid.launch.pool import Pool
-from cuboid.resilience.failures import failures
+from cuboid.resilience.goodput import failures
 from cuboid.spec.run import build_run
 from tests.cli.command import SHORT, Training, rows, run, train
 from tests.launch.ports import free_port

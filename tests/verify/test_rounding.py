@@ -15,7 +15,7 @@ from cuboid.launch.pool import Pool
 from cuboid.spec.run import Run
 from cuboid.verify.compare import compare_rounded
 from cuboid.verify.reference import Trace, reference_trace
-from cuboid.verify.rounding import DECIDED, MULTIPLE, TENSOR_UNITS, UNIT, decided, moved, walked
+from cuboid.verify.rounding import DECIDED, MULTIPLE, TENSOR_ROUNDOFF, UNIT, decided, moved, walked
 
 SMALL = tuple(
     f"{'training' if key in ('sequence', 'global_batch') else 'model'}.{key}={value}"
@@ -151,7 +151,7 @@ def test_gradients_off_by_a_share_move_each_parameter_by_less_than_twice_that_sh
         return torch.randn(100_000, generator=random, dtype=torch.float64)
 
     gradients = [drawn().exp() * drawn().sign() for _ in range(3)]
-    share = TENSOR_UNITS["fp8"]
+    share = TENSOR_ROUNDOFF["fp8"]
     exact, rounded = adam(gradients), adam([gradient * (1 + share * drawn().sign()) for gradient in gradients])
     start, every = {"p": torch.zeros_like(gradients[0])}, [{"p": torch.ones_like(gradients[0], dtype=torch.bool)}] * 3
     seen, true, ways = moved(rounded, start, every), moved(exact, start, every), walked(exact, start, every)

@@ -5,21 +5,98 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from cuboid.checkpoint.boxes import Box
-from cuboid.checkpoint.huggingface.companions import companions
-from cuboid.checkpoint.huggingface.shards import DTYPES, Shard, ShardBuffer, plan_shards
+import torch
+from torch import Tensor
+
+from cuboid.checkpoint.huggingface.folder import companions
 from cuboid.checkpoint.manifest import Place
-from cuboid.checkpoint.scattered import Scattered
+from cuboid.checkpoint.shards import ShardedTensor, TensorSlice
 from cuboid.checkpoint.weights import Weights, find_checkpoint, run_of
 from cuboid.errors import UserError
 from cuboid.model.huggingface import Origin, from_huggingface, parameter_shapes, to_huggingface
 from cuboid.spec.huggingface_config import config_from_model
 from cuboid.spec.run import Run
+
+# Safetensors files written one at a time: memory holds one of them and no more.
+#
+# A file is eight bytes with the length of its header, the header as JSON (each tensor's dtype, shape and place), and
+# the tensors one after another. It is written here and not by the library, because then the tensors of a file lie in
+# one buffer that is filled in place.
+
+
+DTYPES = {
+    "float32": ("F32", torch.float32),
+    "bf16": ("BF16", torch.bfloat16),
+    "float16": ("F16", torch.float16),
+    "float64": ("F64", torch.float64),
+}
+"""Name in Cuboid -> name in a file, dtype."""
+ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class Shard:
+    name: str
+    tensors: dict[str, tuple[int, ...]]
+
+
+def plan_shards(shapes: Mapping[str, tuple[int, ...]], item_size: int, limit: int) -> list[Shard]:
+    """Tensors in their order, as many in a file as fit; one that is larger than the limit has a file of its own."""
+    groups: list[dict[str, tuple[int, ...]]] = [{}]
+    held = 0
+    for name, shape in shapes.items():
+        size = prod(shape) * item_size
+        if groups[-1] and held + size > limit:
+            groups.append({})
+            held = 0
+        groups[-1][name] = shape
+        held += size
+    if len(groups) == 1:
+        return [Shard("model.safetensors", groups[0])]
+    count = len(groups)
+    return [
+        Shard(f"model-{number:05d}-of-{count:05d}.safetensors", group) for number, group in enumerate(groups, start=1)
+    ]
+
+
+class ShardBuffer:
+    """The contents of a shard in memory; `tensors` are views to be filled."""
+
+    def __init__(self, shard: Shard, dtype: str) -> None:
+        code, kind = DTYPES[dtype]
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        place = 0
+        for name, shape in shard.tensors.items():
+            size = prod(shape) * kind.itemsize
+            header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [place, place + size]}
+            place += size
+        text = json.dumps(header, separators=(",", ":")).encode()
+        self._header = text + b" " * (-len(text) % ALIGNMENT)
+        self._buffer = torch.empty(place // kind.itemsize, dtype=kind)
+        self.tensors: dict[str, Tensor] = {}
+        start = 0
+        for name, shape in shard.tensors.items():
+            self.tensors[name] = self._buffer[start : start + prod(shape)].view(shape)
+            start += prod(shape)
+
+    @property
+    def bytes(self) -> int:
+        return self._buffer.nbytes
+
+    def write(self, path: Path) -> None:
+        content: Any = self._buffer.view(torch.uint8).numpy()
+        with path.open("wb") as file:
+            file.write(len(self._header).to_bytes(8, "little") + self._header)
+            file.write(memoryview(content))
+            file.flush()
+            os.fsync(file.fileno())
+
 
 SHARD_SIZE = 5_000_000_000
 
@@ -96,12 +173,14 @@ def _write_weights(
     for done, shard in enumerate(shards):
         progress(done, len(shards))
         buffer = ShardBuffer(shard, dtype)
-        wanted: dict[str, Scattered] = {}
+        wanted: dict[str, ShardedTensor] = {}
         for name, values in buffer.tensors.items():
             for parameter, origin in origins[name].items():
-                held = wanted[parameter].boxes if parameter in wanted else ()  # other experts in the same file
-                box = Box(*origin.box, 0)
-                wanted[parameter] = Scattered(ours[parameter], values.dtype, (*held, (box, origin.take(values))))
+                held = wanted[parameter].slices if parameter in wanted else ()  # other experts in the same file
+                tensor_slice = TensorSlice(*origin.box, 0)
+                wanted[parameter] = ShardedTensor(
+                    ours[parameter], values.dtype, (*held, (tensor_slice, origin.take(values)))
+                )
         weights.read(wanted)
         buffer.write(folder / shard.name)
     progress(len(shards), len(shards))

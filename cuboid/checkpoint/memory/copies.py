@@ -1,4 +1,4 @@
-"""Who keeps a copy of whose part, and what can be put together again from the nodes that are left: pure rules."""
+"""Who keeps a copy of whose part, and what can be restored from the nodes that are left: pure rules."""
 
 from __future__ import annotations
 

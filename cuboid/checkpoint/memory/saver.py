@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from cuboid.checkpoint.background import BackgroundSaver
 from cuboid.checkpoint.checksum import FAST, PLAIN, checksum_of_bytes, kind_here
 from cuboid.checkpoint.folder import checkpoints, step_of
 from cuboid.checkpoint.manifest import Manifest, StoredFile
-from cuboid.checkpoint.memory.nodes import Memory
-from cuboid.checkpoint.memory.pairs import Pairs
-from cuboid.checkpoint.memory.shares import share_copies, share_index, share_manifest
-from cuboid.checkpoint.memory.slot import Slot, chunks
+from cuboid.checkpoint.memory.node_state import Slot, assign_copies, chunks, node_index, node_manifest
+from cuboid.checkpoint.memory.nodes import Memory, Pairs
 from cuboid.checkpoint.save import GivenUp, kept_state
-from cuboid.checkpoint.staging import Staging, as_bytes, staged_bytes
+from cuboid.checkpoint.saver import BackgroundSaver
 from cuboid.checkpoint.state import Moments
+from cuboid.checkpoint.storage import Staging, as_bytes, staged_bytes
 from cuboid.console import say
 from cuboid.errors import UserError
 from cuboid.parallel.coordination import open_coordination
@@ -37,13 +35,13 @@ class MemorySaver(BackgroundSaver):
         self._bytes = self._sum_of_all(own)
         self._kind = self._group.agree("" if kind_here() == FAST else PLAIN) or FAST
         """Of checksums, which all nodes must be able to compute."""
-        self._peer, self._copies = share_copies(sizes, memory.nodes, self._group)
+        self._peer, self._copies = assign_copies(sizes, memory.nodes, self._group)
         """The rank that keeps a copy of this one's part; ranks whose parts are copied here, and their sizes."""
         self._pairs = Pairs(self._group)
-        self._exchanged = True
+        self._copied = True
         """Whether the last collective went well here."""
         self._slots: list[Slot | None] = [None, None]
-        self._turn = 0
+        self._current = 0
         self._warned = False
         try:
             self._open_slot(0)
@@ -53,7 +51,7 @@ class MemorySaver(BackgroundSaver):
                 f"{error.strerror}; use a memory file system with more room, or checkpoint.memory_every=0"
             ) from None
         assert self._slots[0] is not None
-        self._index = share_index(self._slots[0].staging, memory.nodes, self._group)
+        self._index = node_index(self._slots[0].staging, memory.nodes, self._group)
         if self._rank == 0 and not quiet:
             self._announce(sizes)
 
@@ -85,26 +83,26 @@ class MemorySaver(BackgroundSaver):
             super()._leave_out(step, seconds)
 
     def _place_for(self, kept_before: bool) -> Staging:
-        (broken,) = self._count(not self._exchanged)
+        (broken,) = self._count(not self._copied)
         if broken:
             self._pairs.break_off()
-        self._turn = 1 - self._turn if kept_before else self._turn
-        if self._slots[self._turn] is None:  # this rank did not hear how the first save ended
-            self._open_slot(self._turn)
-        slot = self._slots[self._turn]
+        self._current = 1 - self._current if kept_before else self._current
+        if self._slots[self._current] is None:  # this rank did not hear how the first save ended
+            self._open_slot(self._current)
+        slot = self._slots[self._current]
         assert slot is not None
         slot.withdraw()  # no more than a look, unless some rank did not hear how the last save ended
         return slot.staging
 
     def _keep(self, staging: Staging, manifest: Manifest) -> str:
-        slot = self._slots[self._turn]
+        slot = self._slots[self._current]
         assert slot is not None
-        self._exchanged = False
-        works = self._start_exchange(slot)
+        self._copied = False
+        works = self._start_copying(slot)
         own = StoredFile(slot.own.nbytes, checksum_of_bytes(staging.content, self._kind))
         for work in works:
             work.wait()
-        self._exchanged = True
+        self._copied = True
         received = {owner: checksum_of_bytes(as_bytes(copy), self._kind) for owner, copy in slot.copies.items()}
         whole = self._collect(own, received, manifest)
         # Only when every node has published it may what was there before go.
@@ -124,12 +122,12 @@ class MemorySaver(BackgroundSaver):
 
     def _collect(self, own: StoredFile, received: dict[int, str], manifest: Manifest) -> Manifest | None:
         """The manifest of this node, for who leads it, if all copies are as they were sent."""
-        return share_manifest(own, received, manifest, self._index, self._memory.nodes, self._group)
+        return node_manifest(own, received, manifest, self._index, self._memory.nodes, self._group)
 
     def _agree(self, problem: str) -> str:
         return self._group.agree(problem)
 
-    def _start_exchange(self, slot: Slot) -> list[Any]:
+    def _start_copying(self, slot: Slot) -> list[Any]:
         self._pairs.connect([*slot.copies, *([] if self._peer is None else [self._peer])])
         works: list[Any] = []
         for owner, copy in slot.copies.items():

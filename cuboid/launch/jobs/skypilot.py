@@ -8,7 +8,7 @@ from textwrap import indent
 
 from cuboid.errors import UserError
 from cuboid.launch.jobs.job import Job
-from cuboid.launch.jobs.pod import GATHER, quoted
+from cuboid.launch.jobs.kubernetes import GATHER, quoted
 from cuboid.resilience.preemption import REQUEUE
 
 NAMES = {
