@@ -21,9 +21,14 @@ _OF_MODELS = (
     "VocabularyLoss",
     "split",
 )
-_PLACES = {**dict.fromkeys(_OF_MODELS, "cuboid.model.custom"), "Callback": "cuboid.train.callbacks"}
+_PLACES = {
+    **dict.fromkeys(_OF_MODELS, "cuboid.model.custom"),
+    "Callback": "cuboid.train.callbacks",
+    "load_checkpoint": "cuboid.checkpoint.weights",
+}
 
 if TYPE_CHECKING:
+    from cuboid.checkpoint.weights import load_checkpoint
     from cuboid.model.custom import (
         PARTIAL,
         REPLICATED,
@@ -51,6 +56,7 @@ __all__ = [
     "RowLinear",
     "VocabularyEmbedding",
     "VocabularyLoss",
+    "load_checkpoint",
     "split",
 ]
 

@@ -261,3 +261,16 @@ def _differences(ours: ModelSpec, theirs: ModelSpec, place: str) -> list[str]:
         for name in names
         if getattr(ours, name) != getattr(theirs, name)
     ]
+
+
+def load_checkpoint(place: Place) -> dict[str, Tensor]:
+    """Every parameter of the newest checkpoint of a run, or of one checkpoint, whole and in float32 on the CPU, by its
+    name: for notebooks and for models of one's own.
+
+    >>> weights = cuboid.load_checkpoint("runs/demo")       # doctest: +SKIP
+    """
+    checkpoint, manifest, _ = find_checkpoint(place)
+    model = run_of(checkpoint, manifest).model
+    tensors = {name: torch.empty(shape) for name, shape in parameter_shapes(model).items()}
+    Weights(checkpoint, model).read({name: whole(tensor) for name, tensor in tensors.items()})
+    return tensors

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as functional
 
+from cuboid import load_checkpoint
 from cuboid.checkpoint.huggingface.export import export_model
 from cuboid.cli.verify import verification_run
 from cuboid.data.source import make_source
@@ -101,6 +102,8 @@ def test_losses_are_those_of_transformers_and_the_export_loads(pool: Pool, tmp_p
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     expected = losses_of_transformers(module, run)
     assert [row["loss"] for row in rows] == pytest.approx(expected, rel=1e-9)
+    weights = load_checkpoint(tmp_path / "run")
+    assert torch.allclose(weights["head.model.model.norm.weight"].double(), module.model.norm.weight)
     export_model(tmp_path / "run", tmp_path / "exported")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     for (name, ours), (_, theirs) in zip(loaded.named_parameters(), module.named_parameters(), strict=True):

@@ -15,7 +15,7 @@ from cuboid.launch.pool import Pool
 from cuboid.spec.run import Run
 from cuboid.verify.compare import compare_rounded
 from cuboid.verify.reference import Trace, reference_trace
-from cuboid.verify.rounding import DECIDED, MULTIPLE, TENSOR_ROUNDOFF, UNIT, decided, moved, walked
+from cuboid.verify.rounding import DECIDED, MULTIPLE, ROUNDOFF, TENSOR_ROUNDOFF, decided, moved, walked
 
 SMALL = tuple(
     f"{'training' if key in ('sequence', 'global_batch') else 'model'}.{key}={value}"
@@ -46,7 +46,7 @@ def test_another_order_of_the_same_samples_passes(run: Run, traces: tuple[Trace,
     assert verdict.passed and verdict.gradient_error == 0
     exact = compare_rounded(run, copy.deepcopy(traces[1]), traces[:1], traces[1])
     assert exact.passed and 0 < exact.gradient_error <= exact.tolerances["gradient"] / MULTIPLE * 1.0001
-    assert min(exact.tolerances.values()) >= MULTIPLE * UNIT
+    assert min(exact.tolerances.values()) >= MULTIPLE * ROUNDOFF
 
 
 def scaled(kind: str, name: str, factor: float) -> Callable[[Trace], None]:
