@@ -170,7 +170,8 @@ def check_family(model: ModelSpec) -> WeightNames:
     """The names of the model's family, if Hugging Face's module of it computes what the model computes."""
     if isinstance(model, PythonModelSpec):
         raise UserError(
-            f"model={model.name} is one's own, and no family of Hugging Face; read its weights with cuboid.load_checkpoint"
+            f"model={model.name} is one's own, and no family of Hugging Face; "
+            "read its weights with cuboid.load_checkpoint"
         )
     family = FAMILIES[model.family]
     for name, wanted in (("mixture", family.mixture is not None), ("latent", family.latent)):
