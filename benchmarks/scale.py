@@ -52,7 +52,7 @@ from cuboid.launch.place import local_places
 from cuboid.parallel.coordination import Coordination
 from cuboid.parallel.groups import Group, Groups, make_groups
 from cuboid.spec.layout import Layout
-from cuboid.telemetry.heartbeat_reader import Place, Reading, Waiting
+from cuboid.telemetry.heartbeat import Place, Reading, Waiting
 
 COUNTED = (64, 1024, 4096, 16384)
 MEASURED = (64,)

@@ -18,8 +18,7 @@ from cuboid.resilience.diagnosis import Diagnosis, diagnose
 from cuboid.resilience.hang_dumps import offer_stack
 from cuboid.resilience.watchdog import Watchdog, shared_folder
 from cuboid.spec.run import Run
-from cuboid.telemetry.heartbeat import HEARTBEAT
-from cuboid.telemetry.heartbeat_reader import Reading
+from cuboid.telemetry.heartbeat import HEARTBEAT, Reading
 
 # What the ranks of all nodes noted last, brought together through the store where they met: who holds up a job may be
 # on another node than those that wait.

@@ -9,8 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from cuboid.telemetry.heartbeat import Activity, Phase, Wait
-from cuboid.telemetry.heartbeat_reader import Place, Reading, Waiting
+from cuboid.telemetry.heartbeat import Activity, Phase, Place, Reading, Wait, Waiting
 
 STOPPED = ("T", "t")
 GONE = ("", "Z", "X")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from cuboid.resilience.diagnosis import STOPPED, spans, where
-from cuboid.telemetry.heartbeat_reader import Reading
+from cuboid.telemetry.heartbeat import Reading
 
 # The stacks of ranks that hang: each writes its own when it is sent a signal, also from within a C function.
 

@@ -19,8 +19,7 @@ import psutil
 from cuboid.console import say
 from cuboid.resilience.diagnosis import GONE, NOT_BEGUN, STOPPED, tell_busy
 from cuboid.spec.run import ResilienceSpec
-from cuboid.telemetry.heartbeat import Phase, Wait
-from cuboid.telemetry.heartbeat_reader import Learned, Reading, Waiting
+from cuboid.telemetry.heartbeat import Learned, Phase, Reading, Wait, Waiting
 
 # How long a job may stand still before it hangs: learned from the job itself, phase by phase.
 

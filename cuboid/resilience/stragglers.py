@@ -19,7 +19,7 @@ from typing import Any, Literal
 from cuboid.console import say
 from cuboid.spec.layout import Layout
 from cuboid.spec.ranks import coordinates
-from cuboid.telemetry.heartbeat_reader import Reading
+from cuboid.telemetry.heartbeat import Reading
 
 FILES = "ranks-*.jsonl"
 SLOWEST = "slowest.json"

@@ -26,8 +26,19 @@ from cuboid.resilience.hang_dumps import Open, Recorders, collect_stacks, is_com
 from cuboid.resilience.standstill import Limit, Silence, Standstill, limit_of_all
 from cuboid.resilience.stragglers import Stragglers
 from cuboid.spec.run import Run
-from cuboid.telemetry.heartbeat import CHANGES, DEVICE_PASSED, PID, SIZE, STEP, VERSION, heartbeat_path, ranks_in
-from cuboid.telemetry.heartbeat_reader import Reading, process_state, read_heartbeat
+from cuboid.telemetry.heartbeat import (
+    CHANGES,
+    DEVICE_PASSED,
+    PID,
+    SIZE,
+    STEP,
+    VERSION,
+    Reading,
+    heartbeat_path,
+    process_state,
+    ranks_in,
+    read_heartbeat,
+)
 
 STARTED = time.time()
 """When this command began, or near enough."""

@@ -19,8 +19,7 @@ from cuboid.plan.plan import planned_cluster
 from cuboid.resilience.replan import cluster_here, resized
 from cuboid.spec.ranks import coordinates
 from cuboid.spec.run import Run
-from cuboid.telemetry.heartbeat import HEARTBEAT
-from cuboid.telemetry.heartbeat_reader import read_heartbeat
+from cuboid.telemetry.heartbeat import HEARTBEAT, read_heartbeat
 from cuboid.train.holdings import held_here
 from cuboid.train.profile import end_history, history_is_recorded, write_snapshot
 

@@ -13,7 +13,7 @@ import pytest
 from cuboid.cli.verify import verification_run
 from cuboid.errors import HangError
 from cuboid.launch.once import Heard, Post
-from cuboid.telemetry.heartbeat_reader import process_state
+from cuboid.telemetry.heartbeat import process_state
 from tests.cli.command import SHORT, environment, train
 from tests.launch.ports import free_port
 

@@ -10,7 +10,7 @@ from cuboid.launch.place import local_places
 from cuboid.launch.rendezvous import serve_store
 from cuboid.launch.watched import judge_with_all, stand_still_everywhere
 from cuboid.resilience.diagnosis import diagnose
-from cuboid.telemetry.heartbeat_reader import Place, Reading, Waiting
+from cuboid.telemetry.heartbeat import Place, Reading, Waiting
 from tests.launch.ports import free_port
 
 DATA = Place("data", (0, 1, 2, 3))

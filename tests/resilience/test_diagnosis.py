@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from cuboid.resilience.diagnosis import diagnose
 from cuboid.spec.layout import Layout
 from cuboid.spec.ranks import groups
-from cuboid.telemetry.heartbeat import Wait
-from cuboid.telemetry.heartbeat_reader import Learned, Place, Reading, Waiting
+from cuboid.telemetry.heartbeat import Learned, Place, Reading, Wait, Waiting
 
 layouts = st.builds(Layout, dp=st.integers(1, 4), tp=st.integers(1, 3), pp=st.integers(1, 3)).filter(
     lambda layout: layout.world_size > 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cuboid.resilience.hang_dumps import Open, Recorders, offer_record, oldest_open, tell_open
-from cuboid.telemetry.heartbeat_reader import Reading
+from cuboid.telemetry.heartbeat import Reading
 from tests.resilience.stuck_jobs import ENTRIES
 
 NAMES = (

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from cuboid.resilience.standstill import Silence, limit_of, limit_of_all
 from cuboid.spec.run import ResilienceSpec
-from cuboid.telemetry.heartbeat import Heartbeat, Phase
-from cuboid.telemetry.heartbeat_reader import Learned, Place, Reading, Waiting, read_heartbeat
+from cuboid.telemetry.heartbeat import Heartbeat, Learned, Phase, Place, Reading, Waiting, read_heartbeat
 
 SPEC = ResilienceSpec(hang_factor=10, hang_floor_seconds=1, setup_seconds=600)
 durations = st.lists(st.floats(0.001, 1000), min_size=4, max_size=80)

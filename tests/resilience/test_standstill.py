@@ -17,7 +17,7 @@ from cuboid.resilience.goodput import failures
 from cuboid.resilience.standstill import Standstill, core_seconds
 from cuboid.resilience.watchdog import Watchdog
 from cuboid.spec.run import ResilienceSpec, Run, build_run
-from cuboid.telemetry.heartbeat_reader import Reading, Waiting
+from cuboid.telemetry.heartbeat import Reading, Waiting
 from tests.cli.command import SHORT, rows, run, train
 from tests.resilience.stuck_jobs import begin
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cuboid.resilience.stragglers import StepTimes, Stragglers, read_slowest, slowest, step_times
 from cuboid.spec.layout import Layout
-from cuboid.telemetry.heartbeat_reader import Reading
+from cuboid.telemetry.heartbeat import Reading
 
 
 def reading(rank: int, step: int, *, own: float, data: float, total: float) -> Reading:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from cuboid.telemetry.heartbeat import DEVICE_LEFT, DEVICE_PASSED, Heartbeat
-from cuboid.telemetry.heartbeat_reader import read_heartbeat
+from cuboid.telemetry.heartbeat import DEVICE_LEFT, DEVICE_PASSED, Heartbeat, read_heartbeat
 from cuboid.train.device_progress import DeviceProgress
 
 
