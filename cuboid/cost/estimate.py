@@ -106,12 +106,17 @@ class Estimates:
         return self.time.total
 
 
-def estimate_shapes(shape: Shape, jobs: Jobs, machine: Machine, engine: Engine, precision: str = "bf16") -> Estimates:
-    """What layouts cost; the shape may hold one model for all of them or one for each."""
+def estimate_shapes(
+    shape: Shape, jobs: Jobs, machine: Machine, engine: Engine, precision: str = "bf16", memory: Array | None = None
+) -> Estimates:
+    """What layouts cost; the shape may hold one model for all of them or one for each. `memory`: what `peak_memory`
+    says of them, where that is known; there is no table then."""
     chip, fabric = machine.chip, machine.fabric
-    table = memory_by_rank(shape, jobs, engine)
-    totals = np.broadcast_arrays(*(memory.total for memory in table.values()))
-    memory = engine.reserve * np.maximum.reduce(totals)
+    table: dict[str, Memory] = {}
+    if memory is None:
+        table = memory_by_rank(shape, jobs, engine)
+        totals = np.broadcast_arrays(*(memory.total for memory in table.values()))
+        memory = np.asarray(engine.reserve * np.maximum.reduce(totals))
     fits = (memory <= engine.usable * chip.memory) & _starts(shape, jobs, engine)
     time = step_time(shape, jobs, chip, fabric, engine, precision)
     time = _thrash(time, jobs, memory, chip, engine)
@@ -139,11 +144,16 @@ def _thrash(time: StepTime, jobs: Jobs, memory: Array, chip: Chip, engine: Engin
 
 
 def estimate_many(
-    model: ModelSpec, machine: Machine, jobs: Jobs, engine: Engine | str = "cuboid", precision: str = "bf16"
+    model: ModelSpec,
+    machine: Machine,
+    jobs: Jobs,
+    engine: Engine | str = "cuboid",
+    precision: str = "bf16",
+    memory: Array | None = None,
 ) -> Estimates:
-    """What many layouts of one model cost: the core of a search."""
+    """What many layouts of one model cost: the core of a search. `memory`: as `estimate_shapes` has it."""
     profile = engine_for(engine, machine.chip).in_precision(precision)
-    return estimate_shapes(Shape.of(model), jobs, machine, profile, precision)
+    return estimate_shapes(Shape.of(model), jobs, machine, profile, precision, memory)
 
 
 @dataclass(frozen=True)

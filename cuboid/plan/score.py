@@ -66,10 +66,11 @@ class Scores:
         return self.take(np.array(list(firsts.values()), dtype=np.intp))
 
 
-def score(question: Question, space: Space) -> Scores:
-    """Closed-form costs of layouts, with the slowest rank as the engine's partition makes it."""
+def score(question: Question, space: Space, memory: Array | None = None) -> Scores:
+    """Closed-form costs of layouts, with the slowest rank as the engine's partition makes it. `memory`: bytes of the
+    fullest rank of each, where they are known."""
     estimates: Estimates = estimate_many(
-        question.model, question.machine, space.jobs, question.profile, question.cost_precision
+        question.model, question.machine, space.jobs, question.profile, question.cost_precision, memory
     )
     size = len(space)
     parts = {name: np.broadcast_to(getattr(estimates.time, name), size) for name in PARTS}
@@ -88,13 +89,16 @@ def score(question: Question, space: Space) -> Scores:
     others = parts["data"] + parts["optimizer"] + parts["transfer"] * least_transfer(question, space)
     straggling = parts["straggler"] / np.maximum(assumed + parts["bubble"], 1e-300)
     fits = estimates.fits & (estimates.memory <= question.limit)
-    memory = np.broadcast_to(estimates.memory, size)
-    return Scores(space, parts, memory, np.broadcast_to(fits, size), even * (1 + straggling) + fixed + others)
+    known = np.broadcast_to(estimates.memory, size)
+    return Scores(space, parts, known, np.broadcast_to(fits, size), even * (1 + straggling) + fixed + others)
 
 
-def score_all(question: Question, space: Space) -> Scores:
+def score_all(question: Question, space: Space, memory: Array | None = None) -> Scores:
     """As `score`, in pieces small enough for the processor's caches."""
-    return joined([score(question, part) for part in chunks(space)])
+    if memory is None:
+        return joined([score(question, part) for part in chunks(space)])
+    pieces = np.split(memory, range(CHUNK, len(memory), CHUNK))
+    return joined([score(question, part, each) for part, each in zip(chunks(space), pieces, strict=True)])
 
 
 def chunks(space: Space) -> Iterator[Space]:

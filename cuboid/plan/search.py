@@ -79,10 +79,10 @@ def _search_some(
     if np.isfinite(limit):
         least = np.concatenate([least_seconds(question, part, True) for part in chunks(some)])
         some = some.take(np.flatnonzero(least <= limit * (1 + 1e-8)))
-    space = _fitting(question, _sayable(question, with_states(question, some)))
+    space, memory = _fitting(question, _sayable(question, with_states(question, some)))
     if not len(space):
         return score(question, space)
-    plain = score_all(question, space)
+    plain = score_all(question, space, memory)
     best = plain.within(slowest).best(keep, objective, distinct)
     reached = limit
     good = np.ones(len(space), dtype=bool)
@@ -129,18 +129,21 @@ def _place(best: Scores, keep: int) -> float:
     return float(best.seconds[count - 1]) if len(best.space) >= count else float("inf")
 
 
-def _fitting(question: Question, space: Space) -> Space:
-    """What fits under some schedule; with the optimizer's state offloaded where it does not without."""
-    fits = _least_memory(question, space) <= question.limit
-    found = space.take(np.flatnonzero(fits))
+def _fitting(question: Question, space: Space) -> tuple[Space, Array]:
+    """What fits under some schedule, and its memory under 1F1B; with the optimizer's state offloaded where it does not
+    without."""
+    memory = _least_memory(question, space)
+    fits = memory <= question.limit
+    found, held = space.take(np.flatnonzero(fits)), memory[fits]
     if question.tries_offload and not fits.all():
         away = space.take(np.flatnonzero(~fits)).offloaded()
-        fits = _least_memory(question, away) <= question.limit
-        found = found.joined(away.take(np.flatnonzero(fits)))
+        memory = _least_memory(question, away)
+        fits = memory <= question.limit
+        found, held = found.joined(away.take(np.flatnonzero(fits))), np.concatenate([held, memory[fits]])
     if not found.columns["offload"].any():
-        return found
-    needed = host_bytes(Shape.of(question.model), found.jobs, question.profile)
-    return found.take(np.flatnonzero(needed <= question.host_limit))
+        return found, held
+    room = host_bytes(Shape.of(question.model), found.jobs, question.profile) <= question.host_limit
+    return found.take(np.flatnonzero(room)), held[room]
 
 
 def _least_memory(question: Question, space: Space) -> Array:
@@ -148,7 +151,8 @@ def _least_memory(question: Question, space: Space) -> Array:
     if not len(space):
         return np.zeros(0)
     shape = Shape.of(question.model)
-    return np.concatenate([peak_memory(shape, part.jobs, question.profile) for part in chunks(space)])
+    each = (np.broadcast_to(peak_memory(shape, part.jobs, question.profile), len(part)) for part in chunks(space))
+    return np.concatenate(list(each))
 
 
 def _plain_allowed(question: Question, space: Space) -> bool:
