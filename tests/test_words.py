@@ -59,7 +59,8 @@ def pages() -> list[Path]:
     found = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
     for folder in ("cuboid", "docs", "examples"):
         found += sorted((ROOT / folder).rglob("*"))
-    return [path for path in found if path.suffix in KINDS and path.is_file() and "_build" not in path.parts]
+    made = {"_build", "reference"}  # by `make docs`, of what is looked at where it stands
+    return [path for path in found if path.suffix in KINDS and path.is_file() and not made & set(path.parts)]
 
 
 def private(path: Path, words: dict[str, str], text: str | None = None) -> list[str]:
