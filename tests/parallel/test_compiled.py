@@ -77,6 +77,7 @@ def test_weight_gradients_of_compiled_blocks_wait(pool: Pool, change: str) -> No
     plain = losses(0, small_run("dp=1", *fields))
     run = small_run("pp=2,schedule=zb1p", *fields, "training.compile=on")
     for rank, (found, waited) in enumerate(pool.run("tests.parallel.cases:traced_split", (run,), ranks=2)):
-        assert found == pytest.approx(plain, rel=1e-3 if "fp8" in change else 1e-5)
+        # What fp8 rounds to depends on the order of sums, and so on the processor.
+        assert found == pytest.approx(plain, rel=3e-3 if "fp8" in change else 1e-5)
         # The first rank has nobody before it to wait for its gradients.
         assert waited == ({"layers.1", "head"} if rank else set())
