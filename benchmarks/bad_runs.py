@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from cuboid.spec.run import build_run
-from cuboid.train.trainer import train
+from cuboid.training.trainer import train
 
 WITHIN = 50
 """Steps in which a bad run must say so."""

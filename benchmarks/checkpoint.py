@@ -26,7 +26,7 @@ from cuboid.launch.pool import Pool
 from cuboid.parallel.coordination import open_coordination
 from cuboid.parallel.parallelize import Engine, build_engine
 from cuboid.spec.run import Run, build_run
-from cuboid.train.optimizer import Optimizer
+from cuboid.training.optimizer import Optimizer
 
 RANKS = 4
 CHUNK = 16 << 20

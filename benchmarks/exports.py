@@ -29,8 +29,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cuboid.cli.main import main as cuboid
-from cuboid.plan.export.targets import notes
-from cuboid.plan.plan import Plan, load_plan
+from cuboid.planning.export.targets import notes
+from cuboid.planning.plan import Plan, load_plan
 
 PARSERS = Path(__file__).parent / "parsers"
 ENDINGS = {"megatron": "sh", "deepspeed": "json", "torchtitan": "toml", "nanotron": "yaml"}

@@ -34,9 +34,9 @@ from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run, build_run
-from cuboid.train.learning_rate import learning_rate
-from cuboid.train.optimizer import Optimizer
-from cuboid.train.step import PendingStep, start_step
+from cuboid.training.learning_rate import learning_rate
+from cuboid.training.optimizer import Optimizer
+from cuboid.training.step import PendingStep, start_step
 
 SHAPES = {
     "tiny": {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 192, "vocab": 4096},

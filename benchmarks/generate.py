@@ -29,7 +29,7 @@ from cuboid.generate.batch import Event, Request
 from cuboid.generate.detokenizer import Words
 from cuboid.generate.engine import Generator, make_generator
 from cuboid.launch.pool import Pool
-from cuboid.plan.cache import cache_bytes
+from cuboid.planning.cache import cache_bytes
 from cuboid.spec.generation import GenerationSpec, SamplingSpec, parse_layout
 
 SHAPES: dict[str, dict[str, int]] = {

@@ -21,8 +21,8 @@ from cuboid.model.documents import Documents
 from cuboid.model.fused_attention import Attended
 from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import build_run
-from cuboid.train.optimizer import Optimizer
-from cuboid.train.step import train_step
+from cuboid.training.optimizer import Optimizer
+from cuboid.training.step import train_step
 
 DEVICE = torch.device("cuda")
 

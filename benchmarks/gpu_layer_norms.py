@@ -20,9 +20,9 @@ from h200 import benchmark_run, letters
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.parallel.parallelize import build_engine
-from cuboid.train.layer_norms import LayerNorms
-from cuboid.train.optimizer import Optimizer
-from cuboid.train.step import start_step
+from cuboid.training.layer_norms import LayerNorms
+from cuboid.training.optimizer import Optimizer
+from cuboid.training.step import start_step
 
 ROUNDS, SETTLED = 10, 2
 

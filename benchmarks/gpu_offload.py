@@ -39,9 +39,9 @@ from cuboid.data.source import make_source
 from cuboid.parallel.device import choose_device
 from cuboid.parallel.parallelize import Engine, build_engine
 from cuboid.spec.run import Run
-from cuboid.train.offload import OffloadedState
-from cuboid.train.optimizer import Optimizer
-from cuboid.train.step import PendingStep, start_step
+from cuboid.training.offload import OffloadedState
+from cuboid.training.optimizer import Optimizer
+from cuboid.training.step import PendingStep, start_step
 
 SHAPES["tiny"] = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 128}
 AT_ONCE = 2**26

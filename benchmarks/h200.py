@@ -36,9 +36,9 @@ from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run, build_run
-from cuboid.train.cuda_graphs import make_passes
-from cuboid.train.optimizer import Optimizer
-from cuboid.train.step import PendingStep, run_passes, start_step
+from cuboid.training.cuda_graphs import make_passes
+from cuboid.training.optimizer import Optimizer
+from cuboid.training.step import PendingStep, run_passes, start_step
 
 SHAPES = {
     "125M": {"hidden": 768, "layers": 12, "heads": 12, "kv_heads": 12, "ffn": 2048},

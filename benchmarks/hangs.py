@@ -133,7 +133,7 @@ def steps_of(rank: int, run: Run) -> tuple[int, float]:
     """Notes and seconds of a step, of one rank."""
     import torch
 
-    from cuboid.train.trainer import Trainer
+    from cuboid.training.trainer import Trainer
 
     trainer = Trainer(run, rank, torch.device("cpu"), True)
     with trainer.metrics, trainer.communication, trainer.memory:

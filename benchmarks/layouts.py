@@ -19,8 +19,8 @@ from cuboid.data.source import make_source
 from cuboid.launch.pool import Pool
 from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run, build_run
-from cuboid.train.optimizer import Optimizer
-from cuboid.train.step import train_step
+from cuboid.training.optimizer import Optimizer
+from cuboid.training.step import train_step
 
 MODEL = {"hidden": 256, "layers": 8, "heads": 8, "kv_heads": 4, "ffn": 704, "vocab": 4096, "family": "llama"}
 LAYOUTS = ["dp=2,tp=2,pp=2", "dp=8", "dp=2,tp=4", "pp=8"]

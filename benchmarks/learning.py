@@ -133,9 +133,9 @@ def train(
 
 def _train_seed(engine: Engine, batches: Tensor, rates: Sequence[float]) -> dict[str, Any]:
     from cuboid.model.batch import MicroBatch
-    from cuboid.train.cuda_graphs import make_passes
-    from cuboid.train.optimizer import Optimizer
-    from cuboid.train.step import PendingStep, run_passes, start_step
+    from cuboid.training.cuda_graphs import make_passes
+    from cuboid.training.optimizer import Optimizer
+    from cuboid.training.step import PendingStep, run_passes, start_step
 
     run, device = engine.run, engine.device
     steps, settled = len(rates), _settled(len(rates))

@@ -22,8 +22,8 @@ from typing import Any, cast
 
 from hosts import INTERFACE, Hosts
 
-from cuboid.plan.choose import predict
-from cuboid.plan.question import Question
+from cuboid.planning.choose import predict
+from cuboid.planning.question import Question
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run, build_run
@@ -102,8 +102,8 @@ def rank_process(rank: int) -> None:
     from cuboid.data.loader import micro_batches
     from cuboid.data.source import make_source
     from cuboid.parallel.parallelize import build_engine
-    from cuboid.train.optimizer import Optimizer
-    from cuboid.train.step import train_step
+    from cuboid.training.optimizer import Optimizer
+    from cuboid.training.step import train_step
 
     torch.set_num_threads(1)
     for line in sys.stdin:

@@ -5,10 +5,10 @@
     python benchmarks/nccl_layouts.py --only pp=2 tp=2                       # without a GPU: over gloo on CPUs
 
 Each layout is what `cuboid verify` proves: two clipped optimizer steps of a tiny model against one process, in float64
-to 1e-9, or in bf16 with compiled blocks to the bounds of `cuboid/verify/rounding.py`. Torch is imported once and each
-reference is computed once. On one GPU ranks share it; NCCL then runs over sockets (`cuboid/launch/backend.py`), which
-says nothing about speed and everything about order, deadlocks and results. A layout that fails or gives no answer in
-`--seconds` is reported as such; fresh ranks prove the rest. The exit code is 1 if any layout is not equal."""
+to 1e-9, or in bf16 with compiled blocks to the bounds of `cuboid/verification/rounding.py`. Torch is imported once and
+each reference is computed once. On one GPU ranks share it; NCCL then runs over sockets (`cuboid/launch/backend.py`),
+which says nothing about speed and everything about order, deadlocks and results. A layout that fails or gives no answer
+in `--seconds` is reported as such; fresh ranks prove the rest. The exit code is 1 if any layout is not equal."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def make_run(case: Case, precision: str, device: str, backend: str) -> Run:
 
 def prepare(rank: int, run: Run) -> None:
     """The reference, kept in this process for all layouts that are compared with it."""
-    from cuboid.verify.compare import ROUNDED, known_trace, rounded_traces
+    from cuboid.verification.compare import ROUNDED, known_trace, rounded_traces
 
     if run.training.precision in ROUNDED:
         rounded_traces(run)
@@ -125,7 +125,7 @@ def prepare(rank: int, run: Run) -> None:
 
 
 def prove(rank: int, run: Run) -> dict[str, Any] | None:
-    from cuboid.verify.compare import verify_rank
+    from cuboid.verification.compare import verify_rank
 
     torch.compiler.reset()  # it takes only so many shapes of one function, and counts those of earlier layouts
     return verify_rank(rank, run)

@@ -43,8 +43,8 @@ from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.telemetry.profiler_regions import REGIONS
-from cuboid.train.optimizer import Optimizer
-from cuboid.train.step import PendingStep, start_step
+from cuboid.training.optimizer import Optimizer
+from cuboid.training.step import PendingStep, start_step
 
 SHAPES["tiny"] = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 128}
 START, WAIT = "start of a step", "wait for the step before"

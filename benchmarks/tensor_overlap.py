@@ -40,8 +40,8 @@ from cuboid.launch.rank import join
 from cuboid.parallel.device import choose_device
 from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run
-from cuboid.train.optimizer import Optimizer
-from cuboid.train.step import PendingStep, start_step, train_step
+from cuboid.training.optimizer import Optimizer
+from cuboid.training.step import PendingStep, start_step, train_step
 
 SHAPES["small"] = {"hidden": 1024, "layers": 2, "heads": 16, "kv_heads": 8, "ffn": 4096}
 WAYS = ("off", "on")

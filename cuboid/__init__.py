@@ -1,7 +1,10 @@
 """Cuboid plans and trains models with data × tensor × pipeline parallelism.
 
-What a model of one's own needs is here by name, and nothing is imported before it is asked for:
-`from cuboid import Model, ColumnLinear, RowLinear`."""
+What the commands do, and what a model of one's own needs, is here by name. Nothing is imported before it is asked for:
+
+    plan = cuboid.plan("llama3-8b", "h100x64", global_batch=512, sequence=8192)
+    from cuboid import ColumnLinear, Model, RowLinear
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -23,12 +26,16 @@ _OF_MODELS = (
 )
 _PLACES = {
     **dict.fromkeys(_OF_MODELS, "cuboid.model.custom"),
-    "Callback": "cuboid.train.callbacks",
+    "Callback": "cuboid.training.callbacks",
+    "UserError": "cuboid.errors",
+    **dict.fromkeys(("Trained", "make_run", "plan", "train", "verify"), "cuboid.api"),
     "load_checkpoint": "cuboid.checkpoint.weights",
 }
 
 if TYPE_CHECKING:
+    from cuboid.api import Trained, make_run, plan, train, verify
     from cuboid.checkpoint.weights import load_checkpoint
+    from cuboid.errors import UserError
     from cuboid.model.custom import (
         PARTIAL,
         REPLICATED,
@@ -42,7 +49,7 @@ if TYPE_CHECKING:
         VocabularyLoss,
         split,
     )
-    from cuboid.train.callbacks import Callback
+    from cuboid.training.callbacks import Callback
 
 __all__ = [
     "PARTIAL",
@@ -54,10 +61,16 @@ __all__ = [
     "Flow",
     "Model",
     "RowLinear",
+    "Trained",
+    "UserError",
     "VocabularyEmbedding",
     "VocabularyLoss",
     "load_checkpoint",
+    "make_run",
+    "plan",
     "split",
+    "train",
+    "verify",
 ]
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from drawing import COLOURS, INK, LINE, PAPER, SOFT, box, curve, picture, text
 
-from cuboid.plan.framework import Framework, framework
-from cuboid.plan.question import Question
+from cuboid.planning.framework import Framework, framework
+from cuboid.planning.question import Question
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model

@@ -10,10 +10,10 @@ from itertools import combinations, pairwise
 
 from drawing import COLOURS, EMPTY, FILL, LINE, PAPER, SOFT, box, curve, picture, text
 
-from cuboid.plan.choose import predict
-from cuboid.plan.plan import Plan
-from cuboid.plan.question import Question
-from cuboid.plan.traffic import moved
+from cuboid.planning.choose import predict
+from cuboid.planning.plan import Plan
+from cuboid.planning.question import Question
+from cuboid.planning.traffic import moved
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model

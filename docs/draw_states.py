@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from drawing import COLOURS, SOFT, box, picture, text
 
-from cuboid.plan.choose import predict
-from cuboid.plan.question import Question
+from cuboid.planning.choose import predict
+from cuboid.planning.question import Question
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model

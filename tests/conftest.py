@@ -27,19 +27,20 @@ settings.register_profile("certain", deadline=None, suppress_health_check=slow, 
 settings.register_profile("thorough", deadline=None, suppress_health_check=slow)
 
 LONGEST = """
-checkpoint/test_kill plan/test_search docs/test_tutorial parallel/test_equality parallel/test_precision
-cli/test_train parallel/test_experts parallel/test_compiled plan/test_explain checkpoint/test_huggingface_export
-launch/test_once train/test_oom parallel/test_context resilience/test_preemption parallel/test_overlap
-docs/test_commands report/test_browser train/test_killed_chain resilience/test_nodes resilience/test_standstill
+checkpoint/test_kill planning/test_search docs/test_tutorial parallel/test_equality parallel/test_precision
+cli/test_train parallel/test_experts parallel/test_compiled planning/test_explain checkpoint/test_huggingface_export
+launch/test_once training/test_oom parallel/test_context resilience/test_preemption parallel/test_overlap
+docs/test_commands report/test_browser training/test_killed_chain resilience/test_nodes resilience/test_standstill
 cli/test_verify
-resilience/test_bad_hardware generate/test_equality data/test_build resilience/test_hang train/test_offload
-parallel/test_communication checkpoint/test_moments train/test_bad_steps checkpoint/test_full_disk
-launch/test_backend cli/test_plan parallel/test_async_tp checkpoint/test_start train/test_profile
-plan/test_choose parallel/test_nccl_model train/test_training cli/test_replay checkpoint/test_memory
-train/test_memory_restart parallel/test_shm_collectives verify/test_rounding train/test_bit_identical train/test_health
-probe/test_one_rank train/test_resume launch/test_scale launch/test_pool parallel/test_memory
+resilience/test_bad_hardware generate/test_equality data/test_build resilience/test_hang training/test_offload
+parallel/test_communication checkpoint/test_moments training/test_bad_steps checkpoint/test_full_disk
+launch/test_backend cli/test_plan parallel/test_async_tp checkpoint/test_start training/test_profile
+planning/test_choose parallel/test_nccl_model training/test_training cli/test_replay checkpoint/test_memory
+training/test_memory_restart parallel/test_shm_collectives verification/test_rounding training/test_bit_identical
+training/test_health
+probe/test_one_rank training/test_resume launch/test_scale launch/test_pool parallel/test_memory
 parallel/test_recompute parallel/test_random_layouts checkpoint/test_resume model/test_initialize
-checkpoint/test_saver probe/test_probe parallel/test_step train/test_layer_norms parallel/test_loss_scale
+checkpoint/test_saver probe/test_probe parallel/test_step training/test_layer_norms parallel/test_loss_scale
 """.split()
 """Files that take long begin first, the longest of them foremost, so that none is left when the others are done."""
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cuboid.errors import UserError
-from cuboid.plan.explain import Explanation, explain, sections
-from cuboid.plan.plan import GIB, load_plan
-from cuboid.plan.question import Question, precision_on
+from cuboid.planning.explain import Explanation, explain, sections
+from cuboid.planning.plan import GIB, load_plan
+from cuboid.planning.question import Question, precision_on
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.fitting import check_world_size
 from cuboid.spec.layout import Layout

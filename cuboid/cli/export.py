@@ -9,8 +9,8 @@ import typer
 
 from cuboid.cli.options import write_output
 from cuboid.errors import UserError
-from cuboid.plan.export.targets import export
-from cuboid.plan.plan import load_plan
+from cuboid.planning.export.targets import export
+from cuboid.planning.plan import load_plan
 
 
 def command(

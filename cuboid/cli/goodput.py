@@ -22,7 +22,7 @@ from cuboid.cost.effective_time import (
 )
 from cuboid.cost.failure_simulation import TimeSpent, simulate
 from cuboid.errors import UserError
-from cuboid.plan.goodput_picture import Line, svg
+from cuboid.planning.goodput_picture import Line, svg
 from cuboid.resilience.goodput import Measured, measured
 from cuboid.spec.run import Run, load_run
 from cuboid.spec.suggest import either

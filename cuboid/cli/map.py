@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from cuboid.errors import UserError
-from cuboid.plan.plan import load_plan
+from cuboid.planning.plan import load_plan
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.fitting import check_model
 from cuboid.spec.layout import Layout

@@ -9,11 +9,11 @@ import typer
 
 from cuboid.cli.options import write_output
 from cuboid.errors import UserError
-from cuboid.plan.choose import cheapest, fewest, plans
-from cuboid.plan.export.limits import FIXED
-from cuboid.plan.export.targets import export
-from cuboid.plan.plan import GIB, Plan, dump_plan
-from cuboid.plan.question import Question, parse_fixed, parse_memory, precision_on
+from cuboid.planning.choose import cheapest, fewest, plans
+from cuboid.planning.export.limits import FIXED
+from cuboid.planning.export.targets import export
+from cuboid.planning.plan import GIB, Plan, dump_plan
+from cuboid.planning.question import Question, parse_fixed, parse_memory, precision_on
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.model import load_model
 from cuboid.spec.suggest import nearest_names

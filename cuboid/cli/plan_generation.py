@@ -2,8 +2,8 @@
 
 import json
 
-from cuboid.plan.generation import GenerationPlan, GenerationQuestion, generation_plans
-from cuboid.plan.plan import GIB
+from cuboid.planning.generation import GenerationPlan, GenerationQuestion, generation_plans
+from cuboid.planning.plan import GIB
 from cuboid.spec.cluster import ClusterSpec
 from cuboid.spec.model import ModelSpec
 

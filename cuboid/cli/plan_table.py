@@ -5,8 +5,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from cuboid.plan.plan import GIB, Plan
-from cuboid.plan.reasons import amount, error_line, losses
+from cuboid.planning.plan import GIB, Plan
+from cuboid.planning.reasons import amount, error_line, losses
 
 
 def show(console: Console, plans: list[Plan], written: Path | None = None, tokens: float | None = None) -> None:

@@ -19,10 +19,10 @@ from cuboid.resilience.bad_steps import bad_steps, number
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run, load_run
 from cuboid.spec.supported import check_supported
-from cuboid.train.folder import RUN_FILE, checkpoint_folder
+from cuboid.training.folder import RUN_FILE, checkpoint_folder
 
 if TYPE_CHECKING:
-    from cuboid.verify.replay import Logged, Replayed, Verdict
+    from cuboid.verification.replay import Logged, Replayed, Verdict
 
 SHOWN = 8
 
@@ -68,9 +68,13 @@ def command(
     post = take_post(
         run, NodeOptions(rendezvous=rendezvous, nodes=nodes, ranks_per_node=ranks_per_node, interface=interface)
     )
-    from cuboid.verify.replay import judge
+    from cuboid.verification.replay import judge
 
-    heard, job, asked = Heard(silent=as_json or not post.speaks), "cuboid.verify.replay:replay_rank", f"{step} {times}"
+    heard, job, asked = (
+        Heard(silent=as_json or not post.speaks),
+        "cuboid.verification.replay:replay_rank",
+        f"{step} {times}",
+    )
     if not post.speaks:  # one process looks for the checkpoint and reads all of it
         post.call(job, (), heard, asked)
         return
@@ -103,7 +107,7 @@ def _start(run: Run, step: int) -> tuple[Location | None, Manifest | None, Manif
 
 
 def _logged(run: Run, folder: Path, step: int, newest: Manifest | None) -> "Logged":
-    from cuboid.verify.replay import Logged, Seen
+    from cuboid.verification.replay import Logged, Seen
 
     path = folder / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []

@@ -7,11 +7,11 @@ from typing import Annotated
 import typer
 
 from cuboid.cli.explain import asked
-from cuboid.plan.choose import predict
-from cuboid.plan.picture import svg
-from cuboid.plan.plan import Plan, load_plan
-from cuboid.plan.refine import stage_seconds
-from cuboid.plan.trace import chrome_trace
+from cuboid.planning.choose import predict
+from cuboid.planning.picture import svg
+from cuboid.planning.plan import Plan, load_plan
+from cuboid.planning.refine import stage_seconds
+from cuboid.planning.trace import chrome_trace
 from cuboid.schedule.make import make_schedule
 from cuboid.schedule.simulate import Timeline, draw, simulate
 

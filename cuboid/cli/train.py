@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cuboid.checkpoint.memory.folder import check_room
-from cuboid.data.opened import check_data
 from cuboid.errors import UserError
-from cuboid.launch.role import NodeOptions, take_role
-from cuboid.launch.supervisor import check_machine
+from cuboid.launch.role import NodeOptions
+from cuboid.launch.start import train_run
 from cuboid.resilience.faults import VARIABLE, parse_faults
 from cuboid.resilience.goodput import read_spent
 from cuboid.resilience.preemption import REQUEUE
@@ -23,15 +20,12 @@ from cuboid.spec.partition import partition
 from cuboid.spec.profile import USUAL
 from cuboid.spec.run import Run, build_run
 from cuboid.spec.suggest import up_to
-from cuboid.spec.supported import check_supported
 from cuboid.telemetry.communication_ledger import Entry
-from cuboid.train.claim import claimed
-from cuboid.train.communication import Summary, summarize
-from cuboid.train.folder import BACKEND, checkpoint_folder, prepare_folder
-from cuboid.train.trackers import check_trackers
+from cuboid.training.communication import Summary, summarize
+from cuboid.training.folder import BACKEND
 
 if TYPE_CHECKING:
-    from cuboid.train.trainer import Outcome
+    from cuboid.training.trainer import Outcome
 
 
 def command(
@@ -84,10 +78,6 @@ def command(
     if profile:  # what is said of it elsewhere counts
         table["profile"] = {"steps": USUAL, **table.get("profile", {})}
     run = build_run(table, changes, folder=file.parent if file is not None else Path())
-    check_supported(run)
-    check_trackers(run)
-    if run.profile.steps:  # read as torch is loaded, here and in ranks: the profiler says when it starts and stops
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     _rehearse(run, inject)
     options = NodeOptions(
         rendezvous=rendezvous,
@@ -97,28 +87,21 @@ def command(
         ranks_per_node=ranks_per_node,
         interface=interface,
     )
-    role = take_role(run, options)
-    check_machine(run, role.place)
-    check_room(run, role.fewest_nodes)
-    if not role.speaks:
-        if role.train(quiet=as_json).preempted:
-            raise SystemExit(REQUEUE)
-        return
-    check_data(run)
-    notes = _check_start(run, overwrite)
-    with claimed(Path(run.output.folder)):
-        past = prepare_folder(run, overwrite)
-        for note in notes:
-            print(f"note: {note}", file=sys.stderr)
+
+    def announce(past: str) -> None:
         if not as_json:
             _announce(run)
             if past:
                 print(past, flush=True)
-        outcome = role.train(quiet=as_json)
+
+    def conclude(outcome: Outcome) -> None:
         if outcome.preempted:
             _say_preempted(run, outcome, as_json)
-            raise SystemExit(REQUEUE)
-        _conclude(run, as_json)
+        else:
+            _conclude(run, as_json)
+
+    if train_run(run, options, overwrite, as_json, conclude, announce).preempted:
+        raise SystemExit(REQUEUE)
 
 
 def _rehearse(run: Run, inject: str | None) -> None:
@@ -129,18 +112,6 @@ def _rehearse(run: Run, inject: str | None) -> None:
         if not 0 <= fault.rank < run.layout.world_size:
             works = up_to(run.layout.world_size - 1, "rank=")
             raise UserError(f"fault {fault.kind} rank={fault.rank} is outside {run.layout}; use {works}")
-
-
-def _check_start(run: Run, overwrite: bool) -> list[str]:
-    if run.samples.every:
-        from cuboid.train.samples import prompts_of
-
-        prompts_of(run)
-    if not run.training.start_from:
-        return []
-    from cuboid.checkpoint.weights import check_start  # here, because it brings torch, for which others need not wait
-
-    return check_start(run, checkpoint_folder(run), overwrite)
 
 
 def _say_preempted(run: Run, outcome: Outcome, as_json: bool) -> None:

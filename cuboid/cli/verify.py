@@ -2,9 +2,8 @@
 them does."""
 
 import json
-import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
@@ -16,61 +15,10 @@ from cuboid.launch.once import Heard, Post, call_here, take_post
 from cuboid.launch.place import find_place, local_places
 from cuboid.launch.role import NodeOptions
 from cuboid.spec.layout import Layout
-from cuboid.spec.model import load_model
-from cuboid.spec.python_model import PythonModelSpec
-from cuboid.spec.run import Run, build_run
+from cuboid.spec.run import Run
 from cuboid.spec.supported import check_supported
-from cuboid.verify.rounding import MULTIPLE, ROUNDED
-
-MICRO_BATCHES = 4
-BALANCED = tuple(
-    f"model.mixture.{field}"
-    for field in ("balance_coefficient=0.01", "z_coefficient=0.001", "router_bias=true", "bias_rate=0.01")
-)
-"""A mixture is proved with every way of balancing it at once, whichever its own are."""
-
-
-def verification_run(
-    layout: str,
-    model: str = "tiny-llama",
-    overrides: tuple[str, ...] = (),
-    steps: int = 3,
-    dtype: str = "float64",
-    seed: int = 0,
-    chain: Sequence[str] = (),
-) -> Run:
-    """A short run on random tokens with labels masked differently in every sample, so that means of means would
-    show. With a chain of layouts its batch is one that fits them all."""
-    shapes = [Layout.parse(each) for each in chain or [layout]]
-    described = load_model(model)
-    if described.mixture is not None:
-        overrides = (*BALANCED, *overrides)
-        steps = 1 if dtype in ROUNDED else steps  # after which rounding sends tokens to other experts
-    table: dict[str, Any] = {
-        "model": model,
-        "layout": layout,
-        "training": {
-            "steps": steps,
-            "seed": seed,
-            "precision": dtype,
-            "global_batch": math.lcm(*(shape.dp * shape.micro_batch for shape in shapes)) * MICRO_BATCHES,
-            "sequence": math.lcm(16, *(2 * shape.cp * shape.tp for shape in shapes)),
-            "device": "cpu",
-            "loss_scale": 1024.0,  # few tokens: no step may overflow
-        },
-        "learning_rate": {"peak": 1e-3, "schedule": "constant"},
-        "data": {"source": "synthetic", "attention_within_documents": True, "positions_within_documents": True},
-    }
-    if isinstance(described, PythonModelSpec):
-        table["data"] = {} if described.built.data is not None else {"source": "synthetic"}
-    return build_run(table, overrides)
-
-
-def check_provable(run: Run, chain: bool = False) -> None:
-    """What rounding does to bf16 and the like is measured as it is compared; that is written for one layout only."""
-    precision = run.training.precision
-    if chain and precision in ROUNDED:
-        raise UserError(f"training.precision={precision} is too coarse for a proof; use --precision float64 or float32")
+from cuboid.verification.make import check_provable, verification_run
+from cuboid.verification.rounding import MULTIPLE, ROUNDED
 
 
 def chain_runs(chain: str, model: str, overrides: tuple[str, ...], steps: int, dtype: str, seed: int) -> list[Run]:
@@ -161,7 +109,7 @@ def command(
         print(
             f"{run.model.name} on {run.layout} ({processes}) against one process, {run.training.precision}", flush=True
         )
-    verdict = post.call("cuboid.verify.compare:verify_rank", (run,), heard)
+    verdict = post.call("cuboid.verification.compare:verify_rank", (run,), heard)
     if post.speaks and as_json:
         print(json.dumps({**verdict, **heard.backend}))
     elif post.speaks:
@@ -181,9 +129,9 @@ def _verify_chain(runs: list[Run], as_json: bool) -> int:
     with TemporaryDirectory(prefix="cuboid-") as folder:
         for index, run in enumerate(runs):
             leg = (run, folder, index * steps, (index + 1) * steps)
-            losses.append(Post(run).call("cuboid.verify.resume:train_leg", leg, heard))
+            losses.append(Post(run).call("cuboid.verification.resume:train_leg", leg, heard))
         alone = local_places(1, 0, 1, "", 0, "")
-        verdict = call_here(runs[0], alone, "cuboid.verify.resume:judge_chain", (runs, folder, losses))
+        verdict = call_here(runs[0], alone, "cuboid.verification.resume:judge_chain", (runs, folder, losses))
     if as_json:
         print(json.dumps({**verdict, **heard.backend}))
     else:

@@ -13,7 +13,7 @@ from cuboid.model.mla import MultiLatentAttention
 from cuboid.model.rope import Positions
 from cuboid.parallel.collectives import all_gather, all_to_all
 from cuboid.parallel.groups import Group
-from cuboid.plan.cache import CacheShape
+from cuboid.planning.cache import CacheShape
 
 
 class Cache:

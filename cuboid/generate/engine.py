@@ -25,7 +25,7 @@ from cuboid.parallel.collectives import all_reduce, all_reduce_maximum
 from cuboid.parallel.groups import Group, Groups, connect_groups
 from cuboid.parallel.p2p import transport_device
 from cuboid.parallel.parallelize import DTYPES
-from cuboid.plan.cache import cache_shape
+from cuboid.planning.cache import cache_shape
 from cuboid.spec.generation import GenerationSpec, SamplingSpec
 from cuboid.spec.partition import partition
 

@@ -25,10 +25,10 @@ from cuboid.resilience.preemption import REQUEUE, Forwarder
 from cuboid.resilience.replan import Replanner
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run
-from cuboid.train.folder import forget_reports, newest_kept
+from cuboid.training.folder import forget_reports, newest_kept
 
 if TYPE_CHECKING:
-    from cuboid.train.trainer import Outcome
+    from cuboid.training.trainer import Outcome
 
 SOONER = 0.6
 """Part of resilience.contact_seconds after which a node that hears nothing ends its ranks: before the others, which
@@ -40,7 +40,7 @@ def supervise_node(run: Run, nodes: Nodes, listener: socket.socket | None, quiet
     with Forwarder(run) as signals:
         order = _supervise(run, nodes, listener, quiet, signals)
     _leave(order)
-    from cuboid.train.trainer import Outcome
+    from cuboid.training.trainer import Outcome
 
     return Outcome(float("nan"), preempted=order.status == REQUEUE, saved=newest_kept(run))
 

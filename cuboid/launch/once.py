@@ -113,7 +113,7 @@ def _call_as_rank(run: Run, place: Place, function: str, arguments: tuple[Any, .
     from cuboid.launch.backend import join_world
     from cuboid.launch.rank import store_of
     from cuboid.parallel.device import choose_device
-    from cuboid.train.device_progress import device_progress
+    from cuboid.training.device_progress import device_progress
 
     torch.set_num_threads(run.training.threads_per_rank)
     device = choose_device(run.training.device, place.local_rank)

@@ -96,7 +96,7 @@ def _serve(connection: Connection) -> None:
     from cuboid.resilience.faults import arm
     from cuboid.resilience.hang_dumps import offer_record
     from cuboid.telemetry.heartbeat import HEARTBEAT
-    from cuboid.train.device_progress import device_progress
+    from cuboid.training.device_progress import device_progress
 
     follow_parent()
     torch.set_num_threads(1)

@@ -29,8 +29,8 @@ from cuboid.resilience.hang_dumps import offer_record
 from cuboid.resilience.preemption import Listener
 from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import HEARTBEAT
-from cuboid.train.folder import BACKEND
-from cuboid.train.trainer import Outcome, train
+from cuboid.training.folder import BACKEND
+from cuboid.training.trainer import Outcome, train
 
 # Keep a rank on the cores near its GPU, where the system says which: those of the GPU's NUMA node.
 #

@@ -21,7 +21,7 @@ from cuboid.spec.run import Run, dump_run
 from cuboid.spec.suggest import nearest_numbers, use
 
 if TYPE_CHECKING:
-    from cuboid.train.trainer import Outcome
+    from cuboid.training.trainer import Outcome
 
 # What the command line says of a job on many nodes, checked before anything starts.
 

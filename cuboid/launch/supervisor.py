@@ -24,10 +24,10 @@ from cuboid.resilience.preemption import REQUEUE, Forwarder, Listener
 from cuboid.resilience.watchdog import Watchdog
 from cuboid.spec.fitting import check_world_size
 from cuboid.spec.run import Run
-from cuboid.train.folder import forget_reports, newest_kept
+from cuboid.training.folder import forget_reports, newest_kept
 
 if TYPE_CHECKING:
-    from cuboid.train.trainer import Outcome
+    from cuboid.training.trainer import Outcome
 
 # Starts a training again when a rank fails, for as long as it gets on.
 

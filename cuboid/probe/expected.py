@@ -7,11 +7,11 @@ import numpy as np
 from cuboid.cost.inputs import Shape
 from cuboid.cost.offload import optimizer_time
 from cuboid.cost.sharding import rank_parameters
-from cuboid.plan.choose import predict
-from cuboid.plan.collectives import exchanges
-from cuboid.plan.question import Question
-from cuboid.plan.space import Space
-from cuboid.plan.stages import LayerSeconds, held
+from cuboid.planning.choose import predict
+from cuboid.planning.collectives import exchanges
+from cuboid.planning.question import Question
+from cuboid.planning.space import Space
+from cuboid.planning.stages import LayerSeconds, held
 from cuboid.spec.cluster import ClusterSpec
 from cuboid.spec.ranks import coordinates
 from cuboid.spec.run import Run

@@ -226,7 +226,7 @@ def _serve(connection: Connection, seat: Seat, meeting: str | tuple[str, int], b
     from cuboid.launch.backend import join_world
     from cuboid.launch.rendezvous import reach_store
     from cuboid.parallel.device import choose_device
-    from cuboid.train.oom import out_of_memory_in
+    from cuboid.training.oom import out_of_memory_in
 
     follow_parent()
     torch.set_num_threads(1)

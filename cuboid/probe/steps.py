@@ -10,8 +10,8 @@ from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run
-from cuboid.train.optimizer import Optimizer
-from cuboid.train.step import apply_update, compute_gradients
+from cuboid.training.optimizer import Optimizer
+from cuboid.training.step import apply_update, compute_gradients
 
 
 def step_actions(run: Run) -> tuple[Callable[[], object], Callable[[], object]]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from cuboid.plan.collectives import unforeseen
-from cuboid.plan.traffic import moved
+from cuboid.planning.collectives import unforeseen
+from cuboid.planning.traffic import moved
 from cuboid.report.source import Source
 from cuboid.spec.placement import CARRIES
 from cuboid.telemetry.communication_ledger import Ledger

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cuboid.plan.plan import GIB
+from cuboid.planning.plan import GIB
 from cuboid.report.source import Row, Source
 from cuboid.report.summary import measured
 from cuboid.report.thin import finite

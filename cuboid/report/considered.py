@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from cuboid.cost.step import PARTS
-from cuboid.plan.reasons import WORDS
-from cuboid.plan.score import Scores, score
-from cuboid.plan.space import Space, bases, scheduled
+from cuboid.planning.reasons import WORDS
+from cuboid.planning.score import Scores, score
+from cuboid.planning.space import Space, bases, scheduled
 from cuboid.report.source import Source
 from cuboid.report.thin import short
 

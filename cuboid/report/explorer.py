@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuboid.plan.score import score
-from cuboid.plan.space import Space, bases, scheduled
+from cuboid.planning.score import score
+from cuboid.planning.space import Space, bases, scheduled
 from cuboid.report.source import Source
 from cuboid.spec.layout import RECOMPUTE, SCHEDULES, Layout
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cuboid.plan.plan import GIB
+from cuboid.planning.plan import GIB
 from cuboid.report.source import Row, Source
 from cuboid.spec.ranks import coordinates
 

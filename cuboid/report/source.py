@@ -11,16 +11,16 @@ from typing import Any
 
 from cuboid.cost.profiled import slowed
 from cuboid.errors import UserError
-from cuboid.plan.choose import predict
-from cuboid.plan.plan import Plan, plan_of
-from cuboid.plan.question import PRECISIONS, Question
-from cuboid.plan.sizes import resized
+from cuboid.planning.choose import predict
+from cuboid.planning.plan import Plan, plan_of
+from cuboid.planning.question import PRECISIONS, Question
+from cuboid.planning.sizes import resized
 from cuboid.resilience.goodput import FAILURES
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.python_model import PythonModelSpec
 from cuboid.spec.run import Run, load_run
-from cuboid.train.folder import RUN_FILE
-from cuboid.train.rows import whole_rows
+from cuboid.training.folder import RUN_FILE
+from cuboid.training.rows import whole_rows
 
 Row = dict[str, Any]
 PROBE = "probe.json"

@@ -9,8 +9,8 @@ from typing import Any
 
 from rich.text import Text
 
-from cuboid.plan.plan import GIB
-from cuboid.plan.refine import stage_seconds
+from cuboid.planning.plan import GIB
+from cuboid.planning.refine import stage_seconds
 from cuboid.report.live import Watched
 from cuboid.report.measured import MeasuredStep
 from cuboid.report.thin import buckets, finite, thinned

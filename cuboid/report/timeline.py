@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from statistics import median_low
 from typing import Any
 
-from cuboid.plan.refine import stage_seconds
+from cuboid.planning.refine import stage_seconds
 from cuboid.report.measured import MeasuredStep, kept_steps, measure, stage_costs
 from cuboid.report.source import Source
 from cuboid.report.thin import finite

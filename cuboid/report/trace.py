@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from cuboid.errors import UserError
-from cuboid.plan.refine import stage_seconds
-from cuboid.plan.trace import NAMES
+from cuboid.planning.refine import stage_seconds
+from cuboid.planning.trace import NAMES
 from cuboid.report.measured import MeasuredStep, kept_steps, measure_all, stage_costs
 from cuboid.report.source import Source
 from cuboid.schedule.make import make_schedule

@@ -9,9 +9,9 @@ from functools import cache
 from pathlib import Path
 
 from cuboid.errors import UserError
-from cuboid.plan.plan import planned_cluster
-from cuboid.plan.question import PRECISIONS, Question
-from cuboid.plan.search import search
+from cuboid.planning.plan import planned_cluster
+from cuboid.planning.question import PRECISIONS, Question
+from cuboid.planning.search import search
 from cuboid.spec.accelerators import accelerator_names, accelerator_table
 from cuboid.spec.cluster import ClusterSpec, LinkTier, load_cluster
 from cuboid.spec.layout import Layout

@@ -85,7 +85,11 @@ def model_table(text: str, folder: Path = Path()) -> Table:
     config = read_json(path)
     if path.name == "config.json" and "model_type" in config and not is_known(config):
         # Of another family: by its own modules, without tensor parallelism.
-        return {"python": TRANSFORMERS, "options": {"folder": str(path.parent)}, "name": path.resolve().parent.name}
+        return {
+            "python": TRANSFORMERS,
+            "options": {"folder": str(path.parent.resolve())},
+            "name": path.resolve().parent.name,
+        }
     return table_from_config(config, path.resolve().parent.name if path.name == "config.json" else path.stem)
 
 

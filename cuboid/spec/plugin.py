@@ -21,7 +21,7 @@ def is_plugin(text: str) -> bool:
 
 
 def resolve(text: str, folder: Path, where: str) -> str:
-    """The same name with a path that the folder of the command finds. `where`: the setting it stands in."""
+    """The same name with the whole path of its file, which any folder finds. `where`: the setting it stands in."""
     source, colon, name = text.removeprefix(PREFIX).rpartition(":")
     if not colon or not source or not name:
         raise UserError(f"{where}={text} names no object; write it like {PREFIX}my_model.py:build")
@@ -29,7 +29,7 @@ def resolve(text: str, folder: Path, where: str) -> str:
         return text
     for path in (folder / source, Path(source)):
         if path.is_file():
-            return f"{PREFIX}{path}:{name}"
+            return f"{PREFIX}{path.resolve()}:{name}"
     raise UserError(f"{where}={text}: {source} is not a file; name a file beside the run or in this folder")
 
 

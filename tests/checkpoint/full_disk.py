@@ -17,10 +17,10 @@ from cuboid.checkpoint.folder import newest_whole
 from cuboid.checkpoint.look import find, summarize
 from cuboid.launch.pool import Pool
 from cuboid.spec.run import Run
-from cuboid.train.rows import Rows
-from cuboid.train.trainer import train
+from cuboid.training.rows import Rows
+from cuboid.training.trainer import train
 from tests.checkpoint.jobs import SMALL
-from tests.train.cases import short_run
+from tests.training.cases import short_run
 
 PAGE = 4096
 

@@ -21,9 +21,9 @@ from cuboid.generate.engine import make_generator
 from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.generation import GenerationSpec
 from cuboid.spec.run import Run
-from cuboid.train.learning_rate import learning_rate
-from cuboid.train.optimizer import Optimizer
-from cuboid.train.step import train_step
+from cuboid.training.learning_rate import learning_rate
+from cuboid.training.optimizer import Optimizer
+from cuboid.training.step import train_step
 
 CPU = torch.device("cpu")
 SMALL = ("model.layers=2", "model.hidden=16", "model.ffn=32", "model.heads=4", "model.kv_heads=2", "model.vocab=67")

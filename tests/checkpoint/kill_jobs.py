@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from cuboid.spec.run import Run
-from cuboid.train.folder import prepare_folder
-from cuboid.train.trainer import train
+from cuboid.training.folder import prepare_folder
+from cuboid.training.trainer import train
 from tests.checkpoint.events import Death, Event, Watcher
 
 RANKS = 4

@@ -25,9 +25,9 @@ from cuboid.data.source import make_source
 from cuboid.parallel.coordination import open_coordination
 from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run
-from cuboid.train.folder import checkpoint_folder
-from cuboid.train.optimizer import Optimizer
-from cuboid.train.step import train_step
+from cuboid.training.folder import checkpoint_folder
+from cuboid.training.optimizer import Optimizer
+from cuboid.training.step import train_step
 
 CPU = torch.device("cpu")
 

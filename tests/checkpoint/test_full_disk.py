@@ -35,7 +35,7 @@ def test_the_training_goes_on_and_what_was_kept_is_whole(pool: Pool, tmp_path: P
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr
     seen = json.loads(finished.stdout.splitlines()[-1])
-    pool.run("tests.train.cases:train_rank", (small_training(tmp_path / "whole", 7),), ranks=2)
+    pool.run("tests.training.cases:train_rank", (small_training(tmp_path / "whole", 7),), ranks=2)
     rows = [json.loads(line) for line in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows]
     assert (seen["full_loss"], seen["loss"]) == (losses[4], losses[6])

@@ -15,11 +15,11 @@ from cuboid.checkpoint.folder import newest_whole
 from cuboid.errors import RankError
 from cuboid.launch.pool import Pool
 from cuboid.spec.run import Run, dump_run, load_run
-from cuboid.train.folder import prepare_folder
+from cuboid.training.folder import prepare_folder
 from tests.checkpoint.events import Death, Event
 from tests.checkpoint.jobs import SMALL
 from tests.checkpoint.kill_jobs import RANKS
-from tests.train.cases import short_run
+from tests.training.cases import short_run
 
 CUTS = (0.5, 0.99)
 """How much of a torn write reaches the file."""
@@ -45,7 +45,7 @@ class Torture:
         """In no life, also where a later one has trained the same steps again."""
         run = self.run(max(map(len, self.told)), "whole")
         run = replace(run, checkpoint=replace(run.checkpoint, every=0))
-        self.pool.run("tests.train.cases:train_rank", (run,), ranks=RANKS)
+        self.pool.run("tests.training.cases:train_rank", (run,), ranks=RANKS)
         expected = losses(self.folder / "whole")
         for life, told in enumerate(self.told, 1):
             assert told == expected[: len(told)], f"the training took another way in life {life}"

@@ -17,7 +17,7 @@ from cuboid.launch.pool import Pool
 from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run
 from cuboid.spec.sharding import Slice
-from cuboid.train.optimizer import Optimizer
+from cuboid.training.optimizer import Optimizer
 from tests.checkpoint.jobs import CPU
 from tests.parallel.cases import small_run
 

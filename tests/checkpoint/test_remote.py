@@ -12,8 +12,8 @@ from cuboid.checkpoint.manifest import INDEX, MANIFEST
 from cuboid.checkpoint.verify import verify
 from cuboid.errors import UserError
 from cuboid.launch.pool import Pool
-from tests.train.cases import short_run, train_rank
-from tests.train.test_resume import rows
+from tests.training.cases import short_run, train_rank
+from tests.training.test_resume import rows
 
 
 def steps_in(folder: Location) -> list[int]:
@@ -25,10 +25,10 @@ def test_several_ranks_keep_their_state_in_a_store_and_go_on(pool: Pool, tmp_pat
     common = ("checkpoint.every=2", f"checkpoint.folder={store}", "training.precision=float64")
     common += ("learning_rate.schedule=constant",)
     whole = short_run("dp=1", str(tmp_path / "whole"), *common[2:], "training.steps=6")
-    pool.run("tests.train.cases:train_rank", (whole,), ranks=1)
+    pool.run("tests.training.cases:train_rank", (whole,), ranks=1)
     for layout, steps in (("dp=2,zero=1", 4), ("pp=2", 6)):
         run = short_run(layout, str(tmp_path / "parts"), *common, f"training.steps={steps}")
-        pool.run("tests.train.cases:train_rank", (run,), ranks=2)
+        pool.run("tests.training.cases:train_rank", (run,), ranks=2)
     losses = [[row["loss"] for row in rows(tmp_path / name)] for name in ("whole", "parts")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-9)
     assert steps_in(locate(store)) == [4, 6]

@@ -14,7 +14,7 @@ from cuboid.checkpoint.storage import whole_tensors
 from cuboid.checkpoint.verify import verify
 from cuboid.launch.pool import Pool
 from tests.parallel.cases import small_run
-from tests.train.cases import short_run
+from tests.training.cases import short_run
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -39,13 +39,13 @@ def test_steps_taken_while_it_is_written_do_not_reach_the_file(pool: Pool, tmp_p
 
 def test_every_save_is_reported_once(pool: Pool, tmp_path: Path) -> None:
     run = short_run("dp=2", str(tmp_path), "training.steps=5", "checkpoint.every=2", "checkpoint.keep_every=4")
-    pool.run("tests.train.cases:train_rank", (run,), ranks=2)
+    pool.run("tests.training.cases:train_rank", (run,), ranks=2)
     saves = [save for row in rows(tmp_path) for save in row.get("checkpoints", [])]
     assert [save["step"] for save in saves] == [2, 4, 5]
     assert all(save["bytes"] > 12 * run.model.parameters and save["stall_seconds"] > 0 for save in saves)
     assert all(save["write_seconds"] > 0 and not save["warning"] for save in saves)
     longer = short_run("dp=2", str(tmp_path), "training.steps=9", "checkpoint.every=2", "checkpoint.keep_every=4")
-    pool.run("tests.train.cases:train_rank", (longer,), ranks=2)
+    pool.run("tests.training.cases:train_rank", (longer,), ranks=2)
     assert [row["step"] for row in rows(tmp_path)] == list(range(1, 10))
     assert kept_steps(tmp_path) == [4, 8, 9], "the fourth stays for ever"
 

@@ -17,7 +17,7 @@ from cuboid.errors import UserError
 from cuboid.launch.pool import Pool
 from cuboid.spec.generation import GenerationSpec
 from cuboid.spec.run import Run
-from cuboid.train.folder import checkpoint_folder, prepare_folder
+from cuboid.training.folder import checkpoint_folder, prepare_folder
 from tests.checkpoint.pretrained import CASES, run_from, save_pretrained, their_loss
 
 LAYOUTS = {
@@ -33,7 +33,7 @@ LAYOUTS = {
 
 
 def first_loss(pool: Pool, run: Run) -> float:
-    pool.run("tests.train.cases:train_rank", (run,), ranks=run.layout.world_size)
+    pool.run("tests.training.cases:train_rank", (run,), ranks=run.layout.world_size)
     rows = (Path(run.output.folder) / "metrics.jsonl").read_text().splitlines()
     return float(json.loads(rows[0])["loss"])
 
@@ -109,7 +109,7 @@ def test_going_on_needs_the_same_start_but_not_its_folder(pool: Pool, tmp_path: 
     common = ("checkpoint.every=1", f"output.folder={tmp_path / 'run'}", "learning_rate.schedule=constant")
     begun = run_from(f"hf:{folder}", "dp=2", *common)
     prepare_folder(begun)
-    pool.run("tests.train.cases:train_rank", (begun,), ranks=2)
+    pool.run("tests.training.cases:train_rank", (begun,), ranks=2)
     longer = run_from(f"hf:{folder}", "tp=2", *common, "training.steps=3")
     with pytest.raises(UserError, match=r"training\.start_from= is not hf:"):
         prepare_folder(run_from(f"hf:{folder}", "tp=2", *common, "training.start_from="))
@@ -117,7 +117,7 @@ def test_going_on_needs_the_same_start_but_not_its_folder(pool: Pool, tmp_path: 
     shutil.rmtree(folder)
     assert checked(longer) == []
     prepare_folder(longer)
-    pool.run("tests.train.cases:train_rank", (longer,), ranks=2)
+    pool.run("tests.training.cases:train_rank", (longer,), ranks=2)
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
     with pytest.raises(UserError, match="is no folder"):
         checked(longer, overwrite=True)

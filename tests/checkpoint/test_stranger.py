@@ -19,7 +19,7 @@ from cuboid.checkpoint.verify import damages, verify
 from cuboid.cli.main import main
 from cuboid.errors import UserError
 from cuboid.parallel.parallelize import build_engine
-from cuboid.train.optimizer import Optimizer
+from cuboid.training.optimizer import Optimizer
 from tests.checkpoint.jobs import CPU, SMALL
 from tests.parallel.cases import small_run
 

@@ -15,12 +15,12 @@ from cuboid.cli.main import main
 from cuboid.launch.pool import Pool
 from cuboid.resilience.bad_steps import bad_steps
 from cuboid.spec.run import Run
-from cuboid.train.folder import prepare_folder
-from cuboid.verify.replay import Logged, Seen, judge
+from cuboid.training.folder import prepare_folder
+from cuboid.verification.replay import Logged, Seen, judge
 from tests.cli.command import environment
 from tests.launch.ports import free_port
-from tests.train.cases import short_run
-from tests.train.test_bad_steps import FIELDS
+from tests.training.cases import short_run
+from tests.training.test_bad_steps import FIELDS
 
 
 def replay(capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str) -> dict[str, Any]:
@@ -42,7 +42,7 @@ def prepared(folder: Path, *fields: str) -> Run:
 
 def test_a_fault_that_passed_and_a_good_step(tmp_path: Path, pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
     run = prepared(tmp_path)
-    pool.run("tests.train.bad_step_jobs:train_poisoned", (run, frozenset({7}), 2), ranks=4)
+    pool.run("tests.training.bad_step_jobs:train_poisoned", (run, frozenset({7}), 2), ranks=4)
     before = contents(tmp_path)
     bad = replay(capsys, tmp_path, "--step", "8")
     assert (bad["cause"], bad["repeatable"], bad["matches"], bad["from_step"]) == ("passing", True, False, 6)
@@ -68,7 +68,7 @@ def test_bad_data_is_bad_on_every_layout(tmp_path: Path, pool: Pool, capsys: pyt
     """A learning rate that is too high makes spikes of some steps, whose updates are skipped."""
     spikes = ("resilience.spike_score=1", "resilience.spike_window=4", "resilience.most_bad_steps=100")
     run = prepared(tmp_path, *spikes, "learning_rate.peak=0.05")
-    pool.run("tests.train.cases:train_rank", (run,), ranks=4)
+    pool.run("tests.training.cases:train_rank", (run,), ranks=4)
     told = bad_steps(tmp_path)[-1]
     same = replay(capsys, tmp_path, "--step", str(told["step"]))
     assert (same["cause"], same["identical"], same["logged"]["loss"]) == ("data", True, told["loss"])

@@ -15,7 +15,7 @@ import pytest
 from cuboid.launch.pool import Pool
 from cuboid.schedule.make import make_schedule
 from cuboid.spec.run import build_run, load_run
-from cuboid.train.folder import prepare_folder
+from cuboid.training.folder import prepare_folder
 from tests.cli.command import SHORT, Training, rows, run, train
 
 
@@ -117,12 +117,12 @@ def test_joins_the_ranks_of_torchrun(tmp_path: Path, pool: Pool) -> None:
     fields = [*SHORT, f"output.folder={tmp_path / 'started'}", "checkpoint.every=3"]
     started = build_run({"model": "tiny-llama", "layout": "pp=2"}, fields)
     prepare_folder(started)
-    pool.run("tests.train.cases:train_rank", (started,), ranks=2)
+    pool.run("tests.training.cases:train_rank", (started,), ranks=2)
     shutil.copytree(tmp_path / "started", tmp_path / "beside")
     longer = [*SHORT, "training.steps=4", f"output.folder={tmp_path / 'beside'}"]
     beside = build_run({"model": "tiny-llama", "layout": "dp=2"}, longer)
     prepare_folder(beside)
-    alone = pool.run("tests.train.cases:train_rank", (beside,), ranks=2)
+    alone = pool.run("tests.training.cases:train_rank", (beside,), ranks=2)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     joined = run([*launcher, *train("--layout", "dp=2", *here, fields=[*SHORT, "training.steps=4"])], tmp_path)
     assert joined.returncode == 0, joined.stderr

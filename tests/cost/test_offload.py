@@ -12,7 +12,7 @@ from cuboid.cost.memory import memory_by_rank
 from cuboid.cost.offload import host_bytes, optimizer_time
 from cuboid.cost.sharding import RankParameters
 from cuboid.spec.model import load_model
-from cuboid.train.offload import LOAD, SLOTS
+from cuboid.training.offload import LOAD, SLOTS
 
 BARE = Engine(name="test", optimizer_bytes=10.0)
 STREAMED = replace(BARE, offload_elements=3e6)

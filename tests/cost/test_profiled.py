@@ -10,8 +10,8 @@ from cuboid.cost.estimate import Machine, estimate
 from cuboid.cost.inputs import Jobs, Shape, number
 from cuboid.cost.layers import hop
 from cuboid.cost.profiled import slowed
-from cuboid.plan.choose import predict
-from cuboid.plan.question import Question
+from cuboid.planning.choose import predict
+from cuboid.planning.question import Question
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model

@@ -12,7 +12,7 @@ from cuboid.generate.target import find_target
 from cuboid.launch.pool import Pool
 from cuboid.spec.generation import GenerationSpec, SamplingSpec, parse_layout
 from cuboid.spec.run import build_run
-from cuboid.train.folder import prepare_folder
+from cuboid.training.folder import prepare_folder
 from tests.generate.jobs import together
 from tests.generate.test_equality import END, requests, theirs
 
@@ -31,7 +31,7 @@ def test_a_checkpoint_of_one_layout_generates_on_another(pool: Pool, tmp_path: P
         }
     )
     prepare_folder(run)
-    pool.run("tests.train.cases:train_rank", (run,), ranks=4)
+    pool.run("tests.training.cases:train_rank", (run,), ranks=4)
     target = find_target(str(tmp_path / "run"))
     assert target.words.ends == (END,)
     assert target.words.decode(target.words.encode("né")) == "né"

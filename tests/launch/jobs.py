@@ -17,7 +17,7 @@ from cuboid.launch.rank import Binding, bind_to
 from cuboid.resilience.faults import VARIABLE, arm
 from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import HEARTBEAT
-from cuboid.verify.compare import verify_rank
+from cuboid.verification.compare import verify_rank
 
 
 def describe(rank: int, word: str) -> tuple[int, str, bool]:

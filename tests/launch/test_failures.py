@@ -9,7 +9,7 @@ from cuboid.errors import RankError, UserError
 from cuboid.launch import rank
 from cuboid.launch.supervisor import _explain_failure
 from cuboid.resilience.preemption import Listener
-from tests.train.cases import short_run
+from tests.training.cases import short_run
 
 ADVICE = (
     "\n\nTip: to see more, set a flag.\nTraceback (most recent call last):\n  of something else\nworkaround examples."

@@ -22,12 +22,12 @@ from cuboid.model.transformer import Transformer
 from cuboid.parallel.parallelize import build_engine, draw_weights
 from cuboid.parallel.split_backward import Deferral
 from cuboid.parallel.stage import Segment
-from cuboid.plan import collectives as exchanges
+from cuboid.planning import collectives as exchanges
 from cuboid.spec.run import Run
-from cuboid.train.evaluate import evaluate
-from cuboid.train.layer_norms import LayerNorms
-from cuboid.train.optimizer import Optimizer
-from cuboid.train.step import start_step, train_step
+from cuboid.training.evaluate import evaluate
+from cuboid.training.layer_norms import LayerNorms
+from cuboid.training.optimizer import Optimizer
+from cuboid.training.step import start_step, train_step
 
 CPU = torch.device("cpu")
 
@@ -43,7 +43,7 @@ def small_run(layout: str, *overrides: str, model: str = "tiny-llama", micro_bat
 
 
 def verdict(pool: Pool, run: Run) -> dict[str, Any]:
-    result = pool.run("cuboid.verify.compare:verify_rank", (run,), ranks=run.layout.world_size)[0]
+    result = pool.run("cuboid.verification.compare:verify_rank", (run,), ranks=run.layout.world_size)[0]
     assert isinstance(result, dict)
     return result
 

@@ -16,9 +16,9 @@ from cuboid.parallel.dualpipe_pair import DualPipePair
 from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run
 from cuboid.telemetry.profiler_regions import REGIONS
-from cuboid.train.cuda_graphs import CapturedPasses
-from cuboid.train.optimizer import Optimizer
-from cuboid.train.step import compute_gradients, run_passes, train_step
+from cuboid.training.cuda_graphs import CapturedPasses
+from cuboid.training.optimizer import Optimizer
+from cuboid.training.step import compute_gradients, run_passes, train_step
 
 CPU = torch.device("cpu")
 

@@ -6,8 +6,8 @@ from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.parallel.parallelize import Engine, build_engine
 from cuboid.spec.run import Run
-from cuboid.train.optimizer import Optimizer
-from cuboid.train.step import train_step
+from cuboid.training.optimizer import Optimizer
+from cuboid.training.step import train_step
 from tests.parallel.cases import CPU
 
 Steps = list[tuple[float, float, float, int]]

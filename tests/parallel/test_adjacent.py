@@ -5,8 +5,8 @@ import torch
 from cuboid.kernels.adjacent import follows, in_runs, together
 from cuboid.launch.pool import Pool
 from cuboid.parallel.parallelize import build_engine
-from cuboid.train.adamw import Elements
-from cuboid.train.optimizer import ResidentState
+from cuboid.training.adamw import Elements
+from cuboid.training.optimizer import ResidentState
 from tests.parallel.cases import small_run
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from cuboid.launch.pool import Pool
-from cuboid.plan.collectives import predicted_ledger, unforeseen
+from cuboid.planning.collectives import predicted_ledger, unforeseen
 from cuboid.spec.model import load_model
 from cuboid.spec.parameters import units
 from cuboid.spec.partition import partition

@@ -89,10 +89,12 @@ def test_a_chain_of_layouts_keeps_what_balances_experts(pool: Pool, tmp_path: ob
         for layout in layouts
     ]
     losses = [
-        pool.run("cuboid.verify.resume:train_leg", (run, str(tmp_path), step, step + 1), ranks=run.layout.world_size)[0]
+        pool.run(
+            "cuboid.verification.resume:train_leg", (run, str(tmp_path), step, step + 1), ranks=run.layout.world_size
+        )[0]
         for step, run in enumerate(runs)
     ]
-    verdict = pool.run("cuboid.verify.resume:judge_chain", (runs, str(tmp_path), losses), ranks=1)[0]
+    verdict = pool.run("cuboid.verification.resume:judge_chain", (runs, str(tmp_path), losses), ranks=1)[0]
     assert verdict["passed"], verdict
 
 

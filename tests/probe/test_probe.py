@@ -10,7 +10,7 @@ import pytest
 from cuboid.cli.main import main
 from cuboid.errors import UserError
 from cuboid.launch.rendezvous import serve_store
-from cuboid.plan.question import Question
+from cuboid.planning.question import Question
 from cuboid.probe.hosts import MARK, Meeting, _meet, interface_to, is_here, parse_rendezvous
 from cuboid.probe.profile import catalog_name, dump_profile, make_cluster
 from cuboid.probe.samples import Sample

@@ -13,9 +13,9 @@ from cuboid.data.source import make_source
 from cuboid.parallel.parallelize import build_engine
 from cuboid.schedule.simulate import StageCosts
 from cuboid.spec.run import Run
-from cuboid.train.metrics import Metrics
-from cuboid.train.optimizer import Optimizer
-from cuboid.train.step import train_step
+from cuboid.training.metrics import Metrics
+from cuboid.training.optimizer import Optimizer
+from cuboid.training.step import train_step
 
 STEPS = 4
 COSTS = StageCosts(forward=(0.04, 0.08, 0.04), input_backward=(0.05, 0.1, 0.05), weight_backward=(0.05, 0.1, 0.05))

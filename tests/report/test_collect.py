@@ -12,10 +12,10 @@ import pytest
 
 from cuboid.cli.main import main
 from cuboid.errors import UserError
-from cuboid.plan.choose import plans
-from cuboid.plan.collectives import predicted_ledger
-from cuboid.plan.plan import dump_plan
-from cuboid.plan.question import Question
+from cuboid.planning.choose import plans
+from cuboid.planning.collectives import predicted_ledger
+from cuboid.planning.plan import dump_plan
+from cuboid.planning.question import Question
 from cuboid.probe.rehearsal import rehearse
 from cuboid.report.collect import collect
 from cuboid.report.experts import experts

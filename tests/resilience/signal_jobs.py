@@ -10,7 +10,7 @@ import torch
 
 from cuboid.resilience.preemption import Listener
 from cuboid.spec.run import Run
-from cuboid.train.trainer import Outcome, train
+from cuboid.training.trainer import Outcome, train
 
 
 def train_signalled(rank: int, run: Run, target: int, call: int) -> tuple[Outcome, int]:

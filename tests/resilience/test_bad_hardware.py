@@ -9,7 +9,7 @@ from cuboid.launch.pool import Pool
 from cuboid.resilience.bad_steps import bad_steps
 from cuboid.resilience.goodput import failures
 from tests.cli.command import SHORT, rows, run, train
-from tests.train.cases import short_run
+from tests.training.cases import short_run
 
 LAYOUT = "dp=3"
 
@@ -43,6 +43,6 @@ def test_a_flipped_bit_a_gradient_that_is_none_and_a_preemption(tmp_path: Path, 
 
     plain = ("learning_rate.peak=3e-4", "learning_rate.warmup_steps=0")
     clean = short_run(LAYOUT, str(tmp_path / "clean"), *fields, *plain)
-    pool.run("tests.train.bad_step_jobs:train_without", (clean, [7]), ranks=3)
+    pool.run("tests.training.bad_step_jobs:train_without", (clean, [7]), ranks=3)
     found, expected = ([row["loss"] for row in rows(path / "metrics.jsonl")] for path in (folder, tmp_path / "clean"))
     assert found == expected and len(found) == 12

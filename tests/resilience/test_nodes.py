@@ -118,7 +118,7 @@ def test_a_job_survives_its_nodes(tmp_path: Path, pool: Pool, jobs: list[Job]) -
     assert [row["step"] for row in survived] == list(range(1, len(survived) + 1))
     alone = tmp_path / "alone"
     fields = [*SHORT, *FIELDS, "checkpoint.every=0", f"training.steps={len(survived)}", f"output.folder={alone}"]
-    pool.run("tests.train.cases:train_rank", (build_run({"model": "tiny-llama"}, fields),), ranks=1)
+    pool.run("tests.training.cases:train_rank", (build_run({"model": "tiny-llama"}, fields),), ranks=1)
     for row, whole in zip(survived, rows(alone / "metrics.jsonl"), strict=True):
         assert row["loss"] == pytest.approx(whole["loss"], rel=1e-9)
 

@@ -15,9 +15,9 @@ import pytest
 from cuboid.launch.pool import Pool
 from cuboid.resilience.goodput import failures
 from cuboid.spec.run import Run
-from cuboid.train.trainer import Outcome
+from cuboid.training.trainer import Outcome
 from tests.cli.command import SHORT, Training, environment, rows, train
-from tests.train.cases import short_run
+from tests.training.cases import short_run
 
 LAYOUT = "dp=2,pp=2"
 
@@ -40,7 +40,7 @@ def _trained(folder: Path, *fields: str) -> Run:
 def test_a_signal_in_every_phase_changes_no_number(tmp_path: Path, pool: Pool) -> None:
     """Each attempt is sent one signal later than the one before: in set-up, first step, steps, evaluations, saves."""
     undisturbed = _trained(tmp_path / "undisturbed", "training.steps=12")
-    pool.run("tests.train.cases:train_rank", (undisturbed,), ranks=4)
+    pool.run("tests.training.cases:train_rank", (undisturbed,), ranks=4)
     folder = tmp_path / "signalled"
     disturbed, done, call = _trained(folder, "training.steps=12", "checkpoint.every=3"), 0, 0
     while done < 12:
@@ -72,7 +72,7 @@ def test_signals_to_the_command_and_to_the_whole_group(tmp_path: Path, pool: Poo
     assert not failures(tmp_path / "runs/default")
     plain = (*SHORT, *fields, "learning_rate.peak=3e-4", "learning_rate.warmup_steps=0")
     for folder in (tmp_path / "runs/default", tmp_path / "whole"):  # the one continues, the other begins
-        pool.run("tests.train.cases:train_rank", (short_run(LAYOUT, str(folder), *plain),), ranks=4)
+        pool.run("tests.training.cases:train_rank", (short_run(LAYOUT, str(folder), *plain),), ranks=4)
     assert losses(tmp_path / "runs/default") == losses(tmp_path / "whole")
 
 

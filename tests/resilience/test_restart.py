@@ -35,7 +35,7 @@ def test_a_killed_rank_costs_a_restart_and_changes_no_number(tmp_path: Path, poo
     killed = [row["loss"] for row in rows(folder / "metrics.jsonl")]
     fields = [*SHORT, *FIELDS, f"training.steps={len(killed)}", f"output.folder={tmp_path / 'unharmed'}"]
     unharmed = build_run({"model": "tiny-llama", "layout": "dp=2,pp=2"}, fields)
-    pool.run("tests.train.cases:train_rank", (unharmed,), ranks=4)
+    pool.run("tests.training.cases:train_rank", (unharmed,), ranks=4)
     assert killed == [row["loss"] for row in rows(tmp_path / "unharmed/metrics.jsonl")]
     (noted,) = failures(folder)
     assert noted.restarted and noted.checkpoint in range(2, len(killed), 2)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cuboid.errors import UserError
-from cuboid.plan.plan import planned_cluster
+from cuboid.planning.plan import planned_cluster
 from cuboid.resilience.goodput import measured
 from cuboid.resilience.replan import Replanner
 from cuboid.spec.run import ResilienceSpec, Run, dump_run

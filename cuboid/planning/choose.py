@@ -1,0 +1,235 @@
+"""From a question to plans: search in closed form, simulate the finalists, say why the first one is first."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from cuboid.cost.flops import model_flops_per_token
+from cuboid.cost.inputs import Shape
+from cuboid.errors import UserError
+from cuboid.planning.bounds import least_seconds
+from cuboid.planning.budget import fitted, may_mix
+from cuboid.planning.ceiling import doubt
+from cuboid.planning.plan import GIB, Plan, make_plan, with_notes
+from cuboid.planning.problems import explain_nothing
+from cuboid.planning.question import DEFAULT_SHARE, Question
+from cuboid.planning.reasons import reasons
+from cuboid.planning.refine import Refined, actions, refine
+from cuboid.planning.score import Scores, score
+from cuboid.planning.search import search
+from cuboid.planning.sizes import every_size, resized, rounder_sizes, sizes
+from cuboid.planning.space import DEGREES, Space, shapes
+from cuboid.planning.traffic import bound, moved
+from cuboid.spec.fitting import check
+from cuboid.spec.layout import Layout
+
+SCORED = 32
+"""Best different layouts in closed form, from which finalists are taken."""
+FINALISTS = 8
+SLOWER = 1.5
+"""How many times the fastest step one may take that is chosen for its memory."""
+NOT_FASTER = 0.9
+"""Least share of one accelerator's time for the whole batch that many take together."""
+BUDGET = 40_000
+"""Actions of schedules simulated in all: what keeps an answer within a second."""
+
+
+def plans(question: Question, *, top: int = 5, objective: str = "time") -> list[Plan]:
+    """The best plan for the whole cluster, with reasons, and others, best first: the best without its
+    pipeline, the best without its tensor parallelism, and those that come next."""
+    world_size = question.cluster.accelerators
+    keep = max(SCORED, 4 * top)
+    scores = search(question, world_size, keep=keep, distinct=True)
+    if objective == "memory" and len(scores.space):
+        slowest = SLOWER * float(scores.seconds[0])
+        scores = search(question, world_size, keep=keep, objective=objective, distinct=True, slowest=slowest)
+    if not len(scores.space):
+        raise explain_nothing(question)
+    found = [planned(question, entry) for entry in finalists(question, scores, top, objective)]
+    if not found:
+        raise explain_nothing(question)
+
+    def order(plan: Plan) -> tuple[float, float]:
+        return (plan.peak, plan.seconds) if objective == "memory" else (plan.seconds, plan.peak)
+
+    first, *others = sorted(found, key=order)
+    if objective == "time":
+        without = [plan for plan in _without(question, first) if order(plan) >= order(first)]
+        without = sorted(without, key=order)[: top // 2]
+        others = [plan for plan in others if all(plan.layout != other.layout for other in without)]
+        others = sorted([*without, *others[: max(top - 1, 2) - len(without)]], key=order)
+    notes = [*warnings(first), *(idle_advice(first) if objective == "time" else [])]
+    return [with_notes(first, reasons(first), notes, others[: max(top - 1, 2)]), *others[: top - 1]]
+
+
+def _without(question: Question, best: Plan) -> Iterator[Plan]:
+    """The best plans that do without the pipeline or the tensor parallelism of another."""
+    fixed = question.fixed
+    for name in ("pp", "tp"):
+        if getattr(best.layout, name) == 1 or fixed.keys() & {name, "schedule", "vpp", "sequence_parallel"}:
+            continue
+        other = replace(question, fixed={**fixed, name: 1})
+        scores = search(other, question.cluster.accelerators, keep=1, slowest=2 * best.seconds, mixes=False)
+        if len(scores.space):
+            entry = refine(other, scores, 0)
+            if entry.peak <= question.limit:
+                yield planned(question, entry)
+
+
+def idle_advice(plan: Plan) -> list[str]:
+    """A sentence where a part of the cluster is faster than all of it, as where the batch does not divide over all."""
+    best = fastest_part(plan)
+    if best is None:
+        return []
+    used, whole = best.layout.world_size, plan.layout.world_size
+    return [
+        f"{used} of the {whole} accelerators are faster: {best.layout} takes {best.seconds:.4g} s a step instead of "
+        f"{plan.seconds:.4g}; leave {whole - used} idle, or use a global batch that divides over them"
+    ]
+
+
+def fastest_part(plan: Plan) -> Plan | None:
+    """The plan of a smaller part of the cluster that is faster, where there is one."""
+    question, best = plan.question, None
+    if {"dp", "tp", "pp"} <= question.fixed.keys():
+        return None
+    work = NOT_FASTER * _work(question)
+    candidates = rounder_sizes(question.cluster, question.global_batch)
+    sooner: list[tuple[float, Question]] = []
+    for accelerators in candidates[:20] if plan.layout.world_size <= 1024 else candidates[:1]:
+        if work / accelerators > plan.seconds:
+            break
+        smaller = resized(question, accelerators)
+        # The simulation of what is best in closed form may be faster or slower by a few percent.
+        scores = search(smaller, accelerators, keep=1, slowest=1.05 * plan.seconds)
+        sooner += [(float(scores.seconds[0]), smaller)] if len(scores.space) else []
+    for _, smaller in sorted(sooner, key=lambda each: each[0])[:2]:
+        scores = search(smaller, smaller.cluster.accelerators, keep=SCORED, distinct=True, slowest=1.05 * plan.seconds)
+        for entry in finalists(smaller, scores, 1):
+            part = planned(smaller, entry)
+            if part.seconds < min(0.99 * plan.seconds, best.seconds if best else float("inf")):
+                best = part
+    return best
+
+
+def finalists(question: Question, scores: Scores, top: int, objective: str = "time") -> list[Refined]:
+    """Different layouts, simulated; those that turn out too full recompute more, or are replaced by the next."""
+    found: list[Refined] = []
+    spent = 0
+    for index in _different(scores):
+        layout = scores.space.layout(index)
+        cost = actions(layout, question.global_batch)
+        if len(found) >= top and (len(found) >= max(FINALISTS, top + 3) or spent + cost > BUDGET):
+            break
+        entry = refine(question, scores, index)
+        if may_mix(question, objective):
+            entry = fitted(question, entry)
+        spent += cost
+        if entry.peak <= question.limit:
+            found.append(entry)
+    return found
+
+
+def _different(scores: Scores) -> Iterator[int]:
+    """Positions, best first, but no more than three schedules for the same ranks and micro-batch before all others."""
+    seen: Counter[tuple[int, ...]] = Counter()
+    later = []
+    degrees = np.stack([scores.space.columns[name] for name in DEGREES], axis=1)
+    for index, row in enumerate(degrees.tolist()):
+        seen[tuple(row)] += 1
+        if seen[tuple(row)] > 3:
+            later.append(index)
+        else:
+            yield index
+    yield from later
+
+
+def predict(question: Question, layout: Layout) -> Plan:
+    """The plan of one given layout, whether or not it fits."""
+    check(layout, question.model, global_batch=question.global_batch, sequence=question.sequence)
+    scores = score(question, Space.of([layout], question))
+    found = planned(question, refine(question, scores, 0))
+    return with_notes(found, reasons(found), warnings(found), [])
+
+
+def planned(question: Question, refined: Refined) -> Plan:
+    """A finalist as a plan. Where the closed forms of the cost model say less than the links alone need for what the
+    engine will send, by its own count, the links are right."""
+    per_token = float(model_flops_per_token(Shape.of(question.model), np.array(question.sequence)))
+    plan = make_plan(question, refined, 0.0)
+    if question.profile.own_exchanges and not question.untrainable(plan.layout):
+        missing = max(bound(moved(plan)) - plan.seconds, 0.0)
+        plan = replace(plan, parts={**plan.parts, "data": plan.parts["data"] + missing})
+    peak = question.machine.chip.peak["float32" if question.precision == "float32" else "bf16"]
+    return replace(plan, utilization=plan.tokens * per_token / peak)
+
+
+def warnings(plan: Plan) -> list[str]:
+    """What the user should know before believing or starting the plan."""
+    question = plan.question
+    found = [doubt(question.cluster.accelerator, question.cost_precision, plan.utilization, question.precision)]
+    if plan.share > 1:
+        found.append(f"the fullest rank would hold {plan.share:.0%} of its memory: this plan does not fit")
+    elif plan.share > DEFAULT_SHARE:
+        found.append(f"the fullest rank holds {plan.share:.0%} of its memory; above 95 % fragmentation may end the run")
+    if plan.host_memory > question.host_limit:
+        found.append(
+            f"offload=true needs {plan.host_memory / GIB:.1f} GiB of host memory a rank, and "
+            f"host_memory_gib={question.cluster.host_memory_gib:g} of {question.cluster.accelerators_per_node} ranks "
+            "is too little: this plan does not fit"
+        )
+    untrainable = question.untrainable(plan.layout)
+    if untrainable:
+        found.append(f"Cuboid's engine cannot train this plan yet: {untrainable}")
+    elif reason := question.lacks_fp8(plan.layout):
+        found.append(f"Cuboid's engine trains this plan in bf16, not in fp8: {reason}")
+    return [sentence for sentence in found if sentence]
+
+
+def cheapest(question: Question, *, top: int = 5) -> list[Plan]:
+    """The plans that take the least accelerator time per token, on any part of the cluster."""
+    best = None
+    for accelerators in sizes(question.cluster):
+        smaller = resized(question, accelerators)
+        scores = search(smaller, accelerators, keep=1)
+        if len(scores.space):
+            cost = float(scores.seconds[0]) * accelerators
+            if best is None or cost < best[0]:
+                best = (cost, smaller)
+    if best is None:
+        raise explain_nothing(question)
+    return plans(best[1], top=top)
+
+
+def _work(question: Question) -> float:
+    """Seconds of a step on one accelerator with all the memory in the world: nearly as much as many take together."""
+    alone = resized(replace(question, memory_limit=float("inf"), fixed={}), 1)
+    return float(least_seconds(alone, shapes(alone, 1), context=False).min())
+
+
+def fewest(question: Question, *, tokens: float, days: float, top: int = 5) -> list[Plan]:
+    """The plans for the least accelerators that train so many tokens in so many days."""
+    steps = tokens / (question.global_batch * question.sequence)
+    seconds = days * 86400 / steps
+    work = NOT_FASTER * _work(question)
+    for accelerators in every_size(question.cluster):
+        if work / accelerators > seconds:
+            continue
+        smaller = resized(question, accelerators)
+        if len(search(smaller, accelerators, keep=1, slowest=seconds).space):
+            found = plans(smaller, top=top)
+            if found[0].seconds <= seconds:
+                return found
+    quickest = float("inf")
+    for accelerators in sizes(question.cluster):
+        smaller = resized(question, accelerators)
+        scores = search(smaller, accelerators, keep=1)
+        quickest = min([quickest, *map(float, scores.seconds)])
+    if quickest == float("inf"):
+        raise explain_nothing(question)
+    raise UserError(
+        f"days={days:g} is too short for tokens={tokens:.4g} on {question.cluster.name}; "
+        f"use days={steps * quickest / 86400:.4g} or more accelerators"
+    )

@@ -1,0 +1,233 @@
+"""`Plan`: a layout with what is predicted of it, kept in a run file that `cuboid train` takes as it is.
+
+layout = "dp=8,tp=8,pp=16,zero=1"
+[model] …
+[training] …
+[plan]                                # this file's part: what the run was planned for, and what was predicted
+cluster = "a100-80gx1024"
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from html import escape
+from math import ceil
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from cuboid.cost.errors import Seen, seen
+from cuboid.errors import UserError
+from cuboid.planning.question import Question
+from cuboid.planning.refine import Refined
+from cuboid.spec.cluster import ClusterSpec, load_cluster
+from cuboid.spec.coding import decode, encode
+from cuboid.spec.run import OutputSpec, Run, dump_run, load_run
+from cuboid.spec.training import TrainingSpec
+
+GIB = 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alternative:
+    """A layout that was not chosen."""
+
+    layout: str
+    step_seconds: float
+    memory_gib: float
+    parts: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Refined):
+    """A layout with what it is predicted to cost, what it was chosen for, and why."""
+
+    question: Question
+    utilization: float
+    """Model FLOPs over the 16-bit peak."""
+    reasons: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+    train_tokens: float = field(default=0.0, compare=False)
+    """Tokens to train on; 0: nobody said."""
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        rows = {
+            "model": self.question.model.name,
+            "cluster": self.question.cluster.name,
+            "layout": str(self.layout),
+            "step": f"{self.seconds:.3f} s",
+            "tokens/s a GPU": f"{self.tokens:,.0f}",
+            "MFU": f"{self.utilization:.1%}",
+            "memory of the fullest rank": f"{self.peak / GIB:.1f} GiB, {self.share:.0%}",
+            "bubble": f"{self.bubble:.1%}",
+        }
+        cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in rows.items())
+        reasons = "".join(f"<li>{escape(reason)}</li>" for reason in (*self.reasons, *self.warnings))
+        return f"<table>{cells}</table><ul>{reasons}</ul>"
+
+    @property
+    def share(self) -> float:
+        """The fullest rank's share of its accelerator's memory."""
+        return self.peak / (self.question.cluster.memory_gib * GIB)
+
+    @property
+    def tokens(self) -> float:
+        """Tokens per second and accelerator."""
+        question = self.question
+        return question.global_batch * question.sequence / (self.seconds * self.layout.world_size)
+
+    @property
+    def error(self) -> Seen | None:
+        """How far predictions were off on published runs like this."""
+        question = self.question
+        return seen(
+            question.engine, question.cluster.accelerator, question.model.mixture is not None, self.layout.world_size
+        )
+
+    def days(self, tokens: float) -> float:
+        """Days to train on so many tokens."""
+        return tokens / (self.tokens * self.layout.world_size) / 86400
+
+    @property
+    def hours(self) -> float:
+        """Accelerator-hours per billion tokens: what a training costs."""
+        return 1e9 / self.tokens / 3600
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches each replica runs per step."""
+        return self.question.global_batch // (self.layout.dp * self.layout.micro_batch)
+
+    @property
+    def run(self) -> Run:
+        """What `cuboid train` does with the plan."""
+        question = self.question
+        trained = "bf16" if question.lacks_fp8(self.layout) else question.precision
+        training = TrainingSpec(
+            global_batch=question.global_batch,
+            sequence=question.sequence,
+            precision=cast(Literal["bf16", "fp16", "fp8", "float32"], trained),
+        )
+        if self.train_tokens:
+            training = replace(training, steps=ceil(self.train_tokens / (question.global_batch * question.sequence)))
+        output = OutputSpec(folder=f"runs/{question.model.name}")
+        return Run(model=question.model, layout=self.layout, training=training, output=output, plan=_table(self))
+
+
+def dump_plan(plan: Plan) -> str:
+    """The run file with the plan in it, headed by what the planner did not choose."""
+    return "".join(f"# {line}\n" for line in to_choose(plan.run)) + dump_run(plan.run)
+
+
+def to_choose(run: Run) -> list[str]:
+    """What a person decides before training: these values are only defaults."""
+    return [
+        f"Choose before you train: data.source (now {run.data.source}), training.steps (now {run.training.steps:,}), "
+        f"learning_rate.peak (now {run.learning_rate.peak:g}),",
+        f"learning_rate.warmup_steps (now {run.learning_rate.warmup_steps}), when to save ([checkpoint]) and "
+        f"output.folder (now {run.output.folder}).",
+    ]
+
+
+def load_plan(path: str | Path) -> Plan:
+    """The plan in a run file; a training that the user changed since keeps its own fields."""
+    run = load_run(path)
+    if not run.plan:
+        raise UserError(f"{path} has no [plan] section; write one with cuboid plan MODEL CLUSTER -o plan.toml")
+    return plan_of(run, str(path))
+
+
+def plan_of(run: Run, where: str = "plan") -> Plan:
+    """The plan a run carries."""
+    table = run.plan
+    try:
+        question = Question(
+            model=run.model,
+            cluster=_cluster(table["cluster"]),
+            global_batch=run.training.global_batch,
+            sequence=run.training.sequence,
+            precision=cast(str, table["precision"]),
+            engine=cast(str, table["engine"]),
+        )
+        rows = cast(list[dict[str, float]], table["memory"])
+        return Plan(
+            question=question,
+            layout=run.layout,
+            layers=tuple(cast(list[int], table["layers"])),
+            parts=dict(cast(dict[str, float], table["step"])),
+            memory=tuple({name: value for name, value in row.items() if name != "rank"} for row in rows),
+            bubble=cast(float, table["bubble"]),
+            host_memory=GIB * cast(float, table.get("host_memory_gib", 0.0)),
+            utilization=cast(float, table["mfu"]),
+            train_tokens=float(run.training.steps * run.training.global_batch * run.training.sequence),
+            reasons=tuple(cast(list[str], table.get("reasons", []))),
+            warnings=tuple(cast(list[str], table.get("warnings", []))),
+            alternatives=tuple(
+                decode(Alternative, entry, "plan.alternatives")
+                for entry in cast(list[dict[str, Any]], table.get("alternatives", []))
+            ),
+        )
+    except KeyError as missing:
+        raise UserError(f"{where} lacks plan.{missing.args[0]}; write it anew with cuboid plan … -o") from None
+    except (TypeError, AttributeError):
+        raise UserError(f"{where} has a broken [plan] section; write it anew with cuboid plan … -o") from None
+
+
+def make_plan(question: Question, refined: Refined, utilization: float) -> Plan:
+    """A plan without its reasons."""
+    return Plan(question=question, utilization=utilization, **vars(refined))
+
+
+def as_alternative(plan: Plan) -> Alternative:
+    """A plan as the other plan that was not chosen."""
+    memory = round(plan.peak / GIB, 3)
+    return Alternative(layout=str(plan.layout), step_seconds=plan.seconds, memory_gib=memory, parts=dict(plan.parts))
+
+
+def with_notes(plan: Plan, reasons: list[str], warnings: list[str], others: list[Plan]) -> Plan:
+    """The plan with why it was chosen and over what."""
+    alternatives = tuple(as_alternative(other) for other in others)
+    return replace(plan, reasons=tuple(reasons), warnings=tuple(warnings), alternatives=alternatives)
+
+
+def _table(plan: Plan) -> dict[str, object]:
+    question = plan.question
+    return {
+        "cluster": _cluster_entry(question.cluster),
+        "engine": question.engine,
+        "precision": question.precision,
+        "step_seconds": plan.seconds,
+        "tokens_per_second_per_gpu": plan.tokens,
+        "mfu": plan.utilization,
+        "bubble": plan.bubble,
+        "memory_gib": plan.peak / GIB,
+        "memory_share": plan.share,
+        "host_memory_gib": plan.host_memory / GIB,
+        "layers": list(plan.layers),
+        "reasons": list(plan.reasons),
+        "warnings": list(plan.warnings),
+        "step": dict(plan.parts),
+        "memory": [{"rank": rank, **row} for rank, row in enumerate(plan.memory)],
+        "alternatives": [encode(entry) for entry in plan.alternatives],
+    }
+
+
+def _cluster_entry(cluster: ClusterSpec) -> object:
+    """The cluster's name where that says it all, else everything."""
+    try:
+        if load_cluster(cluster.name) == cluster:
+            return cluster.name
+    except UserError:
+        pass  # described by a file of its own
+    return {**encode(cluster), "tiers": [encode(tier) for tier in cluster.tiers]}
+
+
+def planned_cluster(run: Run) -> ClusterSpec | None:
+    """What a run was planned for; None where no planner wrote it."""
+    return _cluster(run.plan["cluster"]) if "cluster" in run.plan else None
+
+
+def _cluster(entry: object) -> ClusterSpec:
+    if isinstance(entry, Mapping):
+        return decode(ClusterSpec, entry, "plan.cluster")
+    return load_cluster(str(entry))

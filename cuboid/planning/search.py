@@ -1,0 +1,160 @@
+"""The best layouts of a space: every layout is looked at, or proved to be worse than those returned.
+
+Shapes (how ranks and batch are divided) come in the order of the seconds that none of their layouts undercuts, some at
+a time, until no shape left can be among the best. Of these, first all layouts with the schedule that needs the least
+memory. What does not fit even so is out, whatever its schedule; what would be too slow even without any bubble and with
+perfectly even stages is out too. The rest is tried with every schedule, and with no more layers recomputed than its
+memory asks for.
+"""
+
+import numpy as np
+
+from cuboid.cost.inputs import Array, Shape
+from cuboid.cost.memory import peak_memory
+from cuboid.cost.offload import host_bytes
+from cuboid.planning.bounds import least_memory, least_seconds
+from cuboid.planning.budget import PLACES, may_mix, mixable, mixed, promising
+from cuboid.planning.export.limits import sayable
+from cuboid.planning.question import Question
+from cuboid.planning.score import Scores, chunks, joined, score, score_all
+from cuboid.planning.space import PLAIN, Space, context_ways, scheduled, schedules, shapes, with_context, with_states
+
+FIRST, AT_ONCE = 4_000, 100_000
+"""Layouts looked at before anything is known of what is good, and together at most."""
+
+
+def search(
+    question: Question,
+    world_size: int,
+    *,
+    keep: int,
+    objective: str = "time",
+    distinct: bool = False,
+    slowest: float = float("inf"),
+    mixes: bool = True,
+) -> Scores:
+    """The `keep` best layouts that fit, best first; none when none fits.
+
+    `distinct`: of layouts with the same ranks, micro-batch and schedule only the best counts. `slowest`: seconds that a
+    step may take. `mixes`: also layouts that recompute some layers more than others."""
+    mixes = mixes and may_mix(question, objective)
+    every = shapes(question, world_size)
+    every = every.take(np.flatnonzero(least_memory(question, every) <= question.limit))
+    bound = np.concatenate([least_seconds(question, part, False) for part in chunks(every)])
+    order = np.argsort(bound, kind="stable")
+    sizes = np.cumsum(_sizes(question, every)[order])
+    best = score(question, every.take(order[:0]))
+    start, batch, limit = 0, 0, slowest
+    while start < len(order) and bound[order[start]] <= limit * (1 + 1e-8):
+        room = min(FIRST * 4**batch, AT_ONCE)
+        stop = max(int(np.searchsorted(sizes, (sizes[start - 1] if start else 0) + room)), start + 1)
+        found = _search_some(question, every.take(order[start:stop]), keep, objective, distinct, slowest, limit, mixes)
+        best = joined([best, found]).best(keep, objective, distinct)
+        if objective != "memory" and len(best.space) == keep:
+            limit = min(slowest, float(best.seconds[-1]))
+        start, batch = stop, batch + 1
+    return best
+
+
+def _sizes(question: Question, every: Space) -> Array:
+    """How many layouts each shape has, nearly."""
+    kinds = 12 if not {"zero", "recompute"} & question.fixed.keys() else 4
+    pairs = list(zip(every.columns["tp"].tolist(), every.columns["cp"].tolist(), strict=True))
+    ways = {pair: kinds * len(context_ways(question, *pair)) for pair in set(pairs)}
+    return np.array([ways[pair] for pair in pairs], dtype=np.float64)
+
+
+def _search_some(
+    question: Question,
+    some: Space,
+    keep: int,
+    objective: str,
+    distinct: bool,
+    slowest: float,
+    limit: float,
+    mixes: bool,
+) -> Scores:
+    """The best of some shapes. `limit`: seconds above which nothing is among the best of all."""
+    some = with_context(question, some)
+    if np.isfinite(limit):
+        least = np.concatenate([least_seconds(question, part, True) for part in chunks(some)])
+        some = some.take(np.flatnonzero(least <= limit * (1 + 1e-8)))
+    space, memory = _fitting(question, _sayable(question, with_states(question, some)))
+    if not len(space):
+        return score(question, space)
+    plain = score_all(question, space, memory)
+    best = plain.within(slowest).best(keep, objective, distinct)
+    reached = limit
+    good = np.ones(len(space), dtype=bool)
+    if _plain_allowed(question, space) and len(best.space) == keep:
+        reached = min(reached, float(best.seconds[-1]))
+    if objective == "memory":
+        if _plain_allowed(question, space) and len(best.space) == keep and not np.isfinite(slowest):
+            good = plain.memory <= best.memory[-1] * (1 + 1e-8)
+    else:
+        # A layout that is worse than so many others even at its best cannot be among those kept.
+        good = plain.even <= reached * (1 + 1e-8)
+    found = score_all(question, _scheduled(question, space.take(np.flatnonzero(good)))).within(slowest)
+    best = found.best(keep, objective, distinct)
+    if mixes:
+        best = _with_mixes(question, best, found, keep, distinct, limit)
+        others = ~good & promising(question, plain, min(_place(best, keep), limit))
+        found = score_all(question, scheduled(question, space.take(np.flatnonzero(others)))).within(slowest)
+        best = _with_mixes(question, best, found, keep, distinct, limit)
+    return best
+
+
+def _sayable(question: Question, space: Space) -> Space:
+    if not question.target:
+        return space
+    return space.take(np.flatnonzero(sayable(question.target, space.columns, space.global_batch, question.model)))
+
+
+def _scheduled(question: Question, space: Space) -> Space:
+    return _sayable(question, scheduled(question, space))
+
+
+def _with_mixes(question: Question, best: Scores, found: Scores, keep: int, distinct: bool, limit: float) -> Scores:
+    """The best with those of others that are faster with some of their layers recomputed."""
+    for bound, space in mixable(question, found, min(_place(best, keep), limit)):
+        if bound > min(_place(best, keep), limit):
+            break
+        best = joined([best, mixed(question, space)]).best(keep, "time", distinct)
+    return best
+
+
+def _place(best: Scores, keep: int) -> float:
+    """Seconds that a mix must undercut to be worth its place."""
+    count = min(keep, PLACES)
+    return float(best.seconds[count - 1]) if len(best.space) >= count else float("inf")
+
+
+def _fitting(question: Question, space: Space) -> tuple[Space, Array]:
+    """What fits under some schedule, and its memory under 1F1B; with the optimizer's state offloaded where it does not
+    without."""
+    memory = _least_memory(question, space)
+    fits = memory <= question.limit
+    found, held = space.take(np.flatnonzero(fits)), memory[fits]
+    if question.tries_offload and not fits.all():
+        away = space.take(np.flatnonzero(~fits)).offloaded()
+        memory = _least_memory(question, away)
+        fits = memory <= question.limit
+        found, held = found.joined(away.take(np.flatnonzero(fits))), np.concatenate([held, memory[fits]])
+    if not found.columns["offload"].any():
+        return found, held
+    room = host_bytes(Shape.of(question.model), found.jobs, question.profile) <= question.host_limit
+    return found.take(np.flatnonzero(room)), held[room]
+
+
+def _least_memory(question: Question, space: Space) -> Array:
+    """Bytes of the fullest rank under 1F1B, which no other schedule undercuts."""
+    if not len(space):
+        return np.zeros(0)
+    shape = Shape.of(question.model)
+    each = (np.broadcast_to(peak_memory(shape, part.jobs, question.profile), len(part)) for part in chunks(space))
+    return np.concatenate(list(each))
+
+
+def _plain_allowed(question: Question, space: Space) -> bool:
+    """Whether 1F1B is open to every number of pipeline ranks, so that its times bound those of the best schedule."""
+    return all((PLAIN, 1) in schedules(question, pp) for pp in space.pipelines)

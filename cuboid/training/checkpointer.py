@@ -1,0 +1,100 @@
+"""What a training keeps of its state, and continues from: checkpoints, copies in memory, the weights it began with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cuboid.checkpoint.memory.nodes import open_memory
+from cuboid.checkpoint.memory.restore import MemoryRestore
+from cuboid.checkpoint.memory.saver import MemorySaver
+from cuboid.checkpoint.resume import begin_anew, resume
+from cuboid.checkpoint.saver import Saver, SaveReport
+from cuboid.checkpoint.weights import start
+from cuboid.console import say
+from cuboid.parallel.coordination import open_coordination
+from cuboid.parallel.parallelize import Engine, draw_weights
+from cuboid.training.folder import checkpoint_folder, last_row
+from cuboid.training.optimizer import Optimizer
+
+
+class Checkpointer:
+    """Every rank makes one, which fills the engine, and calls the same methods in the same order."""
+
+    def __init__(self, engine: Engine, optimizer: Optimizer, rank: int, quiet: bool) -> None:
+        run = engine.run
+        self._engine, self._optimizer, self._quiet = engine, optimizer, quiet
+        self._folder = checkpoint_folder(run)
+        self._group = open_coordination(run.checkpoint.timeout_seconds)
+        nodes = open_memory(run, rank, self._group) if run.checkpoint.memory_every else None
+        self.found = self._resume(MemoryRestore(nodes, self._group, last_row(run)) if nodes else None)
+        """Steps done, as the run begins or continues."""
+        self.saver = Saver(engine, optimizer, self._folder, self._group) if run.checkpoint.every else None
+        self.copies = MemorySaver(engine, optimizer, nodes, quiet) if nodes else None
+        if not self.found:
+            self._begin()
+        self.saved = self.found
+        """Steps of the newest checkpoint."""
+        self.last_save = -1 if nodes else self.found  # what was found in memory may not be on disk
+        self.can_go_back = self.found > 0
+        self._longest_step = 0.0
+        self._warned = False
+
+    def _resume(self, in_memory: MemoryRestore | None = None) -> int:
+        return resume(self._engine, self._optimizer, self._folder, self._group, self._quiet, in_memory)
+
+    def _begin(self) -> None:
+        place = self._engine.run.training.start_from
+        if place:
+            start(self._engine, place, self._quiet)
+        else:
+            draw_weights(self._engine)
+
+    def go_back(self) -> int:
+        """To the newest checkpoint; the steps it has done."""
+        if self.copies is not None:
+            self.copies.take_back()
+        self.last_save = self._resume()
+        if not self.last_save:
+            begin_anew(self._engine, self._optimizer)
+            self._begin()
+        return self.last_save
+
+    def before_update(self) -> None:
+        for saver in (self.saver, self.copies):
+            if saver is not None:
+                saver.before_update()
+
+    def save(self, step: int) -> None:
+        assert self.saver is not None
+        self.last_save = step
+        self.saver.save(step)
+
+    def reports(self, step_seconds: float) -> list[SaveReport]:
+        """Of saves that ended since."""
+        self._longest_step = max(self._longest_step, step_seconds)
+        reports = self.saver.reports() if self.saver else []
+        self._note(reports)
+        return reports + (self.copies.reports() if self.copies else [])
+
+    def settle(self) -> tuple[list[SaveReport], bool]:
+        """Wait for what is being saved; whether all of it is."""
+        reports = self.saver.finish() if self.saver is not None else []
+        self._note(reports)
+        kept = not any(report.warning for report in reports)
+        return reports + (self.copies.finish() if self.copies is not None else []), kept
+
+    def _note(self, saves: Sequence[SaveReport]) -> None:
+        """What is saved, and whether it would be in time if the job were asked to stop."""
+        grace = self._engine.run.resilience.grace_seconds
+        for save in saves:
+            if not save.bytes:
+                continue
+            self.saved, self.can_go_back = save.step, True
+            needed = self._longest_step + save.stall_seconds + save.write_seconds
+            if needed > grace and not self._warned and self._engine.groups.world.index == 0:
+                self._warned = True
+                say(
+                    f"resilience.grace_seconds={grace:g} is less than a step and a save take here, {needed:.1f} s: a "
+                    "preempted job would lose what it did since its last checkpoint",
+                    as_warning=True,
+                )

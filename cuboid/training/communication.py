@@ -1,0 +1,88 @@
+"""What each rank exchanged in every step, kept in the run folder (`output.count_communication`), beside the planner's
+count."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from cuboid.planning.collectives import predicted_ledger, unforeseen
+from cuboid.spec.run import Run
+from cuboid.telemetry.communication_ledger import Entry, Ledger
+
+FILES = "communication-*.jsonl"
+
+
+class CommunicationLog:
+    """One line a step in this rank's own file; nothing where nothing is counted."""
+
+    def __init__(self, run: Run, rank: int, ledger: Ledger | None) -> None:
+        self._ledger = ledger
+        self._path = Path(run.output.folder) / FILES.replace("*", f"{rank:05d}")
+        self._file: TextIO | None = None
+
+    def __enter__(self) -> CommunicationLog:
+        if self._ledger is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("w")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def record(self, step: int) -> None:
+        """Write down what was communicated since the last call."""
+        if self._ledger is not None and self._file is not None:
+            self._file.write(self._ledger.take().as_line(step + 1))
+            self._file.flush()
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Counted beside predicted, by dimension and kind of collective, on the rank that communicates most."""
+
+    dimension: str
+    kind: str
+    counted: Entry | None
+    predicted: Entry | None
+
+
+@dataclass(frozen=True)
+class Summary:
+    rows: list[Compared]
+    ranks: int
+    """How many wrote their counts where they could be read."""
+    unforeseen: list[str]
+    """What is not as predicted, by rank."""
+
+
+def summarize(run: Run) -> Summary:
+    """The last step of all ranks."""
+    paths = [path for path in sorted(Path(run.output.folder).glob(FILES)) if _rank(path) < run.layout.world_size]
+    largest: dict[tuple[str, str], Compared] = {}
+    surprises: list[str] = []
+    ranks = 0
+    for path in paths:
+        rank, lines = _rank(path), path.read_text().splitlines()
+        if not lines:  # all steps had been done before
+            continue
+        ranks += 1
+        counted = Ledger.from_line(lines[-1])
+        predicted = predicted_ledger(run, rank)
+        surprises += [f"rank {rank} {line}" for line in unforeseen(run, rank, counted)]
+        for key in counted.entries.keys() | predicted.entries.keys():
+            row = Compared(*key, counted.entries.get(key), predicted.entries.get(key))
+            largest[key] = max(row, largest.get(key, row), key=_size)
+    return Summary([largest[key] for key in sorted(largest)], ranks, surprises)
+
+
+def _size(row: Compared) -> int:
+    entry = row.counted or row.predicted
+    return entry.bytes if entry else 0
+
+
+def _rank(path: Path) -> int:
+    """A wider layout that the run had before may have left files of ranks that are no more."""
+    return int(path.stem.partition("-")[2])

@@ -1,0 +1,117 @@
+"""Whether ranks that should hold the same values do: checksums of everything that several ranks keep, compared.
+
+Nothing here knows which ranks those are: what has one name and place in the full tensor must have the same bits."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cuboid.parallel.collectives import start_all_gather
+from cuboid.parallel.parallelize import Engine
+from cuboid.training.optimizer import Optimizer
+
+BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """Copies that are not equal."""
+
+    name: str
+    ranks: tuple[int, ...]
+    """Those that differ from most; all holders, where there is no majority."""
+    others: tuple[int, ...]
+
+    def __str__(self) -> str:
+        if not self.others:
+            return f"ranks {_listed(self.ranks)} hold different values of {self.name}"
+        return f"rank {_listed(self.ranks)} holds other values of {self.name} than rank {_listed(self.others)}"
+
+
+def _listed(ranks: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def checksum(values: Tensor) -> Tensor:
+    """The sum of all elements' bits taken as integers: no single changed element leaves it as it was."""
+    return values.detach().contiguous().view(BITS[values.element_size()]).sum(dtype=torch.int64)
+
+
+def flip_bit(values: Tensor) -> None:
+    """Of one element, what silent corruption does; called where that is rehearsed."""
+    bits = values.view(BITS[values.element_size()])
+    bits[bits.numel() // 2] ^= 1 << 3
+
+
+def _held(engine: Engine, optimizer: Optimizer) -> Iterator[tuple[str, str, Tensor]]:
+    """Name, place, and values of all that this rank keeps."""
+    for unit in engine.units:
+        optimizer_shards = unit.optimizer_shards()
+        if unit.zero in (1, 2) or (
+            unit.zero == 0 and any(optimizer_shard.weight is not None for optimizer_shard in optimizer_shards)
+        ):
+            unit.gather()  # what the last update sent for is there after this
+            for part in unit.parts:
+                yield part.name, f"weight/{part.slice}", unit.parameters[part.name]
+            unit.release()
+        for optimizer_shard in optimizer_shards:
+            place = f"{optimizer_shard.part.slice}/{optimizer_shard.start}:{optimizer_shard.stop}"
+            first, second = optimizer.moments(optimizer_shard)
+            for kind, values in (
+                ("master", optimizer_shard.master),
+                ("first moment", first),
+                ("second moment", second),
+            ):
+                yield optimizer_shard.part.name, f"{kind}/{place}", values
+
+
+def deviations(engine: Engine, optimizer: Optimizer) -> list[Deviation]:
+    """Every rank calls this, between steps; all get the same answer."""
+    world = engine.groups.world
+    if world.handle is None:
+        return []
+    names: dict[int, str] = {}
+    sums = []
+    for name, place, values in _held(engine, optimizer):
+        digest = hashlib.blake2b(f"{name}/{place}".encode(), digest_size=8).digest()
+        key = int.from_bytes(digest, "little", signed=True)
+        names[key] = f"{name} ({place.partition('/')[0]})"
+        sums.append(checksum(values).to(engine.device))  # what is offloaded was summed by the host
+    most = torch.tensor(len(sums), device=engine.device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=world.handle)
+    rows = torch.zeros(int(most), 2, dtype=torch.int64, device=engine.device)
+    rows[: len(sums), 0] = torch.tensor(list(names), device=engine.device)
+    rows[: len(sums), 1] = torch.stack(sums)
+    told = start_all_gather(rows, world).wait().view(world.size, -1, 2).tolist()
+    if engine.ledger is not None:
+        engine.ledger.take()  # no part of a step
+    holders: dict[int, dict[int, int]] = {}
+    for rank, theirs in enumerate(told):
+        for key, value in theirs:
+            if key:
+                holders.setdefault(key, {})[rank] = value
+    wrong = {key: values for key, values in holders.items() if len(set(values.values())) > 1}
+    if not wrong:
+        return []
+    known: list[dict[int, str]] = [{} for _ in range(world.size)]
+    dist.all_gather_object(known, {key: names[key] for key in wrong if key in names}, group=world.handle)
+    named = {key: name for each in known for key, name in each.items()}
+    return sorted((_judge(named[key], values) for key, values in wrong.items()), key=lambda found: found.name)
+
+
+def _judge(name: str, values: dict[int, int]) -> Deviation:
+    (usual, count), *_ = Counter(values.values()).most_common()
+    if 2 * count <= len(values):
+        return Deviation(name, tuple(values), ())
+    return Deviation(
+        name,
+        tuple(rank for rank, value in values.items() if value != usual),
+        tuple(rank for rank, value in values.items() if value == usual),
+    )

@@ -1,0 +1,213 @@
+"""One optimizer step of one rank: count tokens, run the pipeline, finish the gradients, clip, update.
+
+Nothing here waits for the device: losses and norms stay there until somebody asks for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from cuboid.kernels.pinned_memory import HostCopy
+from cuboid.model.batch import MicroBatch
+from cuboid.parallel.collectives import all_reduce
+from cuboid.parallel.cp_batch import Share
+from cuboid.parallel.grad_norm import finish_gradients, squared_norm
+from cuboid.parallel.loss_scale import SMALLEST, LossScale
+from cuboid.parallel.parallelize import Engine
+from cuboid.resilience.faults import strikes
+from cuboid.telemetry.heartbeat import HEARTBEAT
+from cuboid.training.cuda_graphs import Passes, RunPasses
+from cuboid.training.layer_norms import LayerNorms, Norms, read_norms
+from cuboid.training.optimizer import Optimizer
+from cuboid.training.routers import rebalance, summed_statistics
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The same on every rank."""
+
+    loss: float
+    """Sum of token losses / labelled tokens, over the global batch."""
+    gradient_norm: float
+    tokens: int
+    """Labelled tokens of the global batch."""
+    stops: bool = False
+    """Whether some rank was asked to stop before this step."""
+    left_out: str = ""
+    """Why its update was skipped; empty if it was not."""
+    loss_scale: float = 0.0
+    """What the loss was multiplied by, in fp16; else 0."""
+    overflows: int = 0
+    """Steps so far whose gradients were too large for fp16, this one included."""
+    routers: Tensor | None = None
+    """A row per layer with experts: assignments of each expert and the sums of `balance.EXTRA`, over the global
+    batch."""
+    activation: float = math.nan
+    """Root mean square of the residual stream as the head reads it, over the global batch."""
+    layers: Norms | None = None
+    """By layer, where they were asked for."""
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.gradient_norm)
+
+    @property
+    def overflowed(self) -> bool:
+        """Whether a smaller factor of the loss may be all that it takes: no fault, and the update is skipped."""
+        return self.loss_scale > SMALLEST and math.isfinite(self.loss) and not math.isfinite(self.gradient_norm)
+
+
+LeavesOut = Callable[[StepResult], str]
+"""Why the update of a step must be skipped, the same on all ranks; empty if it need not."""
+
+
+class PendingStep:
+    """What a step computed, still on its way from the device."""
+
+    def __init__(
+        self,
+        loss: Tensor,
+        gradient_norm: Tensor,
+        tokens: Tensor,
+        asked: Tensor,
+        own_square: Tensor,
+        activation: Tensor,
+        routers: Tensor | None = None,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        self.loss = loss
+        self.gradient_norm = gradient_norm
+        self.own_square = own_square
+        """This rank's share of the squared gradient norm."""
+        self.routers = routers
+        self.left_out = ""
+        self.layers: HostCopy | None = None
+        told = [loss, gradient_norm, tokens, asked, activation]
+        self.loss_scale: Tensor | None = None
+        if loss_scale is not None:
+            self.loss_scale = loss_scale.factor
+            told += [loss_scale.factor, loss_scale.overflows]
+        values = torch.stack([value.double() for value in told])
+        # To the host now: a copy that is asked for later would wait for the step that has been started since.
+        self._copy = HostCopy(values, *(() if routers is None else (routers,)), timed=True)
+
+    @property
+    def counts(self) -> Tensor:
+        """False skips the update."""
+        if self.left_out:
+            return torch.zeros((), dtype=torch.bool, device=self.loss.device)
+        return self.loss.isfinite() & self.gradient_norm.isfinite()
+
+    def seconds_after(self, before: PendingStep | None) -> float | None:
+        """By the device's own clock, where it has one, between the ends of two steps it has computed: the host may
+        learn of both at once."""
+        return None if before is None else self._copy.seconds_after(before._copy)
+
+    def result(self) -> StepResult:
+        """Waits until the device has computed it."""
+        values, *routers = self._copy.read()
+        loss, norm, tokens, asked, activation, *scaling = values.tolist()
+        scale, before = scaling or (0.0, 0)
+        told = (int(tokens), asked > 0, self.left_out, scale, int(before), routers[0] if routers else None, activation)
+        result = StepResult(loss, norm, *told)
+        # Of an update that was not skipped.
+        layers = None if self.layers is None or self.left_out or not result.is_finite else read_norms(self.layers)
+        return replace(result, overflows=result.overflows + result.overflowed, layers=layers)
+
+
+def run_passes(engine: Engine, shares: list[Share], factor: Tensor) -> Passes:
+    """Forward and backward, kernel by kernel. `factor`: what the loss is multiplied by beside the mean over tokens."""
+    counted = torch.stack([share.counted for share in shares]).sum()
+    tokens = all_reduce(counted, engine.groups.data)
+    for unit in engine.units:
+        unit.begin_step(len(shares))
+    engine.activations.begin_step()
+    if engine.balance is not None:
+        engine.balance.begin_step()
+        engine.balance.factor = None if engine.loss_scale is None else factor
+    scale = factor / tokens.clamp(min=1).double()
+    summed_loss = engine.pipeline.run(shares, scale.to(engine.units[0].accumulate))
+    if engine.balance is not None:
+        engine.balance.end_passes()
+    HEARTBEAT.do("gradients")
+    finish_gradients(engine)
+    own_loss = summed_loss if engine.holds_loss else torch.zeros_like(summed_loss)
+    return Passes(tokens, own_loss, squared_norm(engine))
+
+
+def compute_gradients(
+    engine: Engine, micro_batches: list[MicroBatch], asked: bool = False, passes: RunPasses | None = None
+) -> PendingStep:
+    """After this the optimizer shards hold the gradient of (sum of token losses / labelled tokens) over the global
+    batch, plus that of the routers' auxiliary losses; in fp16 it is still multiplied by the loss scale. `asked`: this
+    rank was asked to stop, which all ranks learn. `passes`: another way to run them, with the same results."""
+    shares = [engine.sharing.of(batch) for batch in micro_batches]
+    scaling = engine.loss_scale
+    factor = torch.ones((), dtype=torch.float64, device=engine.device) if scaling is None else scaling.factor
+    own = (passes or partial(run_passes, engine))(shares, factor)
+    own_square = own.square if scaling is None else own.square / factor.square().to(own.square.dtype)
+    if strikes(HEARTBEAT, "nan"):
+        own_square = torch.full_like(own_square, math.nan)
+    told = torch.stack((own.loss, own_square, torch.full_like(own.loss, asked), engine.activations.squares[-1]))
+    loss, square, ranks_asked, activation = all_reduce(told, engine.groups.world).unbind()
+    loss, norm, statistics = loss / own.tokens.clamp(min=1), square.sqrt(), summed_statistics(engine)
+    return PendingStep(loss, norm, own.tokens, ranks_asked, own_square, activation.sqrt(), statistics, scaling)
+
+
+def start_step(
+    engine: Engine,
+    optimizer: Optimizer,
+    micro_batches: list[MicroBatch],
+    learning_rate: float,
+    before_update: Callable[[], None] | None = None,
+    asked: bool = False,
+    judge: LeavesOut | None = None,
+    passes: RunPasses | None = None,
+    norms: LayerNorms | None = None,
+) -> PendingStep:
+    """A step whose loss or gradient is not finite is skipped on every rank alike: all see the same numbers. `judge`:
+    decides before the update, for which the host then waits. `norms`: measured by layer, of this step."""
+    pending = compute_gradients(engine, micro_batches, asked, passes)
+    if judge is not None:
+        pending.left_out = judge(pending.result())
+    if before_update is not None:
+        before_update()
+    apply_update(engine, optimizer, pending, learning_rate, norms)
+    return pending
+
+
+def apply_update(
+    engine: Engine,
+    optimizer: Optimizer,
+    pending: PendingStep,
+    learning_rate: float,
+    norms: LayerNorms | None = None,
+) -> None:
+    """Everything a step changes."""
+    HEARTBEAT.do("update")
+    clip, counts = engine.run.training.gradient_clip, pending.counts
+    if norms is not None:
+        norms.begin_step()
+    optimizer.step(learning_rate, pending.gradient_norm, clip, counts, pending.loss_scale, norms)
+    if norms is not None:
+        pending.layers = norms.finish_step(pending.loss_scale)
+    if engine.loss_scale is not None:
+        engine.loss_scale.update(pending.loss, pending.gradient_norm, counts)
+    if pending.routers is not None:
+        rebalance(engine, pending.routers, counts)
+
+
+def train_step(
+    engine: Engine,
+    optimizer: Optimizer,
+    micro_batches: list[MicroBatch],
+    learning_rate: float,
+    before_update: Callable[[], None] | None = None,
+) -> StepResult:
+    """`start_step`, waited for."""
+    return start_step(engine, optimizer, micro_batches, learning_rate, before_update).result()

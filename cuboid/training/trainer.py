@@ -1,0 +1,304 @@
+"""The training of one rank: set-up, steps, evaluation, saves, end."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from cuboid.checkpoint.state import seed_generators
+from cuboid.console import say
+from cuboid.data.loader import evaluation_batches, micro_batches
+from cuboid.data.source import make_source, make_validation_source
+from cuboid.errors import RankError
+from cuboid.parallel.collectives import all_reduce
+from cuboid.parallel.parallelize import build_engine
+from cuboid.resilience.faults import strikes
+from cuboid.spec.run import Run
+from cuboid.telemetry.heartbeat import HEARTBEAT
+from cuboid.training.bad_steps import BadSteps
+from cuboid.training.callbacks import load_callbacks
+from cuboid.training.checkpointer import Checkpointer
+from cuboid.training.communication import CommunicationLog
+from cuboid.training.cuda_graphs import make_passes
+from cuboid.training.device_progress import device_progress
+from cuboid.training.evaluate import evaluate
+from cuboid.training.layer_norms import LayerNorms
+from cuboid.training.learning_rate import learning_rate
+from cuboid.training.memory import MemoryLog
+from cuboid.training.metrics import Metrics
+from cuboid.training.oom import exhaust, told_when_short
+from cuboid.training.optimizer import Optimizer
+from cuboid.training.profile import Profile
+from cuboid.training.replicas import flip_bit
+from cuboid.training.samples import Sampler
+from cuboid.training.step import PendingStep, run_passes, start_step
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a training ended; the same on all ranks."""
+
+    loss: float
+    """Of the last step."""
+    preempted: bool = False
+    """Asked to stop before the last step: the same command continues."""
+    saved: int = 0
+    """Steps of the newest checkpoint."""
+    seconds: float = 0.0
+    """How long it took to save what was done, once all ranks knew that they are to stop."""
+
+
+def train(
+    run: Run, rank: int, device: torch.device, quiet: bool = False, asked: Callable[[], bool] = lambda: False
+) -> Outcome:
+    """Train to the last step, from the newest checkpoint of the run or the first step. `asked`: whether this rank was
+    asked to stop; if any was, all save and stop at the next step."""
+    with told_when_short(run, rank, device), device_progress(device):
+        return Trainer(run, rank, device, quiet, asked).train()
+
+
+@dataclass(frozen=True)
+class Started:
+    """A step whose result is on its way from the device."""
+
+    step: int
+    learning_rate: float
+    pending: PendingStep
+
+
+class Trainer:
+    """Every rank makes one and calls the same methods in the same order."""
+
+    def __init__(
+        self, run: Run, rank: int, device: torch.device, quiet: bool = False, asked: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Set-up: after it the state is that of the newest checkpoint, or of the first step."""
+        if (
+            torch.are_deterministic_algorithms_enabled() != run.training.deterministic
+        ):  # setting it imports the compiler
+            torch.use_deterministic_algorithms(run.training.deterministic)
+        seed_generators(run.training.seed, rank)
+        self.run, self.rank, self.device = run, rank, device
+        self.callbacks = load_callbacks(run.training.callbacks)
+        self.memory = MemoryLog(run, rank, device)
+        self.profile = Profile(run, rank, device)
+        self.engine = build_engine(run, rank, device, draw=False)
+        self.optimizer = Optimizer(self.engine, run.optimizer)
+        self._norms = LayerNorms(self.engine) if run.output.layer_norms else None
+        self._passes = make_passes(self.engine, self.optimizer, partial(run_passes, self.engine))
+        if self.optimizer.host_bytes and rank == 0 and not quiet:
+            say(f"offload=true: {self.optimizer.host_bytes / 2**30:.2f} GiB of optimizer state a rank in host memory")
+        self.source = make_source(run)
+        self.validation = make_validation_source(run) if run.evaluation.every else None
+        self.checkpointer = Checkpointer(self.engine, self.optimizer, rank, quiet)
+        self.done = self.checkpointer.found
+        self.metrics = Metrics(run, rank, quiet, self.done)
+        self.communication = CommunicationLog(run, rank, self.engine.ledger)
+        self.sampler = Sampler(self.engine, quiet) if run.samples.every else None
+        self.bad_steps = BadSteps(self.engine, self.source, self.done)
+        self.profile.plan(self.done, self.engine, self.optimizer)
+        self.loss = float("nan")
+        self._under_way: deque[Started] = deque()
+        self._clock = 0.0
+        self._before: PendingStep | None = None
+        self._asked = asked
+        self._stops = False
+        self._retried: set[int] = set()
+
+    def train(self) -> Outcome:
+        with self.metrics, self.communication, self.memory, self.profile:
+            self._agree()
+            if self.run.resilience.goes_back and not self.done:
+                self._save()  # so that there is something to go back to
+            for callback in self.callbacks:
+                callback.on_start(self)
+            self._start_clock()
+            while self.done < self.run.training.steps and not self._stops:
+                with self.profile.begin_step(self.done + 1):
+                    self._start_step()
+                self.done += 1
+                # A GPU computes a step while the host prepares the next, and waits for nothing between them.
+                at_once = self.device.type == "cpu" or self._evaluates or self._saves or self._copies or self._is_last
+                at_once = at_once or self._compares or self.run.samples.is_due(self.done)
+                at_once = at_once or self.profile.closes_after(self.done)
+                at_once = at_once or self.run.output.keep_timing  # the next step writes over the times of this one
+                while len(self._under_way) > (0 if at_once else 1):
+                    if not self._finish_step(self._under_way.popleft()):
+                        break
+                else:
+                    if self.profile.end_step(self.done):
+                        self._start_clock()
+                    self._keep()  # after the row of this step, which a resumed run will not write again
+            return self._finish()
+
+    @property
+    def _is_last(self) -> bool:
+        return self.done == self.run.training.steps
+
+    @property
+    def _evaluates(self) -> bool:
+        return self.validation is not None and self.done % self.run.evaluation.every == 0
+
+    @property
+    def _saves(self) -> bool:
+        return self.checkpointer.saver is not None and self.run.checkpoint.is_due(self.done, self.run.training.steps)
+
+    @property
+    def _copies(self) -> bool:
+        return self.run.checkpoint.is_due_in_memory(self.done, self.run.training.steps)
+
+    @property
+    def _compares(self) -> bool:
+        every = self.run.resilience.check_replicas_every
+        return every > 0 and (self.done % every == 0 or self._saves)
+
+    @property
+    def _replica(self) -> int:
+        return self.engine.groups.coordinates.dp
+
+    def _start_step(self) -> None:
+        HEARTBEAT.enter("step", self.done + 1)
+        HEARTBEAT.do("data")
+        if strikes(HEARTBEAT, "flip"):
+            flip_bit(self.optimizer.optimizer_shards[-1].kept)
+        if strikes(HEARTBEAT, "oom"):
+            exhaust(self.device)
+        rate = learning_rate(self.run.learning_rate, self.done, self.run.training.steps)
+        batch = self.engine.course.batch(self.done)
+        batches = micro_batches(self.source, self.run, batch, self._replica, self.device)
+        HEARTBEAT.do("")
+        judge = self.bad_steps.before_update(self.done)
+        norms = self._norms if self.run.output.is_logged(self.done + 1, self.run.training.steps) else None
+        before, passes = self.checkpointer.before_update, self._passes
+        pending = start_step(self.engine, self.optimizer, batches, rate, before, self._asked(), judge, passes, norms)
+        self._under_way.append(Started(self.done, rate, pending))
+        self.communication.record(self.done)
+
+    def _finish_step(self, started: Started) -> bool:
+        """Wait for a step's numbers and write them down, with those of an evaluation that follows it. False if the run
+        goes back instead."""
+        result = started.pending.result()
+        seconds = started.pending.seconds_after(self._before) or time.perf_counter() - self._clock
+        self._stops = self._stops or result.stops
+        result = self.bad_steps.judged(started.step, started.pending, result)
+        if result.left_out and self.run.resilience.goes_back and self._may_go_back(started.step):
+            self._roll_back(started.step)
+            return False
+        self.loss = result.loss
+        evaluates = self._evaluates and started.step + 1 == self.done
+        held_out = self._evaluate() if evaluates else None
+        reports = self.checkpointer.reports(seconds)
+        timing = self.engine.pipeline.timing
+        self.metrics.record(started.step, result, started.learning_rate, seconds, timing, held_out, reports)
+        self.memory.record(started.step, self.engine, self.optimizer)
+        for callback in self.callbacks:
+            callback.on_step(self, started.step + 1, result)
+            if held_out is not None:
+                callback.on_evaluation(self, started.step + 1, held_out)
+        self._start_clock()
+        self._before = None if evaluates else started.pending
+        return True
+
+    def _start_clock(self) -> None:
+        """What comes now is no part of a step before."""
+        self._clock = time.perf_counter()
+        self._before = None
+
+    def _may_go_back(self, step: int) -> bool:
+        """To retry a batch that was retried already is no use: it is bad itself, and skipped like a skipped one."""
+        return self.run.resilience.bad_steps == "rollback" or self.engine.course.batch(step) not in self._retried
+
+    def _roll_back(self, step: int) -> None:
+        """To the newest checkpoint, from which the run resumes: without the batch of that step, or trying it again."""
+        HEARTBEAT.enter("set-up")
+        batch = self.engine.course.batch(step)
+        for started in self._under_way:
+            started.pending.result()
+        self._under_way.clear()
+        self._settle_saves()
+        if not self.checkpointer.can_go_back:
+            raise RankError(f"step {step + 1} is bad and no checkpoint could be written to go back to")
+        skipped = self.engine.course.skipped
+        self.done = self.checkpointer.go_back()
+        if self.run.resilience.bad_steps == "retry":
+            self._retried.add(batch)
+            again = f"to try batch {batch + 1} of the data again"
+        else:
+            skipped = [*skipped, batch]
+            again = f"without batch {batch + 1} of the data"
+        for each in skipped:
+            self.engine.course.skip(each)
+        self.metrics.rewind(self.done)
+        if self.engine.groups.world.index == 0:
+            say(f"step {step + 1} is bad: back to step {self.done}, {again}", True)
+        self._start_clock()
+
+    def _evaluate(self) -> float | None:
+        """None if it was cut short, or did not begin, because all are to stop."""
+        assert self.validation is not None
+        if self._stops:
+            return None
+        HEARTBEAT.enter("evaluation")
+        batches = evaluation_batches(*self.validation, self.run, self._replica, self.device)
+        return evaluate(self.engine, batches, self._agree)
+
+    def _keep(self) -> None:
+        """What is due after a step: compared first, so that nothing is kept of copies that differ."""
+        if self._compares:
+            self.bad_steps.compare_replicas(self.done, self.optimizer)
+            self._start_clock()
+        if self._copies and self.checkpointer.copies is not None:
+            self.checkpointer.copies.save(self.done)  # a moment of its step: short saves would teach that all are
+            if self.engine.ledger is not None:
+                self.engine.ledger.take()  # no part of a step
+            self._start_clock()
+        if self._saves:
+            self._save()
+        if self.sampler is not None and self.run.samples.is_due(self.done) and not self._stops:
+            HEARTBEAT.enter("evaluation")
+            self.sampler.write(self.done)
+            self._start_clock()
+
+    def _save(self) -> None:
+        HEARTBEAT.enter("save")
+        self.checkpointer.save(self.done)
+        for callback in self.callbacks:
+            callback.on_save(self, self.done)
+        self._agree()
+        self._start_clock()
+
+    def _agree(self) -> bool:
+        """Whether some rank was asked to stop. Every rank calls this, where the next step's own sum is far."""
+        if self.checkpointer.saver is not None and not self._stops:
+            ranks = torch.tensor(float(self._asked()), device=self.device)
+            self._stops = all_reduce(ranks, self.engine.groups.world).item() > 0
+            if self.engine.ledger is not None:
+                self.engine.ledger.take()  # no part of a step
+        return self._stops
+
+    def _finish(self) -> Outcome:
+        """What was done is kept: all steps, or as many as were done when somebody asked to stop."""
+        start = time.perf_counter()
+        while self._under_way:
+            self._finish_step(self._under_way.popleft())
+        preempted = self.done < self.run.training.steps
+        if preempted and self.checkpointer.last_save != self.done:
+            self._save()
+        HEARTBEAT.enter("finish")
+        kept = self._settle_saves()
+        if self.checkpointer.copies is not None:
+            self.checkpointer.copies.forget(kept)
+        for callback in self.callbacks:
+            callback.on_end(self)
+        return Outcome(self.loss, preempted, self.checkpointer.saved, time.perf_counter() - start)
+
+    def _settle_saves(self) -> bool:
+        """Wait for what is being saved; whether all of it is."""
+        reports, kept = self.checkpointer.settle()
+        self.metrics.add_saves(reports)
+        return kept

@@ -1,0 +1,186 @@
+"""Compare two traces: relative errors, the largest over all tensors and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from cuboid.model.load_balancing import EXTRA
+from cuboid.spec.run import Run
+from cuboid.verification.observe import observed_trace
+from cuboid.verification.reference import Tensors, Trace, known_trace
+from cuboid.verification.rounding import (
+    DECIDED,
+    MULTIPLE,
+    REROUTED,
+    ROUNDED,
+    ROUNDOFF,
+    TENSOR_ROUNDOFF,
+    Bound,
+    decided,
+    moved,
+    number_bound,
+    tensor_bound,
+    walked,
+)
+
+TOLERANCE = {"float64": 1e-9, "float32": 1e-3}
+"""Float32 rounds differently in every layout, so its bound only catches gross errors; the proof is in float64. What
+bf16 may differ by is measured: see `rounding`."""
+
+FLOOR = 1e-6
+"""A gradient a million times smaller than the largest one is compared on that scale, and a parameter smaller than one
+update on the scale of the learning rate. A key bias under learned positions, say, has a gradient of exactly zero,
+which one device and any layout alike compute as rounding noise."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    layout: str
+    model: str
+    world_size: int
+    steps: int
+    dtype: str
+    seed: int
+    loss_error: float
+    gradient_error: float
+    gradient_norm_error: float
+    parameter_error: float
+    router_error: float | None
+    """Of statistics and auxiliary losses; None without experts."""
+    worst_gradient: str
+    worst_parameter: str
+    tolerance: float
+    """In bf16 the largest of `tolerances`."""
+    tolerances: dict[str, float]
+    """What each kind of error may be; in bf16, of the tensor named."""
+    passed: bool
+    unforeseen: list[str]
+    """Collectives between ranks that are not as the planner counts them, to the byte."""
+
+
+def relative_error(value: float, reference: float) -> float:
+    error = abs(value - reference) / abs(reference) if reference else abs(value)
+    return (
+        error if error == error else float("inf")
+    )  # what is not a number equals nothing, and no maximum would show it
+
+
+def tensor_error(value: Tensor, reference: Tensor, floor: float) -> float:
+    """Largest difference over the largest magnitude of the reference, but not less than `floor`."""
+    if value.shape != reference.shape:
+        return float("inf")
+    difference = (value - reference).abs().max().item()
+    scale = max(reference.abs().max().item(), floor)
+    error = difference / scale if scale else difference
+    return error if error == error else float("inf")
+
+
+def _largest(tensors: Tensors) -> float:
+    return max(tensor.abs().max().item() for tensor in tensors.values())
+
+
+def _worst(observed: list[Tensors], reference: list[Tensors], floors: list[float]) -> tuple[float, str]:
+    errors = [(0.0, "")]
+    for seen, expected, floor in zip(observed, reference, floors, strict=True):
+        if seen.keys() != expected.keys():
+            missing = sorted(seen.keys() ^ expected.keys())
+            return float("inf"), f"{missing[0]} is held by one side only"
+        errors += [(tensor_error(seen[name], expected[name], floor), name) for name in expected]
+    return max(errors)
+
+
+def _router_error(observed: Trace, reference: Trace) -> float | None:
+    errors = []
+    for seen, expected in zip(observed.routers, reference.routers, strict=True):
+        blocks = (slice(None, -len(EXTRA)), *range(-len(EXTRA), 0))  # loads, and each of the sums on its own scale
+        errors += [tensor_error(seen[:, block], expected[:, block], floor=0.0) for block in blocks]
+    return max(errors, default=None)
+
+
+def compare(run: Run, observed: Trace, reference: Trace) -> Verdict:
+    pairs = list(zip(observed.losses, reference.losses, strict=True))
+    norms = list(zip(observed.gradient_norms, reference.gradient_norms, strict=True))
+    gradient_error, worst_gradient = _worst(
+        observed.gradients, reference.gradients, [FLOOR * _largest(step) for step in reference.gradients]
+    )
+    parameter_error, worst_parameter = _worst(
+        observed.parameters, reference.parameters, [run.learning_rate.peak] * len(reference.parameters)
+    )
+    loss_error = max(relative_error(*pair) for pair in pairs)
+    norm_error = max(relative_error(*pair) for pair in norms)
+    router_error = _router_error(observed, reference)
+    tolerance = TOLERANCE[run.training.precision]
+    bounds = {
+        "loss": Bound(loss_error, tolerance),
+        "gradient": Bound(gradient_error, tolerance, worst_gradient),
+        "gradient_norm": Bound(norm_error, tolerance),
+        "parameter": Bound(parameter_error, tolerance, worst_parameter),
+    }
+    if router_error is not None:
+        bounds["router"] = Bound(router_error, tolerance)
+    return _verdict(run, observed, bounds)
+
+
+def compare_rounded(run: Run, observed: Trace, rounded: Sequence[Trace], exact: Trace) -> Verdict:
+    """In bf16 and the like: `rounded` are equally good answers in it, and `exact` is one in float32, all by one
+    process. The first of `rounded` is what is compared with."""
+    among = decided([trace.gradients for trace in rounded], exact.gradients)
+    seen, true = (moved(trace.parameters, exact.start, among) for trace in (observed, exact))
+    expected = [moved(trace.parameters, exact.start, among) for trace in rounded]
+    ways = walked(exact.parameters, exact.start, among)
+    rounding = MULTIPLE * TENSOR_ROUNDOFF.get(run.training.precision, ROUNDOFF)
+    least = max(rounding, REROUTED if run.model.mixture is not None else 0.0)
+    norms, losses = [trace.gradient_norms for trace in rounded], [trace.losses for trace in rounded]
+    gradients = [trace.gradients for trace in rounded]
+    bounds = {
+        "loss": number_bound(observed.losses, losses, exact.losses),
+        "gradient": tensor_bound(observed.gradients, gradients, exact.gradients, least),
+        "gradient_norm": number_bound(observed.gradient_norms, norms, exact.gradient_norms),
+        "parameter": tensor_bound(seen, expected, true, max(least, 1 / DECIDED), beside=ways),
+    }
+    if exact.routers:
+        routers = [[{"": statistics} for statistics in trace.routers] for trace in (observed, exact, *rounded)]
+        bounds["router"] = tensor_bound(routers[0], routers[2:], routers[1], rounding)
+    return _verdict(run, observed, bounds)
+
+
+def _verdict(run: Run, observed: Trace, bounds: dict[str, Bound]) -> Verdict:
+    return Verdict(
+        layout=str(run.layout),
+        model=run.model.name,
+        world_size=run.layout.world_size,
+        steps=run.training.steps,
+        dtype=run.training.precision,
+        seed=run.training.seed,
+        loss_error=bounds["loss"].error,
+        gradient_error=bounds["gradient"].error,
+        gradient_norm_error=bounds["gradient_norm"].error,
+        parameter_error=bounds["parameter"].error,
+        router_error=bounds["router"].error if "router" in bounds else None,
+        worst_gradient=bounds["gradient"].name,
+        worst_parameter=bounds["parameter"].name,
+        tolerance=max(bound.allowed for bound in bounds.values()),
+        tolerances={name: bound.allowed for name, bound in bounds.items()},
+        passed=all(bound.ratio <= 1 for bound in bounds.values()),
+        unforeseen=observed.unforeseen,
+    )
+
+
+def rounded_traces(run: Run) -> list[Trace]:
+    """What one process computes in the run's 16 bits; where tensor ranks sum, also with sums as NCCL rounds them."""
+    hops = [1, run.layout.tp] if run.layout.tp > 1 else [1]
+    return [known_trace(run, hops=each) for each in hops]
+
+
+def verify_rank(rank: int, run: Run) -> dict[str, Any] | None:
+    """What each rank process does; the verdict comes from rank 0."""
+    observed = observed_trace(run, rank)
+    if observed is None:
+        return None
+    if run.training.precision in ROUNDED:
+        return asdict(compare_rounded(run, observed, rounded_traces(run), known_trace(run, "float32")))
+    return asdict(compare(run, observed, known_trace(run)))

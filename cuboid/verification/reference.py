@@ -1,0 +1,309 @@
+"""The run on one device, written without any part of the parallel engine: what every layout must equal."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+from torch.optim.adamw import adamw
+
+from cuboid.data.corpus import Fields, Sample
+from cuboid.data.source import Source, make_source
+from cuboid.kernels.cpu_16bit import fast_matmuls
+from cuboid.kernels.precision import wide
+from cuboid.model.custom import Model, WholeModel
+from cuboid.model.fp8 import Fp8Matmul
+from cuboid.model.initialize import initialize
+from cuboid.model.linear import Linear, Matmul
+from cuboid.model.load_balancing import Balance
+from cuboid.model.recipes import learning_rate_factor
+from cuboid.model.rope import PositionTable
+from cuboid.model.router import Router
+from cuboid.model.transformer import IGNORED, Transformer
+from cuboid.parallel.device import choose_device
+from cuboid.spec.layout import Layout
+from cuboid.spec.python_model import PythonModelSpec
+from cuboid.spec.run import Run
+from cuboid.spec.sharding import slice_of
+from cuboid.telemetry.heartbeat import HEARTBEAT
+from cuboid.training.learning_rate import learning_rate
+
+# One process that rounds its sums as NCCL does between tensor ranks.
+#
+# NCCL adds the messages of a sum hop by hop, each time in the precision of the message: a sum of bf16 over n ranks is
+# rounded n - 1 times in a ring. Shared memory and gloo add in float32 and round once. The sums of 16 bits in a layout
+# are those of tensor parallelism: the result of a matmul whose input columns are split, and the input gradient of one
+# whose output rows are. Here one process computes both in as many parts as there are ranks, and adds these one after
+# another in 16 bits. A ring rounds most often; a tree, or a switch that adds by itself, less.
+#
+# Gradients of weights are summed in float32. Those of keys and values, which context parallelism sums in 16 bits on any
+# backend, are two of the dozen tensors that a block rounds in its backward pass.
+
+
+def sum_hop_by_hop(model: Transformer, ranks: int) -> None:
+    """Let the model compute in parts, as `ranks` tensor ranks do."""
+    for name, child in model.named_modules():
+        if isinstance(child, Linear):
+            cut = slice_of(f"{name}.weight", tuple(child.weight.shape), model.model, ranks, 0, False)
+            if cut.sharing != "tensor":  # of which every rank has the whole
+                in_parts = _output_rows if cut.dimension == 0 else _input_columns
+                child.matmul = in_parts(child.matmul, cut.length)
+
+
+def _output_rows(matmul: Matmul, length: int) -> Matmul:
+    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        x = x.view_as(x)  # where autograd adds the gradients of the parts, in their order and precision
+        rows = weight.split(length)
+        biases = bias.split(length) if bias is not None else [None] * len(rows)
+        return torch.cat([matmul(x, *part) for part in zip(rows, biases, strict=True)], dim=-1)
+
+    return multiply
+
+
+def _input_columns(matmul: Matmul, length: int) -> Matmul:
+    def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        parts = zip(x.split(length, dim=-1), weight.split(length, dim=1), strict=True)
+        first, *others = (matmul(part, columns, None) for part, columns in parts)
+        for other in others:
+            first = first + other
+        return first if bias is None else first + bias
+
+    return multiply
+
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,
+}
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass
+class Trace:
+    """What a run computed at each step; every tensor whole, under its name in the single-device model."""
+
+    start: Tensors = field(default_factory=dict)
+    """The parameters before the first step; of one process."""
+    losses: list[float] = field(default_factory=list)
+    gradient_norms: list[float] = field(default_factory=list)
+    gradients: list[Tensors] = field(default_factory=list)
+    """Of the loss, before clipping."""
+    parameters: list[Tensors] = field(default_factory=list)
+    """After the update."""
+    moments: dict[int, Tensors] = field(default_factory=dict)
+    """After as many steps as the key says: `exp_avg/…` and `exp_avg_sq/…`."""
+    unforeseen: list[str] = field(default_factory=list)
+    """Collectives between ranks that are not as the planner counts them."""
+    routers: list[Tensor] = field(default_factory=list)
+    """Of a mixture: a row per layer, assignments of each expert and the sums of its auxiliary losses."""
+
+
+def known_trace(run: Run, precision: str = "", hops: int = 1) -> Trace:
+    """`reference_trace`, computed once for all layouts of a model and its settings that this process compares."""
+    return _known(replace(run, layout=Layout()), precision, hops)
+
+
+@lru_cache(maxsize=8)
+def _known(run: Run, precision: str, hops: int) -> Trace:
+    return reference_trace(run, precision=precision, hops=hops)
+
+
+def reference_trace(run: Run, moments_after: Collection[int] = (), precision: str = "", hops: int = 1) -> Trace:
+    """`precision`: another than the run's. `hops`: of how many tensor ranks the sums are rounded as NCCL does."""
+    precision = precision or run.training.precision
+    dtype = DTYPES[precision]
+    factor = run.training.loss_scale if precision == "fp16" else 1.0
+    device = choose_device(run.training.device, 0)
+    model: Transformer | WholeModel
+    if isinstance(run.model, PythonModelSpec):
+        built = run.model.built
+        assert isinstance(built, Model)
+        model = WholeModel(built, run.training.seed).to(wide(dtype))
+    else:
+        model = Transformer(run.model).to(wide(dtype))
+        initialize(run.model, model, run.training.seed)
+    model.to(device)
+    parameters = dict(model.named_parameters())
+    computing = Computing(model, dtype)
+    if precision == "fp8" and isinstance(computing.model, Transformer):
+        for child in computing.model.layers.modules():
+            if isinstance(child, Linear):
+                child.matmul = Fp8Matmul(run.training.fp8_scaling == "row")
+    if hops > 1 and isinstance(computing.model, Transformer):
+        sum_hop_by_hop(computing.model, hops)
+    updates = Updates(run, parameters)
+    balance = _balance(run, computing.model, device)
+    if balance is not None:
+        balance.factor = torch.tensor(factor, device=device)
+    source = make_source(run)
+    samples = _Samples(run, computing.model, source, dtype, device)
+    trace = Trace(start={name: parameter.detach().cpu().clone() for name, parameter in parameters.items()})
+    for step in range(run.training.steps):
+        model.zero_grad()
+        computing.begin_step()
+        if balance is not None:
+            balance.begin_step()
+        first = step * run.training.global_batch
+        places = range(first, first + run.training.global_batch)
+        tokens = sum(samples.counted(place) for place in places)
+        loss = 0.0
+        for place in places:
+            HEARTBEAT.do("")  # for a watchdog: a long computation is no silence
+            with fast_matmuls(device, precision):
+                part = samples.loss(place) / max(tokens, 1)
+                (part * factor).backward()
+            computing.collect()
+            loss += part.item()
+        if balance is not None:
+            balance.end_passes()
+        for parameter in parameters.values():
+            if parameter.grad is not None and factor != 1:
+                parameter.grad /= factor
+        trace.losses.append(loss)
+        trace.gradients.append({name: _gradient(parameter) for name, parameter in parameters.items()})
+        norm = torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in trace.gradients[-1].values()]))
+        trace.gradient_norms.append(norm.item())
+        if run.training.gradient_clip > 0:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), run.training.gradient_clip)
+        updates.step(learning_rate(run.learning_rate, step, run.training.steps))
+        if balance is not None:
+            trace.routers.append(balance.statistics.cpu().clone())
+            balance.end_step(balance.statistics)
+            _move_biases(model, trace.routers[-1])
+        trace.parameters.append({name: parameter.detach().cpu().clone() for name, parameter in parameters.items()})
+        if step + 1 in moments_after:
+            trace.moments[step + 1] = {
+                f"{kind}/{name}": moment.cpu().clone()
+                for name, moments in updates.moments.items()
+                for kind, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True)
+            }
+    return trace
+
+
+class _Samples:
+    """The summed loss of one sample, and how many losses that is."""
+
+    def __init__(
+        self, run: Run, model: Transformer | WholeModel, source: Source, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._run, self._model, self._source = run, model, source
+        self._dtype, self._device = dtype, device
+        self._table = PositionTable(run.model, run.training.sequence, dtype, device)
+
+    def counted(self, place: int) -> int:
+        sample = self._source.at(place)
+        if isinstance(self._model, WholeModel):
+            return int(self._model.model.count(self._fields(sample)))
+        assert not isinstance(sample, dict)
+        return int((sample[1] != IGNORED).sum())
+
+    def loss(self, place: int) -> Tensor:
+        sample = self._source.at(place)
+        if isinstance(self._model, WholeModel):
+            loss: Tensor = self._model(self._fields(sample))
+            return loss.to(wide(self._dtype))
+        assert not isinstance(sample, dict)
+        run = self._run
+        ids = self._source.documents_at(place).unsqueeze(0) if run.data.uses_documents else None
+        positions = self._table.of(torch.arange(run.training.sequence), ids, run.data)
+        tokens, labels = (each.unsqueeze(0).to(self._device) for each in sample)
+        return self._model.loss(tokens, labels, positions)
+
+    def _fields(self, sample: Sample | Fields) -> Fields:
+        given = sample if isinstance(sample, dict) else dict(zip(("tokens", "labels"), sample, strict=True))
+        fields = {name: value.unsqueeze(0).to(self._device) for name, value in given.items()}
+        return {name: x.to(self._dtype) if x.is_floating_point() else x for name, x in fields.items()}
+
+
+class Updates:
+    """Torch's own AdamW, without its class: the first use of that imports the compiler, two seconds of every proof."""
+
+    def __init__(self, run: Run, parameters: Mapping[str, Tensor]) -> None:
+        self._run, self._parameters = run, parameters
+        self.moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in parameters.items()}
+        self._taken = {name: torch.tensor(0.0) for name in parameters}
+
+    @torch.no_grad()
+    def step(self, rate: float) -> None:
+        """Matrices decay, and by as much whatever multiplies their learning rate."""
+        spec = self._run.optimizer
+        for name, parameter in self._parameters.items():
+            if parameter.grad is None:
+                continue
+            factor = learning_rate_factor(self._run.model, name)
+            first, second = self.moments[name]
+            adamw(
+                [parameter],
+                [parameter.grad],
+                [first],
+                [second],
+                [],
+                [self._taken[name]],
+                amsgrad=False,
+                beta1=spec.beta1,
+                beta2=spec.beta2,
+                lr=rate * factor,
+                weight_decay=spec.weight_decay / factor if parameter.ndim > 1 else 0.0,
+                eps=spec.epsilon,
+                maximize=False,
+            )
+
+
+class Computing:
+    """The model that computes: itself, or a copy in 16 bits of weights kept in float32, where gradients are summed."""
+
+    def __init__(self, kept: Transformer | WholeModel, dtype: torch.dtype) -> None:
+        self.model, self._pairs = kept, list[tuple[Tensor, Tensor]]()
+        if dtype == wide(dtype):
+            return
+        self.model = copy.deepcopy(kept).to(dtype)
+        for module in self.model.modules():
+            if isinstance(module, Router) and module.bias is not None:
+                module.bias.data = module.bias.data.to(wide(dtype))  # counts, which no matmul touches
+        parameters = dict(kept.named_parameters())
+        self._pairs = [(parameters[name], copied) for name, copied in self.model.named_parameters()]
+
+    @torch.no_grad()
+    def begin_step(self) -> None:
+        for parameter, copied in self._pairs:
+            copied.copy_(parameter)
+
+    @torch.no_grad()
+    def collect(self) -> None:
+        """The gradients of one sample are added to those before it."""
+        for parameter, copied in self._pairs:
+            if copied.grad is not None:
+                own = copied.grad.to(parameter.dtype)
+                parameter.grad = own if parameter.grad is None else parameter.grad + own
+                copied.grad = None
+
+
+def _balance(run: Run, model: Transformer | WholeModel, device: torch.device) -> Balance | None:
+    mixture, batch = run.model.mixture, run.training.global_batch
+    if mixture is None or not isinstance(model, Transformer):
+        return None
+    layers = run.model.layers - mixture.first_dense_layers
+    balance = Balance(mixture, layers, batch, batch * run.training.sequence, device, run.training.seed)
+    model.balance_with(balance)
+    return balance
+
+
+@torch.no_grad()
+def _move_biases(model: nn.Module, statistics: Tensor) -> None:
+    for module in model.modules():
+        if isinstance(module, Router) and module.bias is not None:
+            asked = statistics[module.row, : module.mixture.experts]
+            below = (asked < asked.mean()).to(module.bias) - (asked > asked.mean()).to(module.bias)
+            module.bias.add_(below, alpha=module.mixture.bias_rate)
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    return (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).cpu().clone()

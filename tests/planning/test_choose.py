@@ -1,0 +1,173 @@
+"""Plans: objectives, limits, warnings, and what is said when there is none."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cuboid.errors import UserError
+from cuboid.planning.ceiling import doubt, record_of
+from cuboid.planning.choose import cheapest, fewest, plans, predict, warnings
+from cuboid.planning.question import Question, parse_fixed, parse_memory
+from cuboid.planning.reasons import amount, losses
+from cuboid.planning.sizes import resized_cluster, sizes
+from cuboid.spec.cluster import load_cluster
+from cuboid.spec.layout import Layout
+
+GIB = 2**30
+
+
+def test_plans_are_ordered_fit_and_can_be_trained(ask: Callable[..., Question]) -> None:
+    question = ask("llama3-70b", "h100x128", global_batch=256, sequence=4096)
+    found = plans(question, top=5)
+    assert [plan.seconds for plan in found] == sorted(plan.seconds for plan in found)
+    assert len({str(plan.layout) for plan in found}) == 5
+    for plan in found:
+        assert plan.share <= 0.95
+        assert plan.layout.world_size == 128
+        assert not question.untrainable(plan.layout)
+        assert predict(question, plan.layout).seconds == pytest.approx(plan.seconds)
+    assert found[0].reasons
+    assert len(found[0].alternatives) >= 2
+
+
+def test_less_memory_is_asked_for_and_given(ask: Callable[..., Question]) -> None:
+    free = plans(ask("llama3-70b", "h100x128", global_batch=256, sequence=4096))[0]
+    limit = 0.8 * free.peak
+    tight = plans(ask("llama3-70b", "h100x128", global_batch=256, sequence=4096, memory_limit=limit))[0]
+    assert tight.peak <= limit
+    assert tight.seconds >= free.seconds * (1 - 1e-9)
+
+
+def test_the_memory_objective_holds_least(ask: Callable[..., Question]) -> None:
+    question = ask("llama3-8b", "h100x16", global_batch=32, sequence=2048)
+    least, fastest = plans(question, objective="memory")[0], plans(question)[0]
+    assert least.peak < fastest.peak
+    assert least.seconds > fastest.seconds
+
+
+def test_the_cheapest_plan_wastes_least(ask: Callable[..., Question]) -> None:
+    question = ask("llama3-8b", "h100x64", global_batch=64, sequence=4096)
+    cheap, fast = cheapest(question)[0], plans(question)[0]
+    assert cheap.layout.world_size <= 64
+    assert cheap.seconds * cheap.layout.world_size <= fast.seconds * 64 * (1 + 1e-9)
+
+
+def test_the_fewest_accelerators_that_meet_a_deadline(ask: Callable[..., Question]) -> None:
+    question = ask("llama3-8b", "h100x128", global_batch=128, sequence=4096)
+    found = fewest(question, tokens=1e11, days=10)[0]
+    days = 1e11 / (128 * 4096) * found.seconds / 86400
+    assert days <= 10
+    assert found.layout.world_size < 128
+    with pytest.raises(UserError, match=r"days=0.01 is too short .* use days="):
+        fewest(question, tokens=1e11, days=0.01)
+
+
+def test_mixtures_are_planned_and_trained(ask: Callable[..., Question]) -> None:
+    plan = plans(ask("qwen3-30b-a3b", "h100x32", global_batch=64, sequence=4096))[0]
+    assert not any("cannot train this plan yet" in warning for warning in plan.warnings)
+
+
+def test_context_parallelism_is_planned_when_asked(ask: Callable[..., Question]) -> None:
+    sizes = {"global_batch": 16, "sequence": 65536}
+    assert ask("llama3-8b", "h100x64", **sizes).explores in (frozenset(), frozenset({"cp"}))
+    assert ask("llama3-8b", "h100x64", beyond_engine=True, **sizes).explores == {"cp"}
+    assert ask("llama3-8b", "h100x64", engine="megatron", **sizes).explores == {"cp"}
+    assert plans(ask("llama3-8b", "h100x64", fixed={"cp": 4}, **sizes))[0].layout.cp == 4
+
+
+def test_a_prediction_above_every_record_is_doubted(ask: Callable[..., Question]) -> None:
+    record = record_of("a100-80g", "bf16")
+    assert record is not None
+    assert doubt("a100-80g", "bf16", record.utilization - 0.01) == ""
+    assert "above the best ever published" in doubt("a100-80g", "bf16", 0.75)
+    assert record_of("h200", "bf16") == record_of("h100-80g", "bf16")
+    assert record_of("gb300", "fp8") != record_of("b200", "fp8")
+    assert record_of("h100-80g-pcie", "bf16") is not None
+    assert record_of("tpu-v4", "bf16") is None
+    assert doubt("cpu", "float32", 2.0) == ""
+    plan = predict(ask("llama3-8b", "h100x8"), Layout.parse("dp=8,zero=1"))
+    assert not any("published" in warning for warning in warnings(plan))
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "more", "sentence"),
+    [
+        ("gpt3-175b", "a100x8", {"global_batch": 64}, r"cluster=a100x8 is too small .* it takes \d+ accelerators"),
+        (
+            "tiny-llama",
+            "h100x1024",
+            {"global_batch": 100, "fixed": {"cp": 1}},
+            r"global_batch=100 divides over no layout .* use global_b",
+        ),
+        ("llama3-8b", "h100x8", {"fixed": {"tp": 3}}, r"tp=3 does not divide heads=32; use tp=2 or tp=4"),
+        ("llama3-8b", "h100x8", {"fixed": {"ep": 2}}, r"ep=2 needs experts and llama3-8b has none"),
+        ("llama3-8b", "h100x8", {"fixed": {"dp": 3}}, r"dp=3 fits no layout of 8 accelerators"),
+        ("llama3-8b", "h100x8", {"fixed": {"micro_batch": 3}}, r"no layout of h100x8 divides global_batch=8"),
+        ("llama3-8b", "a100-40gx8", {"fixed": {"dp": 8, "tp": 1, "pp": 1, "zero": 0}}, r"too small .* any larger one"),
+    ],
+)
+def test_no_plan_is_one_sentence_that_says_what_works(
+    ask: Callable[..., Question], model: str, cluster: str, more: dict[str, Any], sentence: str
+) -> None:
+    question = ask(model, cluster, **more)
+    with pytest.raises(UserError, match=sentence):
+        plans(question)
+
+
+def test_the_nearest_batch_and_the_larger_cluster_do_work(ask: Callable[..., Question]) -> None:
+    assert plans(ask("tiny-llama", "h100x1024", global_batch=96))
+    with pytest.raises(UserError, match=r"as a100x(\d+)") as error:
+        plans(ask("gpt3-175b", "a100x8", global_batch=64))
+    larger = str(error.value).rsplit("as ", 1)[1]
+    assert plans(ask("gpt3-175b", larger, global_batch=64))
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({"precision": "fp9"}, "unknown precision=fp9"),
+        ({"precision": "fp8"}, "precision=fp8 is not in a100-80g"),
+        ({"global_batch": 0}, "global_batch=0 is not positive"),
+        ({"fixed": {"tp": 0}}, "tp=0 is not positive"),
+        ({"fixed": {"schedule": "1f1b", "vpp": 2}}, "vpp=2 needs an interleaved schedule"),
+    ],
+)
+def test_bad_questions_are_refused(ask: Callable[..., Question], more: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        ask(**more)
+
+
+def test_learned_positions_limit_the_sequence(ask: Callable[..., Question]) -> None:
+    with pytest.raises(UserError, match="seq=4096 is longer than max_positions=1024"):
+        ask("gpt2", sequence=4096)
+
+
+def test_memory_limits_are_read_in_gib_or_percent() -> None:
+    assert parse_memory("60", 80 * GIB) == 60 * GIB
+    assert parse_memory("60GiB", 80 * GIB) == 60 * GIB
+    assert parse_memory("50%", 80 * GIB) == 40 * GIB
+    for text in ("much", "0", "90", "nan"):
+        with pytest.raises(UserError):
+            parse_memory(text, 80 * GIB)
+
+
+def test_fixed_fields_are_read() -> None:
+    assert parse_fixed(["tp=8", "pp=4,zero=1"]) == {"tp": 8, "pp": 4, "zero": 1}
+    with pytest.raises(UserError, match="names tp twice"):
+        parse_fixed(["tp=8", "tp=4"])
+
+
+def test_sizes_of_a_cluster() -> None:
+    cluster = load_cluster("h100x64")
+    assert sizes(cluster) == [1, 2, 4, 8, 16, 24, 32, 48, 64]
+    assert resized_cluster(cluster, 32) == load_cluster("h100x32")
+    assert resized_cluster(cluster, 4) == load_cluster("h100x4")
+    assert resized_cluster(cluster, 128) == load_cluster("h100x128")
+
+
+def test_words() -> None:
+    assert amount(174.6e9) == "174.6 billion"
+    assert amount(12) == "12"
+    lost = losses({"compute": 1.0, "bubble": 0.5}, {"compute": 1.5, "bubble": 0.25})
+    assert lost == "+0.5 s computing"

@@ -1,0 +1,110 @@
+"""What each rank holds is what the schedules and the engine say, and its time is the sum of its parts."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from cuboid.cost.estimate import estimate
+from cuboid.planning.question import Question
+from cuboid.planning.score import BUSY, score
+from cuboid.planning.space import Space
+from cuboid.planning.stages import LayerSeconds, assumed_slowest, everything, held, real_slowest
+from cuboid.schedule.make import make_schedule
+from cuboid.spec.layout import SCHEDULES, Layout
+from cuboid.spec.model import load_model
+from cuboid.spec.partition import partition
+
+PAIRS = [("1f1b", 1), ("gpipe", 1), ("zb1p", 1), ("interleaved", 3), ("zbv", 2), ("dualpipev", 2)]
+
+
+@pytest.mark.parametrize(("schedule", "vpp"), PAIRS)
+@pytest.mark.parametrize("pp", [1, 2, 5])
+def test_stages_sit_where_the_schedule_puts_them(schedule: str, vpp: int, pp: int) -> None:
+    part = held(load_model("llama3-8b"), schedule, pp, vpp, 4096)
+    assert part.rank == make_schedule(schedule, pp, 4, vpp).stage_rank
+    layout = Layout(pp=pp, schedule=schedule, vpp=vpp)
+    for rank in range(pp):
+        assert tuple(stage for stage, holder in enumerate(part.rank) if holder == rank) == layout.stages_of(rank)
+    first, last = part.ends()
+    assert first.tolist().index(1) == 0
+    assert last.tolist().index(1) == layout.last_stage_rank
+
+
+@pytest.mark.parametrize(("schedule", "vpp"), PAIRS)
+def test_layers_are_those_the_engine_trains(schedule: str, vpp: int) -> None:
+    model = load_model("llama3-8b")
+    part = held(model, schedule, 4, vpp, 4096)
+    assert part.counts == tuple(len(layers) for layers in partition(model, 4 * vpp, 4096))
+    assert part.layers.sum() == 32
+    assert sum(part.mixture) == 0
+
+
+def test_leading_dense_layers_of_a_mixture_are_on_the_first_stages() -> None:
+    part = held(load_model("deepseek-v3"), "1f1b", 16, 1, 4096)
+    assert sum(part.dense) == 3
+    assert part.dense[0] > 0
+    assert sum(part.dense) + sum(part.mixture) == 61
+
+
+def test_different_ranks_are_all_kinds_of_ranks() -> None:
+    part = held(load_model("gpt3-175b"), "zbv", 8, 2, 2048)
+    first, last = part.ends()
+    rows = zip(part.by_rank(part.dense), part.by_rank(part.mixture), first, last, strict=True)
+    assert {tuple(column) for column in part.different_ranks()[0].T} == set(rows)
+
+
+def layouts(model: str) -> list[Layout]:
+    found = [Layout.parse("dp=8,tp=4,pp=1"), Layout.parse("dp=2,tp=2,pp=8")]
+    found += [Layout.parse(f"dp=4,tp=2,pp=4,schedule={name},vpp={vpp}") for name, vpp in PAIRS]
+    return found
+
+
+@pytest.mark.parametrize("model", ["llama3-70b", "qwen3-30b-a3b"])
+def test_the_slowest_rank_is_the_largest_sum(ask: Callable[..., Question], model: str) -> None:
+    question = ask(model, "h100x32", global_batch=64, sequence=2048)
+    space = Space.of(layouts(model), question)
+    seconds = LayerSeconds.of(question, space.jobs)
+    slowest, total = real_slowest(question, space, seconds), everything(question, seconds)
+    dense, mixture, head, embedding = (
+        np.broadcast_to(value, len(space))
+        for value in (seconds.dense, seconds.mixture, seconds.head, seconds.parts.embedding)
+    )
+    for index, layout in enumerate(layouts(model)):
+        part = held(question.model, layout.schedule, layout.pp, layout.vpp, 2048)
+        ranks = [0.0] * layout.pp
+        for stage, rank in enumerate(part.rank):
+            ranks[rank] += part.dense[stage] * dense[index] + part.mixture[stage] * mixture[index]
+        ranks[part.rank[0]] += embedding[index]
+        ranks[part.rank[-1]] += head[index]
+        assert slowest[index] == pytest.approx(max(ranks))
+        assert np.broadcast_to(total, len(space))[index] == pytest.approx(sum(ranks))
+        assert slowest[index] >= sum(ranks) / layout.pp * (1 - 1e-9)
+
+
+def test_scores_are_estimates_with_the_slowest_rank_replaced(ask: Callable[..., Question]) -> None:
+    question = ask("llama3-70b", "h100x32", global_batch=64, sequence=2048)
+    space = Space.of(layouts("llama3-70b"), question)
+    scores = score(question, space)
+    seconds = LayerSeconds.of(question, space.jobs)
+    assumed, real = assumed_slowest(question, space, seconds), real_slowest(question, space, seconds)
+    for index, layout in enumerate(layouts("llama3-70b")):
+        plain = estimate(question.model, question.machine, layout, global_batch=64, sequence=2048)
+        batches = 64 // (layout.dp * layout.micro_batch)
+        before = sum(plain.parts[name] for name in BUSY)
+        after = sum(float(scores.parts[name][index]) for name in BUSY)
+        assert after - before == pytest.approx(batches * float(real[index] - assumed[index]), rel=1e-6, abs=1e-9)
+        for name in ("bubble", "transfer", "data", "optimizer", "straggler"):
+            assert float(scores.parts[name][index]) == pytest.approx(plain.parts[name])
+        assert scores.memory[index] == pytest.approx(plain.memory)
+
+
+def test_no_schedule_takes_less_than_the_bound(ask: Callable[..., Question]) -> None:
+    """What prunes the search: a bound from 1F1B that holds for every schedule of the same ranks."""
+    question = ask("llama3-70b", "h100x32", global_batch=64, sequence=2048)
+    for pp in (2, 4, 8):
+        pairs = [(name, vpp) for name, vpp in PAIRS if SCHEDULES.index(name) >= 0]
+        variants = [Layout.parse(f"dp={16 // pp},tp=2,pp={pp},schedule={name},vpp={vpp}") for name, vpp in pairs]
+        scores = score(question, Space.of(variants, question))
+        assert np.all(scores.seconds >= scores.even[0] * (1 - 1e-9))
+        assert np.all(scores.memory >= scores.memory[0] * (1 - 1e-9))

@@ -1,0 +1,90 @@
+"""The folder of a run: claimed once, and never by two runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from cuboid.errors import UserError
+from cuboid.spec.run import Run, build_run, load_run
+from cuboid.training.folder import prepare_folder
+
+
+def run_in(folder: Path, steps: int = 5) -> Run:
+    return build_run({"model": "tiny-llama"}, [f"output.folder={folder}", f"training.steps={steps}"])
+
+
+def test_the_folder_is_made_and_holds_the_run(tmp_path: Path) -> None:
+    run = run_in(tmp_path / "a" / "b")
+    assert prepare_folder(run) == ""
+    folder = tmp_path / "a" / "b"
+    assert load_run(folder / "run.toml") == run
+    assert [path.name for path in folder.iterdir()] == ["run.toml"], "nothing aside is left"
+
+
+def test_a_folder_without_a_run_may_hold_other_files(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine\n")
+    prepare_folder(run_in(tmp_path))
+    assert (tmp_path / "notes.txt").read_text() == "mine\n"
+
+
+def test_another_run_is_refused_and_the_first_unharmed(tmp_path: Path) -> None:
+    first = run_in(tmp_path)
+    prepare_folder(first)
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    second = build_run({"model": "tiny-gpt2"}, [f"output.folder={tmp_path}"])
+    with pytest.raises(UserError, match=r"model is not that of the run in .*, another output.folder, or --overwrite"):
+        prepare_folder(second)
+    assert load_run(tmp_path / "run.toml") == first
+    assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
+
+
+def test_overwriting_removes_what_the_old_run_wrote_and_nothing_else(tmp_path: Path) -> None:
+    prepare_folder(run_in(tmp_path))
+    for name in ("metrics.jsonl", "timing-00000.jsonl", "timing-00013.jsonl", "failure-00003.txt", "notes.txt"):
+        (tmp_path / name).write_text("old\n")
+    second = run_in(tmp_path, steps=6)
+    prepare_folder(second, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "run.toml"]
+    assert load_run(tmp_path / "run.toml") == second
+
+
+def test_a_file_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("mine\n")
+    with pytest.raises(UserError, match="taken is a file; use the name of a folder"):
+        prepare_folder(run_in(tmp_path / "taken"))
+    with pytest.raises(UserError, match="cannot be written: Not a directory; use another folder"):
+        prepare_folder(run_in(tmp_path / "taken" / "run"))
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "sys"])
+def test_a_folder_that_cannot_be_made(tmp_path: Path, name: str) -> None:
+    # Too long a name; and a place where not even root can make a folder.
+    folder = Path("/proc/none") if name == "sys" else tmp_path / name
+    with pytest.raises(UserError, match=r"cannot be written: .*; use another folder"):
+        prepare_folder(run_in(folder))
+
+
+def test_a_folder_that_may_not_be_written(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        if os.access(tmp_path, os.W_OK):  # root may write everywhere
+            prepare_folder(run_in(tmp_path / "run"))
+            assert (tmp_path / "run").is_dir()
+        else:
+            with pytest.raises(UserError, match="cannot be written: Permission denied"):
+                prepare_folder(run_in(tmp_path / "run"))
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_going_on_forgets_what_ended_the_run_before(tmp_path: Path) -> None:
+    prepare_folder(run_in(tmp_path))
+    for name in ("metrics.jsonl", "failure-00003.txt"):
+        (tmp_path / name).write_text("old\n")
+    said = prepare_folder(run_in(tmp_path, steps=9))
+    assert said == f"{tmp_path} has no whole checkpoint: starting anew from step 0"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "run.toml"]
+    assert load_run(tmp_path / "run.toml").training.steps == 9
