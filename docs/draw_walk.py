@@ -35,7 +35,8 @@ WALKS = (
         "walk-step",
         "A training step: from cuboid train to the checkpoint",
         (
-            Stop("cli/train.py", "reads the run file and checks it, before any process starts"),
+            Stop("cli/train.py", "reads the run file and what the user changes of it"),
+            Stop("launch/start.py", "checks machine, data and folder, before any process starts"),
             Stop("launch/role.py", "is this process all of the job, one rank, or one node's supervisor?"),
             Stop("launch/supervisor.py", "starts the ranks of this machine, and again when one fails"),
             Stop("launch/rank.py", "chooses a device, joins the process group, watches for signals"),
