@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -108,27 +108,41 @@ def test_ranks_that_hang_in_set_up_and_in_the_first_step_are_named_and_started_a
     assert "resilience.stuck_seconds=6" in first.reason and "resilience.stuck_seconds=6" in second.reason
 
 
-def judged(readings: list[Reading], **settings: float) -> bool:
-    """Of ranks that are this process, which works, and have been silent for ten seconds."""
-    standstill = Standstill(ResilienceSpec(stuck_seconds=5, **settings))  # type: ignore[arg-type]
+@pytest.fixture
+def working() -> Iterator[int]:
+    """The id of a process that computes until the test is over."""
+    process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    yield process.pid
+    process.kill()
+    process.wait()
+
+
+def judged(readings: list[Reading], working: int) -> bool:
+    """Of ranks that have been silent for ten seconds, in which `working` has had a core for a while."""
+    standstill = Standstill(ResilienceSpec(stuck_seconds=5))
     assert standstill.look(2.0, lambda: readings) is None
-    until = time.process_time() + 0.1  # of its own work: other tests may have the cores meanwhile
-    while time.process_time() < until:
-        pass
+    before = core_seconds(working)
+    assert before is not None
+    while (core_seconds(working) or 0.0) < before + 0.05:  # its own time: other tests may have the cores meanwhile
+        time.sleep(0.01)
     return standstill.look(10.0, lambda: readings) is not None
 
 
-def test_a_device_that_has_marks_to_pass_and_passes_none_stands_still() -> None:
-    waits = Reading(0, os.getpid(), "step", 1, waiting=Waiting("device", None), device_left=3)
-    spins = Reading(1, os.getpid(), "step", 1, "forward", device_left=2)
-    assert judged([waits])
-    assert judged([waits, spins]), "a host that spins in a call that waits for its device does not work"
-    assert not judged([waits, Reading(1, os.getpid(), "step", 1, "forward")]), "its device waits for the host"
-    assert not judged([waits, Reading(1, os.getpid(), "step", 1, waiting=Waiting("device", None))]), "it computes"
-    assert not judged([waits, Reading(1, os.getpid(), "set-up", activity="reading")])
-    assert not judged([waits, Reading(1, state="?")]), "it has not begun"
-    assert judged([waits, Reading(1, os.getpid(), "step", 1, state="T")])
-    assert not judged([waits, Reading(1, os.getpid(), "save", 1, waiting=Waiting("save", None))]), "a thread writes"
+def test_a_device_that_has_marks_to_pass_and_passes_none_stands_still(working: int) -> None:
+    waits = Reading(0, working, "step", 1, waiting=Waiting("device", None), device_left=3)
+    spins = Reading(1, working, "step", 1, "forward", device_left=2)
+    assert judged([waits], working)
+    assert judged([waits, spins], working), "a host that spins in a call that waits for its device does not work"
+
+    def works(reading: Reading) -> bool:
+        return not judged([waits, reading], working)
+
+    assert works(Reading(1, working, "step", 1, "forward")), "its device waits for the host"
+    assert works(Reading(1, working, "step", 1, waiting=Waiting("device", None))), "it computes"
+    assert works(Reading(1, working, "set-up", activity="reading"))
+    assert works(Reading(1, state="?")), "it has not begun"
+    assert not works(Reading(1, working, "step", 1, state="T"))
+    assert works(Reading(1, working, "save", 1, waiting=Waiting("save", None))), "a thread writes"
 
 
 def test_nodes_of_which_one_still_works_wait() -> None:
