@@ -8,18 +8,20 @@ memory asks for.
 """
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cuboid.cost.inputs import Array, Shape
-from cuboid.cost.memory import peak_memory
 from cuboid.cost.offload import host_bytes
-from cuboid.planning.bounds import least_memory, least_seconds
-from cuboid.planning.budget import PLACES, may_mix, mixable, mixed, promising
+from cuboid.planning.bounds import least_in_layers, least_memory, least_seconds, least_with_sums, likely_seconds
+from cuboid.planning.budget import PLACES, least_kind, lighter, may_mix, mixable, mixed, promising
 from cuboid.planning.export.limits import sayable
 from cuboid.planning.question import Question
-from cuboid.planning.score import Scores, chunks, joined, score, score_all
+from cuboid.planning.score import Scores, chunks, joined, memory_of, score, score_all
 from cuboid.planning.space import PLAIN, Space, context_ways, scheduled, schedules, shapes, with_context, with_states
 
-FIRST, AT_ONCE = 4_000, 100_000
+GUESSED = 10_000
+"""Shapes that are brought into the order of what they are likely to take."""
+FIRST, AT_ONCE = 4_000, 250_000
 """Layouts looked at before anything is known of what is good, and together at most."""
 
 
@@ -42,26 +44,37 @@ def search(
     every = every.take(np.flatnonzero(least_memory(question, every) <= question.limit))
     bound = np.concatenate([least_seconds(question, part, False) for part in chunks(every)])
     order = np.argsort(bound, kind="stable")
-    sizes = np.cumsum(_sizes(question, every)[order])
+    order = _likely_first(question, every, order[bound[order] <= slowest])
+    sizes = _sizes(question, every)
     best = score(question, every.take(order[:0]))
-    start, batch, limit = 0, 0, slowest
-    while start < len(order) and bound[order[start]] <= limit * (1 + 1e-8):
-        room = min(FIRST * 4**batch, AT_ONCE)
-        stop = max(int(np.searchsorted(sizes, (sizes[start - 1] if start else 0) + room)), start + 1)
-        found = _search_some(question, every.take(order[start:stop]), keep, objective, distinct, slowest, limit, mixes)
+    batch, limit = 0, slowest
+    while len(order):
+        room = min(FIRST * 8**batch, AT_ONCE)
+        stop = max(int(np.searchsorted(np.cumsum(sizes[order]), room)), 1)
+        some = every.take(order[:stop])
+        found = _search_some(question, some, keep, objective, distinct, slowest, limit, mixes)
         best = joined([best, found]).best(keep, objective, distinct)
         if objective != "memory" and len(best.space) == keep:
             limit = min(slowest, float(best.seconds[-1]))
-        start, batch = stop, batch + 1
+        order, batch = order[stop:], batch + 1
+        order = order[bound[order] <= limit * (1 + 1e-8)]
     return best
+
+
+def _likely_first(question: Question, every: Space, order: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Shapes in the order of their bounds, the first of them in that of what they are likely to take: the sooner a
+    good layout is known, the fewer are looked at."""
+    first = every.take(order[:GUESSED])
+    return np.concatenate([order[np.argsort(likely_seconds(question, first), kind="stable")], order[GUESSED:]])
 
 
 def _sizes(question: Question, every: Space) -> Array:
     """How many layouts each shape has, nearly."""
     kinds = 12 if not {"zero", "recompute"} & question.fixed.keys() else 4
-    pairs = list(zip(every.columns["tp"].tolist(), every.columns["cp"].tolist(), strict=True))
-    ways = {pair: kinds * len(context_ways(question, *pair)) for pair in set(pairs)}
-    return np.array([ways[pair] for pair in pairs], dtype=np.float64)
+    pairs = every.columns["tp"] * 2**32 + every.columns["cp"]
+    known = sorted(set(pairs.tolist()))
+    ways = [kinds * len(context_ways(question, *divmod(pair, 2**32))) for pair in known]
+    return np.array(ways, dtype=np.float64)[np.searchsorted(known, pairs)]
 
 
 def _search_some(
@@ -79,7 +92,8 @@ def _search_some(
     if np.isfinite(limit):
         least = np.concatenate([least_seconds(question, part, True) for part in chunks(some)])
         some = some.take(np.flatnonzero(least <= limit * (1 + 1e-8)))
-    space, memory = _fitting(question, _sayable(question, with_states(question, some)))
+    states = _sayable(question, with_states(question, some))
+    space, memory = _fitting(question, _within(question, states, limit, mixes))
     if not len(space):
         return score(question, space)
     plain = score_all(question, space, memory)
@@ -102,6 +116,26 @@ def _search_some(
         found = score_all(question, scheduled(question, space.take(np.flatnonzero(others)))).within(slowest)
         best = _with_mixes(question, best, found, keep, distinct, limit)
     return best
+
+
+def _within(question: Question, space: Space, limit: float, mixes: bool) -> Space:
+    """Those that might take no longer than `limit`, also with only some of their layers recomputed."""
+    if not np.isfinite(limit) or not len(space):
+        return space
+
+    def soon(space: Space) -> NDArray[np.bool_]:
+        found = np.ones(len(space), dtype=bool)
+        for least in (least_in_layers, least_with_sums):
+            where = np.flatnonzero(found)
+            each = [least(question, part) <= limit * (1 + 1e-8) for part in chunks(space.take(where))]
+            found[where] = np.concatenate(each)
+        return found
+
+    found = soon(space)
+    if mixes:
+        others = np.flatnonzero(~found & (space.columns["recompute"] >= least_kind(question)))
+        found[others] = soon(lighter(space.take(others)))
+    return space.take(np.flatnonzero(found))
 
 
 def _sayable(question: Question, space: Space) -> Space:
@@ -132,27 +166,18 @@ def _place(best: Scores, keep: int) -> float:
 def _fitting(question: Question, space: Space) -> tuple[Space, Array]:
     """What fits under some schedule, and its memory under 1F1B; with the optimizer's state offloaded where it does not
     without."""
-    memory = _least_memory(question, space)
+    memory = memory_of(question, space)  # under 1F1B, which no other schedule undercuts
     fits = memory <= question.limit
     found, held = space.take(np.flatnonzero(fits)), memory[fits]
     if question.tries_offload and not fits.all():
         away = space.take(np.flatnonzero(~fits)).offloaded()
-        memory = _least_memory(question, away)
+        memory = memory_of(question, away)
         fits = memory <= question.limit
         found, held = found.joined(away.take(np.flatnonzero(fits))), np.concatenate([held, memory[fits]])
     if not found.columns["offload"].any():
         return found, held
     room = host_bytes(Shape.of(question.model), found.jobs, question.profile) <= question.host_limit
     return found.take(np.flatnonzero(room)), held[room]
-
-
-def _least_memory(question: Question, space: Space) -> Array:
-    """Bytes of the fullest rank under 1F1B, which no other schedule undercuts."""
-    if not len(space):
-        return np.zeros(0)
-    shape = Shape.of(question.model)
-    each = (np.broadcast_to(peak_memory(shape, part.jobs, question.profile), len(part)) for part in chunks(space))
-    return np.concatenate(list(each))
 
 
 def _plain_allowed(question: Question, space: Space) -> bool:
