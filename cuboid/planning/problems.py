@@ -5,7 +5,7 @@ from math import gcd
 
 from cuboid.errors import UserError
 from cuboid.planning.question import Question
-from cuboid.planning.search import search
+from cuboid.planning.search import emptiest, search
 from cuboid.planning.sizes import resized
 from cuboid.planning.space import degrees, divisors, shapes, with_context
 from cuboid.spec.fitting import check_model
@@ -64,13 +64,11 @@ def _too_small(question: Question, world_size: int) -> UserError:
     kept = f" with {_fixed(question)}" if question.fixed else ""
     limit = f"{question.limit / 2**30:.4g} GiB a rank"
     needed = _enough(question, world_size)
-    least = search(replace(question, memory_limit=1e18), world_size, keep=1, objective="memory")
+    least = emptiest(question, world_size)
     lacking = ""
-    if len(least.space):
-        held = float(least.memory[0])
-        lacking = (
-            f": {least.space.layout(0)} would hold {held / 2**30:.1f}, {(held - question.limit) / 2**30:.1f} too many"
-        )
+    if least:
+        layout, held = least
+        lacking = f": {layout} would hold {held / 2**30:.1f}, {(held - question.limit) / 2**30:.1f} too many"
     what = (
         f"cluster={question.cluster.name} is too small for {question.model.name}{kept} "
         f"at global_batch={question.global_batch} and seq={question.sequence} within {limit}{lacking}"

@@ -1,13 +1,14 @@
 """What layouts cost in closed form, with the engine's own partition: what a search compares."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cuboid.cost.engine import Engine
 from cuboid.cost.estimate import Estimates, estimate_many
-from cuboid.cost.inputs import Array, Shape
+from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.memory import peak_memory
 from cuboid.cost.step import PARTS
 from cuboid.planning.bounds import least_busy, least_transfer
@@ -18,6 +19,7 @@ from cuboid.planning.stages import LayerSeconds, assumed_slowest, real_slowest
 BUSY = ("compute", "tensor", "context", "expert", "host")
 """Parts of the step that grow with the layers of the slowest rank."""
 CHUNK = 50_000
+Memory = Callable[[Shape, Jobs, Engine], Array]
 
 
 @dataclass(frozen=True)
@@ -105,10 +107,10 @@ def score_all(question: Question, space: Space, memory: Array | None = None) -> 
     return joined([score(question, part, each) for part, each in zip(chunks(space), pieces, strict=True)])
 
 
-def memory_of(question: Question, space: Space) -> Array:
-    """Bytes of the fullest rank of each."""
+def memory_of(question: Question, space: Space, cost: Memory = peak_memory) -> Array:
+    """Bytes of the fullest rank of each, or of another."""
     shape = Shape.of(question.model)
-    each = (np.broadcast_to(peak_memory(shape, part.jobs, question.profile), len(part)) for part in chunks(space))
+    each = (np.broadcast_to(cost(shape, part.jobs, question.profile), len(part)) for part in chunks(space))
     return np.concatenate(list(each)) if len(space) else np.zeros(0)
 
 

@@ -7,10 +7,13 @@ perfectly even stages is out too. The rest is tried with every schedule, and wit
 memory asks for.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
 from cuboid.cost.inputs import Array, Shape
+from cuboid.cost.memory import first_memory
 from cuboid.cost.offload import host_bytes
 from cuboid.planning.bounds import least_in_layers, least_memory, least_seconds, least_with_sums, likely_seconds
 from cuboid.planning.budget import PLACES, least_kind, lighter, may_mix, mixable, mixed, promising
@@ -18,9 +21,13 @@ from cuboid.planning.export.limits import sayable
 from cuboid.planning.question import Question
 from cuboid.planning.score import Scores, chunks, joined, memory_of, score, score_all
 from cuboid.planning.space import PLAIN, Space, context_ways, scheduled, schedules, shapes, with_context, with_states
+from cuboid.spec.layout import Layout
 
+EMPTY = 1_000
+"""Shapes whose memory is looked at together."""
 GUESSED = 10_000
 """Shapes that are brought into the order of what they are likely to take."""
+Possible = Callable[[Question, Space], NDArray[np.bool_]]
 FIRST, AT_ONCE = 4_000, 250_000
 """Layouts looked at before anything is known of what is good, and together at most."""
 
@@ -58,6 +65,29 @@ def search(
             limit = min(slowest, float(best.seconds[-1]))
         order, batch = order[stop:], batch + 1
         order = order[bound[order] <= limit * (1 + 1e-8)]
+    return best
+
+
+def emptiest(question: Question, world_size: int) -> tuple[Layout, float] | None:
+    """The layout whose fullest rank holds least, and how many bytes that is, whether or not it fits."""
+    every = shapes(question, world_size)
+    bound = least_memory(question, every)
+    order = np.argsort(bound, kind="stable")
+    best = None
+    for start in range(0, len(order), EMPTY):
+        if best and bound[order[start]] >= best[1]:
+            break
+        space = _sayable(
+            question, with_states(question, with_context(question, every.take(order[start : start + EMPTY])))
+        )
+        space = space if _plain_allowed(question, space) else _scheduled(question, space)
+        if question.tries_offload:
+            away = space.offloaded()
+            room = host_bytes(Shape.of(question.model), away.jobs, question.profile) <= question.host_limit
+            space = space.joined(away.take(np.flatnonzero(np.broadcast_to(room, len(away)))))
+        memory = memory_of(question, space)
+        if len(space) and (not best or memory.min() < best[1]):
+            best = space.layout(int(memory.argmin())), float(memory.min())
     return best
 
 
@@ -119,23 +149,38 @@ def _search_some(
 
 
 def _within(question: Question, space: Space, limit: float, mixes: bool) -> Space:
-    """Those that might take no longer than `limit`, also with only some of their layers recomputed."""
-    if not np.isfinite(limit) or not len(space):
-        return space
+    """Those that might fit and take no longer than `limit`, also with only some of their layers recomputed: what is
+    quickly said of them is asked first."""
+    for possible in (_soon(limit, mixes, least_in_layers), _may_fit, _soon(limit, mixes, least_with_sums)):
+        space = space.take(np.flatnonzero(possible(question, space)))
+    return space
 
-    def soon(space: Space) -> NDArray[np.bool_]:
-        found = np.ones(len(space), dtype=bool)
-        for least in (least_in_layers, least_with_sums):
-            where = np.flatnonzero(found)
-            each = [least(question, part) <= limit * (1 + 1e-8) for part in chunks(space.take(where))]
-            found[where] = np.concatenate(each)
+
+def _soon(limit: float, mixes: bool, least: Callable[[Question, Space], Array]) -> Possible:
+    """Whether so many seconds at least are within a limit."""
+
+    def soon(question: Question, space: Space) -> NDArray[np.bool_]:
+        if not np.isfinite(limit):
+            return np.ones(len(space), dtype=bool)
+        return np.concatenate([least(question, part) <= limit * (1 + 1e-8) for part in chunks(space)])
+
+    def possible(question: Question, space: Space) -> NDArray[np.bool_]:
+        found = soon(question, space)
+        if mixes:
+            others = np.flatnonzero(~found & (space.columns["recompute"] >= least_kind(question)))
+            found[others] = soon(question, lighter(space.take(others)))
         return found
 
-    found = soon(space)
-    if mixes:
-        others = np.flatnonzero(~found & (space.columns["recompute"] >= least_kind(question)))
-        found[others] = soon(lighter(space.take(others)))
-    return space.take(np.flatnonzero(found))
+    return possible
+
+
+def _may_fit(question: Question, space: Space) -> NDArray[np.bool_]:
+    """Whether the first pipeline rank fits."""
+    found = memory_of(question, space, first_memory) <= question.limit
+    if question.tries_offload:
+        others = np.flatnonzero(~found)
+        found[others] = memory_of(question, space.take(others).offloaded(), first_memory) <= question.limit
+    return found
 
 
 def _sayable(question: Question, space: Space) -> Space:
