@@ -20,7 +20,17 @@ from cuboid.planning.budget import PLACES, least_kind, lighter, may_mix, mixable
 from cuboid.planning.export.limits import sayable
 from cuboid.planning.question import Question
 from cuboid.planning.score import Scores, chunks, joined, memory_of, score, score_all
-from cuboid.planning.space import PLAIN, Space, context_ways, scheduled, schedules, shapes, with_context, with_states
+from cuboid.planning.space import (
+    DEGREES,
+    PLAIN,
+    Space,
+    context_ways,
+    scheduled,
+    schedules,
+    shapes,
+    with_context,
+    with_states,
+)
 from cuboid.spec.layout import Layout
 
 EMPTY = 1_000
@@ -89,6 +99,17 @@ def emptiest(question: Question, world_size: int) -> tuple[Layout, float] | None
         if len(space) and (not best or memory.min() < best[1]):
             best = space.layout(int(memory.argmin())), float(memory.min())
     return best
+
+
+def sayable_layouts(question: Question, world_size: int) -> Space:
+    """Layouts that the target has words for, whatever they hold: of each way to divide the ranks those with the
+    smallest micro-batches, of which there are most, and so none has more schedules."""
+    every = shapes(question, world_size)
+    ranks = np.stack([every.columns[name] for name in DEGREES if name != "micro_batch"], axis=1).tolist()
+    order = np.argsort(every.columns["micro_batch"], kind="stable")
+    first = {tuple(ranks[index]): index for index in reversed(order.tolist())}
+    some = every.take(np.array(sorted(first.values()), dtype=np.intp))
+    return _scheduled(question, _sayable(question, with_states(question, with_context(question, some))))
 
 
 def _likely_first(question: Question, every: Space, order: NDArray[np.intp]) -> NDArray[np.intp]:
