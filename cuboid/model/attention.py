@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from cuboid.model import block_attention
-from cuboid.model.fused_attention import has_flash
+from cuboid.model import flash_attention
+from cuboid.model.flash_attention import has_flash
 from cuboid.model.linear import Columns, Linear, Norm, columns
 from cuboid.model.rope import Positions, rotate
 from cuboid.spec.model import ModelSpec
@@ -22,7 +22,7 @@ def causal_mix(query: Tensor, key: Tensor, value: Tensor, positions: Positions) 
     key-value head."""
     documents = positions.documents
     if documents is not None and has_flash(query):
-        return block_attention.documents_mix(query, key, value, documents)
+        return flash_attention.documents_mix(query, key, value, documents)
     mixed = functional.scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),

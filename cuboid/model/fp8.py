@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cuboid.errors import UserError
-from cuboid.kernels.transpose import transpose
+from cuboid.kernels.compiler import operation
 
 INPUT = torch.float8_e4m3fn
 _SMALLEST = 1e-30  # a tensor of zeros has a scale too
@@ -108,3 +108,28 @@ class Fp8Matmul:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y: Tensor = _Matmul.apply(x, weight, bias, self.by_row)
         return y
+
+
+# The transpose of an fp8 matrix as one custom operation: Inductor neither fuses it with others nor repeats it in the
+# backward pass.
+
+
+TILE = 64
+
+
+@operation("cuboid::transpose")
+def transpose(x: Tensor) -> Tensor:
+    if not x.is_cuda:
+        return x.t().contiguous()
+    from cuboid.kernels.triton_kernels import transpose_tiles
+
+    rows, columns = x.shape
+    result = torch.empty(columns, rows, dtype=x.dtype, device=x.device)
+    grid = (-(-rows // TILE), -(-columns // TILE))
+    transpose_tiles[grid](x.view(torch.int8), result.view(torch.int8), rows, columns, TILE=TILE)
+    return result
+
+
+@torch.library.register_fake("cuboid::transpose")  # type: ignore[untyped-decorator]
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[1], x.shape[0])

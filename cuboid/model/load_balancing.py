@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuboid.model.hashing import hashes, shifted
+from cuboid.model.initialize import hashes, shifted
 from cuboid.spec.mixture import MixtureSpec
 
 EXTRA = ("balance_loss", "z_loss", "dropped")

@@ -58,20 +58,20 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 class _Swiglu(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, gate: Tensor, up: Tensor) -> Tensor:
-        from cuboid.kernels import moe as expert_kernels
+        from cuboid.kernels import triton_kernels
 
         context.save_for_backward(gate, up)
         result, count = torch.empty_like(gate), gate.numel()
-        expert_kernels.swiglu[(_blocks(count),)](gate, up, result, count, BLOCK=SWIGLU_BLOCK)
+        triton_kernels.swiglu[(_blocks(count),)](gate, up, result, count, BLOCK=SWIGLU_BLOCK)
         return result
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        from cuboid.kernels import moe as expert_kernels
+        from cuboid.kernels import triton_kernels
 
         gate, up = context.saved_tensors
         results, count = (torch.empty_like(gate), torch.empty_like(up)), gate.numel()
-        expert_kernels.swiglu_gradients[(_blocks(count),)](
+        triton_kernels.swiglu_gradients[(_blocks(count),)](
             gradient.contiguous(), gate, up, *results, count, BLOCK=SWIGLU_BLOCK
         )
         return results

@@ -140,7 +140,7 @@ COMBINE_BLOCK = 2048
 
 
 def _combined(rows: Tensor, home: Tensor, weights: Tensor | None) -> Tensor:
-    from cuboid.kernels.moe import combine_rows
+    from cuboid.kernels.triton_kernels import combine_rows
 
     rows = rows.contiguous()
     tokens, top_k = home.shape
@@ -165,7 +165,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        from cuboid.kernels.moe import combine_gradients
+        from cuboid.kernels.triton_kernels import combine_gradients
 
         rows, weights, home = context.saved_tensors
         rows = rows.contiguous()

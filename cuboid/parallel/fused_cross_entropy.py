@@ -43,7 +43,7 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor) -> Tensor:
 
 def _loss_and_gradient_on_gpu(logits: Tensor, labels: Tensor) -> Tensor:
     """As `_loss_and_gradient`, with less waiting for memory than the compiler finds."""
-    from cuboid.kernels.cross_entropy import loss_and_gradient
+    from cuboid.kernels.triton_kernels import loss_and_gradient
 
     rows, columns = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)

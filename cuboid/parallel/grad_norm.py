@@ -10,9 +10,8 @@ from torch import Tensor
 from cuboid.kernels.adjacent import follows, in_runs, together
 from cuboid.parallel.collectives import all_reduce
 from cuboid.parallel.groups import Group
-from cuboid.parallel.optimizer_shard import OptimizerShard
 from cuboid.parallel.parallelize import Engine
-from cuboid.parallel.zero import Unit
+from cuboid.parallel.zero import OptimizerShard, Unit
 from cuboid.spec.parameters import TIED
 from cuboid.spec.sharding import Part
 
@@ -71,7 +70,7 @@ def squared_norm(engine: Engine) -> Tensor:
     total = torch.zeros((), dtype=dtype, device=engine.device)
     gradients = [optimizer_shard.gradient for optimizer_shard in counted_pieces(engine)]
     if gradients and engine.device.type == "cuda" and dtype == torch.float32:
-        from cuboid.kernels.square_sum import squared_norms
+        from cuboid.kernels.triton_kernels import squared_norms
 
         total += squared_norms(in_runs(gradients, follows, together))
     elif gradients:

@@ -12,33 +12,33 @@ from torch import Tensor, nn
 
 from cuboid.errors import UserError
 from cuboid.kernels.cpu_16bit import fast_matmuls
-from cuboid.kernels.precision import wide
+from cuboid.kernels.precision import LossScale, wide
 from cuboid.model.custom import REPLICATED, Model, Split, declared_split
 from cuboid.model.fp8 import Fp8Matmul, require_fp8
-from cuboid.model.initialize import initial_tensor
+from cuboid.model.initialize import initial_tensor, learning_rate_factor
 from cuboid.model.linear import Linear
 from cuboid.model.load_balancing import Balance
 from cuboid.model.moe import Experts, MoE
-from cuboid.model.recipes import learning_rate_factor
 from cuboid.model.transformer import Block, Embedding, Head
-from cuboid.parallel.activations import Activations
 from cuboid.parallel.async_tp import compiler_options
 from cuboid.parallel.compiled import compiled_block, is_compiled
-from cuboid.parallel.compiled_split_backward import UNTOUCHED, split_matmul
 from cuboid.parallel.context import ContextMix
 from cuboid.parallel.cp_batch import Share, Sharing
 from cuboid.parallel.custom import Carrier, carry_buffers, connect_region, defer_matmuls, initial_tensors, runner
-from cuboid.parallel.dualpipe_pair import DualPipePair
 from cuboid.parallel.expert import join_sequences, make_balance, spread_experts, stay_on, watched
-from cuboid.parallel.fused_add_rmsnorm import branch
+from cuboid.parallel.fused_block import branch, fuse_matmuls
 from cuboid.parallel.fused_cross_entropy import fused_cross_entropy
-from cuboid.parallel.fused_projections import fuse_matmuls
 from cuboid.parallel.groups import Groups, connect_groups, make_groups
-from cuboid.parallel.loss_scale import LossScale
-from cuboid.parallel.pipeline import Pipeline
+from cuboid.parallel.pipeline import DualPipePair, Pipeline
 from cuboid.parallel.recompute import Memory, with_recompute
-from cuboid.parallel.split_backward import Deferral, deferrable_grouped_matmul, deferrable_matmul
-from cuboid.parallel.stage import Reduction, Segment, Stage
+from cuboid.parallel.split_backward import (
+    UNTOUCHED,
+    Deferral,
+    deferrable_grouped_matmul,
+    deferrable_matmul,
+    split_matmul,
+)
+from cuboid.parallel.stage import Activations, Reduction, Segment, Stage
 from cuboid.parallel.tensor import split_block, split_embedding, split_head
 from cuboid.parallel.tensor_region import Region
 from cuboid.parallel.zero import Unit

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import cuboid.parallel.fake_collectives  # noqa: F401, what `_DEAR` names
+import cuboid.parallel.tensor_region  # noqa: F401, what `_DEAR` names
 from cuboid.parallel.context import KEPT
 from cuboid.spec.layout import Recompute
 

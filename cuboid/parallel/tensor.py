@@ -23,9 +23,8 @@ from cuboid.model.mla import MultiLatentAttention
 from cuboid.model.moe import MoE
 from cuboid.model.transformer import IGNORED, Block, Embedding, Head, VocabularyEmbedding
 from cuboid.parallel.collectives import all_gather, all_reduce, all_reduce_maximum
-from cuboid.parallel.columns import columns, sliced_columns
 from cuboid.parallel.groups import Group
-from cuboid.parallel.tensor_region import Region
+from cuboid.parallel.tensor_region import Region, columns, sliced_columns
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.sharding import kv_head_of_query, vocabulary_rows
 

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from cuboid.kernels.pinned_memory import HostCopy
+from cuboid.kernels.precision import SMALLEST, LossScale
 from cuboid.model.batch import MicroBatch
 from cuboid.parallel.collectives import all_reduce
 from cuboid.parallel.cp_batch import Share
 from cuboid.parallel.grad_norm import finish_gradients, squared_norm
-from cuboid.parallel.loss_scale import SMALLEST, LossScale
 from cuboid.parallel.parallelize import Engine
 from cuboid.resilience.faults import strikes
 from cuboid.telemetry.heartbeat import HEARTBEAT

@@ -17,10 +17,9 @@ from cuboid.kernels.cpu_16bit import fast_matmuls
 from cuboid.kernels.precision import wide
 from cuboid.model.custom import Model, WholeModel
 from cuboid.model.fp8 import Fp8Matmul
-from cuboid.model.initialize import initialize
+from cuboid.model.initialize import initialize, learning_rate_factor
 from cuboid.model.linear import Linear, Matmul
 from cuboid.model.load_balancing import Balance
-from cuboid.model.recipes import learning_rate_factor
 from cuboid.model.rope import PositionTable
 from cuboid.model.router import Router
 from cuboid.model.transformer import IGNORED, Transformer

@@ -16,8 +16,7 @@ from cuboid.cli.verify import verification_run
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.launch.pool import Pool
-from cuboid.model.initialize import initialize
-from cuboid.model.recipes import RECIPES
+from cuboid.model.initialize import RECIPES, initialize
 from cuboid.model.transformer import Transformer
 from cuboid.parallel.parallelize import build_engine, draw_weights
 from cuboid.parallel.split_backward import Deferral

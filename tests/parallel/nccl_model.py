@@ -22,9 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cuboid.parallel.cp_batch import Share
-from cuboid.parallel.dualpipe_pair import DualPipePair
 from cuboid.parallel.groups import Group, Groups
-from cuboid.parallel.pipeline import Pipeline
+from cuboid.parallel.pipeline import DualPipePair, Pipeline
 from cuboid.parallel.split_backward import Deferral
 from cuboid.parallel.stage import Entrance, Reduction, Segment, Stage
 from cuboid.schedule.table import Schedule

@@ -10,9 +10,7 @@ from cuboid.model.feed_forward import FeedForward
 from cuboid.model.linear import Norm
 from cuboid.model.rope import Positions, make_positions, rotate
 from cuboid.model.transformer import branch as plain_branch
-from cuboid.parallel.fused_add_rmsnorm import branch
-from cuboid.parallel.fused_projections import fuse_matmuls, swiglu_backward
-from cuboid.parallel.fused_rope import FusedRope
+from cuboid.parallel.fused_block import FusedRope, branch, fuse_matmuls, swiglu_backward
 from cuboid.parallel.parallelize import build_engine, set_parameter
 from cuboid.parallel.zero import Unit
 from tests.parallel.cases import small_run
