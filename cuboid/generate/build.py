@@ -138,10 +138,10 @@ class Builder:
             if self.held is None:
                 block.attention = FusedAttention(attention, cache)  # type: ignore[assignment]
         if self.held is None:
-            self._join_feed_forward(block)
+            self._fuse_feed_forward(block)
         return block, cache
 
-    def _join_feed_forward(self, block: Block) -> None:
+    def _fuse_feed_forward(self, block: Block) -> None:
         whole = block.feed_forward
         if isinstance(whole, FeedForward):
             block.feed_forward = fused_feed_forward(whole)  # type: ignore[assignment]

@@ -21,13 +21,13 @@ def together(before: Tensor, after: Tensor) -> Tensor:
 
 
 def in_runs(
-    items: Iterable[Item], is_followed: Callable[[Item, Item], bool], join: Callable[[Item, Item], Item]
+    items: Iterable[Item], is_followed: Callable[[Item, Item], bool], merge: Callable[[Item, Item], Item]
 ) -> list[Item]:
     """As few as they can be, in their order."""
     runs: list[Item] = []
     for item in items:
         if runs and is_followed(runs[-1], item):
-            runs[-1] = join(runs[-1], item)
+            runs[-1] = merge(runs[-1], item)
         else:
             runs.append(item)
     return runs

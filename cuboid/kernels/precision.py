@@ -23,7 +23,7 @@ def join_halves(near: Tensor, rest: Tensor) -> Tensor:
 
 
 def split_halves(values: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 → what `join_halves` puts together."""
+    """float32 → what `join_halves` takes."""
     pattern = values.view(torch.int32)
     near = (pattern + 0x8000) >> 16
     return near.to(torch.int16), (pattern - (near << 16)).to(torch.int16)

@@ -7,8 +7,8 @@ import triton  # type: ignore[import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 from torch import Tensor
 
-# Fused cross-entropy (`parallel.fused_cross_entropy`): one program reads a row of logits twice and writes it once. It has
-# few operations for each number, because it waits for these as much as for memory.
+# Fused cross-entropy (`parallel.fused_cross_entropy`): one program reads a row of logits twice and writes it once. It
+# has few operations for each number, because it waits for these as much as for memory.
 
 LOG2E = tl.constexpr(1.4426950408889634)
 """Exponentials are powers of two: a GPU has no others."""
@@ -18,7 +18,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def loss_and_gradient(  # type: ignore[no-untyped-def]
     logits, labels, losses, columns, magnifier, IGNORED: tl.constexpr, STRIPS: tl.constexpr, STRIP: tl.constexpr
 ):
-    """Logits of a row become the gradient of its loss, magnified. Sums are kept for each column of strips and joined at
+    """Logits of a row become the gradient of its loss, magnified. Sums are kept for each column of strips and added at
     the end, because joining is what threads would wait for."""
     row = tl.program_id(0).to(tl.int64)
     place = logits + row * columns
@@ -122,10 +122,10 @@ def swiglu_gradients(gradient, gate, up, gate_gradient, up_gradient, count, BLOC
     d = tl.load(gradient + place, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
     u = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
-    share = 1.0 / (1.0 + tl.exp(-g))
+    sigmoid = 1.0 / (1.0 + tl.exp(-g))
     kind = gate_gradient.dtype.element_ty
-    tl.store(gate_gradient + place, (d * u * share * (1.0 + g * (1.0 - share))).to(kind), mask=inside)
-    tl.store(up_gradient + place, (d * g * share).to(kind), mask=inside)
+    tl.store(gate_gradient + place, (d * u * sigmoid * (1.0 + g * (1.0 - sigmoid))).to(kind), mask=inside)
+    tl.store(up_gradient + place, (d * g * sigmoid).to(kind), mask=inside)
 
 
 # The backward pass of an RMS norm on a GPU, added to what comes back beside the norm.
@@ -264,11 +264,11 @@ def swiglu_backward_rows(gradient, fused, result, width, BLOCK: tl.constexpr):  
     g = tl.load(gradient + row * width + column, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(fused + place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(fused + width + place, mask=inside, other=0.0).to(tl.float32)
-    share = 1.0 / (1.0 + tl.exp(-gate))
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
     kind = result.dtype.element_ty
-    opened = (gate * share).to(kind).to(tl.float32)
+    opened = (gate * sigmoid).to(kind).to(tl.float32)
     through = (g * up).to(kind).to(tl.float32)
-    tl.store(result + place, (through * share * (1.0 + gate * (1.0 - share))).to(kind), mask=inside)
+    tl.store(result + place, (through * sigmoid * (1.0 + gate * (1.0 - sigmoid))).to(kind), mask=inside)
     tl.store(result + width + place, (g * opened).to(kind), mask=inside)
 
 

@@ -18,7 +18,7 @@ Mix = Callable[[Tensor, Tensor, Tensor, Positions], Tensor]
 
 
 def causal_mix(query: Tensor, key: Tensor, value: Tensor, positions: Positions) -> Tensor:
-    """Every token sees itself and those before it in its sequence, or document. Each run of query heads shares a
+    """Every token sees itself and those before it in its sequence, or document. Each run of query heads reads one
     key-value head."""
     documents = positions.documents
     if documents is not None and has_flash(query):

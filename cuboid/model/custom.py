@@ -148,7 +148,7 @@ class VocabularyLoss(nn.Module):
 SPLIT_MODULES = (ColumnLinear, RowLinear, VocabularyEmbedding, VocabularyLoss)
 
 
-def labelled(batch: Batch) -> Tensor:
+def counted_labels(batch: Batch) -> Tensor:
     """How many labels count: the default of `Model.count`."""
     return (batch["labels"] != IGNORED).sum()
 
@@ -164,7 +164,7 @@ class Model:
     flow: Shape | Sequence[Shape]
     """The shape of what goes from block to block, or several of them: x is then a tuple. "batch" is the micro-batch,
     "sequence" is training.sequence."""
-    count: Callable[[Batch], Tensor] = labelled
+    count: Callable[[Batch], Tensor] = counted_labels
     """How many losses the head sums for a micro-batch. The loss of a step is the sum of all losses over the sum of
     these, over the whole batch: the same on any layout."""
     data: Callable[[], Any] | None = None

@@ -131,10 +131,10 @@ def _added(documents: Documents | None, query: Tensor) -> Tensor | None:
     return found
 
 
-# Attention of a block of queries to a block of keys, with what is needed to put blocks together: the logarithm of the
+# Attention of a block of queries to a block of keys, with what is needed to combine blocks: the logarithm of the
 # sum of each query's exponentials, and a backward pass that takes this sum over all blocks.
 #
-# Tensors are (sequences, length, heads, head_dim), sums (sequences, heads, length). Runs of query heads share a
+# Tensors are (sequences, length, heads, head_dim), sums (sequences, heads, length). Runs of query heads read one
 # key-value head. Fused kernels compute them where there are any, plain matmuls elsewhere (on CUDA in float32 or 64).
 
 

@@ -3,7 +3,7 @@
 Each of the three matmuls of a linear (output, input gradient, weight gradient) takes two tensors of 8 bits and their
 scales, sums in float32 and gives a tensor of the input's own precision. The scales come from the tensors themselves:
 one for a whole tensor, whose gradients are then in e5m2, or one for each row that is multiplied ("row"), with e4m3
-throughout. Written in plain operations, so that the compiler joins peak, scale and rounding with what stands before
+throughout. Written in plain operations, so that the compiler fuses amax, scale and rounding with what stands before
 them. A CPU multiplies the same rounded numbers in float32."""
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torc
 
 def output_of(x: Tensor, weight: Tensor, by_row: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The matmul, and what the weight gradient needs of the input."""
-    narrow, narrow_weight = quantise(x, INPUT, by_row), quantise(weight, INPUT, by_row)
-    y = multiply(*narrow, *narrow_weight, x.dtype, fast=True)
+    quantised, quantised_weight = quantise(x, INPUT, by_row), quantise(weight, INPUT, by_row)
+    y = multiply(*quantised, *quantised_weight, x.dtype, fast=True)
     return y, *quantise_columns(x, INPUT, by_row, apart=True)
 
 

@@ -45,7 +45,7 @@ class Origin:
         return slice(None) if self.expert is None else slice(self.expert, self.expert + 1)
 
     @property
-    def box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def bounds(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Offsets and lengths of what it holds of the parameter."""
         sizes = (self.stop - self.start, *((self.shape[0],) if self.transposed else self.shape[1:]))
         if self.expert is None:
@@ -53,16 +53,16 @@ class Origin:
         return (self.expert, *(0 for _ in sizes)), (1, *sizes)
 
     def holds(self, offsets: Sequence[int], lengths: Sequence[int]) -> bool:
-        """Whether anything of a box of the parameter lies here."""
+        """Whether anything of a slice of the parameter lies here."""
         return self.expert is None or offsets[0] <= self.expert < offsets[0] + lengths[0]
 
     def part_of(self, values: Tensor, offsets: Sequence[int]) -> Tensor:
-        """What lies here of a box at these offsets, in the dimensions of the stored tensor."""
+        """What lies here of a slice at these offsets, in the dimensions of the stored tensor."""
         return values if self.expert is None else values[self.expert - offsets[0]]
 
     def index(self, offsets: Sequence[int] | None = None, lengths: Sequence[int] | None = None) -> tuple[slice, ...]:
-        """Where a box of the parameter, or all of it, lies in the stored tensor, to read no more than is needed."""
-        here = self.box
+        """Where a slice of the parameter, or all of it, lies in the stored tensor, to read no more than is needed."""
+        here = self.bounds
         offsets, lengths = offsets or here[0], lengths or here[1]
         if self.expert is not None:
             offsets, lengths = offsets[1:], lengths[1:]

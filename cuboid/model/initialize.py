@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from cuboid.spec.model import INITIAL_STD, Family, Initialization, ModelSpec
 
-HASHES, PIECES, PIECE_BITS = 2, 4, 16
-"""An element is the sum of all 16-bit pieces of two hashes: so near to a normal distribution that its kurtosis is 2.85
+HASHES, WORDS, WORD_BITS = 2, 4, 16
+"""An element is the sum of all 16-bit words of two hashes: so near to a normal distribution that its kurtosis is 2.85
 in place of 3, and never further out than 4.9 deviations."""
 EVERY_OTHER = 0x0000FFFF0000FFFF
 BLOCK = {"cpu": 1 << 17, "cuda": 1 << 24}
@@ -59,8 +59,8 @@ def initial_tensor(
     return drawn.view(kept)
 
 
-MEAN_OF_SUMS = HASHES * PIECES * (2**PIECE_BITS - 1) // 2
-DEVIATION_OF_SUMS = math.sqrt(HASHES * PIECES * (4**PIECE_BITS - 1) / 12)
+MEAN_OF_SUMS = HASHES * WORDS * (2**WORD_BITS - 1) // 2
+DEVIATION_OF_SUMS = math.sqrt(HASHES * WORDS * (4**WORD_BITS - 1) / 12)
 
 
 def _sums(key: str, places: Tensor) -> Tensor:
@@ -68,11 +68,11 @@ def _sums(key: str, places: Tensor) -> Tensor:
     pairs = torch.zeros_like(places)
     for number in range(HASHES):
         hashed = hashes(key, places, number)
-        # Two pieces at a time, each in half of the number, where their sum has room.
+        # Two words at a time, each in half of the number, where their sum has room.
         pairs += hashed & EVERY_OTHER
-        pairs += hashed.bitwise_right_shift_(PIECE_BITS).bitwise_and_(EVERY_OTHER)
-    sums = pairs & (2 ** (2 * PIECE_BITS) - 1)
-    sums += pairs.bitwise_right_shift_(2 * PIECE_BITS)
+        pairs += hashed.bitwise_right_shift_(WORD_BITS).bitwise_and_(EVERY_OTHER)
+    sums = pairs & (2 ** (2 * WORD_BITS) - 1)
+    sums += pairs.bitwise_right_shift_(2 * WORD_BITS)
     return sums.sub_(MEAN_OF_SUMS)
 
 

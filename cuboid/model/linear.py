@@ -1,4 +1,4 @@
-"""A matrix matmul with a weight of shape (out, in), and the normalisations."""
+"""Linear layers with a weight of shape (out, in), and the normalisations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Matmul = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Linear(nn.Module):
-    """`nn.Linear` whose matmul can be exchanged, because some schedules compute the weight gradient later."""
+    """`nn.Linear` whose matmul can be replaced, because some schedules compute the weight gradient later."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
         super().__init__()

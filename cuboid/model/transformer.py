@@ -1,4 +1,5 @@
-"""The transformer: an embedding, blocks, and a head. (tokens, labels) in, the summed loss of all labelled tokens out.
+"""The transformer: an embedding, blocks, and a head. (tokens, labels) in, the loss out, summed over
+all tokens whose label counts.
 
 Activations are (batch · length, hidden) throughout: everything but attention treats tokens alike."""
 
@@ -50,12 +51,12 @@ class Embedding(nn.Module):
         return x + self.positions(positions.index.expand_as(tokens).flatten())
 
 
-Branch = Callable[[Norm, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+AddNorm = Callable[[Norm, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """(residual, block output to add or None) → (new residual, its norm)."""
 
 
-def branch(norm: Norm, x: Tensor, joins: Tensor | None) -> tuple[Tensor, Tensor]:
-    x = x if joins is None else x + joins
+def add_norm(norm: Norm, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+    x = x if added is None else x + added
     return x, norm(x)
 
 
@@ -69,16 +70,16 @@ class Block(nn.Module):
         self.feed_forward_norm = Norm(model, model.hidden)
         routed = model.has_experts(layer)
         self.feed_forward: MoE | FeedForward = MoE(model) if routed else FeedForward(model, model.ffn)
-        self.branch: Branch = branch
+        self.add_norm: AddNorm = add_norm
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
-        x, normed = self.branch(self.attention_norm, x, None)
-        x, normed = self.branch(self.feed_forward_norm, x, self.attention(normed, positions))
+        x, normed = self.add_norm(self.attention_norm, x, None)
+        x, normed = self.add_norm(self.feed_forward_norm, x, self.attention(normed, positions))
         return x + self.feed_forward(normed, positions)
 
 
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of the cross-entropies of labelled tokens, in float32 or better."""
+    """Summed cross-entropy of the tokens whose label counts, in float32 or better."""
     return functional.cross_entropy(logits.to(wide(logits.dtype)), labels, reduction="sum", ignore_index=IGNORED)
 
 
@@ -128,5 +129,5 @@ class Transformer(nn.Module):
         return self.head(self.hidden_states(tokens)).unflatten(0, tokens.shape)
 
     def loss(self, tokens: Tensor, labels: Tensor, positions: Positions | None = None) -> Tensor:
-        """Sum of the losses of labelled tokens; labels: (batch, length), IGNORED where a token does not count."""
+        """Summed over the tokens whose label counts; labels: (batch, length), IGNORED where a token does not."""
         return self.head.loss(self.hidden_states(tokens, positions), labels)

@@ -159,7 +159,7 @@ def _context_attention(query: Tensor, key: Tensor, value: Tensor, call: int) -> 
 
 
 @operation("cuboid::all_to_all_heads")
-def _exchange_heads(tensors: list[Tensor], back: bool, call: int) -> list[Tensor]:
+def _all_to_all_heads(tensors: list[Tensor], back: bool, call: int) -> list[Tensor]:
     group: Group = _calls[call]
     size = group.size
     parts = [by_rank(x, size) if back else x.unflatten(2, (size, -1)).movedim(2, 0) for x in tensors]
@@ -183,15 +183,15 @@ def _with(call: Any, operation: Any, *arguments: Any) -> Any:
 
 class _OuterAttention(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, query: Tensor, key: Tensor, value: Tensor, exchange: Ring | Gathering) -> Tensor:
-        context.exchange = exchange
-        seen, sums = _with(exchange, KEPT[0], query, key, value)
+    def forward(context: Any, query: Tensor, key: Tensor, value: Tensor, outer: Ring | Gathering) -> Tensor:
+        context.outer = outer
+        seen, sums = _with(outer, KEPT[0], query, key, value)
         context.save_for_backward(query, key, value, seen, sums)
         return seen
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return *context.exchange.backward(gradient, Attended(*context.saved_tensors)), None
+        return *context.outer.backward(gradient, Attended(*context.saved_tensors)), None
 
 
 class _AllToAllHeads(torch.autograd.Function):

@@ -81,7 +81,7 @@ class Coordination:
         return [pickle.loads(said) for _, said in sorted(found)] if self.rank == 0 else []
 
     def scatter(self, parts: list[Told]) -> Told:
-        """`parts`: what rank 0 has for each rank; who gets the same object shares its bytes."""
+        """`parts`: what rank 0 has for each rank; ranks that get the same object get the same bytes."""
         with self._call():
             known: dict[int, bytes] = {}
             for part in parts:

@@ -18,7 +18,7 @@ from cuboid.model.feed_forward import FeedForward
 from cuboid.model.linear import Linear, Norm
 from cuboid.model.rope import Positions, rotated
 from cuboid.parallel.split_backward import Deferral, split_fused_matmul
-from cuboid.parallel.tensor_region import Region, joined_columns
+from cuboid.parallel.tensor_region import Region, fused_columns
 from cuboid.parallel.zero import Unit
 
 BLOCK = 4096
@@ -31,9 +31,9 @@ def swiglu_backward(gradient: Tensor, fused: Tensor) -> Tensor:
     if not fused.is_cuda or wide(fused.dtype) != torch.float32:
         gate, up = fused.chunk(2, 1)
         exact = gate.to(wide(gate.dtype))
-        share = exact.sigmoid()
-        gate_gradient = (gradient * up).to(exact.dtype) * share * (1 + exact * (1 - share))
-        return torch.cat((gate_gradient.to(gate.dtype), gradient * (exact * share).to(gate.dtype)), 1)
+        sigmoid = exact.sigmoid()
+        gate_gradient = (gradient * up).to(exact.dtype) * sigmoid * (1 + exact * (1 - sigmoid))
+        return torch.cat((gate_gradient.to(gate.dtype), gradient * (exact * sigmoid).to(gate.dtype)), 1)
     from cuboid.kernels.triton_kernels import swiglu_backward_rows
 
     rows, width = gradient.shape
@@ -81,19 +81,19 @@ class _FusedMatmul(torch.autograd.Function):
 def fuse_matmuls(
     module: nn.Module, unit: Unit, rotates: bool, deferral: Deferral | None = None, region: Region | None = None
 ) -> None:
-    """Join what can be of a block whose parameters are the unit's. `rotates`: positions are rotations. `deferral`: of a
-    schedule that splits the backward pass. `region`: of tensor ranks."""
+    """Fuse what can be fused of a block whose parameters are the unit's. `rotates`: positions are rotations.
+    `deferral`: of a schedule that splits the backward pass. `region`: of tensor ranks."""
     for child in module.modules():
         # A norm would come between matmul and rotation.
         if isinstance(child, Attention) and rotates and child.query_norm is None:
-            _join_attention(child, unit, deferral, region)
+            _fuse_attention(child, unit, deferral, region)
         if isinstance(child, FeedForward) and child.gate is not None:
-            _join_feed_forward(child, child.gate, unit, deferral, region)
+            _fuse_feed_forward(child, child.gate, unit, deferral, region)
 
 
-def _join_attention(attention: Attention, unit: Unit, deferral: Deferral | None, region: Region | None) -> None:
+def _fuse_attention(attention: Attention, unit: Unit, deferral: Deferral | None, region: Region | None) -> None:
     linears = [attention.query, attention.key, attention.value]
-    fused = _joined(linears, unit, deferral, region)
+    fused = _fused_matmul(linears, unit, deferral, region)
     if fused is None:
         return
     heads, kv_heads, _ = (linear.weight.shape[0] // attention.head_dim for linear in linears)
@@ -105,15 +105,15 @@ def _join_attention(attention: Attention, unit: Unit, deferral: Deferral | None,
     attention.fused = project
 
 
-def _join_feed_forward(
+def _fuse_feed_forward(
     feed_forward: FeedForward, gate: Linear, unit: Unit, deferral: Deferral | None, region: Region | None
 ) -> None:
-    fused = _joined([gate, feed_forward.up], unit, deferral, region)
+    fused = _fused_matmul([gate, feed_forward.up], unit, deferral, region)
     if fused is not None:
         feed_forward.fused = lambda x: _Swiglu.apply(fused(x))
 
 
-def _joined(
+def _fused_matmul(
     linears: list[Linear], unit: Unit, deferral: Deferral | None, region: Region | None
 ) -> Callable[[Tensor], Tensor] | None:
     """The matmul with several linears."""
@@ -123,7 +123,7 @@ def _joined(
     if together is None:
         return None
     if region is not None and region.overlaps:
-        return lambda x: joined_columns(region, x, together, weights)
+        return lambda x: fused_columns(region, x, together, weights)
 
     def matmul(x: Tensor) -> Tensor:
         y: Tensor = _FusedMatmul.apply(x, together, *weights)
@@ -269,14 +269,14 @@ def _multiprocessors(device: torch.device) -> int:
 
 class _FusedAddRmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, x: Tensor, joins: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    def forward(context: Any, x: Tensor, added: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
         # In three dimensions: a sum in two the compiler would put into the matmul that it comes of, which then copies
         # the stream first.
-        stream = x.view_as(x) if joins is None else (x.unsqueeze(0) + joins.unsqueeze(0)).squeeze(0)
+        stream = x.view_as(x) if added is None else (x.unsqueeze(0) + added.unsqueeze(0)).squeeze(0)
         exact = stream.float()
         inverse = torch.rsqrt(exact.pow(2).mean(1, keepdim=True) + epsilon)
         context.save_for_backward(stream, inverse, weight)
-        context.fused = joins is not None
+        context.fused = added is not None
         return stream, (exact * inverse * weight).to(x.dtype)
 
     @staticmethod
@@ -286,7 +286,7 @@ class _FusedAddRmsNorm(torch.autograd.Function):
         return result, result if context.fused else None, sums.sum(0).to(weight.dtype), None
 
 
-def branch(norm: Norm, x: Tensor, joins: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As `transformer.branch`, of an RMS norm in float32 or less."""
-    stream, normed = _FusedAddRmsNorm.apply(x, joins, norm.weight, norm.epsilon)
+def fused_add_norm(norm: Norm, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+    """As `transformer.add_norm`, of an RMS norm in float32 or less."""
+    stream, normed = _FusedAddRmsNorm.apply(x, added, norm.weight, norm.epsilon)
     return stream, normed

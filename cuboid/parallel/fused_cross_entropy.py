@@ -78,9 +78,9 @@ def _overwrite(logits: Tensor, labels: Tensor, peaks: Tensor, totals: Tensor, fi
     """`logits` become the gradient, magnified; columns that only pad the vocabulary have none."""
     column = torch.arange(logits.shape[1], device=logits.device)
     hit = column == (labels - first).unsqueeze(1)
-    shares = (_exact(logits) - peaks.unsqueeze(1)).exp() / totals.unsqueeze(1) - hit.to(peaks.dtype)
+    probabilities = (_exact(logits) - peaks.unsqueeze(1)).exp() / totals.unsqueeze(1) - hit.to(peaks.dtype)
     counts = (labels != IGNORED).unsqueeze(1) & (column < rows)
-    logits.copy_(torch.where(counts, shares, 0) * _magnifier(logits.dtype))
+    logits.copy_(torch.where(counts, probabilities, 0) * _magnifier(logits.dtype))
 
 
 @cache

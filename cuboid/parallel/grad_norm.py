@@ -65,7 +65,7 @@ def answers_for(engine: Engine, unit: Unit, part: Part) -> bool:
 
 
 def squared_norm(engine: Engine) -> Tensor:
-    """This rank's share of the squared norm of the whole gradient."""
+    """This rank's part of the squared norm of the whole gradient."""
     dtype = engine.units[0].accumulate
     total = torch.zeros((), dtype=dtype, device=engine.device)
     gradients = [optimizer_shard.gradient for optimizer_shard in counted_pieces(engine)]

@@ -23,13 +23,13 @@ from cuboid.model.transformer import Block, Embedding, Head
 from cuboid.parallel.async_tp import compiler_options
 from cuboid.parallel.compiled import compiled_block, is_compiled
 from cuboid.parallel.context import ContextMix
-from cuboid.parallel.cp_batch import Share, Sharing
 from cuboid.parallel.custom import Carrier, carry_buffers, connect_region, defer_matmuls, initial_tensors, runner
 from cuboid.parallel.expert import join_sequences, make_balance, spread_experts, stay_on, watched
-from cuboid.parallel.fused_block import branch, fuse_matmuls
+from cuboid.parallel.fused_block import fuse_matmuls, fused_add_norm
 from cuboid.parallel.fused_cross_entropy import fused_cross_entropy
 from cuboid.parallel.groups import Groups, connect_groups, make_groups
 from cuboid.parallel.pipeline import DualPipePair, Pipeline
+from cuboid.parallel.rank_batch import BatchSharder, RankBatch
 from cuboid.parallel.recompute import Memory, with_recompute
 from cuboid.parallel.split_backward import (
     UNTOUCHED,
@@ -72,7 +72,7 @@ class Engine:
     units: list[Unit]
     pipeline: Pipeline
     partition: list[range]
-    sharing: Sharing
+    batches: BatchSharder
     """What this rank sees of its replica's micro-batches."""
     compiled: bool
     balance: Balance | None
@@ -82,7 +82,7 @@ class Engine:
     loss_scale: LossScale | None = None
     """In fp16."""
     ledger: Ledger | None = None
-    """What this rank exchanged, if that is counted."""
+    """What this rank communicated, if that is counted."""
     course: Course = field(default_factory=Course)
     """Which batches are omitted, and what the latest steps were like."""
 
@@ -118,13 +118,13 @@ def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -
         None if builder.compiled else fast_matmuls(device, run.training.precision),
         builder.pair,
     )
-    sharing = Sharing(run, groups.coordinates.cp, builder.dtype, device)
+    batches = BatchSharder(run, groups.coordinates.cp, builder.dtype, device)
     units = list(builder.units.values())
     factor = None
     if run.training.precision == "fp16":
         factor = LossScale(run.training.loss_scale, run.training.loss_scale_steps, device)
     compiled, balance = builder.compiled, builder.balance
-    parts = (pipeline, layers, sharing, compiled, balance, builder.activations, factor, ledger)
+    parts = (pipeline, layers, batches, compiled, balance, builder.activations, factor, ledger)
     engine = Engine(run, groups, device, units, *parts)
     if draw:
         draw_weights(engine)
@@ -242,8 +242,8 @@ class _Builder:
         run = with_recompute(runner(module, prefix, self.carrier, wide(self.dtype)), recompute)
         if prefix.startswith("layers."):
             measured = partial(self.activations.add, int(prefix.partition(".")[2]))
-            return self._segment(module, prefix, lambda x, share: measured(run(x, share.fields)))
-        return self._segment(module, prefix, lambda x, share: run(x, share.fields))
+            return self._segment(module, prefix, lambda x, batch: measured(run(x, batch.fields)))
+        return self._segment(module, prefix, lambda x, batch: run(x, batch.fields))
 
     def _embedding(self) -> Segment:
         if self.custom is not None:
@@ -252,7 +252,7 @@ class _Builder:
             embedding = Embedding(self.model)
             if self.region is not None:
                 split_embedding(embedding, self.model, self.region)
-        return self._segment(embedding, "embedding", lambda x, share: embedding(x, share.positions))
+        return self._segment(embedding, "embedding", lambda x, batch: embedding(x, batch.positions))
 
     def _block(self, layer: int, recompute: Recompute) -> Segment:
         if self.custom is not None:
@@ -280,7 +280,7 @@ class _Builder:
             join_sequences(block.feed_forward, self.balance, self.groups, self.run)
             run = watched(block.feed_forward, self.balance, layer, run)
         measured = partial(self.activations.add, layer)
-        segment = self._segment(block, f"layers.{layer}", lambda x, share: measured(run(x, share.positions)))
+        segment = self._segment(block, f"layers.{layer}", lambda x, batch: measured(run(x, batch.positions)))
         if self.compiled:
             self._rework(block, self.units[f"layers.{layer}"])
         return segment
@@ -291,7 +291,7 @@ class _Builder:
         if self.fp8_rows is None:
             fuse_matmuls(block, unit, self.model.positions == "rope", waits, self.region)
             if self.model.norm == "rmsnorm" and self.dtype != torch.float64:
-                block.branch = branch
+                block.add_norm = fused_add_norm
         if waits is not None:
             for child in block.modules():
                 if isinstance(child, Linear):
@@ -310,11 +310,11 @@ class _Builder:
             return self._segment(
                 head,
                 "head",
-                lambda x, share: fused_cross_entropy(head, x, share.labels, vocabulary, group, region, self.deferral),
+                lambda x, batch: fused_cross_entropy(head, x, batch.labels, vocabulary, group, region, self.deferral),
             )
-        return self._segment(head, "head", lambda x, share: head.loss(x, share.labels))
+        return self._segment(head, "head", lambda x, batch: head.loss(x, batch.labels))
 
-    def _segment(self, module: nn.Module, prefix: str, run: Callable[[Tensor, Share], Tensor]) -> Segment:
+    def _segment(self, module: nn.Module, prefix: str, run: Callable[[Tensor, RankBatch], Tensor]) -> Segment:
         in_block = prefix.startswith("layers.")
         if self.schedule.splits_backward:
             for child in module.modules():

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from cuboid.kernels.precision import wide
-from cuboid.parallel.cp_batch import Share
 from cuboid.parallel.groups import Groups
 from cuboid.parallel.p2p import PeerToPeer
+from cuboid.parallel.rank_batch import RankBatch
 from cuboid.parallel.split_backward import Deferral
 from cuboid.parallel.stage import Entrance, Stage
 from cuboid.schedule.order import UNITS, Receive, Send, instructions
@@ -115,7 +115,7 @@ class Pipeline:
             Kind.WEIGHT: self._weight_backward,
         }
 
-    def run(self, micro_batches: list[Share], scale: Tensor) -> Tensor:
+    def run(self, micro_batches: list[RankBatch], scale: Tensor) -> Tensor:
         """Forward and backward of all micro-batches. `scale` multiplies the summed loss before its gradient is taken.
 
         Returns the summed loss of this rank's micro-batches, unscaled: zero on a rank without the last stage."""
@@ -126,12 +126,12 @@ class Pipeline:
         return self._loss
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: list[Share]) -> Tensor:
+    def evaluate(self, micro_batches: list[RankBatch]) -> Tensor:
         """Forward only: the summed loss of this rank's micro-batches, zero on a rank without the last stage."""
         self._follow(forward_only(self.schedule, len(micro_batches)), micro_batches)
         return self._loss
 
-    def _follow(self, schedule: Schedule, micro_batches: list[Share]) -> list[TimedAction]:
+    def _follow(self, schedule: Schedule, micro_batches: list[RankBatch]) -> list[TimedAction]:
         """Issue this rank's part of the order that all ranks follow (`schedule.order`); its times, if they are kept."""
         self._micro_batches = micro_batches
         self._loss = torch.zeros((), dtype=self._loss_dtype, device=self._like.device)
@@ -192,10 +192,10 @@ class Pipeline:
             self._made[message] = tensor
 
     def _forward(self, stage: int, index: int) -> None:
-        share = self._micro_batches[index]
+        batch = self._micro_batches[index]
         received = stage > 0
-        x = self._receive(Message(stage - 1, stage, index)).requires_grad_() if received else share.tokens
-        y = self.stages[stage].forward(x, share)
+        x = self._receive(Message(stage - 1, stage, index)).requires_grad_() if received else batch.tokens
+        y = self.stages[stage].forward(x, batch)
         if y.requires_grad:
             self._in_flight[stage, index] = (x, Entrance(y))
         if stage + 1 < self.schedule.stages:
@@ -225,9 +225,9 @@ class Pipeline:
 # A forward and a backward pass that run together: while one waits for a collective the other computes (DualPipe).
 #
 # Both passes are ordinary code. Wherever one has issued a collective and would wait for it, it hands over; the other
-# runs until it does the same. Only one runs at a time, so the order of all calls is fixed by the model alone and is the same
-# on every rank, as collectives of one group must be. Kernels of both go to one stream: what the second pass computes is
-# queued before the first one's wait, and so runs during the transfer.
+# runs until it does the same. Only one runs at a time, so the order of all calls is fixed by the model alone and is the
+# same on every rank, as collectives of one group must be. Kernels of both go to one stream: what the second pass
+# computes is queued before the first one's wait, and so runs during the transfer.
 
 
 class DualPipePair:

@@ -32,7 +32,7 @@ _DEAR = {
     torch.ops.aten._grouped_mm.default,
     # In a compiled block, which then keeps these sums and not the matmuls they come of, tp times as large.
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    torch.ops.cuboid.imagined_scatter.default,
+    torch.ops.cuboid.fake_scatter.default,
     *KEPT,
 }
 

@@ -192,15 +192,15 @@ def _(gradient: Tensor, weight: Tensor, x: Tensor, number: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@operation("cuboid::narrow_input_gradient")
-def narrow_input_gradient(factors: list[Tensor], waiting: list[Tensor], dtype: torch.dtype, number: Tensor) -> Tensor:
-    """In 8 bits. `factors`, `waiting`: of the input gradient and of the weight gradient, two tensors each of which its
+@operation("cuboid::fp8_input_gradient")
+def fp8_input_gradient(factors: list[Tensor], waiting: list[Tensor], dtype: torch.dtype, number: Tensor) -> Tensor:
+    """In fp8. `factors`, `waiting`: of the input gradient and of the weight gradient, two tensors each of which its
     scale follows."""
     _POSTPONERS[int(number)].take(lambda: _matmul(waiting, dtype))
     return _matmul(factors, dtype)
 
 
-@torch.library.register_fake("cuboid::narrow_input_gradient")  # type: ignore[untyped-decorator]
+@torch.library.register_fake("cuboid::fp8_input_gradient")  # type: ignore[untyped-decorator]
 def _(factors: list[Tensor], waiting: list[Tensor], dtype: torch.dtype, number: Tensor) -> Tensor:
     return factors[0].new_empty(factors[0].shape[0], factors[2].shape[0], dtype=dtype)
 
@@ -238,7 +238,7 @@ class _SplitFp8Matmul(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         columns, scale, weight, number = context.saved_tensors
         factors, transposed = input_gradient_factors(gradient, weight, context.by_row)
-        result = narrow_input_gradient([*factors], [*transposed, columns, scale], weight.dtype, number)
+        result = fp8_input_gradient([*factors], [*transposed, columns, scale], weight.dtype, number)
         return result, None, gradient.sum(0) if context.has_bias else None, None, None
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.profiler import record_function
 
-from cuboid.parallel.cp_batch import Share
 from cuboid.parallel.groups import Groups
+from cuboid.parallel.rank_batch import RankBatch
 from cuboid.parallel.split_backward import Deferral
 from cuboid.parallel.zero import Unit
 from cuboid.spec.run import Run
@@ -24,7 +24,7 @@ from cuboid.telemetry.profiler_regions import NOTHING, REGIONS, close
 class Reduction:
     """Of all segments of a rank one at most has its gradients on their way whole, as long as the next one computes. The
     sum of a shard over its replicas starts when that one is done, under the segments that follow. What starts when is
-    decided by the order of the schedule's actions alone, which all replicas share."""
+    decided by the order of the schedule's actions alone, which is the same on all replicas."""
 
     def __init__(self) -> None:
         self._sent: list[Unit] = []
@@ -43,7 +43,7 @@ class Segment:
     def __init__(
         self,
         name: str,
-        run: Callable[[Tensor, Share], Tensor],
+        run: Callable[[Tensor, RankBatch], Tensor],
         units: list[Unit],
         deferral: Deferral,
         reduction: Reduction,
@@ -152,7 +152,7 @@ class Stage:
             segment.before, self.segments[-1].after = self.segments[-1], segment
         self.segments.append(segment)
 
-    def forward(self, x: Tensor, share: Share) -> Tensor:
+    def forward(self, x: Tensor, batch: RankBatch) -> Tensor:
         for segment in self.segments:
             segment.gather()
             if segment.after is not None:
@@ -161,7 +161,7 @@ class Stage:
             if x.requires_grad:
                 x = _WhenGradientPasses.apply(x, segment.end_backward)
             with REGIONS.around(segment.name):
-                x = segment.run(x, share)
+                x = segment.run(x, batch)
             x = _WhenGradientPasses.apply(x, segment.begin_backward)
             segment.release()
         return x

@@ -109,7 +109,7 @@ def split_embedding(embedding: Embedding, model: ModelSpec, region: Region) -> N
 
 
 class _LocalPart(torch.autograd.Function):
-    """Whole → this rank's part of the tokens; the gradient is put together again."""
+    """Whole → this rank's part of the tokens; the gradient is gathered."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, group: Group) -> Tensor:

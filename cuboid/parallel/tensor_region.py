@@ -92,19 +92,19 @@ class Region:
         self.sequence_parallel = sequence_parallel
         self.traced = traced and sequence_parallel
         self._ranks: Any = group.handle
-        self._imagined = group.is_fake
+        self._fake = group.is_fake
 
     def enter(self, x: Tensor) -> Tensor:
         if self.traced and torch.compiler.is_compiling():
-            if self._imagined:
-                return imagined_gather(x, self.group.size)
+            if self._fake:
+                return fake_gather(x, self.group.size)
             return all_gather_tensor_autograd(x, 0, self._ranks)
         return self._enter(x)
 
     def leave(self, x: Tensor) -> Tensor:
         if self.traced and torch.compiler.is_compiling():
-            if self._imagined:
-                return imagined_scatter(x, self.group.size)
+            if self._fake:
+                return fake_scatter(x, self.group.size)
             return reduce_scatter_tensor_autograd(x, "sum", 0, self._ranks)
         return self._leave(x)
 
@@ -115,7 +115,7 @@ class Region:
             return x
         if not (self.traced and torch.compiler.is_compiling()):
             return self._gather(x)
-        return imagined_gather(x, self.group.size) if self._imagined else all_gather_tensor(x, 0, self._ranks)
+        return fake_gather(x, self.group.size) if self._fake else all_gather_tensor(x, 0, self._ranks)
 
     def start_sum(self, gradient: Tensor) -> Pending:
         """Of what the columns of each rank give of the gradient of their input: all of it, or of this rank's tokens."""
@@ -192,7 +192,7 @@ def _overlapped(region: Region, x: Tensor, linears: Sequence[Linear], sliced: bo
     return None
 
 
-def joined_columns(region: Region, x: Tensor, fused: Tensor, weights: Sequence[Tensor]) -> Tensor:
+def fused_columns(region: Region, x: Tensor, fused: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """One matmul with weights that lie side by side in `fused`."""
     return _FusedColumns.apply(x, region.gather(x), region.number, fused, *weights)
 
@@ -211,10 +211,10 @@ def _backward(
     return [summed.wait(), *own]
 
 
-def _narrow_backward(
+def _fp8_backward(
     factors: list[Tensor], waiting: list[Tensor], rest: Tensor | None, dtype: torch.dtype, region: int
 ) -> list[Tensor]:
-    """In 8 bits. Of each linear four factors: of its input gradient, and of its weight gradient."""
+    """In fp8. Of each linear four factors: of its input gradient, and of its weight gradient."""
     summed = REGIONS[region].start_sum(_total(_multiplied(factors, dtype), rest))
     own = [*_multiplied(waiting, dtype)]
     return [summed.wait(), *own]
@@ -248,11 +248,11 @@ torch.library.define(
     "cuboid::columns_backward", "(Tensor[] gradients, Tensor[] weights, Tensor x, Tensor? rest, int region) -> Tensor[]"
 )
 torch.library.define(
-    "cuboid::narrow_columns_backward",
+    "cuboid::fp8_columns_backward",
     "(Tensor[] factors, Tensor[] waiting, Tensor? rest, ScalarType dtype, int region) -> Tensor[]",
 )
 torch.library.impl("cuboid::columns_backward", ("cpu", "cuda"), _backward)
-torch.library.impl("cuboid::narrow_columns_backward", ("cpu", "cuda"), _narrow_backward)
+torch.library.impl("cuboid::fp8_columns_backward", ("cpu", "cuda"), _fp8_backward)
 
 
 def _empty_sum(tokens: int, like: Tensor, width: int, dtype: torch.dtype, region: int) -> Tensor:
@@ -266,7 +266,7 @@ def _(gradients: list[Tensor], weights: list[Tensor], x: Tensor, rest: Tensor | 
     return [summed, *(weight.new_empty(weight.shape) for weight in weights)]
 
 
-@torch.library.register_fake("cuboid::narrow_columns_backward")  # type: ignore[untyped-decorator]
+@torch.library.register_fake("cuboid::fp8_columns_backward")  # type: ignore[untyped-decorator]
 def _(
     factors: list[Tensor], waiting: list[Tensor], rest: Tensor | None, dtype: torch.dtype, region: int
 ) -> list[Tensor]:
@@ -331,7 +331,7 @@ class _FusedColumns(torch.autograd.Function):
 
 
 class _Fp8Columns(torch.autograd.Function):
-    """In 8 bits, as `fp8.Fp8Matmul`."""
+    """In fp8, as `fp8.Fp8Matmul`."""
 
     @staticmethod
     def forward(context: Any, region: int, sliced: bool, by_row: bool, *held: Tensor | None) -> tuple[Tensor, ...]:
@@ -360,7 +360,7 @@ class _Fp8Columns(torch.autograd.Function):
             factors += needed
             waiting += [*transposed, *(kept[2 * place : 2 * place + 2] if context.sliced else kept)]
         traced = torch.compiler.is_compiling()
-        run = torch.ops.cuboid.narrow_columns_backward if traced else _narrow_backward
+        run = torch.ops.cuboid.fp8_columns_backward if traced else _fp8_backward
         summed, *own = run(factors, waiting, rest, weights[0].dtype, context.region)
         return None, None, None, summed, None, *own, *_bias_gradients(made, context.has_bias)
 
@@ -373,22 +373,22 @@ def _bias_gradients(gradients: Sequence[Tensor], has_bias: list[bool]) -> list[T
 # their sum. They are opaque to the compiler, as real collectives are, so that a block saves the same activations.
 
 
-@operation("cuboid::imagined_gather")
-def imagined_gather(x: Tensor, ranks: int) -> Tensor:
+@operation("cuboid::fake_gather")
+def fake_gather(x: Tensor, ranks: int) -> Tensor:
     return x.repeat(ranks, 1)
 
 
-@torch.library.register_fake("cuboid::imagined_gather")  # type: ignore[untyped-decorator]
+@torch.library.register_fake("cuboid::fake_gather")  # type: ignore[untyped-decorator]
 def _(x: Tensor, ranks: int) -> Tensor:
     return x.new_empty(x.shape[0] * ranks, x.shape[1])
 
 
-@operation("cuboid::imagined_scatter")
-def imagined_scatter(x: Tensor, ranks: int) -> Tensor:
+@operation("cuboid::fake_scatter")
+def fake_scatter(x: Tensor, ranks: int) -> Tensor:
     return x.unflatten(0, (ranks, -1)).sum(0)
 
 
-@torch.library.register_fake("cuboid::imagined_scatter")  # type: ignore[untyped-decorator]
+@torch.library.register_fake("cuboid::fake_scatter")  # type: ignore[untyped-decorator]
 def _(x: Tensor, ranks: int) -> Tensor:
     return x.new_empty(x.shape[0] // ranks, x.shape[1])
 
@@ -398,12 +398,12 @@ def _remember(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:
 
 
 torch.library.register_autograd(
-    "cuboid::imagined_gather",
-    lambda ctx, gradient: (imagined_scatter(gradient, ctx.ranks), None),
+    "cuboid::fake_gather",
+    lambda ctx, gradient: (fake_scatter(gradient, ctx.ranks), None),
     setup_context=_remember,
 )
 torch.library.register_autograd(
-    "cuboid::imagined_scatter",
-    lambda ctx, gradient: (imagined_gather(gradient, ctx.ranks), None),
+    "cuboid::fake_scatter",
+    lambda ctx, gradient: (fake_gather(gradient, ctx.ranks), None),
     setup_context=_remember,
 )

@@ -62,8 +62,8 @@ class Unit:
         apart = self._master_is_apart
         self._kept = torch.zeros(self.shard_size, dtype=kept, device=device) if apart else self._own
         self._settle_kept: Callable[[], None] = _is_settled
-        narrows = zero == 3 and groups.shard.size > 1 and fp8
-        self._narrow = Fp8Shard(parts, fp8, self.begin, self.end, groups.shard) if narrows else None
+        gathers_fp8 = zero == 3 and groups.shard.size > 1 and fp8
+        self._fp8 = Fp8Shard(parts, fp8, self.begin, self.end, groups.shard) if gathers_fp8 else None
         self._opened: Tensor | None = None
         # `.data` has its own version counter: gathering anew between forward and backward is not a change to autograd.
         self.parameters = {part.name: nn.Parameter(self._view(self._flat.data, part)) for part in parts}
@@ -99,8 +99,8 @@ class Unit:
     def fill(self, held: Callable[[Part], Tensor]) -> None:
         """Set the parameters from what this rank holds of each full tensor; padding stays zero."""
         self._settle_kept()
-        if self._narrow is not None:
-            self._narrow.forget()
+        if self._fp8 is not None:
+            self._fp8.forget()
         whole = torch.zeros(self._flat.numel(), dtype=self.accumulate, device=self._flat.device)
         for part in self.parts:
             cut = part.slice
@@ -145,8 +145,8 @@ class Unit:
         if self.zero < 3 or self._gathering is not None or self._flat.untyped_storage().size():
             return
         self.wait_for_update()
-        if self._narrow is not None:
-            self._gathering = self._narrow.start_gather(self._own)
+        if self._fp8 is not None:
+            self._gathering = self._fp8.start_gather(self._own)
             return
         self._make_room()
         self._gathering = start_all_gather(self._own, self.groups.shard, self._flat)
@@ -161,9 +161,9 @@ class Unit:
         if self._gathering is not None:
             gathered = self._gathering.wait()
             self._gathering = None
-            if self._narrow is not None:
+            if self._fp8 is not None:
                 self._make_room()
-                self._narrow.widen(gathered, self._flat)
+                self._fp8.widen(gathered, self._flat)
 
     def settle_gather(self) -> None:
         """Let the current stream wait for parameters that are on their way, whoever uses them next."""
@@ -182,8 +182,8 @@ class Unit:
     def publish(self, written: bool = False) -> None:
         """After the optimizer changed the master weights: let every rank's parameters follow. `written`: those of this
         rank's optimizer shards do already."""
-        if self._narrow is not None:
-            self._narrow.forget()
+        if self._fp8 is not None:
+            self._fp8.forget()
         if self._opened is not None:
             near, rest = split_halves(self._opened)
             self._own.view(torch.int16).copy_(near)

@@ -19,7 +19,7 @@ def evaluate(
     loss = torch.zeros((), dtype=torch.float64, device=engine.device)
     tokens = torch.zeros((), dtype=torch.float64, device=engine.device)
     for micro_batches in batches:
-        shares = [engine.sharing.of(batch) for batch in micro_batches]
+        shares = [engine.batches.of(batch) for batch in micro_batches]
         summed = engine.pipeline.evaluate(shares)
         if engine.holds_loss:
             loss += summed

@@ -16,9 +16,9 @@ from cuboid.kernels.pinned_memory import HostCopy
 from cuboid.kernels.precision import SMALLEST, LossScale
 from cuboid.model.batch import MicroBatch
 from cuboid.parallel.collectives import all_reduce
-from cuboid.parallel.cp_batch import Share
 from cuboid.parallel.grad_norm import finish_gradients, squared_norm
 from cuboid.parallel.parallelize import Engine
+from cuboid.parallel.rank_batch import RankBatch
 from cuboid.resilience.faults import strikes
 from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.training.cuda_graphs import Passes, RunPasses
@@ -120,18 +120,18 @@ class PendingStep:
         return replace(result, overflows=result.overflows + result.overflowed, layers=layers)
 
 
-def run_passes(engine: Engine, shares: list[Share], factor: Tensor) -> Passes:
+def run_passes(engine: Engine, batches: list[RankBatch], factor: Tensor) -> Passes:
     """Forward and backward, kernel by kernel. `factor`: what the loss is multiplied by beside the mean over tokens."""
-    counted = torch.stack([share.counted for share in shares]).sum()
+    counted = torch.stack([share.counted for share in batches]).sum()
     tokens = all_reduce(counted, engine.groups.data)
     for unit in engine.units:
-        unit.begin_step(len(shares))
+        unit.begin_step(len(batches))
     engine.activations.begin_step()
     if engine.balance is not None:
         engine.balance.begin_step()
         engine.balance.factor = None if engine.loss_scale is None else factor
     scale = factor / tokens.clamp(min=1).double()
-    summed_loss = engine.pipeline.run(shares, scale.to(engine.units[0].accumulate))
+    summed_loss = engine.pipeline.run(batches, scale.to(engine.units[0].accumulate))
     if engine.balance is not None:
         engine.balance.end_passes()
     HEARTBEAT.do("gradients")
@@ -146,10 +146,10 @@ def compute_gradients(
     """After this the optimizer shards hold the gradient of (sum of token losses / labelled tokens) over the global
     batch, plus that of the routers' auxiliary losses; in fp16 it is still multiplied by the loss scale. `asked`: this
     rank was asked to stop, which all ranks learn. `passes`: another way to run them, with the same results."""
-    shares = [engine.sharing.of(batch) for batch in micro_batches]
+    batches = [engine.batches.of(batch) for batch in micro_batches]
     scaling = engine.loss_scale
     factor = torch.ones((), dtype=torch.float64, device=engine.device) if scaling is None else scaling.factor
-    own = (passes or partial(run_passes, engine))(shares, factor)
+    own = (passes or partial(run_passes, engine))(batches, factor)
     own_square = own.square if scaling is None else own.square / factor.square().to(own.square.dtype)
     if strikes(HEARTBEAT, "nan"):
         own_square = torch.full_like(own_square, math.nan)

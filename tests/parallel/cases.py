@@ -241,7 +241,7 @@ def kept_bytes(rank: int, run: Run, unseen: bool = False) -> int:
             kept[x.untyped_storage().data_ptr()] = x
         return x
 
-    share = engine.sharing.of(batches[0])
+    share = engine.batches.of(batches[0])
     x = share.tokens
     before = {id(tensor) for tensor in _tensors()}
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cuboid.model.batch import MicroBatch
-from cuboid.model.custom import Model, labelled
+from cuboid.model.custom import Model, counted_labels
 from cuboid.model.rope import Positions, PositionTable
 from cuboid.spec.python_model import PythonModelSpec
 from cuboid.spec.run import Run
@@ -17,7 +17,7 @@ from cuboid.spec.zigzag import places_of
 
 
 @dataclass(frozen=True)
-class Share:
+class RankBatch:
     """Every stage gets it, whichever part of it its segments read."""
 
     tokens: Tensor
@@ -26,7 +26,7 @@ class Share:
     positions: Positions
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     """All that a model of one's own reads."""
-    count: Callable[[Mapping[str, Tensor]], Tensor] = labelled
+    count: Callable[[Mapping[str, Tensor]], Tensor] = counted_labels
 
     @property
     def counted(self) -> Tensor:
@@ -34,7 +34,7 @@ class Share:
         return self.count(self.fields or {"labels": self.labels})
 
 
-class Sharing:
+class BatchSharder:
     def __init__(self, run: Run, index: int, dtype: torch.dtype, device: torch.device) -> None:
         """`index`: of this rank among the context-parallel ranks."""
         sequence, size = run.training.sequence, run.layout.cp
@@ -47,15 +47,15 @@ class Sharing:
         built = run.model.built if isinstance(run.model, PythonModelSpec) else None
         self._custom = built if isinstance(built, Model) else None
 
-    def of(self, batch: MicroBatch) -> Share:
+    def of(self, batch: MicroBatch) -> RankBatch:
         positions = self._positions
         if self._custom is not None:
             given = batch.fields or {"tokens": batch.tokens, "labels": batch.labels}
             # Images and the like are computed with: in the precision of the weights.
             fields = {name: x.to(self._dtype) if x.is_floating_point() else x for name, x in given.items()}
-            return Share(batch.tokens, batch.labels, positions, fields, self._custom.count)
+            return RankBatch(batch.tokens, batch.labels, positions, fields, self._custom.count)
         if batch.documents is not None:
             positions = self._table.of(self._places, batch.documents, self._data)
         if self._own is None:
-            return Share(batch.tokens, batch.labels, positions)
-        return Share(batch.tokens[:, self._own], batch.labels[:, self._own], positions)
+            return RankBatch(batch.tokens, batch.labels, positions)
+        return RankBatch(batch.tokens[:, self._own], batch.labels[:, self._own], positions)
