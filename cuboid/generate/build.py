@@ -15,6 +15,7 @@ from cuboid.generate.fused import FusedAttention, fused_feed_forward
 from cuboid.generate.kernels import PanelTable, use_kernels
 from cuboid.model.feed_forward import FeedForward
 from cuboid.model.initialize import initial_tensor
+from cuboid.model.linear import declared_split
 from cuboid.model.mla import MultiLatentAttention
 from cuboid.model.moe import MoE
 from cuboid.model.rope import Positions
@@ -28,8 +29,8 @@ from cuboid.parallel.tensor import split_block, split_embedding, split_head
 from cuboid.parallel.tensor_region import Region
 from cuboid.planning.cache import cache_shape
 from cuboid.spec.generation import GenerationSpec
-from cuboid.spec.parameters import BALANCE, EXPERTS, TIED, unit_of
-from cuboid.spec.sharding import Part, expert_slice, kv_part_count, slice_of
+from cuboid.spec.parameters import BALANCE, TIED, unit_of
+from cuboid.spec.sharding import Part, ShardingRank, kv_part_count
 
 LOAD_SECONDS = 1800.0
 """Until a rank gives up that waits to be told where its weights lie."""
@@ -113,7 +114,7 @@ class Builder:
         with torch.device("meta"):
             embedding = Embedding(self.model)
             if self.region is not None:
-                split_embedding(embedding, self.model, self.region)
+                split_embedding(embedding, self.region)
         self._materialize(embedding, "embedding")
         return embedding
 
@@ -152,13 +153,14 @@ class Builder:
         with torch.device("meta"):
             head = Head(self.model)
             if self.region is not None:
-                split_head(head, self.model, self.region)
+                split_head(head, self.region)
         self._materialize(head, "head")
         return head
 
     def _materialize(self, module: nn.Module, prefix: str) -> None:
         """Memory for what this rank holds of each parameter."""
         tensor, expert = self.groups.tensor, self.groups.expert
+        place = ShardingRank(tensor.size, tensor.index, expert.size, expert.index)
         for inner, whole in list(module.named_parameters()):
             tied = self.model.tie_embeddings and f"{prefix}.{inner}" == "head.output.weight"
             name, shape = TIED if tied else f"{prefix}.{inner}", tuple(whole.shape)
@@ -166,11 +168,9 @@ class Builder:
                 set_parameter(module, inner, self.held[name])
                 continue
             if name not in self.parameters:
-                if EXPERTS in name:
-                    cut = expert_slice(shape, expert.size, expert.index)
-                else:
-                    cut = slice_of(name, shape, self.model, tensor.size, tensor.index, False)
-                part = Part(name, shape, cut, 0)
+                split = declared_split(module, inner)
+                assert split is not None, name
+                part = Part(name, shape, split.slice_of(name, shape, place), 0)
                 wide = self.dtype if self.dtype == torch.float64 else torch.float32
                 dtype = wide if unit_of(prefix, name).endswith(BALANCE) else self.dtype
                 self.parameters[name] = part, nn.Parameter(self._memory(part, dtype), requires_grad=False)

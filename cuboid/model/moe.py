@@ -3,7 +3,7 @@ the shared ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from cuboid.model.load_balancing import Tokens
 from cuboid.model.rope import Positions
 from cuboid.model.router import Router, fuses, permutation_of
 from cuboid.spec.model import ModelSpec
+from cuboid.spec.sharding import EXPERT, Split
 
 GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -87,6 +88,8 @@ def _blocks(count: int) -> int:
 
 class Experts(nn.Module):
     """The routed experts, stacked; how many it holds comes from the weights."""
+
+    sharding: Mapping[str, Split] = {"gate": EXPERT, "up": EXPERT, "down": EXPERT}
 
     def __init__(self, model: ModelSpec, experts: int, width: int) -> None:
         super().__init__()

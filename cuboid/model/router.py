@@ -5,7 +5,7 @@ In float64 that does not happen; in bf16 the logits are taken in float32, as eve
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from cuboid.kernels.precision import wide
 from cuboid.model.load_balancing import Balance, Tokens, counted
 from cuboid.spec.mixture import MixtureSpec
+from cuboid.spec.sharding import PARTIAL, Split
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,9 @@ class Routing:
 
 
 class Router(nn.Module):
+    # Each tensor rank routes its part of the tokens.
+    sharding: Mapping[str, Split] = {"weight": PARTIAL, "bias": PARTIAL}
+
     def __init__(self, hidden: int, mixture: MixtureSpec) -> None:
         super().__init__()
         self.mixture = mixture

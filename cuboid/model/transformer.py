@@ -5,7 +5,7 @@ Activations are (batch · length, hidden) throughout: everything but attention t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as functional
@@ -14,34 +14,28 @@ from torch import Tensor, nn
 from cuboid.kernels.precision import wide
 from cuboid.model.attention import Attention
 from cuboid.model.feed_forward import FeedForward
-from cuboid.model.linear import Linear, Norm
+from cuboid.model.linear import ColumnLinear, Norm, VocabularyEmbedding
 from cuboid.model.load_balancing import Balance
 from cuboid.model.mla import MultiLatentAttention
 from cuboid.model.moe import MoE
 from cuboid.model.rope import Positions, make_positions
 from cuboid.spec.model import ModelSpec
+from cuboid.spec.sharding import REPLICATED, VOCABULARY, Split
 
 IGNORED = -100
 """The label of a token that does not count in the loss."""
 
 
-class VocabularyEmbedding(nn.Module):
-    def __init__(self, rows: int, hidden: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, hidden))
-
-    def forward(self, indices: Tensor) -> Tensor:
-        return functional.embedding(indices, self.weight)
-
-
 class Embedding(nn.Module):
     """Token embedding, plus learned positions where the model has them."""
+
+    sharding: Mapping[str, Split] = {"positions.weight": REPLICATED}
 
     def __init__(self, model: ModelSpec) -> None:
         super().__init__()
         self.tokens = VocabularyEmbedding(model.vocab, model.hidden)
         learned = model.positions == "learned"
-        self.positions = VocabularyEmbedding(model.max_positions, model.hidden) if learned else None
+        self.positions = nn.Embedding(model.max_positions, model.hidden) if learned else None
 
     def forward(self, tokens: Tensor, positions: Positions) -> Tensor:
         """tokens: (batch, length) → (batch · length, hidden)."""
@@ -61,6 +55,8 @@ def add_norm(norm: Norm, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tenso
 
 
 class Block(nn.Module):
+    sharding: Mapping[str, Split] = {"attention_norm.*": REPLICATED, "feed_forward_norm.*": REPLICATED}
+
     def __init__(self, model: ModelSpec, layer: int) -> None:
         super().__init__()
         self.attention_norm = Norm(model, model.hidden)
@@ -86,10 +82,12 @@ def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
 class Head(nn.Module):
     """Final norm, matmul with the vocabulary, and the loss."""
 
+    sharding: Mapping[str, Split] = {"norm.*": REPLICATED}
+
     def __init__(self, model: ModelSpec) -> None:
         super().__init__()
         self.norm = Norm(model, model.hidden)
-        self.output = Linear(model.hidden, model.vocab, bias=False)
+        self.output = ColumnLinear(model.hidden, model.vocab, False, VOCABULARY)
         self.summed_loss: Callable[[Tensor, Tensor], Tensor] = summed_loss
 
     def forward(self, x: Tensor) -> Tensor:
@@ -103,9 +101,10 @@ class Transformer(nn.Module):
     def __init__(self, model: ModelSpec) -> None:
         super().__init__()
         self.model = model
-        self.embedding = Embedding(model)
-        self.layers = nn.ModuleDict({str(index): Block(model, index) for index in range(model.layers)})
-        self.head = Head(model)
+        with torch.random.fork_rng(devices=[]):  # layers draw numbers that `initialize` replaces
+            self.embedding = Embedding(model)
+            self.layers = nn.ModuleDict({str(index): Block(model, index) for index in range(model.layers)})
+            self.head = Head(model)
         if model.tie_embeddings:
             self.head.output.weight = self.embedding.tokens.weight
 

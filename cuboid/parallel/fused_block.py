@@ -3,7 +3,7 @@ in a unit's flat buffer. One large matmul fills a GPU better, and no kernel adds
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -114,7 +114,7 @@ def _fuse_feed_forward(
 
 
 def _fused_matmul(
-    linears: list[Linear], unit: Unit, deferral: Deferral | None, region: Region | None
+    linears: Sequence[Linear], unit: Unit, deferral: Deferral | None, region: Region | None
 ) -> Callable[[Tensor], Tensor] | None:
     """The matmul with several linears."""
     weights = [linear.weight for linear in linears]

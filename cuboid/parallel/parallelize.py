@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from cuboid.errors import UserError
 from cuboid.kernels.cpu_16bit import fast_matmuls
 from cuboid.kernels.precision import LossScale, wide
-from cuboid.model.custom import REPLICATED, Model, Split, declared_split
+from cuboid.model.custom import Model
 from cuboid.model.fp8 import Fp8Matmul, require_fp8
 from cuboid.model.initialize import initial_tensor, learning_rate_factor
-from cuboid.model.linear import Linear
+from cuboid.model.linear import Linear, declared_split
 from cuboid.model.load_balancing import Balance
 from cuboid.model.moe import Experts, MoE
 from cuboid.model.transformer import Block, Embedding, Head
 from cuboid.parallel.async_tp import compiler_options
 from cuboid.parallel.compiled import compiled_block, is_compiled
 from cuboid.parallel.context import ContextMix
-from cuboid.parallel.custom import Carrier, carry_buffers, connect_region, defer_matmuls, initial_tensors, runner
+from cuboid.parallel.custom import Carrier, carry_buffers, defer_matmuls, initial_tensors, runner
 from cuboid.parallel.expert import join_sequences, make_balance, spread_experts, stay_on, watched
 from cuboid.parallel.fused_block import fuse_matmuls, fused_add_norm
 from cuboid.parallel.fused_cross_entropy import fused_cross_entropy
@@ -39,7 +39,7 @@ from cuboid.parallel.split_backward import (
     split_matmul,
 )
 from cuboid.parallel.stage import Activations, Reduction, Segment, Stage
-from cuboid.parallel.tensor import split_block, split_embedding, split_head
+from cuboid.parallel.tensor import connect_region, split_block, split_embedding, split_head
 from cuboid.parallel.tensor_region import Region
 from cuboid.parallel.zero import Unit
 from cuboid.schedule.make import make_schedule
@@ -50,7 +50,7 @@ from cuboid.spec.parameters import BALANCE, EXPERTS, TIED, is_block_linear, unit
 from cuboid.spec.partition import partition
 from cuboid.spec.python_model import PythonModelSpec
 from cuboid.spec.run import Run
-from cuboid.spec.sharding import Part, Slice, expert_slice, kv_part_count, lay_out, slice_of
+from cuboid.spec.sharding import REPLICATED, Declared, Part, ShardingRank, kv_part_count, lay_out
 from cuboid.spec.train_state import Course
 from cuboid.telemetry.communication_ledger import Ledger
 
@@ -179,6 +179,9 @@ class _Builder:
         """Of the blocks' linears: None is not in fp8, True with a scale for each row."""
         if self.fp8_rows is not None:
             require_fp8(device)
+        tensor, expert = groups.tensor, groups.expert
+        sequence_parallel = self.layout.sequence_parallel
+        self.place = ShardingRank(tensor.size, tensor.index, expert.size, expert.index, sequence_parallel)
         self.deferral = Deferral()
         self.reduction = Reduction()
         self.compiled = is_compiled(run, device)
@@ -199,7 +202,6 @@ class _Builder:
             self.options = {**(self.options or {}), **UNTOUCHED}
         self.balance = make_balance(run, device) if self.model.mixture is not None else None
         self.carrier = None if self.custom is None else Carrier(self.custom, run)
-        self._splits: dict[str, Split | None] = {}
         self.activations = Activations(run, groups, wide(self.dtype), device, math.prod(self.flow))
         # Without experts elsewhere nothing in a pass would hand over.
         self.pair = DualPipePair() if self.layout.ep > 1 and pairs_overlap(schedule) else None
@@ -231,7 +233,6 @@ class _Builder:
         for name, parameter in module.named_parameters():
             if not parameter.ndim:
                 raise UserError(f"{prefix}.{name} is a parameter without dimensions; give it the shape (1,)")
-            self._splits[self.custom.called(f"{prefix}.{name}")] = declared_split(module, name)
         if self.region is not None:
             connect_region(module, self.region)
         if self.schedule.splits_backward:
@@ -251,7 +252,7 @@ class _Builder:
         with torch.device("meta"):
             embedding = Embedding(self.model)
             if self.region is not None:
-                split_embedding(embedding, self.model, self.region)
+                split_embedding(embedding, self.region)
         return self._segment(embedding, "embedding", lambda x, batch: embedding(x, batch.positions))
 
     def _block(self, layer: int, recompute: Recompute) -> Segment:
@@ -303,7 +304,7 @@ class _Builder:
         with torch.device("meta"):
             head = Head(self.model)
             if self.region is not None:
-                split_head(head, self.model, self.region)
+                split_head(head, self.region)
         if self.compiled:
             group, region = self.groups.tensor, self.region
             vocabulary = self.model.vocab
@@ -316,7 +317,7 @@ class _Builder:
 
     def _segment(self, module: nn.Module, prefix: str, run: Callable[[Tensor, RankBatch], Tensor]) -> Segment:
         in_block = prefix.startswith("layers.")
-        if self.schedule.splits_backward:
+        if self.schedule.splits_backward and self.custom is None:
             for child in module.modules():
                 if isinstance(child, Linear) and not (self.compiled and in_block):
                     child.matmul = deferrable_matmul(self.deferral, self.fp8_rows if in_block else None)
@@ -327,7 +328,7 @@ class _Builder:
         for path, parameter in module.named_parameters(remove_duplicate=False):
             aliases.setdefault(id(parameter), []).append(path)
         inside: dict[str, list[str]] = {}
-        members: dict[str, dict[str, tuple[int, ...]]] = {}
+        members: dict[str, dict[str, Declared]] = {}
         for inner, parameter in module.named_parameters():
             name = f"{prefix}.{inner}"
             if self.custom is not None:
@@ -335,18 +336,22 @@ class _Builder:
             elif self.model.tie_embeddings and name in (TIED, "head.output.weight"):
                 name = TIED
             inside[name] = aliases[id(parameter)]
-            members.setdefault(unit_of(prefix, name), {})[name] = tuple(parameter.shape)
+            split = declared_split(module, inner)
+            if split is None and self.region is not None:
+                raise UserError(f"{name} does not say how it is split; declare it in the `sharding` of its module")
+            declared = Declared(tuple(parameter.shape), split or REPLICATED)
+            members.setdefault(unit_of(prefix, name), {})[name] = declared
         used = []
-        for unit_name, shapes in members.items():
-            unit = self._unit(unit_name, shapes)
-            for name in shapes:
+        for unit_name, table in members.items():
+            unit = self._unit(unit_name, table)
+            for name in table:
                 for path in inside[name]:
                     set_parameter(module, path, unit.parameters[name])
             if not unit_name.endswith(BALANCE):  # always whole, and no gradient ever comes to it
                 used.append(unit)
         return Segment(prefix, run, used, self.deferral, self.reduction)
 
-    def _unit(self, name: str, shapes: dict[str, tuple[int, ...]]) -> Unit:
+    def _unit(self, name: str, table: dict[str, Declared]) -> Unit:
         if name not in self.units:
             one_scale = self.fp8_rows is False
             experts, balance = name.endswith(EXPERTS), name.endswith(BALANCE)
@@ -354,24 +359,15 @@ class _Builder:
                 name,
                 [
                     replace(part, rate_factor=learning_rate_factor(self.model, part.name))
-                    for part in lay_out(shapes, self._slice_of)
+                    for part in lay_out(table, self.place)
                 ],
                 0 if balance else self.layout.zero,
                 self.groups.routed if experts else self.groups,
                 wide(self.dtype) if balance else self.dtype,
                 self.device,
-                [part for part, shape in shapes.items() if one_scale and is_block_linear(name, part, shape)],
+                [part for part, (shape, _) in table.items() if one_scale and is_block_linear(name, part, shape)],
             )
         return self.units[name]
-
-    def _slice_of(self, name: str, shape: tuple[int, ...]) -> Slice:
-        tensor, expert = self.groups.tensor, self.groups.expert
-        if self.custom is not None:
-            declared = self._splits[name] or REPLICATED  # refused where there are tensor ranks
-            return declared.slice_of(name, shape, tensor.size, tensor.index)
-        if EXPERTS in name:
-            return expert_slice(shape, expert.size, expert.index)
-        return slice_of(name, shape, self.model, tensor.size, tensor.index, self.layout.sequence_parallel)
 
 
 def set_parameter(module: nn.Module, path: str, parameter: nn.Parameter) -> None:

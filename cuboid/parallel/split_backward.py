@@ -107,6 +107,8 @@ def deferrable_matmul(deferral: Deferral, fp8_rows: bool | None = None) -> Matmu
     """`fp8_rows`: in fp8, with a scale for each row or (False) each tensor."""
 
     def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if x.ndim > 2:
+            return matmul(x.reshape(-1, x.shape[-1]), weight, bias).unflatten(0, x.shape[:-1])
         if fp8_rows is None:
             return _DeferrableMatmul.apply(x, weight, bias, deferral)
         return _DeferrableFp8Matmul.apply(x, weight, bias, fp8_rows, deferral)

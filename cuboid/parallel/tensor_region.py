@@ -108,6 +108,17 @@ class Region:
             return reduce_scatter_tensor_autograd(x, "sum", 0, self._ranks)
         return self._leave(x)
 
+    def columns(self, x: Tensor, linears: Sequence[Linear]) -> Sequence[Tensor]:
+        """What linears of split output columns make of one input."""
+        if x.ndim == 2:
+            return columns(self, x, linears)
+        made = columns(self, x.reshape(-1, x.shape[-1]), linears)
+        return [part.unflatten(0, x.shape[:-1]) for part in made]
+
+    def sliced_columns(self, inputs: Sequence[Tensor], linears: Sequence[Linear | None]) -> Sequence[Tensor]:
+        """What such linears make of an input each."""
+        return sliced_columns(self, inputs, linears)
+
     def gather(self, x: Tensor) -> Tensor:
         """The tokens of all ranks, without a gradient."""
         x = x.detach()
@@ -177,7 +188,8 @@ def sliced_columns(region: Region, inputs: Sequence[Tensor], linears: Sequence[L
         *outputs, rest = made
         return *outputs, *rest.split(widths[len(used) :], -1)
     entered = region.enter(x).split(widths, -1)
-    return [part if linear is None else linear(part) for part, linear in zip(entered, linears, strict=True)]
+    pairs = zip(entered, linears, strict=True)
+    return [x if linear is None else linear.matmul(x, linear.weight, linear.bias) for x, linear in pairs]
 
 
 def _overlapped(region: Region, x: Tensor, linears: Sequence[Linear], sliced: bool) -> tuple[Tensor, ...] | None:

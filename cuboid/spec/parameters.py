@@ -1,5 +1,5 @@
-"""The parameters of a model by name and shape, in the order the modules of `cuboid.model` hold them, and the units they
-lie in: a block, an embedding, a head.
+"""The parameters of a model by name, shape and split, in the order the modules of `cuboid.model` hold them, and the
+units they lie in: a block, an embedding, a head. It says what those modules declare, for those who plan without torch.
 
 The table of tokens is a unit of its own, so that first and last stage lay out a tied one alike; routed experts are,
 because other ranks hold the same ones; what balances a router is: it keeps its precision and has no gradient."""
@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cuboid.spec.model import LatentAttentionSpec, MixtureSpec, ModelSpec
+from cuboid.spec.sharding import COLUMN, EXPERT, PARTIAL, REPLICATED, ROW, VOCABULARY, Declared, Split, heads
 
 TIED = "embedding.tokens.weight"
 """The unit, and the parameter in it, that the embedding and a tied head share."""
@@ -17,15 +18,15 @@ TIED = "embedding.tokens.weight"
 EXPERTS = ".experts"
 BALANCE = ".balance"
 
-Shapes = dict[str, tuple[int, ...]]
+Table = dict[str, Declared]
 
 
 @dataclass(frozen=True)
-class UnitShapes:
+class DeclaredUnit:
     """Parameters that are gathered, released and reduced together."""
 
     name: str
-    shapes: Shapes
+    parameters: Table
     uses: int = 1
     """How many times one micro-batch uses the unit on its rank (twice when a tied embedding is first and last)."""
     routed: bool = False
@@ -45,61 +46,66 @@ def is_block_linear(unit: str, name: str, shape: tuple[int, ...]) -> bool:
     return unit.startswith("layers.") and EXPERTS not in name and "router" not in name and len(shape) == 2
 
 
-def _norm(model: ModelSpec, name: str, size: int) -> Shapes:
-    return {f"{name}.weight": (size,), **({f"{name}.bias": (size,)} if model.norm == "layernorm" else {})}
+def _norm(model: ModelSpec, name: str, size: int, split: Split = REPLICATED) -> Table:
+    kinds = ("weight", "bias") if model.norm == "layernorm" else ("weight",)
+    return {f"{name}.{kind}": Declared((size,), split) for kind in kinds}
 
 
-def _linear(name: str, inputs: int, outputs: int, bias: bool) -> Shapes:
-    return {f"{name}.weight": (outputs, inputs), **({f"{name}.bias": (outputs,)} if bias else {})}
+def _linear(name: str, inputs: int, outputs: int, bias: bool, split: Split) -> Table:
+    # What is added after the sum over tensor ranks is whole on each of them.
+    added = {f"{name}.bias": Declared((outputs,), REPLICATED if split == ROW else split)} if bias else {}
+    return {f"{name}.weight": Declared((outputs, inputs), split), **added}
 
 
-def _latent_attention(model: ModelSpec, latent: LatentAttentionSpec, name: str) -> Shapes:
-    shapes: Shapes = {}
+def _latent_attention(model: ModelSpec, latent: LatentAttentionSpec, name: str) -> Table:
+    table: Table = {}
     if latent.q_rank:
-        shapes |= _linear(f"{name}.query_down", model.hidden, latent.q_rank, bias=False)
-        shapes |= _norm(model, f"{name}.query_down_norm", latent.q_rank)
+        table |= _linear(f"{name}.query_down", model.hidden, latent.q_rank, False, REPLICATED)
+        table |= _norm(model, f"{name}.query_down_norm", latent.q_rank)
     query = model.heads * (latent.qk_nope_dim + latent.qk_rope_dim)
-    shapes |= _linear(f"{name}.query_up", latent.q_rank or model.hidden, query, bias=False)
-    shapes |= _linear(f"{name}.key_value_down", model.hidden, latent.kv_rank + latent.qk_rope_dim, bias=False)
-    shapes |= _norm(model, f"{name}.key_value_down_norm", latent.kv_rank)
+    matrix = "query_up" if latent.q_rank else "query"
+    table |= _linear(f"{name}.{matrix}", latent.q_rank or model.hidden, query, False, COLUMN)
+    table |= _linear(f"{name}.key_value_down", model.hidden, latent.kv_rank + latent.qk_rope_dim, False, REPLICATED)
+    table |= _norm(model, f"{name}.key_value_down_norm", latent.kv_rank)
     both = model.heads * (latent.qk_nope_dim + latent.v_dim)
-    shapes |= _linear(f"{name}.key_value_up", latent.kv_rank, both, bias=False)
-    return shapes | _linear(f"{name}.output", model.heads * latent.v_dim, model.hidden, bias=False)
+    table |= _linear(f"{name}.key_value_up", latent.kv_rank, both, False, COLUMN)
+    return table | _linear(f"{name}.output", model.heads * latent.v_dim, model.hidden, False, ROW)
 
 
-def _attention(model: ModelSpec, name: str) -> Shapes:
+def _attention(model: ModelSpec, name: str) -> Table:
     if model.latent is not None:
         return _latent_attention(model, model.latent, name)
     query, key_value = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    shapes = _linear(f"{name}.query", model.hidden, query, model.qkv_bias)
-    shapes |= _linear(f"{name}.key", model.hidden, key_value, model.qkv_bias)
-    shapes |= _linear(f"{name}.value", model.hidden, key_value, model.qkv_bias)
-    shapes |= _linear(f"{name}.output", query, model.hidden, model.output_bias)
+    table = _linear(f"{name}.query", model.hidden, query, model.qkv_bias, COLUMN)
+    table |= _linear(f"{name}.key", model.hidden, key_value, model.qkv_bias, heads(model.kv_heads))
+    table |= _linear(f"{name}.value", model.hidden, key_value, model.qkv_bias, heads(model.kv_heads))
+    table |= _linear(f"{name}.output", query, model.hidden, model.output_bias, ROW)
     if model.qk_norm:
-        shapes |= _norm(model, f"{name}.query_norm", model.head_dim) | _norm(model, f"{name}.key_norm", model.head_dim)
-    return shapes
+        for norm in ("query_norm", "key_norm"):
+            table |= _norm(model, f"{name}.{norm}", model.head_dim, PARTIAL)
+    return table
 
 
 def _inner(model: ModelSpec) -> tuple[str, ...]:
     return ("gate", "up") if model.activation == "swiglu" else ("up",)
 
 
-def _feed_forward(model: ModelSpec, name: str, width: int) -> Shapes:
-    shapes: Shapes = {}
+def _feed_forward(model: ModelSpec, name: str, width: int) -> Table:
+    table: Table = {}
     for matrix in _inner(model):
-        shapes |= _linear(f"{name}.{matrix}", model.hidden, width, model.mlp_bias)
-    return shapes | _linear(f"{name}.down", width, model.hidden, model.mlp_bias)
+        table |= _linear(f"{name}.{matrix}", model.hidden, width, model.mlp_bias, COLUMN)
+    return table | _linear(f"{name}.down", width, model.hidden, model.mlp_bias, ROW)
 
 
-def _mixture(model: ModelSpec, mixture: MixtureSpec, name: str) -> Shapes:
-    shapes = _linear(f"{name}.router", model.hidden, mixture.experts, mixture.router_bias)
+def _mixture(model: ModelSpec, mixture: MixtureSpec, name: str) -> Table:
+    table = _linear(f"{name}.router", model.hidden, mixture.experts, mixture.router_bias, PARTIAL)
     for matrix in _inner(model):
-        shapes[f"{name}.experts.{matrix}"] = (mixture.experts, mixture.expert_ffn, model.hidden)
-    shapes[f"{name}.experts.down"] = (mixture.experts, model.hidden, mixture.expert_ffn)
-    return shapes | (_feed_forward(model, f"{name}.shared", mixture.shared_ffn) if mixture.shared_ffn else {})
+        table[f"{name}.experts.{matrix}"] = Declared((mixture.experts, mixture.expert_ffn, model.hidden), EXPERT)
+    table[f"{name}.experts.down"] = Declared((mixture.experts, model.hidden, mixture.expert_ffn), EXPERT)
+    return table | (_feed_forward(model, f"{name}.shared", mixture.shared_ffn) if mixture.shared_ffn else {})
 
 
-def block_shapes(model: ModelSpec, layer: int) -> Shapes:
+def block_parameters(model: ModelSpec, layer: int) -> Table:
     name = f"layers.{layer}"
     feed_forward = f"{name}.feed_forward"
     return {
@@ -114,29 +120,31 @@ def block_shapes(model: ModelSpec, layer: int) -> Shapes:
     }
 
 
-def embedding_shapes(model: ModelSpec) -> Shapes:
-    positions = {"embedding.positions.weight": (model.max_positions, model.hidden)}
-    return {TIED: (model.vocab, model.hidden), **(positions if model.positions == "learned" else {})}
+def embedding_parameters(model: ModelSpec) -> Table:
+    table = {TIED: Declared((model.vocab, model.hidden), VOCABULARY)}
+    if model.positions == "learned":
+        table["embedding.positions.weight"] = Declared((model.max_positions, model.hidden), REPLICATED)
+    return table
 
 
-def head_shapes(model: ModelSpec) -> Shapes:
+def head_parameters(model: ModelSpec) -> Table:
     """A tied output matrix is under the embedding's name."""
     output = TIED if model.tie_embeddings else "head.output.weight"
-    return {**_norm(model, "head.norm", model.hidden), output: (model.vocab, model.hidden)}
+    return {**_norm(model, "head.norm", model.hidden), output: Declared((model.vocab, model.hidden), VOCABULARY)}
 
 
-def units(model: ModelSpec, layers: Iterable[int], first: bool, last: bool) -> list[UnitShapes]:
+def units(model: ModelSpec, layers: Iterable[int], first: bool, last: bool) -> list[DeclaredUnit]:
     """The units of a rank with these layers, with the embedding (`first`) and the head (`last`) or without."""
-    segments = [("embedding", embedding_shapes(model))] if first else []
-    segments += [(f"layers.{layer}", block_shapes(model, layer)) for layer in layers]
-    segments += [("head", head_shapes(model))] if last else []
-    found: dict[str, Shapes] = {}
+    segments = [("embedding", embedding_parameters(model))] if first else []
+    segments += [(f"layers.{layer}", block_parameters(model, layer)) for layer in layers]
+    segments += [("head", head_parameters(model))] if last else []
+    found: dict[str, Table] = {}
     uses: dict[str, int] = {}
-    for prefix, shapes in segments:
-        members: dict[str, Shapes] = {}
-        for name, shape in shapes.items():
-            members.setdefault(unit_of(prefix, name), {})[name] = shape
+    for prefix, table in segments:
+        members: dict[str, Table] = {}
+        for name, declared in table.items():
+            members.setdefault(unit_of(prefix, name), {})[name] = declared
         for unit, held in members.items():
             found[unit] = held
             uses[unit] = 0 if unit.endswith(BALANCE) else uses.get(unit, 0) + 1
-    return [UnitShapes(name, held, uses[name], name.endswith(EXPERTS)) for name, held in found.items()]
+    return [DeclaredUnit(name, held, uses[name], name.endswith(EXPERTS)) for name, held in found.items()]

@@ -1,15 +1,16 @@
-"""Which part of each full parameter a tensor rank holds, and who else holds the same part.
+"""How parameters are split, which part of each a rank holds, and who else holds the same part.
 
-Pure arithmetic on names and shapes: initial weights, gradients, checkpoints, the proof and the planner's count of bytes
-all read this one table."""
+Pure arithmetic on what modules declare: initial weights, gradients, checkpoints, the proof and the planner's count of
+bytes all follow from it. Nothing is guessed from a name."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from cuboid.errors import UserError
 from cuboid.spec.model import ModelSpec
 
 Sharing = Literal["own", "tensor", "kv"]
@@ -80,35 +81,80 @@ def vocabulary_rows(vocabulary: int, tensor_size: int, index: int) -> tuple[int,
     return start, min(start + length, vocabulary) - start
 
 
-def slice_of(
-    name: str, shape: tuple[int, ...], model: ModelSpec, tensor_size: int, index: int, sequence_parallel: bool
-) -> Slice:
-    if name in ("embedding.tokens.weight", "head.output.weight"):
-        start, rows = vocabulary_rows(shape[0], tensor_size, index)
-        return Slice(0, start, start + rows, -(-shape[0] // tensor_size), "own", False)
-    module, kind = name.rsplit(".", 2)[-2:]
-    if module in ("query", "query_up", "key_value_up", "gate", "up"):
-        return _even(0, shape, tensor_size, index, "own", False)
-    if module in ("key", "value"):
-        parts = kv_part_count(model, tensor_size)
-        replicated = parts < tensor_size
-        return _even(0, shape, parts, index * parts // tensor_size, "kv" if replicated else "own", replicated)
-    if module in ("output", "down") and kind == "weight":
-        return _even(1, shape, tensor_size, index, "own", False)
-    # Norms, biases added after the sum, learned positions: whole on every rank. Their gradient is a part where a rank
-    # sees a part of the tokens (sequence parallelism, and a router always) or of the heads (norms of queries and keys).
-    partial = tensor_size > 1 and (sequence_parallel or module in ("query_norm", "key_norm", "router"))
-    return Slice(0, 0, shape[0], shape[0], "tensor", partial)
+@dataclass(frozen=True)
+class ShardingRank:
+    """Where a rank stands among those that a parameter may be split over."""
+
+    tensor: int = 1
+    tensor_index: int = 0
+    expert: int = 1
+    expert_index: int = 0
+    sequence_parallel: bool = False
 
 
-def expert_slice(shape: tuple[int, ...], ranks: int, index: int) -> Slice:
-    """Routed experts are spread whole over the ranks of an expert-parallel group, and not split by tensor ranks."""
-    return _even(0, shape, ranks, index, "own", False)
+@dataclass(frozen=True)
+class Split:
+    """How a parameter lies on ranks: what a module declares in `sharding`."""
+
+    kind: Literal["even", "heads", "vocabulary", "expert", "replicated", "partial"]
+    dimension: int = 0
+    heads: int = 0
+    """Of `heads`: how many there are. They are split as far as they go, and replicated beyond."""
+
+    def slice_of(self, name: str, shape: tuple[int, ...], rank: ShardingRank) -> Slice:
+        """What a rank holds of the parameter `name`."""
+        ranks, index = rank.tensor, rank.tensor_index
+        if self.kind == "vocabulary":
+            start, rows = vocabulary_rows(shape[0], ranks, index)
+            return Slice(0, start, start + rows, -(-shape[0] // ranks), "own", False)
+        if self.kind == "even":
+            if shape[self.dimension] % ranks:
+                raise UserError(
+                    f"tp={ranks} does not divide dimension {self.dimension} of {name}, which is "
+                    f"{shape[self.dimension]}; use another tp"
+                )
+            return _even(self.dimension, shape, ranks, index, "own", False)
+        if self.kind == "heads":
+            parts = math.gcd(self.heads, ranks)
+            replicated = parts < ranks
+            return _even(0, shape, parts, index * parts // ranks, "kv" if replicated else "own", replicated)
+        if self.kind == "expert":
+            return _even(0, shape, rank.expert, rank.expert_index, "own", False)
+        # Whole on every rank. The gradient is a part where a rank sees a part of the tokens (sequence parallelism), and
+        # of what is partial always.
+        rows = shape[0] if shape else 1
+        partial = ranks > 1 and (rank.sequence_parallel or self.kind == "partial")
+        return Slice(0, 0, rows, rows, "tensor", partial)
 
 
-def even_slice(dimension: int, shape: tuple[int, ...], parts: int, index: int) -> Slice:
-    """An equal part of one dimension, which nobody else holds."""
-    return _even(dimension, shape, parts, index, "own", False)
+def split(dimension: int) -> Split:
+    """Every tensor rank holds an equal part of one dimension: heads, channels, states."""
+    return Split("even", dimension)
+
+
+COLUMN, ROW = split(0), split(1)
+"""Of the weight of a linear (out, in): its outputs, its inputs."""
+VOCABULARY = Split("vocabulary")
+"""Rows are split, the last rank's filled up if they do not divide."""
+EXPERT = Split("expert")
+"""Routed experts are spread whole over the ranks of an expert-parallel group, and not split by tensor ranks."""
+REPLICATED = Split("replicated")
+"""Every tensor rank holds all of it and computes the same gradient: it acts outside of what is split."""
+PARTIAL = Split("partial")
+"""Every tensor rank holds all of it, but sees its own part of the heads, channels or tokens only: gradients are
+summed."""
+
+
+def heads(count: int) -> Split:
+    """Key-value heads, of which there may be fewer than tensor ranks."""
+    return Split("heads", 0, count)
+
+
+class Declared(NamedTuple):
+    """A parameter of a model: its full shape, and how it is split."""
+
+    shape: tuple[int, ...]
+    split: Split
 
 
 def _even(dimension: int, shape: tuple[int, ...], parts: int, index: int, sharing: Sharing, partial: bool) -> Slice:
@@ -116,10 +162,11 @@ def _even(dimension: int, shape: tuple[int, ...], parts: int, index: int, sharin
     return Slice(dimension, index * length, (index + 1) * length, length, sharing, partial)
 
 
-def lay_out(shapes: dict[str, tuple[int, ...]], slice_of_name: Callable[[str, tuple[int, ...]], Slice]) -> list[Part]:
+def lay_out(declared: Mapping[str, Declared], rank: ShardingRank) -> list[Part]:
+    """The parameters of a unit one after another in its flat buffer, as a rank holds them."""
     parts: list[Part] = []
     offset = 0
-    for name, shape in shapes.items():
-        parts.append(Part(name, shape, slice_of_name(name, shape), offset))
+    for name, (shape, split) in declared.items():
+        parts.append(Part(name, shape, split.slice_of(name, shape, rank), offset))
         offset += parts[-1].size
     return parts
