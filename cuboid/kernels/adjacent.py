@@ -17,6 +17,7 @@ def follows(before: Tensor, after: Tensor) -> bool:
 
 def together(before: Tensor, after: Tensor) -> Tensor:
     """Of two of which the second follows the first."""
+    # A view over both: the optimizer's update and the norm run as one kernel over what lies together.
     return before.as_strided((before.numel() + after.numel(),), (1,))
 
 

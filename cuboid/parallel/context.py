@@ -68,6 +68,7 @@ class Ring:
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         seen, packed = Seen(query, value), pack(key, value)
         for step, blocks in enumerate(self._steps):
+            # In flight while this step's blocks compute; double-buffered, because `packed` is read until `wait`.
             coming = start_shift(packed, self._group) if step + 1 < len(self._steps) else None
             for block in blocks:
                 seen.add(block, query, *unpack(packed, key, value))
@@ -104,6 +105,7 @@ class Gathering:
         self._blocks = gathered_blocks(group.index, group.size, documents, length)
 
     def _whole(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        # Gathered again in the backward pass: whole keys and values of every layer would not fit.
         rows = all_gather(pack(key, value).unsqueeze(0), self._group)
         apart = [torch.stack(parts) for parts in zip(*(unpack(row, key, value) for row in rows), strict=True)]
         return in_order(apart[0]), in_order(apart[1])
@@ -138,6 +140,7 @@ def unpack(packed: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 def in_order(x: Tensor) -> Tensor:
     """(ranks, sequences, length, …) as each rank holds them → (sequences, ranks · length, …) as sequences go."""
+    # Zigzag: rank r of n holds chunks r and 2n-1-r, so the late chunks lie in reverse order of ranks.
     early, late = x.chunk(2, dim=2)
     return torch.cat((early, late.flip(0))).movedim(0, 1).flatten(1, 2)
 
@@ -162,6 +165,7 @@ def _context_attention(query: Tensor, key: Tensor, value: Tensor, call: int) -> 
 def _all_to_all_heads(tensors: list[Tensor], back: bool, call: int) -> list[Tensor]:
     group: Group = _calls[call]
     size = group.size
+    # (sequences, length, heads, dim): to each rank its heads of my tokens, or, back, its tokens of my heads.
     parts = [by_rank(x, size) if back else x.unflatten(2, (size, -1)).movedim(2, 0) for x in tensors]
     sent = torch.cat([part.reshape(size, -1) for part in parts], dim=1)
     found = all_to_all(sent, group).split([part[0].numel() for part in parts], dim=1)
@@ -296,6 +300,8 @@ class Seen:
     def __init__(self, query: Tensor, value: Tensor) -> None:
         self._dtype = query.dtype
         wide = torch.float32 if query.element_size() < 4 else query.dtype
+        # float32, as a kernel that saw all keys at once would have added: a sum over blocks in bf16 would round each
+        # time.
         self._seen = query.new_empty((*query.shape[:3], value.shape[3]), dtype=wide)
         self.sums = query.new_empty((query.shape[0], query.shape[2], query.shape[1]), dtype=wide)
 
@@ -307,6 +313,7 @@ class Seen:
             seen.copy_(part)
             sums.copy_(part_sums)
             return
+        # Online softmax: both parts are normalised by their own sums; weigh each by its part of the sum of both.
         total = torch.logaddexp(sums, part_sums)
         seen.mul_(_by_token(sums - total)).add_(part * _by_token(part_sums - total))
         sums.copy_(total)

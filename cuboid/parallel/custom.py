@@ -26,6 +26,7 @@ def defer_matmuls(module: nn.Module, deferral: Deferral) -> None:
     for child in module.modules():
         if isinstance(child, Linear):
             child.matmul = matmul
+        # Exactly nn.Linear: a subclass may compute something else with its weight.
         elif type(child) is nn.Linear:
             child.forward = partial(_linear, child, matmul)  # type: ignore[method-assign]
 
@@ -63,6 +64,7 @@ class Carrier:
         found = [tuple(part.shape) for part in given]
         if found != self.shapes:
             raise UserError(f"{name} returns {found}, but Model(flow=…) says {self.shapes}; mend one of them")
+        # Several tensors travel as one flat message: stages post receives of one known size.
         return given[0] if len(given) == 1 else torch.cat([part.flatten() for part in given])
 
 

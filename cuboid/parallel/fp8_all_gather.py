@@ -44,6 +44,8 @@ class Fp8Shard:
 
     def _round(self, weights: Tensor) -> Tensor:
         sizes = [part.size for part in self._rest]
+        # (amaxes, then whole 16-bit parameters): a maximum with -inf is what another rank holds, so one all-reduce
+        # brings both.
         shown = weights.new_full((len(self._narrow) + sum(sizes),), -math.inf, dtype=torch.float32)
         for place, part in enumerate(self._narrow):
             held = weights[self._held(part)[0]]
@@ -56,6 +58,7 @@ class Fp8Shard:
         exponents = exponent_of(shown[: len(self._narrow)], INPUT)
         self._scales = torch.exp2(exponents).unbind()
         self._others = shown[len(self._narrow) :].split(sizes)
+        # Times a power of two in float32 and one rounding: bit for bit what `quantise` makes of the whole parameter.
         quantised = torch.zeros_like(weights, dtype=INPUT)
         for part, inverse in zip(self._narrow, torch.exp2(-exponents).unbind(), strict=True):
             here, _ = self._held(part)

@@ -119,6 +119,7 @@ def _fused_matmul(
     """The matmul with several linears."""
     weights = [linear.weight for linear in linears]
     plain = all(linear.matmul is functional.linear and linear.bias is None for linear in linears)
+    # A view of the unit's buffer (sum of outs, in), not a copy: ZeRO 3 frees and gathers it with the rest.
     together = unit.side_by_side(weights) if plain else None
     if together is None:
         return None
@@ -216,6 +217,7 @@ def norm_backward(
     if not x.is_cuda:
         exact, normed = gradient.to(inverse.dtype), x.to(inverse.dtype) * inverse
         scaled = exact * weight
+        # d(x · r) / dx with r = rsqrt(mean x²): the part of the gradient along x itself is taken out.
         along = (scaled * normed).mean(1, keepdim=True)
         result = stream + (inverse * (scaled - normed * along)).to(x.dtype)
         return result, (exact * normed).sum(0, keepdim=True)
@@ -282,6 +284,7 @@ class _FusedAddRmsNorm(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, stream: Tensor, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, inverse, weight = context.saved_tensors
+        # The gradient of the residual stream is added in the same pass over memory; both summands have one gradient.
         result, sums = norm_backward(gradient, stream, x, inverse, weight)
         return result, result if context.fused else None, sums.sum(0).to(weight.dtype), None
 

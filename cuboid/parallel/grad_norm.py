@@ -22,6 +22,8 @@ def finish_gradients(engine: Engine) -> None:
         unit.settle()  # what is left of the last segment starts for all units before any is waited for
     for unit in engine.units:
         unit.finish_reduction()
+    # Parameters that several tensor ranks hold: their gradients are parts where ranks see other tokens or heads. After
+    # the data-parallel sum, because a shard has fewer bytes than the whole.
     for sharing, group in (("tensor", engine.groups.tensor), ("kv", engine.groups.kv_replicas)):
         parts = [
             optimizer_shard.gradient
@@ -30,6 +32,7 @@ def finish_gradients(engine: Engine) -> None:
             if optimizer_shard.part.slice.sharing == sharing and optimizer_shard.part.slice.partial_gradient
         ]
         _sum_together(parts, group)
+    # A tied matrix has a gradient on the first stage (lookup) and one on the last (logits); both stages update alike.
     if engine.groups.embedding is not None:
         for unit in engine.units:
             if unit.name == TIED:

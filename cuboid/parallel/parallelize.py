@@ -106,6 +106,7 @@ def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -
     ledger = Ledger() if run.output.count_communication else None
     if ledger is not None:
         groups = groups.counted(ledger)
+    # Groups before modules: every rank makes the same groups in the same order, whatever its stages hold.
     builder = _Builder(run, groups, device, schedule)
     stages = {index: builder.stage(index, layers[index]) for index in schedule.stages_of(groups.coordinates.pp)}
     pipeline = Pipeline(
@@ -258,6 +259,8 @@ class _Builder:
     def _block(self, layer: int, recompute: Recompute) -> Segment:
         if self.custom is not None:
             return self._custom(f"layers.{layer}", recompute)
+        # Built without memory, and split while there are only shapes: `_segment` puts views of the unit's buffer in
+        # place.
         with torch.device("meta"):
             block = Block(self.model, layer)
             if self.region is not None:
@@ -266,6 +269,7 @@ class _Builder:
             for child in block.modules():
                 if isinstance(child, Linear):
                     child.matmul = Fp8Matmul(self.fp8_rows)
+        # Outside in: attention over ranks, then recompute around the block, then experts and measures around that.
         if self.layout.cp > 1:
             block.attention.mix = ContextMix(self.groups, gathers=self.layout.cp_method == "allgather")
         routed = isinstance(block.feed_forward, MoE)
@@ -282,6 +286,7 @@ class _Builder:
             run = watched(block.feed_forward, self.balance, layer, run)
         measured = partial(self.activations.add, layer)
         segment = self._segment(block, f"layers.{layer}", lambda x, batch: measured(run(x, batch.positions)))
+        # After the unit exists: fused weights are views of its buffer.
         if self.compiled:
             self._rework(block, self.units[f"layers.{layer}"])
         return segment

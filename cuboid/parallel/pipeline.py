@@ -139,6 +139,8 @@ class Pipeline:
         self._made: dict[Message, Tensor] = {}
         timed: list[tuple[tuple[Action, ...], Any, Any, Any]] = []
         for instruction in instructions(schedule, self._pair is not None)[self.rank]:
+            # Receives are posted ahead of the compute that needs them, in one order on both ends: NCCL matches by order
+            # alone.
             if isinstance(instruction, Receive):
                 channels.post(instruction.message)
             elif isinstance(instruction, Send):
@@ -195,6 +197,7 @@ class Pipeline:
         batch = self._micro_batches[index]
         received = stage > 0
         x = self._receive(Message(stage - 1, stage, index)).requires_grad_() if received else batch.tokens
+        # x is a leaf, so the graph ends at the stage's border and x.grad is what the stage before gets.
         y = self.stages[stage].forward(x, batch)
         if y.requires_grad:
             self._in_flight[stage, index] = (x, Entrance(y))
@@ -213,6 +216,8 @@ class Pipeline:
             self._give(Message(stage, stage - 1, index), x.grad)
 
     def _input_backward(self, stage: int, index: int) -> None:
+        # Zero-bubble's B: input gradients only. Matmuls leave their weight gradients with `deferral`; W computes them
+        # later.
         self._deferral.active = True
         self._backward(stage, index)
         self._deferral.active = False
@@ -246,6 +251,7 @@ class DualPipePair:
         self.active, self._running, self._ended = True, 0, [False, False]
 
         def one(side: int, work: Callable[[], None]) -> None:
+            # Semaphores pass one baton: exactly one of the two threads runs, so Python and CUDA calls have one order.
             self._may_run[side].acquire()
             try:
                 if side == 1:

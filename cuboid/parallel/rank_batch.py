@@ -40,6 +40,7 @@ class BatchSharder:
         sequence, size = run.training.sequence, run.layout.cp
         self._places = torch.cat([torch.arange(part.start, part.stop) for part in places_of(index, size, sequence)])
         self._table = PositionTable(run.model, sequence, dtype, device)
+        # Made once: without documents every micro-batch has the same positions.
         self._positions = self._table.at(self._places.unsqueeze(0))
         self._own = self._places.to(device) if size > 1 else None
         self._data = run.data
@@ -58,4 +59,5 @@ class BatchSharder:
             positions = self._table.of(self._places, batch.documents, self._data)
         if self._own is None:
             return RankBatch(batch.tokens, batch.labels, positions)
+        # This rank's two zigzag chunks, early and late; RoPE's positions are those of the whole sequence.
         return RankBatch(batch.tokens[:, self._own], batch.labels[:, self._own], positions)

@@ -85,6 +85,7 @@ def _contexts(selective: bool) -> Contexts:
     memory = Memory()
     if not selective:
         return memory.during(again=False), memory.during(again=True)
+    # torch keeps what the policy names and recomputes the rest; `Memory` keeps what the host read from the device.
     kept, found = create_selective_checkpoint_contexts(_policy)
     return _both(memory.during(again=False), kept), _both(memory.during(again=True), found)
 
@@ -102,4 +103,5 @@ def with_recompute(run: Callable[..., Tensor], kind: Recompute, traced: bool = F
     contexts: Callable[[], Any] = partial(_contexts, kind == "selective")
     if traced:
         contexts = partial(create_selective_checkpoint_contexts, _policy)
+    # Nothing in a block draws random numbers, so no state of a generator needs to be kept.
     return partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)

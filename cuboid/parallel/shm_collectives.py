@@ -89,6 +89,7 @@ class SharedMemoryGroup:
     def all_show(self, tensor: Tensor) -> Tensor:
         """Show a tensor of at most `slot_bytes` to all ranks; returns a view of all of theirs, (ranks, elements),
         that holds until this rank's next collective but one."""
+        # Two slots a rank in alternation: a rank may write the next while a slower one still reads the last.
         self._turn += 1
         slots = torch.frombuffer(self._map, dtype=tensor.dtype).view(self._size, 2, -1)
         slots = slots[:, self._turn & 1, : tensor.numel()]
@@ -141,6 +142,8 @@ class SharedMemoryGroup:
             if shown[0].nbytes <= SMALL:
                 flat[chunk].copy_(combine(shown))
                 continue
+            # Reduce-scatter and all-gather by hand: each rank adds 1/size of the elements, in the order of ranks on all
+            # of them.
             width = -(-shown.shape[1] // self._size)
             own = combine(shown[:, self._index * width : (self._index + 1) * width])
             padded = torch.nn.functional.pad(own, (0, width - own.numel()))

@@ -55,6 +55,7 @@ class _DeferrableMatmul(torch.autograd.Function):
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = context.saved_tensors
         weight, bias, deferral = context.weight, context.bias, context.deferral
+        # x (tokens, in), gradient (tokens, out): input gradient = gradient · W, weight gradient = gradientᵀ · x.
         input_gradient = gradient @ weight if context.needs_input_grad[0] else None
         if not deferral.active:
             bias_gradient = gradient.sum(0) if bias is not None else None

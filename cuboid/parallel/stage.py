@@ -85,6 +85,7 @@ class Segment:
         self.deferral.owner = self
         self._region = REGIONS.open("backward of", self.name) if self.ends_in_backward else None
         self.gather()
+        # Prefetch: the all-gather of the segment whose backward pass comes next runs under this one's.
         if self.before is not None:
             self.before.start_gather()
 
@@ -121,6 +122,7 @@ class Entrance:
 
     def __init__(self, output: Tensor) -> None:
         self._given: list[Tensor] = []
+        # An edge of the graph, not the tensor: activations of a stage that was sent on are freed at once.
         self._edge = get_gradient_edge(_Enter.apply(output, self._given))
 
     def backward(self, gradient: Tensor) -> None:
@@ -155,6 +157,7 @@ class Stage:
     def forward(self, x: Tensor, batch: RankBatch) -> Tensor:
         for segment in self.segments:
             segment.gather()
+            # Prefetch of one segment: with two, ZeRO 3 would hold three at once.
             if segment.after is not None:
                 segment.after.start_gather()
             segment.ends_in_backward = x.requires_grad
@@ -163,6 +166,7 @@ class Stage:
             with REGIONS.around(segment.name):
                 x = segment.run(x, batch)
             x = _WhenGradientPasses.apply(x, segment.begin_backward)
+            # The backward pass gathers it again: between the two, ZeRO 3 holds a shard.
             segment.release()
         return x
 

@@ -35,6 +35,7 @@ class _SplitVocabularyLoss(torch.autograd.Function):
     def forward(context: Any, logits: Tensor, labels: Tensor, first: int, rows: int, group: Group) -> Tensor:
         logits = logits.to(wide(logits.dtype), copy=True)
         logits[:, rows:] = -torch.inf  # columns that only pad the vocabulary
+        # (tokens,): the largest logit of all ranks, so that no exponential overflows.
         peak = all_reduce_maximum(logits.amax(1), group)
         exponentials = logits.sub_(peak.unsqueeze(1)).exp()
         counted = labels != IGNORED
@@ -42,6 +43,8 @@ class _SplitVocabularyLoss(torch.autograd.Function):
         held = counted & (column >= 0) & (column < rows)
         column = column.where(held, 0).unsqueeze(1)
         target = torch.where(held, logits.gather(1, column).squeeze(1), 0)
+        # One all-reduce for both: the sum of exponentials, and the target's logit, which one rank has and the others
+        # add 0 to.
         total, target = all_reduce(torch.stack((exponentials.sum(1), target)), group).unbind()
         losses = torch.where(counted, total.log() - target, 0)
         context.save_for_backward(exponentials.div_(total.unsqueeze(1)), column, held, counted)
@@ -126,6 +129,8 @@ def _split_tokens(mixture: MoE, region: Region) -> None:
     group = region.group
     mixture.part = (group.index, group.size)
     if not region.sequence_parallel:
+        # Without sequence parallelism all tensor ranks hold all tokens: each takes its part, and the results are
+        # gathered.
         mixture.take_part = lambda x: _LocalPart.apply(x, group)
         mixture.put_together = lambda x: _GatherParts.apply(x, group)
 

@@ -95,6 +95,7 @@ class Region:
         self._fake = group.is_fake
 
     def enter(self, x: Tensor) -> Tensor:
+        # Functional collectives, which Inductor may reorder and fuse around; eager code has the watched ones.
         if self.traced and torch.compiler.is_compiling():
             if self._fake:
                 return fake_gather(x, self.group.size)
@@ -130,6 +131,7 @@ class Region:
 
     def start_sum(self, gradient: Tensor) -> Pending:
         """Of what the columns of each rank give of the gradient of their input: all of it, or of this rank's tokens."""
+        # Tokens are rows: with sequence parallelism a rank needs the sum of its own rows only, 1/tp of the bytes.
         start = start_reduce_scatter if self.sequence_parallel else start_all_reduce
         return start(gradient, self.group)
 
@@ -182,6 +184,7 @@ def sliced_columns(region: Region, inputs: Sequence[Tensor], linears: Sequence[L
     used = [linear for linear in linears if linear is not None]
     if len(used) == len(inputs) == 1:
         return columns(region, inputs[0], used)
+    # One gather of (tokens, sum of widths) in place of one for each latent; backward one reduce-scatter.
     x, widths = torch.cat([*inputs], -1), [each.shape[1] for each in inputs]
     made = _overlapped(region, x, used, sliced=True) if region.overlaps_slices and used else None
     if made is not None:
@@ -195,6 +198,7 @@ def sliced_columns(region: Region, inputs: Sequence[Tensor], linears: Sequence[L
 def _overlapped(region: Region, x: Tensor, linears: Sequence[Linear], sliced: bool) -> tuple[Tensor, ...] | None:
     """None: by other matmuls than these. `sliced`: each linear takes the next columns of `x` in place of all, and the
     columns that no linear takes are returned last."""
+    # Only matmuls known here: a postponed one has no weight gradient to overlap with.
     matmuls = [linear.matmul for linear in linears]
     held = (*(linear.weight for linear in linears), *(linear.bias for linear in linears))
     if all(matmul is functional.linear for matmul in matmuls):

@@ -50,6 +50,8 @@ class Unit:
         self.accumulate = wide(compute)
         shards = groups.shard.size if zero else 1
         total = parts[-1].offset + parts[-1].size
+        # Equal shards: the last one is padded, so that an all-gather and a reduce-scatter take one size from every
+        # rank.
         self.shard_size = -(-total // shards)
         self.begin = self.shard_size * (groups.shard.index if zero else 0)
         self.end = self.begin + self.shard_size
@@ -57,11 +59,14 @@ class Unit:
         # This rank's shard of the parameters; of ZeRO 3 all that it has of them between uses.
         self._own = torch.zeros(self.shard_size, dtype=compute, device=device) if zero == 3 else self._shard(self._flat)
         self._master_is_apart = compute != self.accumulate
+        # float32 master = bf16 weight + int16 rest: 4 bytes a parameter in place of 6, and the weight is where matmuls
+        # read it.
         self._is_halved = compute == torch.bfloat16
         kept = torch.int16 if self._is_halved else self.accumulate
         apart = self._master_is_apart
         self._kept = torch.zeros(self.shard_size, dtype=kept, device=device) if apart else self._own
         self._settle_kept: Callable[[], None] = _is_settled
+        # With one scale a tensor the gathered bytes are what the matmul would have made; with row scales they are not.
         gathers_fp8 = zero == 3 and groups.shard.size > 1 and fp8
         self._fp8 = Fp8Shard(parts, fp8, self.begin, self.end, groups.shard) if gathers_fp8 else None
         self._opened: Tensor | None = None
@@ -148,6 +153,8 @@ class Unit:
         if self._fp8 is not None:
             self._gathering = self._fp8.start_gather(self._own)
             return
+        # The all-gather of ZeRO 3. Parameters are views of one storage, which only changes its size: they need no new
+        # views, and autograd sees the same tensors in forward and backward.
         self._make_room()
         self._gathering = start_all_gather(self._own, self.groups.shard, self._flat)
 
@@ -177,6 +184,7 @@ class Unit:
 
     def _free_if_unused(self) -> None:
         if self.zero == 3 and self._users == 0:
+            # The tensor stays and its memory goes: no view is invalid, and nobody may read one until the next gather.
             self._flat.untyped_storage().resize_(0)
 
     def publish(self, written: bool = False) -> None:
@@ -185,12 +193,14 @@ class Unit:
         if self._fp8 is not None:
             self._fp8.forget()
         if self._opened is not None:
+            # Rounded to bf16 once, from the exact sum: master weights never lose what the update added.
             near, rest = split_halves(self._opened)
             self._own.view(torch.int16).copy_(near)
             self._kept.copy_(rest)
             self._opened = None
         elif self._master_is_apart and not self._is_halved and not written:
             self._own.copy_(self._kept)
+        # The clone is sent: `_own` is a part of `_flat`, which the all-gather writes while it reads.
         if self.zero in (1, 2):
             self._gathering = start_all_gather(self._own.clone(), self.groups.shard, self._flat)
 
@@ -201,6 +211,7 @@ class Unit:
     def wait_for_update(self) -> None:
         """Let the current stream wait; the host does not."""
         if self._update is not None:
+            # A wait of the current stream for the optimizer's stream; the host continues to queue kernels.
             self._update[0].wait()
             self._update = None
         if self._clear_first:
