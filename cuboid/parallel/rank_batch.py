@@ -55,6 +55,7 @@ class BatchSharder:
             # Images and the like are computed with: in the precision of the weights.
             fields = {name: x.to(self._dtype) if x.is_floating_point() else x for name, x in given.items()}
             return RankBatch(batch.tokens, batch.labels, positions, fields, self._custom.count)
+        # Within documents positions begin anew at each, and attention ends there.
         if batch.documents is not None:
             positions = self._table.of(self._places, batch.documents, self._data)
         if self._own is None:

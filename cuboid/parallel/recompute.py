@@ -1,6 +1,6 @@
 """Activation recomputation: what the backward pass needs is computed again instead of kept.
 
-full: only a block's input is kept. selective: the results of Matmuls and attention are kept, the cheap rest
+full: only a block's input is kept. selective: the results of matmuls and attention are kept, the cheap rest
 (norms, rotations, activation functions) is computed again."""
 
 from __future__ import annotations
