@@ -55,7 +55,7 @@ def train_run(
 
 def _check_start(run: Run, overwrite: bool) -> list[str]:
     if run.samples.every:
-        from cuboid.training.samples import prompts_of
+        from cuboid.generate.samples import prompts_of
 
         prompts_of(run)
     if not run.training.start_from:

@@ -28,6 +28,12 @@ def resident_peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def exhaust(device: torch.device) -> None:
+    """Ask for more memory than there is."""
+    on_gpu = device.type == "cuda"
+    torch.empty(torch.cuda.mem_get_info(device)[1] if on_gpu else 1 << 62, dtype=torch.uint8, device=device)
+
+
 class MemoryLog:
     def __init__(self, run: Run, rank: int, device: torch.device) -> None:
         """Made before the model, to know what was there without it."""

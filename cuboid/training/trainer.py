@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -14,28 +15,26 @@ from cuboid.checkpoint.state import seed_generators
 from cuboid.console import say
 from cuboid.data.loader import evaluation_batches, micro_batches
 from cuboid.data.source import make_source, make_validation_source
-from cuboid.errors import RankError
+from cuboid.errors import RankError, UserError
 from cuboid.parallel.collectives import all_reduce
-from cuboid.parallel.parallelize import build_engine
+from cuboid.parallel.parallelize import Engine, build_engine
 from cuboid.resilience.faults import strikes
 from cuboid.spec.run import Run
+from cuboid.telemetry.communication_ledger import CommunicationLog
 from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.training.bad_steps import BadSteps
 from cuboid.training.callbacks import load_callbacks
 from cuboid.training.checkpointer import Checkpointer
-from cuboid.training.communication import CommunicationLog
 from cuboid.training.cuda_graphs import make_passes
 from cuboid.training.device_progress import device_progress
 from cuboid.training.evaluate import evaluate
 from cuboid.training.layer_norms import LayerNorms
 from cuboid.training.learning_rate import learning_rate
-from cuboid.training.memory import MemoryLog
+from cuboid.training.memory import MemoryLog, exhaust
 from cuboid.training.metrics import Metrics
-from cuboid.training.oom import exhaust, told_when_short
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.profile import Profile
 from cuboid.training.replicas import flip_bit
-from cuboid.training.samples import Sampler
 from cuboid.training.step import PendingStep, run_passes, start_step
 
 
@@ -53,13 +52,30 @@ class Outcome:
     """How long it took to save what was done, once all ranks knew that they are to stop."""
 
 
+class Sampler(Protocol):
+    """Writes text with the weights as they are (`samples.every`)."""
+
+    def write(self, step: int) -> None:
+        """Every rank calls it, after the same steps."""
+
+
+MakeSampler = Callable[[Engine, bool], Sampler]
+"""From the engine that trains and whether to be quiet. Who starts a rank passes it, so that a training knows nothing of
+generation."""
+
+
 def train(
-    run: Run, rank: int, device: torch.device, quiet: bool = False, asked: Callable[[], bool] = lambda: False
+    run: Run,
+    rank: int,
+    device: torch.device,
+    quiet: bool = False,
+    asked: Callable[[], bool] = lambda: False,
+    make_sampler: MakeSampler | None = None,
 ) -> Outcome:
     """Train to the last step, from the newest checkpoint of the run or the first step. `asked`: whether this rank was
-    asked to stop; if any was, all save and stop at the next step."""
-    with told_when_short(run, rank, device), device_progress(device):
-        return Trainer(run, rank, device, quiet, asked).train()
+    asked to stop; if any was, all save and stop at the next step. `make_sampler`: for a run with `samples.every`."""
+    with device_progress(device):
+        return Trainer(run, rank, device, quiet, asked, make_sampler).train()
 
 
 @dataclass(frozen=True)
@@ -75,9 +91,17 @@ class Trainer:
     """Every rank makes one and calls the same methods in the same order."""
 
     def __init__(
-        self, run: Run, rank: int, device: torch.device, quiet: bool = False, asked: Callable[[], bool] = lambda: False
+        self,
+        run: Run,
+        rank: int,
+        device: torch.device,
+        quiet: bool = False,
+        asked: Callable[[], bool] = lambda: False,
+        make_sampler: MakeSampler | None = None,
     ) -> None:
         """Set-up: after it the state is that of the newest checkpoint, or of the first step."""
+        if run.samples.every and make_sampler is None:
+            raise UserError(f"samples.every={run.samples.every} needs make_sampler; pass one, or use every=0")
         if (
             torch.are_deterministic_algorithms_enabled() != run.training.deterministic
         ):  # setting it imports the compiler
@@ -99,7 +123,7 @@ class Trainer:
         self.done = self.checkpointer.found
         self.metrics = Metrics(run, rank, quiet, self.done)
         self.communication = CommunicationLog(run, rank, self.engine.ledger)
-        self.sampler = Sampler(self.engine, quiet) if run.samples.every else None
+        self.sampler = make_sampler(self.engine, quiet) if make_sampler and run.samples.every else None
         self.bad_steps = BadSteps(self.engine, self.source, self.done)
         self.profile.plan(self.done, self.engine, self.optimizer)
         self.loss = float("nan")
