@@ -19,7 +19,7 @@ from cuboid.checkpoint.look import Description, Summary, describe, find, held_by
 from cuboid.checkpoint.manifest import Damage
 from cuboid.errors import UserError
 from cuboid.spec.run import load_run
-from cuboid.training.folder import RUN_FILE
+from cuboid.training.run_folder import RUN_FILE
 
 Action = Literal["ls", "verify", "show", "copy", "prune"]
 

@@ -22,7 +22,7 @@ from cuboid.spec.run import Run, build_run
 from cuboid.spec.suggest import up_to
 from cuboid.telemetry.communication_ledger import Entry
 from cuboid.training.communication import Summary, summarize
-from cuboid.training.folder import BACKEND
+from cuboid.training.run_folder import BACKEND
 
 if TYPE_CHECKING:
     from cuboid.training.trainer import Outcome

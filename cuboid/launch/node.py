@@ -25,7 +25,7 @@ from cuboid.resilience.preemption import REQUEUE, Forwarder
 from cuboid.resilience.replan import Replanner
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run
-from cuboid.training.folder import forget_reports, newest_kept
+from cuboid.training.run_folder import forget_reports, newest_kept
 
 if TYPE_CHECKING:
     from cuboid.training.trainer import Outcome

@@ -20,7 +20,7 @@ from cuboid.resilience.replan import cluster_here, resized
 from cuboid.spec.ranks import coordinates
 from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import HEARTBEAT, read_heartbeat
-from cuboid.training.holdings import held_here
+from cuboid.training.memory import held_here
 from cuboid.training.profile import end_history, history_is_recorded, write_snapshot
 
 SIGNS = ("DefaultCPUAllocator", "out of memory", "Unable to allocate", "Cannot allocate memory")

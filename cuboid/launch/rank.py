@@ -31,7 +31,7 @@ from cuboid.resilience.hang_dumps import offer_record
 from cuboid.resilience.preemption import Listener
 from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import HEARTBEAT
-from cuboid.training.folder import BACKEND
+from cuboid.training.run_folder import BACKEND
 from cuboid.training.trainer import Outcome, train
 
 # Keep a rank on the cores near its GPU, where the system says which: those of the GPU's NUMA node.

@@ -14,8 +14,7 @@ from cuboid.launch.role import NodeOptions, take_role
 from cuboid.launch.supervisor import check_machine
 from cuboid.spec.run import Run
 from cuboid.spec.supported import check_supported
-from cuboid.training.claim import claimed
-from cuboid.training.folder import checkpoint_folder, prepare_folder
+from cuboid.training.run_folder import checkpoint_folder, claimed, prepare_folder
 from cuboid.training.trackers import check_trackers
 
 if TYPE_CHECKING:

@@ -26,10 +26,9 @@ from cuboid.probe.clock import synchronize
 from cuboid.spec.run import Run
 from cuboid.spec.suggest import up_to
 from cuboid.telemetry.heartbeat import HEARTBEAT
-from cuboid.training.holdings import held, storages
+from cuboid.training.memory import Tally, held, storages
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.step import compute_gradients
-from cuboid.training.tally import Tally
 
 WARM_UP = 3.0
 """Seconds for which a GPU works before its steps are timed."""

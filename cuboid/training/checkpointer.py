@@ -13,8 +13,8 @@ from cuboid.checkpoint.weights import start
 from cuboid.console import say
 from cuboid.parallel.coordination import open_coordination
 from cuboid.parallel.parallelize import Engine, draw_weights
-from cuboid.training.folder import checkpoint_folder, last_row
 from cuboid.training.optimizer import Optimizer
+from cuboid.training.run_folder import checkpoint_folder, last_row
 
 
 class Checkpointer:

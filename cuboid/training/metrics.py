@@ -23,7 +23,7 @@ from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.training.health import Health
 from cuboid.training.routers import ExpertLoads, report
-from cuboid.training.rows import Rows, whole_rows
+from cuboid.training.run_folder import Rows, whole_rows
 from cuboid.training.step import StepResult
 from cuboid.training.trackers import Tracking
 

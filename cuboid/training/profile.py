@@ -22,10 +22,8 @@ from cuboid.parallel.parallelize import Engine
 from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.telemetry.profiler_regions import REGIONS
-from cuboid.training.holdings import held, left_by_autograd, storages
-from cuboid.training.memory import resident_peak
+from cuboid.training.memory import Tally, held, left_by_autograd, resident_peak, storages
 from cuboid.training.optimizer import Optimizer
-from cuboid.training.tally import Tally
 
 FOLDER = "profile"
 TRACES, SNAPSHOTS, MEMORY = "trace-*.json.gz", "snapshot-*.pickle", "memory-*.json"

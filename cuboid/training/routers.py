@@ -18,8 +18,7 @@ from cuboid.parallel.collectives import all_reduce
 from cuboid.parallel.parallelize import Engine
 from cuboid.spec.parameters import BALANCE
 from cuboid.spec.run import Run
-from cuboid.training.folder import EXPERTS
-from cuboid.training.rows import Rows
+from cuboid.training.run_folder import EXPERTS, Rows
 
 WINDOWS = 200
 DEAD_STEPS = 25

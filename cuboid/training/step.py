@@ -5,7 +5,7 @@ Nothing here waits for the device: losses and norms stay there until somebody as
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -211,3 +211,25 @@ def train_step(
 ) -> StepResult:
     """`start_step`, waited for."""
     return start_step(engine, optimizer, micro_batches, learning_rate, before_update).result()
+
+
+def evaluate(
+    engine: Engine, batches: Iterable[list[MicroBatch]], stops: Callable[[], bool] = lambda: False
+) -> float | None:
+    """The loss on held-out data: every rank calls it, every rank gets the same number. Sum of token losses / labelled
+    tokens, over all batches and replicas; no state changes. None if `stops`, asked after each batch and of the same
+    mind on all ranks, cut it short."""
+    loss = torch.zeros((), dtype=torch.float64, device=engine.device)
+    tokens = torch.zeros((), dtype=torch.float64, device=engine.device)
+    for micro_batches in batches:
+        shares = [engine.sharing.of(batch) for batch in micro_batches]
+        summed = engine.pipeline.evaluate(shares)
+        if engine.holds_loss:
+            loss += summed
+            tokens += sum(int(share.counted) for share in shares)
+        if stops():
+            return None
+    total, count = all_reduce(torch.stack((loss, tokens)), engine.groups.world).tolist()
+    if engine.ledger is not None:
+        engine.ledger.take()  # what it communicated is no part of a step
+    return total / count if count else float("nan")

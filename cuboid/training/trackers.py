@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from cuboid.console import say
 from cuboid.errors import UserError
 from cuboid.spec.run import TRACKERS, Run, dump_run
-from cuboid.training.rows import Rows, layer_names
+from cuboid.training.run_folder import Rows, layer_names
 
 
 class Tracker(Protocol):

@@ -27,7 +27,6 @@ from cuboid.training.callbacks import load_callbacks
 from cuboid.training.checkpointer import Checkpointer
 from cuboid.training.cuda_graphs import make_passes
 from cuboid.training.device_progress import device_progress
-from cuboid.training.evaluate import evaluate
 from cuboid.training.layer_norms import LayerNorms
 from cuboid.training.learning_rate import learning_rate
 from cuboid.training.memory import MemoryLog, exhaust
@@ -35,7 +34,7 @@ from cuboid.training.metrics import Metrics
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.profile import Profile
 from cuboid.training.replicas import flip_bit
-from cuboid.training.step import PendingStep, run_passes, start_step
+from cuboid.training.step import PendingStep, evaluate, run_passes, start_step
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from cuboid.data.source import make_source
 from cuboid.parallel.coordination import open_coordination
 from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run
-from cuboid.training.folder import checkpoint_folder
 from cuboid.training.optimizer import Optimizer
+from cuboid.training.run_folder import checkpoint_folder
 from cuboid.training.step import train_step
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from cuboid.launch.pool import Pool
 from cuboid.spec.generation import GenerationSpec, SamplingSpec
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import build_run
-from cuboid.training.folder import prepare_folder
+from cuboid.training.run_folder import prepare_folder
 from cuboid.training.trainer import train
 from tests.generate.jobs import texts
 from tests.training.cases import short_run

@@ -1,19 +1,26 @@
-"""The folder of a run: what it holds, and that it never holds two runs."""
+"""The folder of a run: what it holds, that it never holds two runs, and the files of rows in it."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import json
 import os
 import shutil
+import time
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from cuboid.checkpoint.folder import checkpoints, clear, newest_whole, step_of
 from cuboid.checkpoint.location import Location, locate
 from cuboid.checkpoint.memory.folder import IDENTITY, forget, newest_in_memory
+from cuboid.console import say
 from cuboid.data.opened import data_identity
 from cuboid.errors import UserError
 from cuboid.spec.run import Run, build_run, dump_run, load_run
-from cuboid.training.rows import last_step
 
 RUN_FILE = "run.toml"
 BACKEND = "backend.json"
@@ -40,6 +47,9 @@ WRITTEN = (
     "profile",
 )
 REPORTS = "failure-*.txt"
+PATIENCE = 3.0
+"""Seconds in which a run that was just killed may still be ending."""
+HELD = (errno.EWOULDBLOCK, errno.EACCES)
 
 
 def checkpoint_folder(run: Run) -> Location:
@@ -139,3 +149,120 @@ def _remove(folder: Path, pattern: str) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+@contextmanager
+def claimed(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
+    """One run at a time in a folder: two that write the same checkpoints would each sweep away what the other writes.
+    The system gives the claim back when this process ends, however it ends; file systems without locks have none."""
+    handle: int | None = None
+    with suppress(OSError):  # what is wrong with the folder is said where it is written
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if handle is not None:
+            _lock(handle, folder, time.monotonic() + patience)
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _lock(handle: int, folder: Path, until: float) -> None:
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in HELD:
+                return None
+        if time.monotonic() >= until:
+            raise UserError(f"output.folder={folder} is in use by another run; stop that one, or use another folder")
+        time.sleep(0.05)
+
+
+class Rows:
+    """A file of JSON rows, one per step, that survives its writer being killed and its disk being full."""
+
+    def __init__(self, path: Path, done: int = 0) -> None:
+        """Rows of the first `done` steps are kept; those of steps that will be done again are dropped."""
+        self._path = path
+        self._waiting = b""
+        self._warned = False
+        kept = [row for row in whole_rows(path) if row["step"] <= done] if done else []
+        _replace(path, kept)
+        self._file = path.open("ab", buffering=0)
+
+    def append(self, row: dict[str, Any]) -> None:
+        """What the disk does not take now is tried again with the next row: a full disk does not end a training."""
+        self._waiting += _line(row)
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+            self._warned = False
+        except OSError as error:
+            self._warn(error)
+
+    def add_to_last(self, name: str, values: list[Any]) -> None:
+        """More for a list of the last row, which stands in the file already."""
+        try:
+            rows = whole_rows(self._path)
+            if rows:
+                rows[-1][name] = rows[-1].get(name, []) + values
+                _replace(self._path, rows)
+                self._file.close()
+                self._file = self._path.open("ab", buffering=0)
+        except OSError as error:
+            self._warn(error)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._file.close()
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            say(f"{self._path} cannot be written: {error.strerror or error}; the training continues", as_warning=True)
+        self._warned = True
+
+
+def whole_rows(path: Path) -> list[dict[str, Any]]:
+    """Up to the first that is no row: who is killed, or loses power, leaves a part of the last one, or zeros for it."""
+    rows: list[dict[str, Any]] = []
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        if not line.endswith(b"\n") or not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            break
+        rows.append(row)
+    return rows
+
+
+def last_step(path: Path) -> int:
+    """Of the last whole row; 0 if there is none."""
+    rows = whole_rows(path)
+    return int(rows[-1]["step"]) if rows else 0
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    return json.dumps(row).encode() + b"\n"
+
+
+def _replace(path: Path, rows: list[dict[str, Any]]) -> None:
+    """All at once: whoever is killed here leaves the old rows or the new ones."""
+    aside = path.with_name(f".{path.name}.writing")
+    try:
+        aside.write_bytes(b"".join(map(_line, rows)))
+        os.replace(aside, path)
+    except OSError:
+        with suppress(OSError):
+            aside.unlink()
+        raise
+
+
+def layer_names(kind: str, count: int) -> list[str]:
+    """What the numbers of a kind in `layers` of a row belong to: activations to blocks, the rest to the embedding and
+    the head too."""
+    if kind == "activation_rms":
+        return [str(layer) for layer in range(count)]
+    return ["embedding", *(str(layer) for layer in range(count - 2)), "head"][:count]
