@@ -52,7 +52,7 @@ WALKS = (
             Stop("parallel/grad_norm.py", "one norm of all shards on all ranks"),
             Stop("training/optimizer.py", "clips and runs AdamW on the shards this rank keeps"),
             Stop("training/metrics.py", "a line on the console, a row of metrics.jsonl"),
-            Stop("checkpoint/saver.py", "copies the state aside; a thread writes it while training continues"),
+            Stop("checkpoint/save.py", "copies the state aside; a thread writes it while training continues"),
         ),
     ),
     Walk(

@@ -8,7 +8,7 @@ from cuboid.checkpoint.memory.nodes import open_memory
 from cuboid.checkpoint.memory.restore import MemoryRestore
 from cuboid.checkpoint.memory.saver import MemorySaver
 from cuboid.checkpoint.resume import begin_anew, resume
-from cuboid.checkpoint.saver import Saver, SaveReport
+from cuboid.checkpoint.save import Saver, SaveReport
 from cuboid.checkpoint.weights import start
 from cuboid.console import say
 from cuboid.parallel.coordination import open_coordination

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cuboid.checkpoint.saver import SaveReport
+from cuboid.checkpoint.save import SaveReport
 from cuboid.console import say
 from cuboid.parallel.pipeline import TimedAction
 from cuboid.resilience.goodput import Goodput

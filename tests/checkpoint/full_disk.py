@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from cuboid.checkpoint.folder import newest_whole
-from cuboid.checkpoint.look import find, summarize
+from cuboid.checkpoint.inspect import find, summarize
 from cuboid.launch.pool import Pool
 from cuboid.spec.run import Run
 from cuboid.training.run_folder import Rows

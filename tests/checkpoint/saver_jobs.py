@@ -14,7 +14,7 @@ import torch
 from cuboid.checkpoint import location
 from cuboid.checkpoint.folder import checkpoints, step_of
 from cuboid.checkpoint.location import LocalFiles, Location
-from cuboid.checkpoint.saver import Saver, SaveReport
+from cuboid.checkpoint.save import Saver, SaveReport
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.parallel.coordination import open_coordination
