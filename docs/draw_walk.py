@@ -36,8 +36,7 @@ WALKS = (
         "A training step: from cuboid train to the checkpoint",
         (
             Stop("cli/train.py", "reads the run file and what the user changes of it"),
-            Stop("launch/start.py", "checks machine, data and folder, before any process starts"),
-            Stop("launch/role.py", "is this process all of the job, one rank, or one node's supervisor?"),
+            Stop("launch/start.py", "checks machine, data and folder; is this all of the job, one rank, or one node?"),
             Stop("launch/supervisor.py", "starts the ranks of this machine, and again when one fails"),
             Stop("launch/rank.py", "chooses a device, joins the process group, watches for signals"),
             Stop("parallel/parallelize.py", "puts the layout on the model: groups, shards, stages, ZeRO"),

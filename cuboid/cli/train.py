@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cuboid.errors import UserError
-from cuboid.launch.role import NodeOptions
-from cuboid.launch.start import train_run
+from cuboid.launch.start import NodeOptions, train_run
 from cuboid.resilience.faults import VARIABLE, parse_faults
 from cuboid.resilience.goodput import read_spent
 from cuboid.resilience.preemption import REQUEUE
