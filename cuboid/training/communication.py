@@ -43,6 +43,7 @@ def summarize(run: Run) -> Summary:
         counted = Ledger.from_line(lines[-1])
         predicted = predicted_ledger(run, rank)
         surprises += [f"rank {rank} {line}" for line in unforeseen(run, rank, counted)]
+        # Either side may lack an entry: a collective nobody predicted, or one that never came.
         for key in counted.entries.keys() | predicted.entries.keys():
             row = Compared(*key, counted.entries.get(key), predicted.entries.get(key))
             largest[key] = max(row, largest.get(key, row), key=_size)

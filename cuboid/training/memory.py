@@ -45,6 +45,7 @@ def held(units: Iterable[Unit], optimizer: Optimizer | None) -> dict[str, int]:
 
 def storages(units: Iterable[Unit], optimizer: Optimizer) -> set[int]:
     """Of what `held` counts."""
+    # By storage, not by tensor: shards are views of one flat buffer.
     found = {
         moment.untyped_storage()._cdata
         for optimizer_shard in optimizer.optimizer_shards
@@ -65,6 +66,7 @@ def left_by_autograd(units: Iterable[Unit]) -> int:
 
 def held_here() -> dict[str, int]:
     """Of whatever this process has built so far: who runs out of memory may be in the middle of it."""
+    # Not from the trainer, which may not exist yet: the model may be what did not fit.
     found = gc.get_objects()
     optimizers = [item for item in found if type(item) is Optimizer]
     bytes_of = dict.fromkeys(KINDS, 0)
@@ -95,6 +97,7 @@ class Tally(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
     ) -> Any:
+        # Below autograd, so activations saved for the backward count for as long as they are held.
         result = function(*arguments, **(options or {}))
         given = {storage._cdata for storage in _storages((arguments, options))}
         for storage in _storages(result):
@@ -111,6 +114,7 @@ class Tally(TorchDispatchMode):
             return
         self._alive[key] = storage.nbytes()
         self._bytes += storage.nbytes()
+        # No operation tells that a storage is freed; its finalizer does.
         weakref.finalize(storage, self._forget, key)
 
     def _forget(self, key: int) -> None:

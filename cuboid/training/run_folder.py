@@ -27,6 +27,7 @@ BACKEND = "backend.json"
 """What carries the collectives, on how many GPUs; written by rank 0 when all have joined."""
 EXPERTS = "experts.jsonl"
 """The load of every expert of a mixture, over time."""
+# What a run writes here, and `--overwrite` may therefore remove; nothing else in the folder is touched.
 WRITTEN = (
     BACKEND,
     IDENTITY,
@@ -79,6 +80,7 @@ def check_same_training(old: Run, new: Run) -> None:
         "data": (old.data, new.data),
         "optimizer": (old.optimizer, new.optimizer),
     }
+    # The first that differs is refused: one sentence, one setting to change.
     for name, (before, now) in fixed.items():
         if before != now:
             pair = f"{name}={now} is not {before}," if isinstance(now, int | str) else f"{name} is not that"
@@ -104,6 +106,7 @@ def prepare_folder(run: Run, overwrite: bool = False) -> str:
         if overwrite or not run.checkpoint.memory_every:
             forget(run)
         folder.mkdir(parents=True, exist_ok=True)
+        # By a rename: who reads the folder meanwhile finds the old run file or the new one.
         aside = folder / f".{RUN_FILE}.{os.getpid()}"
         aside.write_text(dump_run(run))
         shutil.move(aside, folder / RUN_FILE)
@@ -122,12 +125,14 @@ def _check_past(run: Run, folder: Path) -> str:
     known = (folder / RUN_FILE).exists()
     if known:
         check_same_training(load_run(folder / RUN_FILE), run)
+    # Names and sizes only: the ranks compare checksums as they read.
     _, manifest, _ = newest_whole(checkpoint_folder(run), contents=False)
     if manifest is None:
         if newest_in_memory(run):
             return ""
         return f"{folder} has no whole checkpoint: starting anew from step 0" if known else ""
     check_same_training(build_run(tomllib.loads(manifest.run)), run)
+    # The cursor in a checkpoint counts samples; of other data it would point at something else.
     if manifest.data != data_identity(run):
         sources = ", ".join(run.data.sources)
         raise UserError(
@@ -170,6 +175,7 @@ def claimed(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
 
 def _lock(handle: int, folder: Path, until: float) -> None:
     while True:
+        # On the folder itself: no lock file stays behind, and the lock ends with the process.
         try:
             return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -190,6 +196,7 @@ class Rows:
         self._warned = False
         kept = [row for row in whole_rows(path) if row["step"] <= done] if done else []
         _replace(path, kept)
+        # Unbuffered: a row is in the file, or at least with the system, before the next step begins.
         self._file = path.open("ab", buffering=0)
 
     def append(self, row: dict[str, Any]) -> None:
@@ -204,6 +211,7 @@ class Rows:
 
     def add_to_last(self, name: str, values: list[Any]) -> None:
         """More for a list of the last row, which stands in the file already."""
+        # The whole file is written again: only the end of a run and a rollback come here.
         try:
             rows = whole_rows(self._path)
             if rows:

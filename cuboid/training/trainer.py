@@ -108,8 +108,10 @@ class Trainer:
         seed_generators(run.training.seed, rank)
         self.run, self.rank, self.device = run, rank, device
         self.callbacks = load_callbacks(run.training.callbacks)
+        # Before the engine: one notes what memory held without the model, the other records its allocations.
         self.memory = MemoryLog(run, rank, device)
         self.profile = Profile(run, rank, device)
+        # Without weights: the checkpointer reads them, or draws them where there is nothing to read.
         self.engine = build_engine(run, rank, device, draw=False)
         self.optimizer = Optimizer(self.engine, run.optimizer)
         self._norms = LayerNorms(self.engine) if run.output.layer_norms else None
@@ -120,6 +122,7 @@ class Trainer:
         self.validation = make_validation_source(run) if run.evaluation.every else None
         self.checkpointer = Checkpointer(self.engine, self.optimizer, rank, quiet)
         self.done = self.checkpointer.found
+        # After the checkpointer: rows of steps that will be done again are dropped.
         self.metrics = Metrics(run, rank, quiet, self.done)
         self.communication = CommunicationLog(run, rank, self.engine.ledger)
         self.sampler = make_sampler(self.engine, quiet) if make_sampler and run.samples.every else None
@@ -135,6 +138,7 @@ class Trainer:
 
     def train(self) -> Outcome:
         with self.metrics, self.communication, self.memory, self.profile:
+            # Somebody may have asked to stop during set-up, which takes minutes for a large model.
             self._agree()
             if self.run.resilience.goes_back and not self.done:
                 self._save()  # so that there is something to go back to
@@ -145,7 +149,8 @@ class Trainer:
                 with self.profile.begin_step(self.done + 1):
                     self._start_step()
                 self.done += 1
-                # A GPU computes a step while the host prepares the next, and waits for nothing between them.
+                # A GPU computes a step while the host prepares the next, and waits for nothing between them. Whatever
+                # reads or changes the state after this very step waits for it.
                 at_once = self.device.type == "cpu" or self._evaluates or self._saves or self._copies or self._is_last
                 at_once = at_once or self._compares or self.run.samples.is_due(self.done)
                 at_once = at_once or self.profile.closes_after(self.done)
@@ -191,6 +196,7 @@ class Trainer:
             flip_bit(self.optimizer.optimizer_shards[-1].kept)
         if strikes(HEARTBEAT, "oom"):
             exhaust(self.device)
+        # Step and position alone decide the samples: there is no state of a loader to save or to advance.
         rate = learning_rate(self.run.learning_rate, self.done, self.run.training.steps)
         batch = self.engine.course.batch(self.done)
         batches = micro_batches(self.source, self.run, batch, self._replica, self.device)
@@ -205,6 +211,7 @@ class Trainer:
     def _finish_step(self, started: Started) -> bool:
         """Wait for a step's numbers and write them down, with those of an evaluation that follows it. False if the run
         goes back instead."""
+        # Waits for the device. On a GPU the next step is usually queued behind this one, so the device does not.
         result = started.pending.result()
         seconds = started.pending.seconds_after(self._before) or time.perf_counter() - self._clock
         self._stops = self._stops or result.stops
@@ -224,6 +231,7 @@ class Trainer:
             if held_out is not None:
                 callback.on_evaluation(self, started.step + 1, held_out)
         self._start_clock()
+        # A step's time runs from the end of the one before, unless something else came between.
         self._before = None if evaluates else started.pending
         return True
 
@@ -240,6 +248,7 @@ class Trainer:
         """To the newest checkpoint, from which the run resumes: without the batch of that step, or trying it again."""
         HEARTBEAT.enter("set-up")
         batch = self.engine.course.batch(step)
+        # Steps queued behind the bad one read weights that are about to be replaced: wait for them, use none of them.
         for started in self._under_way:
             started.pending.result()
         self._under_way.clear()
@@ -254,6 +263,7 @@ class Trainer:
         else:
             skipped = [*skipped, batch]
             again = f"without batch {batch + 1} of the data"
+        # Loading restored the skipped batches as they were then; those found bad since must stay skipped.
         for each in skipped:
             self.engine.course.skip(each)
         self.metrics.rewind(self.done)
@@ -298,6 +308,7 @@ class Trainer:
     def _agree(self) -> bool:
         """Whether some rank was asked to stop. Every rank calls this, where the next step's own sum is far."""
         if self.checkpointer.saver is not None and not self._stops:
+            # A signal may reach some ranks only. A sum tells all of them at one place, so that all stop at one step.
             ranks = torch.tensor(float(self._asked()), device=self.device)
             self._stops = all_reduce(ranks, self.engine.groups.world).item() > 0
             if self.engine.ledger is not None:
@@ -310,6 +321,7 @@ class Trainer:
         while self._under_way:
             self._finish_step(self._under_way.popleft())
         preempted = self.done < self.run.training.steps
+        # What was saved at this step already need not be saved twice within the grace period.
         if preempted and self.checkpointer.last_save != self.done:
             self._save()
         HEARTBEAT.enter("finish")
