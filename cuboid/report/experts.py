@@ -7,7 +7,7 @@ from typing import Any
 from cuboid.report.source import Row, Source
 from cuboid.report.thin import finite
 from cuboid.spec.run import Run
-from cuboid.training.folder import EXPERTS
+from cuboid.training.run_folder import EXPERTS
 
 NUMBERS = 150_000
 """Loads a page holds: of a large model only some windows, the last one always."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from cuboid.report.source import Source
 from cuboid.report.thin import buckets
-from cuboid.training.rows import layer_names
+from cuboid.training.run_folder import layer_names
 
 LABELS = {
     "activation_rms": "activations behind each block, RMS",

@@ -19,8 +19,7 @@ from cuboid.resilience.goodput import FAILURES
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.python_model import PythonModelSpec
 from cuboid.spec.run import Run, load_run
-from cuboid.training.folder import RUN_FILE
-from cuboid.training.rows import whole_rows
+from cuboid.training.run_folder import RUN_FILE, whole_rows
 
 Row = dict[str, Any]
 PROBE = "probe.json"

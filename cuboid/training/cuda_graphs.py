@@ -71,6 +71,7 @@ class CapturedPasses:
 
     def __call__(self, batches: list[RankBatch], factor: Tensor) -> Passes:
         self._calls += 1
+        # The first step compiles kernels and opens communicators, neither of which a capture allows.
         if self._calls < WARM_UP or self._pays is False:
             return self._plain(batches, factor)
         if self._calls == WARM_UP:
@@ -87,6 +88,7 @@ class CapturedPasses:
         torch.cuda.synchronize()
         end = time.perf_counter()
         if self._pays is None:
+            # If the device is done as soon as the host is, it waited for the host all along.
             waits = end - started < WAITING * (end - start)
             # What one rank gains with memory to spare is 0.3 %. Several would pay for it: the flight recorder does not
             # see collectives inside a graph, so a hang could not be named by its collective.
@@ -102,7 +104,8 @@ class CapturedPasses:
     def _capture(self, batches: list[RankBatch], factor: Tensor) -> None:
         """Nothing is computed yet. What the passes leave on the host, above all which tensors are the gradients, stays
         as it is from then on."""
-        copies = [replace(share, tokens=share.tokens.clone(), labels=share.labels.clone()) for share in batches]
+        # A graph reads fixed addresses: each step's tokens are copied into these.
+        copies = [replace(batch, tokens=batch.tokens.clone(), labels=batch.labels.clone()) for batch in batches]
         self._inputs = (copies, factor.clone())
         for unit in self._engine.units:
             unit.settle_gather()
@@ -119,6 +122,7 @@ class CapturedPasses:
         for copy, share in zip(copies, batches, strict=True):
             copy.tokens.copy_(share.tokens)
             copy.labels.copy_(share.labels)
+        # The loss scale changes between steps; it is an input like the tokens.
         kept_factor.copy_(factor)
         for unit in self._engine.units:
             unit.settle_gather()

@@ -5,7 +5,7 @@ Nothing here waits for the device: losses and norms stay there until somebody as
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -87,6 +87,7 @@ class PendingStep:
         self.routers = routers
         self.left_out = ""
         self.layers: HostCopy | None = None
+        # All scalars (shape ()), on the device, equal on every rank; float64 holds token counts exactly too.
         told = [loss, gradient_norm, tokens, asked, activation]
         self.loss_scale: Tensor | None = None
         if loss_scale is not None:
@@ -101,6 +102,7 @@ class PendingStep:
         """False skips the update."""
         if self.left_out:
             return torch.zeros((), dtype=torch.bool, device=self.loss.device)
+        # A bool on the device: the update reads it there, so the host need not wait to know whether it counts.
         return self.loss.isfinite() & self.gradient_norm.isfinite()
 
     def seconds_after(self, before: PendingStep | None) -> float | None:
@@ -122,7 +124,9 @@ class PendingStep:
 
 def run_passes(engine: Engine, batches: list[RankBatch], factor: Tensor) -> Passes:
     """Forward and backward, kernel by kernel. `factor`: what the loss is multiplied by beside the mean over tokens."""
-    counted = torch.stack([share.counted for share in batches]).sum()
+    # Tokens first: dividing each micro-batch's loss by the global count makes every later reduction a plain sum.
+    # The data group is dp × cp: tensor and pipeline ranks see the same tokens and must not count them again.
+    counted = torch.stack([batch.counted for batch in batches]).sum()
     tokens = all_reduce(counted, engine.groups.data)
     for unit in engine.units:
         unit.begin_step(len(batches))
@@ -130,12 +134,15 @@ def run_passes(engine: Engine, batches: list[RankBatch], factor: Tensor) -> Pass
     if engine.balance is not None:
         engine.balance.begin_step()
         engine.balance.factor = None if engine.loss_scale is None else factor
+    # In float64, then in the dtype gradients are summed in. It stays on the device, as a CUDA graph needs it.
     scale = factor / tokens.clamp(min=1).double()
     summed_loss = engine.pipeline.run(batches, scale.to(engine.units[0].accumulate))
     if engine.balance is not None:
         engine.balance.end_passes()
+    # Reductions started during the backward; what is left of them is waited for here, after the last action.
     HEARTBEAT.do("gradients")
     finish_gradients(engine)
+    # Tensor ranks of the last stage all have the loss: one of them counts, so that the sum over the world is right.
     own_loss = summed_loss if engine.holds_loss else torch.zeros_like(summed_loss)
     return Passes(tokens, own_loss, squared_norm(engine))
 
@@ -150,9 +157,11 @@ def compute_gradients(
     scaling = engine.loss_scale
     factor = torch.ones((), dtype=torch.float64, device=engine.device) if scaling is None else scaling.factor
     own = (passes or partial(run_passes, engine))(batches, factor)
+    # Gradients stay multiplied by the loss scale until the update; the norm that is clipped and told is without it.
     own_square = own.square if scaling is None else own.square / factor.square().to(own.square.dtype)
     if strikes(HEARTBEAT, "nan"):
         own_square = torch.full_like(own_square, math.nan)
+    # One all-reduce of four numbers over the world, in place of four: at this size a collective costs its latency.
     told = torch.stack((own.loss, own_square, torch.full_like(own.loss, asked), engine.activations.squares[-1]))
     loss, square, ranks_asked, activation = all_reduce(told, engine.groups.world).unbind()
     loss, norm, statistics = loss / own.tokens.clamp(min=1), square.sqrt(), summed_statistics(engine)
@@ -173,8 +182,10 @@ def start_step(
     """A step whose loss or gradient is not finite is skipped on every rank alike: all see the same numbers. `judge`:
     decides before the update, for which the host then waits. `norms`: measured by layer, of this step."""
     pending = compute_gradients(engine, micro_batches, asked, passes)
+    # A judge reads the result, for which the host waits: only runs that look for spikes have one.
     if judge is not None:
         pending.left_out = judge(pending.result())
+    # After the passes, so that a save that still copies the state had all of them to finish in.
     if before_update is not None:
         before_update()
     apply_update(engine, optimizer, pending, learning_rate, norms)
@@ -196,6 +207,7 @@ def apply_update(
     optimizer.step(learning_rate, pending.gradient_norm, clip, counts, pending.loss_scale, norms)
     if norms is not None:
         pending.layers = norms.finish_step(pending.loss_scale)
+    # After the update, which unscales with the old factor. The routers' biases move last: they belong to the next step.
     if engine.loss_scale is not None:
         engine.loss_scale.update(pending.loss, pending.gradient_norm, counts)
     if pending.routers is not None:
@@ -211,3 +223,26 @@ def train_step(
 ) -> StepResult:
     """`start_step`, waited for."""
     return start_step(engine, optimizer, micro_batches, learning_rate, before_update).result()
+
+
+def evaluate(
+    engine: Engine, batches: Iterable[list[MicroBatch]], stops: Callable[[], bool] = lambda: False
+) -> float | None:
+    """The loss on held-out data: every rank calls it, every rank gets the same number. Sum of token losses / labelled
+    tokens, over all batches and replicas; no state changes. None if `stops`, asked after each batch and of the same
+    mind on all ranks, cut it short."""
+    # Sums, not means: batches may differ in how many labels they have.
+    loss = torch.zeros((), dtype=torch.float64, device=engine.device)
+    tokens = torch.zeros((), dtype=torch.float64, device=engine.device)
+    for micro_batches in batches:
+        batches = [engine.batches.of(batch) for batch in micro_batches]
+        summed = engine.pipeline.evaluate(batches)
+        if engine.holds_loss:
+            loss += summed
+            tokens += sum(int(batch.counted) for batch in batches)
+        if stops():
+            return None
+    total, count = all_reduce(torch.stack((loss, tokens)), engine.groups.world).tolist()
+    if engine.ledger is not None:
+        engine.ledger.take()  # what it communicated is no part of a step
+    return total / count if count else float("nan")

@@ -164,7 +164,7 @@ def test_a_rank_that_hangs_in_a_proof_is_named_and_none_is_left(tmp_path: Path) 
 CALL = """
 from cuboid.cli.verify import verification_run
 from cuboid.errors import RankError
-from cuboid.launch.role import NodeOptions
+from cuboid.launch.start import NodeOptions
 from cuboid.launch.once import Heard, take_post
 
 if __name__ == "__main__":

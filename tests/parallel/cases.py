@@ -23,10 +23,9 @@ from cuboid.parallel.split_backward import Deferral
 from cuboid.parallel.stage import Segment
 from cuboid.planning import collectives as exchanges
 from cuboid.spec.run import Run
-from cuboid.training.evaluate import evaluate
 from cuboid.training.layer_norms import LayerNorms
 from cuboid.training.optimizer import Optimizer
-from cuboid.training.step import start_step, train_step
+from cuboid.training.step import evaluate, start_step, train_step
 
 CPU = torch.device("cpu")
 

@@ -26,7 +26,7 @@ from cuboid.report.live import Watched
 from cuboid.report.serve import serve
 from cuboid.report.terminal import bar, frame, sparkline
 from cuboid.schedule.simulate import StageCosts
-from cuboid.training.claim import claimed
+from cuboid.training.run_folder import claimed
 from tests.cli.command import environment
 from tests.report.cases import make_run, row, write_memory, write_rows, write_timing
 

@@ -9,7 +9,7 @@ import pytest
 
 from cuboid.errors import UserError
 from cuboid.spec.run import Run, build_run, load_run
-from cuboid.training.folder import prepare_folder
+from cuboid.training.run_folder import prepare_folder
 
 
 def run_in(folder: Path, steps: int = 5) -> Run:

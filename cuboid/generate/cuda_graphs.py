@@ -15,7 +15,7 @@ from torch import Tensor
 from cuboid.console import say
 from cuboid.generate.batch import Span, Step
 from cuboid.generate.build import Stage
-from cuboid.generate.rows import StepPositions
+from cuboid.generate.cache import StepPositions
 from cuboid.model.rope import PositionTable
 
 WIDTH = 256

@@ -72,7 +72,7 @@ class Sampler:
         for unit in self._engine.units:
             unit.release()
         if self._engine.ledger is not None:
-            self._engine.ledger.take()  # what it exchanged is no part of a step
+            self._engine.ledger.take()  # what it communicated is no part of a step
         self._record(step, texts)
 
     def _generator(self) -> Generator:

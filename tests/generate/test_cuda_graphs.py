@@ -9,8 +9,8 @@ import torch
 
 from cuboid.generate.batch import Span, Step
 from cuboid.generate.build import Builder, make_generation_groups
-from cuboid.generate.fixed import FixedDecoder
-from cuboid.generate.rows import Rower
+from cuboid.generate.cache import Rower
+from cuboid.generate.cuda_graphs import FixedDecoder
 from cuboid.model.rope import PositionTable
 from tests.checkpoint.pretrained import save_pretrained
 from tests.generate.test_equality import LENGTH, spec

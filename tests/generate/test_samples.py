@@ -7,17 +7,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from cuboid.checkpoint.folder import checkpoint_path
 from cuboid.errors import UserError
 from cuboid.generate.batch import Request
+from cuboid.generate.samples import prompts_of
 from cuboid.generate.target import find_target
 from cuboid.launch.pool import Pool
 from cuboid.spec.generation import GenerationSpec, SamplingSpec
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import build_run
-from cuboid.training.folder import prepare_folder
-from cuboid.training.samples import prompts_of
+from cuboid.training.run_folder import prepare_folder
+from cuboid.training.trainer import train
 from tests.generate.jobs import texts
 from tests.training.cases import short_run
 
@@ -71,3 +73,10 @@ def test_what_cannot_be_written_is_refused() -> None:
         prompts_of(build_run(table))
     with pytest.raises(UserError, match=r"samples\.prompts has an empty one"):
         build_run({"model": "tiny-llama", "samples": {"every": 1, "prompts": [""]}})
+
+
+def test_a_training_that_was_given_no_sampler_refuses_to_drop_samples(tmp_path: Path) -> None:
+    run = short_run("dp=1", str(tmp_path / "run"), *WISHES)
+    with pytest.raises(UserError, match=r"samples\.every=2 needs make_sampler; pass one, or use every=0"):
+        train(run, 0, torch.device("cpu"))
+    assert not (tmp_path / "run").exists()

@@ -20,7 +20,7 @@ from cuboid.resilience.replan import cluster_here, resized
 from cuboid.spec.ranks import coordinates
 from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import HEARTBEAT, read_heartbeat
-from cuboid.training.holdings import held_here
+from cuboid.training.memory import held_here
 from cuboid.training.profile import end_history, history_is_recorded, write_snapshot
 
 SIGNS = ("DefaultCPUAllocator", "out of memory", "Unable to allocate", "Cannot allocate memory")
@@ -47,12 +47,6 @@ def told_when_short(run: Run, rank: int, device: torch.device) -> Iterator[None]
             end_history()
 
 
-def exhaust(device: torch.device) -> None:
-    """Ask for more memory than there is."""
-    on_gpu = device.type == "cuda"
-    torch.empty(torch.cuda.mem_get_info(device)[1] if on_gpu else 1 << 62, dtype=torch.uint8, device=device)
-
-
 def out_of_memory_in(error: BaseException | None) -> BaseException | None:
     """The lack of memory an exception comes of, if it does: compilers and autograd wrap what they meet."""
     while error is not None:
@@ -75,7 +69,7 @@ class OutOfMemory:
     base: float = 0.0
     """Of what is used, what was there before the model."""
     unused: float = 0.0
-    """What the allocator has, in pieces that nothing fitted in."""
+    """What the allocator has, in blocks that nothing fitted in."""
 
     @classmethod
     def on(cls, device: torch.device, message: str, before: float) -> OutOfMemory:
@@ -123,7 +117,7 @@ def _sentence(run: Run, rank: int, device: torch.device, shortage: OutOfMemory) 
     wanted = "it wanted more" if shortage.asked is None else f"it wanted {_size(shortage.asked)} more"
     left = _size(max(0.0, shortage.limit - shortage.used))
     if shortage.asked is not None and shortage.limit - shortage.used >= shortage.asked:
-        left = "less than that"  # some was given back since, or what is left is in pieces
+        left = "less than that"  # some was given back since, or what is left is in small blocks
     kinds = sorted(shortage.held.items(), key=lambda item: -item[1])
     held = ", ".join(f"{name} {_size(size)}" for name, size in kinds if size >= 2**20)
     parts = [
@@ -139,7 +133,7 @@ def _sentence(run: Run, rank: int, device: torch.device, shortage: OutOfMemory) 
 def _advice(run: Run, rank: int, device: torch.device, shortage: OutOfMemory) -> str:
     asked = shortage.asked or 0.0
     if 0 < asked <= shortage.unused and "expandable_segments" not in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""):
-        return f"{_size(shortage.unused)} of it lie unused in pieces that are too small: set {GROWS}"
+        return f"{_size(shortage.unused)} of it lie unused in blocks that are too small: set {GROWS}"
     cluster = planned_cluster(run) or cluster_here(run, on_cpu=device.type == "cpu")
     per_node = max(1, cluster.accelerators_per_node)
     world = run.layout.world_size

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuboid.checkpoint.memory.copies import Generation, Held, holders, known, missing, peers, ranks_by_node, transfers
+from cuboid.checkpoint.memory.nodes import Generation, Held, holders, known, missing, peers, ranks_by_node, transfers
 
 NODES = st.lists(st.sampled_from("abcd"), min_size=1, max_size=12)
 """The node of each rank."""

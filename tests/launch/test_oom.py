@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from cuboid.launch import oom
+from cuboid.launch.oom import SIZE, OutOfMemory, _sentence, _told, out_of_memory_in
 from cuboid.spec.run import build_run
 from cuboid.telemetry.heartbeat import Heartbeat
-from cuboid.training import oom
-from cuboid.training.oom import SIZE, OutOfMemory, _sentence, _told, out_of_memory_in
 from tests.cli.command import SHORT, run, train
 
 FIELDS = ["training.steps=1", "training.global_batch=64", "training.sequence=256"]
@@ -22,7 +22,7 @@ ROOM = "600"
 def test_what_is_advised_helps(tmp_path: Path) -> None:
     def limited(layout: str) -> tuple[int, str]:
         settings = [part for field in (*FIELDS, "training.device=cpu") for part in ("--set", field)]
-        finished = run(["-m", "tests.training.limited", ROOM, "train", "--layout", layout, *settings], tmp_path)
+        finished = run(["-m", "tests.launch.limited", ROOM, "train", "--layout", layout, *settings], tmp_path)
         return finished.returncode, finished.stderr
 
     code, told = limited("micro_batch=64")

@@ -8,10 +8,9 @@ from datetime import UTC, datetime
 from math import prod
 from typing import Any
 
-from cuboid.checkpoint.checksum import Watch
 from cuboid.checkpoint.folder import checkpoints, step_of
 from cuboid.checkpoint.location import Location, locate
-from cuboid.checkpoint.manifest import INDEX, MANIFEST, STEP_FOLDER, Damage, Place, read_manifest
+from cuboid.checkpoint.manifest import INDEX, MANIFEST, STEP_FOLDER, Damage, Place, Watch, read_manifest
 from cuboid.checkpoint.verify import BYTES, check_file, check_index, damages
 from cuboid.errors import UserError
 

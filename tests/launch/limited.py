@@ -1,6 +1,6 @@
 """A command of Cuboid in a process that may have so many MiB more memory than it has once torch is there.
 
-python -m tests.training.limited 350 train --layout micro_batch=64
+python -m tests.launch.limited 350 train --layout micro_batch=64
 """
 
 from __future__ import annotations
