@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from cuboid.checkpoint.huggingface.export import DTYPES, SHARD_SIZE, export_model
-from cuboid.errors import UserError
-from cuboid.spec.suggest import either
+from cuboid.errors import UserError, either
 
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from cuboid.cli.options import write_output
-from cuboid.errors import UserError
+from cuboid.errors import UserError, nearest_names
 from cuboid.planning.choose import cheapest, fewest, plans
 from cuboid.planning.export.limits import FIXED
 from cuboid.planning.export.targets import export
@@ -16,7 +16,6 @@ from cuboid.planning.plan import GIB, Plan, dump_plan
 from cuboid.planning.question import Question, parse_fixed, parse_memory, precision_on
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.model import load_model
-from cuboid.spec.suggest import nearest_names
 
 OBJECTIVES = ("time", "cost", "memory", "gpus")
 

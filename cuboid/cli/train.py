@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cuboid.errors import UserError
+from cuboid.errors import UserError, up_to
 from cuboid.launch.role import NodeOptions
 from cuboid.launch.start import train_run
 from cuboid.resilience.faults import VARIABLE, parse_faults
@@ -19,7 +19,6 @@ from cuboid.spec.load import read_toml
 from cuboid.spec.partition import partition
 from cuboid.spec.profile import USUAL
 from cuboid.spec.run import Run, build_run
-from cuboid.spec.suggest import up_to
 from cuboid.telemetry.communication_ledger import Entry
 from cuboid.training.communication import Summary, summarize
 from cuboid.training.folder import BACKEND

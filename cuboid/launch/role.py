@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cuboid.checkpoint.memory.folder import NODE
-from cuboid.errors import UserError
+from cuboid.errors import UserError, nearest_numbers, use
 from cuboid.launch.network import Endpoint, Interface, find_interface, listen_if_host, parse_endpoint
 from cuboid.launch.place import Place, find_place
 from cuboid.launch.supervisor import start_training
 from cuboid.resilience.replan import Replanner
 from cuboid.spec.layout import require_positive
 from cuboid.spec.run import Run, dump_run
-from cuboid.spec.suggest import nearest_numbers, use
 
 if TYPE_CHECKING:
     from cuboid.training.trainer import Outcome

@@ -17,12 +17,11 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from cuboid.errors import RankError, UserError
+from cuboid.errors import RankError, UserError, either
 from cuboid.launch.backend import Wanted
 from cuboid.launch.pool import follow_parent, fork_server
 from cuboid.probe.samples import Sample
 from cuboid.probe.session import Seat, measure
-from cuboid.spec.suggest import either
 
 PATIENCE = 300.0
 """Seconds to wait for the other hosts."""

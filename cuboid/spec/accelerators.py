@@ -18,11 +18,10 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from cuboid.errors import UserError
+from cuboid.errors import UserError, either, nearest_names
 from cuboid.spec.cluster import ClusterSpec
 from cuboid.spec.coding import decode, field_types, require_known
 from cuboid.spec.load import read_toml
-from cuboid.spec.suggest import either, nearest_names
 
 Table = dict[str, Any]
 

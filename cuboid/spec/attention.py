@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from cuboid.errors import UserError
+from cuboid.errors import UserError, use
 from cuboid.spec.coding import check_types, require_at_least
-from cuboid.spec.suggest import use
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from cuboid.errors import UserError
+from cuboid.errors import UserError, either, up_to
 from cuboid.spec.coding import check_types
-from cuboid.spec.suggest import either, up_to
 
 
 @dataclass(frozen=True, kw_only=True)

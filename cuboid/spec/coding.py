@@ -6,8 +6,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from cuboid.errors import UserError
-from cuboid.spec.suggest import either, nearest_names
+from cuboid.errors import UserError, either, nearest_names
 
 T = TypeVar("T")
 

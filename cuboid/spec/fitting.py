@@ -2,12 +2,11 @@
 
 from math import gcd
 
-from cuboid.errors import UserError
+from cuboid.errors import UserError, either, nearest_numbers, use
 from cuboid.spec.layout import Layout, require_positive
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.partition import longest_stage
 from cuboid.spec.python_model import PythonModelSpec
-from cuboid.spec.suggest import either, nearest_numbers, use
 
 
 def check(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cuboid.errors import UserError
+from cuboid.errors import UserError, either, nearest_names
 from cuboid.spec.coding import show
 from cuboid.spec.huggingface_parts import (
     DEEPSEEK_KEYS,
@@ -23,7 +23,6 @@ from cuboid.spec.huggingface_parts import (
     read_windows,
     take,
 )
-from cuboid.spec.suggest import either, nearest_names
 
 NO_MATHS = frozenset(
     """_name_or_path architectures auto_map bos_token_id chunk_size_feed_forward dtype eos_token_id id2label label2id

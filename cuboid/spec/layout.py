@@ -7,9 +7,8 @@
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from cuboid.errors import UserError
+from cuboid.errors import UserError, nearest_names, nearest_numbers, use
 from cuboid.spec.coding import convert, field_types, parse_text, require_known
-from cuboid.spec.suggest import nearest_names, nearest_numbers, use
 
 STAGES_PER_RANK: dict[str, int | None] = {
     "gpipe": 1,

@@ -8,14 +8,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from cuboid.errors import UserError
+from cuboid.errors import UserError, either, nearest_names
 from cuboid.spec.coding import decode, encode, field_types, require_known
 from cuboid.spec.huggingface import is_known, table_from_config
 from cuboid.spec.mixture import with_balancing
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.plugin import PREFIX, is_plugin
 from cuboid.spec.python_model import PythonModelSpec, build_python_model, dump_python_model
-from cuboid.spec.suggest import either, nearest_names
 
 Table = dict[str, Any]
 TRANSFORMERS = "cuboid.model.transformers_model:build"

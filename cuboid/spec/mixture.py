@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from cuboid.errors import UserError
+from cuboid.errors import UserError, nearest_numbers, use
 from cuboid.spec.coding import check_types, require_at_least
-from cuboid.spec.suggest import nearest_numbers, use
 
 ROUTER_NOISE = 1.0
 """Of routers whose weights are drawn."""

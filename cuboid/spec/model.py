@@ -4,11 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from cuboid.errors import UserError
+from cuboid.errors import UserError, nearest_numbers, use
 from cuboid.spec.attention import LatentAttentionSpec, RopeScaling, YarnScaling
 from cuboid.spec.coding import check_types, require_at_least
 from cuboid.spec.mixture import MixtureSpec
-from cuboid.spec.suggest import nearest_numbers, use
 
 __all__ = [
     "Family",

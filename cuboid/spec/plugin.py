@@ -9,8 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from cuboid.errors import UserError
-from cuboid.spec.suggest import either, nearest_names
+from cuboid.errors import UserError, either, nearest_names
 
 PREFIX = "python:"
 

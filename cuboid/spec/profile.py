@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from cuboid.errors import UserError
+from cuboid.errors import UserError, up_to
 from cuboid.spec.coding import check_types, require_in_range
-from cuboid.spec.suggest import up_to
 
 WARM_UP = 3
 """Steps before those traced by default: two in which kernels are compiled and memory is taken, one in which the

@@ -6,9 +6,8 @@ Order: pp outermost, then dp, cp, and tp innermost, so that tensor-parallel neig
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cuboid.errors import UserError
+from cuboid.errors import UserError, up_to
 from cuboid.spec.layout import Layout
-from cuboid.spec.suggest import up_to
 
 Group = tuple[int, ...]
 

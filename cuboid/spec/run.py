@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from cuboid.errors import UserError
+from cuboid.errors import UserError, either, nearest_names
 from cuboid.spec.coding import check_types, decode, encode, field_types, require_in_range, require_known
 from cuboid.spec.data import OWN_DATA, DataSpec, EvaluationSpec
 from cuboid.spec.fitting import check, check_fp8
@@ -23,7 +23,6 @@ from cuboid.spec.model import ModelSpec
 from cuboid.spec.overrides import apply_overrides
 from cuboid.spec.profile import ProfileSpec
 from cuboid.spec.python_model import PythonModelSpec
-from cuboid.spec.suggest import either, nearest_names
 from cuboid.spec.toml import dumps
 from cuboid.spec.training import LearningRateSpec, OptimizerSpec, TrainingSpec
 
