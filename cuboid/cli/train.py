@@ -15,7 +15,7 @@ from cuboid.launch.start import train_run
 from cuboid.resilience.faults import VARIABLE, parse_faults
 from cuboid.resilience.goodput import read_spent
 from cuboid.resilience.preemption import REQUEUE
-from cuboid.spec.load import read_toml
+from cuboid.spec.coding import read_toml
 from cuboid.spec.partition import partition
 from cuboid.spec.profile import USUAL
 from cuboid.spec.run import Run, build_run

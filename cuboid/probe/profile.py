@@ -10,8 +10,7 @@ from cuboid.probe.fit_links import fit_fabric
 from cuboid.probe.samples import Sample
 from cuboid.spec.accelerators import accelerator_names
 from cuboid.spec.cluster import ClusterSpec, LinkTier, load_cluster
-from cuboid.spec.coding import encode
-from cuboid.spec.toml import dumps
+from cuboid.spec.coding import dumps, encode
 
 GIB = 2**30
 

@@ -20,8 +20,7 @@ from typing import Any
 
 from cuboid.errors import UserError, either, nearest_names
 from cuboid.spec.cluster import ClusterSpec
-from cuboid.spec.coding import decode, field_types, require_known
-from cuboid.spec.load import read_toml
+from cuboid.spec.coding import decode, field_types, read_toml, require_known
 
 Table = dict[str, Any]
 

@@ -13,17 +13,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cuboid.errors import UserError, either, nearest_names
-from cuboid.spec.coding import check_types, decode, encode, field_types, require_in_range, require_known
+from cuboid.spec.coding import (
+    check_types,
+    decode,
+    dumps,
+    encode,
+    field_types,
+    read_toml,
+    require_in_range,
+    require_known,
+)
 from cuboid.spec.data import OWN_DATA, DataSpec, EvaluationSpec
 from cuboid.spec.fitting import check, check_fp8
 from cuboid.spec.generation import SamplesSpec
 from cuboid.spec.layout import Layout, parse_layout_fields
-from cuboid.spec.load import build_model, dump_model, read_toml
+from cuboid.spec.load import build_model, dump_model
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.overrides import apply_overrides
 from cuboid.spec.profile import ProfileSpec
 from cuboid.spec.python_model import PythonModelSpec
-from cuboid.spec.toml import dumps
 from cuboid.spec.training import LearningRateSpec, OptimizerSpec, TrainingSpec
 
 TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "wandb-offline": "wandb", "trackio": "trackio", "jsonl": ""}
