@@ -8,7 +8,7 @@ from typing import Any
 
 from cuboid.cost.engine import Engine
 from cuboid.errors import UserError, nearest_names
-from cuboid.spec.accelerators import accelerator_base, accelerator_table
+from cuboid.spec.cluster import accelerator_base, accelerator_table
 
 PRECISIONS = ("bf16", "fp8", "fp4", "float32")
 
