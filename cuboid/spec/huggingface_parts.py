@@ -6,7 +6,7 @@ from typing import Any
 
 from cuboid.errors import UserError
 from cuboid.spec.coding import show
-from cuboid.spec.mixture import BIAS_RATE, ROUTER_NOISE
+from cuboid.spec.model import BIAS_RATE, ROUTER_NOISE
 
 Table = dict[str, Any]
 
