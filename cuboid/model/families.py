@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from cuboid.errors import UserError
 from cuboid.spec.model import ModelSpec
-from cuboid.spec.python_model import PythonModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 
 LLAMA_NAMES = {
     "embedding.tokens": "model.embed_tokens",

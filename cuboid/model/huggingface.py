@@ -23,7 +23,7 @@ from cuboid.model.custom import Model
 from cuboid.model.families import WeightNames, check_family
 from cuboid.model.transformer import Transformer
 from cuboid.spec.model import ModelSpec
-from cuboid.spec.python_model import PythonModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 
 
 @dataclass(frozen=True)

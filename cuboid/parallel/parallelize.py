@@ -48,7 +48,7 @@ from cuboid.schedule.table import Schedule
 from cuboid.spec.layout import Recompute
 from cuboid.spec.parameters import BALANCE, EXPERTS, TIED, is_block_linear, unit_of
 from cuboid.spec.partition import partition
-from cuboid.spec.python_model import PythonModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
 from cuboid.spec.sharding import Part, Slice, expert_slice, kv_part_count, lay_out, slice_of
 from cuboid.spec.train_state import Course

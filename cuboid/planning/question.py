@@ -15,7 +15,7 @@ from cuboid.spec.coding import convert
 from cuboid.spec.fitting import check_fp8
 from cuboid.spec.layout import Layout, parse_layout_fields, require_positive
 from cuboid.spec.model import ModelSpec
-from cuboid.spec.python_model import PythonModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
 from cuboid.spec.supported import check_supported
 from cuboid.spec.training import TrainingSpec

@@ -17,7 +17,7 @@ from cuboid.planning.question import PRECISIONS, Question
 from cuboid.planning.sizes import resized
 from cuboid.resilience.goodput import FAILURES
 from cuboid.spec.cluster import ClusterSpec, load_cluster
-from cuboid.spec.python_model import PythonModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run, load_run
 from cuboid.training.folder import RUN_FILE
 from cuboid.training.rows import whole_rows

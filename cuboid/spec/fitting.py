@@ -6,7 +6,7 @@ from cuboid.errors import UserError, either, nearest_numbers, use
 from cuboid.spec.layout import Layout, require_positive
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.partition import longest_stage
-from cuboid.spec.python_model import PythonModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 
 
 def check(

@@ -16,7 +16,7 @@ from cuboid.spec.huggingface_parts import (
     YARN_SCALING,
 )
 from cuboid.spec.model import ModelSpec
-from cuboid.spec.python_model import PythonModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 
 Config = dict[str, Any]
 

@@ -10,8 +10,7 @@ from cuboid.errors import UserError, either, nearest_names
 from cuboid.spec.coding import Table, decode, encode, field_types, read_json, read_toml, require_known
 from cuboid.spec.huggingface import is_known, table_from_config
 from cuboid.spec.model import ModelSpec, with_balancing
-from cuboid.spec.plugin import PREFIX, is_plugin
-from cuboid.spec.python_model import PythonModelSpec, build_python_model, dump_python_model
+from cuboid.spec.plugin import PREFIX, PythonModelSpec, build_python_model, dump_python_model, is_plugin
 
 TRANSFORMERS = "cuboid.model.transformers_model:build"
 

@@ -30,8 +30,8 @@ from cuboid.spec.layout import Layout, parse_layout_fields
 from cuboid.spec.load import build_model, dump_model
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.overrides import apply_overrides
+from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.profile import ProfileSpec
-from cuboid.spec.python_model import PythonModelSpec
 from cuboid.spec.training import LearningRateSpec, OptimizerSpec, TrainingSpec
 
 TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "wandb-offline": "wandb", "trackio": "trackio", "jsonl": ""}
