@@ -2,7 +2,7 @@
 
 To add a family: a `WeightNames` here and its line in `FAMILIES`; its name in `Family` (spec/model.py) with what its
 tables need not say (spec/load.py); how its `config.json` is read and written (spec/huggingface.py and
-spec/huggingface_config.py). The tests in tests/model take it from there: add a
+spec/huggingface.py). The tests in tests/model take it from there: add a
 case to `CASES`."""
 
 from __future__ import annotations

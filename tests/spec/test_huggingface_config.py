@@ -6,8 +6,7 @@ import pytest
 from transformers import AutoConfig
 
 from cuboid.errors import UserError
-from cuboid.spec.huggingface import table_from_config
-from cuboid.spec.huggingface_config import config_from_model
+from cuboid.spec.huggingface import config_from_model, table_from_config
 from cuboid.spec.load import build_model, catalog_models
 from cuboid.spec.model import ModelSpec, RopeScaling, load_model
 
