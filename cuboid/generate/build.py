@@ -28,8 +28,7 @@ from cuboid.parallel.tensor import split_block, split_embedding, split_head
 from cuboid.parallel.tensor_region import Region
 from cuboid.planning.cache import cache_shape
 from cuboid.spec.generation import GenerationSpec
-from cuboid.spec.parameters import BALANCE, EXPERTS, TIED, unit_of
-from cuboid.spec.sharding import Part, expert_slice, kv_part_count, slice_of
+from cuboid.spec.sharding import BALANCE, EXPERTS, TIED, Part, expert_slice, kv_part_count, slice_of, unit_of
 
 LOAD_SECONDS = 1800.0
 """Until a rank gives up that waits to be told where its weights lie."""

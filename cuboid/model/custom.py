@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from cuboid.errors import UserError
 from cuboid.model.linear import Matmul
 from cuboid.model.transformer import IGNORED, summed_loss
-from cuboid.spec.parameters import TIED
-from cuboid.spec.sharding import Slice, even_slice, vocabulary_rows
+from cuboid.spec.sharding import TIED, Slice, even_slice, vocabulary_rows
 
 Batch = Mapping[str, Tensor]
 """What the data set gives, a micro-batch at a time: name -> (micro-batch, …)."""

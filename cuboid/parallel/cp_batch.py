@@ -13,7 +13,7 @@ from cuboid.model.custom import Model, labelled
 from cuboid.model.rope import Positions, PositionTable
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
-from cuboid.spec.zigzag import places_of
+from cuboid.spec.sharding import places_of
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from cuboid.model.block_attention import attend, attend_backward
 from cuboid.model.documents import Documents
 from cuboid.model.fused_attention import Attended, Gradients
-from cuboid.spec.zigzag import chunks_of, places_of
+from cuboid.spec.sharding import chunks_of, places_of
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from cuboid.parallel.groups import Group
 from cuboid.parallel.optimizer_shard import OptimizerShard
 from cuboid.parallel.parallelize import Engine
 from cuboid.parallel.zero import Unit
-from cuboid.spec.parameters import TIED
-from cuboid.spec.sharding import Part
+from cuboid.spec.sharding import TIED, Part
 
 
 def finish_gradients(engine: Engine) -> None:

@@ -46,11 +46,22 @@ from cuboid.schedule.make import make_schedule
 from cuboid.schedule.order import pairs_overlap
 from cuboid.schedule.table import Schedule
 from cuboid.spec.layout import Recompute
-from cuboid.spec.parameters import BALANCE, EXPERTS, TIED, is_block_linear, unit_of
 from cuboid.spec.partition import partition
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
-from cuboid.spec.sharding import Part, Slice, expert_slice, kv_part_count, lay_out, slice_of
+from cuboid.spec.sharding import (
+    BALANCE,
+    EXPERTS,
+    TIED,
+    Part,
+    Slice,
+    expert_slice,
+    is_block_linear,
+    kv_part_count,
+    lay_out,
+    slice_of,
+    unit_of,
+)
 from cuboid.spec.train_state import Course
 from cuboid.telemetry.communication_ledger import Ledger
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cuboid.spec.parameters import UnitShapes, is_block_linear, units
 from cuboid.spec.partition import partition
 from cuboid.spec.ranks import coordinates
 from cuboid.spec.run import Run
-from cuboid.spec.sharding import Part, Slice, expert_slice, lay_out, slice_of
+from cuboid.spec.sharding import Part, Slice, UnitShapes, expert_slice, is_block_linear, lay_out, slice_of, units
 from cuboid.telemetry.communication_ledger import Kind
 
 ELEMENT = {"bf16": 2, "fp16": 2, "float32": 4, "float64": 8}
