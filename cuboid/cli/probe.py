@@ -157,7 +157,7 @@ def _default_ranks(kind: str) -> int:
 def _one_rank(run: Run, rank: int, cluster: str | None, kind: str, as_json: bool) -> None:
     from cuboid.probe.expected import expected
     from cuboid.probe.one_rank import check_one_rank, run_one_rank
-    from cuboid.spec.supported import check_supported
+    from cuboid.spec.run import check_supported
 
     check_supported(run)
     check_one_rank(run, rank)

@@ -12,8 +12,7 @@ from cuboid.checkpoint.memory.folder import check_room
 from cuboid.data.opened import check_data
 from cuboid.launch.role import NodeOptions, take_role
 from cuboid.launch.supervisor import check_machine
-from cuboid.spec.run import Run
-from cuboid.spec.supported import check_supported
+from cuboid.spec.run import Run, check_supported
 from cuboid.training.claim import claimed
 from cuboid.training.folder import checkpoint_folder, prepare_folder
 from cuboid.training.trackers import check_trackers

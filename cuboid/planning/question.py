@@ -16,8 +16,7 @@ from cuboid.spec.fitting import check_fp8
 from cuboid.spec.layout import Layout, parse_layout_fields, require_positive
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.plugin import PythonModelSpec
-from cuboid.spec.run import Run
-from cuboid.spec.supported import check_supported
+from cuboid.spec.run import Run, check_supported
 from cuboid.spec.training import TrainingSpec
 
 PRECISIONS = ("bf16", "fp16", "fp8", "float32")

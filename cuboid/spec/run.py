@@ -7,8 +7,9 @@ layout = "dp=2,tp=2,pp=2"
 steps = 100
 """
 
+import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,9 +20,11 @@ from cuboid.spec.coding import (
     dumps,
     encode,
     field_types,
+    parse_text,
     read_toml,
     require_in_range,
     require_known,
+    unwrap_optional,
 )
 from cuboid.spec.data import OWN_DATA, DataSpec, EvaluationSpec
 from cuboid.spec.fitting import check, check_fp8
@@ -29,7 +32,6 @@ from cuboid.spec.generation import SamplesSpec
 from cuboid.spec.layout import Layout, parse_layout_fields
 from cuboid.spec.load import build_model, dump_model
 from cuboid.spec.model import ModelSpec
-from cuboid.spec.overrides import apply_overrides
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.profile import ProfileSpec
 from cuboid.spec.training import LearningRateSpec, OptimizerSpec, TrainingSpec
@@ -334,3 +336,59 @@ def _expand(key: str, value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{key}={value} is not a table; write it as [{key}]")
     return dict(value)
+
+
+def apply_overrides(table: dict[str, Any], overrides: Sequence[str], types: Mapping[str, Any]) -> None:
+    """Changes `table` in place; later overrides win. `types` are the types of the outermost fields."""
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        if not equals:
+            raise UserError(f"override {override!r} has no value; write it like training.steps=20")
+        path, text = path.strip(), text.strip()
+        if path in ("model", "layout"):
+            table[path] = {"base": text} if path == "model" else parse_layout_fields(text)
+        else:
+            _set(table, path.split("."), text, types, path)
+
+
+def _set(table: dict[str, Any], keys: list[str], text: str, types: Mapping[str, Any], path: str) -> None:
+    key, *rest = keys
+    done = path[: len(path) - len(".".join(keys))].rstrip(".")
+    if (done, key) == ("model", "base"):
+        types = {"base": str}
+    if (done, key) == ("model", "options") and rest:  # of a user's own model, which alone knows their types
+        table[key] = {**table.get(key, {}), ".".join(rest): _literal(text)}
+        return
+    require_known(key, types, done)
+    hint, optional = unwrap_optional(types[key])
+    nested = is_dataclass(hint) and isinstance(hint, type)
+    if not rest:
+        if nested and not (optional and text.lower() == "none"):
+            raise UserError(
+                f"{path}={text} would replace a whole table; set one field, like {path}.{next(iter(field_types(hint)))}"
+            )
+        table[key] = None if nested else parse_text(text, types[key], path)
+        return
+    if not nested:
+        raise UserError(f"unknown key {path}; {done + '.' if done else ''}{key} is a single value, not a table")
+    inner = table.get(key)
+    table[key] = dict(inner) if isinstance(inner, Mapping) else {}
+    _set(table[key], rest, text, field_types(hint), path)
+
+
+def _literal(text: str) -> object:
+    """A value as TOML reads it; a word that is none is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def check_supported(run: Run) -> None:
+    """Returns when the engine can train the run."""
+    if run.model.mixture is not None and run.model.mlp_bias:
+        raise UserError("model.mlp_bias=true has no place in routed experts; use mlp_bias=false")
+    if run.model.latent is not None:
+        for name in ("qkv_bias", "output_bias", "qk_norm"):
+            if getattr(run.model, name):
+                raise UserError(f"model.{name}=true has no place in latent attention; use {name}=false")
