@@ -17,8 +17,8 @@ from cuboid.resilience.goodput import read_spent
 from cuboid.resilience.preemption import REQUEUE
 from cuboid.spec.coding import read_toml
 from cuboid.spec.partition import partition
-from cuboid.spec.profile import USUAL
 from cuboid.spec.run import Run, build_run
+from cuboid.spec.training import USUAL
 from cuboid.telemetry.communication_ledger import Entry
 from cuboid.training.communication import Summary, summarize
 from cuboid.training.folder import BACKEND

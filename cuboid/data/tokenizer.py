@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cuboid.data.store import TOKENIZER, is_store, read_manifest
 from cuboid.errors import UserError, either
-from cuboid.spec.data import DataSpec
+from cuboid.spec.training import DataSpec
 
 BYTES = "byte"
 END_OF_DOCUMENT = 256

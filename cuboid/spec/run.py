@@ -26,15 +26,21 @@ from cuboid.spec.coding import (
     require_known,
     unwrap_optional,
 )
-from cuboid.spec.data import OWN_DATA, DataSpec, EvaluationSpec
 from cuboid.spec.fitting import check, check_fp8
 from cuboid.spec.generation import SamplesSpec
 from cuboid.spec.layout import Layout, parse_layout_fields
 from cuboid.spec.load import build_model, dump_model
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.plugin import PythonModelSpec
-from cuboid.spec.profile import ProfileSpec
-from cuboid.spec.training import LearningRateSpec, OptimizerSpec, TrainingSpec
+from cuboid.spec.training import (
+    OWN_DATA,
+    DataSpec,
+    EvaluationSpec,
+    LearningRateSpec,
+    OptimizerSpec,
+    ProfileSpec,
+    TrainingSpec,
+)
 
 TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "wandb-offline": "wandb", "trackio": "trackio", "jsonl": ""}
 """Name in `output.track` -> the package it needs, if any."""
