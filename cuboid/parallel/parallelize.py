@@ -42,8 +42,8 @@ from cuboid.parallel.stage import Reduction, Segment, Stage
 from cuboid.parallel.tensor import split_block, split_embedding, split_head
 from cuboid.parallel.tensor_region import Region
 from cuboid.parallel.zero import Unit
-from cuboid.schedule.make import make_schedule
 from cuboid.schedule.order import pairs_overlap
+from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.table import Schedule
 from cuboid.spec.layout import Recompute
 from cuboid.spec.partition import partition

@@ -16,7 +16,7 @@ from cuboid.report.measured import MeasuredStep, kept_steps, measure
 from cuboid.report.source import Row, Source, open_source, told
 from cuboid.report.summary import utilization
 from cuboid.report.thin import finite
-from cuboid.schedule.make import make_schedule
+from cuboid.schedule.schedules import make_schedule
 
 RECENT = 50
 """Steps from which speed and the time left are taken."""

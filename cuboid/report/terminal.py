@@ -14,7 +14,7 @@ from cuboid.planning.refine import stage_seconds
 from cuboid.report.live import Watched
 from cuboid.report.measured import MeasuredStep
 from cuboid.report.thin import buckets, finite, thinned
-from cuboid.schedule.make import make_schedule
+from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import simulate
 from cuboid.schedule.table import Kind
 from cuboid.spec.ranks import coordinates

@@ -10,7 +10,7 @@ from cuboid.planning.refine import stage_seconds
 from cuboid.report.measured import MeasuredStep, kept_steps, measure, stage_costs
 from cuboid.report.source import Source
 from cuboid.report.thin import finite
-from cuboid.schedule.make import make_schedule
+from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import StageCosts, Timeline, simulate
 from cuboid.schedule.table import Action, Kind, Schedule
 

@@ -9,7 +9,7 @@ from cuboid.planning.refine import stage_seconds
 from cuboid.planning.trace import NAMES
 from cuboid.report.measured import MeasuredStep, kept_steps, measure_all, stage_costs
 from cuboid.report.source import Source
-from cuboid.schedule.make import make_schedule
+from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import Timeline, simulate
 from cuboid.schedule.table import Action
 from cuboid.spec.ranks import coordinates

@@ -10,7 +10,7 @@ import pytest
 from cuboid.report.clocks import Reading, Sent, align
 from cuboid.report.collect import collect
 from cuboid.report.source import open_source
-from cuboid.schedule.make import make_schedule
+from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import StageCosts, simulate
 from tests.report.cases import make_run, row, write_rows, write_timing
 

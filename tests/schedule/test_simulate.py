@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuboid.schedule.make import FAMILIES, make_schedule
+from cuboid.schedule.schedules import FAMILIES, make_schedule
 from cuboid.schedule.simulate import StageCosts, makespan_many, simulate
 from cuboid.schedule.table import Schedule
 from tests.schedule.oracle import duration, overlapped_pairs, singles, slow_makespan

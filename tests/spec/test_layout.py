@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuboid.errors import UserError
-from cuboid.schedule.make import make_schedule
+from cuboid.schedule.schedules import make_schedule
 from cuboid.spec.fitting import check
 from cuboid.spec.layout import CONTEXT_METHODS, SCHEDULES, Layout
 from cuboid.spec.model import load_model

@@ -12,7 +12,7 @@ import pytest
 
 from cuboid.errors import UserError
 from cuboid.launch.pool import Pool
-from cuboid.schedule.make import make_schedule
+from cuboid.schedule.schedules import make_schedule
 from cuboid.spec.run import build_run
 from cuboid.spec.training import ProfileSpec
 from cuboid.training.profile import MEMORY, TRACES
