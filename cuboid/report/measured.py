@@ -12,9 +12,8 @@ from typing import Any
 
 from cuboid.report.clocks import Alignment, Reading, Sent, align
 from cuboid.report.source import Source
-from cuboid.schedule.program import needed
 from cuboid.schedule.simulate import StageCosts
-from cuboid.schedule.table import Action, Kind, Schedule
+from cuboid.schedule.table import Action, Kind, Schedule, needed
 
 TAIL = 8 << 20
 """Bytes of a rank's file that are looked at, from its end."""

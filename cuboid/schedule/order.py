@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from cuboid.errors import UserError
-from cuboid.schedule.program import Message, needed, produced
-from cuboid.schedule.table import Action, Kind, Schedule
+from cuboid.schedule.table import Action, Kind, Message, Schedule, needed, produced
 
 UNITS: dict[Kind, int] = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.INPUT: 1, Kind.WEIGHT: 1}
 """How long actions take for the order: whole numbers, so that every rank finds the same order."""

@@ -7,8 +7,7 @@ from typing import NoReturn
 
 from cuboid.errors import UserError
 from cuboid.schedule.order import Compute, Instruction, Receive, Send, instructions, pairs_overlap
-from cuboid.schedule.program import Message, needed, program_of
-from cuboid.schedule.table import Action, Kind, Schedule
+from cuboid.schedule.table import Action, Kind, Message, Schedule, needed, program_of
 
 
 def validate(schedule: Schedule) -> None:
