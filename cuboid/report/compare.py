@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from cuboid.planning.plan import GIB
-from cuboid.report.source import Row, Source
+from cuboid.report.source import Row, Source, finite
 from cuboid.report.summary import measured
-from cuboid.report.thin import finite
 from cuboid.spec.run import Run, dump_run
 
 LEFT_OUT = ("plan", "output.folder")

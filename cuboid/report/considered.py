@@ -10,8 +10,7 @@ from cuboid.cost.step import PARTS
 from cuboid.planning.reasons import WORDS
 from cuboid.planning.score import Scores, score
 from cuboid.planning.space import Space, bases, scheduled
-from cuboid.report.source import Source
-from cuboid.report.thin import short
+from cuboid.report.source import Source, short
 
 POINTS = 900
 FAR, SLOW = 3, 30

@@ -5,8 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from cuboid.report.source import Row, Source
-from cuboid.report.thin import buckets, finite, short, thinned
+from cuboid.report.source import Row, Source, buckets, finite, short, thinned
 from cuboid.resilience.bad_steps import FILE as BAD_STEPS
 
 SERIES = {

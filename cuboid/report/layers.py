@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cuboid.report.source import Source
-from cuboid.report.thin import buckets
+from cuboid.report.source import Source, buckets
 from cuboid.training.rows import layer_names
 
 LABELS = {

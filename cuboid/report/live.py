@@ -13,9 +13,8 @@ from typing import Any
 from cuboid.errors import UserError
 from cuboid.report.experts import busiest
 from cuboid.report.measured import MeasuredStep, kept_steps, measure
-from cuboid.report.source import Row, Source, open_source, told
+from cuboid.report.source import Row, Source, finite, open_source, told
 from cuboid.report.summary import utilization
-from cuboid.report.thin import finite
 from cuboid.schedule.schedules import make_schedule
 
 RECENT = 50

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cuboid.report.source import Row, Source
-from cuboid.report.thin import finite
+from cuboid.report.source import Row, Source, finite
 from cuboid.spec.ranks import coordinates
 
 PARTS = {"compute": "computing", "wait": "waiting for other ranks", "data": "reading data", "save": "saving"}

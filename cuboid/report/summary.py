@@ -10,8 +10,7 @@ from cuboid.cost.flops import model_flops_per_token
 from cuboid.cost.inputs import Shape
 from cuboid.planning.plan import GIB
 from cuboid.planning.reasons import WORDS
-from cuboid.report.source import Source
-from cuboid.report.thin import finite
+from cuboid.report.source import Source, finite
 
 
 def summary(source: Source) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from cuboid.planning.plan import GIB
 from cuboid.planning.refine import stage_seconds
 from cuboid.report.live import Watched
 from cuboid.report.measured import MeasuredStep
-from cuboid.report.thin import buckets, finite, thinned
+from cuboid.report.source import buckets, finite, thinned
 from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import simulate
 from cuboid.schedule.table import Kind

@@ -8,8 +8,7 @@ from typing import Any
 
 from cuboid.planning.refine import stage_seconds
 from cuboid.report.measured import MeasuredStep, kept_steps, measure, stage_costs
-from cuboid.report.source import Source
-from cuboid.report.thin import finite
+from cuboid.report.source import Source, finite
 from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import StageCosts, Timeline, simulate
 from cuboid.schedule.table import Action, Kind, Schedule

@@ -21,9 +21,8 @@ from cuboid.report.collect import collect
 from cuboid.report.experts import experts
 from cuboid.report.live import Watched
 from cuboid.report.page import page
-from cuboid.report.source import open_source
+from cuboid.report.source import POINTS, open_source
 from cuboid.report.terminal import frame, line
-from cuboid.report.thin import POINTS
 from cuboid.resilience.goodput import Failure
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.model import load_model
