@@ -8,13 +8,10 @@ from typing import Any
 import cuboid
 from cuboid.report.communication import communication
 from cuboid.report.considered import considered
-from cuboid.report.curves import curves
-from cuboid.report.experts import experts
 from cuboid.report.explorer import explorer
-from cuboid.report.layers import layers
 from cuboid.report.memory import memory
+from cuboid.report.metrics import curves, experts, layers, shares
 from cuboid.report.ranks import ranks
-from cuboid.report.shares import shares
 from cuboid.report.source import Source
 from cuboid.report.summary import summary
 from cuboid.report.timeline import timeline

@@ -11,8 +11,8 @@ from statistics import median
 from typing import Any
 
 from cuboid.errors import UserError
-from cuboid.report.experts import busiest
 from cuboid.report.measured import MeasuredStep, kept_steps, measure
+from cuboid.report.metrics import busiest
 from cuboid.report.source import Row, Source, finite, open_source, told
 from cuboid.report.summary import utilization
 from cuboid.schedule.schedules import make_schedule
