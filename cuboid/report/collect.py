@@ -6,12 +6,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 import cuboid
-from cuboid.report.communication import communication
 from cuboid.report.considered import considered
 from cuboid.report.explorer import explorer
-from cuboid.report.memory import memory
 from cuboid.report.metrics import curves, experts, layers, shares
-from cuboid.report.ranks import ranks
+from cuboid.report.ranks import communication, memory, ranks
 from cuboid.report.source import Source
 from cuboid.report.summary import summary
 from cuboid.report.timeline import timeline
