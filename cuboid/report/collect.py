@@ -6,8 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import cuboid
-from cuboid.report.considered import considered
-from cuboid.report.explorer import explorer
+from cuboid.report.layouts import considered, explorer
 from cuboid.report.metrics import curves, experts, layers, shares
 from cuboid.report.ranks import communication, memory, ranks
 from cuboid.report.source import Source
