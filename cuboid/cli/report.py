@@ -12,7 +12,7 @@ from cuboid.report.collect import collect
 from cuboid.report.page import page
 from cuboid.report.serve import serve
 from cuboid.report.source import Source, open_source
-from cuboid.report.trace import merged_trace
+from cuboid.report.timeline import merged_trace
 
 
 def command(

@@ -10,7 +10,7 @@ import pytest
 from cuboid.cli.main import main
 from cuboid.report.compare import compare
 from cuboid.report.source import open_source
-from cuboid.report.trace import PREDICTED, SIMULATED, merged_trace
+from cuboid.report.timeline import PREDICTED, SIMULATED, merged_trace
 from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import StageCosts, simulate
 from tests.report.cases import make_run, row, write_memory, write_rows, write_timing
