@@ -17,10 +17,9 @@ from cuboid.planning.collectives import predicted_ledger
 from cuboid.planning.plan import dump_plan
 from cuboid.planning.question import Question
 from cuboid.probe.rehearsal import rehearse
-from cuboid.report.collect import collect
 from cuboid.report.live import Watched
 from cuboid.report.metrics import experts
-from cuboid.report.page import page
+from cuboid.report.page import collect, page
 from cuboid.report.source import POINTS, open_source
 from cuboid.report.terminal import frame, line
 from cuboid.resilience.goodput import Failure

@@ -8,8 +8,7 @@ from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
 
-from cuboid.report.collect import collect
-from cuboid.report.page import SCRIPTS, embedded, page
+from cuboid.report.page import SCRIPTS, collect, embedded, page
 from cuboid.report.source import open_source
 from tests.report.cases import make_run, row, write_rows
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from cuboid.launch.pool import Pool
-from cuboid.report.collect import collect
 from cuboid.report.measured import MeasuredStep, kept_steps, measure
+from cuboid.report.page import collect
 from cuboid.report.source import open_source
 from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import Timeline, simulate

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cuboid.report.collect import collect
 from cuboid.report.measured import Reading, Sent, align
+from cuboid.report.page import collect
 from cuboid.report.source import open_source
 from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import StageCosts, simulate
