@@ -17,11 +17,10 @@ from cuboid.planning.collectives import predicted_ledger
 from cuboid.planning.plan import dump_plan
 from cuboid.planning.question import Question
 from cuboid.probe.rehearsal import rehearse
-from cuboid.report.live import Watched
 from cuboid.report.metrics import experts
 from cuboid.report.page import collect, page
 from cuboid.report.source import POINTS, open_source
-from cuboid.report.terminal import frame, line
+from cuboid.report.watch import Watched, frame, line
 from cuboid.resilience.goodput import Failure
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.model import load_model
