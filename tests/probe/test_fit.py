@@ -7,8 +7,7 @@ import pytest
 from cuboid.cost.constants import chip_named, engine_named, fabric_named
 from cuboid.cost.estimate import Machine, estimate_many
 from cuboid.cost.inputs import Jobs, single
-from cuboid.probe.cases import cases
-from cuboid.probe.fit import fit_chip, fit_engine, product_speed
+from cuboid.probe.fit import cases, fit_chip, fit_engine, product_speed
 from cuboid.probe.samples import Sample, merged, spread
 
 SHAPES = ((32, 32, 32), (128, 128, 128), (512, 64, 512), (512, 256, 768), (512, 512, 2048))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cuboid.probe.fit_links import FACTORS, fit_fabric, line
+from cuboid.probe.fit import FACTORS, fit_fabric, line
 from cuboid.probe.samples import Sample
 
 SIZES = (4096, 65536, 1 << 20)
