@@ -21,7 +21,7 @@ from cuboid.errors import UserError, up_to
 from cuboid.model.batch import MicroBatch
 from cuboid.parallel.device import choose_device
 from cuboid.parallel.parallelize import Engine, build_engine
-from cuboid.probe.clock import synchronize
+from cuboid.probe.kernels import synchronize
 from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.training.holdings import held, storages

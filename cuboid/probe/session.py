@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from cuboid.parallel.device import choose_device
-from cuboid.probe.clock import Timing, timed
 from cuboid.probe.fit import cases
-from cuboid.probe.kernels import LARGEST, Kernel, kernels, trained
+from cuboid.probe.kernels import LARGEST, Kernel, Timing, kernels, timed, trained
 from cuboid.probe.links import circles, time_circle
 from cuboid.probe.samples import Sample, merged, spread
 from cuboid.probe.steps import step_actions

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from cuboid.probe.clock import WINDOWS, timed
+from cuboid.probe.kernels import WINDOWS, timed
 
 
 def test_sleeping_keeps_no_core() -> None:
