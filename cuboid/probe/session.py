@@ -8,12 +8,17 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from cuboid.data.loader import micro_batches
+from cuboid.data.source import make_source
 from cuboid.parallel.device import choose_device
+from cuboid.parallel.parallelize import build_engine
 from cuboid.probe.fit import cases
 from cuboid.probe.kernels import LARGEST, Kernel, Timing, kernels, timed, trained
 from cuboid.probe.links import circles, time_circle
 from cuboid.probe.samples import Sample, merged, spread
-from cuboid.probe.steps import step_actions
+from cuboid.spec.run import Run
+from cuboid.training.optimizer import Optimizer
+from cuboid.training.step import apply_update, compute_gradients
 
 KERNELS, STEPS = 0.4, 0.25
 """Shares of the time; collectives have the rest."""
@@ -142,3 +147,13 @@ def facts(device: str) -> Facts:
         properties = torch.cuda.get_device_properties(chosen)
         return Facts(properties.name, float(properties.total_memory), host_memory)
     return Facts("cpu", host_memory, host_memory)
+
+
+def step_actions(run: Run) -> tuple[Callable[[], object], Callable[[], object]]:
+    """The gradients of one batch, and the update with them."""
+    device = torch.device("cpu")
+    engine = build_engine(run, 0, device)
+    optimizer = Optimizer(engine, run.optimizer)
+    batches = micro_batches(make_source(run), run, 0, 0, device)
+    pending = compute_gradients(engine, batches)
+    return lambda: compute_gradients(engine, batches), lambda: apply_update(engine, optimizer, pending, 1e-5)
