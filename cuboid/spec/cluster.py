@@ -124,7 +124,7 @@ def cluster_from_text(text: str) -> ClusterSpec:
 
 
 def cluster_from_file(path: Path) -> ClusterSpec:
-    """A cluster from a TOML file; what it leaves out is as in the catalog."""
+    """A cluster from a TOML file; what it omits is as in the catalog."""
     table = read_toml(path)
     table.pop("probe", None)  # the measurements behind a profile, for readers
     for key in table:
@@ -173,7 +173,7 @@ def _catalog() -> Table:
 
 
 def _build(table: Table) -> ClusterSpec:
-    """A cluster whose left-out facts come from its accelerator, where the catalog knows it."""
+    """A cluster whose omitted facts come from its accelerator, where the catalog knows it."""
     complete = all(key in table for key in (*FACTS, "tiers", "accelerators_per_node"))
     accelerator = table["accelerator"]
     if not isinstance(accelerator, str):

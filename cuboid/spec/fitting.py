@@ -149,7 +149,7 @@ def _check_recompute(layout: Layout, model: ModelSpec, sequence: int) -> None:
     if layout.recompute_layers >= most:
         fewer = f"use recompute_layers={most - 1} or less, or 0 for all" if most > 1 else "use recompute_layers=0"
         raise UserError(
-            f"recompute_layers={layout.recompute_layers} leaves out no layer of the longest stage, which has {most}; "
+            f"recompute_layers={layout.recompute_layers} covers every layer of the longest stage, which has {most}; "
             f"{fewer}"
         )
 

@@ -139,7 +139,7 @@ class MixtureSpec:
     top_groups: int = 1
     """How many of the groups a token may use."""
     balance_coefficient: float = 0.0
-    """Of the load-balancing loss: experts × Σ (share of assignments × mean share of score), summed over layers. 1 is
+    """Of the load-balancing loss: experts × Σ (fraction of assignments × mean score), summed over layers. 1 is
     perfect balance. 0 turns it off."""
     balance_over: Literal["sequence", "global_batch"] = "sequence"
     """Where assignments are counted for that loss: in each sequence, or in the global batch of the step before. The
@@ -151,10 +151,10 @@ class MixtureSpec:
     """Scale of the Gumbel noise that is added to logits when experts are chosen in training. With 1 a token's experts
     are drawn in proportion to its scores; 0 always takes the best, as evaluation and generation do."""
     bias_rate: float = 0.0
-    """By how much `router_bias` moves after each step: up for experts with less than their share of the global batch,
-    down for those with more."""
+    """By how much `router_bias` moves after each step: up for experts with fewer tokens of the global batch than the
+    mean, down for those with more."""
     capacity_factor: float = 0.0
-    """An expert takes at most this many times its share of one sequence's assignments, the first ones; 0 takes all."""
+    """An expert takes at most this many times the mean of one sequence's assignments, the first ones; 0 takes all."""
 
     def __post_init__(self) -> None:
         check_types(self, "mixture")
@@ -226,9 +226,9 @@ class ModelSpec:
     heads: int
     """Attention heads of queries."""
     kv_heads: int = 0
-    """Left out (0): as many as heads."""
+    """0: as many as heads."""
     head_dim: int = 0
-    """Left out (0): hidden // heads."""
+    """0: hidden // heads."""
     ffn: int
     """Width inside the feed-forward block."""
     vocab: int

@@ -159,8 +159,8 @@ class ResilienceSpec:
     """How long it may stand still there if every rank waits for another: none computes, compiles, loads or reads. That
     is a deadlock or a lost rank, and is named and ended. 0: it is not looked for."""
     bad_steps: Literal["skip", "retry", "rollback", "stop"] = "skip"
-    """What is done about a step whose loss or gradient norm is not finite, or a spike: leave its update out, go back to
-    the newest checkpoint and try again (a batch that is bad twice is skipped), go back and leave its batch out of the
+    """What is done about a step whose loss or gradient norm is not finite, or a spike: skip its update, go back to
+    the newest checkpoint and try again (a batch that is bad twice is skipped), go back and drop its batch from the
     data for good, or stop the run."""
     most_bad_steps: int = 10
     """How many bad steps, with no good one further on, a run continues after."""

@@ -47,7 +47,7 @@ class TrainingSpec:
     threads_per_rank: int = 1
     """Threads of a rank on a CPU."""
     start_from: str = ""
-    """Weights to begin with: hf:FOLDER of Hugging Face, or a run of Cuboid, its checkpoints or one of them. Left out:
+    """Weights to begin with: hf:FOLDER of Hugging Face, or a run of Cuboid, its checkpoints or one of them. Default:
     random ones."""
     compile: Literal["auto", "on", "off"] = "auto"
     """Let torch.compile fuse blocks, loss and optimizer; auto: on GPUs, except in float64 and where bits
@@ -160,12 +160,12 @@ class DataSpec:
     """python-stdlib, synthetic, a store that `cuboid data build` wrote, the prefix of a Megatron .bin/.idx pair, a data
     set of one's own (python:my_data.py:dataset), or the one that a model of one's own brings (model)."""
     mixture: dict[str, float] | None = field(default=None, hash=False)
-    """Source -> weight, in place of `source`. A weight is a share of the samples; weights need not sum to one."""
+    """Source -> weight, in place of `source`. A weight is a fraction of the samples; weights need not sum to one."""
     packing: Literal["packed", "padded"] = "packed"
     """packed: documents one after another, cut every `sequence` tokens. padded: a document per sample, cut at its end
     or filled up."""
     mask_across_documents: bool = False
-    """Leave out of the loss the first token of each document, which no earlier token of its own document predicts.
+    """Do not count in the loss the first token of each document, which no earlier token of its own document predicts.
     What attention sees is decided below."""
     attention_within_documents: bool = False
     """Tokens of a packed sample see only those of their own document."""
