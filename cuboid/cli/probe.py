@@ -205,7 +205,7 @@ def show(cluster: ClusterSpec, samples: Sequence[Sample], output: Path | None) -
     for name in ("what", "size", "ranks", "ms", "from", "to", "rate"):
         table.add_column(name, justify="left" if name == "what" else "right", no_wrap=name != "what")
     for sample in samples:
-        if sample.kind == "share":
+        if sample.kind == "core_fraction":
             continue
         times = [f"{1e3 * value:.3g}" for value in (sample.seconds, min(sample.windows), max(sample.windows))]
         name = f"{sample.kind.replace('_', ' ')} {sample.precision}".strip()
@@ -223,7 +223,7 @@ def show(cluster: ClusterSpec, samples: Sequence[Sample], output: Path | None) -
         console.print("links: one rank has none to measure, and plans take the catalog's")
     chip = cluster.measured["chip"]
     for sample in samples:
-        if sample.kind == "share" and cluster.accelerator == "cpu":
+        if sample.kind == "core_fraction" and cluster.accelerator == "cpu":
             low, mean, high = min(sample.windows), statistics.fmean(sample.windows), max(sample.windows)
             console.print(f"a rank {sample.way} had {mean:.0%} of a core ({low:.0%} to {high:.0%})")
     console.print(f"while all compute a rank has {chip['together']:.0%} of the speed it has alone")
@@ -234,7 +234,7 @@ def show(cluster: ClusterSpec, samples: Sequence[Sample], output: Path | None) -
 
 
 def _rate(sample: Sample) -> str:
-    if sample.kind == "product":
+    if sample.kind == "matmul":
         rows, inner, columns = sample.size
         return f"{6 * rows * inner * columns / sample.seconds / 1e9:,.1f} GFLOP/s"
     if sample.kind in ("gradients", "update") or sample.kind.startswith("attention"):

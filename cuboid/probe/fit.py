@@ -52,7 +52,7 @@ def some(samples: Sequence[Sample], kind: str, precision: str | None = None, way
     return [s for s in samples if s.kind == kind and s.way == way and precision in (None, s.precision)]
 
 
-def product_speed(samples: Sequence[Sample], narrow: float | None = None) -> Speed:
+def matmul_speed(samples: Sequence[Sample], narrow: float | None = None) -> Speed:
     """The best fit to the time of triples of matmuls, those that are all overhead skipped where there are others."""
     large = [sample for sample in samples if min(sample.size) > 32] or list(samples)
     sizes = np.array([sample.size for sample in large], dtype=np.float64)
@@ -72,19 +72,19 @@ def product_speed(samples: Sequence[Sample], narrow: float | None = None) -> Spe
 def fit_chip(samples: Sequence[Sample], trained: str) -> tuple[dict[str, float], dict[str, object], float]:
     """Peaks by precision (FLOP/s), constants of `Chip`, and memory bandwidth (bytes/s): peaks and bandwidth of a
     rank alone, while the constants say what is left of them when all are busy."""
-    speed = product_speed(some(samples, "product", trained))
-    (alone,) = some(samples, "product", trained, "alone")
-    busy = next(sample for sample in some(samples, "product", trained) if sample.size == alone.size)
+    speed = matmul_speed(some(samples, "matmul", trained))
+    (alone,) = some(samples, "matmul", trained, "alone")
+    busy = next(sample for sample in some(samples, "matmul", trained) if sample.size == alone.size)
     together = min(alone.seconds / busy.seconds, 1.0)
     together = together if together < 0.9 else 1.0  # as much is noise
     rates = {trained: speed.rate}
-    for precision in {sample.precision for sample in some(samples, "product")} - {trained}:
-        rates[precision] = product_speed(some(samples, "product", precision), speed.narrow).rate
+    for precision in {sample.precision for sample in some(samples, "matmul")} - {trained}:
+        rates[precision] = matmul_speed(some(samples, "matmul", precision), speed.narrow).rate
     peaks = {precision: rate / together for precision, rate in rates.items()}
     (memory,) = some(samples, "memory", way="alone")
     (shared,) = some(samples, "memory")
     bandwidth = 2 * memory.size[0] / memory.seconds
-    floor = min(sample.seconds for sample in some(samples, "product", trained)) / 3
+    floor = min(sample.seconds for sample in some(samples, "matmul", trained)) / 3
     constants: dict[str, object] = {
         "linear_efficiency": dict.fromkeys(peaks, together),
         "kernel_floor": floor,

@@ -26,14 +26,14 @@ class Timing:
 
     windows: tuple[float, ...]
     """By the device's clock; on a CPU those for which the process had a core."""
-    shares: tuple[float, ...]
+    core_fractions: tuple[float, ...]
     """On a CPU how much of a core it had, else 1."""
 
 
 def timed(action: Callable[[], object], seconds: float, device: torch.device) -> Timing:
     """Windows that together take about `seconds`.
 
-    Ranks share cores with one another, and a busy machine shares them with strangers: how long an action keeps a core
+    Ranks share cores with one another, and a busy machine gives them to strangers too: how long an action keeps a core
     hardly varies, how long it waits for one varies wildly and is the same for all actions. So they are told apart."""
     for _ in range(2):  # the first call may pay for libraries and for memory, and says nothing
         start = _now(device)
@@ -70,7 +70,7 @@ def _timing(found: list[tuple[float, float, int]]) -> Timing:
 
 Shape = tuple[int, int, int]
 
-CPU_PRODUCTS: tuple[Shape, ...] = (
+CPU_MATMULS: tuple[Shape, ...] = (
     (32, 32, 32),
     (128, 128, 128),
     (512, 64, 512),
@@ -80,7 +80,7 @@ CPU_PRODUCTS: tuple[Shape, ...] = (
     (256, 1024, 1024),
     (512, 512, 2048),
 )
-GPU_PRODUCTS: tuple[Shape, ...] = (
+GPU_MATMULS: tuple[Shape, ...] = (
     (64, 64, 64),
     (4096, 4096, 128),
     (512, 4096, 4096),
@@ -109,12 +109,12 @@ class Kernel:
 def kernels(device: torch.device) -> Iterator[Kernel]:
     """All of a device, the precision its trainings use first."""
     gpu = device.type == "cuda"
-    shapes = GPU_PRODUCTS if gpu else CPU_PRODUCTS
+    shapes = GPU_MATMULS if gpu else CPU_MATMULS
     for precision in ("bf16", "float32", "float64") if gpu else ("float32", "bf16", "float64"):
         # Of the others the largest says enough, and no CPU takes long for it: what it has no instructions for is
-        # computed in float32 (`kernels.cpu_16bit`). Of a small one, turning its numbers into those is half the time.
+        # computed in float32 (`kernels.cpu_16bit`). Of a small one, the conversion is half the time.
         for shape in shapes if precision == trained(device) else shapes[LARGEST:]:
-            yield Kernel("product", shape, precision, _product(shape, precision, device))
+            yield Kernel("matmul", shape, precision, _matmul(shape, precision, device))
     for shape in GPU_ATTENTION if gpu else CPU_ATTENTION:
         for backward in (False, True):
             kind = "attention_backward" if backward else "attention_forward"
@@ -131,7 +131,7 @@ def trained(device: torch.device) -> str:
     return "bf16" if device.type == "cuda" else "float32"
 
 
-def _product(shape: Shape, precision: str, device: torch.device) -> Callable[[], Callable[[], object]]:
+def _matmul(shape: Shape, precision: str, device: torch.device) -> Callable[[], Callable[[], object]]:
     """The three matmuls of a linear layer, forward and backward: libraries differ in how well they do each."""
 
     def prepare() -> Callable[[], object]:

@@ -138,7 +138,7 @@ class MeasuredStep:
 
     @property
     def bubble(self) -> float:
-        """The mean rank's share of the pipeline's time without work: waits for messages count."""
+        """The fraction of the pipeline's time in which the mean rank has no work: waits for messages count."""
         span = self.makespan
         busy = [sum(done.end - done.ready for done in lane) for lane in self.lanes.values()]
         return 1 - mean(busy) / span if span else 0.0

@@ -45,15 +45,15 @@ def curves(source: Source) -> dict[str, Any] | None:
         "validation": [
             [row["step"], short(value)] for row in rows if (value := finite(row.get("validation_loss"))) is not None
         ],
-        "spread": {f"p{share}": short(seconds[_position(share, len(seconds))]) for share in (5, 50, 95, 99)}
+        "spread": {f"p{percent}": short(seconds[_position(percent, len(seconds))]) for percent in (5, 50, 95, 99)}
         if seconds
         else None,
         "events": events(source),
     }
 
 
-def _position(share: int, count: int) -> int:
-    return min(count - 1, round(share / 100 * (count - 1)))
+def _position(percent: int, count: int) -> int:
+    return min(count - 1, round(percent / 100 * (count - 1)))
 
 
 def events(source: Source) -> list[dict[str, Any]]:
@@ -162,7 +162,7 @@ MOST_RANKS = 256
 """Ranks told one by one; of more, those that wait least and most."""
 
 
-def shares(source: Source) -> dict[str, Any] | None:
+def rank_time(source: Source) -> dict[str, Any] | None:
     """The newest window of every supervisor."""
     found: dict[int, Row] = {}
     step = 0

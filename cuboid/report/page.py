@@ -16,7 +16,7 @@ from typing import Any
 import cuboid
 from cuboid.errors import UserError
 from cuboid.report.layouts import considered, explorer
-from cuboid.report.metrics import curves, experts, layers, shares
+from cuboid.report.metrics import curves, experts, layers, rank_time
 from cuboid.report.ranks import communication, memory, ranks
 from cuboid.report.source import Source, open_source
 from cuboid.report.summary import summary
@@ -43,7 +43,7 @@ def collect(source: Source, with_search: bool = True) -> dict[str, Any]:
         "curves": curves(source),
         "experts": experts(source),
         "layers": layers(source),
-        "shares": shares(source),
+        "rank_time": rank_time(source),
         "considered": considered(source) if with_search else None,
         "explorer": explorer(source) if with_search else None,
     }
@@ -59,7 +59,7 @@ SCRIPTS = (
     "curves",
     "experts",
     "layers",
-    "shares",
+    "rank_time",
     "considered",
     "explorer",
     "main",
@@ -78,8 +78,8 @@ def page(data: dict[str, Any], live: bool = False) -> str:
     }
     shell = _part("page.html")
     # Split, not replaced in turn: what stands in the data is never taken for a place to fill.
-    pieces = shell.split("@@")
-    return "".join(parts[piece] if index % 2 else piece for index, piece in enumerate(pieces))
+    segments = shell.split("@@")
+    return "".join(parts[segment] if index % 2 else segment for index, segment in enumerate(segments))
 
 
 def embedded(data: dict[str, Any]) -> str:

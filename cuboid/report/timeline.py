@@ -97,13 +97,13 @@ def _simulated(
         "label": label,
         "bubble": full.bubble_fraction,
         "seconds": full.makespan,
-        "busy": _shares(full),
+        "busy": _busy(full),
         "micro_batches": shown,
         "lanes": [{"rank": rank, "events": _flat(lane)} for rank, lane in enumerate(lanes)],
     }
 
 
-def _shares(full: Timeline) -> list[float]:
+def _busy(full: Timeline) -> list[float]:
     return [round(1 - idle, 4) for idle in full.bubble]
 
 

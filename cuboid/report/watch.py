@@ -175,18 +175,18 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
     return "".join(" " if value is None else BLOCKS[round((value - low) * scale)] for value in middles)
 
 
-def bar(share: float, width: int) -> str:
-    filled = round(min(max(share, 0.0), 1.0) * width)
+def bar(fraction: float, width: int) -> str:
+    filled = round(min(max(fraction, 0.0), 1.0) * width)
     return "█" * filled + "░" * (width - filled)
 
 
 def _head(state: dict[str, Any], width: int) -> list[Text]:
-    share = state["step"] / state["steps"]
+    fraction = state["step"] / state["steps"]
     tail = f" {state['step']}/{state['steps']} steps, {_duration(state['seconds_left'])} left"
     colour = {"running": "green", "finished": "bold green", "stopped": "red"}[state["status"]]
     title = Text(f"{state['model']}  {state['layout']}"[: width - 11], "bold")
     title.append(f"  {state['status']}", colour)
-    return [title, Text.assemble((bar(share, max(width - len(tail), 10)), "cyan"), tail)]
+    return [title, Text.assemble((bar(fraction, max(width - len(tail), 10)), "cyan"), tail)]
 
 
 def _numbers(state: dict[str, Any]) -> list[Text]:
@@ -240,9 +240,9 @@ def drawn(lane: Lane, span: float, width: int) -> Text:
     for column in range(width):
         low, high = column * span / width, (column + 1) * span / width
         inside = [(min(end, high) - max(start, low), kind) for kind, start, end in lane if start < high and end > low]
-        share, kind = max(inside, key=lambda entry: entry[0], default=(0.0, Kind.FORWARD))
+        fraction, kind = max(inside, key=lambda entry: entry[0], default=(0.0, Kind.FORWARD))
         busy = sum(part for part, _ in inside) > (high - low) / 2
-        text.append(kind.value if busy and share else "·", STYLES[kind] if busy and share else "dim")
+        text.append(kind.value if busy and fraction else "·", STYLES[kind] if busy and fraction else "dim")
     return text
 
 

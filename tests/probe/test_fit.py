@@ -7,7 +7,7 @@ import pytest
 from cuboid.cost.constants import chip_named, engine_named, fabric_named
 from cuboid.cost.estimate import Machine, estimate_many
 from cuboid.cost.inputs import Jobs, single
-from cuboid.probe.fit import cases, fit_chip, fit_engine, product_speed
+from cuboid.probe.fit import cases, fit_chip, fit_engine, matmul_speed
 from cuboid.probe.samples import Sample, merged, spread
 
 SHAPES = ((32, 32, 32), (128, 128, 128), (512, 64, 512), (512, 256, 768), (512, 512, 2048))
@@ -15,11 +15,11 @@ SHAPES = ((32, 32, 32), (128, 128, 128), (512, 64, 512), (512, 256, 768), (512, 
 
 def product(shape: tuple[int, int, int], rate: float, narrow: float, precision: str = "float32") -> Sample:
     rows, inner, columns = shape
-    return Sample("product", shape, (6 * rows * inner * columns / rate * (1 + narrow / min(shape)),) * 3, precision)
+    return Sample("matmul", shape, (6 * rows * inner * columns / rate * (1 + narrow / min(shape)),) * 3, precision)
 
 
 def test_products_give_rate_and_loss_of_narrow_ones() -> None:
-    speed = product_speed([product(shape, 4e10, 32) for shape in SHAPES])
+    speed = matmul_speed([product(shape, 4e10, 32) for shape in SHAPES])
     assert (speed.rate, speed.narrow) == (pytest.approx(4e10), 32)
     assert speed.error == pytest.approx(0, abs=1e-9)
 
@@ -89,10 +89,10 @@ def test_samples_of_several_ranks_become_one_with_their_range() -> None:
 
 def test_time_on_a_core_becomes_time_by_the_clock() -> None:
     samples = [
-        Sample("product", (8, 8, 8), (1.0,)),
-        Sample("product", (8, 8, 8), (1.0,), way="alone"),
-        Sample("share", (), (0.2, 0.3)),
-        Sample("share", (), (1.0,), way="alone"),
+        Sample("matmul", (8, 8, 8), (1.0,)),
+        Sample("matmul", (8, 8, 8), (1.0,), way="alone"),
+        Sample("core_fraction", (), (0.2, 0.3)),
+        Sample("core_fraction", (), (1.0,), way="alone"),
         Sample("all_reduce", (8,), (1.0,), ranks=2),
     ]
-    assert [sample.seconds for sample in spread(samples) if sample.kind != "share"] == [4.0, 1.0, 1.0]
+    assert [sample.seconds for sample in spread(samples) if sample.kind != "core_fraction"] == [4.0, 1.0, 1.0]

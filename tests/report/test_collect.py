@@ -84,7 +84,7 @@ def test_goodput_slow_ranks_warnings_and_bad_steps(tmp_path: Path) -> None:
     with (tmp_path / "bad_steps.jsonl").open("a") as file:
         file.write('{"step": 3, "rea')
     data = collect(open_source(tmp_path, "cpux4"), False)
-    assert data["summary"]["goodput"] == {"share": 0.8, "spent": {"set_up": 1.5, "restarts": 0.5}}
+    assert data["summary"]["goodput"] == {"fraction": 0.8, "spent": {"set_up": 1.5, "restarts": 0.5}}
     told = data["rank_time"]
     assert (told["step"], told["of"], told["slowest"]) == (2, 4, slow), "not rank 7, which an earlier layout had"
     assert [entry["parts"]["wait"] for entry in told["ranks"]] == [0.0, 0.5, 1.0, 1.5]
