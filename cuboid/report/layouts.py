@@ -87,6 +87,8 @@ MOST_ROWS = 60_000
 
 
 def explorer(source: Source) -> dict[str, Any] | None:
+    """Context and expert parallelism stay as they are in the plan; everything else takes every value that the model,
+    the batch and the cluster allow, stages per rank in powers of two."""
     plan = source.plan
     if plan is None:
         return None

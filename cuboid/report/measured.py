@@ -45,6 +45,9 @@ class Alignment:
 
 
 def align(readings: Mapping[int, Reading], messages: Iterable[Sent]) -> Alignment:
+    """One clock for all ranks of a step. Processes of one host read the same clock. Clocks of several hosts are first
+    put on the time of day, which may be off by milliseconds, and then so that messages between them take as long one
+    way as the other: what is left is off by at most half of the quickest there and back."""
     by_host: dict[str, list[float]] = {}
     for reading in readings.values():
         by_host.setdefault(reading.host, []).append(reading.clock)

@@ -111,6 +111,7 @@ NORM_COLUMNS = 160
 
 
 def layers(source: Source) -> dict[str, Any] | None:
+    """Norms by layer over the steps, of a run that measured them (`output.layer_norms`)."""
     rows = [row for row in source.rows if isinstance(row.get("layers"), dict)]
     if not rows:
         return None
@@ -129,6 +130,7 @@ EXPERT_NUMBERS = 150_000
 
 
 def experts(source: Source, numbers: int = EXPERT_NUMBERS) -> dict[str, Any] | None:
+    """How busy the experts of each layer are, over the mean expert of the layer: now and over time."""
     mixture = source.run.model.mixture
     rows = source.rows_of(EXPERTS)
     if mixture is None or not rows:
@@ -163,7 +165,8 @@ MOST_RANKS = 256
 
 
 def rank_time(source: Source) -> dict[str, Any] | None:
-    """The newest window of every supervisor."""
+    """What a step of each rank is made of (computing, waiting, reading data), as its supervisor measured it in its
+    newest window."""
     found: dict[int, Row] = {}
     step = 0
     for _, path in source.rank_files("ranks-*.jsonl"):

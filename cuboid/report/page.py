@@ -1,4 +1,5 @@
-"""One page that holds its data, its style and its script, and asks nobody for anything."""
+"""One page that holds its data, its style and its script, and asks nobody for anything; or, served while a run is
+running, only this server: read-only, two addresses, on loopback unless told otherwise."""
 
 from __future__ import annotations
 

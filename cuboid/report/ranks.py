@@ -1,4 +1,4 @@
-"""The cuboid: which rank sits on which node, and which links each kind of group crosses.
+"""The ranks: who sits on which node, which links each kind of group crosses, what a rank holds and what it moves.
 
 Groups are told by stride and size, from which a page finds the group of any rank, however many there are."""
 
@@ -83,6 +83,7 @@ HOW = {
 
 
 def memory(source: Source) -> dict[str, Any] | None:
+    """Memory of every pipeline rank by category: predicted, and measured where a run has been."""
     plan, measured = source.plan, source.memory
     if plan is None and not measured:
         return None
@@ -126,6 +127,7 @@ def _fullest(source: Source, measured: dict[int, Row]) -> list[dict[str, Any]]:
 
 
 def communication(source: Source) -> dict[str, Any] | None:
+    """Bytes a step moves, by dimension and link: predicted, and counted where the run was asked to count."""
     counted, ranks, surprises = _counted(source)
     plan = source.plan
     lines = [

@@ -1,4 +1,5 @@
-"""When every stage does what with every micro-batch: as predicted, as simulated from measured times, and as it was."""
+"""When every stage does what with every micro-batch: as predicted, as simulated from measured times, and as it was; for
+the page, and as a trace for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 

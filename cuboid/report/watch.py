@@ -1,4 +1,4 @@
-"""A run while it is in flight: read again and again, each time only what is new."""
+"""A run while it is in flight, read again and again, each time only what is new; drawn in a terminal of 80 × 24."""
 
 from __future__ import annotations
 

@@ -1,4 +1,16 @@
-"""`ClusterSpec`: accelerators in nodes, and the tiers of links between them."""
+"""`ClusterSpec`: accelerators in nodes, and the tiers of links between them; by name (`h100x1024`, `cpux8`) and from
+TOML, out of the catalog of accelerators and links.
+
+accelerator = "h100"          # whatever the file omits is as in the catalog
+nodes = 4
+memory_gib = 60.0
+
+[[tiers]]
+name = "nvlink"
+size = 8
+bandwidth = 400.0
+latency = 3.0
+"""
 
 import re
 import tomllib
@@ -93,19 +105,13 @@ class ClusterSpec:
         raise UserError(f"rank={max(members)} is outside {self.name}; use {up_to(self.accelerators - 1, 'rank=')}")
 
 
-def load_cluster(text: str) -> ClusterSpec:
-    """A cluster from a name such as `h100x1024`, or from a TOML file."""
-
-    return cluster_from_text(text)
-
-
 Table = dict[str, Any]
 
 FACTS = ("peak_tflops", "memory_gib", "memory_bandwidth")
 
 
-def cluster_from_text(text: str) -> ClusterSpec:
-    """A cluster from its name or its file."""
+def load_cluster(text: str) -> ClusterSpec:
+    """A cluster from a name such as `h100x1024`, or from a TOML file."""
     if text.endswith(".toml"):
         return cluster_from_file(Path(text))
     match = re.fullmatch(r"(.+)x(\d+)", text)

@@ -1,4 +1,9 @@
-"""Which part of each full parameter a tensor rank holds, and who else holds the same part.
+"""The parameters of a model by name and shape, which part of each a rank holds, and who else holds the same part.
+
+Parameters stand in the order the modules of `cuboid.model` hold them, in units that are gathered and reduced together:
+a block, the embedding, the head. The table of tokens is a unit of its own, so that first and last stage lay out a tied
+one alike; routed experts are, because other ranks hold the same ones; what balances a router is, because it keeps its
+precision and has no gradient.
 
 Pure arithmetic on names and shapes: initial weights, gradients, checkpoints, the proof and the planner's count of bytes
 all read this one table."""
@@ -254,6 +259,10 @@ def lay_out(shapes: dict[str, tuple[int, ...]], slice_of_name: Callable[[str, tu
         parts.append(Part(name, shape, slice_of_name(name, shape), offset))
         offset += parts[-1].size
     return parts
+
+
+# Context parallelism: a sequence is cut into 2 · cp chunks and rank i holds chunks i and 2 · cp - 1 - i (zigzag): under
+# a causal mask an early chunk is little work and a late one much, and every such pair is the same.
 
 
 def chunks_of(index: int, size: int) -> tuple[int, int]:

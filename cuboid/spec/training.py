@@ -154,7 +154,8 @@ BUILT_IN = ("python-stdlib", "synthetic")
 
 @dataclass(frozen=True, kw_only=True)
 class DataSpec:
-    """Where tokens come from. Paths are relative to the folder the command runs in, as output.folder is."""
+    """Where tokens come from, how they become samples, and what is held out. Paths are relative to the folder the
+    command runs in, as output.folder is."""
 
     source: str = "python-stdlib"
     """python-stdlib, synthetic, a store that `cuboid data build` wrote, the prefix of a Megatron .bin/.idx pair, a data
