@@ -19,10 +19,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from cuboid.errors import UserError, either, nearest_names, up_to
-from cuboid.spec.coding import check_types, decode, field_types, read_toml, require_known
+from cuboid.spec.coding import Table, check_types, decode, field_types, read_toml, require_known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +103,6 @@ class ClusterSpec:
                 return tier
         raise UserError(f"rank={max(members)} is outside {self.name}; use {up_to(self.accelerators - 1, 'rank=')}")
 
-
-Table = dict[str, Any]
 
 FACTS = ("peak_tflops", "memory_gib", "memory_bandwidth")
 

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cuboid.errors import UserError, either, nearest_names, nearest_numbers, use
-from cuboid.spec.coding import convert, show
+from cuboid.spec.coding import Table, convert, show
 from cuboid.spec.layout import Layout, require_positive
-
-Table = dict[str, Any]
 
 
 @dataclass(frozen=True)

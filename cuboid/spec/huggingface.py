@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from cuboid.errors import UserError, either, nearest_names
-from cuboid.spec.coding import show
+from cuboid.spec.coding import Table, show
 from cuboid.spec.model import BIAS_RATE, ROUTER_NOISE, ModelSpec
 from cuboid.spec.plugin import PythonModelSpec
-
-Table = dict[str, Any]
 
 LATENT_KEYS = {
     "q_lora_rank": "q_rank",
