@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 KINDS = {".py", ".md", ".js", ".css", ".html", ".c", ".toml"}
-ROOMS = tuple("spec schedule telemetry data checkpoint resilience generate verification launch report".split())
+ROOMS = tuple("spec schedule telemetry data checkpoint resilience generate verification launch report cli".split())
 """Those whose words are checked in `IN_ROOMS` too."""
 
 EVERYWHERE = {
