@@ -22,7 +22,7 @@ from cuboid.planning.question import Question
 from cuboid.probe.rehearsal import rehearse
 from cuboid.report.metrics import experts
 from cuboid.report.page import SCRIPTS, collect, embedded, page
-from cuboid.report.source import POINTS, open_source
+from cuboid.report.source import SERIES_POINTS, open_source
 from cuboid.report.watch import Watched, frame, line
 from cuboid.resilience.goodput import Failure
 from cuboid.spec.cluster import load_cluster
@@ -176,7 +176,7 @@ def test_a_run_of_a_hundred_thousand_steps_is_thinned_and_says_so(tmp_path: Path
     write_rows(tmp_path / "metrics.jsonl", rows)
     data = collect(open_source(tmp_path), False)
     curves = data["curves"]
-    assert curves["rows"] == 100_000 and curves["each"] == 67 and len(curves["steps"]) <= POINTS
+    assert curves["rows"] == 100_000 and curves["each"] == 67 and len(curves["steps"]) <= SERIES_POINTS
     loss = curves["series"][0]
     assert set(loss["middle"]) == {6.0} and max(loss["high"]) == 99.0, "no peak is lost"
     assert len(page(data)) < 1_000_000
