@@ -13,18 +13,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 KINDS = {".py", ".md", ".js", ".css", ".html", ".c", ".toml"}
-ROOMS = (
-    "launch",
-    "resilience",
-    "checkpoint",
-    "data",
-    "generate",
-    "verification",
-    "schedule",
-    "telemetry",
-    "parallel",
-    "model",
-    "kernels",
+ROOMS = tuple(
+    "spec schedule telemetry kernels model data parallel checkpoint resilience generate "
+    "verification launch report cli".split()
 )
 """Those whose words are checked in `IN_ROOMS` too."""
 
@@ -63,6 +54,7 @@ ALLOWED = [
     r"from itertools import .*product|product\(",
     r"older runs wrote `exchanges`|told\[\"exchanges\"\]",  # what is still read
     r"shares (a|its|one) (core|card)",  # the verb
+    r"box=None",  # of rich
 ]
 
 

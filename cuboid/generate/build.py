@@ -30,8 +30,7 @@ from cuboid.parallel.tensor import split_block, split_embedding, split_head
 from cuboid.parallel.tensor_region import Region
 from cuboid.planning.cache import cache_shape
 from cuboid.spec.generation import GenerationSpec
-from cuboid.spec.parameters import BALANCE, TIED, unit_of
-from cuboid.spec.sharding import Part, ShardingRank, kv_part_count
+from cuboid.spec.sharding import BALANCE, TIED, Part, ShardingRank, kv_part_count, unit_of
 
 # Fused QKV and fused gate-up: matmuls of the same rows made into one, because a decoding step has few rows, and takes
 # as long as it takes to begin each operation. Queries and keys are rotated (RoPE) together too, where they have no

@@ -26,8 +26,7 @@ from torch import Tensor, nn
 from cuboid.errors import UserError
 from cuboid.model.linear import ColumnLinear, declared_split
 from cuboid.model.transformer import IGNORED, summed_loss
-from cuboid.spec.parameters import TIED
-from cuboid.spec.sharding import VOCABULARY, ShardingRank, Split
+from cuboid.spec.sharding import TIED, VOCABULARY, ShardingRank, Split
 
 Batch = Mapping[str, Tensor]
 """What the data set gives, a micro-batch at a time: name -> (micro-batch, …)."""

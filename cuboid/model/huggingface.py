@@ -22,7 +22,7 @@ from cuboid.errors import UserError
 from cuboid.model.custom import Model
 from cuboid.model.transformer import Transformer
 from cuboid.spec.model import ModelSpec
-from cuboid.spec.python_model import PythonModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from cuboid.model.batch import Documents
-from cuboid.spec.data import DataSpec
 from cuboid.spec.model import ModelSpec, RopeScaling, YarnScaling
+from cuboid.spec.training import DataSpec
 
 
 @dataclass(frozen=True)

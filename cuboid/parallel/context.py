@@ -22,7 +22,7 @@ from cuboid.model.flash_attention import Attended, Gradients, attend, attend_bac
 from cuboid.model.rope import Positions
 from cuboid.parallel.collectives import all_gather, all_to_all, reduce_scatter, start_shift
 from cuboid.parallel.groups import Group, Groups
-from cuboid.spec.zigzag import chunks_of, places_of
+from cuboid.spec.sharding import chunks_of, places_of
 
 
 class ContextMix:

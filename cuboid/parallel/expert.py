@@ -24,7 +24,7 @@ from cuboid.parallel.collectives import Pending, all_gather, all_reduce, start_a
 from cuboid.parallel.groups import Group, Groups
 from cuboid.parallel.recompute import remembered
 from cuboid.spec.run import Run
-from cuboid.spec.zigzag import places_of
+from cuboid.spec.sharding import places_of
 
 HandOver = Callable[[], None]
 

@@ -12,8 +12,7 @@ from cuboid.parallel.collectives import all_reduce
 from cuboid.parallel.groups import Group
 from cuboid.parallel.parallelize import Engine
 from cuboid.parallel.zero import OptimizerShard, Unit
-from cuboid.spec.parameters import TIED
-from cuboid.spec.sharding import Part
+from cuboid.spec.sharding import TIED, Part
 
 
 def finish_gradients(engine: Engine) -> None:

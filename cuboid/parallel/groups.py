@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from cuboid.parallel.shm_collectives import SharedMemoryGroup, connect
-from cuboid.schedule.make import FAMILIES
+from cuboid.schedule.schedules import FAMILIES
 from cuboid.spec.layout import Layout
 from cuboid.spec.ranks import Coordinates, coordinates
 from cuboid.spec.ranks import groups as rank_groups

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cuboid.parallel.groups import Group, Groups
-from cuboid.schedule.program import Message
-from cuboid.schedule.table import Schedule
+from cuboid.schedule.table import Message, Schedule
 from cuboid.telemetry.heartbeat import HEARTBEAT, Track
 
 

@@ -42,15 +42,26 @@ from cuboid.parallel.stage import Activations, Reduction, Segment, Stage
 from cuboid.parallel.tensor import connect_region, split_block, split_embedding, split_head
 from cuboid.parallel.tensor_region import Region
 from cuboid.parallel.zero import Unit
-from cuboid.schedule.make import make_schedule
 from cuboid.schedule.order import pairs_overlap
+from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.table import Schedule
 from cuboid.spec.layout import Recompute
-from cuboid.spec.parameters import BALANCE, EXPERTS, TIED, is_block_linear, unit_of
 from cuboid.spec.partition import partition
-from cuboid.spec.python_model import PythonModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
-from cuboid.spec.sharding import REPLICATED, Declared, Part, ShardingRank, kv_part_count, lay_out
+from cuboid.spec.sharding import (
+    BALANCE,
+    EXPERTS,
+    REPLICATED,
+    TIED,
+    Declared,
+    Part,
+    ShardingRank,
+    is_block_linear,
+    kv_part_count,
+    lay_out,
+    unit_of,
+)
 from cuboid.spec.train_state import Course
 from cuboid.telemetry.communication_ledger import Ledger
 

@@ -20,8 +20,7 @@ from cuboid.parallel.rank_batch import RankBatch
 from cuboid.parallel.split_backward import Deferral
 from cuboid.parallel.stage import Entrance, Stage
 from cuboid.schedule.order import UNITS, Receive, Send, instructions
-from cuboid.schedule.program import Message
-from cuboid.schedule.table import Action, Kind, Schedule
+from cuboid.schedule.table import Action, Kind, Message, Schedule
 from cuboid.telemetry.heartbeat import HEARTBEAT, Activity
 
 

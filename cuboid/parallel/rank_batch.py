@@ -11,9 +11,9 @@ from torch import Tensor
 from cuboid.model.batch import MicroBatch
 from cuboid.model.custom import Model, counted_labels
 from cuboid.model.rope import Positions, PositionTable
-from cuboid.spec.python_model import PythonModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
-from cuboid.spec.zigzag import places_of
+from cuboid.spec.sharding import places_of
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,8 @@ from cuboid.spec.fitting import check_model
 from cuboid.spec.generation import DIMENSIONS
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import ModelSpec
-from cuboid.spec.parameters import units
 from cuboid.spec.partition import partition
-from cuboid.spec.sharding import ShardingRank
+from cuboid.spec.sharding import ShardingRank, units
 
 ITEM_BYTES = {"bf16": 2, "float32": 4}
 OBJECTIVES = ("throughput", "latency")

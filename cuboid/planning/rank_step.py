@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cuboid.spec.parameters import DeclaredUnit, is_block_linear, units
 from cuboid.spec.partition import partition
 from cuboid.spec.ranks import coordinates
 from cuboid.spec.run import Run
-from cuboid.spec.sharding import Part, ShardingRank, lay_out
+from cuboid.spec.sharding import DeclaredUnit, Part, ShardingRank, is_block_linear, lay_out, units
 from cuboid.telemetry.communication_ledger import Kind
 
 ELEMENT = {"bf16": 2, "fp16": 2, "float32": 4, "float64": 8}

@@ -119,9 +119,9 @@ class CapturedPasses:
     def _replay(self, batches: list[RankBatch], factor: Tensor) -> Passes:
         assert self._graph is not None
         copies, kept_factor = self._inputs
-        for copy, share in zip(copies, batches, strict=True):
-            copy.tokens.copy_(share.tokens)
-            copy.labels.copy_(share.labels)
+        for copy, batch in zip(copies, batches, strict=True):
+            copy.tokens.copy_(batch.tokens)
+            copy.labels.copy_(batch.labels)
         # The loss scale changes between steps; it is an input like the tokens.
         kept_factor.copy_(factor)
         for unit in self._engine.units:

@@ -235,11 +235,11 @@ def evaluate(
     loss = torch.zeros((), dtype=torch.float64, device=engine.device)
     tokens = torch.zeros((), dtype=torch.float64, device=engine.device)
     for micro_batches in batches:
-        batches = [engine.batches.of(batch) for batch in micro_batches]
-        summed = engine.pipeline.evaluate(batches)
+        own = [engine.batches.of(batch) for batch in micro_batches]
+        summed = engine.pipeline.evaluate(own)
         if engine.holds_loss:
             loss += summed
-            tokens += sum(int(batch.counted) for batch in batches)
+            tokens += sum(int(batch.counted) for batch in own)
         if stops():
             return None
     total, count = all_reduce(torch.stack((loss, tokens)), engine.groups.world).tolist()

@@ -25,7 +25,7 @@ from cuboid.model.router import Router
 from cuboid.model.transformer import IGNORED, Transformer
 from cuboid.parallel.device import choose_device
 from cuboid.spec.layout import Layout
-from cuboid.spec.python_model import PythonModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
 from cuboid.spec.sharding import ShardingRank
 from cuboid.telemetry.heartbeat import HEARTBEAT

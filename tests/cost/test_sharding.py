@@ -22,8 +22,7 @@ from cuboid.cost.sharding import (
     tied_sum,
 )
 from cuboid.spec.model import MixtureSpec, ModelSpec, load_model
-from cuboid.spec.parameters import units
-from cuboid.spec.sharding import ShardingRank
+from cuboid.spec.sharding import ShardingRank, units
 
 TINY = ("tiny-llama", "tiny-gpt2", "tiny-qwen3", "tiny-mixtral", "tiny-qwen3-moe", "tiny-deepseek")
 LLAMA = Shape.of(load_model("llama3-8b"))

@@ -13,8 +13,8 @@ from cuboid.model.flash_attention import Attended, attend, attend_backward, docu
 from cuboid.model.initialize import initialize
 from cuboid.model.rope import PositionTable
 from cuboid.model.transformer import Transformer
-from cuboid.spec.data import DataSpec
 from cuboid.spec.model import load_model
+from cuboid.spec.training import DataSpec
 
 IDS = torch.tensor([[0, 0, 0, 1, 2, 2, 2, 2], [0, 0, 0, 0, 0, 0, 0, 1]])
 LENGTHS = [3, 1, 4, 7, 1]

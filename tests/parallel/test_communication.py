@@ -9,8 +9,8 @@ import pytest
 from cuboid.launch.pool import Pool
 from cuboid.planning.collectives import predicted_ledger, unforeseen
 from cuboid.spec.model import load_model
-from cuboid.spec.parameters import units
 from cuboid.spec.partition import partition
+from cuboid.spec.sharding import units
 from cuboid.telemetry.communication_ledger import Ledger
 from tests.parallel.cases import small_run
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cuboid.model.batch import Documents
 from cuboid.parallel.context import Block, by_rank, gathered_blocks, in_order, ring_blocks
-from cuboid.spec.zigzag import places_of
+from cuboid.spec.sharding import places_of
 
 
 def seen_pairs(blocks: list[Block], queries: list[int], keys: list[int], counts: Tensor) -> None:

@@ -13,7 +13,7 @@ from cuboid.cli.verify import verification_run
 from cuboid.errors import UserError
 from cuboid.launch.pool import Pool
 from cuboid.spec.model import load_model
-from cuboid.spec.python_model import PythonModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import build_run, dump_run, load_run
 from cuboid.spec.sharding import ShardingRank
 from tests.parallel.cases import assert_equal

@@ -11,9 +11,8 @@ from cuboid.model.linear import declared_split
 from cuboid.model.transformer import Transformer
 from cuboid.spec.load import catalog_models
 from cuboid.spec.model import ModelSpec, load_model
-from cuboid.spec.parameters import units
 from cuboid.spec.run import build_run
-from cuboid.spec.sharding import Declared, ShardingRank, heads, kv_part_count, vocabulary_rows
+from cuboid.spec.sharding import Declared, ShardingRank, heads, kv_part_count, units, vocabulary_rows
 
 MODELS = ["tiny-llama", "tiny-gpt2", "tiny-qwen3"]
 

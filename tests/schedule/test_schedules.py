@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuboid.errors import UserError
-from cuboid.schedule.make import FAMILIES, make_schedule
+from cuboid.schedule.order import validate
+from cuboid.schedule.schedules import FAMILIES, make_schedule
 from cuboid.schedule.simulate import peak_activations, peak_in_flight
 from cuboid.schedule.table import Action, Kind, Schedule, join
-from cuboid.schedule.validate import validate
 
 
 @st.composite

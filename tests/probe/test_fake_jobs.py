@@ -17,6 +17,6 @@ FIELDS = (
 @pytest.mark.parametrize("layout", [pytest.param("tp=2", marks=pytest.mark.thorough), "tp=2,recompute=selective"])
 def test_compiled_blocks_keep_the_same(pool: Pool, layout: str) -> None:
     run = small_run(layout, *FIELDS, micro_batches=1)
-    first, second = pool.run("tests.probe.imagined_jobs:kept_by_blocks", (run,), ranks=2)
-    (alone,) = pool.run("tests.probe.imagined_jobs:kept_alone", (run,), ranks=1)
+    first, second = pool.run("tests.probe.fake_jobs:kept_by_blocks", (run,), ranks=2)
+    (alone,) = pool.run("tests.probe.fake_jobs:kept_alone", (run,), ranks=1)
     assert first and first == second == alone

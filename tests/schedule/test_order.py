@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuboid.errors import UserError
-from cuboid.schedule.make import make_schedule
-from cuboid.schedule.order import Compute, Receive, Send, instructions, pairs_overlap
+from cuboid.schedule.order import Compute, Receive, Send, instructions, pairs_overlap, run_blocking, validate
+from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.table import Action, Kind, Schedule
-from cuboid.schedule.validate import run_blocking, validate
 
 
 def parse(text: str) -> tuple[Action, ...]:

@@ -4,14 +4,14 @@ import time
 
 import torch
 
-from cuboid.probe.clock import WINDOWS, timed
+from cuboid.probe.kernels import WINDOWS, timed
 
 
 def test_sleeping_keeps_no_core() -> None:
     found = timed(lambda: time.sleep(0.01), 0.2, torch.device("cpu"))
-    assert len(found.windows) == len(found.shares) == WINDOWS
+    assert len(found.windows) == len(found.core_fractions) == WINDOWS
     assert max(found.windows) < 0.01
-    assert max(found.shares) < 0.9
+    assert max(found.core_fractions) < 0.9
 
 
 def test_what_takes_longer_than_there_is_time_is_timed_once_when_warm() -> None:

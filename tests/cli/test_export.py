@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cuboid.checkpoint.folder import checkpoint_path
-from cuboid.cli.export_model import parse_size
+from cuboid.cli.export import parse_size
 from cuboid.cli.main import main
 from cuboid.errors import UserError
 from cuboid.launch.pool import Pool

@@ -22,9 +22,8 @@ from rich.console import Console
 
 from cuboid.cli.main import main
 from cuboid.errors import UserError
-from cuboid.report.live import Watched
-from cuboid.report.serve import serve
-from cuboid.report.terminal import bar, frame, sparkline
+from cuboid.report.page import serve
+from cuboid.report.watch import Watched, bar, frame, sparkline
 from cuboid.schedule.simulate import StageCosts
 from cuboid.training.run_folder import claimed
 from tests.cli.command import environment

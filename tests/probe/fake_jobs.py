@@ -1,4 +1,5 @@
-"""What compiled blocks of a tensor rank keep for their backward pass, beside others or with others imagined."""
+"""What compiled blocks of a tensor rank keep for their backward pass, beside others or with fake collectives in their
+place."""
 
 from __future__ import annotations
 

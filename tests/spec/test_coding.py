@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from cuboid.spec.toml import dumps
+from cuboid.spec.coding import dumps
 
 KEYS = some.text(min_size=1, max_size=6)
 SCALARS = (

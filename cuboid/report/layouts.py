@@ -1,7 +1,5 @@
-"""What every neighbouring layout would cost, computed ahead: the table behind the knobs of a plan's page.
-
-Context and expert parallelism stay as they are in the plan; everything else takes every value that the model, the batch
-and the cluster allow, stages per rank in powers of two."""
+"""Other layouts of a plan: those the planner had to choose from, time against memory; and what every
+neighbouring layout would cost, computed ahead, for the knobs of the page."""
 
 from __future__ import annotations
 
@@ -12,17 +10,85 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuboid.planning.score import score
+from cuboid.cost.step import PARTS
+from cuboid.planning.reasons import WORDS
+from cuboid.planning.score import Scores, score
 from cuboid.planning.space import Space, bases, scheduled
-from cuboid.report.source import Source
+from cuboid.report.source import Source, short
 from cuboid.spec.layout import RECOMPUTE, SCHEDULES, Layout
 
+POINTS = 900
+FAR, SLOW = 3, 30
+"""Times the accelerator's memory, and times the chosen layout's step, beyond which a layout is only counted."""
+CANDIDATES = 40_000
+"""Layouts scored: what takes a second or two."""
+
+
+def considered(source: Source) -> dict[str, Any] | None:
+    """Best layouts first: of the fastest all, of the rest a sample that reaches to the slowest."""
+    plan = source.plan
+    if plan is None:
+        return None
+    question = plan.question
+    space = bases(question, question.cluster.accelerators)
+    space = scheduled(question, _sample(space, CANDIDATES // 8))
+    if not len(space):
+        return None
+    scores = score(question, _sample(space, CANDIDATES))
+    near = (scores.memory <= FAR * question.machine.chip.memory) & (scores.seconds <= SLOW * plan.seconds)
+    chosen = _spread(scores.take(np.flatnonzero(near)))
+    points = [
+        {
+            "layout": str(chosen.space.layout(index)),
+            "seconds": short(float(chosen.seconds[index])),
+            "memory": round(float(chosen.memory[index])),
+            "fits": bool(chosen.fits[index]),
+            "parts": [short(float(chosen.parts[name][index])) for name in PARTS],
+        }
+        for index in range(len(chosen.space))
+    ]
+    own = {
+        "layout": str(plan.layout),
+        "seconds": plan.seconds,
+        "memory": round(plan.peak),
+        "fits": plan.peak <= question.limit,
+        "parts": [plan.parts[name] for name in PARTS],
+    }
+    return {
+        "parts": {name: WORDS[name] for name in PARTS},
+        "limit": question.limit,
+        "capacity": question.machine.chip.memory,
+        "looked_at": len(scores.space),
+        "beyond": int((~near).sum()),
+        "own": own,
+        "points": points,
+    }
+
+
+def _sample(space: Space, count: int) -> Space:
+    """Every n-th of them."""
+    if len(space) <= count:
+        return space
+    return space.take(np.linspace(0, len(space) - 1, count).astype(np.intp))
+
+
+def _spread(scores: Scores) -> Scores:
+    """Half the fastest that fit, half spread evenly over all in order of time; each layout once."""
+    order = np.argsort(scores.seconds, kind="stable")
+    fitting = order[scores.fits[order]]
+    spread = order[np.linspace(0, len(order) - 1, min(POINTS // 2, len(order))).astype(np.intp)]
+    both = dict.fromkeys([*fitting[: POINTS // 2].tolist(), *spread.tolist()])
+    return scores.take(np.array(list(both), dtype=np.intp))
+
+
 AXES = ("tp", "pp", "micro_batch", "zero", "recompute", "schedule")
-MOST = 60_000
+MOST_ROWS = 60_000
 """Rows told: about one megabyte."""
 
 
 def explorer(source: Source) -> dict[str, Any] | None:
+    """Context and expert parallelism stay as they are in the plan; everything else takes every value that the model,
+    the batch and the cluster allow, stages per rank in powers of two."""
     plan = source.plan
     if plan is None:
         return None
@@ -38,9 +104,9 @@ def explorer(source: Source) -> dict[str, Any] | None:
         alike = space.take(np.flatnonzero(space.columns["recompute"] == RECOMPUTE.index(layout.recompute)))
         some = np.full_like(alike.columns["dp"], layout.recompute_layers)
         space = space.joined(replace(alike, columns={**alike.columns, "recompute_layers": some}))
-    if len(space) > MOST:  # micro-batches far from the plan's go first
+    if len(space) > MOST_ROWS:  # micro-batches far from the plan's go first
         far = np.abs(np.log2(space.columns["micro_batch"] / layout.micro_batch))
-        space = space.take(np.sort(np.argsort(far, kind="stable")[:MOST]))
+        space = space.take(np.sort(np.argsort(far, kind="stable")[:MOST_ROWS]))
     if not len(space):
         return None
     scores = score(question, space)
