@@ -28,7 +28,8 @@ def _set(table: dict[str, Any], keys: list[str], text: str, types: Mapping[str, 
     done = path[: len(path) - len(".".join(keys))].rstrip(".")
     if (done, key) == ("model", "base"):
         types = {"base": str}
-    if (done, key) == ("model", "options") and rest:  # of a user's own model, which alone knows their types
+    # Of a user's own model or optimizer, which alone knows their types.
+    if (done, key) in (("model", "options"), ("optimizer", "options")) and rest:
         table[key] = {**table.get(key, {}), ".".join(rest): _literal(text)}
         return
     require_known(key, types, done)

@@ -204,6 +204,7 @@ class Run:
         check(self.layout, self.model, global_batch=batch, sequence=sequence, section="training.")
         if isinstance(self.model, PythonModelSpec):
             self._check_own_model()
+        self.optimizer.check_layout(self.layout)
         if self.training.precision == "fp8":
             check_fp8(self.layout, self.model, sequence, section="training.")
         if self.training.overlap_tensor == "on" and self.layout.tp > 1:
