@@ -180,7 +180,7 @@ def test_kinds_that_need_whole_matrices_are_refused(kind: str) -> None:
 
 
 def test_state_that_no_checkpoint_holds_is_refused(pool: Pool, own: str) -> None:
-    with pytest.raises(Exception, match="keeps rows of .*, which is neither a number"):
+    with pytest.raises(Exception, match=r"keeps rows of .*, which is neither a number"):
         pool.run("cuboid.verification.compare:verify_rank", (small("dp=1", f"{own}Rows"),), ranks=1)
 
 
