@@ -82,8 +82,8 @@ def begin_anew(engine: Engine, optimizer: Moments) -> None:
     draw_weights(engine)
     for unit in engine.units:
         for optimizer_shard in unit.optimizer_shards():
-            for moment in optimizer.moments(optimizer_shard):
-                moment.zero_()
+            for kept in optimizer.state_of(optimizer_shard).values():
+                kept.zero_()
     optimizer.set_steps_taken(0)
     if engine.loss_scale is not None:
         engine.loss_scale.restore([])

@@ -41,7 +41,7 @@ from cuboid.checkpoint.manifest import (
     spell,
 )
 from cuboid.checkpoint.shards import ShardedTensor, TensorSlice
-from cuboid.checkpoint.state import KINDS
+from cuboid.checkpoint.state import GENERATOR
 from cuboid.checkpoint.verify import MISMATCH, check_file, check_index
 from cuboid.kernels.precision import join_halves
 from cuboid.telemetry.heartbeat import HEARTBEAT
@@ -274,11 +274,11 @@ def _overlap(tensor_slice: TensorSlice, values: Tensor, chunk: Mapping[str, Any]
 
 
 def whole_tensors(checkpoint: Place) -> dict[str, Tensor]:
-    """By the names of the index: `parameter/…`, `exp_avg/…`, `exp_avg_sq/…`."""
+    """By the names of the index: `parameter/…`, and of AdamW `exp_avg/…`, `exp_avg_sq/…`."""
     reader = Reader(checkpoint)
     state: dict[str, ShardedTensor] = {}
     for name, entry in reader.index.items():
-        if name.partition("/")[0] not in KINDS:  # random generators are a rank's, not the model's
+        if name.partition("/")[0] == GENERATOR:  # random generators are a rank's, not the model's
             continue
         shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
         whole = TensorSlice((0,) * len(shape), shape, 0)

@@ -177,6 +177,10 @@ def train_run(
     if not role.speaks:
         return role.train(quiet=quiet)
     check_data(run)
+    if run.optimizer.is_own:
+        from cuboid.training.own_optimizer import check_optimizer  # here, because it brings torch
+
+        check_optimizer(run)
     notes = _check_start(run, overwrite)
     with claimed(Path(run.output.folder)):
         past = prepare_folder(run, overwrite)

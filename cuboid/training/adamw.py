@@ -121,6 +121,11 @@ class Elements:
         self.kept.copy_(rest)
 
 
+def named_moments(moments: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """As checkpoints call them."""
+    return dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))
+
+
 def _update(
     kept: Tensor,
     first: Tensor,

@@ -49,7 +49,7 @@ def storages(units: Iterable[Unit], optimizer: Optimizer) -> set[int]:
     found = {
         moment.untyped_storage()._cdata
         for optimizer_shard in optimizer.optimizer_shards
-        for moment in optimizer.moments(optimizer_shard)
+        for moment in optimizer.state_of(optimizer_shard).values()
     }
     return found | {tensor.untyped_storage()._cdata for unit in units for tensor in unit.held_tensors()}
 

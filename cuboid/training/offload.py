@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cuboid.kernels.pinned_memory import PinnedMemory, bytes_taken
 from cuboid.parallel.zero import OptimizerShard, Unit
-from cuboid.training.adamw import ROW, Elements
+from cuboid.training.adamw import ROW, Elements, named_moments
 
 LOAD = 2**24
 """Most elements brought at once: copying them takes milliseconds, launching the copies microseconds."""
@@ -130,9 +130,9 @@ class OffloadedState:
         if self._leaving is not None:
             self._leaving.synchronize()
 
-    def moments(self, optimizer_shard: OptimizerShard) -> tuple[Tensor, Tensor]:
+    def tensors(self, optimizer_shard: OptimizerShard) -> dict[str, Tensor]:
         self.settle()
-        return self._of_part[optimizer_shard.part.name]
+        return named_moments(self._of_part[optimizer_shard.part.name])
 
     def visit(self, units: Sequence[Unit]) -> Iterator[list[Elements]]:
         """On the current stream."""

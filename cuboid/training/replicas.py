@@ -66,12 +66,7 @@ def _held(engine: Engine, optimizer: Optimizer) -> Iterator[tuple[str, str, Tens
             unit.release()
         for optimizer_shard in optimizer_shards:
             place = f"{optimizer_shard.part.slice}/{optimizer_shard.start}:{optimizer_shard.stop}"
-            first, second = optimizer.moments(optimizer_shard)
-            for kind, values in (
-                ("master", optimizer_shard.master),
-                ("first moment", first),
-                ("second moment", second),
-            ):
+            for kind, values in {"master": optimizer_shard.master, **optimizer.state_of(optimizer_shard)}.items():
                 yield optimizer_shard.part.name, f"{kind}/{place}", values
 
 

@@ -79,7 +79,9 @@ def odd_moments(rank: int, run: Run) -> int:
     """How many of a rank's moments begin at a place that is no multiple of 16 bytes."""
     optimizer = Optimizer(build_engine(run, rank, CPU), run.optimizer)
     moments = [
-        moment for optimizer_shard in optimizer.optimizer_shards for moment in optimizer.moments(optimizer_shard)
+        moment
+        for optimizer_shard in optimizer.optimizer_shards
+        for moment in optimizer.state_of(optimizer_shard).values()
     ]
     assert any((optimizer_shard.stop - optimizer_shard.start) % 16 for optimizer_shard in optimizer.optimizer_shards)
     return sum(moment.data_ptr() % 16 > 0 for moment in moments)
