@@ -40,8 +40,11 @@ class VocabularyLoss(ColumnLinear):
 
     def __init__(self, hidden: int, vocabulary: int) -> None:
         super().__init__(hidden, vocabulary, False, VOCABULARY)
-        nn.init.normal_(self.weight, std=min(hidden**-0.5, 16 / hidden))
         self.summed_loss: Callable[[Tensor, Tensor], Tensor] = summed_loss
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            nn.init.normal_(self.weight, std=min(self.in_features**-0.5, 16 / self.in_features))
 
     def logits(self, x: Tensor) -> Tensor:
         """Of this rank's part of the vocabulary."""

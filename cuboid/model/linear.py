@@ -52,6 +52,11 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias)
         self.matmul: Matmul = functional.linear
 
+    def reset_parameters(self) -> None:
+        # Without memory there is nothing to draw, and trying would import the compiler: a second in every rank.
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
     def forward(self, x: Tensor) -> Tensor:
         return self.matmul(x, self.weight, self.bias)
 
@@ -85,10 +90,19 @@ class RowLinear(Linear):
         return y if self.bias is None else y + self.bias
 
 
-class VocabularyEmbedding(nn.Embedding):
-    """Splits its rows over tensor ranks: each looks up what it holds, the rest is zero until the sum."""
+class Table(nn.Embedding):
+    """Rows to look up."""
 
     weight: nn.Parameter
+
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:  # as of `Linear`
+            super().reset_parameters()
+
+
+class VocabularyEmbedding(Table):
+    """Splits its rows over tensor ranks: each looks up what it holds, the rest is zero until the sum."""
+
     sharding: Mapping[str, Split] = {"weight": VOCABULARY}
     region: Region | None = None
     first_row = 0

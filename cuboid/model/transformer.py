@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cuboid.kernels.precision import wide
 from cuboid.model.attention import Attention
 from cuboid.model.feed_forward import FeedForward
-from cuboid.model.linear import ColumnLinear, Norm, VocabularyEmbedding
+from cuboid.model.linear import ColumnLinear, Norm, Table, VocabularyEmbedding
 from cuboid.model.load_balancing import Balance
 from cuboid.model.mla import MultiLatentAttention
 from cuboid.model.moe import MoE
@@ -35,7 +35,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.tokens = VocabularyEmbedding(model.vocab, model.hidden)
         learned = model.positions == "learned"
-        self.positions = nn.Embedding(model.max_positions, model.hidden) if learned else None
+        self.positions = Table(model.max_positions, model.hidden) if learned else None
 
     def forward(self, tokens: Tensor, positions: Positions) -> Tensor:
         """tokens: (batch, length) → (batch · length, hidden)."""
