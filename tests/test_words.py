@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 KINDS = {".py", ".md", ".js", ".css", ".html", ".c", ".toml"}
-ROOMS = ("launch", "resilience", "checkpoint", "data", "generate", "verification", "schedule", "telemetry")
+ROOMS = ("launch", "resilience", "checkpoint", "data", "generate", "verification", "schedule", "telemetry", "training")
 """Those whose words are checked in `IN_ROOMS` too."""
 
 EVERYWHERE = {

@@ -34,7 +34,7 @@ class Passes:
     """What forward and backward leave, beside gradients; of this rank."""
 
     tokens: Tensor
-    """Labelled ones, of the global batch."""
+    """With labels, of the global batch."""
     loss: Tensor
     """Summed over tokens."""
     square: Tensor
@@ -69,21 +69,21 @@ class CapturedPasses:
         self._inputs: tuple[list[Share], Tensor]
         self._outputs: Passes
 
-    def __call__(self, shares: list[Share], factor: Tensor) -> Passes:
+    def __call__(self, local_batches: list[Share], factor: Tensor) -> Passes:
         self._calls += 1
         # The first step compiles kernels and opens communicators, neither of which a capture allows.
         if self._calls < WARM_UP or self._pays is False:
-            return self._plain(shares, factor)
+            return self._plain(local_batches, factor)
         if self._calls == WARM_UP:
-            return self._timed(shares, factor)
+            return self._timed(local_batches, factor)
         if self._graph is None:
-            self._capture(shares, factor)
-        return self._replay(shares, factor)
+            self._capture(local_batches, factor)
+        return self._replay(local_batches, factor)
 
-    def _timed(self, shares: list[Share], factor: Tensor) -> Passes:
+    def _timed(self, local_batches: list[Share], factor: Tensor) -> Passes:
         torch.cuda.synchronize()
         start = time.perf_counter()
-        passes = self._plain(shares, factor)
+        passes = self._plain(local_batches, factor)
         started = time.perf_counter()
         torch.cuda.synchronize()
         end = time.perf_counter()
@@ -101,27 +101,27 @@ class CapturedPasses:
         refusals = torch.tensor(int(not here), device=self._engine.device)
         return not all_reduce_maximum(refusals, self._engine.groups.world).item()
 
-    def _capture(self, shares: list[Share], factor: Tensor) -> None:
+    def _capture(self, local_batches: list[Share], factor: Tensor) -> None:
         """Nothing is computed yet. What the passes leave on the host, above all which tensors are the gradients, stays
         as it is from then on."""
         # A graph reads fixed addresses: each step's tokens are copied into these.
-        copies = [replace(share, tokens=share.tokens.clone(), labels=share.labels.clone()) for share in shares]
+        copies = [replace(local, tokens=local.tokens.clone(), labels=local.labels.clone()) for local in local_batches]
         self._inputs = (copies, factor.clone())
         for unit in self._engine.units:
             unit.settle_gather()
-            unit.begin_step(len(shares))  # lets gradients go that the graph will have its own memory for
+            unit.begin_step(len(local_batches))  # lets gradients go that the graph will have its own memory for
         self._graph = torch.cuda.CUDAGraph()
         # Other threads, which save checkpoints or read data, may continue with what would spoil a graph of their own.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._outputs = self._plain(*self._inputs)
         self._optimizer.capture()
 
-    def _replay(self, shares: list[Share], factor: Tensor) -> Passes:
+    def _replay(self, local_batches: list[Share], factor: Tensor) -> Passes:
         assert self._graph is not None
         copies, kept_factor = self._inputs
-        for copy, share in zip(copies, shares, strict=True):
-            copy.tokens.copy_(share.tokens)
-            copy.labels.copy_(share.labels)
+        for copy, local in zip(copies, local_batches, strict=True):
+            copy.tokens.copy_(local.tokens)
+            copy.labels.copy_(local.labels)
         # The loss scale changes between steps; it is an input like the tokens.
         kept_factor.copy_(factor)
         for unit in self._engine.units:

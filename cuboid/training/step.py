@@ -32,10 +32,10 @@ class StepResult:
     """The same on every rank."""
 
     loss: float
-    """Sum of token losses / labelled tokens, over the global batch."""
+    """Sum of token losses / tokens with labels, over the global batch."""
     gradient_norm: float
     tokens: int
-    """Labelled tokens of the global batch."""
+    """Of the global batch, those with labels."""
     stops: bool = False
     """Whether some rank was asked to stop before this step."""
     left_out: str = ""
@@ -122,21 +122,21 @@ class PendingStep:
         return replace(result, overflows=result.overflows + result.overflowed, layers=layers)
 
 
-def run_passes(engine: Engine, shares: list[Share], factor: Tensor) -> Passes:
+def run_passes(engine: Engine, local_batches: list[Share], factor: Tensor) -> Passes:
     """Forward and backward, kernel by kernel. `factor`: what the loss is multiplied by beside the mean over tokens."""
     # Tokens first: dividing each micro-batch's loss by the global count makes every later reduction a plain sum.
     # The data group is dp × cp: tensor and pipeline ranks see the same tokens and must not count them again.
-    counted = torch.stack([share.counted for share in shares]).sum()
+    counted = torch.stack([local.counted for local in local_batches]).sum()
     tokens = all_reduce(counted, engine.groups.data)
     for unit in engine.units:
-        unit.begin_step(len(shares))
+        unit.begin_step(len(local_batches))
     engine.activations.begin_step()
     if engine.balance is not None:
         engine.balance.begin_step()
         engine.balance.factor = None if engine.loss_scale is None else factor
     # In float64, then in the dtype gradients are summed in. It stays on the device, as a CUDA graph needs it.
     scale = factor / tokens.clamp(min=1).double()
-    summed_loss = engine.pipeline.run(shares, scale.to(engine.units[0].accumulate))
+    summed_loss = engine.pipeline.run(local_batches, scale.to(engine.units[0].accumulate))
     if engine.balance is not None:
         engine.balance.end_passes()
     # Reductions started during the backward; what is left of them is waited for here, after the last action.
@@ -150,13 +150,13 @@ def run_passes(engine: Engine, shares: list[Share], factor: Tensor) -> Passes:
 def compute_gradients(
     engine: Engine, micro_batches: list[MicroBatch], asked: bool = False, passes: RunPasses | None = None
 ) -> PendingStep:
-    """After this the optimizer shards hold the gradient of (sum of token losses / labelled tokens) over the global
+    """After this the optimizer shards hold the gradient of (sum of token losses / tokens with labels) over the global
     batch, plus that of the routers' auxiliary losses; in fp16 it is still multiplied by the loss scale. `asked`: this
     rank was asked to stop, which all ranks learn. `passes`: another way to run them, with the same results."""
-    shares = [engine.sharing.of(batch) for batch in micro_batches]
+    local_batches = [engine.sharing.of(batch) for batch in micro_batches]
     scaling = engine.loss_scale
     factor = torch.ones((), dtype=torch.float64, device=engine.device) if scaling is None else scaling.factor
-    own = (passes or partial(run_passes, engine))(shares, factor)
+    own = (passes or partial(run_passes, engine))(local_batches, factor)
     # Gradients stay multiplied by the loss scale until the update; the norm that is clipped and told is without it.
     own_square = own.square if scaling is None else own.square / factor.square().to(own.square.dtype)
     if strikes(HEARTBEAT, "nan"):
@@ -228,18 +228,18 @@ def train_step(
 def evaluate(
     engine: Engine, batches: Iterable[list[MicroBatch]], stops: Callable[[], bool] = lambda: False
 ) -> float | None:
-    """The loss on held-out data: every rank calls it, every rank gets the same number. Sum of token losses / labelled
-    tokens, over all batches and replicas; no state changes. None if `stops`, asked after each batch and of the same
+    """The loss on held-out data: every rank calls it, every rank gets the same number. Sum of token losses / tokens
+    with labels, over all batches and replicas; no state changes. None if `stops`, asked after each batch and of one
     mind on all ranks, cut it short."""
     # Sums, not means: batches may differ in how many labels they have.
     loss = torch.zeros((), dtype=torch.float64, device=engine.device)
     tokens = torch.zeros((), dtype=torch.float64, device=engine.device)
     for micro_batches in batches:
-        shares = [engine.sharing.of(batch) for batch in micro_batches]
-        summed = engine.pipeline.evaluate(shares)
+        local_batches = [engine.sharing.of(batch) for batch in micro_batches]
+        summed = engine.pipeline.evaluate(local_batches)
         if engine.holds_loss:
             loss += summed
-            tokens += sum(int(share.counted) for share in shares)
+            tokens += sum(int(local.counted) for local in local_batches)
         if stops():
             return None
     total, count = all_reduce(torch.stack((loss, tokens)), engine.groups.world).tolist()
