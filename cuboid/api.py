@@ -144,7 +144,7 @@ def verify(
     from cuboid.data.opened import check_data
     from cuboid.launch.once import Heard, take_post
     from cuboid.launch.start import NodeOptions
-    from cuboid.spec.supported import check_supported
+    from cuboid.spec.run import check_supported
     from cuboid.verification.make import check_provable, verification_run
 
     run = verification_run(layout, model, changes, steps, precision, seed)

@@ -43,7 +43,7 @@ from cuboid.checkpoint.manifest import (
 from cuboid.checkpoint.shards import ShardedTensor, TensorSlice
 from cuboid.checkpoint.state import KINDS
 from cuboid.checkpoint.verify import MISMATCH, check_file, check_index
-from cuboid.kernels.split_master_weights import join_halves
+from cuboid.kernels.precision import join_halves
 from cuboid.telemetry.heartbeat import HEARTBEAT
 
 # Host memory that holds this rank's part of a checkpoint as it will lie in its file, filled anew at every save.

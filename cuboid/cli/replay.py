@@ -17,8 +17,7 @@ from cuboid.launch.once import Heard, take_post
 from cuboid.launch.start import NodeOptions
 from cuboid.resilience.bad_steps import bad_steps, number
 from cuboid.spec.layout import Layout
-from cuboid.spec.run import Run, load_run
-from cuboid.spec.supported import check_supported
+from cuboid.spec.run import Run, check_supported, load_run
 from cuboid.training.run_folder import RUN_FILE, checkpoint_folder
 
 if TYPE_CHECKING:

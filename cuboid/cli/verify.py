@@ -15,8 +15,7 @@ from cuboid.launch.once import Heard, Post, call_here, take_post
 from cuboid.launch.place import find_place, local_places
 from cuboid.launch.start import NodeOptions
 from cuboid.spec.layout import Layout
-from cuboid.spec.run import Run
-from cuboid.spec.supported import check_supported
+from cuboid.spec.run import Run, check_supported
 from cuboid.verification.make import check_provable, verification_run
 from cuboid.verification.rounding import MULTIPLE, ROUNDED
 

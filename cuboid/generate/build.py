@@ -16,7 +16,7 @@ from cuboid.generate.kernels import PanelTable, use_kernels
 from cuboid.model.attention import Attention
 from cuboid.model.feed_forward import FeedForward
 from cuboid.model.initialize import initial_tensor
-from cuboid.model.linear import Linear
+from cuboid.model.linear import Linear, declared_split
 from cuboid.model.mla import MultiLatentAttention
 from cuboid.model.moe import MoE
 from cuboid.model.rope import Positions, rotate
@@ -30,8 +30,7 @@ from cuboid.parallel.tensor import split_block, split_embedding, split_head
 from cuboid.parallel.tensor_region import Region
 from cuboid.planning.cache import cache_shape
 from cuboid.spec.generation import GenerationSpec
-from cuboid.spec.parameters import BALANCE, EXPERTS, TIED, unit_of
-from cuboid.spec.sharding import Part, expert_slice, kv_part_count, slice_of
+from cuboid.spec.sharding import BALANCE, TIED, Part, ShardingRank, kv_part_count, unit_of
 
 # Fused QKV and fused gate-up: matmuls of the same rows made into one, because a decoding step has few rows, and takes
 # as long as it takes to begin each operation. Queries and keys are rotated (RoPE) together too, where they have no
@@ -180,7 +179,7 @@ class Builder:
         with torch.device("meta"):
             embedding = Embedding(self.model)
             if self.region is not None:
-                split_embedding(embedding, self.model, self.region)
+                split_embedding(embedding, self.region)
         self._materialize(embedding, "embedding")
         return embedding
 
@@ -205,10 +204,10 @@ class Builder:
             if self.held is None:
                 block.attention = FusedAttention(attention, cache)  # type: ignore[assignment]
         if self.held is None:
-            self._join_feed_forward(block)
+            self._fuse_feed_forward(block)
         return block, cache
 
-    def _join_feed_forward(self, block: Block) -> None:
+    def _fuse_feed_forward(self, block: Block) -> None:
         whole = block.feed_forward
         if isinstance(whole, FeedForward):
             block.feed_forward = fused_feed_forward(whole)  # type: ignore[assignment]
@@ -219,13 +218,14 @@ class Builder:
         with torch.device("meta"):
             head = Head(self.model)
             if self.region is not None:
-                split_head(head, self.model, self.region)
+                split_head(head, self.region)
         self._materialize(head, "head")
         return head
 
     def _materialize(self, module: nn.Module, prefix: str) -> None:
         """Memory for what this rank holds of each parameter."""
         tensor, expert = self.groups.tensor, self.groups.expert
+        place = ShardingRank(tensor.size, tensor.index, expert.size, expert.index)
         for inner, whole in list(module.named_parameters()):
             tied = self.model.tie_embeddings and f"{prefix}.{inner}" == "head.output.weight"
             name, shape = TIED if tied else f"{prefix}.{inner}", tuple(whole.shape)
@@ -233,11 +233,9 @@ class Builder:
                 set_parameter(module, inner, self.held[name])
                 continue
             if name not in self.parameters:
-                if EXPERTS in name:
-                    cut = expert_slice(shape, expert.size, expert.index)
-                else:
-                    cut = slice_of(name, shape, self.model, tensor.size, tensor.index, False)
-                part = Part(name, shape, cut, 0)
+                split = declared_split(module, inner)
+                assert split is not None, name
+                part = Part(name, shape, split.slice_of(name, shape, place), 0)
                 wide = self.dtype if self.dtype == torch.float64 else torch.float32
                 dtype = wide if unit_of(prefix, name).endswith(BALANCE) else self.dtype
                 self.parameters[name] = part, nn.Parameter(self._memory(part, dtype), requires_grad=False)

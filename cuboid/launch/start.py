@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING
 
 from cuboid.checkpoint.memory.folder import NODE, check_room
 from cuboid.data.opened import check_data
-from cuboid.errors import UserError
+from cuboid.errors import UserError, nearest_numbers, use
 from cuboid.launch.network import Endpoint, Interface, find_interface, listen_if_host, parse_endpoint
 from cuboid.launch.place import Place, find_place
 from cuboid.launch.supervisor import check_machine, start_training
 from cuboid.resilience.replan import Replanner
 from cuboid.spec.layout import require_positive
-from cuboid.spec.run import Run, dump_run
-from cuboid.spec.suggest import nearest_numbers, use
-from cuboid.spec.supported import check_supported
+from cuboid.spec.run import Run, check_supported, dump_run
 from cuboid.training.run_folder import checkpoint_folder, claimed, prepare_folder
 from cuboid.training.trackers import check_trackers
 

@@ -3,14 +3,13 @@
 from dataclasses import replace
 from math import gcd
 
-from cuboid.errors import UserError
+from cuboid.errors import UserError, either
 from cuboid.planning.question import Question
 from cuboid.planning.search import search
 from cuboid.planning.sizes import resized
 from cuboid.planning.space import degrees, divisors, shapes, with_context
 from cuboid.spec.fitting import check_model
 from cuboid.spec.layout import Layout
-from cuboid.spec.suggest import either
 
 MOST_ACCELERATORS = 2**20
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from cuboid.errors import UserError
 from cuboid.parallel.collectives import all_reduce_maximum
-from cuboid.parallel.cp_batch import Share
 from cuboid.parallel.parallelize import Engine
+from cuboid.parallel.rank_batch import RankBatch
 from cuboid.training.optimizer import Optimizer
 
 WARM_UP = 2
@@ -41,7 +41,7 @@ class Passes:
     """Of the gradient's norm, in fp16 still with the loss scale."""
 
 
-RunPasses = Callable[[list[Share], Tensor], Passes]
+RunPasses = Callable[[list[RankBatch], Tensor], Passes]
 """From what the rank sees of its micro-batches and the loss scale."""
 
 
@@ -66,24 +66,24 @@ class CapturedPasses:
         self._pays: bool | None = True if always else None
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._inputs: tuple[list[Share], Tensor]
+        self._inputs: tuple[list[RankBatch], Tensor]
         self._outputs: Passes
 
-    def __call__(self, local_batches: list[Share], factor: Tensor) -> Passes:
+    def __call__(self, batches: list[RankBatch], factor: Tensor) -> Passes:
         self._calls += 1
         # The first step compiles kernels and opens communicators, neither of which a capture allows.
         if self._calls < WARM_UP or self._pays is False:
-            return self._plain(local_batches, factor)
+            return self._plain(batches, factor)
         if self._calls == WARM_UP:
-            return self._timed(local_batches, factor)
+            return self._timed(batches, factor)
         if self._graph is None:
-            self._capture(local_batches, factor)
-        return self._replay(local_batches, factor)
+            self._capture(batches, factor)
+        return self._replay(batches, factor)
 
-    def _timed(self, local_batches: list[Share], factor: Tensor) -> Passes:
+    def _timed(self, batches: list[RankBatch], factor: Tensor) -> Passes:
         torch.cuda.synchronize()
         start = time.perf_counter()
-        passes = self._plain(local_batches, factor)
+        passes = self._plain(batches, factor)
         started = time.perf_counter()
         torch.cuda.synchronize()
         end = time.perf_counter()
@@ -101,27 +101,27 @@ class CapturedPasses:
         refusals = torch.tensor(int(not here), device=self._engine.device)
         return not all_reduce_maximum(refusals, self._engine.groups.world).item()
 
-    def _capture(self, local_batches: list[Share], factor: Tensor) -> None:
+    def _capture(self, batches: list[RankBatch], factor: Tensor) -> None:
         """Nothing is computed yet. What the passes leave on the host, above all which tensors are the gradients, stays
         as it is from then on."""
         # A graph reads fixed addresses: each step's tokens are copied into these.
-        copies = [replace(local, tokens=local.tokens.clone(), labels=local.labels.clone()) for local in local_batches]
+        copies = [replace(batch, tokens=batch.tokens.clone(), labels=batch.labels.clone()) for batch in batches]
         self._inputs = (copies, factor.clone())
         for unit in self._engine.units:
             unit.settle_gather()
-            unit.begin_step(len(local_batches))  # lets gradients go that the graph will have its own memory for
+            unit.begin_step(len(batches))  # lets gradients go that the graph will have its own memory for
         self._graph = torch.cuda.CUDAGraph()
         # Other threads, which save checkpoints or read data, may continue with what would spoil a graph of their own.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._outputs = self._plain(*self._inputs)
         self._optimizer.capture()
 
-    def _replay(self, local_batches: list[Share], factor: Tensor) -> Passes:
+    def _replay(self, batches: list[RankBatch], factor: Tensor) -> Passes:
         assert self._graph is not None
         copies, kept_factor = self._inputs
-        for copy, local in zip(copies, local_batches, strict=True):
-            copy.tokens.copy_(local.tokens)
-            copy.labels.copy_(local.labels)
+        for copy, batch in zip(copies, batches, strict=True):
+            copy.tokens.copy_(batch.tokens)
+            copy.labels.copy_(batch.labels)
         # The loss scale changes between steps; it is an input like the tokens.
         kept_factor.copy_(factor)
         for unit in self._engine.units:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from cuboid.kernels.pinned_memory import PinnedMemory, bytes_taken
-from cuboid.parallel.optimizer_shard import OptimizerShard
-from cuboid.parallel.zero import Unit
+from cuboid.parallel.zero import OptimizerShard, Unit
 from cuboid.training.adamw import ROW, Elements
 
 LOAD = 2**24

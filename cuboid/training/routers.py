@@ -16,8 +16,8 @@ from torch import Tensor
 from cuboid.model.load_balancing import moved_bias
 from cuboid.parallel.collectives import all_reduce
 from cuboid.parallel.parallelize import Engine
-from cuboid.spec.parameters import BALANCE
 from cuboid.spec.run import Run
+from cuboid.spec.sharding import BALANCE
 from cuboid.training.run_folder import EXPERTS, Rows
 
 WINDOWS = 200

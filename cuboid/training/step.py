@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from cuboid.kernels.pinned_memory import HostCopy
+from cuboid.kernels.precision import SMALLEST, LossScale
 from cuboid.model.batch import MicroBatch
 from cuboid.parallel.collectives import all_reduce
-from cuboid.parallel.cp_batch import Share
 from cuboid.parallel.grad_norm import finish_gradients, squared_norm
-from cuboid.parallel.loss_scale import SMALLEST, LossScale
 from cuboid.parallel.parallelize import Engine
+from cuboid.parallel.rank_batch import RankBatch
 from cuboid.resilience.faults import strikes
 from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.training.cuda_graphs import Passes, RunPasses
@@ -122,21 +122,21 @@ class PendingStep:
         return replace(result, overflows=result.overflows + result.overflowed, layers=layers)
 
 
-def run_passes(engine: Engine, local_batches: list[Share], factor: Tensor) -> Passes:
+def run_passes(engine: Engine, batches: list[RankBatch], factor: Tensor) -> Passes:
     """Forward and backward, kernel by kernel. `factor`: what the loss is multiplied by beside the mean over tokens."""
     # Tokens first: dividing each micro-batch's loss by the global count makes every later reduction a plain sum.
     # The data group is dp × cp: tensor and pipeline ranks see the same tokens and must not count them again.
-    counted = torch.stack([local.counted for local in local_batches]).sum()
+    counted = torch.stack([batch.counted for batch in batches]).sum()
     tokens = all_reduce(counted, engine.groups.data)
     for unit in engine.units:
-        unit.begin_step(len(local_batches))
+        unit.begin_step(len(batches))
     engine.activations.begin_step()
     if engine.balance is not None:
         engine.balance.begin_step()
         engine.balance.factor = None if engine.loss_scale is None else factor
     # In float64, then in the dtype gradients are summed in. It stays on the device, as a CUDA graph needs it.
     scale = factor / tokens.clamp(min=1).double()
-    summed_loss = engine.pipeline.run(local_batches, scale.to(engine.units[0].accumulate))
+    summed_loss = engine.pipeline.run(batches, scale.to(engine.units[0].accumulate))
     if engine.balance is not None:
         engine.balance.end_passes()
     # Reductions started during the backward; what is left of them is waited for here, after the last action.
@@ -153,10 +153,10 @@ def compute_gradients(
     """After this the optimizer shards hold the gradient of (sum of token losses / tokens with labels) over the global
     batch, plus that of the routers' auxiliary losses; in fp16 it is still multiplied by the loss scale. `asked`: this
     rank was asked to stop, which all ranks learn. `passes`: another way to run them, with the same results."""
-    local_batches = [engine.sharing.of(batch) for batch in micro_batches]
+    batches = [engine.batches.of(batch) for batch in micro_batches]
     scaling = engine.loss_scale
     factor = torch.ones((), dtype=torch.float64, device=engine.device) if scaling is None else scaling.factor
-    own = (passes or partial(run_passes, engine))(local_batches, factor)
+    own = (passes or partial(run_passes, engine))(batches, factor)
     # Gradients stay multiplied by the loss scale until the update; the norm that is clipped and told is without it.
     own_square = own.square if scaling is None else own.square / factor.square().to(own.square.dtype)
     if strikes(HEARTBEAT, "nan"):
@@ -235,11 +235,11 @@ def evaluate(
     loss = torch.zeros((), dtype=torch.float64, device=engine.device)
     tokens = torch.zeros((), dtype=torch.float64, device=engine.device)
     for micro_batches in batches:
-        local_batches = [engine.sharing.of(batch) for batch in micro_batches]
-        summed = engine.pipeline.evaluate(local_batches)
+        own = [engine.batches.of(batch) for batch in micro_batches]
+        summed = engine.pipeline.evaluate(own)
         if engine.holds_loss:
             loss += summed
-            tokens += sum(int(local.counted) for local in local_batches)
+            tokens += sum(int(batch.counted) for batch in own)
         if stops():
             return None
     total, count = all_reduce(torch.stack((loss, tokens)), engine.groups.world).tolist()

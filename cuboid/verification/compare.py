@@ -19,7 +19,7 @@ from cuboid.parallel.device import joined_device
 from cuboid.parallel.grad_norm import counted_pieces
 from cuboid.parallel.parallelize import Engine, build_engine
 from cuboid.planning.collectives import unforeseen
-from cuboid.spec.python_model import PythonModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
 from cuboid.spec.sharding import Part
 from cuboid.telemetry.heartbeat import HEARTBEAT

@@ -98,7 +98,7 @@ def test_the_first_task_of_each_node_watches_its_own(
 ) -> None:
     slurm = {"SLURM_STEP_NUM_TASKS": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     slurm |= {"SLURM_STEP_TASKS_PER_NODE": ",".join(str(len(ranks)) for ranks in nodes), "OMP_NUM_THREADS": "1"}
-    fields = [*SHORT, "model.layers=1", "resilience.stuck_seconds=2"]
+    fields = [*SHORT, "model.layers=1", "resilience.stuck_seconds=5"]
     command = train("--layout", "dp=4", "--inject", "hang rank=3 step=1", fields=fields)
     tasks = {
         rank: processes.start(

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from cuboid.parallel.parallelize import build_engine
-from cuboid.spec.parameters import BALANCE
 from cuboid.spec.run import Run
+from cuboid.spec.sharding import BALANCE
 from cuboid.training.routers import DEAD_STEPS, WINDOWS, DeadExperts, ExpertLoads, rebalance, report, summed_statistics
 from tests.parallel.cases import CPU, small_run
 from tests.training.cases import short_run
