@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 KINDS = {".py", ".md", ".js", ".css", ".html", ".c", ".toml"}
 ROOMS = tuple(
     "spec schedule telemetry kernels model data parallel checkpoint resilience generate "
-    "verification launch report cli".split()
+    "training verification launch report cli".split()
 )
 """Those whose words are checked in `IN_ROOMS` too."""
 

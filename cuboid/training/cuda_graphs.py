@@ -34,7 +34,7 @@ class Passes:
     """What forward and backward leave, beside gradients; of this rank."""
 
     tokens: Tensor
-    """Labelled ones, of the global batch."""
+    """With labels, of the global batch."""
     loss: Tensor
     """Summed over tokens."""
     square: Tensor

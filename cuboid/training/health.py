@@ -170,8 +170,8 @@ class Health:
         if mixture.experts == mixture.top_k or not asked.sum():
             return
         # A token's top_k assignments go to different experts, so the busiest top_k can have all of them: 1 is collapse.
-        shares = asked.topk(mixture.top_k, 1).values.sum(1) / asked.sum(1)
-        now = (shares >= COLLAPSED).nonzero().flatten().tolist()
+        fractions = asked.topk(mixture.top_k, 1).values.sum(1) / asked.sum(1)
+        now = (fractions >= COLLAPSED).nonzero().flatten().tolist()
         self._collapsed = {layer: self._collapsed.get(layer, 0) + 1 for layer in now}
         collapsed = [layer for layer, steps in self._collapsed.items() if steps >= COLLAPSED_STEPS]
         if collapsed:

@@ -107,7 +107,7 @@ class Metrics:
             "loss": result.loss,
             "gradient_norm": result.gradient_norm,
             "learning_rate": learning_rate,
-            # All positions of the batch, as throughput is told everywhere; the loss is a mean over the labelled ones.
+            # All positions of the batch, as throughput is told everywhere; the loss is a mean over those with labels.
             "tokens": training.global_batch * training.sequence,
             "labelled_tokens": result.tokens,
             "seconds": seconds,

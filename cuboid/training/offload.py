@@ -181,7 +181,7 @@ def place_of(unit: Unit, optimizer_shard: OptimizerShard) -> int:
 
 
 def loads_of(unit: Unit, most: int, device: torch.device) -> list[Load]:
-    """Pieces in their order, cut into whole rows where they are long, together where they are short."""
+    """Optimizer shards in their order, cut into whole rows where they are long, together where they are short."""
     assert most % ROW == 0
     loads: list[Load] = []
     cuts: list[Cut] = []

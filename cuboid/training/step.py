@@ -32,10 +32,10 @@ class StepResult:
     """The same on every rank."""
 
     loss: float
-    """Sum of token losses / labelled tokens, over the global batch."""
+    """Sum of token losses / tokens with labels, over the global batch."""
     gradient_norm: float
     tokens: int
-    """Labelled tokens of the global batch."""
+    """Of the global batch, those with labels."""
     stops: bool = False
     """Whether some rank was asked to stop before this step."""
     left_out: str = ""
@@ -150,7 +150,7 @@ def run_passes(engine: Engine, batches: list[RankBatch], factor: Tensor) -> Pass
 def compute_gradients(
     engine: Engine, micro_batches: list[MicroBatch], asked: bool = False, passes: RunPasses | None = None
 ) -> PendingStep:
-    """After this the optimizer shards hold the gradient of (sum of token losses / labelled tokens) over the global
+    """After this the optimizer shards hold the gradient of (sum of token losses / tokens with labels) over the global
     batch, plus that of the routers' auxiliary losses; in fp16 it is still multiplied by the loss scale. `asked`: this
     rank was asked to stop, which all ranks learn. `passes`: another way to run them, with the same results."""
     batches = [engine.batches.of(batch) for batch in micro_batches]
@@ -228,8 +228,8 @@ def train_step(
 def evaluate(
     engine: Engine, batches: Iterable[list[MicroBatch]], stops: Callable[[], bool] = lambda: False
 ) -> float | None:
-    """The loss on held-out data: every rank calls it, every rank gets the same number. Sum of token losses / labelled
-    tokens, over all batches and replicas; no state changes. None if `stops`, asked after each batch and of the same
+    """The loss on held-out data: every rank calls it, every rank gets the same number. Sum of token losses / tokens
+    with labels, over all batches and replicas; no state changes. None if `stops`, asked after each batch and of one
     mind on all ranks, cut it short."""
     # Sums, not means: batches may differ in how many labels they have.
     loss = torch.zeros((), dtype=torch.float64, device=engine.device)

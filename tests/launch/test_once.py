@@ -183,3 +183,16 @@ def test_a_rank_that_fails_ends_the_ranks_of_other_nodes(processes: Processes, t
     code, out, _ = ended(processes.start("call.py"))
     assert code == 0 and out.startswith("rank 3 failed:") and out.strip().endswith("ValueError: rank 3 has a reason")
     assert ended(leading)[:2] == (0, "another node failed: rank 3 failed: ValueError: rank 3 has a reason\n")
+
+
+def test_what_carries_the_collectives_is_said_once_and_kept_for_json(capsys: pytest.CaptureFixture[str]) -> None:
+    told = {"backend": "gloo", "gpus": 0, "gpu_shared": False, "hosts": 1, "sentence": "backend: gloo, 2 ranks on CPUs"}
+    heard, silent = Heard(silent=False), Heard(silent=True)
+    assert heard.backend == {"backend": None, "gpus": 0, "gpu_shared": False}, "one rank has nobody to talk to"
+    for _ in range(2):  # a chain of layouts joins several times
+        heard(told)
+        silent(told)
+    assert capsys.readouterr().out == "backend: gloo, 2 ranks on CPUs\n"
+    heard({**told, "sentence": "backend: gloo, 4 ranks on CPUs"})
+    assert capsys.readouterr().out == "backend: gloo, 4 ranks on CPUs\n"
+    assert heard.backend == silent.backend == {"backend": "gloo", "gpus": 0, "gpu_shared": False}

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from cuboid.errors import RankError, UserError
 from cuboid.launch import oom
-from cuboid.launch.oom import SIZE, OutOfMemory, _sentence, _told, out_of_memory_in
-from cuboid.spec.run import build_run
+from cuboid.launch.oom import SIZE, OutOfMemory, _advice, _sentence, _told, out_of_memory_in, told_when_short
+from cuboid.spec.run import Run, build_run
 from cuboid.telemetry.heartbeat import Heartbeat
+from cuboid.training.memory import exhaust
 from tests.cli.command import SHORT, run, train
 
 FIELDS = ["training.steps=1", "training.global_batch=64", "training.sequence=256"]
@@ -83,3 +85,65 @@ def test_lack_of_memory_is_known_through_what_wraps_it() -> None:
     except ValueError as error:
         assert "DefaultCPUAllocator" in str(out_of_memory_in(error))
     assert out_of_memory_in(MemoryError()) is not None and out_of_memory_in(RuntimeError("shapes differ")) is None
+
+
+def job(layout: str = "dp=1", *overrides: str) -> Run:
+    return build_run({"model": "tiny-llama", "layout": layout, "training": {"device": "cpu"}}, overrides)
+
+
+def test_memory_in_small_blocks_is_no_matter_of_the_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    lack = OutOfMemory(asked=2**30, used=2**32, limit=2**33, held={}, unused=2**31)
+    told = _advice(job(), 0, torch.device("cuda"), lack)
+    assert told == (
+        "2.00 GiB of it lie unused in blocks that are too small: set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    )
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert "in blocks" not in _advice(job(), 0, torch.device("cuda"), lack), "it is set, and did not help"
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF")
+    large = OutOfMemory(asked=2**32, used=2**32, limit=2**33, held={}, unused=2**31)
+    assert "in blocks" not in _advice(job(), 0, torch.device("cuda"), large), "all of them together would not do"
+
+
+def test_where_nothing_can_be_changed_more_ranks_are_the_advice() -> None:
+    lack = OutOfMemory(asked=2**20, used=2**33, limit=2**33, held={})
+    told = _advice(job("dp=1,recompute=full"), 0, torch.device("cpu"), lack)
+    assert told == "nothing is left to change in its layout: use more ranks, or a smaller model or sequence"
+
+
+def test_what_is_free_is_not_said_to_be_too_little_where_it_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread has given some back since, or it lies in small blocks."""
+    monkeypatch.setattr(oom, "HEARTBEAT", Heartbeat())
+    kinds = {"parameters": 2.0**29, "gradients": 2.0**31, "optimizer": 2.0**10}
+    lack = OutOfMemory(asked=2**28, used=2**32, limit=2**33, held=kinds)
+    told = _sentence(job(), 0, torch.device("cpu"), lack).split("; ")
+    assert told[0].endswith("it wanted 0.25 GiB more and less than that of 8.00 GiB was left")
+    assert told[1] == "held: gradients 2.00 GiB, parameters 0.50 GiB", "the largest first, and nothing below 1 MiB"
+    unknown = OutOfMemory(asked=None, used=2**33, limit=2**33, held={})
+    assert "it wanted more and 0.0 MiB of 8.00 GiB was left" in _sentence(job(), 0, torch.device("cpu"), unknown)
+
+
+def test_a_run_that_has_made_steps_may_start_again_and_another_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def short() -> None:
+        with told_when_short(job(), 0, torch.device("cpu")):
+            exhaust(torch.device("cpu"))
+
+    heartbeat = Heartbeat()
+    monkeypatch.setattr(oom, "HEARTBEAT", heartbeat)
+    with pytest.raises(UserError, match=r"^rank 0 of dp=1,tp=1,pp=1 ran out of memory in set-up: it wanted "):
+        short()
+    for step in (1, 2, 3):
+        heartbeat.enter("step", step)
+    with pytest.raises(RankError, match=r"^rank 0 of dp=1,tp=1,pp=1 ran out of memory in step 3: it wanted ") as told:
+        short()
+    assert "DefaultCPUAllocator" in str(told.value.__cause__), "the traceback says where"
+    with pytest.raises(ValueError, match=r"^another matter$"), told_when_short(job(), 0, torch.device("cpu")):
+        raise ValueError("another matter")
+
+
+def test_what_a_process_had_before_the_model_is_kept_apart() -> None:
+    message = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 3.00 GiB. Error code 12"
+    lack = OutOfMemory.on(torch.device("cpu"), message, before=5.0)
+    assert (lack.asked, lack.base) == (3 * 2**30, 5.0)
+    assert 0 < lack.used < lack.limit
+    assert sum(lack.held.values()) == pytest.approx(lack.used), "every byte is some kind's"
