@@ -18,7 +18,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from cuboid.errors import UserError
 from cuboid.model.linear import ColumnLinear, declared_split
 from cuboid.model.transformer import IGNORED, summed_loss
 from cuboid.spec.sharding import TIED, VOCABULARY, ShardingRank, Split
+
+if TYPE_CHECKING:
+    from cuboid.model.segment_costs import SegmentCosts
 
 Batch = Mapping[str, Tensor]
 """What the data set gives, a micro-batch at a time: name -> (micro-batch, …)."""
@@ -129,7 +132,7 @@ class Model:
     @cached_property
     def shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
         """Prefix -> full shapes by the name inside it."""
-        return {prefix: {name: shape for name, shape, _ in self._declared(prefix)} for prefix in self.prefixes}
+        return {prefix: {name: shape for name, shape, _ in declared} for prefix, declared in self._declarations.items()}
 
     @cached_property
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -144,6 +147,10 @@ class Model:
     def parameters(self) -> int:
         return sum(torch.Size(shape).numel() for shape in self.parameter_shapes.values())
 
+    @cached_property
+    def _declarations(self) -> dict[str, list[tuple[str, tuple[int, ...], Split | None]]]:
+        return {prefix: list(self._declared(prefix)) for prefix in self.prefixes}
+
     def _declared(self, prefix: str) -> Iterator[tuple[str, tuple[int, ...], Split | None]]:
         with torch.device("meta"):
             module = self.make(prefix)
@@ -157,13 +164,48 @@ class Model:
     def check_tensor_parallel(self, ranks: int) -> None:
         """Every parameter says how it is split, and can be."""
         for prefix in self.prefixes:
-            for name, shape, declared in self._declared(prefix):
+            for name, shape, declared in self._declarations[prefix]:
                 if declared is None:
                     raise UserError(
                         f"tp={ranks} needs to know how {prefix}.{name} is split; say so in the `sharding` of its "
                         "module, or use tp=1"
                     )
                 declared.slice_of(f"{prefix}.{name}", shape, ShardingRank(ranks))
+
+    def costs(self, prefix: str, ranks: int, micro_batch: int, sequence: int, precision: str) -> SegmentCosts:
+        """Of a segment on one of so many tensor ranks. Blocks that print alike and have the same parameters cost
+        the same."""
+        key = (self._descriptions[prefix], ranks, micro_batch, sequence, precision)
+        if key not in self._known_costs:
+            from cuboid.model.segment_costs import segment_costs
+
+            self._known_costs[key] = segment_costs(self, prefix, ranks, micro_batch, sequence, precision)
+        return self._known_costs[key]
+
+    def estimated_costs(self, prefix: str, ranks: int, micro_batch: int, sequence: int, precision: str) -> SegmentCosts:
+        """As `costs`; of large micro-batches what follows from those of small ones, so that a search is quick."""
+        from cuboid.model.segment_costs import MEASURED
+
+        small, large = MEASURED
+        if micro_batch <= large:
+            return self.costs(prefix, ranks, micro_batch, sequence, precision)
+        one, two = (self.costs(prefix, ranks, size, sequence, precision) for size in MEASURED)
+        if (len(one.forward), len(one.backward)) != (len(two.forward), len(two.backward)):
+            return self.costs(prefix, ranks, micro_batch, sequence, precision)
+        return one.grown(two, (micro_batch - large) / (large - small))
+
+    @cached_property
+    def _descriptions(self) -> dict[str, str]:
+        """Prefix -> what tells segments apart that cost differently."""
+        found = {}
+        for prefix in self.prefixes:
+            with torch.device("meta"):
+                found[prefix] = f"{self.make(prefix)!r} {self.shapes[prefix]}"
+        return found
+
+    @cached_property
+    def _known_costs(self) -> dict[Any, SegmentCosts]:
+        return {}
 
     def flow_shapes(self, micro_batch: int, sequence: int) -> list[tuple[int, ...]]:
         several = bool(self.flow) and not isinstance(self.flow[0], int | str)

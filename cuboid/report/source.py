@@ -144,7 +144,7 @@ class Source:
     @cached_property
     def plan(self) -> Plan | None:
         """What the planner says of the layout that the run has now, which may not be the one it was planned for."""
-        if self.cluster is None or isinstance(self.run.model, PythonModelSpec):
+        if self.cluster is None or isinstance(self.run.model, PythonModelSpec):  # its costs take seconds to find
             return None
         run, asked = self.run, self.run.plan.get("precision", self.run.training.precision)
         question = Question(
