@@ -58,7 +58,7 @@ def test_rows_that_find_no_room_do_not_travel(pool: Pool) -> None:
 
 
 def test_shared_memory_and_gloo_count_alike(pool: Pool) -> None:
-    both = [pool.run("tests.parallel.exchange_jobs:counted", (local,), ranks=3) for local in (True, False)]
+    both = [pool.run("tests.parallel.collective_jobs:counted", (local,), ranks=3) for local in (True, False)]
     assert both[0] == both[1]
     rows = {row["kind"]: (row["dimension"], row["ranks"], row["calls"], row["bytes"]) for row in both[0][2]}
     assert rows == {
