@@ -14,7 +14,7 @@ from cuboid.data.tokenizer import BYTES, byte_tokenizer, load_tokenizer
 from cuboid.errors import UserError
 from cuboid.generate.detokenizer import Words, words_of
 from cuboid.spec.model import ModelSpec
-from cuboid.spec.python_model import PythonModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cuboid.errors import UserError
+from cuboid.errors import UserError, either
 from cuboid.planning.export.limits import FIXED
 from cuboid.planning.export.targets import refuse_model
 from cuboid.planning.question import Question
@@ -17,7 +17,6 @@ from cuboid.planning.sizes import resized
 from cuboid.planning.space import DEGREES, Space, degrees, divisors, shapes, with_context
 from cuboid.spec.fitting import check_model
 from cuboid.spec.layout import Layout
-from cuboid.spec.suggest import either
 
 MOST_ACCELERATORS = 2**20
 FEW = 4

@@ -9,16 +9,14 @@ from cuboid.cost.constants import engine_for
 from cuboid.cost.engine import Engine
 from cuboid.cost.estimate import Machine, machine_of
 from cuboid.cost.profiled import profiled
-from cuboid.errors import UserError
+from cuboid.errors import UserError, either, nearest_names
 from cuboid.spec.cluster import ClusterSpec
 from cuboid.spec.coding import convert
 from cuboid.spec.fitting import check_fp8
 from cuboid.spec.layout import Layout, parse_layout_fields, require_positive
 from cuboid.spec.model import ModelSpec
-from cuboid.spec.python_model import PythonModelSpec
-from cuboid.spec.run import Run
-from cuboid.spec.suggest import either, nearest_names
-from cuboid.spec.supported import check_supported
+from cuboid.spec.plugin import PythonModelSpec
+from cuboid.spec.run import Run, check_supported
 from cuboid.spec.training import TrainingSpec
 
 PRECISIONS = ("bf16", "fp16", "fp8", "float32")
@@ -47,10 +45,10 @@ class Question:
     """Also plan what the engine cannot train yet."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.model, PythonModelSpec):
+        if isinstance(self.model, PythonModelSpec) and (self.precision == "fp8" or self.engine != "cuboid"):
             raise UserError(
-                f"model={self.model.name} is one's own: what it costs cannot be planned yet; give it a layout and use "
-                "cuboid train, verify or report"
+                f"model={self.model.name} is one's own, which only this program trains, and not in fp8; use "
+                "engine=cuboid and precision=bf16"
             )
         require_positive("global_batch", self.global_batch)
         require_positive("sequence", self.sequence)

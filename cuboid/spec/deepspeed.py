@@ -11,12 +11,10 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from cuboid.errors import UserError
-from cuboid.spec.coding import convert, show
+from cuboid.errors import UserError, either, nearest_names, nearest_numbers, use
+from cuboid.spec.coding import Table, convert, show
 from cuboid.spec.layout import Layout, require_positive
-from cuboid.spec.suggest import either, nearest_names, nearest_numbers, use
 
-Table = dict[str, Any]
 NEVER = 10**9
 """Steps after which a loss scale that is given grows."""
 

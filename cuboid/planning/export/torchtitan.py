@@ -8,8 +8,8 @@ from typing import Any
 from cuboid.planning.export.lost import Lost, Note, noted, router_notes
 from cuboid.planning.export.torchtitan_flavors import CONTEXT, PIPELINED, Flavor, flavor_of, lacking
 from cuboid.planning.plan import Plan
+from cuboid.spec.coding import dumps
 from cuboid.spec.model import ModelSpec
-from cuboid.spec.toml import dumps
 
 TARGET = "torchtitan 0.2.2"
 MODULE = "flavor"
