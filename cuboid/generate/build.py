@@ -26,8 +26,7 @@ from cuboid.parallel.groups import Group, Groups, make_groups
 from cuboid.parallel.parallelize import DTYPES, set_parameter
 from cuboid.parallel.tensor import split_block, split_embedding, split_head
 from cuboid.parallel.tensor_region import Region
-from cuboid.planning.cache import cache_shape
-from cuboid.spec.generation import GenerationSpec
+from cuboid.spec.generation import GenerationSpec, cache_shape
 from cuboid.spec.sharding import BALANCE, EXPERTS, TIED, Part, expert_slice, kv_part_count, slice_of, unit_of
 
 LOAD_SECONDS = 1800.0

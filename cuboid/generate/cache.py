@@ -13,7 +13,7 @@ from cuboid.model.mla import MultiLatentAttention
 from cuboid.model.rope import Positions
 from cuboid.parallel.collectives import all_gather, all_to_all
 from cuboid.parallel.groups import Group
-from cuboid.planning.cache import CacheShape
+from cuboid.spec.generation import CacheShape
 
 
 class Cache:

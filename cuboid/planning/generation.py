@@ -16,12 +16,11 @@ from cuboid.cost.estimate import Machine, machine_of
 from cuboid.cost.inputs import Jobs, Shape, number, single
 from cuboid.cost.layers import layer_times
 from cuboid.errors import UserError
-from cuboid.planning.cache import cache_bytes
 from cuboid.planning.question import DEFAULT_SHARE
 from cuboid.planning.space import divisors
 from cuboid.spec.cluster import ClusterSpec
 from cuboid.spec.fitting import check_model
-from cuboid.spec.generation import DIMENSIONS
+from cuboid.spec.generation import DIMENSIONS, cache_bytes
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.partition import partition
