@@ -8,9 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cuboid.planning.collectives import exchanges
+from cuboid.planning.collectives import Collective, exchanges
 from cuboid.planning.plan import Plan
-from cuboid.planning.rank_step import Collective
 from cuboid.spec.cluster import ClusterSpec, LinkTier
 from cuboid.spec.layout import Layout
 from cuboid.telemetry.communication_ledger import WIRE, Entry, Kind
