@@ -15,11 +15,22 @@ from numpy.typing import NDArray
 from cuboid.cost.inputs import Array, Shape
 from cuboid.cost.memory import first_memory
 from cuboid.cost.offload import host_bytes
-from cuboid.planning.bounds import least_in_layers, least_memory, least_seconds, least_with_sums, likely_seconds
 from cuboid.planning.budget import PLACES, least_kind, lighter, may_mix, mixable, mixed, promising
 from cuboid.planning.export.limits import sayable
 from cuboid.planning.question import Question
-from cuboid.planning.score import Scores, chunks, joined, memory_of, score, score_all
+from cuboid.planning.score import (
+    Scores,
+    chunks,
+    joined,
+    least_in_layers,
+    least_memory,
+    least_seconds,
+    least_with_sums,
+    likely_seconds,
+    memory_of,
+    score,
+    score_all,
+)
 from cuboid.planning.space import (
     DEGREES,
     PLAIN,
