@@ -9,13 +9,12 @@ import numpy as np
 from cuboid.cost.flops import model_flops_per_token
 from cuboid.cost.inputs import Shape
 from cuboid.errors import UserError
-from cuboid.planning.budget import fitted, may_mix
 from cuboid.planning.ceiling import doubt
 from cuboid.planning.plan import GIB, Plan, make_plan, with_notes
 from cuboid.planning.problems import explain_nothing
 from cuboid.planning.question import DEFAULT_SHARE, Question
 from cuboid.planning.reasons import reasons
-from cuboid.planning.refine import Refined, actions, refine
+from cuboid.planning.refine import Refined, actions, fitted, may_mix, refine
 from cuboid.planning.score import Scores, least_seconds, score
 from cuboid.planning.search import search
 from cuboid.planning.sizes import every_size, resized, rounder_sizes, sizes

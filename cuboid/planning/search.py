@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from cuboid.cost.inputs import Array, Shape
 from cuboid.cost.memory import first_memory
 from cuboid.cost.offload import host_bytes
-from cuboid.planning.budget import PLACES, least_kind, lighter, may_mix, mixable, mixed, promising
 from cuboid.planning.export.limits import sayable
 from cuboid.planning.question import Question
+from cuboid.planning.refine import PLACES, least_kind, lighter, may_mix, mixable, mixed, promising
 from cuboid.planning.score import (
     Scores,
     chunks,
