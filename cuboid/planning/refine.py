@@ -10,12 +10,11 @@ from cuboid.cost.inputs import Array, Shape, single
 from cuboid.cost.memory import Memory, kept_share, peak_memory, rank_memory
 from cuboid.cost.offload import host_bytes
 from cuboid.cost.pipeline import in_flight, with_shared_cores
-from cuboid.cost.stages import stage_costs
 from cuboid.cost.step import PARTS
 from cuboid.planning.question import Question
 from cuboid.planning.score import BUSY, Scores, memory_of, score, score_all
 from cuboid.planning.space import Column, Space
-from cuboid.planning.stages import Held, held
+from cuboid.planning.stages import Held, held, stage_costs
 from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import StageCosts, peak_activations, simulate
 from cuboid.spec.layout import RECOMPUTE, Layout
