@@ -12,12 +12,11 @@ from cuboid.errors import UserError
 from cuboid.planning.ceiling import doubt
 from cuboid.planning.plan import GIB, Plan, make_plan, with_notes
 from cuboid.planning.problems import explain_nothing
-from cuboid.planning.question import DEFAULT_SHARE, Question
+from cuboid.planning.question import DEFAULT_SHARE, Question, every_size, resized, rounder_sizes, sizes
 from cuboid.planning.reasons import reasons
 from cuboid.planning.refine import Refined, actions, fitted, may_mix, refine
 from cuboid.planning.score import Scores, least_seconds, score
 from cuboid.planning.search import search
-from cuboid.planning.sizes import every_size, resized, rounder_sizes, sizes
 from cuboid.planning.space import DEGREES, Space, shapes
 from cuboid.planning.traffic import bound, moved
 from cuboid.spec.fitting import check

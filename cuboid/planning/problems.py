@@ -10,9 +10,8 @@ import numpy as np
 
 from cuboid.errors import UserError, either
 from cuboid.planning.export.limits import FIXED
-from cuboid.planning.question import Question
+from cuboid.planning.question import Question, resized
 from cuboid.planning.search import emptiest, sayable_layouts, search
-from cuboid.planning.sizes import resized
 from cuboid.planning.space import DEGREES, Space, degrees, divisors, shapes, with_context
 from cuboid.spec.fitting import check_model
 from cuboid.spec.layout import Layout

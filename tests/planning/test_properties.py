@@ -11,9 +11,8 @@ from cuboid.planning.choose import fastest_part, fewest, plans, predict
 from cuboid.planning.explain import Explanation, explain, sections
 from cuboid.planning.framework import framework
 from cuboid.planning.plan import GIB, plan_of
-from cuboid.planning.question import Question
+from cuboid.planning.question import Question, every_size, resized
 from cuboid.planning.search import search
-from cuboid.planning.sizes import every_size, resized
 from cuboid.planning.traffic import bound, moved
 from cuboid.report.page import collect
 from cuboid.report.source import Source
