@@ -14,9 +14,8 @@ from cuboid.errors import UserError, nearest_names
 from cuboid.planning.choose import cheapest, fewest, plans
 from cuboid.planning.export.limits import FIXED
 from cuboid.planning.export.targets import export
-from cuboid.planning.plan import GIB, Plan, dump_plan
+from cuboid.planning.plan import GIB, Plan, amount, dump_plan, error_line, losses
 from cuboid.planning.question import Question, parse_fixed, parse_memory, precision_on
-from cuboid.planning.reasons import amount, error_line, losses
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.model import ModelSpec, load_model
 

@@ -10,10 +10,9 @@ from cuboid.cost.flops import model_flops_per_token
 from cuboid.cost.inputs import Shape
 from cuboid.errors import UserError
 from cuboid.planning.ceiling import doubt
-from cuboid.planning.plan import GIB, Plan, make_plan, with_notes
+from cuboid.planning.plan import GIB, Plan, make_plan, reasons, with_notes
 from cuboid.planning.problems import explain_nothing
 from cuboid.planning.question import DEFAULT_SHARE, Question, every_size, resized, rounder_sizes, sizes
-from cuboid.planning.reasons import reasons
 from cuboid.planning.refine import Refined, actions, fitted, may_mix, refine
 from cuboid.planning.score import Scores, least_seconds, score
 from cuboid.planning.search import search

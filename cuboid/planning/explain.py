@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from cuboid.errors import UserError
 from cuboid.planning.choose import plans, predict
 from cuboid.planning.framework import Framework, decision_lines, framework
-from cuboid.planning.plan import GIB, Plan
+from cuboid.planning.plan import GIB, WORDS, Plan, error_line, losses, recomputation
 from cuboid.planning.question import Question
-from cuboid.planning.reasons import WORDS, error_line, losses, recomputation
 from cuboid.planning.traffic import Moved, moved, parameters_held, sent
 from cuboid.spec.layout import Layout
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuboid.cost.step import PARTS
-from cuboid.planning.reasons import WORDS
+from cuboid.planning.plan import WORDS
 from cuboid.planning.score import Scores, score
 from cuboid.planning.space import Space, bases, scheduled
 from cuboid.report.source import Source, short

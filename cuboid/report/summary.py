@@ -8,8 +8,7 @@ import numpy as np
 
 from cuboid.cost.flops import model_flops_per_token
 from cuboid.cost.inputs import Shape
-from cuboid.planning.plan import GIB
-from cuboid.planning.reasons import WORDS
+from cuboid.planning.plan import GIB, WORDS
 from cuboid.report.source import Source, finite
 
 

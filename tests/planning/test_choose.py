@@ -9,8 +9,8 @@ from cuboid.errors import UserError
 from cuboid.planning.ceiling import doubt, record_of
 from cuboid.planning.choose import cheapest, fewest, plans, predict, warnings
 from cuboid.planning.export.limits import FIXED
+from cuboid.planning.plan import amount, losses
 from cuboid.planning.question import Question, parse_fixed, parse_memory, resized_cluster, sizes
-from cuboid.planning.reasons import amount, losses
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.layout import Layout
 

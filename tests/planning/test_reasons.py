@@ -5,9 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from cuboid.planning.choose import predict
-from cuboid.planning.plan import as_alternative
+from cuboid.planning.plan import WORDS, amount, as_alternative, losses, reasons
 from cuboid.planning.question import Question
-from cuboid.planning.reasons import WORDS, amount, losses, reasons
 from cuboid.spec.layout import Layout
 
 
