@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from cuboid.errors import UserError
 from cuboid.planning.choose import fastest_part, fewest, plans, predict
-from cuboid.planning.explain import Explanation, explain, sections
-from cuboid.planning.framework import framework
+from cuboid.planning.explain import Explanation, explain, framework, sections
 from cuboid.planning.plan import GIB, plan_of
 from cuboid.planning.question import Question, every_size, resized
 from cuboid.planning.search import search
