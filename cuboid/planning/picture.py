@@ -1,10 +1,45 @@
-"""A simulated step as an SVG picture: time runs to the right, one row per pipeline rank."""
+"""A simulated step as a trace of Chrome and Perfetto, and as an SVG picture: time runs to the right, one row per
+pipeline rank."""
 
+from typing import Any
 from xml.sax.saxutils import escape
 
-from cuboid.planning.trace import NAMES
 from cuboid.schedule.simulate import Event, Timeline
 from cuboid.schedule.table import Kind
+
+NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT: "input gradient",
+    Kind.WEIGHT: "weight gradient",
+}
+
+
+def chrome_trace(timeline: Timeline, title: str) -> dict[str, Any]:
+    """Load it at ui.perfetto.dev or chrome://tracing."""
+    events: list[dict[str, Any]] = [
+        {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": title}},
+        *(
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"pipeline rank {rank}"}}
+            for rank in range(timeline.schedule.ranks)
+        ),
+    ]
+    for event in timeline.events:
+        action = event.action
+        events.append(
+            {
+                "name": str(action),
+                "cat": NAMES[action.kind],
+                "ph": "X",
+                "pid": 0,
+                "tid": event.rank,
+                "ts": round(event.start * 1e6, 3),
+                "dur": round((event.end - event.start) * 1e6, 3),
+                "args": {"stage": action.stage, "micro_batch": action.micro_batch, "kind": NAMES[action.kind]},
+            }
+        )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
 
 FILL = {Kind.FORWARD: "#4c78a8", Kind.BACKWARD: "#54a24b", Kind.INPUT: "#76b7b2", Kind.WEIGHT: "#eeca3b"}
 SECOND = {Kind.FORWARD: "#9ecae9", Kind.BACKWARD: "#b8e0a8", Kind.INPUT: "#c3e5e2", Kind.WEIGHT: "#f9ecb4"}
