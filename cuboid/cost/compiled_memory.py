@@ -8,8 +8,7 @@ import numpy as np
 from cuboid.cost.context import gathered_bytes
 from cuboid.cost.engine import Engine
 from cuboid.cost.flops import layer_parameters, table_parameters
-from cuboid.cost.inputs import Array, Jobs, Shape
-from cuboid.cost.mixing import Kept
+from cuboid.cost.inputs import Array, Jobs, Kept, Shape
 from cuboid.cost.sharding import RankParameters
 
 LIBRARIES = 75e6

@@ -10,8 +10,7 @@ from cuboid.cost.compute import Kernels, adds_nothing
 from cuboid.cost.constants import Fabric
 from cuboid.cost.context import further_blocks, waiting
 from cuboid.cost.engine import Engine
-from cuboid.cost.inputs import Array, Jobs, Shape, number
-from cuboid.cost.mixing import heavier, lighter, mixed, mixes
+from cuboid.cost.inputs import Array, Jobs, Shape, heavier, lighter, mixed, mixes, number
 from cuboid.cost.pipeline import DUAL_PIPE_V, paired_share, splits_backward
 from cuboid.cost.recent import recent
 from cuboid.cost.tensor import tensor_waits

@@ -9,8 +9,7 @@ from cuboid.cost.compiled_memory import compiled_kept, fullest
 from cuboid.cost.context import gathered_bytes
 from cuboid.cost.engine import Engine
 from cuboid.cost.flops import layer_parameters, table_parameters
-from cuboid.cost.inputs import Array, Jobs, Shape, single
-from cuboid.cost.mixing import Kept, heavier, lighter, mixes, recomputed
+from cuboid.cost.inputs import Array, Jobs, Kept, Shape, heavier, lighter, mixes, recomputed, single
 from cuboid.cost.offload import brought_bytes
 from cuboid.cost.pipeline import Partition, in_flight, partition, turns_back
 from cuboid.cost.recent import recent

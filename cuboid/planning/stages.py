@@ -10,9 +10,8 @@ from cuboid.cost.compute import Kernels, kernels
 from cuboid.cost.constants import engine_for
 from cuboid.cost.engine import Engine
 from cuboid.cost.estimate import Machine
-from cuboid.cost.inputs import Array, Jobs, Shape, single
+from cuboid.cost.inputs import Array, Jobs, Shape, heavier, lighter, mixes, single
 from cuboid.cost.layers import LayerTimes, Pass, hop, layer_times
-from cuboid.cost.mixing import heavier, lighter, mixes
 from cuboid.cost.pipeline import partition as assumed_partition
 from cuboid.cost.pipeline import turns_back, with_shared_cores
 from cuboid.planning.question import Question
