@@ -7,7 +7,7 @@ import numpy as np
 
 from cuboid.cost.constants import Fabric
 from cuboid.cost.inputs import Array, Jobs
-from cuboid.cost.recent import recent
+from cuboid.cost.reuse import recent
 
 ONE = np.ones(())
 

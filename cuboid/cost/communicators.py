@@ -8,7 +8,7 @@ import numpy as np
 from cuboid.cost.engine import Engine
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.pipeline import turns_back
-from cuboid.cost.recent import recent
+from cuboid.cost.reuse import recent
 
 
 @dataclass(frozen=True)

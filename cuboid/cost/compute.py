@@ -4,12 +4,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuboid.cost.alike import each_once
 from cuboid.cost.constants import Chip
 from cuboid.cost.engine import Engine
 from cuboid.cost.flops import layer_parameters, table_parameters
 from cuboid.cost.inputs import Array, Jobs, Shape
-from cuboid.cost.recent import recent
+from cuboid.cost.reuse import each_once, recent
 
 COOL, WARM = 0.58, 0.7
 """Shares of a layer's time that multiplications take: below the first nothing limits their power, at the second their

@@ -11,7 +11,7 @@ from cuboid.cost.communication import Group, Links, all_gather, all_to_all, grou
 from cuboid.cost.constants import Fabric
 from cuboid.cost.engine import Engine
 from cuboid.cost.inputs import Array, Jobs, Shape
-from cuboid.cost.recent import recent
+from cuboid.cost.reuse import recent
 from cuboid.spec.layout import CONTEXT_METHODS
 
 GATHER = CONTEXT_METHODS.index("allgather")

@@ -6,7 +6,7 @@ import numpy as np
 
 from cuboid.cost.communication import ONE
 from cuboid.cost.inputs import Array, Shape
-from cuboid.cost.recent import recent
+from cuboid.cost.reuse import recent
 
 
 def _query_key_value(shape: Shape, tp: Array) -> tuple[Array, Array]:

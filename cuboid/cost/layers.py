@@ -4,7 +4,6 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 
-from cuboid.cost.alike import each_once
 from cuboid.cost.communication import ONE, Links, all_to_all, group, stage_transfer
 from cuboid.cost.compute import Kernels, adds_nothing
 from cuboid.cost.constants import Fabric
@@ -12,7 +11,7 @@ from cuboid.cost.context import further_blocks, waiting
 from cuboid.cost.engine import Engine
 from cuboid.cost.inputs import Array, Jobs, Shape, heavier, lighter, mixed, mixes, number
 from cuboid.cost.pipeline import DUAL_PIPE_V, paired_share, splits_backward
-from cuboid.cost.recent import recent
+from cuboid.cost.reuse import each_once, recent
 from cuboid.cost.tensor import tensor_waits
 
 ZERO = np.zeros(())

@@ -12,7 +12,7 @@ from cuboid.cost.flops import layer_parameters, table_parameters
 from cuboid.cost.inputs import Array, Jobs, Kept, Shape, heavier, lighter, mixes, recomputed, single
 from cuboid.cost.offload import brought_bytes
 from cuboid.cost.pipeline import Partition, in_flight, partition, turns_back
-from cuboid.cost.recent import recent
+from cuboid.cost.reuse import recent
 from cuboid.cost.sharding import RankParameters, dense_layers_of, keeps_gradients, rank_parameters
 
 

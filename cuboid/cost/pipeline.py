@@ -9,7 +9,7 @@ from cuboid.cost.constants import Chip
 from cuboid.cost.engine import Engine
 from cuboid.cost.flops import attention_parameters, feed_forward_parameters, table_parameters
 from cuboid.cost.inputs import Array, Jobs, Shape
-from cuboid.cost.recent import recent
+from cuboid.cost.reuse import recent
 from cuboid.spec.layout import SCHEDULES
 
 GPIPE, PLAIN, INTERLEAVED, ZERO_BUBBLE, ZERO_BUBBLE_V, DUAL_PIPE_V = range(len(SCHEDULES))
