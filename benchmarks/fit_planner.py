@@ -22,8 +22,7 @@ from published_rows import Run, load
 from scipy.optimize import least_squares
 
 from cuboid.cost import constants
-from cuboid.cost.constants import Chip, Fabric
-from cuboid.cost.engine import Engine
+from cuboid.cost.constants import Chip, Engine, Fabric
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.memory import peak_memory
 from cuboid.cost.step import step_time

@@ -5,7 +5,7 @@ from functools import reduce
 
 import numpy as np
 
-from cuboid.cost.engine import Engine
+from cuboid.cost.constants import Engine
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.pipeline import turns_back
 from cuboid.cost.reuse import recent

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuboid.cost.constants import Chip
-from cuboid.cost.engine import Engine
+from cuboid.cost.constants import Chip, Engine
 from cuboid.cost.flops import layer_parameters, table_parameters
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.reuse import each_once, recent

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cuboid.cost.communication import Group, Links, all_gather, all_to_all, group, one_port
-from cuboid.cost.constants import Fabric
-from cuboid.cost.engine import Engine
+from cuboid.cost.constants import Engine, Fabric
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.reuse import recent
 from cuboid.spec.layout import CONTEXT_METHODS

@@ -10,13 +10,21 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
-from cuboid.cost.constants import Chip, Fabric, Level, chip_from, default_fabric, engine_for, fabric_named
-from cuboid.cost.engine import Engine
+from cuboid.cost.constants import (
+    Chip,
+    Engine,
+    Fabric,
+    Level,
+    chip_from,
+    default_fabric,
+    engine_for,
+    fabric_named,
+    profiled,
+)
 from cuboid.cost.flops import model_flops_per_token
 from cuboid.cost.inputs import Array, Jobs, Shape, single
 from cuboid.cost.memory import Memory, memory_by_rank
 from cuboid.cost.pipeline import partition
-from cuboid.cost.profiled import profiled
 from cuboid.cost.step import PARTS, StepTime, stall_depth, step_time
 from cuboid.spec.cluster import ClusterSpec, LinkTier, accelerator_names, accelerator_table, load_cluster
 from cuboid.spec.layout import Layout

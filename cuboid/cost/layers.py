@@ -6,9 +6,8 @@ import numpy as np
 
 from cuboid.cost.communication import ONE, Links, all_to_all, group, stage_transfer
 from cuboid.cost.compute import Kernels, adds_nothing
-from cuboid.cost.constants import Fabric
+from cuboid.cost.constants import Engine, Fabric
 from cuboid.cost.context import further_blocks, waiting
-from cuboid.cost.engine import Engine
 from cuboid.cost.inputs import Array, Jobs, Shape, heavier, lighter, mixed, mixes, number
 from cuboid.cost.pipeline import DUAL_PIPE_V, paired_share, splits_backward
 from cuboid.cost.reuse import each_once, recent

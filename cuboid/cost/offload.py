@@ -3,8 +3,7 @@
 import numpy as np
 
 from cuboid.cost.communication import ONE
-from cuboid.cost.constants import Chip
-from cuboid.cost.engine import Engine
+from cuboid.cost.constants import Chip, Engine
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.pipeline import partition, turns_back
 from cuboid.cost.sharding import RankParameters, owned_parameters, rank_parameters

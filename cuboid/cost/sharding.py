@@ -6,8 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuboid.cost.communication import all_gather, all_reduce, group, reduce_scatter
-from cuboid.cost.constants import Fabric
-from cuboid.cost.engine import Engine
+from cuboid.cost.constants import Engine, Fabric
 from cuboid.cost.flops import layer_parameters, norm_parameters, position_parameters, table_parameters
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.layers import LayerTimes

@@ -6,8 +6,7 @@ import numpy as np
 
 from cuboid.cost.communication import ONE
 from cuboid.cost.compute import Kernels, kernels
-from cuboid.cost.constants import Chip, Fabric
-from cuboid.cost.engine import Engine
+from cuboid.cost.constants import Chip, Engine, Fabric
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.layers import LayerTimes, hop, layer_times
 from cuboid.cost.offload import optimizer_time

@@ -6,8 +6,7 @@ import numpy as np
 
 from cuboid.cost.communication import ONE, all_gather, all_reduce, group, reduce_scatter
 from cuboid.cost.compute import Kernels
-from cuboid.cost.constants import Fabric
-from cuboid.cost.engine import Engine
+from cuboid.cost.constants import Engine, Fabric
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.pipeline import splits_backward
 

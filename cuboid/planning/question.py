@@ -5,10 +5,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from cuboid.cost.constants import engine_for
-from cuboid.cost.engine import Engine
+from cuboid.cost.constants import Engine, engine_for, profiled
 from cuboid.cost.estimate import Machine, machine_of
-from cuboid.cost.profiled import profiled
 from cuboid.errors import UserError, either, nearest_names
 from cuboid.spec.cluster import ClusterSpec
 from cuboid.spec.coding import convert

@@ -7,7 +7,7 @@ from functools import reduce
 import numpy as np
 from numpy.typing import NDArray
 
-from cuboid.cost.engine import Engine
+from cuboid.cost.constants import Engine
 from cuboid.cost.estimate import Estimates, estimate_many
 from cuboid.cost.inputs import Array, Jobs, Shape, number
 from cuboid.cost.layers import LayerTimes, Pass

@@ -7,8 +7,7 @@ from functools import lru_cache
 import numpy as np
 
 from cuboid.cost.compute import Kernels, kernels
-from cuboid.cost.constants import engine_for
-from cuboid.cost.engine import Engine
+from cuboid.cost.constants import Engine, engine_for
 from cuboid.cost.estimate import Machine
 from cuboid.cost.inputs import Array, Jobs, Shape, heavier, lighter, mixes, single
 from cuboid.cost.layers import LayerTimes, Pass, hop, layer_times

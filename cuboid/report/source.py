@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any
 
-from cuboid.cost.profiled import slowed
+from cuboid.cost.constants import slowed
 from cuboid.errors import UserError
 from cuboid.planning.choose import predict
 from cuboid.planning.plan import Plan, plan_of

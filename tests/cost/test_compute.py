@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from cuboid.cost.compute import kernels
-from cuboid.cost.constants import chip_named
-from cuboid.cost.engine import Engine
+from cuboid.cost.constants import Engine, chip_named
 from cuboid.cost.inputs import Jobs, Shape, number
 from cuboid.spec.model import LatentAttentionSpec, MixtureSpec, ModelSpec, load_model
 

@@ -10,6 +10,7 @@ import pytest
 
 from cuboid.cost.constants import (
     Chip,
+    Engine,
     Fabric,
     chip_named,
     default_fabric,
@@ -18,7 +19,6 @@ from cuboid.cost.constants import (
     fabric_named,
     tables,
 )
-from cuboid.cost.engine import Engine
 from cuboid.cost.estimate import GIB, estimate, estimate_many, machine_of
 from cuboid.cost.inputs import Jobs
 from cuboid.errors import UserError

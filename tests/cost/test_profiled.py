@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 
 from cuboid.cost.communication import all_gather, all_reduce, group, reduce_scatter, transfer
-from cuboid.cost.constants import Fabric, chip_named, engine_named
+from cuboid.cost.constants import Fabric, chip_named, engine_named, slowed
 from cuboid.cost.estimate import Machine, estimate
 from cuboid.cost.inputs import Jobs, Shape, number
 from cuboid.cost.layers import hop
-from cuboid.cost.profiled import slowed
 from cuboid.planning.choose import predict
 from cuboid.planning.question import Question
 from cuboid.spec.cluster import load_cluster

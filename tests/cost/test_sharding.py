@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from cuboid.cost.compute import kernels
-from cuboid.cost.constants import Fabric, chip_named
-from cuboid.cost.engine import Engine
+from cuboid.cost.constants import Engine, Fabric, chip_named
 from cuboid.cost.inputs import Jobs, Shape, number
 from cuboid.cost.layers import layer_times
 from cuboid.cost.memory import memory_by_rank
