@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from cuboid.cost.constants import Engine
-from cuboid.cost.context import gathered_bytes
 from cuboid.cost.flops import layer_parameters, table_parameters
 from cuboid.cost.inputs import Array, Jobs, Kept, Shape
+from cuboid.cost.layers import gathered_bytes
 from cuboid.cost.sharding import RankParameters
 
 LIBRARIES = 75e6

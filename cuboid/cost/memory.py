@@ -7,9 +7,9 @@ import numpy as np
 from cuboid.cost.communicators import communicator_bytes
 from cuboid.cost.compiled_memory import compiled_kept, fullest
 from cuboid.cost.constants import Engine
-from cuboid.cost.context import gathered_bytes
 from cuboid.cost.flops import layer_parameters, table_parameters
 from cuboid.cost.inputs import Array, Jobs, Kept, Shape, heavier, lighter, mixes, recomputed, single
+from cuboid.cost.layers import gathered_bytes
 from cuboid.cost.offload import brought_bytes
 from cuboid.cost.pipeline import Partition, in_flight, partition, turns_back
 from cuboid.cost.reuse import recent
