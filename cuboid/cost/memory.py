@@ -9,10 +9,9 @@ from cuboid.cost.constants import Engine
 from cuboid.cost.flops import layer_parameters, table_parameters
 from cuboid.cost.inputs import Array, Jobs, Kept, Shape, heavier, lighter, mixes, recomputed, single
 from cuboid.cost.layers import gathered_bytes
-from cuboid.cost.offload import brought_bytes
 from cuboid.cost.pipeline import Partition, in_flight, partition, turns_back
 from cuboid.cost.reuse import recent
-from cuboid.cost.sharding import RankParameters, dense_layers_of, keeps_gradients, rank_parameters
+from cuboid.cost.sharding import RankParameters, brought_bytes, dense_layers_of, keeps_gradients, rank_parameters
 
 # Communicators of a rank, as `parallel/groups.py` makes them, and the memory they take on its accelerator.
 

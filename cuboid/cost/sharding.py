@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cuboid.cost.communication import all_gather, all_reduce, group, reduce_scatter
-from cuboid.cost.constants import Engine, Fabric
+from cuboid.cost.communication import ONE, all_gather, all_reduce, group, reduce_scatter
+from cuboid.cost.constants import Chip, Engine, Fabric
 from cuboid.cost.flops import layer_parameters, norm_parameters, position_parameters, table_parameters
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.layers import LayerTimes
-from cuboid.cost.pipeline import turns_back
+from cuboid.cost.pipeline import partition, turns_back
 
 
 @dataclass(frozen=True)
@@ -184,3 +184,39 @@ def tied_sum(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine) -> Array:
     pair = group(fabric, np.where(apart, 2.0, 1.0), jobs.world_size / jobs.pp * np.maximum(jobs.pp - 1, 1))
     shards = np.where((jobs.zero > 0) & engine.own_exchanges, jobs.shard * jobs.cp, 1.0)
     return all_reduce(fabric, engine.gradient_wire * table_parameters(shape, jobs.tp) / shards, pair)
+
+
+# Optimizer state in CPU memory: what it takes there, and what bringing it to the accelerator and back costs.
+
+
+def host_bytes(shape: Shape, jobs: Jobs, engine: Engine) -> Array:
+    """Bytes that the first pipeline rank, which holds the most parameters, keeps in its host's memory."""
+    held = rank_parameters(shape, jobs, partition(shape, jobs, engine).first, ONE, turns_back(jobs))
+    return np.asarray(jobs.offload * engine.optimizer_bytes * owned_parameters(jobs, held))
+
+
+def brought_bytes(jobs: Jobs, engine: Engine, held: RankParameters) -> Array:
+    """Bytes of offloaded state that are on the accelerator at once; none where it lies there."""
+    elements = jobs.offload * np.minimum(engine.offload_elements, owned_parameters(jobs, held))
+    return np.asarray(engine.optimizer_bytes * elements)
+
+
+def offloaded_update(chip: Chip, engine: Engine, owned: Array, here: Array, forward: Array) -> Array:
+    """Seconds of an update whose state is in CPU memory that nothing hides. `here`: those of one whose state is
+    on the accelerator; `forward`: of the forward pass that follows."""
+    if not engine.offload_elements:  # gradients go to the host, which updates, and weights come back
+        moved = engine.gradient_wire + engine.parameter_wire + engine.optimizer_passes
+        return np.asarray(moved * owned / chip.host_link)
+    # Both ways at once; the pass that follows starts as soon as its first weights are there.
+    whole = np.maximum(engine.optimizer_bytes * owned / chip.host_link, here)
+    return np.asarray(np.maximum(whole - forward, 0.05 * whole))
+
+
+def optimizer_time(jobs: Jobs, chip: Chip, engine: Engine, held: RankParameters, forward: Array) -> Array:
+    """Seconds of the optimizer step. `forward`: of one micro-batch's forward pass, under which an offloaded update
+    continues."""
+    bandwidth = chip.memory_bandwidth * chip.memory_efficiency
+    owned = owned_parameters(jobs, held)
+    here = engine.optimizer_passes * owned / bandwidth
+    there = offloaded_update(chip, engine, owned, here, forward)
+    return np.asarray(np.where(jobs.offload > 0, there, here) + 4 * held.total / bandwidth)

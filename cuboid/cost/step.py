@@ -9,9 +9,16 @@ from cuboid.cost.compute import Kernels, kernels
 from cuboid.cost.constants import Chip, Engine, Fabric
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.layers import LayerTimes, hop, layer_times
-from cuboid.cost.offload import optimizer_time
 from cuboid.cost.pipeline import Partition, bubble, partition, turns_back, waited_transfers, with_shared_cores
-from cuboid.cost.sharding import RankParameters, free_time, fully_sharded, rank_parameters, reduction, tied_sum
+from cuboid.cost.sharding import (
+    RankParameters,
+    free_time,
+    fully_sharded,
+    optimizer_time,
+    rank_parameters,
+    reduction,
+    tied_sum,
+)
 
 PARTS = ("compute", "tensor", "context", "expert", "host", "bubble", "transfer", "data", "optimizer", "straggler")
 

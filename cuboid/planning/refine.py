@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from cuboid.cost.inputs import Array, Shape, single
 from cuboid.cost.memory import Memory, kept_share, peak_memory, rank_memory
-from cuboid.cost.offload import host_bytes
 from cuboid.cost.pipeline import in_flight, with_shared_cores
+from cuboid.cost.sharding import host_bytes
 from cuboid.cost.step import PARTS
 from cuboid.planning.question import Question
 from cuboid.planning.score import BUSY, Scores, memory_of, score, score_all

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cuboid.cost.inputs import Array, Shape
 from cuboid.cost.memory import first_memory
-from cuboid.cost.offload import host_bytes
+from cuboid.cost.sharding import host_bytes
 from cuboid.planning.export.limits import sayable
 from cuboid.planning.question import Question
 from cuboid.planning.refine import PLACES, least_kind, lighter, may_mix, mixable, mixed, promising

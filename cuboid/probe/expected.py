@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cuboid.cost.inputs import Shape
-from cuboid.cost.offload import optimizer_time
-from cuboid.cost.sharding import rank_parameters
+from cuboid.cost.sharding import optimizer_time, rank_parameters
 from cuboid.planning.choose import predict
 from cuboid.planning.collectives import exchanges
 from cuboid.planning.question import Question
