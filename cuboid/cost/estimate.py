@@ -10,6 +10,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from cuboid.cost.compute import model_flops_per_token
 from cuboid.cost.constants import (
     Chip,
     Engine,
@@ -21,7 +22,6 @@ from cuboid.cost.constants import (
     fabric_named,
     profiled,
 )
-from cuboid.cost.flops import model_flops_per_token
 from cuboid.cost.inputs import Array, Jobs, Shape, single
 from cuboid.cost.memory import Memory, memory_by_rank
 from cuboid.cost.pipeline import partition

@@ -5,8 +5,8 @@ from functools import reduce
 
 import numpy as np
 
+from cuboid.cost.compute import layer_parameters, table_parameters
 from cuboid.cost.constants import Engine
-from cuboid.cost.flops import layer_parameters, table_parameters
 from cuboid.cost.inputs import Array, Jobs, Kept, Shape, heavier, lighter, mixes, recomputed, single
 from cuboid.cost.layers import gathered_bytes
 from cuboid.cost.pipeline import Partition, in_flight, partition, turns_back

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from cuboid.cost.compute import attention_parameters, feed_forward_parameters, table_parameters
 from cuboid.cost.constants import Chip, Engine
-from cuboid.cost.flops import attention_parameters, feed_forward_parameters, table_parameters
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.reuse import recent
 from cuboid.spec.layout import SCHEDULES

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuboid.cost.communication import ONE, all_gather, all_reduce, group, reduce_scatter
+from cuboid.cost.compute import layer_parameters, norm_parameters, position_parameters, table_parameters
 from cuboid.cost.constants import Chip, Engine, Fabric
-from cuboid.cost.flops import layer_parameters, norm_parameters, position_parameters, table_parameters
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.layers import LayerTimes
 from cuboid.cost.pipeline import partition, turns_back

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from cuboid.cost.flops import model_flops_per_token
+from cuboid.cost.compute import model_flops_per_token
 from cuboid.cost.inputs import Shape
 from cuboid.errors import UserError
 from cuboid.planning.ceiling import doubt

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from cuboid.cost.flops import model_flops_per_token
+from cuboid.cost.compute import model_flops_per_token
 from cuboid.cost.inputs import Shape
 from cuboid.planning.plan import GIB, WORDS
 from cuboid.report.source import Source, finite

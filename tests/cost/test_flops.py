@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cuboid.cost.flops import (
+from cuboid.cost.compute import (
     active_parameters,
     attention_parameters,
     layer_parameters,
