@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 
 from cuboid.cost.compute import model_flops_per_token
+from cuboid.cost.estimate import doubt
 from cuboid.cost.inputs import Shape
 from cuboid.errors import UserError
-from cuboid.planning.ceiling import doubt
 from cuboid.planning.plan import GIB, Plan, make_plan, reasons, with_notes
 from cuboid.planning.problems import explain_nothing
 from cuboid.planning.question import DEFAULT_SHARE, Question, every_size, resized, rounder_sizes, sizes

@@ -14,7 +14,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from cuboid.cost.errors import Seen, seen
+from cuboid.cost.estimate import Seen, seen
 from cuboid.errors import UserError
 from cuboid.planning.question import Question
 from cuboid.planning.refine import Refined

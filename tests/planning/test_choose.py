@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from cuboid.cost.estimate import doubt, record_of
 from cuboid.errors import UserError
-from cuboid.planning.ceiling import doubt, record_of
 from cuboid.planning.choose import cheapest, fewest, plans, predict, warnings
 from cuboid.planning.export.limits import FIXED
 from cuboid.planning.plan import amount, losses
