@@ -13,18 +13,19 @@ from xml.sax.saxutils import escape
 import typer
 
 from cuboid.cli.options import write_output
-from cuboid.cost.effective_time import (
+from cuboid.cost.goodput import (
     HOUR,
     PUBLISHED,
     Costs,
     MemoryCopies,
     Recommendation,
+    TimeSpent,
     curve,
     effective_share,
     recommend,
+    simulate,
     young_daly,
 )
-from cuboid.cost.failure_simulation import TimeSpent, simulate
 from cuboid.errors import UserError, either
 from cuboid.resilience.goodput import Measured, measured
 from cuboid.spec.run import Run, load_run

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuboid.cost.effective_time import (
+from cuboid.cost.goodput import (
     HOUR,
     PUBLISHED,
     Costs,
@@ -19,9 +19,9 @@ from cuboid.cost.effective_time import (
     curve,
     effective_share,
     recommend,
+    simulate,
     young_daly,
 )
-from cuboid.cost.failure_simulation import simulate
 
 EASY = Costs(stall=5, write=0, detect=5, restart=30, load=5)
 RARE = 1e6
