@@ -25,8 +25,8 @@ from cuboid.cost import constants
 from cuboid.cost.constants import Chip, Engine, Fabric
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.memory import peak_memory
+from cuboid.cost.published import links_of, stack
 from cuboid.cost.step import step_time
-from cuboid.cost.table import links_of, stack
 
 DATA = Path(constants.__file__).parent / "data"
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cuboid.cost.rows import understand
+from cuboid.cost.published import understand
 from cuboid.errors import UserError
 from cuboid.spec.layout import SCHEDULES
 

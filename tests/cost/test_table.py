@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from cuboid.cli.main import main
-from cuboid.cost.table import ANSWERS, answer_rows, read_rows, write_answers
+from cuboid.cost.published import ANSWERS, answer_rows, read_rows, write_answers
 from cuboid.errors import UserError
 
 COLUMNS = "id,source,year,model,hidden,layers,heads,gpu,gpus,tp,pp,dp,mbs,gbs,seq,recompute,engine,mem_gb".split(",")
