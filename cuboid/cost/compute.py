@@ -272,8 +272,8 @@ def _kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: st
         share = routed / tp / local
         copies = routed / tp
         # This engine multiplies routed experts in 16 bits whatever the precision.
-        each = _feed_forward(rates, shape, share, shape.expert_ffn, wide=engine.own_exchanges) - 2 * rates.floor
-        narrow = engine.grouped_narrow if rates.linear != rates.plain and not engine.own_exchanges else 1.0
+        each = _feed_forward(rates, shape, share, shape.expert_ffn, wide=engine.own_collectives) - 2 * rates.floor
+        narrow = engine.grouped_narrow if rates.linear != rates.plain and not engine.own_collectives else 1.0
         grouped = engine.grouped_scale * narrow * local * each + 2 * rates.floor
         shared = np.where(shape.shared_ffn > 0, _feed_forward(rates, shape, rows, shape.shared_ffn / tp), 0.0)
         router = _multiply(rates, rows / split, shape.hidden, np.maximum(shape.experts, 1), wide=True)

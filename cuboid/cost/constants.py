@@ -123,7 +123,7 @@ class Engine:
     shard_wire: float = 0.0
     """Bytes per parameter of a layer that ZeRO 3 gathers, where it is not `parameter_wire`."""
     activation_wire: float = 2.0
-    own_exchanges: bool = False
+    own_collectives: bool = False
     """Collectives inside layers are those of this engine: tensor ranks route their parts of the tokens to whole
     experts, and recomputation, selective too, repeats what lies before a layer's last matmul. Else every layer has two
     sums each way, and full recomputation repeats those forward."""
@@ -191,14 +191,14 @@ class Engine:
     def in_precision(self, precision: str) -> "Engine":
         """With what travels as wide as the precision makes it; narrower formats than 16 bits travel in 16, but for
         the linears that this engine gathers under ZeRO 3."""
-        if precision == "fp8" and self.own_exchanges:
+        if precision == "fp8" and self.own_collectives:
             # Inputs of matmuls are kept in fp8, or made again from what is kept anyway.
             whole, inner = self.kept_whole / 2, self.kept_ffn * 3 / 4
             return replace(self, shard_wire=1.0, narrow=self.compiled, kept_whole=whole, kept_ffn=inner)
         if precision != "float32" or self.activation_wire == 4.0:  # the latter: it is that already
             return self
         wide = replace(self, parameter_wire=4.0, activation_wire=4.0)
-        if not self.own_exchanges:
+        if not self.own_collectives:
             return wide
         # This engine then has no master weights beside the weights, and everything it keeps is twice as wide.
         kept = {name: 2 * getattr(self, name) for name in KEPT}

@@ -56,7 +56,7 @@ def tensor_waits(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs, parts
         return reduced * (1 - engine.tensor_overlap) + lost
 
     whole = summed(shape.hidden)
-    if not engine.own_exchanges:
+    if not engine.own_collectives:
         layer = 2 * whole, 2 * whole * (1.0 + (jobs.recompute == 2))
         return TensorWaits(layer, layer)
     down = shape.kv_rank + shape.rope_dim
@@ -157,8 +157,8 @@ def waiting(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs, attention:
         for times, seconds in zip((1, 2), attention, strict=True)
     ]
     forward, backward = (times * passed - rings * saved for times, saved in zip((1, 2), hidden, strict=True))
-    exchanged, brought = Links.of(inner, heads), Links.of(outer, passed)
-    return ContextWaits((heads + forward, heads + backward), (exchanged + brought, exchanged + brought.times(2)))
+    traded, brought = Links.of(inner, heads), Links.of(outer, passed)
+    return ContextWaits((heads + forward, heads + backward), (traded + brought, traded + brought.times(2)))
 
 
 def further_blocks(jobs: Jobs) -> Array:
@@ -295,7 +295,7 @@ def _each(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts: Kerne
     added = _host(engine, fabric, shape, jobs, crosses, precision)
     blocks = engine.host_block * further_blocks(jobs)
     full, selective = jobs.recompute == 2, jobs.recompute == 1
-    again = 1.0 + (full | (selective & engine.own_exchanges))
+    again = 1.0 + (full | (selective & engine.own_collectives))
     paired = paired_share(jobs) * (engine.expert_paired > 0)
 
     def one(compute: Array, tensor: Array, context: Array, expert: Array, floor: Array, links: Links) -> Pass:

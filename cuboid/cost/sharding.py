@@ -64,7 +64,7 @@ def reduction(
     """Seconds of gradient reduction and parameter gathering that nothing hides, with ZeRO 0 to 2. `forward`,
     `backward`: of one micro-batch."""
     # The profiles of others were fitted as if all replicas shared shards, and gathering hid behind anything.
-    shard, most = (jobs.shard, forward) if engine.own_exchanges else (jobs.dp, np.asarray(np.inf))
+    shard, most = (jobs.shard, forward) if engine.own_collectives else (jobs.dp, np.asarray(np.inf))
     copies = np.maximum(jobs.dp * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1), 1)
     shards = np.maximum(shard * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1), 1)
     plain = _Sums(fabric, engine, held.plain, jobs.dp * jobs.cp, shard * jobs.cp, jobs.tp)
@@ -158,12 +158,12 @@ def fully_sharded(
         waits = waits + np.maximum(gather + reduced - engine.shard_overlap * backward, 0.0)
         # Traffic that is hidden still slows the kernels it hides behind (Galvatron measured an eighth).
         waits = waits + engine.shard_contention * (2 * gather + reduced)
-        held = np.ceil(shape.layers / jobs.pp) if engine.own_exchanges else shape.layers / jobs.pp
+        held = np.ceil(shape.layers / jobs.pp) if engine.own_collectives else shape.layers / jobs.pp
         return waits * held + gather + reduced
 
-    often = 1.0 if engine.own_exchanges else jobs.micro_batches
+    often = 1.0 if engine.own_collectives else jobs.micro_batches
     step = (jobs.micro_batches - often) * waits(scatter) + often * waits(scatter + replicated)
-    if engine.own_exchanges:
+    if engine.own_collectives:
         held = _tables(shape, jobs) * table_parameters(shape, jobs.tp)
         tables = _Sums(fabric, engine, held, jobs.dp * jobs.cp, jobs.shard * jobs.cp, jobs.tp)
         step = step + jobs.micro_batches * np.maximum(tables.gathered() - engine.shard_overlap * head[0], 0.0)
@@ -182,7 +182,7 @@ def tied_sum(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine) -> Array:
     """Seconds to sum the gradient of a tied embedding over the two pipeline ranks that hold it, or their shards."""
     apart = (shape.tied > 0) & (turns_back(jobs) == 0)
     pair = group(fabric, np.where(apart, 2.0, 1.0), jobs.world_size / jobs.pp * np.maximum(jobs.pp - 1, 1))
-    shards = np.where((jobs.zero > 0) & engine.own_exchanges, jobs.shard * jobs.cp, 1.0)
+    shards = np.where((jobs.zero > 0) & engine.own_collectives, jobs.shard * jobs.cp, 1.0)
     return all_reduce(fabric, engine.gradient_wire * table_parameters(shape, jobs.tp) / shards, pair)
 
 

@@ -1,4 +1,4 @@
-"""The time of one training step, put together from kernels, communication and the pipeline."""
+"""The time of one training step, made of kernels, communication and the pipeline."""
 
 from dataclasses import dataclass
 
@@ -111,7 +111,7 @@ def replica_time(
         between = rank_parameters(shape, jobs, stage.middle, 0 * ONE, 0 * ONE)
         data = np.where(jobs.pp > 2, np.maximum(data, reduction(jobs, fabric, engine, between, *free)), data)
     data = data + fully_sharded(shape, jobs, fabric, engine, times, head)
-    if engine.own_exchanges:  # in the rows of others it is part of what was fitted
+    if engine.own_collectives:  # in the rows of others it is part of what was fitted
         data = data + tied_sum(shape, jobs, fabric, engine)
     return data
 

@@ -155,7 +155,7 @@ def planned(question: Question, refined: Refined) -> Plan:
     engine will send, by its own count, the links are right."""
     per_token = float(model_flops_per_token(Shape.of(question.model), np.array(question.sequence)))
     plan = make_plan(question, refined, 0.0)
-    if question.profile.own_exchanges and not question.untrainable(plan.layout):
+    if question.profile.own_collectives and not question.untrainable(plan.layout):
         missing = max(bound(moved(plan)) - plan.seconds, 0.0)
         plan = replace(plan, parts={**plan.parts, "data": plan.parts["data"] + missing})
     peak = question.machine.chip.peak["float32" if question.precision == "float32" else "bf16"]

@@ -129,7 +129,7 @@ INTEGER = 8
 """Bytes of a count or an index."""
 
 
-class LayerExchanges:
+class LayerCollectives:
     """Of all layers of one kind: with routed experts or without, and of one recomputation."""
 
     def __init__(self, step: RankStep, routed: bool, recompute: Recompute) -> None:
@@ -176,16 +176,16 @@ class LayerExchanges:
         both = (key + value) * shared
         for width, what in ((key * heads + both, "query, key and value heads"), (value * heads, "output heads")):
             size, formula = self._tokens(width)
-            yield self._exchange("cp", "all-to-all", inner, forward + 1, size, f"{what}: {formula}")
+            yield self._collective("cp", "all-to-all", inner, forward + 1, size, f"{what}: {formula}")
         # After the collective of heads a rank has the tokens of its inner group and its part of the heads.
         size, formula = self._tokens(both)
         what = f"keys and values, and their gradients: {formula}"
         if layout.cp_method == "allgather":
             whole = f"{what} × {outer} ranks"
-            yield self._exchange("cp", "all-gather", outer, forward + 1, outer * size, whole)
-            yield self._exchange("cp", "reduce-scatter", outer, 1, outer * size, whole)
+            yield self._collective("cp", "all-gather", outer, forward + 1, outer * size, whole)
+            yield self._collective("cp", "reduce-scatter", outer, 1, outer * size, whole)
         else:
-            yield self._exchange("cp", "send", outer, (outer - 1) * (forward + 2), size, what)
+            yield self._collective("cp", "send", outer, (outer - 1) * (forward + 2), size, what)
 
     def _mixture(self) -> Iterator[Collective]:
         """Each tensor rank routes its part of the tokens; shared experts are split like any feed-forward block."""
@@ -194,15 +194,15 @@ class LayerExchanges:
         if mixture.shared_ffn:
             yield from self._enter(self._model.hidden)
             yield from self._leave(self._again)
-        if not layout.sequence_parallel:  # parts put together: results forward, gradients backward
+        if not layout.sequence_parallel:  # parts gathered: results forward, gradients backward
             yield self._tensor("all-gather", 2, self._model.hidden)
         rows = self._step.tokens // layout.tp * mixture.top_k
         what = f"rows to experts and back: {self._step.element} bytes × {rows:,} rows × {self._model.hidden:,} hidden"
         size = self._step.element * rows * self._model.hidden
-        yield self._exchange("ep", "all-to-all", layout.ep, 4 + 2 * self._again, size, what)
+        yield self._collective("ep", "all-to-all", layout.ep, 4 + 2 * self._again, size, what)
         counts = INTEGER * mixture.experts
         what = f"rows of each expert: {INTEGER} bytes × {mixture.experts}"
-        yield self._exchange("ep", "all-to-all", layout.ep, 1, counts, what)
+        yield self._collective("ep", "all-to-all", layout.ep, 1, counts, what)
 
     def _routing(self) -> Iterator[Collective]:
         """What routers must know of whole sequences."""
@@ -212,11 +212,11 @@ class LayerExchanges:
         if mixture.balance_coefficient and mixture.balance_over == "sequence":
             size = self._step.wide * layout.micro_batch * mixture.experts
             what = f"load of experts: {self._step.wide} bytes × {layout.micro_batch} sequences × {mixture.experts}"
-            yield self._exchange("sequence", "all-reduce", ranks, calls, size, what)
+            yield self._collective("sequence", "all-reduce", ranks, calls, size, what)
         if mixture.capacity_factor:
             tokens, width = self._step.tokens * layout.cp, 1 + mixture.top_k
             what = f"choices of tokens: {INTEGER} bytes × {tokens:,} tokens × {width}"
-            yield self._exchange("sequence", "all-gather", ranks, calls, INTEGER * tokens * width, what)
+            yield self._collective("sequence", "all-gather", ranks, calls, INTEGER * tokens * width, what)
 
     def _enter(self, width: int) -> Iterator[Collective]:
         """Into a region of split matrices: tokens gathered, or their gradient summed."""
@@ -237,14 +237,14 @@ class LayerExchanges:
 
     def _tensor(self, kind: Kind, calls: int, width: int) -> Collective:
         size, formula = self._tokens(width)
-        return self._exchange("tp", kind, self._layout.tp, calls, size, f"layer activations: {formula}")
+        return self._collective("tp", kind, self._layout.tp, calls, size, f"layer activations: {formula}")
 
     def _tokens(self, width: int) -> tuple[int, str]:
         """Bytes of so many elements for each token, and their formula."""
         element, tokens = self._step.element, self._step.tokens
         return element * tokens * width, f"{element} bytes × {tokens:,} tokens × {width:,}"
 
-    def _exchange(self, dimension: str, kind: Kind, ranks: int, calls: int, size: int, what: str) -> Collective:
+    def _collective(self, dimension: str, kind: Kind, ranks: int, calls: int, size: int, what: str) -> Collective:
         return Collective(dimension, kind, ranks, self._times * calls, size, what)
 
 
@@ -255,13 +255,13 @@ ROUTER_SUMS = 3
 def predicted_ledger(run: Run, rank: int) -> Ledger:
     """What a rank communicates in a step, as the engine's own ledger will say."""
     ledger = Ledger()
-    for exchange in exchanges(run, rank):
-        ledger.add(exchange.dimension, exchange.kind, exchange.ranks, exchange.size, exchange.calls)
+    for collective in step_collectives(run, rank):
+        ledger.add(collective.dimension, collective.kind, collective.ranks, collective.size, collective.calls)
     return ledger
 
 
 def unforeseen(run: Run, rank: int, counted: Ledger) -> list[str]:
-    """Where what a rank exchanged is not what was predicted, one sentence each."""
+    """Where what a rank communicated is not what was predicted, one sentence each."""
     predicted = predicted_ledger(run, rank)
     if run.model.mixture is not None and run.model.mixture.capacity_factor:
         seen, most = (ledger.entries.get(("ep", "all-to-all")) for ledger in (counted, predicted))
@@ -270,15 +270,15 @@ def unforeseen(run: Run, rank: int, counted: Ledger) -> list[str]:
     return differences(counted, predicted)
 
 
-def exchanges(run: Run, rank: int) -> list[Collective]:
+def step_collectives(run: Run, rank: int) -> list[Collective]:
     """All of a step; those that do not happen are omitted."""
     step = RankStep(run, rank)
     made = (
         *(
-            exchange
+            collective
             for routed in ((False, True) if run.model.mixture is not None else (False,))
             for recompute in dict.fromkeys(step.recompute.values())
-            for exchange in LayerExchanges(step, routed, recompute).all()
+            for collective in LayerCollectives(step, routed, recompute).all()
         ),
         *_ends(step),
         *_data(step),
@@ -286,7 +286,7 @@ def exchanges(run: Run, rank: int) -> list[Collective]:
         *_pipeline(step),
         *_control(step),
     )
-    return [exchange for exchange in made if exchange.ranks > 1 and exchange.calls]
+    return [collective for collective in made if collective.ranks > 1 and collective.calls]
 
 
 def _data(step: RankStep) -> Iterator[Collective]:
@@ -377,10 +377,10 @@ def _pipeline(step: RankStep) -> Iterator[Collective]:
 
 
 def _control(step: RankStep) -> Iterator[Collective]:
-    """What every rank must know: labelled tokens, loss, gradient norm, whether to stop, the size of activations, and
+    """What every rank must know: tokens with labels, loss, gradient norm, whether to stop, the size of activations, and
     the load of experts."""
     layout, mixture = step.layout, step.model.mixture
-    yield Collective("data", "all-reduce", layout.dp * layout.cp, 1, 8, "labelled tokens: 8 bytes")
+    yield Collective("data", "all-reduce", layout.dp * layout.cp, 1, 8, "tokens with labels: 8 bytes")
     what = f"loss, norm, whether to stop and size of activations: 4 × {step.wide} bytes"
     yield Collective("world", "all-reduce", layout.world_size, 1, 4 * step.wide, what)
     if mixture is not None:

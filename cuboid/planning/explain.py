@@ -164,7 +164,7 @@ def decision(explanation: Explanation) -> list[str]:
 def traffic_lines(explanation: Explanation) -> list[str]:
     """What travels where, with the formulas of all that is worth a line."""
     lines = []
-    if not explanation.plan.question.profile.own_exchanges:
+    if not explanation.plan.question.profile.own_collectives:
         lines.append("as Cuboid's own engine would send it; times below are those of another engine:")
     total = sum(entry.seconds for entry in explanation.moved)
     for entry in explanation.moved:

@@ -75,7 +75,7 @@ class Question:
     def profile(self) -> Engine:
         """The engine's profile; a process on CPUs has no device context and no buffers of collectives there."""
         profile = engine_for(self.engine, self.machine.chip).in_precision(self.cost_precision)
-        if self.precision == "fp16" and profile.own_exchanges:  # its master weights are whole, not bf16's other half
+        if self.precision == "fp16" and profile.own_collectives:  # its master weights are whole, not bf16's other half
             profile = replace(profile, optimizer_bytes=profile.optimizer_bytes + 2)
         profile = replace(profile, fixed=min(profile.fixed, 0.25 * 2**30)) if self.on_cpu else profile
         return profiled(profile, self.cluster, "engine") if self.engine == "cuboid" else profile

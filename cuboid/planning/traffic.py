@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cuboid.planning.collectives import Collective, exchanges
+from cuboid.planning.collectives import Collective, step_collectives
 from cuboid.planning.plan import Plan
 from cuboid.spec.cluster import ClusterSpec, LinkTier
 from cuboid.spec.layout import Layout
@@ -73,8 +73,8 @@ def moved(plan: Plan) -> list[Moved]:
     busiest: dict[str, list[Collective]] = {}
     for rank in range(0, layout.world_size, stage):
         found: defaultdict[str, list[Collective]] = defaultdict(list)
-        for exchange in exchanges(run, rank):
-            found[exchange.dimension].append(exchange)
+        for collective in step_collectives(run, rank):
+            found[collective.dimension].append(collective)
         for dimension, parts in found.items():
             busiest[dimension] = max(busiest.get(dimension, parts), parts, key=_total)
     named = [name for name in ORDER if name in busiest]
