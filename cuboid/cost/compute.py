@@ -148,7 +148,7 @@ class _Rates:
     plain: float
     """Multiplications that stay in 16 bits whatever the precision."""
     cast: float
-    """Bytes per input element to convert before a narrow multiplication."""
+    """Bytes per input element to convert before an fp8 matmul."""
     floor: float
     narrow: float
     bandwidth: float
@@ -158,9 +158,9 @@ def _rates(chip: Chip, engine: Engine, precision: str) -> _Rates:
     wide = "float32" if precision == "float32" else "bf16"
     plain = chip.peak[wide] * chip.linear_efficiency.get(wide, chip.linear_efficiency["bf16"]) / engine.linear_scale
     low = precision in ("fp8", "fp4") and precision in chip.peak
-    narrow = chip.peak[precision] * chip.linear_efficiency[precision] / engine.linear_scale if low else plain
+    linear = chip.peak[precision] * chip.linear_efficiency[precision] / engine.linear_scale if low else plain
     bandwidth = chip.memory_bandwidth * chip.memory_efficiency
-    return _Rates(narrow, plain, engine.cast_traffic if low else 0.0, chip.kernel_floor, chip.narrow, bandwidth)
+    return _Rates(linear, plain, engine.cast_traffic if low else 0.0, chip.kernel_floor, chip.narrow, bandwidth)
 
 
 def _multiply(
@@ -273,8 +273,8 @@ def _kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: st
         copies = routed / tp
         # This engine multiplies routed experts in 16 bits whatever the precision.
         each = _feed_forward(rates, shape, share, shape.expert_ffn, wide=engine.own_collectives) - 2 * rates.floor
-        narrow = engine.grouped_narrow if rates.linear != rates.plain and not engine.own_collectives else 1.0
-        grouped = engine.grouped_scale * narrow * local * each + 2 * rates.floor
+        slower = engine.grouped_fp8 if rates.linear != rates.plain and not engine.own_collectives else 1.0
+        grouped = engine.grouped_scale * slower * local * each + 2 * rates.floor
         shared = np.where(shape.shared_ffn > 0, _feed_forward(rates, shape, rows, shape.shared_ffn / tp), 0.0)
         router = _multiply(rates, rows / split, shape.hidden, np.maximum(shape.experts, 1), wide=True)
         linear = projections + grouped + shared + router

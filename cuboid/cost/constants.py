@@ -112,7 +112,7 @@ class Engine:
     """Bytes moved per token copy and hidden element to permute tokens to experts and back."""
     grouped_scale: float = 1.4
     """Time of grouped expert multiplication against a plain one."""
-    grouped_narrow: float = 1.0
+    grouped_fp8: float = 1.0
     """… once more in 8 or 4 bits, of which short groups of rows win less."""
     weight_bytes: float = 2.0
     gradient_bytes: float = 4.0
@@ -130,7 +130,7 @@ class Engine:
     compiled: bool = False
     """Memory is counted as `compiled_memory` does, tensor by tensor; of the shares below only `kept_boundary`,
     `kept_routed` and `fixed` count then."""
-    narrow: bool = False
+    fp8_activations: bool = False
     """Matmuls take their inputs in fp8, and keep them so; what `in_precision` says of a compiled engine."""
     kept_hidden: float = 8.0
     """Bytes kept for backward per token and hidden element of a layer (split by sequence parallelism)."""
@@ -194,7 +194,7 @@ class Engine:
         if precision == "fp8" and self.own_collectives:
             # Inputs of matmuls are kept in fp8, or made again from what is kept anyway.
             whole, inner = self.kept_whole / 2, self.kept_ffn * 3 / 4
-            return replace(self, shard_wire=1.0, narrow=self.compiled, kept_whole=whole, kept_ffn=inner)
+            return replace(self, shard_wire=1.0, fp8_activations=self.compiled, kept_whole=whole, kept_ffn=inner)
         if precision != "float32" or self.activation_wire == 4.0:  # the latter: it is that already
             return self
         wide = replace(self, parameter_wire=4.0, activation_wire=4.0)
@@ -366,6 +366,8 @@ def default_fabric(accelerator: str) -> str:
 
 Constants = TypeVar("Constants", Chip, Fabric, Engine)
 KINDS = {"chip": Chip, "fabric": Fabric, "engine": Engine}
+OLD_NAMES = {"own_exchanges": "own_collectives", "grouped_narrow": "grouped_fp8"}
+"""What profiles of before call a constant -> its name."""
 
 
 def profiled(constants: Constants, cluster: ClusterSpec, kind: str) -> Constants:
@@ -375,6 +377,7 @@ def profiled(constants: Constants, cluster: ClusterSpec, kind: str) -> Constants
     types, where = field_types(KINDS[kind]), f"cluster.measured.{kind}"
     values = {}
     for key, value in cluster.measured.get(kind, {}).items():
+        key = OLD_NAMES.get(key, key)
         require_known(key, types, where)
         values[key] = convert(value, types[key], f"{where}.{key}")
     return replace(constants, **values)

@@ -98,7 +98,7 @@ def compiled_kept(shape: Shape, jobs: Jobs, engine: Engine) -> tuple[Array, Arra
     recomputation makes, and gathers, these again. In fp8 they are kept in fp8."""
     element = engine.activation_wire
     split = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
-    inputs = np.where(jobs.recompute == 1, 0.0, 1.0 if engine.narrow else element)
+    inputs = np.where(jobs.recompute == 1, 0.0, 1.0 if engine.fp8_activations else element)
     plain = (2 * shape.heads + 2 * np.maximum(shape.kv_heads, jobs.tp)) * shape.head_dim
     latent = shape.heads * (2 * (shape.nope_dim + shape.rope_dim) + 2 * shape.v_dim)
     seen = shape.heads * np.where(shape.latent > 0, shape.v_dim, shape.head_dim)
@@ -108,7 +108,7 @@ def compiled_kept(shape: Shape, jobs: Jobs, engine: Engine) -> tuple[Array, Arra
         shape.heads + np.maximum(shape.kv_heads, jobs.tp)
     ) * shape.head_dim  # before their norm, where there is one
     each = each + shape.qk_norm * element * normed / jobs.tp
-    each = each + (inputs * seen / jobs.tp if engine.narrow else 0.0)
+    each = each + (inputs * seen / jobs.tp if engine.fp8_activations else 0.0)
     each = each + np.where(shape.latent > 0, element * (2 * shape.q_rank + 2 * shape.kv_rank + shape.rope_dim), 0.0)
     inner = (element * (1 + shape.gated) + inputs) / jobs.tp
     routed = shape.top_k / jobs.tp * (inner * jobs.tp * shape.expert_ffn + engine.kept_routed * shape.hidden)

@@ -104,7 +104,7 @@ class RankStep:
         shard = -(-(parts[-1].offset + parts[-1].size) // shards)
         return HeldUnit(unit.name, parts, unit.uses, unit.routed, index % shards * shard, shard, shards)
 
-    def narrow_parts(self, unit: HeldUnit) -> list[Part]:
+    def fp8_parts(self, unit: HeldUnit) -> list[Part]:
         """What of a unit ZeRO 3 gathers in fp8: the rest travels with their scales."""
         training = self.run.training
         if training.precision != "fp8" or training.fp8_scaling != "tensor" or self.layout.zero < 3:
@@ -309,10 +309,10 @@ def _data(step: RankStep) -> Iterator[Collective]:
         scatters = every if layout.zero >= 2 else once
         gathers = 2 * every if layout.zero == 3 else once
         shard, wide, element = f"{prefix}shard", step.wide, step.element
-        narrow = step.narrow_parts(unit)
-        if narrow:
+        fp8 = step.fp8_parts(unit)
+        if fp8:
             element, parameter = 1, f"parameters of {name}: 1 bytes × {unit.flat:,}"
-            told = len(narrow) + sum(part.size for part in unit.parts) - sum(part.size for part in narrow)
+            told = len(fp8) + sum(part.size for part in unit.parts) - sum(part.size for part in fp8)
             scales = f"scales and 16-bit parameters of {name}: 4 bytes × {told:,}"
             yield Collective(shard, "all-reduce", unit.shards, once, 4 * told, scales)
         yield Collective(shard, "reduce-scatter", unit.shards, scatters, wide * unit.flat, gradient)
