@@ -21,7 +21,7 @@ from cuboid.cost.goodput import (
     Recommendation,
     TimeSpent,
     curve,
-    effective_share,
+    effective_fraction,
     recommend,
     simulate,
     young_daly,
@@ -134,7 +134,7 @@ def _step_seconds(run: Run | None, seen: Measured) -> float | None:
 def _case(size: int, mtbf: float, costs: Costs, interval: float | None, seed: int) -> Case:
     best = recommend(mtbf, costs)
     if interval is not None:
-        best = replace(best, interval=interval, share=effective_share(mtbf, interval, best.costs))
+        best = replace(best, interval=interval, fraction=effective_fraction(mtbf, interval, best.costs))
     spent = simulate(mtbf, best.interval, best.costs, seed=seed)
     return Case(size, mtbf, best, young_daly(mtbf, costs.stall), spent)
 
@@ -144,11 +144,11 @@ def _picture(cases: list[Case], source: str) -> str:
     sizes = list(dict.fromkeys(case.accelerators for case in cases))
     lines = [
         Line(
-            f"{case.accelerators:,}{', copies in memory' if case.in_memory else ' GPUs'}: {case.best.share:.1%}",
+            f"{case.accelerators:,}{', copies in memory' if case.in_memory else ' GPUs'}: {case.best.fraction:.1%}",
             sizes.index(case.accelerators),
             case.in_memory,
             curve(case.mtbf, case.best.costs, intervals),
-            (min(max(case.best.interval, intervals[0]), intervals[-1]), case.best.share),
+            (min(max(case.best.interval, intervals[0]), intervals[-1]), case.best.fraction),
         )
         for case in cases
     ]
@@ -164,7 +164,7 @@ def _as_json(case: Case) -> dict[str, object]:
         "interval_seconds": case.best.interval,
         "memory_interval_seconds": memory.every if memory else None,
         "young_daly_seconds": case.textbook,
-        "expected": case.best.share,
+        "expected": case.best.fraction,
         "simulated": spent.effective,
         "simulated_failures": spent.failures,
         "redone": spent.redone / spent.total,
@@ -192,7 +192,7 @@ def _show(cases: list[Case], costs: Costs, source: str, step: float | None) -> N
             f"{case.accelerators:,}",
             *(duration(seconds) for seconds in (case.mtbf, case.best.interval)),
             duration(memory.every) if memory else "never",
-            *(f"{share:.1%}" for share in (case.best.share, spent.effective)),
+            *(f"{fraction:.1%}" for fraction in (case.best.fraction, spent.effective)),
             *(f"{part / spent.total:.1%}" for part in (spent.redone, spent.saving, spent.down)),
         )
     Console(highlight=False).print(table)
@@ -221,7 +221,7 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
 
 
-# The share of the time that is training over the checkpoint interval, as an SVG picture: one colour for each size.
+# The fraction of the time that is training over the checkpoint interval, as an SVG picture: one colour for each size.
 
 
 INK, GRID = "#1b1b1b", "#d9d9d4"
@@ -236,21 +236,21 @@ class Line:
     colour: int
     """Number of the size it belongs to."""
     dashed: bool
-    shares: Sequence[float]
+    fractions: Sequence[float]
     """At each interval; not a number where nothing is to be drawn."""
     best: tuple[float, float]
-    """Interval and share of the dot."""
+    """Interval and fraction of the dot."""
 
 
 def svg(intervals: Sequence[float], lines: Sequence[Line], title: str, subtitle: str) -> str:
     """The picture as text of an SVG file."""
-    low = min(share for line in lines for share in line.shares if not math.isnan(share))
+    low = min(fraction for line in lines for fraction in line.fractions if not math.isnan(fraction))
     floor = max(0.0, math.floor(10 * low) / 10)
 
-    def place(interval: float, share: float) -> tuple[float, float]:
+    def place(interval: float, fraction: float) -> tuple[float, float]:
         first, last = math.log(intervals[0]), math.log(intervals[-1])
         across = (math.log(interval) - first) / (last - first)
-        return LEFT + across * (WIDTH - LEFT - RIGHT), TOP + (1 - share) / (1 - floor) * (HEIGHT - TOP - BOTTOM)
+        return LEFT + across * (WIDTH - LEFT - RIGHT), TOP + (1 - fraction) / (1 - floor) * (HEIGHT - TOP - BOTTOM)
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}" '
@@ -272,9 +272,9 @@ def svg(intervals: Sequence[float], lines: Sequence[Line], title: str, subtitle:
     for number, line in enumerate(lines):
         colour = COLOURS[line.colour % len(COLOURS)]
         points = [
-            place(interval, share)
-            for interval, share in zip(intervals, line.shares, strict=True)
-            if not math.isnan(share) and share >= floor
+            place(interval, fraction)
+            for interval, fraction in zip(intervals, line.fractions, strict=True)
+            if not math.isnan(fraction) and fraction >= floor
         ]
         dash = ' stroke-dasharray="6 4"' if line.dashed else ""
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)

@@ -132,7 +132,7 @@ def as_row(plan: Plan) -> dict[str, object]:
         "gpu_hours_per_billion_tokens": plan.hours,
         "mfu": plan.utilization,
         "memory_gib": plan.peak / GIB,
-        "memory_share": plan.share,
+        "memory_fraction": plan.memory_fraction,
         "host_memory_gib": plan.host_memory / GIB,
         "bubble": plan.bubble,
         "layers_per_stage": plan.layers,
@@ -166,7 +166,7 @@ def show(console: Console, plans: list[Plan], written: Path | None = None, token
             f"{plan.tokens:,.0f}",
             f"{plan.utilization:.1%}",
             f"{plan.peak / GIB:.1f}",
-            f"{plan.share:.0%}",
+            f"{plan.memory_fraction:.0%}",
             f"{plan.bubble:.1%}",
             str(plan.layout),
         )

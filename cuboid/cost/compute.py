@@ -108,7 +108,7 @@ def model_flops_per_token(shape: Shape, sequence: Array, causal: bool = False) -
 
 
 COOL, WARM = 0.58, 0.7
-"""Shares of a layer's time that multiplications take: below the first nothing limits their power, at the second their
+"""Fraction of a layer's time that multiplications take: below the first nothing limits their power, at the second their
 rate was measured."""
 
 
@@ -214,8 +214,8 @@ def _heated(engine: Engine, linear: Array, rest: Array) -> Array:
     """Seconds of multiplications forward and backward, of which three times `linear`, beside the rest of a layer."""
     if not engine.heat:
         return linear
-    share = 3 * linear / (3 * linear + rest)
-    return np.asarray(linear * (1 + engine.heat * (np.maximum(share, COOL) - WARM)))
+    fraction = 3 * linear / (3 * linear + rest)
+    return np.asarray(linear * (1 + engine.heat * (np.maximum(fraction, COOL) - WARM)))
 
 
 def _attention(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine) -> tuple[Array, Array]:
@@ -268,11 +268,11 @@ def _kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: st
     if np.any(shape.experts > 0):
         routed = rows * shape.top_k
         local = np.maximum(shape.experts / jobs.ep, 1)
-        # Each of the local experts multiplies its own share of the copies; the kernel does them in one launch.
-        share = routed / tp / local
+        # Each of the local experts multiplies its own part of the copies; the kernel does them in one launch.
+        per_expert = routed / tp / local
         copies = routed / tp
         # This engine multiplies routed experts in 16 bits whatever the precision.
-        each = _feed_forward(rates, shape, share, shape.expert_ffn, wide=engine.own_collectives) - 2 * rates.floor
+        each = _feed_forward(rates, shape, per_expert, shape.expert_ffn, wide=engine.own_collectives) - 2 * rates.floor
         slower = engine.grouped_fp8 if rates.linear != rates.plain and not engine.own_collectives else 1.0
         grouped = engine.grouped_scale * slower * local * each + 2 * rates.floor
         shared = np.where(shape.shared_ffn > 0, _feed_forward(rates, shape, rows, shape.shared_ffn / tp), 0.0)

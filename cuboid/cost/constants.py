@@ -29,12 +29,12 @@ class Engine:
     attention_back: float = 1.0
     """… of its backward pass, once more."""
     attention_narrow: float = 0.0
-    """Share by which it is slower with heads of 64 than with heads of 128: as many exponentials for half the
+    """Fraction by which it is slower with heads of 64 than with heads of 128: as many exponentials for half the
     multiplications."""
     linear_scale: float = 1.0
     """Matrix multiplication time against the accelerator's own best."""
     heat: float = 0.0
-    """Share by which multiplications slow down per share of the time that they take beyond `compute.WARM`: an
+    """Fraction by which multiplications slow down per fraction of the time that they take beyond `compute.WARM`: an
     accelerator at its power limit gives them less, the less else it does."""
     apart: bool = False
     """Queries, keys, values, gate and up are multiplications of their own."""
@@ -58,7 +58,7 @@ class Engine:
     """Seconds it adds per layer pass and tensor-parallel rank where the pipeline leaves the node; more, by the root of
     their number, where the tensor-parallel group itself spans nodes."""
     host_jitter: float = 0.0
-    """Share the host's time per pass grows by with every further tensor-parallel rank: all wait for the slowest."""
+    """Fraction the host's time per pass grows by with every further tensor-parallel rank: all wait for the slowest."""
     host_fallback: float = 0.0
     """Seconds a pass adds where heads × micro-batch of a rank is no multiple of four (Megatron's fused softmax)."""
     host_mixture: float = 0.0
@@ -70,27 +70,27 @@ class Engine:
     """Seconds per micro-batch lost to plain data parallelism (ZeRO 0) in a pipeline (nanotron's rows)."""
     host_step: float = 0.0
     tensor_overlap: float = 0.0
-    """Share of tensor-parallel communication hidden behind compute."""
+    """Fraction of tensor-parallel communication hidden behind compute."""
     tensor_under_weights: float = 0.0
-    """Share of the matmuls of weight gradients that the collective of their input gradient can hide behind; none where
-    the schedule puts them off."""
+    """Fraction of the matmuls of weight gradients that the collective of their input gradient can hide behind; none
+    where the schedule puts them off."""
     context_overlap: float = 0.8
     """Most that a ring hides of its messages."""
     host_block: float = 5e-5
     """Seconds of the host for each further block of attention that context parallelism makes."""
     expert_overlap: float = 0.0
     expert_paired: float = 0.0
-    """Share of the compute of one pass of a DualPipeV pair that the tokens of the other can travel behind."""
+    """Fraction of the compute of one pass of a DualPipeV pair that the tokens of the other can travel behind."""
     expert_once: bool = True
     """A token goes to another node once, however many of its experts are there (DeepEP and its like)."""
     gradient_overlap: float = 0.0
-    """Share of the backward pass of the last micro-batch that gradient reduction can hide behind."""
+    """Fraction of the backward pass of the last micro-batch that gradient reduction can hide behind."""
     gather_overlap: float = 0.0
-    """Share of gathering parameters (ZeRO 1 and 2 after the step) that is hidden, by a forward pass at most."""
+    """Fraction of gathering parameters (ZeRO 1 and 2 after the step) that is hidden, by a forward pass at most."""
     shard_overlap: float = 0.9
-    """Share of the compute of a layer that ZeRO 3 traffic can hide behind."""
+    """Fraction of the compute of a layer that ZeRO 3 traffic can hide behind."""
     shard_contention: float = 0.12
-    """Share of hidden ZeRO 3 traffic that the kernels above it lose."""
+    """Fraction of hidden ZeRO 3 traffic that the kernels above it lose."""
     shard_decay: float = 0.0
     """Power of the number of nodes by which ZeRO 3 traffic slows down beyond what the fabric does."""
     reduce_every_micro_batch: bool = False
@@ -98,9 +98,9 @@ class Engine:
     """ZeRO 2 is PyTorch's FSDP that keeps parameters between forward and backward: without a pipeline it gathers them
     again for every micro-batch; with one, gradients stay whole until the last micro-batch and are summed once."""
     transfer_exposed: float = 1.0
-    """Share of the transfers between stages that compute waits for in the steady state."""
+    """Fraction of the transfers between stages that compute waits for in the steady state."""
     transfer_scheduled: bool = False
-    """Of that share only what the schedule cannot hide (`pipeline.waited_transfers`)."""
+    """Of that fraction only what the schedule cannot hide (`pipeline.waited_transfers`)."""
     transfer_split: bool = True
     """Tensor-parallel ranks send a slice each between stages and gather it on arrival."""
     optimizer_passes: float = 34.0
@@ -128,7 +128,7 @@ class Engine:
     experts, and recomputation, selective too, repeats what lies before a layer's last matmul. Else every layer has two
     sums each way, and full recomputation repeats those forward."""
     compiled: bool = False
-    """Memory is counted as `compiled_memory` does, tensor by tensor; of the shares below only `kept_boundary`,
+    """Memory is counted as `compiled_memory` does, tensor by tensor; of the fractions below only `kept_boundary`,
     `kept_routed` and `fixed` count then."""
     fp8_activations: bool = False
     """Matmuls take their inputs in fp8, and keep them so; what `in_precision` says of a compiled engine."""
@@ -141,7 +141,7 @@ class Engine:
     kept_ffn: float = 3.0
     """… per feed-forward element (gate and up each count one width)."""
     kept_selective: float = 1.0
-    """Share of that kept where selective recomputation drops more than attention scores."""
+    """Fraction of that kept where selective recomputation drops more than attention scores."""
     kept_boundary: float = 2.0
     """Bytes per token and hidden element kept of a layer that is recomputed as a whole."""
     kept_scores: float = 5.0
@@ -153,7 +153,7 @@ class Engine:
     working_logit: float = 0.0
     """Bytes per logit alive only while the loss is computed, over what a layer's backward needs."""
     working_layer: float = 1.0
-    """Share of one layer's kept activations alive a second time while it runs backward or is recomputed."""
+    """Fraction of one layer's kept activations alive a second time while it runs backward or is recomputed."""
     working_whole: float = 0.0
     """Bytes per token and hidden element of gathered tensors alive at once where tensor parallelism gathers."""
     update_bytes: float = 0.0
@@ -186,7 +186,7 @@ class Engine:
     needs_shards_if_tied: bool = False
     """Tied embeddings in a pipeline with plain data parallelism fail at the start (nanotron's rows)."""
     usable: float = 0.97
-    """Share of the accelerator's memory up to which a run survives."""
+    """Fraction of the accelerator's memory up to which a run survives."""
 
     def in_precision(self, precision: str) -> "Engine":
         """With what travels as wide as the precision makes it; narrower formats than 16 bits travel in 16, but for
@@ -220,23 +220,23 @@ class Chip:
     memory_bandwidth: float
     """Bytes per second, as printed."""
     linear_efficiency: dict[str, float]
-    """Share of the peak that a large matrix multiplication of a training step reaches."""
+    """Fraction of the peak that a large matrix multiplication of a training step reaches."""
     kernel_floor: float = 6e-6
     """Seconds no kernel goes below."""
     narrow: float = 0.0
     """Output columns at which a multiplication loses half of its efficiency (0: none)."""
     attention_forward: float = 0.5
-    """Share of the bf16 peak fused causal attention reaches, counting the causal half."""
+    """Fraction of the bf16 peak fused causal attention reaches, counting the causal half."""
     attention_backward: float = 0.4
     together: float = 1.0
-    """Share of its speed a rank has while all compute, where ranks share cores; these figures are for that case, and
+    """Fraction of its speed a rank has while all compute, where ranks share cores; these figures are for that case, and
     a rank that others wait for runs faster."""
     memory_efficiency: float = 0.8
-    """Share of the memory bandwidth element-wise kernels reach."""
+    """Fraction of the memory bandwidth element-wise kernels reach."""
     host_link: float = 2.0e10
     """Bytes per second to CPU memory, and from it at once, while all accelerators of a node copy (PCIe 4)."""
     best_utilization: dict[str, float] = field(default_factory=dict)
-    """Precision -> the best share of the 16-bit peak a published run reached (model FLOPs, attention in full)."""
+    """Precision -> the best fraction of the 16-bit peak a published run reached (model FLOPs, attention in full)."""
     source: str = ""
 
 
@@ -273,7 +273,7 @@ class Fabric:
     spill: float = 0.0
     """Seconds a tensor-parallel collective loses when its group leaves the node, for two nodes."""
     partial: float = 1.0
-    """Share of that bandwidth left to a group that has several ranks on a node but not the whole node."""
+    """Fraction of that bandwidth left to a group that has several ranks on a node but not the whole node."""
     decay: float = 0.0
     """Power of the number of nodes by which the bandwidth between them falls."""
     curve: dict[str, list[float]] = field(default_factory=dict)
@@ -284,7 +284,7 @@ class Fabric:
     """Bytes per second between two nodes for a rank whose neighbours are silent; 0: nobody measured it, ports are each
     rank's own, and a pipeline with several ranks on a node stays inside it."""
     straggler: float = 0.0
-    """Share a step grows by with every doubling of nodes: the slowest rank decides."""
+    """Fraction a step grows by with every doubling of nodes: the slowest rank decides."""
     source: str = ""
 
 

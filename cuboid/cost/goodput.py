@@ -4,7 +4,7 @@ A failure ends the work since the newest checkpoint that was whole. With failure
 between them, an interval τ of training, a stall s for each checkpoint, a write of w seconds behind the training's back,
 and R seconds until training continues,
 
-    share = τ λ e^(-λ (R + w)) / (e^(λ (τ + s)) - 1)
+    fraction = τ λ e^(-λ (R + w)) / (e^(λ (τ + s)) - 1)
 
 is exact: between two failures, exponential time 1/λ passes and recovery takes (e^(λR) - 1)/λ, because it can fail too;
 the j-th checkpoint counts if nothing fails for j (τ + s) + w seconds. For small λ the best τ is √(2 s / λ), as Young
@@ -33,7 +33,7 @@ class MemoryCopies:
     """Until the peer has it."""
     load: float = 5.0
     survives: float = 0.9
-    """Share of failures that leave one of the two copies."""
+    """Fraction of failures that leave one of the two copies."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +94,8 @@ PUBLISHED = {
 }
 
 
-def effective_share(mtbf: float, interval: float, costs: Costs) -> float:
-    """Share of the time in which training gets on; `mtbf` and `interval` in seconds."""
+def effective_fraction(mtbf: float, interval: float, costs: Costs) -> float:
+    """Fraction of the time in which training gets on; `mtbf` and `interval` in seconds."""
     rate, speed = 1 / mtbf, 1.0
     memory = costs.memory
     from_disk = rate
@@ -103,11 +103,11 @@ def effective_share(mtbf: float, interval: float, costs: Costs) -> float:
         from_memory = rate * memory.survives
         from_disk = rate - from_memory
         recovery = costs.detect + costs.restart + memory.load
-        speed = _share(from_memory, rate, memory.every, memory.every + memory.stall, memory.write, recovery)
-    return _share(from_disk, rate, interval, interval / speed + costs.stall, costs.write, costs.recovery)
+        speed = _fraction(from_memory, rate, memory.every, memory.every + memory.stall, memory.write, recovery)
+    return _fraction(from_disk, rate, interval, interval / speed + costs.stall, costs.write, costs.recovery)
 
 
-def _share(failures: float, all_failures: float, work: float, length: float, write: float, recovery: float) -> float:
+def _fraction(failures: float, all_failures: float, work: float, length: float, write: float, recovery: float) -> float:
     """Of one level: `work` is kept every `length` seconds, `failures` of all failures fall back to this level."""
     exponent = failures * length
     kept = exponent / math.expm1(exponent) if exponent > 1e-12 else 1.0
@@ -117,50 +117,50 @@ def _share(failures: float, all_failures: float, work: float, length: float, wri
 
 @dataclass(frozen=True)
 class Recommendation:
-    """What to set, and what share of the time is training then."""
+    """What to set, and what fraction of the time is training then."""
 
     interval: float
     """Seconds of training between checkpoints on disk."""
     costs: Costs
     """As asked, with the best interval of the copies in memory."""
-    share: float
+    fraction: float
 
 
 def recommend(mtbf: float, costs: Costs) -> Recommendation:
-    """The intervals with the largest share."""
+    """The intervals with the largest fraction."""
     memory = costs.memory
     if memory is None:
         interval = best_interval(mtbf, costs)
-        return Recommendation(interval, costs, effective_share(mtbf, interval, costs))
+        return Recommendation(interval, costs, effective_fraction(mtbf, interval, costs))
 
     def with_copies(every: float) -> Costs:
         return replace(costs, memory=replace(memory, every=every))
 
-    def share(every: float) -> float:
+    def fraction(every: float) -> float:
         copied = with_copies(every)
-        return effective_share(mtbf, best_interval(mtbf, copied), copied)
+        return effective_fraction(mtbf, best_interval(mtbf, copied), copied)
 
-    every = _maximum(share, max(memory.write - memory.stall, 1.0), 20 * mtbf)
+    every = _maximum(fraction, max(memory.write - memory.stall, 1.0), 20 * mtbf)
     copied = with_copies(every)
-    return Recommendation(best_interval(mtbf, copied), copied, share(every))
+    return Recommendation(best_interval(mtbf, copied), copied, fraction(every))
 
 
 def best_interval(mtbf: float, costs: Costs) -> float:
     """Of checkpoints on disk, with copies in memory as they are."""
-    return _maximum(lambda interval: effective_share(mtbf, interval, costs), costs.shortest_interval, 20 * mtbf)
+    return _maximum(lambda interval: effective_fraction(mtbf, interval, costs), costs.shortest_interval, 20 * mtbf)
 
 
-def _maximum(share: Callable[[float], float], low: float, high: float) -> float:
-    """Where a share is largest, by golden section: over the logarithm of an interval it has one maximum."""
+def _maximum(fraction: Callable[[float], float], low: float, high: float) -> float:
+    """Where a fraction is largest, by golden section: over the logarithm of an interval it has one maximum."""
     start, end = math.log(low), math.log(max(high, 2 * low))
     golden = (math.sqrt(5) - 1) / 2
     while end - start > 1e-4:
         left, right = end - golden * (end - start), start + golden * (end - start)
-        if share(math.exp(left)) < share(math.exp(right)):
+        if fraction(math.exp(left)) < fraction(math.exp(right)):
             start = left
         else:
             end = right
-    return max(low, math.exp((start + end) / 2), key=share)
+    return max(low, math.exp((start + end) / 2), key=fraction)
 
 
 def young_daly(mtbf: float, stall: float) -> float:
@@ -169,9 +169,9 @@ def young_daly(mtbf: float, stall: float) -> float:
 
 
 def curve(mtbf: float, costs: Costs, intervals: Sequence[float]) -> list[float]:
-    """The share at each interval; nothing is drawn where saves would overtake each other."""
+    """The fraction at each interval; nothing is drawn where saves would overtake each other."""
     return [
-        effective_share(mtbf, interval, costs) if interval >= costs.shortest_interval else math.nan
+        effective_fraction(mtbf, interval, costs) if interval >= costs.shortest_interval else math.nan
         for interval in intervals
     ]
 

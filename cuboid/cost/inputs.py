@@ -217,8 +217,8 @@ def recomputed(jobs: Jobs, layers: Array) -> Array:
 
 def mixed(jobs: Jobs, layers: Array, more: Array, less: Array) -> Array:
     """The mean over the layers of a model, of what one takes that is recomputed more and one that is less."""
-    share = np.minimum(jobs.recompute_layers * jobs.pp * jobs.vpp / layers, 1.0)
-    return np.where(jobs.recompute_layers > 0, share * more + (1 - share) * less, more)
+    fraction = np.minimum(jobs.recompute_layers * jobs.pp * jobs.vpp / layers, 1.0)
+    return np.where(jobs.recompute_layers > 0, fraction * more + (1 - fraction) * less, more)
 
 
 @dataclass(frozen=True)

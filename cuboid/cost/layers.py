@@ -19,7 +19,7 @@ from cuboid.cost.communication import (
 from cuboid.cost.compute import Kernels, adds_nothing
 from cuboid.cost.constants import Engine, Fabric
 from cuboid.cost.inputs import Array, Jobs, Shape, heavier, lighter, mixed, mixes, number
-from cuboid.cost.pipeline import DUAL_PIPE_V, paired_share, splits_backward
+from cuboid.cost.pipeline import DUAL_PIPE_V, paired_fraction, splits_backward
 from cuboid.cost.reuse import each_once, recent
 from cuboid.spec.layout import CONTEXT_METHODS
 
@@ -151,9 +151,9 @@ def waiting(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs, attention:
     # In a ring the rank at the end of a node sends its message alone, whoever else has a port there.
     passed = np.where(rings, all_gather(fabric, whole, one_port(outer)), all_gather(fabric, whole, outer))
     # A ring hides a message behind the computing of one of its steps, if that takes as long.
-    share = (outer.size - 1) / outer.size
+    fraction = (outer.size - 1) / outer.size
     hidden = [
-        np.minimum(engine.context_overlap * times * passed, share * seconds)
+        np.minimum(engine.context_overlap * times * passed, fraction * seconds)
         for times, seconds in zip((1, 2), attention, strict=True)
     ]
     forward, backward = (times * passed - rings * saved for times, saved in zip((1, 2), hidden, strict=True))
@@ -210,8 +210,8 @@ class LayerTimes:
 
     dense: tuple[Pass, Pass]
     mixture: tuple[Pass, Pass]
-    dense_share: Array
-    """Share of the layers that have no experts."""
+    dense_fraction: Array
+    """Fraction of the layers that have no experts."""
     crosses: Array
     """1 where transfers between stages leave the node."""
     _means: dict[tuple[str, int], Array] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -221,7 +221,7 @@ class LayerTimes:
         known = self._means.get((name, direction))
         if known is None:
             dense, mixture = getattr(self.dense[direction], name), getattr(self.mixture[direction], name)
-            known = np.asarray(self.dense_share * dense + (1 - self.dense_share) * mixture)
+            known = np.asarray(self.dense_fraction * dense + (1 - self.dense_fraction) * mixture)
             self._means[name, direction] = known
         return known
 
@@ -266,7 +266,7 @@ def layer_times(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts:
     def both(one: tuple[Pass, Pass], other: tuple[Pass, Pass]) -> tuple[Pass, Pass]:
         return mean(one[0], other[0]), mean(one[1], other[1])
 
-    return LayerTimes(both(more.dense, less.dense), both(more.mixture, less.mixture), more.dense_share, more.crosses)
+    return LayerTimes(both(more.dense, less.dense), both(more.mixture, less.mixture), more.dense_fraction, more.crosses)
 
 
 def _alike(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts: Kernels, precision: str) -> LayerTimes:
@@ -296,7 +296,7 @@ def _each(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts: Kerne
     blocks = engine.host_block * further_blocks(jobs)
     full, selective = jobs.recompute == 2, jobs.recompute == 1
     again = 1.0 + (full | (selective & engine.own_collectives))
-    paired = paired_share(jobs) * (engine.expert_paired > 0)
+    paired = paired_fraction(jobs) * (engine.expert_paired > 0)
 
     def one(compute: Array, tensor: Array, context: Array, expert: Array, floor: Array, links: Links) -> Pass:
         busy = compute + tensor + context + expert

@@ -221,11 +221,11 @@ def kept_per_layer(shape: Shape, jobs: Jobs, engine: Engine) -> tuple[Array, Arr
         query = query + np.where(jobs.recompute == 1, 0.0, scores)
     inner = engine.kept_ffn * tokens * (1 + shape.gated) / jobs.tp
     dense = hidden + query + inner * shape.ffn
-    share = np.where(jobs.recompute == 1, engine.kept_selective, 1.0)
+    fraction = np.where(jobs.recompute == 1, engine.kept_selective, 1.0)
     copies = tokens * shape.top_k / jobs.tp
     routed = copies * (engine.kept_ffn * (1 + shape.gated) * shape.expert_ffn + engine.kept_routed * shape.hidden)
     mixture = hidden + query + inner * shape.shared_ffn + routed
-    return share * dense, share * np.where(shape.experts > 0, mixture, dense)
+    return fraction * dense, fraction * np.where(shape.experts > 0, mixture, dense)
 
 
 def _split(jobs: Jobs, held: RankParameters, bytes_each: float, from_stage: int) -> Array:
@@ -263,7 +263,7 @@ def _kept(shape: Shape, jobs: Jobs, engine: Engine, layers: Array, first: Array,
     )
 
 
-def kept_share(shape: Shape, jobs: Jobs, engine: Engine) -> float:
+def kept_fraction(shape: Shape, jobs: Jobs, engine: Engine) -> float:
     """What a layer of one layout keeps that is recomputed more, over what one keeps that is recomputed less."""
     one, middle = np.ones(()), np.zeros(())  # of a mixture's layers most have experts
     more, less = (_kept(shape, kind, engine, one, middle, None).layers for kind in (heavier(jobs), lighter(jobs)))

@@ -256,8 +256,8 @@ def _schedule(row: Row, layers: float, pp: float) -> tuple[float, float]:
 
 def _held(notes: str) -> float:
     """Memory variants of zero-bubble schedules, which a layout has no names for."""
-    shares = {"zb-2p": 2.0, "zb2p": 2.0, "v-half": 0.5, "v-min": 0.34}
-    return next((share for name, share in shares.items() if f"schedule {name}" in notes), 1.0)
+    factors = {"zb-2p": 2.0, "zb2p": 2.0, "v-half": 0.5, "v-min": 0.34}
+    return next((factor for name, factor in factors.items() if f"schedule {name}" in notes), 1.0)
 
 
 def _job(row: Row, layers: float) -> dict[str, float]:

@@ -137,8 +137,8 @@ def fully_sharded(
     if not np.any(jobs.zero == 3):
         return np.zeros(())
     each = layer_parameters(shape, jobs.tp)
-    dense = times.dense_share * each.dense + (1 - times.dense_share) * each.mixture
-    experts = (1 - times.dense_share) * each.routed / np.maximum(jobs.ep, 1)
+    dense = times.dense_fraction * each.dense + (1 - times.dense_fraction) * each.mixture
+    experts = (1 - times.dense_fraction) * each.routed / np.maximum(jobs.ep, 1)
     copies = np.maximum(jobs.dp * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1), 1)
     shards = np.maximum(jobs.shard * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1), 1)
     plain = _Sums(fabric, engine, dense, jobs.dp * jobs.cp, jobs.shard * jobs.cp, jobs.tp)

@@ -12,7 +12,7 @@ from cuboid.cost.inputs import Shape
 from cuboid.errors import UserError
 from cuboid.planning.plan import GIB, Plan, make_plan, reasons, with_notes
 from cuboid.planning.problems import explain_nothing
-from cuboid.planning.question import DEFAULT_SHARE, Question, every_size, resized, rounder_sizes, sizes
+from cuboid.planning.question import MEMORY_FRACTION, Question, every_size, resized, rounder_sizes, sizes
 from cuboid.planning.refine import Refined, actions, fitted, may_mix, refine
 from cuboid.planning.score import Scores, least_seconds, score
 from cuboid.planning.search import search
@@ -27,7 +27,7 @@ FINALISTS = 8
 SLOWER = 1.5
 """How many times the fastest step one may take that is chosen for its memory."""
 NOT_FASTER = 0.9
-"""Least share of one accelerator's time for the whole batch that many take together."""
+"""Least fraction of one accelerator's time for the whole batch that many take together."""
 BUDGET = 40_000
 """Actions of schedules simulated in all: what keeps an answer within a second."""
 
@@ -166,10 +166,12 @@ def warnings(plan: Plan) -> list[str]:
     """What the user should know before believing or starting the plan."""
     question = plan.question
     found = [doubt(question.cluster.accelerator, question.cost_precision, plan.utilization, question.precision)]
-    if plan.share > 1:
-        found.append(f"the fullest rank would hold {plan.share:.0%} of its memory: this plan does not fit")
-    elif plan.share > DEFAULT_SHARE:
-        found.append(f"the fullest rank holds {plan.share:.0%} of its memory; above 95 % fragmentation may end the run")
+    if plan.memory_fraction > 1:
+        found.append(f"the fullest rank would hold {plan.memory_fraction:.0%} of its memory: this plan does not fit")
+    elif plan.memory_fraction > MEMORY_FRACTION:
+        found.append(
+            f"the fullest rank holds {plan.memory_fraction:.0%} of its memory; above 95 % fragmentation may end the run"
+        )
     if plan.host_memory > question.host_limit:
         found.append(
             f"offload=true needs {plan.host_memory / GIB:.1f} GiB of host memory a rank, and "

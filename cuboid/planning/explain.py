@@ -205,7 +205,9 @@ def memory_lines(explanation: Explanation) -> list[str]:
     )
     others = sum(row[name] for name in ("logits", "transient", "buffers", "reserve"))
     lines.append(f"logits, transient, buffers, reserve: {others / GIB:.2f} GiB")
-    lines.append(f"together {plan.peak / GIB:.2f} GiB of {plan.question.cluster.memory_gib:.1f} GiB, {plan.share:.0%}")
+    lines.append(
+        f"together {plan.peak / GIB:.2f} GiB of {plan.question.cluster.memory_gib:.1f} GiB, {plan.memory_fraction:.0%}"
+    )
     return lines
 
 

@@ -59,7 +59,7 @@ class Plan(Refined):
             "step": f"{self.seconds:.3f} s",
             "tokens/s a GPU": f"{self.tokens:,.0f}",
             "MFU": f"{self.utilization:.1%}",
-            "memory of the fullest rank": f"{self.peak / GIB:.1f} GiB, {self.share:.0%}",
+            "memory of the fullest rank": f"{self.peak / GIB:.1f} GiB, {self.memory_fraction:.0%}",
             "bubble": f"{self.bubble:.1%}",
         }
         cells = "".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in rows.items())
@@ -67,8 +67,8 @@ class Plan(Refined):
         return f"<table>{cells}</table><ul>{reasons}</ul>"
 
     @property
-    def share(self) -> float:
-        """The fullest rank's share of its accelerator's memory."""
+    def memory_fraction(self) -> float:
+        """The fraction of its accelerator's memory that the fullest rank holds."""
         return self.peak / (self.question.cluster.memory_gib * GIB)
 
     @property
@@ -202,7 +202,7 @@ def _table(plan: Plan) -> dict[str, object]:
         "mfu": plan.utilization,
         "bubble": plan.bubble,
         "memory_gib": plan.peak / GIB,
-        "memory_share": plan.share,
+        "memory_fraction": plan.memory_fraction,
         "host_memory_gib": plan.host_memory / GIB,
         "layers": list(plan.layers),
         "reasons": list(plan.reasons),
@@ -261,7 +261,7 @@ def reasons(plan: Plan) -> list[str]:
         inside = "stays within" if layout.tp <= domain else "leaves"
         found.append(
             f"tp={layout.tp} splits every layer and {inside} the {domain} accelerators of one {cluster.tiers[0].name} "
-            f"domain; its collectives cost {_share(plan, 'tensor')} of the step"
+            f"domain; its collectives cost {_percent(plan, 'tensor')} of the step"
         )
     if layout.pp > 1:
         found.append(
@@ -272,15 +272,15 @@ def reasons(plan: Plan) -> list[str]:
     if layout.cp > 1:
         found.append(
             f"cp={layout.cp} ({layout.cp_method}) leaves {question.sequence // layout.cp} tokens of a sequence to a "
-            f"rank; bringing their keys together costs {_share(plan, 'context')} of the step"
+            f"rank; bringing their keys together costs {_percent(plan, 'context')} of the step"
         )
     if layout.ep > 1:
-        found.append(f"ep={layout.ep} spreads the experts; moving tokens costs {_share(plan, 'expert')} of the step")
+        found.append(f"ep={layout.ep} spreads the experts; moving tokens costs {_percent(plan, 'expert')} of the step")
     if layout.dp > 1:
         split = {0: "nothing", 1: "the optimizer state", 2: "optimizer state and gradients", 3: "all states"}
         found.append(
             f"dp={layout.dp} replicas of {amount(parameters)} parameters share {split[layout.zero]} "
-            f"(zero={layout.zero}); their traffic costs {_share(plan, 'data')} of the step"
+            f"(zero={layout.zero}); their traffic costs {_percent(plan, 'data')} of the step"
         )
     fullest = plan.totals.index(plan.peak)
     found.append(
@@ -291,7 +291,7 @@ def reasons(plan: Plan) -> list[str]:
         node = plan.host_memory * min(cluster.accelerators_per_node, layout.world_size)
         found.append(
             f"offload=true keeps {plan.host_memory / GIB:.1f} GiB of optimizer state a rank in CPU memory, "
-            f"{node / GIB:.1f} GiB a node; bringing it over costs {_share(plan, 'optimizer')} of the step"
+            f"{node / GIB:.1f} GiB a node; bringing it over costs {_percent(plan, 'optimizer')} of the step"
         )
     return found
 
@@ -328,7 +328,7 @@ def amount(count: float) -> str:
     return f"{count:g}"
 
 
-def _share(plan: Plan, part: str) -> str:
+def _percent(plan: Plan, part: str) -> str:
     return f"{plan.parts[part] / plan.seconds:.1%}"
 
 

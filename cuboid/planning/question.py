@@ -18,8 +18,8 @@ from cuboid.spec.run import Run, check_supported
 from cuboid.spec.training import TrainingSpec
 
 PRECISIONS = ("bf16", "fp16", "fp8", "float32")
-DEFAULT_SHARE = 0.95
-"""Share of an accelerator's memory that a plan stays within unless asked otherwise: fragmentation needs the rest."""
+MEMORY_FRACTION = 0.95
+"""Fraction of an accelerator's memory that a plan stays within unless asked otherwise: fragmentation needs the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class Question:
     def host_limit(self) -> float:
         """Most bytes a rank may keep in its host's memory."""
         node = self.cluster.host_memory_gib * 2**30
-        return DEFAULT_SHARE * node / self.cluster.accelerators_per_node if node else float("inf")
+        return MEMORY_FRACTION * node / self.cluster.accelerators_per_node if node else float("inf")
 
     @property
     def cost_precision(self) -> str:
@@ -109,7 +109,7 @@ class Question:
     @property
     def limit(self) -> float:
         """Most bytes a rank may hold."""
-        return DEFAULT_SHARE * self.machine.chip.memory if self.memory_limit is None else self.memory_limit
+        return MEMORY_FRACTION * self.machine.chip.memory if self.memory_limit is None else self.memory_limit
 
     def untrainable(self, layout: Layout) -> str:
         """Why Cuboid's engine cannot train a layout of this model yet, or nothing."""

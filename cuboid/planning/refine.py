@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuboid.cost.inputs import Array, Shape, single
-from cuboid.cost.memory import Memory, kept_share, peak_memory, rank_memory
+from cuboid.cost.memory import Memory, kept_fraction, peak_memory, rank_memory
 from cuboid.cost.pipeline import in_flight, with_shared_cores
 from cuboid.cost.sharding import host_bytes
 from cuboid.cost.step import PARTS
@@ -35,7 +35,7 @@ class Refined:
     layers: tuple[int, ...]
     """Layers per stage."""
     bubble: float
-    """Share of the pipeline's time in which the mean rank does nothing."""
+    """Fraction of the pipeline's time in which the mean rank does nothing."""
     host_memory: float = 0.0
     """Bytes a rank keeps in its host's memory."""
 
@@ -130,10 +130,10 @@ def refine(question: Question, scores: Scores, index: int) -> Refined:
         quick = StageSeconds(costs.scaled(chip.together), seconds.message)
         spans = makespans(layout, quick, micro_batches, chip.together * float(each.max()))
         alone, delayed = (max(span, float(work.max())) for span in spans)
-        share = parts["straggler"] / max(sum(parts[name] for name in (*BUSY, "bubble")), 1e-300)
+        fraction = parts["straggler"] / max(sum(parts[name] for name in (*BUSY, "bubble")), 1e-300)
         parts["bubble"] = max(alone - float(work.max()), 0.0)
         parts["transfer"] = max(delayed - alone, 0.0)
-        parts["straggler"] = share * sum(parts[name] for name in (*BUSY, "bubble"))
+        parts["straggler"] = fraction * sum(parts[name] for name in (*BUSY, "bubble"))
         bubble = float(1 - work.mean() / max(delayed, float(work.max())))
     memory = memory_table(question, layout, part, micro_batches)
     jobs = Space.of([layout], question).jobs
@@ -150,8 +150,8 @@ def memory_table(question: Question, layout: Layout, part: Held, micro_batches: 
     again = part.recomputed(layout.recompute_layers)
     memory = rank_memory(shape, jobs, engine, part.layers, ranks, first, last, again)
     # Layers that are recomputed more count as the part of one that they keep.
-    share = kept_share(shape, jobs, engine)
-    weights = [count - (1 - share) * min(layout.recompute_layers, count) for count in part.counts]
+    fraction = kept_fraction(shape, jobs, engine)
+    weights = [count - (1 - fraction) * min(layout.recompute_layers, count) for count in part.counts]
     each = memory.activations / (in_flight(jobs, ranks) * part.by_rank(weights))
     kept = [each[rank] * weight for rank, weight in zip(part.rank, weights, strict=True)]
     # A longer run holds no more: every rank is at its fullest when the last one starts.
@@ -174,8 +174,8 @@ def _row(memory: Memory, rank: int, reserve: float, ranks: int) -> dict[str, flo
 
 
 LEAST_LEFT = 0.6
-"""Of a layout's seconds at least this share is left with one kind less recomputed: a layer's forward pass is a third of
-it at most, with what it collectives."""
+"""Of a layout's seconds at least this fraction is left with one kind less recomputed: a layer's forward pass is a third
+of it at most, with what it collectives."""
 FULLER = 1.6
 """No schedule keeps so many times the micro-batches that 1F1B does, but GPipe, which is never tried."""
 AT_ONCE = 512
@@ -207,7 +207,7 @@ def promising(question: Question, plain: Scores, reached: float) -> NDArray[np.b
     where = where[too_full]
     more = plain.take(where)
     less = score_all(question, lighter(more.space), memory[too_full])
-    even = less.even + _share(question, more, less) * (more.even - less.even)
+    even = less.even + _fraction(question, more, less) * (more.even - less.even)
     found[where[even <= reached]] = True
     return found
 
@@ -221,7 +221,7 @@ def mixable(question: Question, found: Scores, reached: float) -> Iterator[tuple
     too_full = memory > min(question.limit, question.profile.usable * question.machine.chip.memory)
     more = more.take(np.flatnonzero(too_full))
     less = score_all(question, lighter(more.space), memory[too_full])
-    seconds = less.seconds + _share(question, more, less) * (more.seconds - less.seconds)
+    seconds = less.seconds + _fraction(question, more, less) * (more.seconds - less.seconds)
     seconds = np.where(less.fits, np.inf, seconds)
     order = np.argsort(seconds, kind="stable")
     order = order[seconds[order] <= reached]
@@ -229,9 +229,9 @@ def mixable(question: Question, found: Scores, reached: float) -> Iterator[tuple
         yield float(seconds[order[start]]), more.space.take(order[start : start + AT_ONCE])
 
 
-def _share(question: Question, more: Scores, less: Scores) -> Array:
-    """Share of the layers that must be recomputed more, by the memory of both ends: a layer less than it takes if the
-    memory between them lies on a straight line."""
+def _fraction(question: Question, more: Scores, less: Scores) -> Array:
+    """Fraction of the layers that must be recomputed more, by the memory of both ends: a layer less than it takes if
+    the memory between them lies on a straight line."""
     most = _longest(question, more.space)
     missing = (less.memory - question.limit) / np.maximum(less.memory - more.memory, 1.0)
     return np.asarray(np.maximum(np.floor(most * np.clip(missing, 0.0, 1.0)) - 1, 0.0) / most)

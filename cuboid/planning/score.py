@@ -12,7 +12,7 @@ from cuboid.cost.estimate import Estimates, estimate_many
 from cuboid.cost.inputs import Array, Jobs, Shape, number
 from cuboid.cost.layers import LayerTimes, Pass
 from cuboid.cost.memory import peak_memory
-from cuboid.cost.pipeline import DUAL_PIPE_V, idle_by_schedule, in_flight, paired_share, partition, waited_transfers
+from cuboid.cost.pipeline import DUAL_PIPE_V, idle_by_schedule, in_flight, paired_fraction, partition, waited_transfers
 from cuboid.cost.sharding import rank_parameters, reduction
 from cuboid.cost.step import PARTS, first_parameters, replica_time
 from cuboid.planning.question import Question
@@ -219,11 +219,11 @@ def paired_relief(question: Question, space: Space, times: LayerTimes) -> Array:
     forward, backward = times.mixture
     hidden = np.minimum(forward.expert, engine.expert_paired * backward.compute)
     hidden = hidden + np.minimum(backward.expert, engine.expert_paired * forward.compute)
-    return np.where(jobs.pp > 1, paired_share(dual.jobs) * hidden, 0.0)
+    return np.where(jobs.pp > 1, paired_fraction(dual.jobs) * hidden, 0.0)
 
 
 def least_transfer(question: Question, space: Space) -> Array:
-    """Of the transfers that 1F1B waits for the share that every schedule does."""
+    """Of the transfers that 1F1B waits for the fraction that every schedule does."""
     if not question.profile.transfer_scheduled:
         return np.ones(())
     jobs = space.jobs

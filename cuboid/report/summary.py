@@ -56,7 +56,7 @@ def summary(source: Source) -> dict[str, Any]:
             "mfu": plan.utilization,
             "bubble": plan.bubble,
             "memory_gib": plan.peak / GIB,
-            "memory_share": plan.share,
+            "memory_fraction": plan.memory_fraction,
             "parts": plan.parts,
             "words": WORDS,
             "layers": list(plan.layers),

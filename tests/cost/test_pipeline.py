@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cuboid.cost.constants import Engine
 from cuboid.cost.inputs import Jobs, Shape, number
-from cuboid.cost.pipeline import bubble, in_flight, paired_share, partition, turns_back, waited_transfers
+from cuboid.cost.pipeline import bubble, in_flight, paired_fraction, partition, turns_back, waited_transfers
 from cuboid.planning.stages import even_layers
 from cuboid.schedule.order import Compute, instructions
 from cuboid.schedule.schedules import make_schedule
@@ -164,5 +164,7 @@ def test_pairs_are_as_many_as_in_the_table(ranks: int, times: int) -> None:
     count = times * ranks
     rows = instructions(make_schedule("dualpipev", ranks, count, 2), paired=True)
     pairs = sum(isinstance(each, Compute) and len(each.actions) == 2 for row in rows for each in row)
-    assert float(paired_share(jobs("dualpipev", ranks, count))) == pytest.approx(pairs / (2 * ranks * count), abs=0.02)
-    assert float(paired_share(jobs("zbv", ranks, count))) == 0
+    assert float(paired_fraction(jobs("dualpipev", ranks, count))) == pytest.approx(
+        pairs / (2 * ranks * count), abs=0.02
+    )
+    assert float(paired_fraction(jobs("zbv", ranks, count))) == 0

@@ -23,7 +23,7 @@ def test_plans_are_ordered_fit_and_can_be_trained(ask: Callable[..., Question]) 
     assert [plan.seconds for plan in found] == sorted(plan.seconds for plan in found)
     assert len({str(plan.layout) for plan in found}) == 5
     for plan in found:
-        assert plan.share <= 0.95
+        assert plan.memory_fraction <= 0.95
         assert plan.layout.world_size == 128
         assert not question.untrainable(plan.layout)
         assert predict(question, plan.layout).seconds == pytest.approx(plan.seconds)

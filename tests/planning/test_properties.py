@@ -235,7 +235,7 @@ def test_what_a_page_says_of_a_plan_is_the_same(case: tuple[Question, Layout]) -
     told = page["summary"]["predicted"]
     assert told["step_seconds"] == plan.seconds
     assert (told["mfu"], told["bubble"], told["parts"]) == (plan.utilization, plan.bubble, plan.parts)
-    assert (told["memory_gib"], told["memory_share"]) == (plan.peak / GIB, plan.share)
+    assert (told["memory_gib"], told["memory_fraction"]) == (plan.peak / GIB, plan.memory_fraction)
     assert told["tokens_per_second"] == pytest.approx(
         plan.question.global_batch * plan.question.sequence / plan.seconds, rel=1e-12
     )

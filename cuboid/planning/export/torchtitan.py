@@ -75,7 +75,7 @@ def export(plan: Plan) -> str:
         "activation_checkpoint": _checkpoint(layout.recompute),
     }
     head = f"# For {TARGET} on {layout.world_size} ranks; predicted: {plan.seconds:.4g} s a step, "
-    return head + f"{plan.share:.0%} of memory.\n" + noted(notes(plan)) + dumps(table)
+    return head + f"{plan.memory_fraction:.0%} of memory.\n" + noted(notes(plan)) + dumps(table)
 
 
 def notes(plan: Plan) -> list[Note]:
