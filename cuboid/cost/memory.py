@@ -9,7 +9,7 @@ from cuboid.cost.compute import layer_parameters, table_parameters
 from cuboid.cost.constants import Engine
 from cuboid.cost.inputs import Array, Jobs, Kept, Shape, heavier, lighter, mixes, recomputed, single
 from cuboid.cost.layers import gathered_bytes
-from cuboid.cost.pipeline import Partition, in_flight, partition, turns_back
+from cuboid.cost.pipeline import Partition, in_flight, is_v_shaped, partition
 from cuboid.cost.reuse import recent
 from cuboid.cost.sharding import RankParameters, brought_bytes, dense_layers_of, keeps_gradients, rank_parameters
 
@@ -62,7 +62,7 @@ def communicators(shape: Shape, jobs: Jobs) -> Communicators:
         jobs.cp_inner,
         jobs.cp / jobs.cp_inner,
         np.where(kv_parts > 1, jobs.tp / kv_parts, 1.0),
-        np.where((shape.tied > 0) & (jobs.pp > 1) & (turns_back(jobs) == 0), 2.0, 1.0),
+        np.where((shape.tied > 0) & (jobs.pp > 1) & (is_v_shaped(jobs) == 0), 2.0, 1.0),
     ]
     return Communicators(
         collective=np.asarray(sum(np.where(size > 1, 1.0, 0.0) for size in sizes)),
@@ -346,7 +346,7 @@ def memory_by_rank(shape: Shape, jobs: Jobs, engine: Engine) -> dict[str, Memory
     """The first pipeline rank, the one after it, and the last: one of them is the fullest."""
     stage: Partition = partition(shape, jobs, engine)
     one, none = np.ones(()), np.zeros(())
-    alone, folded = (jobs.pp == 1).astype(np.float64), turns_back(jobs)
+    alone, folded = (jobs.pp == 1).astype(np.float64), is_v_shaped(jobs)
     return {
         "first": rank_memory(shape, jobs, engine, stage.first, none, one, folded),
         "second": rank_memory(shape, jobs, engine, stage.middle, np.minimum(jobs.pp - 1, 1.0), alone, alone),
@@ -357,7 +357,7 @@ def memory_by_rank(shape: Shape, jobs: Jobs, engine: Engine) -> dict[str, Memory
 def first_memory(shape: Shape, jobs: Jobs, engine: Engine) -> Array:
     """Bytes of the first pipeline rank, often the fullest and never fuller than that."""
     stage: Partition = partition(shape, jobs, engine)
-    first = rank_memory(shape, jobs, engine, stage.first, np.zeros(()), np.ones(()), turns_back(jobs))
+    first = rank_memory(shape, jobs, engine, stage.first, np.zeros(()), np.ones(()), is_v_shaped(jobs))
     return np.asarray(engine.reserve * first.total)
 
 

@@ -85,7 +85,7 @@ def with_shared_cores(chip: Chip, slowest: Array, mean: Array) -> Array:
     return np.maximum(mean, chip.together * slowest) if chip.together < 1 else slowest
 
 
-def turns_back(jobs: Jobs) -> Array:
+def is_v_shaped(jobs: Jobs) -> Array:
     """1 where the first rank also holds the last stage: one rank only, or a V-shaped schedule."""
     vee = (jobs.schedule == ZERO_BUBBLE_V) | (jobs.schedule == DUAL_PIPE_V)
     return np.asarray((jobs.pp == 1) | vee, dtype=np.float64)

@@ -75,7 +75,7 @@ def _family(name: str) -> dict[str, float]:
 
 
 def _shape(row: Row) -> dict[str, float]:
-    """The model's shape: what the row prints, and from its name what the row leaves out."""
+    """The model's shape: what the row prints, and from its name what the row omits."""
     known = _family(_text(row, "model"))
     columns = {"hidden": "hidden", "layers": "layers", "heads": "heads", "kv_heads": "kv_heads", "vocab": "vocab"}
     values: dict[str, float] = {}
@@ -135,14 +135,14 @@ CHIPS = (
     ("v6e", "tpu-v6e"),
     ("tpu-v4", "tpu-v4"),
 )
-"""Piece of a `gpu` column -> chip; the first that is found wins."""
+"""Part of a `gpu` column -> chip; the first that is found wins."""
 
 
 def _chip(row: Row) -> str:
     text = _text(row, "gpu").lower().replace(" ", "-")
     if not text:
         raise LookupError("gpu")
-    found = next((chip for piece, chip in CHIPS if piece in text), None)
+    found = next((chip for part, chip in CHIPS if part in text), None)
     if found is None:
         raise LookupError(f"calibration for gpu {_text(row, 'gpu')}")
     return found
@@ -157,13 +157,13 @@ FABRICS = (
     ("internevo", "a", "roce-a100"),
     ("llm-foundry", "a100", "mosaic-a100"),
 )
-"""Piece of the source, piece of the chip -> the cluster it was run on."""
+"""Part of the source, part of the chip -> the cluster it was run on."""
 
 
 def _fabric(row: Row, chip: str) -> str:
     source = _text(row, "source").lower()
-    for piece, kind, fabric in FABRICS:
-        if piece in source and chip.startswith(kind):
+    for part, kind, fabric in FABRICS:
+        if part in source and chip.startswith(kind):
             return fabric
     return default_fabric(chip)
 

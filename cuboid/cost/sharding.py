@@ -10,7 +10,7 @@ from cuboid.cost.compute import layer_parameters, norm_parameters, position_para
 from cuboid.cost.constants import Chip, Engine, Fabric
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.layers import LayerTimes
-from cuboid.cost.pipeline import partition, turns_back
+from cuboid.cost.pipeline import is_v_shaped, partition
 
 
 @dataclass(frozen=True)
@@ -175,12 +175,12 @@ def fully_sharded(
 
 def _tables(shape: Shape, jobs: Jobs) -> Array:
     """Vocabulary tables on the pipeline rank with most of them."""
-    return np.where((shape.tied == 0) & (turns_back(jobs) > 0), 2.0, 1.0)
+    return np.where((shape.tied == 0) & (is_v_shaped(jobs) > 0), 2.0, 1.0)
 
 
 def tied_sum(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine) -> Array:
     """Seconds to sum the gradient of a tied embedding over the two pipeline ranks that hold it, or their shards."""
-    apart = (shape.tied > 0) & (turns_back(jobs) == 0)
+    apart = (shape.tied > 0) & (is_v_shaped(jobs) == 0)
     pair = group(fabric, np.where(apart, 2.0, 1.0), jobs.world_size / jobs.pp * np.maximum(jobs.pp - 1, 1))
     shards = np.where((jobs.zero > 0) & engine.own_collectives, jobs.shard * jobs.cp, 1.0)
     return all_reduce(fabric, engine.gradient_wire * table_parameters(shape, jobs.tp) / shards, pair)
@@ -190,8 +190,8 @@ def tied_sum(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine) -> Array:
 
 
 def host_bytes(shape: Shape, jobs: Jobs, engine: Engine) -> Array:
-    """Bytes that the first pipeline rank, which holds the most parameters, keeps in its host's memory."""
-    held = rank_parameters(shape, jobs, partition(shape, jobs, engine).first, ONE, turns_back(jobs))
+    """Bytes that the first pipeline rank, which holds the most parameters, keeps in CPU memory."""
+    held = rank_parameters(shape, jobs, partition(shape, jobs, engine).first, ONE, is_v_shaped(jobs))
     return np.asarray(jobs.offload * engine.optimizer_bytes * owned_parameters(jobs, held))
 
 

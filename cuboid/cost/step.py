@@ -9,7 +9,7 @@ from cuboid.cost.compute import Kernels, kernels
 from cuboid.cost.constants import Chip, Engine, Fabric
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.layers import LayerTimes, hop, layer_times
-from cuboid.cost.pipeline import Partition, bubble, partition, turns_back, waited_transfers, with_shared_cores
+from cuboid.cost.pipeline import Partition, bubble, is_v_shaped, partition, waited_transfers, with_shared_cores
 from cuboid.cost.sharding import (
     RankParameters,
     free_time,
@@ -55,7 +55,7 @@ class StepTime:
 def _slowest(shape: Shape, jobs: Jobs, stage: Partition, layer: Array, parts: Kernels) -> tuple[Array, Array]:
     """Seconds of one micro-batch on the slowest rank and on all ranks together."""
     head = parts.head_forward + parts.head_backward
-    folded = turns_back(jobs)
+    folded = is_v_shaped(jobs)
     first = stage.first * layer + parts.embedding + folded * head
     ends = np.maximum(first, stage.last * layer + (1 - folded) * head)
     everything = shape.layers * layer + parts.embedding + head
@@ -89,7 +89,7 @@ def _host(shape: Shape, jobs: Jobs, engine: Engine) -> Array:
 
 def first_parameters(shape: Shape, jobs: Jobs, stage: Partition) -> RankParameters:
     """Those of the first pipeline rank."""
-    return rank_parameters(shape, jobs, stage.first, ONE, turns_back(jobs))
+    return rank_parameters(shape, jobs, stage.first, ONE, is_v_shaped(jobs))
 
 
 def replica_time(

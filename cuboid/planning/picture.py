@@ -68,7 +68,7 @@ def svg(timeline: Timeline, title: str, subtitle: str = "") -> str:
         parts.append(_text(MARGIN - 8, y + 15, f"rank {rank}", 12, anchor="end"))
         parts.append(f'<rect x="{MARGIN}" y="{y}" width="{inner}" height="{ROW}" fill="{PALE}"/>')
     chunk = {stage: schedule.stages_of(rank).index(stage) for stage, rank in enumerate(schedule.stage_rank)}
-    parts += [_box(event, chunk[event.action.stage], scale) for event in timeline.events]
+    parts += [_rectangle(event, chunk[event.action.stage], scale) for event in timeline.events]
     parts += _axis(timeline.makespan, scale, bottom)
     parts += _legend(used, schedule.stages > schedule.ranks, bottom + 40)
     return "\n".join([*parts, "</svg>", ""])
@@ -80,21 +80,21 @@ def _width(timeline: Timeline) -> int:
     return int(min(max(wanted, 1100), 3000)) + MARGIN + 20
 
 
-def _box(event: Event, chunk: int, scale: float) -> str:
+def _rectangle(event: Event, chunk: int, scale: float) -> str:
     kind, batch = event.action.kind, event.action.micro_batch
     x, y = MARGIN + event.start * scale, TOP + event.rank * (ROW + GAP)
     width = (event.end - event.start) * scale
     fill = (SECOND if chunk % 2 else FILL)[kind]
     tip = f"{event.action}: {NAMES[kind]} of stage {event.action.stage}, micro-batch {batch}"
-    box = (
+    rectangle = (
         f'<rect x="{x:.2f}" y="{y}" width="{max(width - 0.4, 0.2):.2f}" height="{ROW}" fill="{fill}">'
         f"<title>{escape(tip)}, {event.start:.4g} s to {event.end:.4g} s</title></rect>"
     )
     label = str(batch)
     if width < 7 * len(label) + 2:
-        return box
+        return rectangle
     ink = INK if chunk % 2 or kind is Kind.WEIGHT else "white"
-    return box + _text(x + width / 2, y + 15, label, 11, anchor="middle", fill=ink)
+    return rectangle + _text(x + width / 2, y + 15, label, 11, anchor="middle", fill=ink)
 
 
 def _text(

@@ -118,10 +118,10 @@ def _too_small(question: Question, world_size: int) -> UserError:
 
 def _enough(question: Question, world_size: int) -> int | None:
     """The least accelerators of twice, three times, four times … the cluster that hold the model."""
-    product = 1
+    ranks = 1
     for name in ("dp", "tp", "pp", "cp"):
-        product *= question.fixed.get(name, 1)
-    if all(name in question.fixed for name in ("dp", "tp", "pp")) and product == world_size:
+        ranks *= question.fixed.get(name, 1)
+    if all(name in question.fixed for name in ("dp", "tp", "pp")) and ranks == world_size:
         return None
     size = world_size
     node = question.cluster.accelerators_per_node

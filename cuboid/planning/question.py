@@ -97,7 +97,7 @@ class Question:
 
     @property
     def host_limit(self) -> float:
-        """Most bytes a rank may keep in its host's memory."""
+        """Most bytes a rank may keep in CPU memory."""
         node = self.cluster.host_memory_gib * 2**30
         return MEMORY_FRACTION * node / self.cluster.accelerators_per_node if node else float("inf")
 

@@ -37,7 +37,7 @@ class Refined:
     bubble: float
     """Fraction of the pipeline's time in which the mean rank does nothing."""
     host_memory: float = 0.0
-    """Bytes a rank keeps in its host's memory."""
+    """Bytes a rank keeps in CPU memory."""
 
     @property
     def seconds(self) -> float:

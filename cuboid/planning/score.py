@@ -103,11 +103,11 @@ def score(question: Question, space: Space, memory: Array | None = None) -> Scor
 
 
 def score_all(question: Question, space: Space, memory: Array | None = None) -> Scores:
-    """As `score`, in pieces small enough for the processor's caches."""
+    """As `score`, in chunks small enough for the processor's caches."""
     if memory is None:
-        return joined([score(question, part) for part in chunks(space)])
-    pieces = np.split(memory, range(CHUNK, len(memory), CHUNK))
-    return joined([score(question, part, each) for part, each in zip(chunks(space), pieces, strict=True)])
+        return concatenated([score(question, part) for part in chunks(space)])
+    chunked = np.split(memory, range(CHUNK, len(memory), CHUNK))
+    return concatenated([score(question, part, each) for part, each in zip(chunks(space), chunked, strict=True)])
 
 
 def memory_of(question: Question, space: Space, cost: Memory = peak_memory) -> Array:
@@ -118,12 +118,12 @@ def memory_of(question: Question, space: Space, cost: Memory = peak_memory) -> A
 
 
 def chunks(space: Space) -> Iterator[Space]:
-    """Pieces small enough for the processor's caches."""
+    """Chunks small enough for the processor's caches."""
     for start in range(0, max(len(space), 1), CHUNK):
         yield space.take(np.arange(start, min(start + CHUNK, len(space))))
 
 
-def joined(scores: list[Scores]) -> Scores:
+def concatenated(scores: list[Scores]) -> Scores:
     """Those of several spaces as one."""
     if len(scores) == 1:
         return scores[0]

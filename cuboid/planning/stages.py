@@ -11,8 +11,8 @@ from cuboid.cost.constants import Engine, engine_for
 from cuboid.cost.estimate import Machine
 from cuboid.cost.inputs import Array, Jobs, Shape, heavier, lighter, mixes, single
 from cuboid.cost.layers import LayerTimes, Pass, hop, layer_times
+from cuboid.cost.pipeline import is_v_shaped, with_shared_cores
 from cuboid.cost.pipeline import partition as assumed_partition
-from cuboid.cost.pipeline import turns_back, with_shared_cores
 from cuboid.planning.question import Question
 from cuboid.planning.space import Space
 from cuboid.schedule.simulate import StageCosts
@@ -132,7 +132,7 @@ def assumed_slowest(question: Question, space: Space, seconds: LayerSeconds) -> 
     shape = Shape.of(question.model)
     stage = assumed_partition(shape, space.jobs, question.profile)
     layer = seconds.times.mean("total", 0) + seconds.times.mean("total", 1)
-    folded = turns_back(space.jobs)
+    folded = is_v_shaped(space.jobs)
     first = stage.first * layer + seconds.parts.embedding + folded * seconds.head
     ends = np.maximum(first, stage.last * layer + (1 - folded) * seconds.head)
     alone = shape.layers * layer + seconds.parts.embedding + seconds.head

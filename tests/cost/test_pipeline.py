@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cuboid.cost.constants import Engine
 from cuboid.cost.inputs import Jobs, Shape, number
-from cuboid.cost.pipeline import bubble, in_flight, paired_fraction, partition, turns_back, waited_transfers
+from cuboid.cost.pipeline import bubble, in_flight, is_v_shaped, paired_fraction, partition, waited_transfers
 from cuboid.planning.stages import even_layers
 from cuboid.schedule.order import Compute, instructions
 from cuboid.schedule.schedules import make_schedule
@@ -140,9 +140,9 @@ def test_head_partition_counts_the_ends_as_layers() -> None:
 
 
 def test_v_shaped_schedules_end_where_they_begin() -> None:
-    flags = [float(turns_back(jobs(name, 4, 8))) for name in SCHEDULES]
+    flags = [float(is_v_shaped(jobs(name, 4, 8))) for name in SCHEDULES]
     assert flags == [0, 0, 0, 0, 1, 1]
-    assert float(turns_back(jobs("1f1b", 1, 8))) == 1
+    assert float(is_v_shaped(jobs("1f1b", 1, 8))) == 1
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
