@@ -13,7 +13,10 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 KINDS = {".py", ".md", ".js", ".css", ".html", ".c", ".toml"}
-ROOMS = tuple("spec schedule telemetry data checkpoint resilience generate verification launch report cli".split())
+ROOMS = tuple(
+    "spec schedule cost telemetry planning data checkpoint resilience generate verification launch".split()
+    + "report probe cli".split()
+)
 """Those whose words are checked in `IN_ROOMS` too."""
 
 EVERYWHERE = {
