@@ -8,10 +8,10 @@ from typing import Any
 from cuboid.checkpoint.folder import checkpoints, step_of, sweep
 from cuboid.checkpoint.location import Location, locate
 from cuboid.checkpoint.manifest import INDEX, Manifest, Place, StoredFile
-from cuboid.checkpoint.memory.copies import Generation
+from cuboid.checkpoint.memory.nodes import Generation
 from cuboid.checkpoint.memory.restore import Lost, MemoryRestore
-from cuboid.checkpoint.parts import Wishes
 from cuboid.checkpoint.save import Damaged, agree, load
+from cuboid.checkpoint.shards import Wishes
 from cuboid.checkpoint.state import Moments, generators, state_to_load
 from cuboid.checkpoint.verify import check_file, check_index, verify
 from cuboid.console import say
@@ -82,8 +82,8 @@ def begin_anew(engine: Engine, optimizer: Moments) -> None:
     draw_weights(engine)
     for unit in engine.units:
         for optimizer_shard in unit.optimizer_shards():
-            for moment in optimizer.moments(optimizer_shard):
-                moment.zero_()
+            for kept in optimizer.state_of(optimizer_shard).values():
+                kept.zero_()
     optimizer.set_steps_taken(0)
     if engine.loss_scale is not None:
         engine.loss_scale.restore([])

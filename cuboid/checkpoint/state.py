@@ -1,4 +1,4 @@
-"""The state of a training as full tensors: parameters and both moments of the optimizer, by the parameter's name."""
+"""The state of a training as full tensors: parameters and what the optimizer keeps of each, by the parameter's name."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from torch import Tensor
 
 from cuboid.checkpoint.shards import ShardedTensor, TensorSlice, slices_of_shard
 from cuboid.parallel.grad_norm import counted_pieces
-from cuboid.parallel.optimizer_shard import OptimizerShard
 from cuboid.parallel.parallelize import Engine
+from cuboid.parallel.zero import OptimizerShard
 
-KINDS = ("parameter", "exp_avg", "exp_avg_sq")
+PARAMETER = "parameter"
+GENERATOR = "generator"
 
 
 class Moments(Protocol):
@@ -24,12 +25,13 @@ class Moments(Protocol):
 
     def set_steps_taken(self, steps: int) -> None: ...
 
-    def moments(self, optimizer_shard: OptimizerShard) -> tuple[Tensor, Tensor]: ...
+    def state_of(self, optimizer_shard: OptimizerShard) -> dict[str, Tensor]:
+        """By kind; flat, or one number of the whole parameter."""
 
 
 def state_to_save(engine: Engine, optimizer: Moments) -> dict[str, ShardedTensor]:
     """What this rank answers for; over all ranks every element once."""
-    return _state(counted_pieces(engine), optimizer)
+    return _state(counted_pieces(engine), optimizer, saved=True)
 
 
 def state_to_load(engine: Engine, optimizer: Moments) -> dict[str, ShardedTensor]:
@@ -37,7 +39,8 @@ def state_to_load(engine: Engine, optimizer: Moments) -> dict[str, ShardedTensor
     publish it."""
     for unit in engine.units:
         unit.open()
-    return _state((optimizer_shard for unit in engine.units for optimizer_shard in unit.optimizer_shards()), optimizer)
+    shards = (optimizer_shard for unit in engine.units for optimizer_shard in unit.optimizer_shards())
+    return _state(shards, optimizer, saved=False)
 
 
 def weights_to_load(engine: Engine) -> dict[str, ShardedTensor]:
@@ -51,11 +54,18 @@ def weights_to_load(engine: Engine) -> dict[str, ShardedTensor]:
     }
 
 
-def _state(optimizer_shards: Iterable[OptimizerShard], optimizer: Moments) -> dict[str, ShardedTensor]:
+def _state(optimizer_shards: Iterable[OptimizerShard], optimizer: Moments, saved: bool) -> dict[str, ShardedTensor]:
     state: dict[str, ShardedTensor] = {}
     for optimizer_shard in optimizer_shards:
-        for kind, values in zip(KINDS, (optimizer_shard.kept, *optimizer.moments(optimizer_shard)), strict=True):
-            state[f"{kind}/{optimizer_shard.part.name}"] = _sharded(optimizer_shard, values)
+        name = optimizer_shard.part.name
+        state[f"{PARAMETER}/{name}"] = _sharded(optimizer_shard, optimizer_shard.kept)
+        begins = optimizer_shard.start == 0 and optimizer_shard.part.slice.start == 0
+        for kind, values in optimizer.state_of(optimizer_shard).items():
+            if values.ndim:
+                state[f"{kind}/{name}"] = _sharded(optimizer_shard, values)
+            elif begins or not saved:  # of a number all ranks hold a copy: one saves it
+                one = TensorSlice((0,), (1,), 0)
+                state[f"{kind}/{name}"] = ShardedTensor((1,), values.dtype, ((one, values.view(1)),))
     return state
 
 
@@ -88,7 +98,7 @@ def generators(engine: Engine) -> dict[str, ShardedTensor]:
         states["cuda"] = torch.cuda.get_rng_state(engine.device)
     rank = engine.groups.world.index
     return {
-        f"generator/{kind}/{rank:05d}": ShardedTensor(
+        f"{GENERATOR}/{kind}/{rank:05d}": ShardedTensor(
             tuple(state.shape), state.dtype, ((TensorSlice((0,), tuple(state.shape), 0), state),)
         )
         for kind, state in states.items()

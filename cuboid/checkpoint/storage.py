@@ -22,22 +22,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuboid.checkpoint.checksum import (
+from cuboid.checkpoint.folder import withdraw
+from cuboid.checkpoint.location import Location, locate
+from cuboid.checkpoint.manifest import (
+    INDEX,
+    MANIFEST,
+    Damage,
     Digest,
+    Manifest,
+    Place,
+    StoredFile,
     checksum_of_bytes,
     checksum_of_file,
+    data_file,
     kind_here,
     kind_of,
     new_digest,
     spell,
 )
-from cuboid.checkpoint.folder import withdraw
-from cuboid.checkpoint.location import Location, locate
-from cuboid.checkpoint.manifest import INDEX, MANIFEST, Damage, Manifest, Place, StoredFile, data_file
 from cuboid.checkpoint.shards import ShardedTensor, TensorSlice
-from cuboid.checkpoint.state import KINDS
+from cuboid.checkpoint.state import GENERATOR
 from cuboid.checkpoint.verify import MISMATCH, check_file, check_index
-from cuboid.kernels.split_master_weights import join_halves
+from cuboid.kernels.precision import join_halves
 from cuboid.telemetry.heartbeat import HEARTBEAT
 
 # Host memory that holds this rank's part of a checkpoint as it will lie in its file, filled anew at every save.
@@ -268,11 +274,11 @@ def _overlap(tensor_slice: TensorSlice, values: Tensor, chunk: Mapping[str, Any]
 
 
 def whole_tensors(checkpoint: Place) -> dict[str, Tensor]:
-    """By the names of the index: `parameter/…`, `exp_avg/…`, `exp_avg_sq/…`."""
+    """By the names of the index: `parameter/…`, and of AdamW `exp_avg/…`, `exp_avg_sq/…`."""
     reader = Reader(checkpoint)
     state: dict[str, ShardedTensor] = {}
     for name, entry in reader.index.items():
-        if name.partition("/")[0] not in KINDS:  # random generators are a rank's, not the model's
+        if name.partition("/")[0] == GENERATOR:  # random generators are a rank's, not the model's
             continue
         shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
         whole = TensorSlice((0,) * len(shape), shape, 0)

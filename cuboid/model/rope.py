@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cuboid.model.documents import Documents
+from cuboid.model.batch import Documents
 from cuboid.spec.model import ModelSpec, RopeScaling, YarnScaling
 from cuboid.spec.training import DataSpec
 

@@ -10,6 +10,7 @@ from cuboid.cost.compute import model_flops_per_token
 from cuboid.cost.estimate import doubt
 from cuboid.cost.inputs import Shape
 from cuboid.errors import UserError
+from cuboid.planning.own_models import own_plan, own_plans
 from cuboid.planning.plan import GIB, Plan, make_plan, reasons, with_notes
 from cuboid.planning.problems import explain_nothing
 from cuboid.planning.question import MEMORY_FRACTION, Question, every_size, resized, rounder_sizes, sizes
@@ -20,6 +21,7 @@ from cuboid.planning.space import DEGREES, Space, shapes
 from cuboid.planning.traffic import bound, moved
 from cuboid.spec.fitting import check
 from cuboid.spec.layout import Layout
+from cuboid.spec.plugin import PythonModelSpec
 
 SCORED = 32
 """Best different layouts in closed form, from which finalists are taken."""
@@ -35,6 +37,8 @@ BUDGET = 40_000
 def plans(question: Question, *, top: int = 5, objective: str = "time") -> list[Plan]:
     """The best plan for the whole cluster, with reasons, and others, best first: the best without its
     pipeline, the best without its tensor parallelism, and those that come next."""
+    if isinstance(question.model, PythonModelSpec):
+        return own_plans(question, top, objective)
     world_size = question.cluster.accelerators
     keep = max(SCORED, 4 * top)
     scores = search(question, world_size, keep=keep, distinct=True)
@@ -144,6 +148,8 @@ def _different(scores: Scores) -> Iterator[int]:
 
 def predict(question: Question, layout: Layout) -> Plan:
     """The plan of one given layout, whether or not it fits."""
+    if isinstance(question.model, PythonModelSpec):
+        return own_plan(question, layout)
     check(layout, question.model, global_batch=question.global_batch, sequence=question.sequence)
     scores = score(question, Space.of([layout], question))
     found = planned(question, refine(question, scores, 0))

@@ -18,15 +18,13 @@ from cuboid.spec.run import Run
 from cuboid.spec.sharding import (
     EXPERTS,
     TIED,
+    DeclaredUnit,
     Part,
-    Slice,
-    UnitShapes,
-    expert_slice,
+    ShardingRank,
     is_block_linear,
     kv_head_of_query,
     kv_part_count,
     lay_out,
-    slice_of,
     units,
 )
 from cuboid.telemetry.communication_ledger import Kind, Ledger, differences
@@ -93,9 +91,10 @@ class RankStep:
         """What each of them computes again."""
         self.units = [self._held(unit) for unit in units(self.model, self.layers, self.first, self.last)]
 
-    def _held(self, unit: UnitShapes) -> HeldUnit:
+    def _held(self, unit: DeclaredUnit) -> HeldUnit:
         layout = self.layout
-        parts = lay_out(unit.shapes, self._routed_slice if unit.routed else self._slice)
+        place = ShardingRank(layout.tp, self.place.tp, layout.ep, self.rank % layout.ep, layout.sequence_parallel)
+        parts = lay_out(unit.parameters, place)
         shards, index = layout.shard_size * layout.cp, self.place.dp * layout.cp + self.place.cp
         if unit.routed:
             shards, index = layout.expert_shard_size, self.rank // layout.ep
@@ -110,13 +109,6 @@ class RankStep:
         if training.precision != "fp8" or training.fp8_scaling != "tensor" or self.layout.zero < 3:
             return []
         return [part for part in unit.parts if is_block_linear(unit.name, part.name, part.full_shape)]
-
-    def _slice(self, name: str, shape: tuple[int, ...]) -> Slice:
-        layout = self.layout
-        return slice_of(name, shape, self.model, layout.tp, self.place.tp, layout.sequence_parallel)
-
-    def _routed_slice(self, _: str, shape: tuple[int, ...]) -> Slice:
-        return expert_slice(shape, self.layout.ep, self.rank % self.layout.ep)
 
 
 # What the layers of a rank communicate while micro-batches pass through them.

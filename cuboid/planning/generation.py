@@ -24,7 +24,7 @@ from cuboid.spec.generation import DIMENSIONS, cache_bytes
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.partition import partition
-from cuboid.spec.sharding import EXPERTS, expert_slice, slice_of, units
+from cuboid.spec.sharding import ShardingRank, units
 
 ITEM_BYTES = {"bf16": 2, "float32": 4}
 OBJECTIVES = ("throughput", "latency")
@@ -91,15 +91,12 @@ class GenerationPlan:
 
 def weight_bytes(model: ModelSpec, layout: Layout, layers: range, first: bool, last: bool, item_bytes: int) -> int:
     """What a rank with these layers holds."""
-    total = 0
-    for unit in units(model, layers, first, last):
-        for name, shape in unit.shapes.items():
-            if EXPERTS in name:
-                cut = expert_slice(shape, layout.ep, 0)
-            else:
-                cut = slice_of(name, shape, model, layout.tp, 0, False)
-            total += prod(cut.local_shape(shape)) * item_bytes
-    return total
+    rank = ShardingRank(layout.tp, 0, layout.ep, 0)
+    return item_bytes * sum(
+        prod(split.slice_of(name, shape, rank).local_shape(shape))
+        for unit in units(model, layers, first, last)
+        for name, (shape, split) in unit.parameters.items()
+    )
 
 
 def generation_plans(question: GenerationQuestion, top: int = 5) -> list[GenerationPlan]:

@@ -43,10 +43,10 @@ class Question:
     """Also plan what the engine cannot train yet."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.model, PythonModelSpec):
+        if isinstance(self.model, PythonModelSpec) and (self.precision == "fp8" or self.engine != "cuboid"):
             raise UserError(
-                f"model={self.model.name} is one's own: what it costs cannot be planned yet; give it a layout and use "
-                "cuboid train, verify or report"
+                f"model={self.model.name} is one's own, which only this program trains, and not in fp8; use "
+                "engine=cuboid and precision=bf16"
             )
         require_positive("global_batch", self.global_batch)
         require_positive("sequence", self.sequence)

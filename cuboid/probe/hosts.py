@@ -223,9 +223,9 @@ def _serve(connection: Connection, place: RankPlace, meeting: str | tuple[str, i
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     from cuboid.launch.backend import join_world
+    from cuboid.launch.oom import out_of_memory_in
     from cuboid.launch.rendezvous import reach_store
     from cuboid.parallel.device import choose_device
-    from cuboid.training.oom import out_of_memory_in
 
     follow_parent()
     torch.set_num_threads(1)

@@ -10,8 +10,7 @@ from cuboid.report.source import Row, Source, buckets, finite, short, thinned
 from cuboid.resilience.bad_steps import FILE as BAD_STEPS
 from cuboid.spec.ranks import coordinates
 from cuboid.spec.run import Run
-from cuboid.training.folder import EXPERTS
-from cuboid.training.rows import layer_names
+from cuboid.training.run_folder import EXPERTS, layer_names
 
 SERIES = {
     "loss": ("loss", ""),

@@ -21,8 +21,7 @@ from cuboid.resilience.goodput import FAILURES
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run, load_run
-from cuboid.training.folder import RUN_FILE
-from cuboid.training.rows import whole_rows
+from cuboid.training.run_folder import RUN_FILE, whole_rows
 
 SERIES_POINTS = 1500
 """More than a screen has columns for."""
@@ -144,7 +143,7 @@ class Source:
     @cached_property
     def plan(self) -> Plan | None:
         """What the planner says of the layout that the run has now, which may not be the one it was planned for."""
-        if self.cluster is None or isinstance(self.run.model, PythonModelSpec):
+        if self.cluster is None or isinstance(self.run.model, PythonModelSpec):  # its costs take seconds to find
             return None
         run, asked = self.run, self.run.plan.get("precision", self.run.training.precision)
         question = Question(

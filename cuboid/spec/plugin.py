@@ -93,6 +93,10 @@ class BuiltModel(Protocol):
 
     def check_tensor_parallel(self, ranks: int) -> None: ...
 
+    def costs(self, prefix: str, ranks: int, micro_batch: int, sequence: int, precision: str) -> Any: ...
+
+    def estimated_costs(self, prefix: str, ranks: int, micro_batch: int, sequence: int, precision: str) -> Any: ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class PythonModelSpec(ModelSpec):

@@ -219,6 +219,7 @@ class Run:
         check(self.layout, self.model, global_batch=batch, sequence=sequence, section="training.")
         if isinstance(self.model, PythonModelSpec):
             self._check_own_model()
+        self.optimizer.check_layout(self.layout)
         if self.training.precision == "fp8":
             check_fp8(self.layout, self.model, sequence, section="training.")
         if self.training.overlap_tensor == "on" and self.layout.tp > 1:
@@ -362,7 +363,8 @@ def _set(table: dict[str, Any], keys: list[str], text: str, types: Mapping[str, 
     done = path[: len(path) - len(".".join(keys))].rstrip(".")
     if (done, key) == ("model", "base"):
         types = {"base": str}
-    if (done, key) == ("model", "options") and rest:  # of a user's own model, which alone knows their types
+    # Of a user's own model or optimizer, which alone knows their types.
+    if (done, key) in (("model", "options"), ("optimizer", "options")) and rest:
         table[key] = {**table.get(key, {}), ".".join(rest): _literal(text)}
         return
     require_known(key, types, done)

@@ -6,6 +6,7 @@ from typing import Literal
 
 from cuboid.errors import UserError, up_to
 from cuboid.spec.coding import check_types, require_in_range
+from cuboid.spec.layout import Layout
 from cuboid.spec.plugin import is_plugin
 
 
@@ -101,8 +102,18 @@ class TrainingSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
-    """AdamW."""
+    """AdamW, or another by name or by a user's own factory."""
 
+    kind: str = "adamw"
+    """adamw, or another optimizer of torch.optim by its name in small letters: sgd, adam, nadam, rmsprop, …"""
+    python: str = ""
+    """A factory of one's own in place of `kind`: python:my_optimizer.py:build, called with groups of parameters and
+    `options`; returns a torch.optim.Optimizer or a list of them."""
+    options: dict[str, object] = field(default_factory=dict, hash=False)
+    """Arguments of an optimizer that is not AdamW: { momentum = 0.9 }."""
+    whole_parameters: bool = False
+    """Of an optimizer that is not AdamW: it looks at whole matrices, not at each element by itself. Needs zero=0 and
+    tp=1."""
     beta1: float = 0.9
     """Decay of the mean of gradients."""
     beta2: float = 0.95
@@ -114,10 +125,43 @@ class OptimizerSpec:
 
     def __post_init__(self) -> None:
         check_types(self, "optimizer")
+        if self.python and not is_plugin(self.python):
+            raise UserError(f"optimizer.python={self.python} names no factory; write python:my_optimizer.py:build")
+        if self.python and self.kind != "adamw":
+            raise UserError(f"optimizer.kind={self.kind} and optimizer.python both name an optimizer; use one of them")
+        if not self.is_own and (self.options or self.whole_parameters):
+            raise UserError(
+                "optimizer.options and optimizer.whole_parameters mean nothing to AdamW; use optimizer.beta1 and the "
+                "like, or another optimizer.kind"
+            )
         require_in_range(self, "optimizer", ("beta1", "beta2", "epsilon", "weight_decay"), low=0)
         for name in ("beta1", "beta2"):
             if getattr(self, name) >= 1:
                 raise UserError(f"optimizer.{name}={getattr(self, name)} never forgets; use a number below 1")
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is not AdamW as the engine has it."""
+        return bool(self.python) or self.kind != "adamw"
+
+    @property
+    def called(self) -> str:
+        """In a sentence."""
+        return f"optimizer.python={self.python}" if self.python else f"optimizer.kind={self.kind}"
+
+    def check_layout(self, layout: Layout) -> None:
+        """Refuse a layout that keeps parameters or state where this optimizer cannot use them."""
+        if not self.is_own:
+            return
+        if layout.offload:
+            raise UserError(f"offload=true is for AdamW, not for {self.called}; use offload=false")
+        cuts = {"zero": layout.zero if layout.dp * layout.cp > 1 else 0, "tp": layout.tp - 1, "ep": layout.ep - 1}
+        name = next((name for name, cut in cuts.items() if cut), "")
+        if name and self.whole_parameters:
+            raise UserError(
+                f"optimizer.whole_parameters=true needs parameters that ranks hold whole, but {name}="
+                f"{getattr(layout, name)} cuts them; use zero=0, tp=1 and ep=1"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from cuboid.kernels.adjacent import follows, together
-from cuboid.kernels.split_master_weights import join_halves, split_halves
-from cuboid.parallel.optimizer_shard import OptimizerShard
+from cuboid.kernels.precision import join_halves, split_halves
+from cuboid.parallel.zero import OptimizerShard
 from cuboid.spec.sharding import Part
 from cuboid.spec.training import OptimizerSpec
 
@@ -119,6 +119,11 @@ class Elements:
         near, rest = split_halves(values)
         self.weight.copy_(near)
         self.kept.copy_(rest)
+
+
+def named_moments(moments: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    """As checkpoints call them."""
+    return dict(zip(("exp_avg", "exp_avg_sq"), moments, strict=True))
 
 
 def _update(

@@ -1,4 +1,5 @@
-"""AdamW on the optimizer shards this rank keeps, with clipping by the norm of the whole gradient.
+"""AdamW, or an optimizer of one's own, on the optimizer shards this rank keeps, with clipping by the norm of the whole
+gradient.
 
 On a GPU the update is one compiled pass over memory per run of neighbouring shards: it reads the gradient in whatever
 precision it was computed, scales it, updates master weight and moments, and writes the weight the matmuls use.
@@ -15,12 +16,12 @@ import torch
 from torch import Tensor
 
 from cuboid.kernels.adjacent import in_runs
-from cuboid.parallel.optimizer_shard import OptimizerShard
 from cuboid.parallel.parallelize import Engine
-from cuboid.parallel.zero import Unit
+from cuboid.parallel.zero import OptimizerShard, Unit
 from cuboid.spec.training import OptimizerSpec
-from cuboid.training.adamw import Elements, Kind, kind_of, update_compiled, update_eagerly
+from cuboid.training.adamw import Elements, Kind, kind_of, named_moments, update_compiled, update_eagerly
 from cuboid.training.offload import OffloadedState
+from cuboid.training.own_optimizer import OwnState
 
 Numbers = dict[Kind, Tensor]
 """On the device, as the compiled update takes them."""
@@ -38,7 +39,8 @@ class State(Protocol):
     def host_bytes(self) -> int:
         """Held in CPU memory for a device that has its own."""
 
-    def moments(self, optimizer_shard: OptimizerShard) -> tuple[Tensor, Tensor]: ...
+    def tensors(self, optimizer_shard: OptimizerShard) -> dict[str, Tensor]:
+        """By name; what is written into them counts. One number per element, flat, or one number."""
 
     def visit(self, units: Sequence[Unit]) -> Iterator[list[Elements]]:
         """All that is to be updated, on the device; each lot must be updated before the next is asked for."""
@@ -68,12 +70,12 @@ class ResidentState:
     def device_bytes(self) -> int:
         return sum(moment.nbytes for pair in self._moments.values() for moment in pair)
 
-    def moments(self, optimizer_shard: OptimizerShard) -> tuple[Tensor, Tensor]:
-        return self._moments[optimizer_shard.part.name]
+    def tensors(self, optimizer_shard: OptimizerShard) -> dict[str, Tensor]:
+        return named_moments(self._moments[optimizer_shard.part.name])
 
     def visit(self, units: Sequence[Unit]) -> Iterator[list[Elements]]:
         yield [
-            Elements.of(optimizer_shard, optimizer_shard.kept, *self.moments(optimizer_shard))
+            Elements.of(optimizer_shard, optimizer_shard.kept, *self._moments[optimizer_shard.part.name])
             for unit in units
             for optimizer_shard in unit.optimizer_shards()
         ]
@@ -86,9 +88,11 @@ class Optimizer:
         self._spec = spec
         self._compiled = engine.compiled
         on_gpu = engine.device.type == "cuda"
+        self._own = OwnState(self._units, engine.run) if spec.is_own else None
         if state is None:
             away = engine.run.layout.offload and on_gpu
-            state = OffloadedState(self._units, engine.device) if away else ResidentState(self._units)
+            moved = [] if self._own else self._units
+            state = OffloadedState(moved, engine.device) if away else ResidentState(moved)
         self._state = state
         self._steps = torch.zeros((), dtype=torch.float64, device=engine.device)
         # State that is here is updated at once: a stream of its own gained nothing (docs/lab.md), and what waits for it
@@ -119,7 +123,7 @@ class Optimizer:
         scale = (clip / (gradient_norm + 1e-6)).clamp(max=1.0) if clip > 0 else torch.ones_like(gradient_norm)
         if loss_scale is not None:
             scale = scale / loss_scale
-        if self._compiled:
+        if self._compiled and self._own is None:
             self._step_on_device(learning_rate, scale, finite, watcher)
             return
         self._step_on_host(learning_rate, scale, finite, watcher)
@@ -188,6 +192,10 @@ class Optimizer:
     def _step_on_host(self, learning_rate: float, scale: Tensor, finite: Tensor, watcher: Watcher | None) -> None:
         if not finite:
             return
+        if self._own is not None:
+            self._own.update(learning_rate, float(scale), None if watcher is None else watcher.around)
+            self._steps += 1
+            return
         # All at once is quicker; one by one, what is measured takes the memory of one.
         for units in [self._units] if watcher is None else [[unit] for unit in self._units]:
             for lot in self._state.visit(units):
@@ -200,10 +208,10 @@ class Optimizer:
         """Asked for anew each step: a shard's gradient may be another tensor each time."""
         return [optimizer_shard for unit in self._units for optimizer_shard in unit.optimizer_shards()]
 
-    def moments(self, optimizer_shard: OptimizerShard) -> tuple[Tensor, Tensor]:
-        """Both moments of an optimizer shard; what is written into them counts. The host waits for them where they are
-        on their way to its memory."""
-        return self._state.moments(optimizer_shard)
+    def state_of(self, optimizer_shard: OptimizerShard) -> dict[str, Tensor]:
+        """What is kept of an optimizer shard beside its weights, by name; what is written into it counts once
+        `set_steps_taken` is called. The host waits for it where it is on its way to its memory."""
+        return (self._own or self._state).tensors(optimizer_shard)
 
     @property
     def steps_taken(self) -> int:
@@ -211,10 +219,12 @@ class Optimizer:
 
     def set_steps_taken(self, steps: int) -> None:
         self._steps.fill_(steps)
+        if self._own is not None:
+            self._own.loaded(steps)
 
     def state_bytes(self) -> int:
         """On the device, beside master weights."""
-        return self._state.device_bytes
+        return (self._own or self._state).device_bytes
 
     @property
     def host_bytes(self) -> int:

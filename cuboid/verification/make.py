@@ -57,6 +57,10 @@ def verification_run(
 
 def check_provable(run: Run, chain: bool = False) -> None:
     """What rounding does to bf16 and the like is measured as it is compared; that is written for one layout only."""
+    if run.optimizer.is_own:
+        from cuboid.training.own_optimizer import check_optimizer  # the one thing here that needs torch
+
+        check_optimizer(run)
     precision = run.training.precision
     if chain and precision in ROUNDED:
         raise UserError(f"training.precision={precision} is too coarse for a proof; use --precision float64 or float32")

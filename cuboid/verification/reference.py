@@ -17,10 +17,9 @@ from cuboid.kernels.cpu_16bit import fast_matmuls
 from cuboid.kernels.precision import wide
 from cuboid.model.custom import Model, WholeModel
 from cuboid.model.fp8 import Fp8Matmul
-from cuboid.model.initialize import initialize
-from cuboid.model.linear import Linear, Matmul
+from cuboid.model.initialize import initialize, learning_rate_factor
+from cuboid.model.linear import Linear, Matmul, declared_split
 from cuboid.model.load_balancing import Balance
-from cuboid.model.recipes import learning_rate_factor
 from cuboid.model.rope import PositionTable
 from cuboid.model.router import Router
 from cuboid.model.transformer import IGNORED, Transformer
@@ -28,9 +27,12 @@ from cuboid.parallel.device import choose_device
 from cuboid.spec.layout import Layout
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
-from cuboid.spec.sharding import slice_of
+from cuboid.spec.sharding import ShardingRank
 from cuboid.telemetry.heartbeat import HEARTBEAT
+from cuboid.training.adamw import named_moments
 from cuboid.training.learning_rate import learning_rate
+from cuboid.training.own_optimizer import Named, elements_of, numbers_of
+from cuboid.training.own_optimizer import Updates as OwnUpdates
 
 # One process that rounds its sums as NCCL does between tensor ranks.
 #
@@ -48,7 +50,10 @@ def sum_hop_by_hop(model: Transformer, ranks: int) -> None:
     """Let the model compute in parts, as `ranks` tensor ranks do."""
     for name, child in model.named_modules():
         if isinstance(child, Linear):
-            cut = slice_of(f"{name}.weight", tuple(child.weight.shape), model.model, ranks, 0, False)
+            weight = f"{name}.weight"
+            split = declared_split(model, weight)
+            assert split is not None, weight
+            cut = split.slice_of(weight, tuple(child.weight.shape), ShardingRank(ranks))
             if cut.sharing != "tensor":  # of which every rank has the whole
                 in_parts = _output_rows if cut.dimension == 0 else _input_columns
                 child.matmul = in_parts(child.matmul, cut.length)
@@ -99,7 +104,7 @@ class Trace:
     parameters: list[Tensors] = field(default_factory=list)
     """After the update."""
     moments: dict[int, Tensors] = field(default_factory=dict)
-    """After as many steps as the key says: `exp_avg/…` and `exp_avg_sq/…`."""
+    """After as many steps as the key says, what the optimizer keeps: `exp_avg/…` and `exp_avg_sq/…` of AdamW."""
     unforeseen: list[str] = field(default_factory=list)
     """Collectives between ranks that are not as the planner counts them."""
     routers: list[Tensor] = field(default_factory=list)
@@ -139,7 +144,7 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
                 child.matmul = Fp8Matmul(run.training.fp8_scaling == "row")
     if hops > 1 and isinstance(computing.model, Transformer):
         sum_hop_by_hop(computing.model, hops)
-    updates = Updates(run, parameters)
+    updates = UpdatesOfOwn(run, parameters) if run.optimizer.is_own else Updates(run, parameters)
     balance = _balance(run, computing.model, device)
     if balance is not None:
         balance.factor = torch.tensor(factor, device=device)
@@ -180,11 +185,7 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
             _move_biases(model, trace.routers[-1])
         trace.parameters.append({name: parameter.detach().cpu().clone() for name, parameter in parameters.items()})
         if step + 1 in moments_after:
-            trace.moments[step + 1] = {
-                f"{kind}/{name}": moment.cpu().clone()
-                for name, moments in updates.moments.items()
-                for kind, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True)
-            }
+            trace.moments[step + 1] = {name: kept.cpu().clone() for name, kept in updates.state().items()}
     return trace
 
 
@@ -231,6 +232,9 @@ class Updates:
         self.moments = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in parameters.items()}
         self._taken = {name: torch.tensor(0.0) for name in parameters}
 
+    def state(self) -> Tensors:
+        return {f"{kind}/{name}": x for name, pair in self.moments.items() for kind, x in named_moments(pair).items()}
+
     @torch.no_grad()
     def step(self, rate: float) -> None:
         """Matrices decay, and by as much whatever multiplies their learning rate."""
@@ -255,6 +259,32 @@ class Updates:
                 eps=spec.epsilon,
                 maximize=False,
             )
+
+
+class UpdatesOfOwn:
+    """An optimizer of one's own on whole parameters, as a program of one process would use it."""
+
+    def __init__(self, run: Run, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = {name: value for name, value in parameters.items() if isinstance(value, nn.Parameter)}
+        named = [
+            Named(name, tuple(value.shape), learning_rate_factor(run.model, name), value)
+            for name, value in self._parameters.items()
+        ]
+        self._updates = OwnUpdates(run.optimizer, run.learning_rate.peak, named)
+
+    def step(self, rate: float) -> None:
+        for value in self._parameters.values():
+            value.grad = torch.zeros_like(value) if value.grad is None else value.grad
+        self._updates.step(rate)
+
+    def state(self) -> Tensors:
+        found: Tensors = {}
+        for name in self._parameters:
+            state = self._updates.state(name)
+            found |= {f"{kind}/{name}": tensor for kind, tensor in elements_of(state).items()}
+            numbers = numbers_of(state).items()
+            found |= {f"{kind}/{name}": torch.tensor([number], dtype=torch.float64) for kind, number in numbers}
+        return found
 
 
 class Computing:

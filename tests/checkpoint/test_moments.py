@@ -11,7 +11,6 @@ from torch import Tensor
 from cuboid.checkpoint.folder import checkpoint_path
 from cuboid.checkpoint.location import locate
 from cuboid.checkpoint.save import load, save
-from cuboid.checkpoint.state import KINDS
 from cuboid.checkpoint.storage import whole_tensors
 from cuboid.launch.pool import Pool
 from cuboid.parallel.parallelize import build_engine
@@ -21,6 +20,7 @@ from cuboid.training.optimizer import Optimizer
 from tests.checkpoint.jobs import CPU
 from tests.parallel.cases import small_run
 
+KINDS = ("parameter", "exp_avg", "exp_avg_sq")
 SMALL = ("model.layers=4", "model.hidden=32", "model.ffn=64", "model.vocab=131", "training.global_batch=8")
 WRITERS = {
     # Tied embeddings on both ends of a pipeline, two kv heads on four tensor ranks, a vocabulary that does not divide.
@@ -45,7 +45,7 @@ def load_and_compare(rank: int, run: Run, source: str, target: str) -> tuple[lis
     engine = build_engine(run, rank, CPU)
     optimizer = Optimizer(engine, run.optimizer)
     for optimizer_shard in optimizer.optimizer_shards:  # what is not overwritten will show
-        for tensor in (optimizer_shard.master, *optimizer.moments(optimizer_shard)):
+        for tensor in (optimizer_shard.master, *optimizer.state_of(optimizer_shard).values()):
             tensor[
                 : _real(
                     optimizer_shard.part.slice, optimizer_shard.start, optimizer_shard.stop, optimizer_shard.part.shape
@@ -56,7 +56,9 @@ def load_and_compare(rank: int, run: Run, source: str, target: str) -> tuple[lis
     whole = whole_tensors(source)
     wrong, compared = [], 0
     for optimizer_shard in optimizer.optimizer_shards:
-        for kind, held in zip(KINDS, (optimizer_shard.master, *optimizer.moments(optimizer_shard)), strict=True):
+        for kind, held in zip(
+            KINDS, (optimizer_shard.master, *optimizer.state_of(optimizer_shard).values()), strict=True
+        ):
             expected = part_of(whole[f"{kind}/{optimizer_shard.part.name}"], optimizer_shard.part.slice)[
                 optimizer_shard.start : optimizer_shard.stop
             ]

@@ -15,6 +15,7 @@ from cuboid.launch.pool import Pool
 from cuboid.spec.model import load_model
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import build_run, dump_run, load_run
+from cuboid.spec.sharding import ShardingRank
 from tests.parallel.cases import assert_equal
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -91,7 +92,7 @@ def test_what_draws_random_numbers_or_mixes_samples_is_refused_by_name() -> None
 def test_widths_that_do_not_divide_are_refused_by_name() -> None:
     column = ColumnLinear(6, 9)
     with pytest.raises(UserError, match=r"tp=2 does not divide dimension 0 of layers\.0\.up\.weight, which is 9"):
-        column.sharding["weight"].slice_of("layers.0.up.weight", (9, 6), 2, 0)
+        column.sharding["weight"].slice_of("layers.0.up.weight", (9, 6), ShardingRank(2))
     assert RowLinear.sharding["bias"] == REPLICATED
 
 

@@ -17,7 +17,7 @@ def kept_by_blocks(rank: int, run: Run) -> list[tuple[int, ...]]:
     device = torch.device("cpu")
     engine = build_engine(run, rank, device)
     batches = micro_batches(make_source(run), run, 0, engine.groups.coordinates.dp, device)
-    share = engine.sharing.of(batches[0])
+    share = engine.batches.of(batches[0])
     x = share.tokens
     for stage in engine.pipeline.stages.values():
         x = stage.forward(x, share)

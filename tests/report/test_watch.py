@@ -25,7 +25,7 @@ from cuboid.errors import UserError
 from cuboid.report.page import serve
 from cuboid.report.watch import Watched, bar, frame, sparkline
 from cuboid.schedule.simulate import StageCosts
-from cuboid.training.claim import claimed
+from cuboid.training.run_folder import claimed
 from tests.cli.command import environment
 from tests.report.cases import make_run, row, write_memory, write_rows, write_timing
 

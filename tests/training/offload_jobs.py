@@ -34,7 +34,7 @@ def make(run: Run, rank: int, compiled: bool, away: bool) -> tuple[Engine, Optim
 def contents(optimizer: Optimizer) -> dict[str, list[Tensor]]:
     found = {}
     for optimizer_shard in optimizer.optimizer_shards:
-        tensors = [optimizer_shard.master, *optimizer.moments(optimizer_shard)]
+        tensors = [optimizer_shard.master, *optimizer.state_of(optimizer_shard).values()]
         found[optimizer_shard.part.name] = [tensor.clone() for tensor in tensors]
     return found
 

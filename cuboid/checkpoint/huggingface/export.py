@@ -177,7 +177,7 @@ def _write_weights(
         for name, values in buffer.tensors.items():
             for parameter, origin in origins[name].items():
                 held = wanted[parameter].slices if parameter in wanted else ()  # other experts in the same file
-                tensor_slice = TensorSlice(*origin.box, 0)
+                tensor_slice = TensorSlice(*origin.bounds, 0)
                 wanted[parameter] = ShardedTensor(
                     ours[parameter], values.dtype, (*held, (tensor_slice, origin.take(values)))
                 )

@@ -1,0 +1,383 @@
+"""Plans of models of one's own. What a block costs is not written in formulas but found by running its modules on
+tensors without contents (`model.segment_costs`): operations, bytes kept and alive, bytes summed over tensor ranks.
+
+Memory follows the schedule's own list of actions, segment by segment, as the engine runs them. Seconds are those of
+each operation at the rate of the accelerator or of its memory, whichever is slower, and of collectives as for any
+model; nobody has compared them with runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import log
+from typing import Any
+
+import numpy as np
+
+from cuboid.cost.communication import ONE, all_gather, all_reduce, group, reduce_scatter, stage_transfer
+from cuboid.cost.inputs import Jobs, single
+from cuboid.cost.step import PARTS
+from cuboid.errors import UserError
+from cuboid.planning.plan import Plan, reasons, with_notes
+from cuboid.planning.question import Question
+from cuboid.planning.refine import StageSeconds, makespans, short_counts
+from cuboid.planning.stages import Held, held
+from cuboid.schedule.schedules import make_schedule
+from cuboid.schedule.simulate import StageCosts
+from cuboid.schedule.table import Kind
+from cuboid.spec.fitting import check
+from cuboid.spec.layout import Layout
+from cuboid.spec.plugin import PythonModelSpec
+
+LARGEST_MICRO_BATCH = 64
+SLOWER = 1.5
+"""How many times the fastest step one may take that is chosen for its memory."""
+
+
+def own_plans(question: Question, top: int, objective: str) -> list[Plan]:
+    """The best plans of the whole cluster, best first."""
+    estimates = []
+    refused: set[int] = set()
+    for layout in _layouts(question):
+        try:
+            if layout.tp not in refused:
+                estimates.append(_Costs(question, layout, estimated=True).plan())
+        except UserError:
+            if layout.tp == 1:
+                raise
+            refused.add(layout.tp)  # more tensor ranks than heads, say, which only running the module shows
+    if not estimates:
+        raise UserError(
+            f"model={question.model.name} has no layout on {question.cluster.name} with global_batch="
+            f"{question.global_batch}; use another batch or fix less"
+        )
+    least = min(estimates, key=lambda plan: plan.peak)
+    estimates = sorted((plan for plan in estimates if plan.peak <= question.limit), key=_order)
+    if objective == "memory" and estimates:
+        slowest = SLOWER * estimates[0].seconds
+        estimates = sorted((plan for plan in estimates if plan.seconds <= slowest), key=lambda plan: plan.peak)
+    fitting: list[Plan] = []
+    for estimate in estimates:
+        plan = _Costs(question, estimate.layout).plan()
+        if plan.peak <= question.limit:
+            fitting.append(plan)
+        if len(fitting) == max(top, 3):
+            break
+    if not fitting:
+        raise UserError(
+            f"model={question.model.name} does not fit {question.cluster.name}: {least.layout} needs least, "
+            f"{least.peak / 2**30:.4g} GiB of {question.limit / 2**30:.4g}; use more or larger accelerators"
+        )
+    first, *others = fitting
+    return [with_notes(first, reasons(first), [], others[: max(top - 1, 2)]), *others[: top - 1]]
+
+
+def _order(plan: Plan) -> tuple[float, ...]:
+    """Fastest first; of what is alike to half a percent the simplest."""
+    layout = plan.layout
+    return round(200 * log(plan.seconds)), layout.pp, layout.tp, layout.zero, plan.peak
+
+
+def own_plan(question: Question, layout: Layout) -> Plan:
+    """The plan of one given layout, whether or not it fits."""
+    check(layout, question.model, global_batch=question.global_batch, sequence=question.sequence)
+    if layout.recompute == "selective" or layout.recompute_layers:
+        raise UserError(
+            f"recompute={layout.recompute} of a model of one's own cannot be planned; use recompute=none or full for "
+            "all layers"
+        )
+    plan = _Costs(question, layout).plan()
+    return with_notes(plan, reasons(plan), [], [])
+
+
+def _layouts(question: Question) -> Iterator[Layout]:
+    """All that the engine can train on the whole cluster, as far as the user has left them open."""
+    world, fixed = question.cluster.accelerators, dict(question.fixed)
+
+    def options(name: str, usual: list[Any]) -> list[Any]:
+        return [fixed[name]] if name in fixed else usual
+
+    divisors = [size for size in range(1, world + 1) if world % size == 0]
+    widths = [size for size in divisors if size <= question.cluster.tiers[0].size]
+    for tp in options("tp", widths):
+        for pp in options("pp", [size for size in divisors if size <= question.model.layers]):
+            if world % (tp * pp):
+                continue
+            dp = world // (tp * pp)
+            for zero in options("zero", [0, 1, 2, 3] if dp > 1 else [0]):
+                for micro_batch in options("micro_batch", _micro_batches(question, dp)):
+                    for recompute in options("recompute", ["none", "full"]):
+                        chosen = {"tp": tp, "pp": pp, "dp": dp, "zero": zero, "micro_batch": micro_batch}
+                        try:
+                            chosen |= {"recompute": recompute, "sequence_parallel": False}
+                            layout = Layout(**{**chosen, **fixed})
+                            batch, sequence = question.global_batch, question.sequence
+                            check(layout, question.model, global_batch=batch, sequence=sequence)
+                        except UserError:
+                            continue
+                        yield layout
+
+
+def _micro_batches(question: Question, dp: int) -> list[int]:
+    found, size = [], 1
+    while size <= LARGEST_MICRO_BATCH and question.global_batch % (dp * size) == 0:
+        found.append(size)
+        size *= 2
+    return found
+
+
+@dataclass(frozen=True)
+class _Rates:
+    flops: float
+    bandwidth: float
+    floor: float
+
+    def seconds(self, work: Sequence[tuple[float, float]]) -> float:
+        return sum(max(self.floor, flops / self.flops, moved / self.bandwidth) for flops, moved in work)
+
+
+class _Costs:
+    """One layout of a model."""
+
+    def __init__(self, question: Question, layout: Layout, estimated: bool = False) -> None:
+        """`estimated`: of large micro-batches, for a search."""
+        self._estimated = estimated
+        self._question, self._layout = question, layout
+        self._engine = question.profile
+        chip, wide = question.machine.chip, "float32" if question.precision == "float32" else "bf16"
+        share = chip.linear_efficiency.get(wide, chip.linear_efficiency["bf16"])
+        self._rates = _Rates(
+            chip.peak[wide] * share / self._engine.linear_scale,
+            chip.memory_bandwidth * chip.memory_efficiency,
+            chip.kernel_floor,
+        )
+        self._shards = (layout.shard or layout.dp) * layout.cp if layout.zero else 1
+        self._element = 4 if question.precision == "float32" else 2
+        self._known: dict[str, Any] = {}
+        self._micro_batches = question.global_batch // (layout.dp * layout.micro_batch)
+
+    @cached_property
+    def _part(self) -> Held:
+        layout = self._layout
+        return held(self._question.model, layout.schedule, layout.pp, layout.vpp, self._question.sequence)
+
+    @cached_property
+    def _stages(self) -> list[list[str]]:
+        """Names of the segments of every stage."""
+        found: list[list[str]] = []
+        layer = 0
+        for count in self._part.counts:
+            found.append([f"layers.{layer + place}" for place in range(count)])
+            layer += count
+        found[0].insert(0, "embedding")
+        found[-1].append("head")
+        return found
+
+    def _of(self, prefix: str) -> Any:
+        if prefix not in self._known:
+            model, layout, question = self._question.model, self._layout, self._question
+            assert isinstance(model, PythonModelSpec)
+            sizes = (layout.tp, layout.micro_batch, question.sequence, question.precision)
+            find = model.built.estimated_costs if self._estimated else model.built.costs
+            self._known[prefix] = find(prefix, *sizes)
+        return self._known[prefix]
+
+    def plan(self) -> Plan:
+        parts, bubble = self._parts()
+        memory = tuple(self._memory(rank) for rank in range(self._layout.pp))
+        layout, question = self._layout, self._question
+        flops = sum(
+            flops
+            for stage in self._stages
+            for prefix in stage
+            for work in (self._of(prefix).forward, self._of(prefix).backward)
+            for flops, _ in work
+        )
+        peak = question.machine.chip.peak["float32" if question.precision == "float32" else "bf16"]
+        whole = flops * self._micro_batches * layout.dp * layout.tp
+        used = whole / (sum(parts.values()) * layout.world_size * peak)
+        return Plan(
+            question=question,
+            layout=layout,
+            layers=self._part.counts,
+            parts=parts,
+            memory=memory,
+            bubble=bubble,
+            utilization=used,
+        )
+
+    # Seconds.
+
+    def _parts(self) -> tuple[dict[str, float], float]:
+        layout, count, fabric = self._layout, self._micro_batches, self._question.machine.fabric
+        again = layout.recompute == "full"
+        members = group(fabric, np.asarray(float(layout.tp)), ONE)
+        compute, waits = np.zeros((2, layout.stages)), np.zeros((2, layout.stages))
+        for stage, prefixes in enumerate(self._stages):
+            for prefix in prefixes:
+                costs = self._of(prefix)
+                repeats = float(again and prefix.startswith("layers."))
+                ahead, back = self._rates.seconds(costs.forward), self._rates.seconds(costs.backward)
+                compute[:, stage] += ahead, back + repeats * ahead
+                sums = [
+                    single(all_reduce(fabric, np.asarray(float(size)), members))
+                    for size in (costs.summed_forward, costs.summed_backward)
+                ]
+                waits[:, stage] += sums[0], sums[1] + repeats * sums[0]
+        forward, backward = compute + waits
+        costs_of_stages = StageCosts(
+            forward=tuple(forward),
+            input_backward=tuple(backward / 2),
+            weight_backward=tuple(backward / 2),
+        )
+        jobs = Jobs.of([layout], global_batch=self._question.global_batch, sequence=self._question.sequence)
+        message = single(stage_transfer(fabric, np.asarray(float(self._of("layers.0").flow)), jobs))
+        busy = self._part.by_rank(list(forward + backward)) * count
+        slowest = int(busy.argmax())
+        alone = delayed = float(busy.max())
+        if layout.pp > 1:
+            alone, delayed = makespans(layout, StageSeconds(costs_of_stages, message), count, alone / count)
+        waiting = float(self._part.by_rank(list(waits.sum(axis=0)))[slowest]) * count
+        parts = dict.fromkeys(PARTS, 0.0)
+        parts["compute"] = float(busy.max()) - waiting
+        parts["tensor"] = waiting
+        parts["bubble"] = max(alone - float(busy.max()), 0.0)
+        parts["transfer"] = max(delayed - alone, 0.0)
+        parts["data"] = max(self._data(rank, busy[rank] / count) for rank in range(layout.pp))
+        held_here = max(self._parameters(rank) for rank in range(layout.pp)) / self._shards
+        engine = self._engine
+        touched = 2 * (engine.weight_bytes + engine.optimizer_bytes) + engine.gradient_bytes
+        parts["optimizer"] = held_here * touched / self._rates.bandwidth
+        parts = {name: float(seconds) for name, seconds in parts.items()}
+        return parts, float(1 - busy.mean() / max(delayed, float(busy.max())))
+
+    def _data(self, rank: int, one: float) -> float:
+        """Seconds of collectives between replicas that `one`, a micro-batch's passes, do not hide."""
+        layout, engine, fabric = self._layout, self._engine, self._question.machine.fabric
+        if layout.dp == 1:
+            return 0.0
+        members = group(fabric, np.asarray(float(layout.dp)), np.asarray(float(layout.tp)))
+        size = self._parameters(rank)
+        gradients, weights = (np.asarray(size * wire) for wire in (engine.gradient_wire, engine.parameter_wire))
+        if layout.zero == 0:
+            return max(single(all_reduce(fabric, gradients, members)) - one, 0.0)
+        scattered = single(reduce_scatter(fabric, gradients, members))
+        gathered = single(all_gather(fabric, weights, members))
+        if layout.zero < 3:
+            often = self._micro_batches if layout.zero == 2 else 1
+            return often * max(scattered - one, 0.0) + gathered
+        return self._micro_batches * max(2 * gathered + scattered - one, 0.0)
+
+    # Bytes.
+
+    def _prefixes(self, rank: int) -> list[str]:
+        return [
+            prefix for stage, where in enumerate(self._part.rank) if where == rank for prefix in self._stages[stage]
+        ]
+
+    def _parameters(self, rank: int) -> float:
+        return float(sum(self._of(prefix).parameters for prefix in self._prefixes(rank)))
+
+    def _memory(self, rank: int) -> dict[str, float]:
+        layout, engine = self._layout, self._engine
+        size = self._parameters(rank)
+
+        def split(each: float, stage: int) -> float:
+            return each * size / (self._shards if layout.zero >= stage else 1)
+
+        kept, more = self._fullest(rank)
+        # From both neighbours one message is received ahead; on a GPU one is also on its way to the next.
+        first, last = (rank == self._part.rank[0]), (rank == self._part.rank[-1])
+        messages = self._flow * ((not first) + (1 if self._question.on_cpu else 2) * (not last))
+        if self._question.on_cpu:  # of micro-batches beyond those that `_fullest` follows
+            messages += self._flow * (self._micro_batches - self._counted) * ((not first) + (not last))
+        on_cpu = self._question.on_cpu
+        row = {
+            "weights": split(engine.weight_bytes, 3),
+            "gradients": split(engine.gradient_bytes, 2),
+            "optimizer": split(engine.optimizer_bytes, 1),
+            "activations": kept + messages,
+            "logits": 0.0,
+            "transient": more,
+            "buffers": 0.0 if on_cpu else float(engine.fixed),
+        }
+        reserve = 1.0 if on_cpu else engine.reserve
+        return {**row, "reserve": (reserve - 1) * sum(row.values())}
+
+    def _fullest(self, rank: int) -> tuple[float, float]:
+        """Bytes that are kept, and that are there for a moment, when they are most together."""
+        layout = self._layout
+        schedule = make_schedule(layout.schedule, layout.pp, self._counted, layout.vpp)
+        live, most = 0.0, (0.0, 0.0)
+        # Gradients of a segment on their way, as long as the next one computes; on CPUs the sum is there at once.
+        whole = 0.0 if self._question.on_cpu else 1.0
+        sent, last = 0.0, self._counted - 1
+
+        def see(more: float) -> None:
+            nonlocal most
+            if live + more > sum(most):
+                most = live, more
+
+        for action in schedule.actions[rank]:
+            prefixes, neighbour = (
+                self._stages[action.stage],
+                action.stage + (-1 if action.kind is not Kind.FORWARD else 1),
+            )
+            if self._question.on_cpu and action.kind is not Kind.WEIGHT and 0 <= neighbour < layout.stages:
+                # Gloo says of a message only at the end of the step that it has left.
+                live += self._flow * (self._part.rank[neighbour] != rank)
+            if action.kind is Kind.FORWARD:
+                for place, prefix in enumerate(prefixes):
+                    following = prefixes[place + 1 : place + 2]
+                    see(self._of(prefix).forward_peak + self._gathered([prefix, *following]))
+                    live += self._kept(prefix)
+                continue
+            if action.kind is Kind.WEIGHT:
+                live -= sum(map(self._kept, prefixes))
+                continue
+            for place in reversed(range(len(prefixes))):
+                prefix, before = prefixes[place], prefixes[max(place - 1, 0) : place]
+                costs = self._of(prefix)
+                live -= self._kept(prefix)
+                peak = costs.backward_peak_in_place if self._adds_in_place else costs.backward_peak
+                if layout.recompute == "full" and prefix.startswith("layers."):
+                    peak = max(peak, costs.forward_peak)
+                see(peak + sent + self._gathered([prefix, *before]))
+                if layout.zero >= 2:
+                    see(costs.parameters * (self._element + 4) + self._gathered(before))
+                    sent = costs.parameters * 4 * (whole + 1 / self._shards)
+                elif action.micro_batch == last and layout.dp > 1:
+                    copies = 1 + self._question.on_cpu  # of a sum through shared memory
+                    see(costs.parameters * 4 * (copies if layout.zero == 0 else 1 / self._shards))
+                    live += costs.parameters * 4 / self._shards * (layout.zero == 1)
+            if action.kind is Kind.INPUT:
+                live += sum(map(self._kept, prefixes))
+        if layout.zero in (1, 2):  # what was updated is copied, to be sent to all
+            live = self._parameters(rank) * self._element / self._shards
+            see(max(self._of(prefix).parameters for prefix in self._prefixes(rank)) * self._element / self._shards)
+        return most
+
+    @property
+    def _counted(self) -> int:
+        """Micro-batches after which a rank's list of actions only repeats itself."""
+        return short_counts(self._layout.pp, self._micro_batches, self._layout.schedule == "gpipe")[1]
+
+    @property
+    def _flow(self) -> float:
+        """Bytes of a message between stages."""
+        return float(self._of("layers.0").flow) if self._layout.pp > 1 else 0.0
+
+    @property
+    def _adds_in_place(self) -> bool:
+        return self._layout.zero < 2 and self._question.precision == "float32"
+
+    def _kept(self, prefix: str) -> float:
+        costs = self._of(prefix)
+        is_input = self._layout.recompute == "full" and prefix.startswith("layers.")
+        return float(costs.flow if is_input else costs.kept)
+
+    def _gathered(self, prefixes: list[str]) -> float:
+        if self._layout.zero < 3:
+            return 0.0
+        return float(self._element * sum(self._of(prefix).parameters for prefix in prefixes))

@@ -1,0 +1,185 @@
+"""Plans of models of one's own: memory as ranks measure it, arithmetic as counted by hand, layouts that train."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import cuboid
+from cuboid import Batch, Model
+from cuboid.errors import UserError
+from cuboid.launch.pool import Pool
+from cuboid.model.custom import counted_labels
+from cuboid.planning.choose import predict
+from cuboid.planning.plan import dump_plan, load_plan
+from cuboid.planning.question import Question
+from cuboid.spec.cluster import load_cluster
+from cuboid.spec.layout import Layout
+from cuboid.spec.run import build_run
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SIZES = {
+    "state_space": ("model.options.hidden=96", "training.sequence=32"),
+    "vision_transformer": ("model.options.hidden=96",),
+    "own_attention": ("model.options.hidden=128", "training.sequence=64"),
+}
+LAYOUTS = [
+    "dp=1,micro_batch=4",
+    "dp=2,zero=1",
+    "dp=2,zero=2",
+    "dp=2,zero=3",
+    "tp=2",
+    "dp=1,recompute=full",
+    "pp=4,micro_batch=2",
+    "dp=2,tp=2,pp=2",
+]
+
+
+def own(name: str) -> str:
+    return f"python:{EXAMPLES / name}.py:build"
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *(("state_space", layout) for layout in LAYOUTS),
+        *(
+            pytest.param(
+                name, layout, marks=() if layout in ("dp=2,zero=3", "dp=2,tp=2,pp=2") else pytest.mark.thorough
+            )
+            for name in ("vision_transformer", "own_attention")
+            for layout in LAYOUTS
+        ),
+    ],
+)
+def test_memory_is_what_ranks_measure(pool: Pool, name: str, layout: str) -> None:
+    table = {"model": own(name), "layout": layout}
+    run = build_run(table, ["training.global_batch=16", "training.device=cpu", *SIZES[name]])
+    ranks = run.layout.world_size
+    measured = pool.run("tests.planning.own_model_jobs:measured_peak", (run,), ranks=ranks)
+    question = Question(
+        model=run.model,
+        cluster=load_cluster(f"cpux{ranks}"),
+        global_batch=16,
+        sequence=run.training.sequence,
+        precision="float32",
+    )
+    predicted = predict(question, run.layout).totals
+    for rank, seen in enumerate(measured):
+        assert predicted[rank // (ranks // run.layout.pp)] == pytest.approx(seen, rel=0.05), rank
+
+
+class Two(nn.Module):
+    """Two matmuls with a ReLU between."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(hidden, 3 * hidden, bias=False), nn.Linear(3 * hidden, hidden, bias=False)
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        y: Tensor = self.down(self.up(x).relu())
+        return y
+
+
+class Looks(Two):
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return super().forward(x, batch) if x.sum() > 0 else x
+
+
+class Embedding(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, hidden)
+
+    def forward(self, batch: Batch) -> Tensor:
+        x: Tensor = self.tokens(batch["tokens"])
+        return x
+
+
+class Head(nn.Module):
+    def __init__(self, hidden: int, field: str) -> None:
+        super().__init__()
+        self.output, self.field = nn.Linear(hidden, 11), field
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        labels = batch[self.field].flatten()
+        return nn.functional.cross_entropy(self.output(x).flatten(0, 1), labels, reduction="sum")
+
+
+def build(hidden: int = 16, looks: bool = False, field: str = "labels") -> Model:
+    block = Looks if looks else Two
+    return Model(
+        embedding=lambda: Embedding(hidden),
+        block=lambda layer: block(hidden),
+        layers=4,
+        head=lambda: Head(hidden, field),
+        flow=("batch", "sequence", hidden),
+        count=counted_labels,
+    )
+
+
+def test_arithmetic_and_bytes_are_those_counted_by_hand() -> None:
+    costs = build().costs("layers.1", 1, 2, 8, "float32")
+    tokens, hidden = 2 * 8, 16
+    matmuls = 2 * 2 * tokens * 3 * hidden * hidden
+    assert sum(flops for flops, _ in costs.forward) == matmuls
+    assert sum(flops for flops, _ in costs.backward) == 2 * matmuls
+    assert costs.parameters == 6 * hidden**2
+    assert costs.flow == 4 * tokens * hidden
+    # The input, and what ReLU gave, which it and the second matmul need.
+    assert costs.kept == 4 * tokens * (hidden + 3 * hidden)
+    # Input, both sides of ReLU, which are alive at once.
+    assert costs.forward_peak == 4 * tokens * (hidden + 2 * 3 * hidden)
+
+
+def test_costs_of_large_micro_batches_are_estimated_from_small_ones() -> None:
+    model = build()
+    for prefix in model.prefixes:
+        estimate, real = (find(prefix, 1, 16, 8, "float32") for find in (model.estimated_costs, model.costs))
+        assert (estimate.forward, estimate.backward, estimate.kept) == (real.forward, real.backward, real.kept)
+        assert estimate.backward_peak == pytest.approx(real.backward_peak, rel=0.1)
+
+
+def test_the_best_plan_fits_and_can_be_trained(tmp_path: Path) -> None:
+    plan = cuboid.plan(own("vision_transformer"), "h100x8", global_batch=64, sequence=16, top=3)
+    assert plan.layout.world_size == 8 and plan.peak < plan.question.limit
+    assert plan.seconds == min(plan.seconds, *(other.step_seconds * 1.005 for other in plan.alternatives))
+    (tmp_path / "plan.toml").write_text(dump_plan(plan))
+    again = load_plan(tmp_path / "plan.toml")
+    assert (again.layout, again.seconds, again.peak) == (plan.layout, plan.seconds, pytest.approx(plan.peak))
+    fixed = cuboid.plan(own("vision_transformer"), "h100x8", global_batch=64, sequence=16, fixed={"tp": 2, "pp": 2})
+    assert (fixed.layout.tp, fixed.layout.pp, fixed.layout.dp) == (2, 2, 2)
+
+
+def test_what_needs_too_much_is_refused_with_the_least_it_needs() -> None:
+    question = Question(
+        model=cuboid.make_run({"model": own("own_attention")}).model,
+        cluster=load_cluster("cpux2"),
+        global_batch=4,
+        sequence=16,
+        precision="float32",
+        memory_limit=1e5,
+    )
+    from cuboid.planning.choose import plans
+
+    with pytest.raises(UserError, match=r"does not fit cpux2: dp=1,tp=2,.* needs least"):
+        plans(question)
+    with pytest.raises(UserError, match="recompute=selective of a model of one's own cannot be planned"):
+        predict(question, Layout.parse("dp=2,recompute=selective"))
+
+
+def test_modules_that_cannot_be_run_without_contents_are_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"layers\.0 cannot be planned: on tensors without contents it fails"):
+        build(looks=True).costs("layers.0", 1, 1, 8, "float32")
+    with pytest.raises(UserError, match="head asks for 'targets' of a batch that has 'tokens' or 'labels'"):
+        build(field="targets").costs("head", 1, 1, 8, "float32")
+
+
+def test_a_utilization_is_flops_over_the_peak() -> None:
+    plan = cuboid.plan(own("own_attention"), "h100x1", global_batch=4, sequence=64)
+    assert 0 < plan.utilization < 1 and math.isfinite(plan.seconds)
+    assert torch.is_grad_enabled()
