@@ -10,6 +10,7 @@ import numpy as np
 
 from cuboid.errors import UserError, either
 from cuboid.planning.export.limits import FIXED
+from cuboid.planning.export.targets import refuse_model
 from cuboid.planning.question import Question, resized
 from cuboid.planning.search import emptiest, sayable_layouts, search
 from cuboid.planning.space import DEGREES, Space, degrees, divisors, shapes, with_context
@@ -24,6 +25,10 @@ FEW = 4
 def explain_nothing(question: Question) -> UserError:
     """The error for a question without an answer."""
     world_size = question.cluster.accelerators
+    try:
+        refuse_model(question.model, question.target)
+    except UserError as reason:
+        return reason
     if next(degrees(question, world_size), None) is None:
         return _no_degrees(question, world_size)
     if not len(with_context(question, shapes(question, world_size))):

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuboid.planning.export import torchtitan
+from cuboid.planning.export.torchtitan_flavors import CONTEXT, PIPELINED, flavor_of
 from cuboid.spec.layout import CONTEXT_METHODS, RECOMPUTE, SCHEDULES
 from cuboid.spec.model import ModelSpec
 
@@ -44,9 +44,10 @@ def sayable(target: str, columns: Columns, global_batch: int, model: ModelSpec) 
         works &= ((zero < 2) | (pp == 1)) & ((zero < 3) | (tp == 1)) & ~selective & whole
         works &= (~away | (zero > 0)) & ((tp == 1) | (pp == 1))
     elif target == "torchtitan":
-        name, _ = torchtitan.FLAVORS.get(model.name, ("", ""))
-        works &= (pp == 1) | (name in torchtitan.PIPELINED)
-        works &= (columns["cp"] == 1) | ((name in torchtitan.CONTEXT) & (zero >= 2))
+        flavor = flavor_of(model)
+        name = flavor.family if flavor else ""
+        works &= (pp == 1) | (name in PIPELINED)
+        works &= (columns["cp"] == 1) | ((name in CONTEXT) & (zero >= 2))
         alone = (tp == 1) & (pp == 1) & (columns["cp"] == 1)
         works &= (dp == 1) | (zero >= 2) | ((zero == 0) & alone)
         works &= (tp == 1) | (columns["sequence_parallel"] > 0)

@@ -49,4 +49,7 @@ class Lost:
     def refuse(self) -> None:
         """Raises when anything was lost."""
         if self.found:
-            raise UserError(f"{self.target} has no key for {', '.join(self.found)}; plan again with --fix")
+            again = not all(each.startswith(("model", "mixture")) for each in self.found)  # what no layout mends
+            raise UserError(
+                f"{self.target} has no key for {', '.join(self.found)}{'; plan again with --fix' if again else ''}"
+            )

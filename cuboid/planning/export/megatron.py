@@ -46,18 +46,8 @@ def notes(plan: Plan) -> list[Note]:
     return router_notes(plan.question.model)
 
 
-def _check(plan: Plan) -> None:
-    layout = plan.layout
-    lost = Lost(TARGET)
-    known = layout.schedule in ("1f1b", "interleaved")
-    lost.unless(known, "schedule", layout.schedule, "use schedule=1f1b or schedule=interleaved")
-    lost.unless(layout.zero < 2 or layout.pp == 1, "zero", layout.zero, "with pp > 1 use zero=0 or zero=1")
-    even = layout.schedule != "interleaved" or plan.micro_batches % layout.pp == 0
-    lost.unless(layout.zero == 1 or not layout.offload, "offload", True, "use zero=1 or offload=false")
-    lost.unless(even, "micro_batches", plan.micro_batches, f"interleaved needs a multiple of pp={layout.pp}")
-    some = layout.recompute_layers
-    lost.unless(not some, "recompute_layers", some, "use recompute_layers=0")
-    model = plan.question.model
+def check_model(model: ModelSpec, lost: Lost) -> None:
+    """Notes what its GPT lacks."""
     yarn = model.yarn
     if yarn is not None:
         usual = model.latent is not None and (yarn.original_positions, yarn.beta_fast, yarn.beta_slow) == (4096, 32, 1)
@@ -69,6 +59,20 @@ def _check(plan: Plan) -> None:
         lost.unless(plain, "mixture.normalized", False, "with scoring=sigmoid use normalized=true")
         softmax = mixture.scoring == "softmax" and mixture.normalized and mixture.groups > 1
         lost.unless(not softmax, "mixture.groups", mixture.groups, "with normalized softmax scores use groups=1")
+
+
+def _check(plan: Plan) -> None:
+    layout = plan.layout
+    lost = Lost(TARGET)
+    known = layout.schedule in ("1f1b", "interleaved")
+    lost.unless(known, "schedule", layout.schedule, "use schedule=1f1b or schedule=interleaved")
+    lost.unless(layout.zero < 2 or layout.pp == 1, "zero", layout.zero, "with pp > 1 use zero=0 or zero=1")
+    even = layout.schedule != "interleaved" or plan.micro_batches % layout.pp == 0
+    lost.unless(layout.zero == 1 or not layout.offload, "offload", True, "use zero=1 or offload=false")
+    lost.unless(even, "micro_batches", plan.micro_batches, f"interleaved needs a multiple of pp={layout.pp}")
+    some = layout.recompute_layers
+    lost.unless(not some, "recompute_layers", some, "use recompute_layers=0")
+    check_model(plan.question.model, lost)
     lost.refuse()
 
 

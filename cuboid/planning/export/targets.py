@@ -4,8 +4,9 @@ from collections.abc import Callable
 
 from cuboid.errors import UserError, either, nearest_names
 from cuboid.planning.export import deepspeed, megatron, nanotron, torchtitan
-from cuboid.planning.export.lost import Note
+from cuboid.planning.export.lost import Lost, Note
 from cuboid.planning.plan import Plan
+from cuboid.spec.model import ModelSpec
 
 TARGETS: dict[str, Callable[[Plan], str]] = {
     "megatron": megatron.export,
@@ -16,6 +17,21 @@ TARGETS: dict[str, Callable[[Plan], str]] = {
 
 NOTES: dict[str, Callable[[Plan], list[Note]]] = {"megatron": megatron.notes, "torchtitan": torchtitan.notes}
 """Target -> what its files say otherwise; the others either say it or describe no model."""
+
+MODELS: dict[str, Callable[[ModelSpec, Lost], None]] = {
+    "megatron": megatron.check_model,
+    "torchtitan": torchtitan.check_model,
+    "nanotron": nanotron.check_model,
+}
+"""Target -> what its models lack; files of the others describe none."""
+
+
+def refuse_model(model: ModelSpec, target: str) -> None:
+    """Raises where the target has no such model, whatever the layout."""
+    lost = Lost(target)
+    if target in MODELS:
+        MODELS[target](model, lost)
+    lost.refuse()
 
 
 def notes(plan: Plan, target: str) -> list[Note]:

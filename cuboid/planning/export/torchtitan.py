@@ -6,31 +6,14 @@ https://github.com/pytorch/torchtitan
 from typing import Any
 
 from cuboid.planning.export.lost import Lost, Note, noted, router_notes
+from cuboid.planning.export.torchtitan_flavors import CONTEXT, PIPELINED, Flavor, flavor_of, lacking
 from cuboid.planning.plan import Plan
 from cuboid.spec.coding import dumps
+from cuboid.spec.model import ModelSpec
 
 TARGET = "torchtitan 0.2.2"
-FLAVORS = {
-    "llama3-8b": ("llama3", "8B"),
-    "llama3-70b": ("llama3", "70B"),
-    "llama3-405b": ("llama3", "405B"),
-    "llama3.1-8b": ("llama3", "8B"),
-    "llama3.1-70b": ("llama3", "70B"),
-    "llama3.1-405b": ("llama3", "405B"),
-    "qwen3-0.6b": ("qwen3", "0.6B"),
-    "qwen3-1.7b": ("qwen3", "1.7B"),
-    "qwen3-4b": ("qwen3", "4B"),
-    "qwen3-8b": ("qwen3", "8B"),
-    "qwen3-14b": ("qwen3", "14B"),
-    "qwen3-32b": ("qwen3", "32B"),
-    "qwen3-30b-a3b": ("qwen3", "30B-A3B"),
-    "deepseek-v3": ("deepseek_v3", "671B"),
-}
-"""Cuboid's name of a model -> torchtitan's name and flavor; its TOML cannot describe other shapes."""
-PIPELINED = ("llama3", "deepseek_v3")
-"""Its models that it can cut into stages."""
-CONTEXT = ("llama3", "qwen3")
-"""Its models whose attention takes context parallelism; DeepSeek's flavors use FlexAttention, which does not."""
+MODULE = "flavor"
+"""The module that registers a model, where torchtitan has no flavor of it."""
 BIAS_RATE = 1e-3
 """By which it moves the biases that balance experts, in every flavor; it has no balancing loss."""
 SCHEDULES = {
@@ -46,8 +29,8 @@ def export(plan: Plan) -> str:
     """The TOML text."""
     _check(plan)
     run, layout = plan.run, plan.layout
-    name, flavor = FLAVORS[plan.question.model.name]
-    model: dict[str, Any] = {"name": name, "flavor": flavor}
+    flavor = _flavor(plan)
+    model: dict[str, Any] = {"name": flavor.family, "flavor": flavor.name}
     if plan.question.precision == "fp8":
         model["converters"] = ["quantize.linear.float8"]
     rate = run.learning_rate
@@ -75,31 +58,57 @@ def export(plan: Plan) -> str:
         "activation_checkpoint": _checkpoint(layout.recompute),
     }
     head = f"# For {TARGET} on {layout.world_size} ranks; predicted: {plan.seconds:.4g} s a step, "
-    return head + f"{plan.memory_fraction:.0%} of memory.\n" + noted(notes(plan)) + dumps(table)
+    head += f"{plan.memory_fraction:.0%} of memory.\n"
+    if flavor.register:
+        table["experimental"] = {"custom_import": MODULE}
+        head += (
+            f"# It has no flavor of {plan.question.model.name}; these lines, as {MODULE}.py on PYTHONPATH, make one:\n"
+        )
+        head += "".join(f"#   {line}\n" for line in flavor.register)
+    return head + noted(notes(plan)) + dumps(table)
+
+
+def _flavor(plan: Plan) -> Flavor:
+    found = flavor_of(plan.question.model)
+    assert found is not None, "exports are checked first"
+    return found
 
 
 def notes(plan: Plan) -> list[Note]:
     """Where the flavor is not quite the model."""
-    model = plan.question.model
-    name, _ = FLAVORS[model.name]
+    model, flavor = plan.question.model, _flavor(plan)
     found = router_notes(model)
-    if name == "llama3" and model.rope_scaling is None:
+    if model.yarn and plan.question.sequence <= model.yarn.original_positions:
+        found.append(Note("yarn", "at any length", f"beyond {model.yarn.original_positions} tokens"))
+    if model.mixture and model.mixture.balance_coefficient:
+        found.append(Note("mixture.balance_coefficient", model.mixture.balance_coefficient, 0.0))
+    if flavor.register:
+        return found
+    if flavor.family == "llama3" and model.rope_scaling is None:
         found.append(Note("model.rope_scaling", None, 8.0))
-    if name == "deepseek_v3" and model.norm_epsilon != 1e-5:
+    if flavor.family == "deepseek_v3" and model.norm_epsilon != 1e-5:
         found.append(Note("model.norm_epsilon", model.norm_epsilon, 1e-5))
-    if model.mixture is not None:
-        if model.mixture.bias_rate != BIAS_RATE:
-            found.append(Note("mixture.bias_rate", model.mixture.bias_rate, BIAS_RATE))
-        if model.mixture.balance_coefficient:
-            found.append(Note("mixture.balance_coefficient", model.mixture.balance_coefficient, 0.0))
+    if flavor.name == "235B-A22B":
+        found.append(Note("model.rope_theta", model.rope_theta, 5e6))
+    if flavor.name == "236B" and model.yarn:
+        found.append(Note("yarn.mscale_all_dim", model.yarn.mscale_all_dim, 1.0))
+    if model.mixture and model.mixture.bias_rate != BIAS_RATE:
+        found.append(Note("mixture.bias_rate", model.mixture.bias_rate, BIAS_RATE))
     return found
+
+
+def check_model(model: ModelSpec, lost: Lost) -> None:
+    """Notes what its models lack."""
+    if flavor_of(model) is None:
+        lost.unless(False, "model", model.name, f"its models lack {lacking(model)}; use llama3-8b, qwen3-8b or alike")
 
 
 def _check(plan: Plan) -> None:
     layout, model = plan.layout, plan.question.model
     lost = Lost(TARGET)
-    lost.unless(model.name in FLAVORS, "model", model.name, "its flavors are fixed; use llama3-8b, qwen3-8b or alike")
-    name, _ = FLAVORS.get(model.name, ("", ""))
+    check_model(model, lost)
+    flavor = flavor_of(model)
+    name = flavor.family if flavor else ""
     lost.unless(layout.pp == 1 or name in ("", *PIPELINED), "pp", layout.pp, f"it has no stages of {name}; use pp=1")
     lost.unless(layout.cp == 1 or name in ("", *CONTEXT), "cp", layout.cp, f"its {name} has none; use cp=1")
     known = layout.schedule in SCHEDULES or layout.pp == 1
