@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuboid.planning.export.torchtitan_flavors import CONTEXT, PIPELINED, flavor_of
+from cuboid.planning.export.torchtitan import CONTEXT, PIPELINED, flavor_of
 from cuboid.spec.layout import CONTEXT_METHODS, RECOMPUTE, SCHEDULES
 from cuboid.spec.model import ModelSpec
 
