@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from cuboid.errors import UserError, either
-from cuboid.planning.export.limits import FIXED
-from cuboid.planning.export.targets import refuse_model
+from cuboid.planning.export.engines import FIXED, refuse_model
 from cuboid.planning.question import Question, resized
 from cuboid.planning.search import emptiest, sayable_layouts, search
 from cuboid.planning.space import DEGREES, Space, degrees, divisors, shapes, with_context

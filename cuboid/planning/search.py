@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from cuboid.cost.inputs import Array, Shape
 from cuboid.cost.memory import first_memory
 from cuboid.cost.sharding import host_bytes
-from cuboid.planning.export.limits import sayable
+from cuboid.planning.export.engines import sayable
 from cuboid.planning.question import Question
 from cuboid.planning.refine import PLACES, least_kind, lighter, may_mix, mixable, mixed, promising
 from cuboid.planning.score import (

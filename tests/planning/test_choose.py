@@ -8,7 +8,7 @@ import pytest
 from cuboid.cost.estimate import doubt, record_of
 from cuboid.errors import UserError
 from cuboid.planning.choose import cheapest, fewest, plans, predict, warnings
-from cuboid.planning.export.limits import FIXED
+from cuboid.planning.export.engines import FIXED
 from cuboid.planning.plan import amount, losses
 from cuboid.planning.question import Question, parse_fixed, parse_memory, resized_cluster, sizes
 from cuboid.spec.cluster import load_cluster

@@ -6,7 +6,7 @@ https://www.deepspeed.ai/docs/config-json
 import json
 from typing import Any
 
-from cuboid.planning.export.lost import Lost
+from cuboid.planning.export.engines import Lost
 from cuboid.planning.plan import Plan
 from cuboid.spec.run import Run
 

@@ -3,7 +3,7 @@
 https://github.com/NVIDIA/Megatron-LM
 """
 
-from cuboid.planning.export.lost import Lost, Note, noted, router_notes
+from cuboid.planning.export.engines import Lost, Note, noted, router_notes
 from cuboid.planning.plan import Plan
 from cuboid.spec.model import MixtureSpec, ModelSpec
 

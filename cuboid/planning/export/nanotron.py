@@ -6,7 +6,7 @@ https://github.com/huggingface/nanotron
 import json
 from typing import Any
 
-from cuboid.planning.export.lost import Lost
+from cuboid.planning.export.engines import Lost
 from cuboid.planning.plan import Plan
 from cuboid.spec.model import ModelSpec
 

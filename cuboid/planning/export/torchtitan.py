@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from cuboid.planning.export.lost import Lost, Note, noted, router_notes
+from cuboid.planning.export.engines import Lost, Note, noted, router_notes
 from cuboid.planning.plan import Plan
 from cuboid.spec.coding import dumps
 from cuboid.spec.model import ModelSpec, load_model
