@@ -83,6 +83,8 @@ class Model:
     tied: tuple[str, str] | None = None
     """A parameter of the embedding and one of the head that are one: ("embedding.tokens.weight",
     "head.output.weight"). It is called `embedding.tokens.weight` in checkpoints, whatever its names are."""
+    initial: Callable[[str, tuple[int, ...], int], Tensor] | None = None
+    """(name, full shape, seed) -> the first weights of a parameter; without it modules initialise themselves."""
     exported_name: Callable[[str], str] | None = None
     """A parameter's name -> its name in a Hugging Face folder, for a model that has one."""
 
@@ -110,6 +112,10 @@ class Model:
             torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
             module = self.make(prefix)
         self._refuse(prefix, module)
+        if self.initial is not None:
+            with torch.no_grad():
+                for name, parameter in module.named_parameters():
+                    parameter.copy_(self.initial(self.called(f"{prefix}.{name}"), tuple(parameter.shape), seed))
         return module
 
     def _refuse(self, prefix: str, module: nn.Module) -> None:
@@ -169,6 +175,10 @@ class Model:
                     raise UserError(
                         f"tp={ranks} needs to know how {prefix}.{name} is split; say so in the `sharding` of its "
                         "module, or use tp=1"
+                    )
+                if declared.kind == "heads" and declared.heads % ranks:
+                    raise UserError(
+                        f"tp={ranks} does not divide the {declared.heads} heads of {prefix}.{name}; use another tp"
                     )
                 declared.slice_of(f"{prefix}.{name}", shape, ShardingRank(ranks))
 
