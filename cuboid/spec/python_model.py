@@ -24,6 +24,7 @@ class BuiltModel(Protocol):
     layers: int
     vocab: int
     data: Any
+    evaluation_data: Any
 
     @property
     def tie_embeddings(self) -> bool: ...
