@@ -21,7 +21,7 @@ import torch
 from cuboid.checkpoint.folder import checkpoint_path, clear
 from cuboid.checkpoint.location import locate
 from cuboid.checkpoint.resume import resume
-from cuboid.checkpoint.saver import Saver
+from cuboid.checkpoint.save import Saver
 from cuboid.launch.pool import Pool
 from cuboid.parallel.coordination import open_coordination
 from cuboid.parallel.parallelize import Engine, build_engine

@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
-from cuboid.model.block_attention import attend, attend_backward, plain_backward, plain_forward
-from cuboid.model.documents import Documents
-from cuboid.model.fused_attention import Attended
+from cuboid.model.batch import Documents
+from cuboid.model.flash_attention import Attended, attend, attend_backward, plain_backward, plain_forward
 from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import build_run
 from cuboid.training.optimizer import Optimizer

@@ -20,8 +20,7 @@ from cuboid.model import router as routing
 from cuboid.model.moe import GroupedMatmul, MoE, grouped_matmul
 from cuboid.model.rope import Positions
 from cuboid.parallel.split_backward import Deferral, deferrable_grouped_matmul
-from cuboid.spec.mixture import MixtureSpec
-from cuboid.spec.model import ModelSpec
+from cuboid.spec.model import MixtureSpec, ModelSpec
 
 DEVICE = torch.device("cuda")
 HIDDEN, WIDTH, EXPERTS, ROWS = 2048, 1024, 16, 16384

@@ -30,7 +30,7 @@ from cuboid.checkpoint.memory.nodes import open_memory
 from cuboid.checkpoint.memory.restore import MemoryRestore
 from cuboid.checkpoint.memory.saver import MemorySaver
 from cuboid.checkpoint.resume import resume
-from cuboid.checkpoint.saver import BackgroundSaver, Saver
+from cuboid.checkpoint.save import BackgroundSaver, Saver
 from cuboid.launch.pool import Pool
 from cuboid.parallel.coordination import open_coordination
 from cuboid.resilience.goodput import failures

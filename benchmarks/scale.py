@@ -36,16 +36,14 @@ import torch.distributed as dist
 from counted_store import SECONDS, Counter, MemoryFiles, Store, Through
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from cuboid.checkpoint.checksum import checksum_of_bytes
 from cuboid.checkpoint.location import LocalFiles, Location
-from cuboid.checkpoint.manifest import INDEX, MANIFEST, Manifest, StoredFile, data_file
+from cuboid.checkpoint.manifest import INDEX, MANIFEST, Manifest, StoredFile, checksum_of_bytes, data_file
 from cuboid.checkpoint.memory.node_state import NodeRecord, assign_copies, node_index, node_manifest
 from cuboid.checkpoint.memory.nodes import join_nodes
 from cuboid.checkpoint.memory.restore import MemoryRestore
-from cuboid.checkpoint.parts import Wishes
 from cuboid.checkpoint.resume import look_together
 from cuboid.checkpoint.save import agree, gather_index, write
-from cuboid.checkpoint.shards import ShardedTensor, TensorSlice
+from cuboid.checkpoint.shards import ShardedTensor, TensorSlice, Wishes
 from cuboid.checkpoint.storage import Staging
 from cuboid.launch import rendezvous, watched
 from cuboid.launch.place import local_places

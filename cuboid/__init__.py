@@ -11,21 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-_OF_MODELS = (
-    "Batch",
-    "ColumnLinear",
-    "Flow",
-    "Model",
-    "PARTIAL",
-    "REPLICATED",
-    "RowLinear",
-    "VOCABULARY",
-    "VocabularyEmbedding",
-    "VocabularyLoss",
-    "split",
-)
 _PLACES = {
-    **dict.fromkeys(_OF_MODELS, "cuboid.model.custom"),
+    **dict.fromkeys(("Batch", "Flow", "Model", "VocabularyLoss"), "cuboid.model.custom"),
+    **dict.fromkeys(("ColumnLinear", "RowLinear", "VocabularyEmbedding"), "cuboid.model.linear"),
+    **dict.fromkeys(("PARTIAL", "REPLICATED", "VOCABULARY", "split"), "cuboid.spec.sharding"),
+    "family": "cuboid.model.family",
     "Callback": "cuboid.training.callbacks",
     "UserError": "cuboid.errors",
     **dict.fromkeys(("Trained", "make_run", "plan", "train", "verify"), "cuboid.api"),
@@ -36,19 +26,10 @@ if TYPE_CHECKING:
     from cuboid.api import Trained, make_run, plan, train, verify
     from cuboid.checkpoint.weights import load_checkpoint
     from cuboid.errors import UserError
-    from cuboid.model.custom import (
-        PARTIAL,
-        REPLICATED,
-        VOCABULARY,
-        Batch,
-        ColumnLinear,
-        Flow,
-        Model,
-        RowLinear,
-        VocabularyEmbedding,
-        VocabularyLoss,
-        split,
-    )
+    from cuboid.model.custom import Batch, Flow, Model, VocabularyLoss
+    from cuboid.model.family import family
+    from cuboid.model.linear import ColumnLinear, RowLinear, VocabularyEmbedding
+    from cuboid.spec.sharding import PARTIAL, REPLICATED, VOCABULARY, split
     from cuboid.training.callbacks import Callback
 
 __all__ = [
@@ -65,6 +46,7 @@ __all__ = [
     "UserError",
     "VocabularyEmbedding",
     "VocabularyLoss",
+    "family",
     "load_checkpoint",
     "make_run",
     "plan",

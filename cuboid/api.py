@@ -143,8 +143,8 @@ def verify(
     """Whether a layout computes what one process computes: `verdict.passed`, and how far each kind of number is off."""
     from cuboid.data.opened import check_data
     from cuboid.launch.once import Heard, take_post
-    from cuboid.launch.role import NodeOptions
-    from cuboid.spec.supported import check_supported
+    from cuboid.launch.start import NodeOptions
+    from cuboid.spec.run import check_supported
     from cuboid.verification.make import check_provable, verification_run
 
     run = verification_run(layout, model, changes, steps, precision, seed)

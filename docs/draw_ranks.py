@@ -18,7 +18,7 @@ from cuboid.spec.cluster import load_cluster
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model
 from cuboid.spec.ranks import Group, coordinates, groups
-from cuboid.spec.zigzag import chunks_of
+from cuboid.spec.sharding import chunks_of
 
 WIDTH, MARGIN, CARD, HIGH, SIDE = 900, 20, 100, 82, 38
 Part = tuple[float, float, float, float]

@@ -36,8 +36,7 @@ WALKS = (
         "A training step: from cuboid train to the checkpoint",
         (
             Stop("cli/train.py", "reads the run file and what the user changes of it"),
-            Stop("launch/start.py", "checks machine, data and folder, before any process starts"),
-            Stop("launch/role.py", "is this process all of the job, one rank, or one node's supervisor?"),
+            Stop("launch/start.py", "checks machine, data and folder; is this all of the job, one rank, or one node?"),
             Stop("launch/supervisor.py", "starts the ranks of this machine, and again when one fails"),
             Stop("launch/rank.py", "chooses a device, joins the process group, watches for signals"),
             Stop("parallel/parallelize.py", "puts the layout on the model: groups, shards, stages, ZeRO"),
@@ -52,7 +51,7 @@ WALKS = (
             Stop("parallel/grad_norm.py", "one norm of all shards on all ranks"),
             Stop("training/optimizer.py", "clips and runs AdamW on the shards this rank keeps"),
             Stop("training/metrics.py", "a line on the console, a row of metrics.jsonl"),
-            Stop("checkpoint/saver.py", "copies the state aside; a thread writes it while training continues"),
+            Stop("checkpoint/save.py", "copies the state aside; a thread writes it while training continues"),
         ),
     ),
     Walk(

@@ -14,7 +14,7 @@ import draw_states
 import draw_walk
 
 from cuboid.planning.picture import svg
-from cuboid.schedule.make import make_schedule
+from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import StageCosts, simulate
 from cuboid.spec.layout import STAGES_PER_RANK
 

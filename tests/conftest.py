@@ -29,8 +29,8 @@ settings.register_profile("thorough", deadline=None, suppress_health_check=slow)
 LONGEST = """
 checkpoint/test_kill planning/test_search docs/test_tutorial parallel/test_equality parallel/test_precision
 cli/test_train parallel/test_experts parallel/test_compiled planning/test_explain checkpoint/test_huggingface_export
-launch/test_once training/test_oom parallel/test_context resilience/test_preemption parallel/test_overlap
-docs/test_commands report/test_browser training/test_killed_chain resilience/test_nodes resilience/test_standstill
+launch/test_once launch/test_oom parallel/test_context resilience/test_preemption parallel/test_overlap
+docs/test_commands report/test_browser training/test_killed_chain launch/test_node resilience/test_standstill
 cli/test_verify
 resilience/test_bad_hardware generate/test_equality data/test_build resilience/test_hang training/test_offload
 parallel/test_communication checkpoint/test_moments training/test_bad_steps checkpoint/test_full_disk

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from contextlib import suppress
 
-from cuboid.checkpoint.checksum import Watch
 from cuboid.checkpoint.location import Location, locate
-from cuboid.checkpoint.manifest import MANIFEST, STEP_FOLDER, Manifest, Place, read_manifest
+from cuboid.checkpoint.manifest import MANIFEST, STEP_FOLDER, Manifest, Place, Watch, read_manifest
 from cuboid.checkpoint.verify import check_file, verify
 from cuboid.errors import UserError
 

@@ -8,10 +8,10 @@ from typing import Any
 from cuboid.checkpoint.folder import checkpoints, step_of, sweep
 from cuboid.checkpoint.location import Location, locate
 from cuboid.checkpoint.manifest import INDEX, Manifest, Place, StoredFile
-from cuboid.checkpoint.memory.copies import Generation
+from cuboid.checkpoint.memory.nodes import Generation
 from cuboid.checkpoint.memory.restore import Lost, MemoryRestore
-from cuboid.checkpoint.parts import Wishes
 from cuboid.checkpoint.save import Damaged, agree, load
+from cuboid.checkpoint.shards import Wishes
 from cuboid.checkpoint.state import Moments, generators, state_to_load
 from cuboid.checkpoint.verify import check_file, check_index, verify
 from cuboid.console import say

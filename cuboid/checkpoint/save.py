@@ -1,20 +1,30 @@
-"""Save and load a training's state, from any layout into any other."""
+"""Save and load a training's state, from any layout into any other; `Saver` does it while the training continues."""
 
 from __future__ import annotations
 
+import threading
+import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
-from cuboid.checkpoint.folder import checkpoint_path
+import torch
+
+from cuboid.checkpoint.folder import checkpoint_path, prune, sweep
 from cuboid.checkpoint.location import Location
 from cuboid.checkpoint.manifest import Manifest, Place, StoredFile, data_file, read_manifest
 from cuboid.checkpoint.shards import ShardedTensor
 from cuboid.checkpoint.state import Moments, generators, restore_generators, state_to_load, state_to_save
 from cuboid.checkpoint.storage import Reader, Staging, Writer, index_part, whole_index
+from cuboid.console import say
 from cuboid.data.opened import data_identity
+from cuboid.parallel.collectives import all_reduce
 from cuboid.parallel.coordination import Coordination, open_coordination
 from cuboid.parallel.parallelize import Engine
 from cuboid.spec.run import dump_run
+from cuboid.telemetry.heartbeat import HEARTBEAT
 
 
 class Damaged(Exception):
@@ -125,3 +135,214 @@ def load(
     for unit in engine.units:
         unit.publish()
     return manifest
+
+
+# Saves that the training does not wait for: the state is copied aside, and a thread writes it where it belongs.
+
+
+GRACE = 2.0
+"""Seconds by which a save's own deadline comes before that of whoever waits for it, so that it can say why."""
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """How a save ended."""
+
+    step: int
+    stall_seconds: float
+    """How long the training waited for it."""
+    write_seconds: float
+    """From the state copied to the checkpoint published."""
+    bytes: int
+    """Of all ranks."""
+    warning: str = ""
+    """What went wrong, as a sentence; empty if nothing did."""
+    place: str = "disk"
+    """Or memory."""
+
+
+class BackgroundSaver(ABC):
+    """One save is in flight at a time. A save that fails costs a warning, and leaves the earlier ones alone."""
+
+    place = "disk"
+    kept = "checkpoint"
+    """What is made, in a sentence."""
+
+    def __init__(self, engine: Engine, optimizer: Moments, group: Coordination) -> None:
+        """`group` is used by nobody else while a save is in flight; every rank calls this."""
+        self._engine, self._optimizer = engine, optimizer
+        self._rank = engine.groups.world.index
+        self._spec = engine.run.checkpoint
+        self._group = group
+        # Rank 0 writes the manifest: the others need not look at the data to say which it is.
+        self._data = data_identity(engine.run) if self._rank == 0 else ""
+        self._bytes = 0
+        """Of all ranks, told by who stages them."""
+        self._thread: threading.Thread | None = None
+        self._step = 0
+        self._started = 0.0
+        self._stall = 0.0
+        self._staging: Staging | None = None
+        self._result: SaveReport | None = None
+        self._reports: list[SaveReport] = []
+
+    @abstractmethod
+    def _is_ready(self) -> bool:
+        """Whether this rank can save now; waits for what is in flight if it should."""
+
+    @property
+    @abstractmethod
+    def _hindrance(self) -> str:
+        """Why the state cannot be kept where some rank is not ready."""
+
+    @abstractmethod
+    def _place_for(self, kept_before: bool) -> Staging:
+        """Where the state is copied to. `kept_before`: some rank knows that all have kept the last one."""
+
+    @abstractmethod
+    def _keep(self, staging: Staging, manifest: Manifest) -> str:
+        """In the thread: returns a warning, or nothing, when it is kept; raises `GivenUp` if all ranks know it is
+        not."""
+
+    @property
+    def _knows_it_is_kept(self) -> bool:
+        return self._result is not None and self._result.bytes > 0
+
+    def save(self, step: int) -> None:
+        """Every rank calls this after `step` steps. Returns when the state is copied, or on a GPU being copied."""
+        start = time.perf_counter()
+        ready = self._is_ready()
+        hindered, kept = self._count(not ready, self._knows_it_is_kept)
+        if hindered:
+            self._leave_out(step, time.perf_counter() - start)
+            return
+        self._group = self._group.renew()
+        manifest = describe(self._engine, self._optimizer, step, self._data)
+        self._staging = self._place_for(kept > 0)
+        self._staging.fill(kept_state(self._engine, self._optimizer))
+        self._step, self._started, self._result = step, time.perf_counter(), None
+        arguments = (self._staging, manifest)
+        self._thread = threading.Thread(target=self._work, args=arguments, name="checkpoint", daemon=True)
+        self._thread.start()
+        if not self._spec.asynchronous:
+            self._join(self._spec.timeout_seconds + GRACE)
+        self._stall = time.perf_counter() - start
+
+    def _leave_out(self, step: int, seconds: float) -> None:
+        warning = f"no {self.kept} after step {step}: {self._hindrance}"
+        self._reports.append(SaveReport(step, seconds, 0.0, 0, warning, self.place))
+
+    @property
+    def _deadline(self) -> str:
+        return f"within checkpoint.timeout_seconds={self._spec.timeout_seconds:g}"
+
+    def before_update(self) -> None:
+        """Called before the optimizer changes what may still be being copied."""
+        if self._staging is not None:
+            start = time.perf_counter()
+            self._staging.wait()
+            self._stall += time.perf_counter() - start
+
+    def reports(self) -> list[SaveReport]:
+        """The saves that ended since this was asked last."""
+        if self._thread is not None and not self._thread.is_alive():
+            self._settle()
+        reports, self._reports = self._reports, []
+        return reports
+
+    def finish(self) -> list[SaveReport]:
+        """Wait for the last save."""
+        if not self._settle():
+            warning = f"no {self.kept} after step {self._step}: it is not written {self._deadline}"
+            self._reports.append(SaveReport(self._step, self._stall, 0.0, 0, warning, self.place))
+        return self.reports()
+
+    @property
+    def _in_flight(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def _settle(self) -> bool:
+        """Wait for the save in flight, no longer than its deadline; whether none is left."""
+        if self._thread is None:
+            return True
+        deadline = self._started + self._spec.timeout_seconds + GRACE
+        self._join(max(0.0, deadline - time.perf_counter()))
+        if self._thread.is_alive():
+            return False
+        self._thread = None
+        assert self._result is not None
+        HEARTBEAT.learn("save", int(self._result.write_seconds * 1e9))
+        self._reports.append(replace(self._result, stall_seconds=self._stall))
+        return True
+
+    def _join(self, seconds: float) -> None:
+        assert self._thread is not None
+        HEARTBEAT.everybody(self.kept).wait("save", self._step)
+        self._thread.join(seconds)
+        HEARTBEAT.end_wait()
+
+    def _count(self, *facts: bool) -> list[int]:
+        """On how many ranks each is true."""
+        counts = torch.tensor(facts, dtype=torch.int32, device=self._engine.device)
+        return all_reduce(counts, self._engine.groups.world).tolist()
+
+    def _sum_of_all(self, own: int) -> int:
+        return int(all_reduce(torch.tensor(own, device=self._engine.device), self._engine.groups.world))
+
+    def _work(self, staging: Staging, manifest: Manifest) -> None:
+        """The thread. Whatever happens is said in the result."""
+        start, count = time.perf_counter(), 0
+        try:
+            staging.wait()
+            warning = self._keep(staging, manifest)
+            count = self._bytes
+        except GivenUp as error:
+            warning = f"no {self.kept} after step {manifest.step}: {error}"
+        except Exception as error:
+            late = isinstance(error, TimeoutError) or time.perf_counter() - start >= self._spec.timeout_seconds
+            reason = f"a rank did not answer {self._deadline}" if late else str(error)
+            warning = f"no {self.kept} after step {manifest.step}: {reason}"
+        HEARTBEAT.everybody(self.kept).reach(manifest.step)
+        self._result = SaveReport(manifest.step, 0.0, time.perf_counter() - start, count, warning, self.place)
+
+
+# Saves to disk while the training continues.
+
+
+class Saver(BackgroundSaver):
+    """The training waits for a save that takes longer than the steps between two."""
+
+    def __init__(self, engine: Engine, optimizer: Moments, folder: Location, group: Coordination) -> None:
+        super().__init__(engine, optimizer, group)
+        self._folder = folder
+        self._own = Staging(kept_state(engine, optimizer), engine.device)
+        self._bytes = self._sum_of_all(self._own.content.nbytes)
+        self._index = gather_index(self._own, group)
+
+    def _is_ready(self) -> bool:
+        if self._in_flight and self._rank == 0:
+            say(f"the training waits for the checkpoint after step {self._step} to be written", as_warning=True)
+        return self._settle()
+
+    @property
+    def _hindrance(self) -> str:
+        return f"that after step {self._step} is not written {self._deadline}"
+
+    def _place_for(self, kept_before: bool) -> Staging:
+        return self._own
+
+    def _keep(self, staging: Staging, manifest: Manifest) -> str:
+        target = checkpoint_path(self._folder, manifest.step)
+        try:
+            write(staging, target, manifest, self._index, self._group)
+        except GivenUp:  # on all ranks
+            if self._rank == 0:
+                with suppress(OSError):  # no rank writes any more, and a full disk needs the room
+                    sweep(self._folder)
+            raise
+        if self._rank == 0:
+            try:
+                prune(self._folder, self._spec.keep, self._spec.keep_every, newest=target)
+            except OSError as error:
+                return f"old checkpoints stay in {self._folder}: {error}"
+        return ""

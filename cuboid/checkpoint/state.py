@@ -10,8 +10,8 @@ from torch import Tensor
 
 from cuboid.checkpoint.shards import ShardedTensor, TensorSlice, slices_of_shard
 from cuboid.parallel.grad_norm import counted_pieces
-from cuboid.parallel.optimizer_shard import OptimizerShard
 from cuboid.parallel.parallelize import Engine
+from cuboid.parallel.zero import OptimizerShard
 
 PARAMETER = "parameter"
 GENERATOR = "generator"

@@ -22,22 +22,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuboid.checkpoint.checksum import (
+from cuboid.checkpoint.folder import withdraw
+from cuboid.checkpoint.location import Location, locate
+from cuboid.checkpoint.manifest import (
+    INDEX,
+    MANIFEST,
+    Damage,
     Digest,
+    Manifest,
+    Place,
+    StoredFile,
     checksum_of_bytes,
     checksum_of_file,
+    data_file,
     kind_here,
     kind_of,
     new_digest,
     spell,
 )
-from cuboid.checkpoint.folder import withdraw
-from cuboid.checkpoint.location import Location, locate
-from cuboid.checkpoint.manifest import INDEX, MANIFEST, Damage, Manifest, Place, StoredFile, data_file
 from cuboid.checkpoint.shards import ShardedTensor, TensorSlice
 from cuboid.checkpoint.state import GENERATOR
 from cuboid.checkpoint.verify import MISMATCH, check_file, check_index
-from cuboid.kernels.split_master_weights import join_halves
+from cuboid.kernels.precision import join_halves
 from cuboid.telemetry.heartbeat import HEARTBEAT
 
 # Host memory that holds this rank's part of a checkpoint as it will lie in its file, filled anew at every save.

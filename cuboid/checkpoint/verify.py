@@ -8,7 +8,6 @@ from itertools import pairwise, product
 from math import prod
 from typing import Any
 
-from cuboid.checkpoint.checksum import Watch, checksum_of_file, kind_of
 from cuboid.checkpoint.location import Location, locate
 from cuboid.checkpoint.manifest import (
     COUNTS,
@@ -20,6 +19,9 @@ from cuboid.checkpoint.manifest import (
     Manifest,
     Place,
     StoredFile,
+    Watch,
+    checksum_of_file,
+    kind_of,
     read_json,
     read_manifest,
     require_plain,

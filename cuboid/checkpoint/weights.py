@@ -22,8 +22,7 @@ from cuboid.checkpoint.folder import checkpoints, newest_whole
 from cuboid.checkpoint.huggingface.folder import ModelFolder, model_of
 from cuboid.checkpoint.location import Location, locate
 from cuboid.checkpoint.manifest import INDEX, MANIFEST, Damage, Manifest, Place
-from cuboid.checkpoint.parts import Index, Wishes
-from cuboid.checkpoint.shards import ShardedTensor, TensorSlice
+from cuboid.checkpoint.shards import Index, ShardedTensor, TensorSlice, Wishes
 from cuboid.checkpoint.state import weights_to_load
 from cuboid.checkpoint.storage import Reader
 from cuboid.checkpoint.verify import verify

@@ -12,14 +12,13 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from cuboid.checkpoint.checksum import Watch
 from cuboid.checkpoint.folder import copy, newest_whole, superfluous, withdraw
+from cuboid.checkpoint.inspect import Description, Summary, describe, find, held_bytes, summarize
 from cuboid.checkpoint.location import Location, locate
-from cuboid.checkpoint.look import Description, Summary, describe, find, held_bytes, summarize
-from cuboid.checkpoint.manifest import Damage
+from cuboid.checkpoint.manifest import Damage, Watch
 from cuboid.errors import UserError
 from cuboid.spec.run import load_run
-from cuboid.training.folder import RUN_FILE
+from cuboid.training.run_folder import RUN_FILE
 
 Action = Literal["ls", "verify", "show", "copy", "prune"]
 

@@ -14,7 +14,7 @@ from cuboid.spec.cluster import load_cluster
 from cuboid.spec.fitting import check_world_size
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model
-from cuboid.spec.python_model import PythonModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -1,16 +1,20 @@
 """`cuboid export RUN --to hf:DIR`: a trained model for others; `cuboid export plan.toml --to megatron`: a plan."""
 
 import json
+import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from cuboid.cli.options import write_output
-from cuboid.errors import UserError
+from cuboid.errors import UserError, either
 from cuboid.planning.export.targets import export
 from cuboid.planning.plan import load_plan
+
+SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
 def command(
@@ -37,8 +41,6 @@ def command(
     if to.startswith("hf:"):
         if output is not None:
             raise UserError(f"output={output} is for plans; name the folder after hf:, like --to hf:{output}")
-        from cuboid.cli.export_model import write_model  # here, because plans need no torch
-
         write_model(source, Path(to.removeprefix("hf:")), precision, shard_size, as_json)
         return
     for name, value in (("precision", precision), ("shard-size", shard_size)):
@@ -60,3 +62,40 @@ def _write_plan(file: Path, to: str, output: Path | None, as_json: bool) -> None
         print(json.dumps({"to": to, "layout": str(loaded.layout), "text": text}))
     elif output is None:
         print(text, end="")
+
+
+def write_model(source: str, target: Path, dtype: str | None, shard_size: str | None, as_json: bool) -> None:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from cuboid.checkpoint.huggingface.export import DTYPES, SHARD_SIZE, export_model  # here: plans need no torch
+
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"precision={dtype} is unknown; use {either(DTYPES)}")
+    limit = SHARD_SIZE if shard_size is None else parse_size(shard_size)
+    if "://" not in source and not Path(source).is_dir():
+        problem = "is a file" if Path(source).exists() else "does not exist"
+        raise UserError(f"{source} {problem}; name a run's folder, its checkpoints or one of them")
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=as_json or not console.is_terminal) as bar:
+        task = bar.add_task("writing files of weights", total=None)
+        report = export_model(
+            source, target, dtype, limit, lambda done, total: bar.update(task, completed=done, total=total)
+        )
+    for warning in report.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    if as_json:
+        print(json.dumps(asdict(report)))
+        return
+    files = "1 file" if len(report.files) == 1 else f"{len(report.files)} files"
+    print(f"{report.folder}: {report.parameters:,} parameters as {report.dtype}, {files} of {report.bytes:,} bytes")
+    print(f"from {report.checkpoint}, after step {report.step}; tokenizer: {report.tokenizer}")
+
+
+def parse_size(text: str) -> int:
+    """`5GB`, `200MiB` or a number of bytes."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]?i?)b?", text.strip().lower())
+    size = int(float(match[1]) * SIZE_UNITS[match[2]]) if match is not None and match[2] in SIZE_UNITS else 0
+    if size < 1:
+        raise UserError(f"shard-size={text} is not a size; write it like 5GB or 200MB")
+    return size

@@ -21,11 +21,10 @@ from cuboid.cost.effective_time import (
     young_daly,
 )
 from cuboid.cost.failure_simulation import TimeSpent, simulate
-from cuboid.errors import UserError
+from cuboid.errors import UserError, either
 from cuboid.planning.goodput_picture import Line, svg
 from cuboid.resilience.goodput import Measured, measured
 from cuboid.spec.run import Run, load_run
-from cuboid.spec.suggest import either
 
 SIZES = (1024, 16384, 100000)
 

@@ -17,8 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 import cuboid
-from cuboid.errors import RankError, UserError
-from cuboid.spec.suggest import either, nearest_names
+from cuboid.errors import RankError, UserError, either, nearest_names
 
 VERBS = {
     "plan": "Find the best layouts of a model on a cluster.",

@@ -1,22 +1,29 @@
 """`cuboid plan MODEL CLUSTER --global-batch N --seq N`: the best layouts, and why the first one is."""
 
+from __future__ import annotations
+
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from cuboid.cli.options import write_output
-from cuboid.errors import UserError
+from cuboid.errors import UserError, nearest_names
 from cuboid.planning.choose import cheapest, fewest, plans
 from cuboid.planning.export.limits import FIXED
 from cuboid.planning.export.targets import export
 from cuboid.planning.plan import GIB, Plan, dump_plan
 from cuboid.planning.question import Question, parse_fixed, parse_memory, precision_on
-from cuboid.spec.cluster import load_cluster
-from cuboid.spec.model import load_model
-from cuboid.spec.suggest import nearest_names
+from cuboid.planning.reasons import amount, error_line, losses
+from cuboid.spec.cluster import ClusterSpec, load_cluster
+from cuboid.spec.model import ModelSpec, load_model
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from cuboid.planning.generation import GenerationPlan
 
 OBJECTIVES = ("time", "cost", "memory", "gpus")
 
@@ -57,8 +64,6 @@ def command(
     """
     place = load_cluster(cluster)
     if purpose == "generate":
-        from cuboid.cli.plan_generation import answer_generation
-
         sizes = (prompt_tokens, output_tokens)
         chosen = precision_on(place, precision)
         answer_generation(load_model(model), place, sizes, chosen, objective or "throughput", top, as_json)
@@ -90,8 +95,6 @@ def command(
         print(json.dumps(answer | ({"days": found[0].days(tokens)} if tokens else {})))
         return
     from rich.console import Console
-
-    from cuboid.cli.plan_table import show
 
     show(Console(highlight=False), found, output, tokens)
 
@@ -139,4 +142,110 @@ def as_row(plan: Plan) -> dict[str, object]:
         "error": asdict(plan.error) if plan.error else None,
         "reasons": plan.reasons,
         "warnings": plan.warnings,
+    }
+
+
+def show(console: Console, plans: list[Plan], written: Path | None = None, tokens: float | None = None) -> None:
+    """The table of all of them, and why the first one is first."""
+    from rich.table import Table  # here, because --json starts faster without it
+
+    first = plans[0]
+    question = first.question
+    console.print(
+        f"{question.model.name} ({amount(question.model.parameters)} parameters) on {question.cluster.name}, "
+        f"global batch {question.global_batch} × {question.sequence} tokens, {question.precision}, "
+        f"engine {question.engine}"
+    )
+    table = Table(box=None, pad_edge=False)
+    for name in ("step s", "tokens/s/GPU", "MFU", "GiB", "of all", "bubble"):
+        table.add_column(name, justify="right", no_wrap=True)
+    # Last, because it is the longest and may be folded.
+    table.add_column("layout", style="bold", overflow="fold")
+    for plan in plans:
+        table.add_row(
+            f"{plan.seconds:.4g}",
+            f"{plan.tokens:,.0f}",
+            f"{plan.utilization:.1%}",
+            f"{plan.peak / GIB:.1f}",
+            f"{plan.share:.0%}",
+            f"{plan.bubble:.1%}",
+            str(plan.layout),
+        )
+    console.print(table)
+    for reason in first.reasons:
+        console.print(f"· {reason}")
+    days = f"; {amount(tokens)} take {first.days(tokens):.3g} days on {question.cluster.name}" if tokens else ""
+    console.print(f"· a billion tokens cost {first.hours:,.4g} GPU-hours{days}")
+    if first.alternatives:
+        other = first.alternatives[0]
+        slower = other.step_seconds / first.seconds - 1
+        console.print(f"· next: {other.layout} takes {slower:+.1%} ({losses(first.parts, other.parts) or 'no part'})")
+    console.print(f"· {error_line(first)}")
+    for warning in first.warnings:
+        console.print(f"! {warning}", style="yellow")
+    if written is not None:
+        console.print(f"written: {written} (cuboid explain, simulate, export or train it)")
+        console.print("before you train it, choose data.source, training.steps and the others its first lines name")
+
+
+def answer_generation(
+    model: ModelSpec,
+    cluster: ClusterSpec,
+    sizes: tuple[int, int],
+    precision: str,
+    objective: str,
+    top: int,
+    as_json: bool,
+) -> None:
+    """`sizes`: tokens of a prompt, and tokens that follow it."""
+    from cuboid.planning.generation import GenerationQuestion, generation_plans
+
+    prompt, output = sizes
+    question = GenerationQuestion(
+        model=model,
+        cluster=cluster,
+        prompt_tokens=prompt,
+        output_tokens=output,
+        precision=precision,
+        objective=objective,
+    )
+    found = generation_plans(question, top)
+    if as_json:
+        print(json.dumps({"model": model.name, "plans": [_row(plan) for plan in found]}))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(f"{model.name} on {cluster.name}, {prompt} + {output} tokens, {precision}, for {objective}")
+    table = Table(box=None, pad_edge=False)
+    for name in ("first s", "next ms", "tokens/s", "batch", "room for", "weights", "cache GiB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("layout", style="bold", overflow="fold")
+    for plan in found:
+        table.add_row(
+            f"{plan.first_token_seconds:.4g}",
+            f"{1e3 * plan.token_seconds:.4g}",
+            f"{plan.tokens_per_second:,.0f}",
+            f"{plan.batch:,}",
+            f"{plan.sequences:,}",
+            f"{plan.weight_bytes / GIB:.2f}",
+            f"{plan.cache_bytes / GIB:.2f}",
+            plan.written_layout,
+        )
+    console.print(table)
+    console.print("· first, next: time to a prompt's first token, and to each one that follows")
+    console.print("· batch: sequences at a time on each of dp replicas; room for: how many the memory holds")
+
+
+def _row(plan: GenerationPlan) -> dict[str, object]:
+    return {
+        "layout": plan.written_layout,
+        "first_token_seconds": plan.first_token_seconds,
+        "token_seconds": plan.token_seconds,
+        "tokens_per_second": plan.tokens_per_second,
+        "batch": plan.batch,
+        "sequences": plan.sequences,
+        "weight_bytes": plan.weight_bytes,
+        "cache_bytes": plan.cache_bytes,
     }

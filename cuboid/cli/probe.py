@@ -1,17 +1,27 @@
 """`cuboid probe -o cluster.toml`: measure this machine or these hosts for the planner; or run one rank of any job."""
 
+from __future__ import annotations
+
 import json
 import os
+import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from rich.console import Console
+from rich.table import Table
 
 from cuboid.cli.options import check_output, given_options, write_output
 from cuboid.errors import UserError
-from cuboid.spec.cluster import load_cluster
+from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.run import Run, build_run
+
+if TYPE_CHECKING:
+    from cuboid.probe.expected import Expected
+    from cuboid.probe.samples import Sample
 
 OF_A_MEASUREMENT = ("output", "ranks", "seconds", "nodes", "rendezvous", "interface", "backend")
 OF_A_JOB = ("layout", "model", "sequence", "micro_batch", "global_batch", "precision", "cluster")
@@ -141,7 +151,6 @@ def _probe(
         carried_by = {name: probed.joined.get(name) for name in ("backend", "gpus", "gpu_shared")}
         print(json.dumps({"cluster": profile_table(found), "samples": rows, **carried_by}))
         return
-    from cuboid.cli.probe_table import show
 
     show(found, samples, output)
 
@@ -157,7 +166,7 @@ def _default_ranks(kind: str) -> int:
 def _one_rank(run: Run, rank: int, cluster: str | None, kind: str, as_json: bool) -> None:
     from cuboid.probe.expected import expected
     from cuboid.probe.one_rank import check_one_rank, run_one_rank
-    from cuboid.spec.supported import check_supported
+    from cuboid.spec.run import check_supported
 
     check_supported(run)
     check_one_rank(run, rank)
@@ -175,7 +184,6 @@ def _one_rank(run: Run, rank: int, cluster: str | None, kind: str, as_json: bool
         found = {"memory": report.memory, "seconds": min(report.seconds), "every_step": report.seconds}
         print(json.dumps({"rank": rank, "layout": str(run.layout), "measured": found, "predicted": vars(told)}))
         return
-    from cuboid.cli.probe_table import show_rank
 
     show_rank(run, rank, report.memory, report.seconds, told)
 
@@ -185,3 +193,68 @@ def _accelerator_here() -> str:
     from cuboid.probe.session import facts
 
     return f"{catalog_name(facts('cuda').name)}x8"
+
+
+MIB = 2**20
+
+
+def show(cluster: ClusterSpec, samples: Sequence[Sample], output: Path | None) -> None:
+    """Every sample with its rate and range, then what the planner will take from them."""
+    console = Console(highlight=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name in ("what", "size", "ranks", "ms", "from", "to", "rate"):
+        table.add_column(name, justify="left" if name == "what" else "right", no_wrap=name != "what")
+    for sample in samples:
+        if sample.kind == "core_fraction":
+            continue
+        times = [f"{1e3 * value:.3g}" for value in (sample.seconds, min(sample.windows), max(sample.windows))]
+        name = f"{sample.kind.replace('_', ' ')} {sample.precision}".strip()
+        name += "" if sample.way == "together" else f", {sample.way}"
+        where = f"{sample.ranks}" + (f" / {sample.nodes} hosts" if sample.nodes > 1 else "")
+        table.add_row(name, "×".join(map(str, sample.size)), where, *times, _rate(sample))
+    console.print(table)
+    console.print(
+        f"\n{cluster.nodes} host(s) with {cluster.accelerators_per_node} rank(s) of {cluster.accelerator} each"
+    )
+    for tier in cluster.tiers:
+        if tier.size > 1:
+            console.print(f"{tier.name}: {tier.bandwidth:.4g} GB/s and {tier.latency:.4g} µs a step, per rank")
+    if cluster.accelerators == 1:
+        console.print("links: one rank has none to measure, and plans take the catalog's")
+    chip = cluster.measured["chip"]
+    for sample in samples:
+        if sample.kind == "core_fraction" and cluster.accelerator == "cpu":
+            low, mean, high = min(sample.windows), statistics.fmean(sample.windows), max(sample.windows)
+            console.print(f"a rank {sample.way} had {mean:.0%} of a core ({low:.0%} to {high:.0%})")
+    console.print(f"while all compute a rank has {chip['together']:.0%} of the speed it has alone")
+    if output is not None:
+        console.print(
+            f"profile: {output}; use it in place of a cluster's name: cuboid plan MODEL {output} …", soft_wrap=True
+        )
+
+
+def _rate(sample: Sample) -> str:
+    if sample.kind == "matmul":
+        rows, inner, columns = sample.size
+        return f"{6 * rows * inner * columns / sample.seconds / 1e9:,.1f} GFLOP/s"
+    if sample.kind in ("gradients", "update") or sample.kind.startswith("attention"):
+        return ""
+    return f"{(2 if sample.kind == 'memory' else 1) * sample.size[0] / sample.seconds / 1e9:.3g} GB/s"
+
+
+def show_rank(run: Run, rank: int, memory: dict[str, float], seconds: Sequence[float], told: Expected) -> None:
+    """Measured beside predicted."""
+    console = Console(highlight=False)
+    console.print(f"rank {rank} of {run.layout}, {run.model.name}, {run.micro_batches} micro-batches", style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    same = told.precision == run.training.precision
+    for name in ("", "measured", "predicted" if same else f"predicted in {told.precision}"):
+        table.add_column(name, justify="right" if name else "left")
+    for kind, size in memory.items():
+        table.add_row(kind, f"{size / MIB:,.1f} MiB", f"{told.memory[kind] / MIB:,.1f} MiB")
+    total, predicted = sum(memory.values()), sum(told.memory.values())
+    table.add_row("in all, at the peak", f"{total / MIB:,.1f} MiB", f"{predicted / MIB:,.1f} MiB")
+    median = statistics.median(seconds)
+    table.add_row("computing of a step", f"{median:.4g} s", f"{told.seconds:.4g} s")
+    console.print(table)
+    console.print(f"{len(seconds)} steps of {min(seconds):.4g} to {max(seconds):.4g} s; collectives answered at once")

@@ -14,12 +14,11 @@ from cuboid.checkpoint.manifest import Manifest
 from cuboid.checkpoint.verify import verify
 from cuboid.errors import UserError
 from cuboid.launch.once import Heard, take_post
-from cuboid.launch.role import NodeOptions
+from cuboid.launch.start import NodeOptions
 from cuboid.resilience.bad_steps import bad_steps, number
 from cuboid.spec.layout import Layout
-from cuboid.spec.run import Run, load_run
-from cuboid.spec.supported import check_supported
-from cuboid.training.folder import RUN_FILE, checkpoint_folder
+from cuboid.spec.run import Run, check_supported, load_run
+from cuboid.training.run_folder import RUN_FILE, checkpoint_folder
 
 if TYPE_CHECKING:
     from cuboid.verification.replay import Logged, Replayed, Verdict

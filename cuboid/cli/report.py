@@ -8,11 +8,9 @@ import typer
 
 from cuboid.cli.options import write_output
 from cuboid.errors import UserError
-from cuboid.report.collect import collect
-from cuboid.report.page import page
-from cuboid.report.serve import serve
+from cuboid.report.page import collect, page, serve
 from cuboid.report.source import Source, open_source
-from cuboid.report.trace import merged_trace
+from cuboid.report.timeline import merged_trace
 
 
 def command(

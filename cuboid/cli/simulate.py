@@ -12,7 +12,7 @@ from cuboid.planning.picture import svg
 from cuboid.planning.plan import Plan, load_plan
 from cuboid.planning.refine import stage_seconds
 from cuboid.planning.trace import chrome_trace
-from cuboid.schedule.make import make_schedule
+from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import Timeline, draw, simulate
 
 

@@ -9,20 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cuboid.errors import UserError
-from cuboid.launch.role import NodeOptions
-from cuboid.launch.start import train_run
+from cuboid.errors import UserError, up_to
+from cuboid.launch.start import NodeOptions, train_run
 from cuboid.resilience.faults import VARIABLE, parse_faults
 from cuboid.resilience.goodput import read_spent
 from cuboid.resilience.preemption import REQUEUE
-from cuboid.spec.load import read_toml
+from cuboid.spec.coding import read_toml
 from cuboid.spec.partition import partition
-from cuboid.spec.profile import USUAL
 from cuboid.spec.run import Run, build_run
-from cuboid.spec.suggest import up_to
+from cuboid.spec.training import USUAL
 from cuboid.telemetry.communication_ledger import Entry
 from cuboid.training.communication import Summary, summarize
-from cuboid.training.folder import BACKEND
+from cuboid.training.run_folder import BACKEND
 
 if TYPE_CHECKING:
     from cuboid.training.trainer import Outcome

@@ -13,10 +13,9 @@ from cuboid.data.opened import check_data
 from cuboid.errors import UserError
 from cuboid.launch.once import Heard, Post, call_here, take_post
 from cuboid.launch.place import find_place, local_places
-from cuboid.launch.role import NodeOptions
+from cuboid.launch.start import NodeOptions
 from cuboid.spec.layout import Layout
-from cuboid.spec.run import Run
-from cuboid.spec.supported import check_supported
+from cuboid.spec.run import Run, check_supported
 from cuboid.verification.make import check_provable, verification_run
 from cuboid.verification.rounding import MULTIPLE, ROUNDED
 

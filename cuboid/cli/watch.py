@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from cuboid.report.live import Watched
+from cuboid.report.watch import Watched
 
 
 def command(
@@ -33,7 +33,7 @@ def command(
 
 
 def _print_lines(watched: Watched, every: float, once: bool) -> None:
-    from cuboid.report.terminal import line
+    from cuboid.report.watch import line
 
     said, warned = None, 0
     while True:
@@ -54,7 +54,7 @@ def _follow(watched: Watched, every: float) -> None:
     from rich.console import Console
     from rich.live import Live
 
-    from cuboid.report.terminal import frame
+    from cuboid.report.watch import frame
 
     console = Console()
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cuboid.cost.alike import each_once
 from cuboid.cost.constants import Chip
 from cuboid.cost.engine import Engine
 from cuboid.cost.flops import layer_parameters, table_parameters
@@ -149,6 +150,11 @@ def _attention(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine) -> tuple[Ar
 @recent
 def kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: str) -> Kernels:
     """Seconds of every part of one micro-batch on one rank."""
+    columns = (jobs.tp, jobs.cp, jobs.ep, jobs.micro_batch, jobs.sequence_parallel, adds_nothing(jobs))
+    return each_once(shape, jobs, columns, lambda some, _: _kernels(shape, some, chip, engine, precision))
+
+
+def _kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: str) -> Kernels:
     rates = _rates(chip, engine, precision)
     rows, tp = jobs.tokens, jobs.tp
     split = np.where(jobs.sequence_parallel > 0, tp, 1.0)
@@ -203,6 +209,11 @@ def kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: str
     )
 
 
+def adds_nothing(jobs: Jobs) -> Array:
+    """1 where gradients stay as the one backward pass leaves them."""
+    return np.asarray((jobs.dp * jobs.cp * jobs.tp == 1) & (jobs.micro_batches == 1), dtype=np.float64)
+
+
 def _columns(rates: _Rates, shape: Shape, rows: Array, tp: Array) -> tuple[Array, Array, Array]:
     """A weight gradient takes as long as the multiplication forward."""
     width, kv = shape.heads * shape.head_dim / tp, np.maximum(shape.kv_heads / tp, 1) * shape.head_dim
@@ -223,7 +234,6 @@ def _with_gradients(
 ) -> tuple[Array, Array, Array]:
     """Backward passes of layers with their gradients added to others, and what that takes for the head."""
     each, table = layer_parameters(shape, jobs.tp), table_parameters(shape, jobs.tp)
-    alone = (jobs.dp * jobs.cp * jobs.tp == 1) & (jobs.micro_batches == 1)
-    moved = np.where(alone, 0.0, engine.accumulate_traffic / rates.bandwidth)
+    moved = np.where(adds_nothing(jobs), 0.0, engine.accumulate_traffic / rates.bandwidth)
     routed = each.mixture + each.routed / np.maximum(jobs.ep, 1)
     return dense + moved * each.dense, mixture + moved * routed, moved * table

@@ -7,9 +7,8 @@ from importlib import resources
 from typing import Any
 
 from cuboid.cost.engine import Engine
-from cuboid.errors import UserError
-from cuboid.spec.accelerators import accelerator_base, accelerator_table
-from cuboid.spec.suggest import nearest_names
+from cuboid.errors import UserError, nearest_names
+from cuboid.spec.cluster import accelerator_base, accelerator_table
 
 PRECISIONS = ("bf16", "fp8", "fp4", "float32")
 

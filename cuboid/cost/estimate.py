@@ -18,8 +18,7 @@ from cuboid.cost.memory import Memory, memory_by_rank
 from cuboid.cost.pipeline import partition
 from cuboid.cost.profiled import profiled
 from cuboid.cost.step import PARTS, StepTime, stall_depth, step_time
-from cuboid.spec.accelerators import accelerator_names, accelerator_table
-from cuboid.spec.cluster import ClusterSpec, LinkTier, load_cluster
+from cuboid.spec.cluster import ClusterSpec, LinkTier, accelerator_names, accelerator_table, load_cluster
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import ModelSpec
 

@@ -1,17 +1,18 @@
 """One layer of one micro-batch under a layout: kernels, the communication they wait for, and the host's floor."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
+from cuboid.cost.alike import each_once
 from cuboid.cost.communication import ONE, Links, all_to_all, group, stage_transfer
-from cuboid.cost.compute import Kernels
+from cuboid.cost.compute import Kernels, adds_nothing
 from cuboid.cost.constants import Fabric
 from cuboid.cost.context import further_blocks, waiting
 from cuboid.cost.engine import Engine
-from cuboid.cost.inputs import Array, Jobs, Shape
+from cuboid.cost.inputs import Array, Jobs, Shape, number
 from cuboid.cost.mixing import heavier, lighter, mixed, mixes
-from cuboid.cost.pipeline import paired_share
+from cuboid.cost.pipeline import DUAL_PIPE_V, paired_share, splits_backward
 from cuboid.cost.recent import recent
 from cuboid.cost.tensor import tensor_waits
 
@@ -55,11 +56,16 @@ class LayerTimes:
     """Share of the layers that have no experts."""
     crosses: Array
     """1 where transfers between stages leave the node."""
+    _means: dict[tuple[str, int], Array] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def mean(self, name: str, direction: int) -> Array:
         """Seconds of one kind in one direction, averaged over the layers."""
-        dense, mixture = getattr(self.dense[direction], name), getattr(self.mixture[direction], name)
-        return np.asarray(self.dense_share * dense + (1 - self.dense_share) * mixture)
+        known = self._means.get((name, direction))
+        if known is None:
+            dense, mixture = getattr(self.dense[direction], name), getattr(self.mixture[direction], name)
+            known = np.asarray(self.dense_share * dense + (1 - self.dense_share) * mixture)
+            self._means[name, direction] = known
+        return known
 
 
 def _expert(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs) -> tuple[Array, Links]:
@@ -107,7 +113,22 @@ def layer_times(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts:
 
 def _alike(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts: Kernels, precision: str) -> LayerTimes:
     """Where all layers are recomputed alike."""
-    crosses = ((jobs.pp > 1) & (jobs.world_size / jobs.pp >= fabric.node)).astype(np.float64)
+    columns = [jobs.tp, jobs.cp, jobs.cp_method, jobs.cp_inner, jobs.ep, jobs.micro_batch, jobs.recompute]
+    columns += [jobs.sequence_parallel, adds_nothing(jobs), _crosses(jobs, fabric), number(splits_backward(jobs))]
+    if engine.expert_paired:
+        pairs = (jobs.schedule == DUAL_PIPE_V) & (jobs.pp > 1)
+        columns += [pairs * jobs.pp, pairs * jobs.dp]
+    return each_once(
+        shape, jobs, columns, lambda some, rows: _each(shape, some, fabric, engine, rows(parts), precision)
+    )
+
+
+def _crosses(jobs: Jobs, fabric: Fabric) -> Array:
+    return ((jobs.pp > 1) & (jobs.world_size / jobs.pp >= fabric.node)).astype(np.float64)
+
+
+def _each(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts: Kernels, precision: str) -> LayerTimes:
+    crosses = _crosses(jobs, fabric)
     core = (parts.attention_forward, parts.attention_backward)
     tensor = tensor_waits(engine, fabric, shape, jobs, parts)
     waits = waiting(engine, fabric, shape, jobs, core)

@@ -190,6 +190,13 @@ def memory_by_rank(shape: Shape, jobs: Jobs, engine: Engine) -> dict[str, Memory
     }
 
 
+def first_memory(shape: Shape, jobs: Jobs, engine: Engine) -> Array:
+    """Bytes of the first pipeline rank, often the fullest and never fuller than that."""
+    stage: Partition = partition(shape, jobs, engine)
+    first = rank_memory(shape, jobs, engine, stage.first, np.zeros(()), np.ones(()), turns_back(jobs))
+    return np.asarray(engine.reserve * first.total)
+
+
 def peak_memory(shape: Shape, jobs: Jobs, engine: Engine) -> Array:
     """Bytes of the fullest rank, as the engine's own reports count them."""
     totals = [memory.total for memory in memory_by_rank(shape, jobs, engine).values()]

@@ -12,7 +12,7 @@ from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.layers import LayerTimes, hop, layer_times
 from cuboid.cost.offload import optimizer_time
 from cuboid.cost.pipeline import Partition, bubble, partition, turns_back, waited_transfers, with_shared_cores
-from cuboid.cost.sharding import free_time, fully_sharded, rank_parameters, reduction, tied_sum
+from cuboid.cost.sharding import RankParameters, free_time, fully_sharded, rank_parameters, reduction, tied_sum
 
 PARTS = ("compute", "tensor", "context", "expert", "host", "bubble", "transfer", "data", "optimizer", "straggler")
 
@@ -81,6 +81,35 @@ def _host(shape: Shape, jobs: Jobs, engine: Engine) -> Array:
     return np.asarray(host)
 
 
+def first_parameters(shape: Shape, jobs: Jobs, stage: Partition) -> RankParameters:
+    """Those of the first pipeline rank."""
+    return rank_parameters(shape, jobs, stage.first, ONE, turns_back(jobs))
+
+
+def replica_time(
+    shape: Shape,
+    jobs: Jobs,
+    fabric: Fabric,
+    engine: Engine,
+    stage: Partition,
+    held: RankParameters,
+    times: LayerTimes,
+    parts: Kernels,
+) -> Array:
+    """Seconds of a step in which ranks wait for gradients to be summed and parameters to be gathered."""
+    free = [stage.first * free_time(jobs, fabric, times, way) for way in (0, 1)]
+    head = parts.head_forward, parts.head_backward
+    data = reduction(jobs, fabric, engine, held, *free)
+    if np.any((shape.dense_layers > 0) & (shape.experts > 0) & (jobs.pp > 1)):
+        # The first rank holds the leading layers without experts: others may have more to sum.
+        between = rank_parameters(shape, jobs, stage.middle, 0 * ONE, 0 * ONE)
+        data = np.where(jobs.pp > 2, np.maximum(data, reduction(jobs, fabric, engine, between, *free)), data)
+    data = data + fully_sharded(shape, jobs, fabric, engine, times, head)
+    if engine.own_exchanges:  # in the rows of others it is part of what was fitted
+        data = data + tied_sum(shape, jobs, fabric, engine)
+    return data
+
+
 def step_time(shape: Shape, jobs: Jobs, chip: Chip, fabric: Fabric, engine: Engine, precision: str) -> StepTime:
     """Seconds of one step and where they go."""
     parts = kernels(shape, jobs, chip, engine, precision)
@@ -101,18 +130,9 @@ def step_time(shape: Shape, jobs: Jobs, chip: Chip, fabric: Fabric, engine: Engi
         idle = np.maximum(chip.together * (count * alone + idle) - count * slowest, 0.0)
     message = hop(shape, jobs, fabric, engine) * (jobs.pp > 1)
     moving = 2 * message * waited_transfers(jobs, engine)
-    held = rank_parameters(shape, jobs, stage.first, ONE, turns_back(jobs))
+    held = first_parameters(shape, jobs, stage)
     forward = stage.first * times.mean("total", 0)
-    free = [stage.first * free_time(jobs, fabric, times, way) for way in (0, 1)]
-    head = parts.head_forward, parts.head_backward
-    data = reduction(jobs, fabric, engine, held, *free)
-    if np.any((shape.dense_layers > 0) & (shape.experts > 0) & (jobs.pp > 1)):
-        # The first rank holds the leading layers without experts: others may have more to sum.
-        between = rank_parameters(shape, jobs, stage.middle, 0 * ONE, 0 * ONE)
-        data = np.where(jobs.pp > 2, np.maximum(data, reduction(jobs, fabric, engine, between, *free)), data)
-    data = data + fully_sharded(shape, jobs, fabric, engine, times, head)
-    if engine.own_exchanges:  # in the rows of others it is part of what was fitted
-        data = data + tied_sum(shape, jobs, fabric, engine)
+    data = replica_time(shape, jobs, fabric, engine, stage, held, times, parts)
     doublings = np.log2(np.maximum(jobs.world_size / fabric.node, 1.0))
     return StepTime(
         compute=np.asarray(compute),

@@ -12,8 +12,7 @@ from cuboid.cost.estimate import GIB, Machine, estimate_shapes, wired
 from cuboid.cost.inputs import Jobs, Shape
 from cuboid.cost.rows import Case, Row, understand
 from cuboid.errors import UserError
-from cuboid.spec.accelerators import accelerator_table
-from cuboid.spec.cluster import load_cluster
+from cuboid.spec.cluster import accelerator_table, load_cluster
 
 ANSWERS = ("pred_step_s", "pred_tok_s_gpu", "pred_mem_gb", "pred_fits", "skipped")
 

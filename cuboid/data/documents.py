@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
-from cuboid.errors import UserError
-from cuboid.spec.suggest import either
+from cuboid.errors import UserError, either
 
 # Which files a list of sources means, in which order, and of which format each is.
 

@@ -17,10 +17,9 @@ from cuboid.data.indexed import IndexedTokens, Tokens, check_pair, in_memory, la
 from cuboid.data.store import PREFIX, check_store, is_store, open_store
 from cuboid.data.tokenizer import END_OF_DOCUMENT
 from cuboid.errors import UserError
-from cuboid.spec.data import OWN_DATA
-from cuboid.spec.plugin import is_plugin, load_plugin, resolve
-from cuboid.spec.python_model import PythonModelSpec
+from cuboid.spec.plugin import PythonModelSpec, is_plugin, load_plugin, resolve
 from cuboid.spec.run import Run
+from cuboid.spec.training import OWN_DATA
 
 # Which documents are held out: the last few of every stripe of the source, so that both sides see all of it.
 #

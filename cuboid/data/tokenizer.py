@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuboid.data.store import TOKENIZER, is_store, read_manifest
-from cuboid.errors import UserError
-from cuboid.spec.data import DataSpec
-from cuboid.spec.suggest import either
+from cuboid.errors import UserError, either
+from cuboid.spec.training import DataSpec
 
 BYTES = "byte"
 END_OF_DOCUMENT = 256

@@ -2,34 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from cuboid.checkpoint.shards import ShardedTensor, TensorSlice
 from cuboid.checkpoint.weights import copy_tensors, read_weights
 from cuboid.generate.cache import Cache, CachedLatentAttention
-from cuboid.generate.fused import FusedAttention, fused_feed_forward
 from cuboid.generate.kernels import PanelTable, use_kernels
+from cuboid.model.attention import Attention
 from cuboid.model.feed_forward import FeedForward
 from cuboid.model.initialize import initial_tensor
+from cuboid.model.linear import Linear, declared_split
 from cuboid.model.mla import MultiLatentAttention
 from cuboid.model.moe import MoE
-from cuboid.model.rope import Positions
+from cuboid.model.rope import Positions, rotate
 from cuboid.model.transformer import Block, Embedding, Head
 from cuboid.parallel.collectives import all_gather
 from cuboid.parallel.coordination import open_coordination
 from cuboid.parallel.expert import spread_experts
 from cuboid.parallel.groups import Group, Groups, make_groups
 from cuboid.parallel.parallelize import DTYPES, set_parameter
-from cuboid.parallel.tensor import split_block, split_embedding, split_head
+from cuboid.parallel.tensor import connect_region, split_block, split_embedding
 from cuboid.parallel.tensor_region import Region
 from cuboid.planning.cache import cache_shape
 from cuboid.spec.generation import GenerationSpec
-from cuboid.spec.parameters import BALANCE, EXPERTS, TIED, unit_of
-from cuboid.spec.sharding import Part, expert_slice, kv_part_count, slice_of
+from cuboid.spec.sharding import BALANCE, TIED, Part, ShardingRank, kv_part_count, unit_of
+
+# Fused QKV and fused gate-up: matmuls of the same rows made into one, because a decoding step has few rows, and takes
+# as long as it takes to begin each operation. Queries and keys are rotated (RoPE) together too, where they have no
+# norms of their own.
+
+
+def fuse(matmuls: Sequence[Linear]) -> Linear:
+    """One matmul, of whose weight and bias theirs become parts: what is loaded into them later is in it."""
+    weights = [matmul.weight for matmul in matmuls]
+    if weights[0].stride(0) == 1:  # the columns of each lie together, and do so in the whole
+        weight = torch.cat([each.t() for each in weights], 1).t()
+    else:
+        weight = torch.cat(tuple(weights))
+    _take_parts(weights, weight)
+    biases = [matmul.bias for matmul in matmuls if matmul.bias is not None]
+    bias = torch.cat(tuple(biases)) if biases else None
+    if bias is not None:
+        _take_parts(biases, bias)
+    with torch.device("meta"):
+        fused = Linear(weight.shape[1], len(weight), bias is not None)
+    fused.weight = nn.Parameter(weight, requires_grad=False)
+    fused.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    return fused
+
+
+def _take_parts(parameters: Sequence[nn.Parameter], whole: Tensor) -> None:
+    for parameter, part in zip(parameters, whole.split([len(each) for each in parameters]), strict=True):
+        parameter.data = part
+
+
+class FusedAttention(nn.Module):
+    def __init__(self, whole: Attention, cache: Cache) -> None:
+        super().__init__()
+        self.whole, self.cache = whole, cache
+        self.heads = [len(each.weight) // whole.head_dim for each in (whole.query, whole.key, whole.value)]
+        self.fused = fuse((whole.query, whole.key, whole.value))
+        del whole.query, whole.key, whole.value
+
+    def forward(self, x: Tensor, positions: Positions) -> Tensor:
+        made = self.fused(x).view(1, x.shape[0], -1, self.whole.head_dim)
+        if self.whole.query_norm is not None and self.whole.key_norm is not None:
+            query, key, value = made.split(self.heads, 2)
+            query, key = self.whole.query_norm(query), self.whole.key_norm(key)
+            query, key = rotate(query, positions), rotate(key, positions)
+        else:
+            queries, keys, values = self.heads
+            both, value = made.split((queries + keys, values), 2)
+            query, key = rotate(both, positions).split((queries, keys), 2)
+        return self.whole.output(self.cache(query, key, value, positions).reshape(x.shape[0], -1))
+
+
+class FusedFeedForward(nn.Module):
+    def __init__(self, gate: Linear, whole: FeedForward) -> None:
+        super().__init__()
+        self.fused = fuse((gate, whole.up))
+        self.down = whole.down
+
+    def forward(self, x: Tensor, _: Positions) -> Tensor:
+        gate, up = self.fused(x).chunk(2, 1)
+        return self.down(functional.silu(gate) * up)
+
+
+def fused_feed_forward(whole: FeedForward) -> FeedForward | FusedFeedForward:
+    return whole if whole.gate is None else FusedFeedForward(whole.gate, whole)
+
 
 LOAD_SECONDS = 1800.0
 """Until a rank gives up that waits to be told where its weights lie."""
@@ -113,7 +179,7 @@ class Builder:
         with torch.device("meta"):
             embedding = Embedding(self.model)
             if self.region is not None:
-                split_embedding(embedding, self.model, self.region)
+                split_embedding(embedding, self.region)
         self._materialize(embedding, "embedding")
         return embedding
 
@@ -138,10 +204,10 @@ class Builder:
             if self.held is None:
                 block.attention = FusedAttention(attention, cache)  # type: ignore[assignment]
         if self.held is None:
-            self._join_feed_forward(block)
+            self._fuse_feed_forward(block)
         return block, cache
 
-    def _join_feed_forward(self, block: Block) -> None:
+    def _fuse_feed_forward(self, block: Block) -> None:
         whole = block.feed_forward
         if isinstance(whole, FeedForward):
             block.feed_forward = fused_feed_forward(whole)  # type: ignore[assignment]
@@ -152,13 +218,14 @@ class Builder:
         with torch.device("meta"):
             head = Head(self.model)
             if self.region is not None:
-                split_head(head, self.model, self.region)
+                connect_region(head, self.region)
         self._materialize(head, "head")
         return head
 
     def _materialize(self, module: nn.Module, prefix: str) -> None:
         """Memory for what this rank holds of each parameter."""
         tensor, expert = self.groups.tensor, self.groups.expert
+        place = ShardingRank(tensor.size, tensor.index, expert.size, expert.index)
         for inner, whole in list(module.named_parameters()):
             tied = self.model.tie_embeddings and f"{prefix}.{inner}" == "head.output.weight"
             name, shape = TIED if tied else f"{prefix}.{inner}", tuple(whole.shape)
@@ -166,11 +233,9 @@ class Builder:
                 set_parameter(module, inner, self.held[name])
                 continue
             if name not in self.parameters:
-                if EXPERTS in name:
-                    cut = expert_slice(shape, expert.size, expert.index)
-                else:
-                    cut = slice_of(name, shape, self.model, tensor.size, tensor.index, False)
-                part = Part(name, shape, cut, 0)
+                split = declared_split(module, inner)
+                assert split is not None, name
+                part = Part(name, shape, split.slice_of(name, shape, place), 0)
                 wide = self.dtype if self.dtype == torch.float64 else torch.float32
                 dtype = wide if unit_of(prefix, name).endswith(BALANCE) else self.dtype
                 self.parameters[name] = part, nn.Parameter(self._memory(part, dtype), requires_grad=False)

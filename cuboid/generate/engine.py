@@ -14,11 +14,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from cuboid.console import say
 from cuboid.generate.batch import Batch, Event, Request, Step
 from cuboid.generate.build import Builder, Stage, make_generation_groups
+from cuboid.generate.cache import Rower, Rows
+from cuboid.generate.cuda_graphs import FixedDecoder
 from cuboid.generate.detokenizer import Words
 from cuboid.generate.evaluation import Score
-from cuboid.generate.fixed import FixedDecoder
 from cuboid.generate.kernels import wants_kernels
-from cuboid.generate.rows import Rower, Rows
 from cuboid.generate.sampling import choose, scores, uniform
 from cuboid.model.rope import PositionTable
 from cuboid.parallel.collectives import all_reduce, all_reduce_maximum

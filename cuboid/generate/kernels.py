@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cuboid.model.linear import Linear, Norm
-from cuboid.model.transformer import VocabularyEmbedding
+from cuboid.model.linear import Linear, Norm, VocabularyEmbedding
 
 SOURCE = Path(__file__).with_suffix(".c")
 FLAGS = ("-O2", "-fPIC", "-fopenmp", "-shared")

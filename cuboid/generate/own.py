@@ -18,7 +18,7 @@ from cuboid.generate.sampling import choose, uniform
 from cuboid.model.custom import Model, WholeModel
 from cuboid.parallel.parallelize import DTYPES
 from cuboid.spec.generation import GenerationSpec, SamplingSpec
-from cuboid.spec.python_model import PythonModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 
 
 def check_logits(model: PythonModelSpec) -> None:

@@ -15,7 +15,7 @@ from cuboid.errors import UserError
 from cuboid.generate.detokenizer import Words, words_of
 from cuboid.generate.own import check_logits
 from cuboid.spec.model import ModelSpec
-from cuboid.spec.python_model import PythonModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
 
 

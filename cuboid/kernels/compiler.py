@@ -37,6 +37,7 @@ def operation(name: str) -> Callable[[Callable[..., Any]], Any]:
     `custom_op` makes imports the compiler when it is first called, and takes the host longer at every call."""
 
     def register(function: Callable[..., Any]) -> Any:
+        # define + impl, not custom_op: see above; the schema comes from the types of the function.
         torch.library.define(name, torch.library.infer_schema(function, mutates_args=()))
         torch.library.impl(name, ("cpu", "cuda"), function)
         space, word = name.split("::")

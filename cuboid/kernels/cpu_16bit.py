@@ -39,12 +39,12 @@ class Float32Matmuls(TorchDispatchMode):
         options = options or {}
         if function not in MATMULS or wide(arguments[0].dtype) == arguments[0].dtype:
             return function(*arguments, **options)
-        narrow = arguments[0].dtype
+        dtype = arguments[0].dtype
         found = function(*map(_widened, arguments), **{name: _widened(value) for name, value in options.items()})
         if isinstance(found, Tensor):
-            return found.to(narrow)
+            return found.to(dtype)
         rounded = MATMULS[function]
-        return tuple(value.to(narrow) if place < rounded else value for place, value in enumerate(found))
+        return tuple(value.to(dtype) if place < rounded else value for place, value in enumerate(found))
 
 
 def _widened(value: Any) -> Any:

@@ -57,7 +57,7 @@ class PinnedMemory:
         free = psutil.virtual_memory().available
         if size > free:
             raise UserError(
-                f"layout.offload=true needs {size / GIB:.1f} GiB of this host's memory for a rank and {free / GIB:.1f} "
+                f"layout.offload=true needs {size / GIB:.1f} GiB of CPU memory for a rank and {free / GIB:.1f} "
                 "are free; use offload=false, a higher zero, or more ranks"
             )
         self.size = -(-max(size, 1) // PAGE) * PAGE

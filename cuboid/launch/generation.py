@@ -13,7 +13,7 @@ from cuboid.generate.evaluation import Score
 from cuboid.launch.place import find_place
 from cuboid.launch.pool import Pool
 from cuboid.spec.generation import GenerationSpec, SamplingSpec
-from cuboid.spec.python_model import PythonModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 
 PATIENCE = 24 * 3600.0
 """Seconds after which ranks that say nothing are given up: a large model is read for minutes, and nobody waits idly."""

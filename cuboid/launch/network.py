@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from cuboid.errors import UserError
-from cuboid.spec.suggest import either, nearest_names
+from cuboid.errors import UserError, either, nearest_names
 
 NAME_PATIENCE = 30.0
 """Seconds in which the name of the rendezvous may become known."""

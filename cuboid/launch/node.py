@@ -19,13 +19,13 @@ from cuboid.launch.coordinator import Coordinator, Order, Rules, Status
 from cuboid.launch.coordinator_rpc import CoordinatorClient, CoordinatorServer
 from cuboid.launch.network import Endpoint, listen
 from cuboid.launch.place import local_places
-from cuboid.launch.role import Nodes
+from cuboid.launch.start import Nodes
 from cuboid.launch.supervisor import Restarts, launch, start_fork_server
 from cuboid.resilience.preemption import REQUEUE, Forwarder
 from cuboid.resilience.replan import Replanner
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run
-from cuboid.training.folder import forget_reports, newest_kept
+from cuboid.training.run_folder import forget_reports, newest_kept
 
 if TYPE_CHECKING:
     from cuboid.training.trainer import Outcome

@@ -24,7 +24,7 @@ from cuboid.errors import RankError, UserError
 from cuboid.launch.network import Endpoint, listen_if_host
 from cuboid.launch.place import Place, find_place, local_places
 from cuboid.launch.pool import Pool, Watch
-from cuboid.launch.role import NodeOptions, Nodes, Role, find_nodes
+from cuboid.launch.start import NodeOptions, Nodes, Role, find_nodes
 from cuboid.launch.supervisor import check_machine
 from cuboid.launch.watched import beside, watched, watched_by_the_first
 from cuboid.resilience.faults import arm

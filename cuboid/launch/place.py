@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cuboid.errors import UserError
-from cuboid.spec.suggest import up_to
+from cuboid.errors import UserError, up_to
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ gc.disable()
 # Ctrl-C reaches the fork server too, which ends with the command; without this it would tell where its imports stood.
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-import cuboid.training.trainer  # noqa: E402
+import cuboid.launch.rank  # noqa: E402
 import cuboid.verification.compare  # noqa: E402, F401
 
 # The server has nothing to put in order when its command ends, and taking torch apart costs most of a second.

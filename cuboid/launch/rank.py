@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from cuboid.console import say
+from cuboid.generate.samples import Sampler
 from cuboid.launch.backend import Joined, Wanted, join_world
+from cuboid.launch.oom import told_when_short
 from cuboid.launch.place import Place, find_place
 from cuboid.launch.pool import follow_parent
 from cuboid.launch.rendezvous import allow_many_connections, reach_store
@@ -29,7 +31,7 @@ from cuboid.resilience.hang_dumps import offer_record
 from cuboid.resilience.preemption import Listener
 from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import HEARTBEAT
-from cuboid.training.folder import BACKEND
+from cuboid.training.run_folder import BACKEND
 from cuboid.training.trainer import Outcome, train
 
 # Keep a rank on the cores near its GPU, where the system says which: those of the GPU's NUMA node.
@@ -165,7 +167,8 @@ def run_rank(run: Run, signals: Listener, quiet: bool = False, place: Place | No
                 joined = join(place, device, run.training.backend)
         if place.rank == 0:
             _tell(run, joined, binding, quiet)
-        outcome = train(run, place.rank, device, quiet, lambda: signals.asked)
+        with told_when_short(run, place.rank, device):
+            outcome = train(run, place.rank, device, quiet, lambda: signals.asked, Sampler)
         if place.world_size > 1:
             if not place.attempt:  # rank 0 may serve the store, from which others read how the last save went
                 dist.barrier(device_ids=[device.index] if joined.backend == "nccl" else None)

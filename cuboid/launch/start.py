@@ -1,25 +1,160 @@
-"""A training from its first check to its end, as the command line and the Python interface start it."""
+"""A training from its first check to its end, as the command line and the Python interface start it: what this process
+is in the job, what cannot work, then the training."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import socket
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cuboid.checkpoint.memory.folder import check_room
+from cuboid.checkpoint.memory.folder import NODE, check_room
 from cuboid.data.opened import check_data
-from cuboid.launch.role import NodeOptions, take_role
-from cuboid.launch.supervisor import check_machine
-from cuboid.spec.run import Run
-from cuboid.spec.supported import check_supported
-from cuboid.training.claim import claimed
-from cuboid.training.folder import checkpoint_folder, prepare_folder
+from cuboid.errors import UserError, nearest_numbers, use
+from cuboid.launch.network import Endpoint, Interface, find_interface, listen_if_host, parse_endpoint
+from cuboid.launch.place import Place, find_place
+from cuboid.launch.supervisor import check_machine, start_training
+from cuboid.resilience.replan import Replanner
+from cuboid.spec.layout import require_positive
+from cuboid.spec.run import Run, check_supported, dump_run
+from cuboid.training.run_folder import checkpoint_folder, claimed, prepare_folder
 from cuboid.training.trackers import check_trackers
 
 if TYPE_CHECKING:
     from cuboid.training.trainer import Outcome
+
+
+# What the command line says of a job on many nodes, checked before anything starts.
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeOptions:
+    """As they were given; None where they were not."""
+
+    rendezvous: str | None = None
+    nodes: int | None = None
+    min_nodes: int | None = None
+    max_nodes: int | None = None
+    ranks_per_node: int | None = None
+    interface: str | None = None
+
+
+@dataclass(frozen=True)
+class Nodes:
+    endpoint: Endpoint
+    interface: Interface
+    least: int
+    most: int
+    ranks: int
+    """On each node."""
+
+    def fingerprint(self, run: Run) -> str:
+        """Equal on all nodes that were given the same run and the same options."""
+        text = f"{self.least} {self.most} {self.ranks}\n{dump_run(run)}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def find_nodes(run: Run, options: NodeOptions) -> Nodes | None:
+    """None: the job has one node only, and no options of many."""
+    given = {name: value for name, value in vars(options).items() if value is not None}
+    if not given:
+        return None
+    if options.rendezvous is None:
+        name, value = next(iter(given.items()))
+        raise UserError(f"{name.replace('_', '-')}={value} needs a place where nodes meet; add --rendezvous HOST:PORT")
+    endpoint = parse_endpoint(options.rendezvous)
+    for name in ("nodes", "min_nodes", "max_nodes", "ranks_per_node"):
+        if name in given:
+            require_positive(name.replace("_", "-"), given[name])
+    most = options.max_nodes or options.nodes
+    if most is None:
+        raise UserError(f"rendezvous={endpoint} needs the number of nodes; add --nodes N")
+    least = options.min_nodes or options.nodes or most
+    if options.min_nodes is None and options.max_nodes is not None:
+        least = min(least, most)
+    if least > most:
+        raise UserError(f"min-nodes={least} is more than max-nodes={most}; use --min-nodes {most} or less")
+    if least < most and not run.checkpoint.keeps:
+        raise UserError(
+            f"min-nodes={least} has no checkpoints to resume from with fewer nodes; use checkpoint.every=100"
+        )
+    ranks = _ranks_per_node(run, least, most, options.ranks_per_node)
+    Replanner(run, ranks).choose(least)
+    return Nodes(endpoint, find_interface(options.interface, endpoint), least, most, ranks)
+
+
+def _ranks_per_node(run: Run, least: int, most: int, asked: int | None) -> int:
+    world = run.layout.world_size
+    if asked is None:
+        if world % most:
+            near = nearest_numbers(most, lambda number: world % number == 0, 1, world)
+            raise UserError(f"nodes={most} do not divide the {world} ranks of {run.layout}; {use('nodes', near)}")
+        return world // most
+    if world % asked:
+        near = nearest_numbers(asked, lambda number: world % number == 0, 1, world)
+        raise UserError(
+            f"ranks-per-node={asked} does not divide the {world} ranks of {run.layout}; {use('ranks-per-node', near)}"
+        )
+    if not least <= world // asked <= most:
+        allowed = f"{least}" if least == most else f"{least} to {most}"
+        raise UserError(
+            f"{run.layout} on {asked} ranks a node takes {world // asked} nodes, not {allowed}; "
+            f"use --max-nodes {world // asked} or another layout"
+        )
+    return asked
+
+
+# What this process is in the job: all of it, a rank that somebody started, or the supervisor of one node of many.
+
+
+@dataclass(frozen=True)
+class Role:
+    run: Run
+    place: Place | None = None
+    nodes: Nodes | None = None
+    listener: socket.socket | None = None
+    """Of the node that leads."""
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this process tells of the job, and prepares what it writes. Rank 0 belongs to it."""
+        if self.nodes is not None:
+            return self.listener is not None
+        return self.place is None or self.place.rank == 0
+
+
+@dataclass(frozen=True)
+class TrainingRole(Role):
+    @property
+    def fewest_nodes(self) -> int:
+        """With which the job continues."""
+        if self.nodes is not None:
+            return self.nodes.least
+        return max(1, self.place.world_size // self.place.local_world_size) if self.place else 1
+
+    def train(self, quiet: bool) -> Outcome:
+        if self.nodes is None:
+            return start_training(self.run, quiet)
+        from cuboid.launch.node import supervise_node
+
+        return supervise_node(self.run, self.nodes, self.listener, quiet)
+
+
+def take_role(run: Run, options: NodeOptions) -> TrainingRole:
+    """Refuses in one sentence what cannot work; of many nodes the one at the rendezvous listens there when this
+    returns."""
+    nodes = find_nodes(run, options)
+    if nodes is None:
+        return TrainingRole(run, place=find_place(os.environ))
+    os.environ.setdefault(NODE, nodes.interface.address)  # which stays the same when this process is started again
+    return TrainingRole(run, nodes=nodes, listener=listen_if_host(nodes.endpoint, nodes.interface))
+
+
+# The training itself.
 
 
 def train_run(
@@ -59,7 +194,7 @@ def train_run(
 
 def _check_start(run: Run, overwrite: bool) -> list[str]:
     if run.samples.every:
-        from cuboid.training.samples import prompts_of
+        from cuboid.generate.samples import prompts_of
 
         prompts_of(run)
     if not run.training.start_from:

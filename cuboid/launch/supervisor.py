@@ -24,7 +24,7 @@ from cuboid.resilience.preemption import REQUEUE, Forwarder, Listener
 from cuboid.resilience.watchdog import Watchdog
 from cuboid.spec.fitting import check_world_size
 from cuboid.spec.run import Run
-from cuboid.training.folder import forget_reports, newest_kept
+from cuboid.training.run_folder import forget_reports, newest_kept
 
 if TYPE_CHECKING:
     from cuboid.training.trainer import Outcome

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from cuboid.model import block_attention
-from cuboid.model.fused_attention import has_flash
-from cuboid.model.linear import Columns, Linear, Norm, columns
+from cuboid.model import flash_attention
+from cuboid.model.flash_attention import has_flash
+from cuboid.model.linear import ColumnLinear, Norm, RowLinear, columns
 from cuboid.model.rope import Positions, rotate
 from cuboid.spec.model import ModelSpec
+from cuboid.spec.sharding import PARTIAL, Split, heads
 
 Mix = Callable[[Tensor, Tensor, Tensor, Positions], Tensor]
 """From queries, keys and values, each (sequences, length, heads, head_dim), to what each query head sees."""
 
 
 def causal_mix(query: Tensor, key: Tensor, value: Tensor, positions: Positions) -> Tensor:
-    """Every token sees itself and those before it in its sequence, or document. Each run of query heads shares a
+    """Every token sees itself and those before it in its sequence, or document. Each run of query heads reads one
     key-value head."""
     documents = positions.documents
     if documents is not None and has_flash(query):
-        return block_attention.documents_mix(query, key, value, documents)
+        return flash_attention.documents_mix(query, key, value, documents)
     mixed = functional.scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -41,19 +42,22 @@ Project = Callable[[Tensor, Positions], tuple[Tensor, Tensor, Tensor]]
 class Attention(nn.Module):
     """Input and output are (batch · length, hidden): tokens of all sequences one after another."""
 
+    # Norms act on each head, of which a tensor rank sees its own.
+    sharding: Mapping[str, Split] = {"query_norm.*": PARTIAL, "key_norm.*": PARTIAL}
+
     def __init__(self, model: ModelSpec) -> None:
         super().__init__()
         self.head_dim = model.head_dim
-        self.query = Linear(model.hidden, model.heads * model.head_dim, model.qkv_bias)
-        self.key = Linear(model.hidden, model.kv_heads * model.head_dim, model.qkv_bias)
-        self.value = Linear(model.hidden, model.kv_heads * model.head_dim, model.qkv_bias)
-        self.output = Linear(model.heads * model.head_dim, model.hidden, model.output_bias)
+        kv_width, kv_split = model.kv_heads * model.head_dim, heads(model.kv_heads)
+        self.query = ColumnLinear(model.hidden, model.heads * model.head_dim, model.qkv_bias)
+        self.key = ColumnLinear(model.hidden, kv_width, model.qkv_bias, kv_split)
+        self.value = ColumnLinear(model.hidden, kv_width, model.qkv_bias, kv_split)
+        self.output = RowLinear(model.heads * model.head_dim, model.hidden, model.output_bias)
         self.query_norm = Norm(model, model.head_dim) if model.qk_norm else None
         self.key_norm = Norm(model, model.head_dim) if model.qk_norm else None
         # Which key-value head each query head reads; None: consecutive groups of equal size.
         self.kv_head_of_query: Tensor | None = None
         self.mix: Mix = causal_mix
-        self.columns: Columns = columns
         self.fused: Project | None = None
         """By one matmul, where something else knows how."""
 
@@ -67,7 +71,7 @@ class Attention(nn.Module):
         # The head counts come from the weights, so that a module holding a part of the heads works unchanged.
         shape = (-1, positions.length, self.query.weight.shape[0] // self.head_dim, self.head_dim)
         kv_shape = (-1, positions.length, self.key.weight.shape[0] // self.head_dim, self.head_dim)
-        query, key, value = self.columns(x, (self.query, self.key, self.value))
+        query, key, value = columns(x, (self.query, self.key, self.value))
         query, key, value = query.view(shape), key.view(kv_shape), value.view(kv_shape)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)

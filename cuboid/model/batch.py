@@ -1,10 +1,14 @@
-"""What a model is trained on at once."""
+"""A micro-batch: what a model is trained on at once, and the documents packed into its sequences."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -19,3 +23,50 @@ class MicroBatch:
     """Which document each token belongs to, where that matters; always in host memory."""
     fields: Mapping[str, Tensor] | None = None
     """All that a data set of one's own gives."""
+
+
+# Documents packed into sequences, where attention stays inside each of them.
+
+
+class Documents:
+    """Which document each token belongs to. Kept on the host: kernels are told lengths, not asked for them."""
+
+    def __init__(self, ids: Tensor) -> None:
+        """`ids`: (sequences, length) on the CPU; along a sequence they never fall."""
+        self.ids = ids
+        self.kept: dict[Hashable, Any] = {}
+        """What was derived from these documents, so that the next layer finds it."""
+
+    def take(self, places: Tensor) -> Documents:
+        """The documents of some of the places, which must be in order."""
+        return Documents(self.ids[:, places])
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """Tokens of each document, sequence after sequence; a document ends with its sequence."""
+        changes = self.ids.diff(dim=1) != 0
+        starts = torch.cat((torch.ones(len(self.ids), 1, dtype=torch.bool), changes), dim=1).flatten()
+        edges = [*starts.nonzero().flatten().tolist(), starts.numel()]
+        return [stop - start for start, stop in pairwise(edges)]
+
+    @cached_property
+    def index(self) -> Tensor:
+        """The place of each token in its own document."""
+        return torch.cat([torch.arange(length) for length in self.lengths]).view(self.ids.shape)
+
+    def edges(self, device: torch.device) -> Tensor:
+        """Where documents begin and end when all sequences follow one another."""
+        if device not in self.kept:
+            sums = torch.tensor([0, *self.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            self.kept[device] = sums.to(device)
+        found: Tensor = self.kept[device]
+        return found
+
+    def mask(self, device: torch.device) -> Tensor:
+        """(sequences, 1, length, length): whom each token sees, the 1 for heads."""
+        key = ("mask", device)
+        if key not in self.kept:
+            ids = self.ids.to(device)
+            self.kept[key] = (ids.unsqueeze(2) == ids.unsqueeze(1)).tril().unsqueeze(1)
+        found: Tensor = self.kept[key]
+        return found

@@ -17,19 +17,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from cuboid.errors import UserError
-from cuboid.model.linear import Matmul
+from cuboid.model.linear import ColumnLinear, declared_split
 from cuboid.model.transformer import IGNORED, summed_loss
-from cuboid.spec.parameters import TIED
-from cuboid.spec.sharding import Slice, even_slice, vocabulary_rows
+from cuboid.spec.sharding import TIED, VOCABULARY, ShardingRank, Split
 
 if TYPE_CHECKING:
     from cuboid.model.segment_costs import SegmentCosts
@@ -40,118 +37,27 @@ Flow = Tensor | tuple[Tensor, ...]
 Shape = tuple[int | Literal["batch", "sequence"], ...]
 
 
-class Region(Protocol):
-    """Between the two, activations are split over tensor ranks; elsewhere all of them hold the same."""
-
-    def enter(self, x: Tensor) -> Tensor:
-        """As it is; backward, the sum of what the ranks give."""
-        ...
-
-    def leave(self, x: Tensor) -> Tensor:
-        """The sum over the ranks."""
-        ...
-
-
-@dataclass(frozen=True)
-class Split:
-    """How a parameter lies on tensor ranks."""
-
-    kind: Literal["even", "vocabulary", "replicated", "partial"]
-    dimension: int = 0
-
-    def slice_of(self, name: str, shape: tuple[int, ...], ranks: int, index: int) -> Slice:
-        if self.kind == "vocabulary":
-            start, rows = vocabulary_rows(shape[0], ranks, index)
-            return Slice(0, start, start + rows, -(-shape[0] // ranks), "own", False)
-        if self.kind == "even":
-            if shape[self.dimension] % ranks:
-                raise UserError(
-                    f"tp={ranks} does not divide dimension {self.dimension} of {name}, which is "
-                    f"{shape[self.dimension]}; use another tp"
-                )
-            return even_slice(self.dimension, shape, ranks, index)
-        rows = shape[0] if shape else 1
-        return Slice(0, 0, rows, rows, "tensor", self.kind == "partial" and ranks > 1)
-
-
-def split(dimension: int) -> Split:
-    """Every tensor rank holds an equal part of one dimension: heads, channels, states."""
-    return Split("even", dimension)
-
-
-REPLICATED = Split("replicated")
-"""Every tensor rank holds all of it, and computes the same gradient: it acts outside of what is split."""
-PARTIAL = Split("partial")
-"""Every tensor rank holds all of it, but sees its own part of the heads or channels only: the gradients are summed."""
-VOCABULARY = Split("vocabulary")
-"""Rows are split, the last rank's filled up if they do not divide."""
-
-
-class ColumnLinear(nn.Linear):
-    """Splits its outputs over tensor ranks: into heads, or into the width of a feed-forward block."""
-
-    sharding: ClassVar[Mapping[str, Split]] = {"weight": split(0), "bias": split(0)}
-    region: Region | None = None
-    matmul: Matmul = staticmethod(functional.linear)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.matmul(x if self.region is None else self.region.enter(x), self.weight, self.bias)
-
-
-class RowLinear(nn.Linear):
-    """Takes inputs that are split over tensor ranks, and sums what they give; the bias is added once."""
-
-    sharding: ClassVar[Mapping[str, Split]] = {"weight": split(1), "bias": REPLICATED}
-    region: Region | None = None
-    matmul: Matmul = staticmethod(functional.linear)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.region is None:
-            return self.matmul(x, self.weight, self.bias)
-        y = self.region.leave(self.matmul(x, self.weight, None))
-        return y if self.bias is None else y + self.bias
-
-
-class VocabularyEmbedding(nn.Embedding):
-    """Splits its rows over tensor ranks: each looks up what it holds, the rest is zero until the sum."""
-
-    sharding: ClassVar[Mapping[str, Split]] = {"weight": VOCABULARY}
-    region: Region | None = None
-    first_row = 0
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        if self.region is None:
-            return functional.embedding(tokens, self.weight)
-        local = tokens - self.first_row
-        held = (local >= 0) & (local < self.weight.shape[0])
-        rows = functional.embedding(local.where(held, 0), self.weight)
-        return self.region.leave(rows * held.unsqueeze(-1))
-
-
-class VocabularyLoss(nn.Module):
+class VocabularyLoss(ColumnLinear):
     """(hidden states, labels) -> summed cross-entropy over a vocabulary that is split over tensor ranks. Labels of -100
     do not count."""
 
-    sharding: ClassVar[Mapping[str, Split]] = {"weight": VOCABULARY}
-    region: Region | None = None
-    matmul: Matmul = staticmethod(functional.linear)
-
     def __init__(self, hidden: int, vocabulary: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(vocabulary, hidden) * min(hidden**-0.5, 16 / hidden))
+        super().__init__(hidden, vocabulary, False, VOCABULARY)
         self.summed_loss: Callable[[Tensor, Tensor], Tensor] = summed_loss
 
-    def logits(self, x: Tensor) -> Tensor:
-        return self.matmul(x if self.region is None else self.region.enter(x), self.weight, None)
+    def reset_parameters(self) -> None:
+        if not self.weight.is_meta:
+            nn.init.normal_(self.weight, std=min(self.in_features**-0.5, 16 / self.in_features))
 
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+    def logits(self, x: Tensor) -> Tensor:
+        """Of this rank's part of the vocabulary."""
+        return super().forward(x)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
         return self.summed_loss(self.logits(x).flatten(0, -2), labels.flatten())
 
 
-SPLIT_MODULES = (ColumnLinear, RowLinear, VocabularyEmbedding, VocabularyLoss)
-
-
-def labelled(batch: Batch) -> Tensor:
+def counted_labels(batch: Batch) -> Tensor:
     """How many labels count: the default of `Model.count`."""
     return (batch["labels"] != IGNORED).sum()
 
@@ -167,7 +73,7 @@ class Model:
     flow: Shape | Sequence[Shape]
     """The shape of what goes from block to block, or several of them: x is then a tuple. "batch" is the micro-batch,
     "sequence" is training.sequence."""
-    count: Callable[[Batch], Tensor] = labelled
+    count: Callable[[Batch], Tensor] = counted_labels
     """How many losses the head sums for a micro-batch. The loss of a step is the sum of all losses over the sum of
     these, over the whole batch: the same on any layout."""
     data: Callable[[], Any] | None = None
@@ -179,6 +85,8 @@ class Model:
     tied: tuple[str, str] | None = None
     """A parameter of the embedding and one of the head that are one: ("embedding.tokens.weight",
     "head.output.weight"). It is called `embedding.tokens.weight` in checkpoints, whatever its names are."""
+    initial: Callable[[str, tuple[int, ...], int], Tensor] | None = None
+    """(name, full shape, seed) -> the first weights of a parameter; without it modules initialise themselves."""
     exported_name: Callable[[str], str] | None = None
     """A parameter's name -> its name in a Hugging Face folder, for a model that has one."""
 
@@ -206,6 +114,10 @@ class Model:
             torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
             module = self.make(prefix)
         self._refuse(prefix, module)
+        if self.initial is not None:
+            with torch.no_grad():
+                for name, parameter in module.named_parameters():
+                    parameter.copy_(self.initial(self.called(f"{prefix}.{name}"), tuple(parameter.shape), seed))
         return module
 
     def _refuse(self, prefix: str, module: nn.Module) -> None:
@@ -266,7 +178,11 @@ class Model:
                         f"tp={ranks} needs to know how {prefix}.{name} is split; say so in the `sharding` of its "
                         "module, or use tp=1"
                     )
-                declared.slice_of(f"{prefix}.{name}", shape, ranks, 0)
+                if declared.kind == "heads" and declared.heads % ranks:
+                    raise UserError(
+                        f"tp={ranks} does not divide the {declared.heads} heads of {prefix}.{name}; use another tp"
+                    )
+                declared.slice_of(f"{prefix}.{name}", shape, ShardingRank(ranks))
 
     def costs(self, prefix: str, ranks: int, micro_batch: int, sequence: int, precision: str) -> SegmentCosts:
         """Of a segment on one of so many tensor ranks. Blocks that print alike and have the same parameters cost
@@ -308,19 +224,6 @@ class Model:
         named: dict[object, int] = {"batch": micro_batch, "sequence": sequence}
         shapes: Sequence[Any] = self.flow if several else [self.flow]
         return [tuple(named.get(size, size) for size in shape) for shape in shapes]
-
-
-def declared_split(module: nn.Module, name: str) -> Split | None:
-    """What the module of a parameter says of it in `sharding`, or one around that; patterns such as `norm.*` count."""
-    path = name.split(".")
-    for depth in range(len(path) - 1, -1, -1):
-        owner = module.get_submodule(".".join(path[:depth]))
-        table: Mapping[str, Split] = getattr(owner, "sharding", {})
-        inner = ".".join(path[depth:])
-        for pattern, declared in table.items():
-            if fnmatch(inner, pattern):
-                return declared
-    return None
 
 
 class WholeModel(nn.Module):

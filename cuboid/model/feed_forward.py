@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from cuboid.model.linear import Columns, Linear, columns
+from cuboid.model.linear import ColumnLinear, RowLinear, columns
 from cuboid.model.rope import Positions
 from cuboid.spec.model import ModelSpec
 
@@ -15,10 +15,9 @@ from cuboid.spec.model import ModelSpec
 class FeedForward(nn.Module):
     def __init__(self, model: ModelSpec, width: int) -> None:
         super().__init__()
-        self.gate = Linear(model.hidden, width, model.mlp_bias) if model.activation == "swiglu" else None
-        self.up = Linear(model.hidden, width, model.mlp_bias)
-        self.down = Linear(width, model.hidden, model.mlp_bias)
-        self.columns: Columns = columns
+        self.gate = ColumnLinear(model.hidden, width, model.mlp_bias) if model.activation == "swiglu" else None
+        self.up = ColumnLinear(model.hidden, width, model.mlp_bias)
+        self.down = RowLinear(width, model.hidden, model.mlp_bias)
         self.fused: Callable[[Tensor], Tensor] | None = None
         """All but the last matmul with gate and up in one, where something else knows how."""
 
@@ -27,7 +26,7 @@ class FeedForward(nn.Module):
         if self.fused is not None:
             return self.down(self.fused(x))
         if self.gate is None:
-            (up,) = self.columns(x, (self.up,))
+            (up,) = columns(x, (self.up,))
             return self.down(functional.gelu(up, approximate="tanh"))
-        gate, up = self.columns(x, (self.gate, self.up))
+        gate, up = columns(x, (self.gate, self.up))
         return self.down(functional.silu(gate) * up)

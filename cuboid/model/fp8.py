@@ -3,7 +3,7 @@
 Each of the three matmuls of a linear (output, input gradient, weight gradient) takes two tensors of 8 bits and their
 scales, sums in float32 and gives a tensor of the input's own precision. The scales come from the tensors themselves:
 one for a whole tensor, whose gradients are then in e5m2, or one for each row that is multiplied ("row"), with e4m3
-throughout. Written in plain operations, so that the compiler joins peak, scale and rounding with what stands before
+throughout. Written in plain operations, so that the compiler fuses amax, scale and rounding with what stands before
 them. A CPU multiplies the same rounded numbers in float32."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cuboid.errors import UserError
-from cuboid.kernels.transpose import transpose
+from cuboid.kernels.compiler import operation
 
 INPUT = torch.float8_e4m3fn
 _SMALLEST = 1e-30  # a tensor of zeros has a scale too
@@ -59,8 +59,8 @@ def multiply(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torc
 
 def output_of(x: Tensor, weight: Tensor, by_row: bool) -> tuple[Tensor, Tensor, Tensor]:
     """The matmul, and what the weight gradient needs of the input."""
-    narrow, narrow_weight = quantise(x, INPUT, by_row), quantise(weight, INPUT, by_row)
-    y = multiply(*narrow, *narrow_weight, x.dtype, fast=True)
+    quantised, quantised_weight = quantise(x, INPUT, by_row), quantise(weight, INPUT, by_row)
+    y = multiply(*quantised, *quantised_weight, x.dtype, fast=True)
     return y, *quantise_columns(x, INPUT, by_row, apart=True)
 
 
@@ -108,3 +108,28 @@ class Fp8Matmul:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         y: Tensor = _Matmul.apply(x, weight, bias, self.by_row)
         return y
+
+
+# The transpose of an fp8 matrix as one custom operation: Inductor neither fuses it with others nor repeats it in the
+# backward pass.
+
+
+TILE = 64
+
+
+@operation("cuboid::transpose")
+def transpose(x: Tensor) -> Tensor:
+    if not x.is_cuda:
+        return x.t().contiguous()
+    from cuboid.kernels.triton_kernels import transpose_tiles
+
+    rows, columns = x.shape
+    result = torch.empty(columns, rows, dtype=x.dtype, device=x.device)
+    grid = (-(-rows // TILE), -(-columns // TILE))
+    transpose_tiles[grid](x.view(torch.int8), result.view(torch.int8), rows, columns, TILE=TILE)
+    return result
+
+
+@torch.library.register_fake("cuboid::transpose")  # type: ignore[untyped-decorator]
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[1], x.shape[0])

@@ -9,7 +9,7 @@ expert, so any layout chooses the same. Evaluation and generation take the best 
 
 **Losses.**
 Both are sums over tokens whose divisors are known beforehand (sequences and tokens of the global batch), so
-that the parts of all ranks, micro-batches and pieces of a sequence simply add up. The load-balancing loss weighs each
+that the parts of all ranks, micro-batches and chunks of a sequence simply add up. The load-balancing loss weighs each
 expert's score by how busy it is, and the gradient does not pass through that weight:
 
 - over a sequence: its load in this sequence, which ranks with parts of the sequence sum up.
@@ -37,8 +37,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuboid.model.hashing import hashes, shifted
-from cuboid.spec.mixture import MixtureSpec
+from cuboid.model.initialize import hashes, shifted
+from cuboid.spec.model import MixtureSpec
 
 EXTRA = ("balance_loss", "z_loss", "dropped")
 """What a row of the statistics holds behind the assignments of each expert: sums over sequences, tokens and
@@ -115,7 +115,7 @@ class Balance:
         self.recording = True
         """Off while a forward pass is computed again."""
         self.over_sequence: Callable[[Tensor], Tensor] = _itself
-        """Sums counts over the ranks that hold other pieces of the same sequences."""
+        """Sums counts over the ranks that hold other chunks of the same sequences."""
 
     def begin_step(self) -> None:
         self.statistics.zero_()
@@ -173,15 +173,15 @@ class Balance:
         losses = []
         balance = z = None
         if self.mixture.balance_coefficient:
-            share = scores / scores.sum(-1, keepdim=True)
+            probability = scores / scores.sum(-1, keepdim=True)
             if self.mixture.balance_over == "global_batch":
-                load = self.loads[row].to(share.dtype) * (self.sequences / self.tokens)
-                balance = (share * load).sum()
+                load = self.loads[row].to(probability.dtype) * (self.sequences / self.tokens)
+                balance = (probability * load).sum()
             else:
                 whole = self.over_sequence(asked.clone())
                 assignments = whole.sum(1, keepdim=True)
-                frequency = whole * (experts * top_k) / assignments.square()  # the share of each, over its tokens
-                balance = (share * frequency.index_select(0, place)).sum()
+                frequency = whole * (experts * top_k) / assignments.square()  # the frequency of each, over its tokens
+                balance = (probability * frequency.index_select(0, place)).sum()
             losses.append(balance * (self.mixture.balance_coefficient / self.sequences))
         if self.mixture.z_coefficient:
             z = logits.logsumexp(-1).square().sum()

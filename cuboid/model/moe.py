@@ -3,7 +3,7 @@ the shared ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +17,7 @@ from cuboid.model.load_balancing import Tokens
 from cuboid.model.rope import Positions
 from cuboid.model.router import Router, fuses, permutation_of
 from cuboid.spec.model import ModelSpec
+from cuboid.spec.sharding import EXPERT, Split
 
 GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -58,20 +59,20 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 class _Swiglu(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, gate: Tensor, up: Tensor) -> Tensor:
-        from cuboid.kernels import moe as expert_kernels
+        from cuboid.kernels import triton_kernels
 
         context.save_for_backward(gate, up)
         result, count = torch.empty_like(gate), gate.numel()
-        expert_kernels.swiglu[(_blocks(count),)](gate, up, result, count, BLOCK=SWIGLU_BLOCK)
+        triton_kernels.swiglu[(_blocks(count),)](gate, up, result, count, BLOCK=SWIGLU_BLOCK)
         return result
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        from cuboid.kernels import moe as expert_kernels
+        from cuboid.kernels import triton_kernels
 
         gate, up = context.saved_tensors
         results, count = (torch.empty_like(gate), torch.empty_like(up)), gate.numel()
-        expert_kernels.swiglu_gradients[(_blocks(count),)](
+        triton_kernels.swiglu_gradients[(_blocks(count),)](
             gradient.contiguous(), gate, up, *results, count, BLOCK=SWIGLU_BLOCK
         )
         return results
@@ -87,6 +88,8 @@ def _blocks(count: int) -> int:
 
 class Experts(nn.Module):
     """The routed experts, stacked; how many it holds comes from the weights."""
+
+    sharding: Mapping[str, Split] = {"gate": EXPERT, "up": EXPERT, "down": EXPERT}
 
     def __init__(self, model: ModelSpec, experts: int, width: int) -> None:
         super().__init__()

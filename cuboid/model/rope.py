@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cuboid.model.documents import Documents
-from cuboid.spec.data import DataSpec
+from cuboid.model.batch import Documents
 from cuboid.spec.model import ModelSpec, RopeScaling, YarnScaling
+from cuboid.spec.training import DataSpec
 
 
 @dataclass(frozen=True)

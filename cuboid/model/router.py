@@ -5,7 +5,7 @@ In float64 that does not happen; in bf16 the logits are taken in float32, as eve
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from cuboid.kernels.precision import wide
 from cuboid.model.load_balancing import Balance, Tokens, counted
-from cuboid.spec.mixture import MixtureSpec
+from cuboid.spec.model import MixtureSpec
+from cuboid.spec.sharding import PARTIAL, Split
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,9 @@ class Routing:
 
 
 class Router(nn.Module):
+    # Each tensor rank routes its part of the tokens.
+    sharding: Mapping[str, Split] = {"weight": PARTIAL, "bias": PARTIAL}
+
     def __init__(self, hidden: int, mixture: MixtureSpec) -> None:
         super().__init__()
         self.mixture = mixture
@@ -140,7 +144,7 @@ COMBINE_BLOCK = 2048
 
 
 def _combined(rows: Tensor, home: Tensor, weights: Tensor | None) -> Tensor:
-    from cuboid.kernels.moe import combine_rows
+    from cuboid.kernels.triton_kernels import combine_rows
 
     rows = rows.contiguous()
     tokens, top_k = home.shape
@@ -165,7 +169,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        from cuboid.kernels.moe import combine_gradients
+        from cuboid.kernels.triton_kernels import combine_gradients
 
         rows, weights, home = context.saved_tensors
         rows = rows.contiguous()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cuboid.errors import UserError
-from cuboid.model.custom import SPLIT_MODULES, declared_split
-from cuboid.spec.suggest import either
+from cuboid.errors import UserError, either
+from cuboid.model.linear import ColumnLinear, Linear, RowLinear, VocabularyEmbedding, declared_split
+from cuboid.spec.sharding import ShardingRank
 
 if TYPE_CHECKING:
     from cuboid.model.custom import Model
@@ -76,6 +76,14 @@ class _Uncommunicating:
     def leave(self, x: Tensor) -> Tensor:
         self.forward += x.numel() * x.element_size()
         return x
+
+    def columns(self, x: Tensor, linears: Sequence[Linear]) -> Sequence[Tensor]:
+        x = self.enter(x)
+        return [linear.matmul(x, linear.weight, linear.bias) for linear in linears]
+
+    def sliced_columns(self, inputs: Sequence[Tensor], linears: Sequence[Linear | None]) -> Sequence[Tensor]:
+        pairs = zip(map(self.enter, inputs), linears, strict=True)
+        return [x if linear is None else linear.matmul(x, linear.weight, linear.bias) for x, linear in pairs]
 
 
 @dataclass
@@ -150,7 +158,7 @@ def segment_costs(
         local = _localize(module, prefix, ranks, dtype)
         region = _Uncommunicating()
         for child in module.modules():
-            if isinstance(child, SPLIT_MODULES) and ranks > 1:
+            if isinstance(child, ColumnLinear | RowLinear | VocabularyEmbedding) and ranks > 1:
                 child.region = region
         batch = _batch(model, micro_batch, sequence, dtype)
         shapes = model.flow_shapes(micro_batch, sequence)
@@ -191,7 +199,7 @@ def _localize(module: nn.Module, prefix: str, ranks: int, dtype: torch.dtype) ->
     for name, parameter in list(module.named_parameters()):
         shape, declared = list(parameter.shape), splits[name]
         if declared is not None and ranks > 1:
-            cut = declared.slice_of(f"{prefix}.{name}", tuple(shape), ranks, 0)
+            cut = declared.slice_of(f"{prefix}.{name}", tuple(shape), ShardingRank(ranks))
             shape[cut.dimension] = cut.length
         total += math.prod(shape)
         _set(module, name, nn.Parameter(torch.empty(shape, dtype=dtype)))

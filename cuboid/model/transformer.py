@@ -1,10 +1,11 @@
-"""The transformer: an embedding, blocks, and a head. (tokens, labels) in, the summed loss of all labelled tokens out.
+"""The transformer: an embedding, blocks, and a head. (tokens, labels) in, the loss out, summed over
+all tokens whose label counts.
 
 Activations are (batch · length, hidden) throughout: everything but attention treats tokens alike."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.nn.functional as functional
@@ -13,34 +14,28 @@ from torch import Tensor, nn
 from cuboid.kernels.precision import wide
 from cuboid.model.attention import Attention
 from cuboid.model.feed_forward import FeedForward
-from cuboid.model.linear import Linear, Norm
+from cuboid.model.linear import ColumnLinear, Norm, Table, VocabularyEmbedding
 from cuboid.model.load_balancing import Balance
 from cuboid.model.mla import MultiLatentAttention
 from cuboid.model.moe import MoE
 from cuboid.model.rope import Positions, make_positions
 from cuboid.spec.model import ModelSpec
+from cuboid.spec.sharding import REPLICATED, VOCABULARY, Split
 
 IGNORED = -100
 """The label of a token that does not count in the loss."""
 
 
-class VocabularyEmbedding(nn.Module):
-    def __init__(self, rows: int, hidden: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, hidden))
-
-    def forward(self, indices: Tensor) -> Tensor:
-        return functional.embedding(indices, self.weight)
-
-
 class Embedding(nn.Module):
     """Token embedding, plus learned positions where the model has them."""
+
+    sharding: Mapping[str, Split] = {"positions.weight": REPLICATED}
 
     def __init__(self, model: ModelSpec) -> None:
         super().__init__()
         self.tokens = VocabularyEmbedding(model.vocab, model.hidden)
         learned = model.positions == "learned"
-        self.positions = VocabularyEmbedding(model.max_positions, model.hidden) if learned else None
+        self.positions = Table(model.max_positions, model.hidden) if learned else None
 
     def forward(self, tokens: Tensor, positions: Positions) -> Tensor:
         """tokens: (batch, length) → (batch · length, hidden)."""
@@ -50,16 +45,18 @@ class Embedding(nn.Module):
         return x + self.positions(positions.index.expand_as(tokens).flatten())
 
 
-Branch = Callable[[Norm, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+AddNorm = Callable[[Norm, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """(residual, block output to add or None) → (new residual, its norm)."""
 
 
-def branch(norm: Norm, x: Tensor, joins: Tensor | None) -> tuple[Tensor, Tensor]:
-    x = x if joins is None else x + joins
+def add_norm(norm: Norm, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
+    x = x if added is None else x + added
     return x, norm(x)
 
 
 class Block(nn.Module):
+    sharding: Mapping[str, Split] = {"attention_norm.*": REPLICATED, "feed_forward_norm.*": REPLICATED}
+
     def __init__(self, model: ModelSpec, layer: int) -> None:
         super().__init__()
         self.attention_norm = Norm(model, model.hidden)
@@ -69,26 +66,28 @@ class Block(nn.Module):
         self.feed_forward_norm = Norm(model, model.hidden)
         routed = model.has_experts(layer)
         self.feed_forward: MoE | FeedForward = MoE(model) if routed else FeedForward(model, model.ffn)
-        self.branch: Branch = branch
+        self.add_norm: AddNorm = add_norm
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
-        x, normed = self.branch(self.attention_norm, x, None)
-        x, normed = self.branch(self.feed_forward_norm, x, self.attention(normed, positions))
+        x, normed = self.add_norm(self.attention_norm, x, None)
+        x, normed = self.add_norm(self.feed_forward_norm, x, self.attention(normed, positions))
         return x + self.feed_forward(normed, positions)
 
 
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Sum of the cross-entropies of labelled tokens, in float32 or better."""
+    """Summed cross-entropy of the tokens whose label counts, in float32 or better."""
     return functional.cross_entropy(logits.to(wide(logits.dtype)), labels, reduction="sum", ignore_index=IGNORED)
 
 
 class Head(nn.Module):
     """Final norm, matmul with the vocabulary, and the loss."""
 
+    sharding: Mapping[str, Split] = {"norm.*": REPLICATED}
+
     def __init__(self, model: ModelSpec) -> None:
         super().__init__()
         self.norm = Norm(model, model.hidden)
-        self.output = Linear(model.hidden, model.vocab, bias=False)
+        self.output = ColumnLinear(model.hidden, model.vocab, False, VOCABULARY)
         self.summed_loss: Callable[[Tensor, Tensor], Tensor] = summed_loss
 
     def forward(self, x: Tensor) -> Tensor:
@@ -102,9 +101,10 @@ class Transformer(nn.Module):
     def __init__(self, model: ModelSpec) -> None:
         super().__init__()
         self.model = model
-        self.embedding = Embedding(model)
-        self.layers = nn.ModuleDict({str(index): Block(model, index) for index in range(model.layers)})
-        self.head = Head(model)
+        with torch.random.fork_rng(devices=[]):  # layers draw numbers that `initialize` replaces
+            self.embedding = Embedding(model)
+            self.layers = nn.ModuleDict({str(index): Block(model, index) for index in range(model.layers)})
+            self.head = Head(model)
         if model.tie_embeddings:
             self.head.output.weight = self.embedding.tokens.weight
 
@@ -128,5 +128,5 @@ class Transformer(nn.Module):
         return self.head(self.hidden_states(tokens)).unflatten(0, tokens.shape)
 
     def loss(self, tokens: Tensor, labels: Tensor, positions: Positions | None = None) -> Tensor:
-        """Sum of the losses of labelled tokens; labels: (batch, length), IGNORED where a token does not count."""
+        """Summed over the tokens whose label counts; labels: (batch, length), IGNORED where a token does not."""
         return self.head.loss(self.hidden_states(tokens, positions), labels)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from cuboid.errors import UserError
 from cuboid.model.custom import Batch, Model
 from cuboid.model.transformer import summed_loss
-from cuboid.spec.parameters import TIED
+from cuboid.spec.sharding import TIED
 
 NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
 

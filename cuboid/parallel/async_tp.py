@@ -63,6 +63,7 @@ def _obstacle(handle: dist.ProcessGroup, size: int, device: torch.device, traced
         return "GPUs"
     if not traced:
         return "compiled blocks with sequence_parallel, whose collectives nobody counts"
+    # Symmetric memory maps another rank's buffer: NVLink peers on one machine, a GPU of its own for each rank.
     known: list[Any] = [None] * size
     dist.all_gather_object(known, (machine_identity(), device.index), group=handle)
     machines, indices = {machine for machine, _ in known}, {index for _, index in known}

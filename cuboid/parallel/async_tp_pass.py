@@ -39,6 +39,7 @@ def _join(graph: Graph, scatter: Node) -> None:
     if len(matmuls) < 2:
         return
     with graph.inserting_before(total):
+        # a·b + c·d = [a c]·[b; d]: one matmul, which Inductor's pass can take apart by rows while they leave.
         left, right = (
             _call(graph, _aten.cat.default, [matmul.args[side] for matmul in matmuls], 1 - side) for side in (0, 1)
         )

@@ -41,6 +41,7 @@ class Pending:
         if self._awaited is not None:
             track, kind = self._awaited
             track.wait(kind, self._sequence)
+        # On NCCL this orders streams; the host waits on gloo only.
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -118,6 +119,7 @@ def start_shift(x: Tensor, group: Group, tag: int = 0) -> Pending:
         dist.P2POp(dist.isend, sent, after, group.handle, tag),
         dist.P2POp(dist.irecv, received, before, group.handle, tag),
     ]
+    # Both at once: a rank that sent first and received then would wait for a neighbour that does the same.
     works = dist.batch_isend_irecv(both)
 
     def finish() -> Tensor:
@@ -146,6 +148,7 @@ def start_all_to_all(x: Tensor, send: list[int], receive: list[int], group: Grou
     x = x.contiguous()
     if group.handle is None:
         return Pending(None, x)
+    # The host knows both lists before it calls: uneven all-to-all needs sizes on the host, on every backend.
     result = x.new_empty((sum(receive), *x.shape[1:]))
     if group.is_fake and len(x):
         whole, rest = divmod(len(result), len(x))  # own rows stand for those of others

@@ -14,7 +14,7 @@ from cuboid.model.rope import Positions
 from cuboid.model.transformer import Block
 from cuboid.parallel.recompute import with_recompute
 from cuboid.spec.layout import Recompute
-from cuboid.spec.python_model import PythonModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
 
 

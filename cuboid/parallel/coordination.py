@@ -46,6 +46,7 @@ def open_coordination(seconds: float) -> Coordination:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return Coordination(None, 0, 1, seconds)
     _Met.opened += 1
+    # A connection to the TCPStore of the process group, under its own prefix: no key meets another's.
     own = dist.PrefixStore(str(_Met.opened), _Met.store.clone())  # type: ignore[attr-defined]
     return Coordination(own, dist.get_rank(), dist.get_world_size(), seconds)
 
@@ -81,7 +82,7 @@ class Coordination:
         return [pickle.loads(said) for _, said in sorted(found)] if self.rank == 0 else []
 
     def scatter(self, parts: list[Told]) -> Told:
-        """`parts`: what rank 0 has for each rank; who gets the same object shares its bytes."""
+        """`parts`: what rank 0 has for each rank; ranks that get the same object get the same bytes."""
         with self._call():
             known: dict[int, bytes] = {}
             for part in parts:
@@ -144,6 +145,7 @@ class Coordination:
         content = pickle.dumps(value)
         parts = [content[start : start + LARGEST] for start in range(0, len(content), LARGEST)]
         keys = [key, *(f"{key}/{number}" for number in range(1, len(parts)))]
+        # Long values go in parts, because TCPStore takes no value above 8 MiB.
         for each, part in zip(keys[1:], parts[1:], strict=True):
             self.store.set(each, part)
         self.store.set(key, len(parts).to_bytes(4, "little") + parts[0])  # last: it is what is waited for

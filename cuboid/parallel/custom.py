@@ -1,4 +1,4 @@
-"""Modules of one's own made ready for a rank: tensor-parallel borders, split backward, what flows between stages."""
+"""Modules of one's own made ready for a rank: split backward, buffers, what flows between stages."""
 
 from __future__ import annotations
 
@@ -11,66 +11,28 @@ import torch
 from torch import Tensor, nn
 
 from cuboid.errors import UserError
-from cuboid.model.custom import (
-    SPLIT_MODULES,
-    Batch,
-    ColumnLinear,
-    Flow,
-    Model,
-    RowLinear,
-    VocabularyEmbedding,
-    VocabularyLoss,
-)
-from cuboid.model.linear import Matmul
+from cuboid.model.custom import Batch, Flow, Model
+from cuboid.model.linear import Linear, Matmul
 from cuboid.parallel.split_backward import Deferral, deferrable_matmul
-from cuboid.parallel.tensor import split_vocabulary_loss
-from cuboid.parallel.tensor_region import Region
 from cuboid.spec.run import Run
-from cuboid.spec.sharding import vocabulary_rows
 
 Shapes = list[tuple[int, ...]]
-
-
-def connect_region(module: nn.Module, region: Region) -> None:
-    """Let the layers that are split over tensor ranks communicate."""
-    for child in module.modules():
-        if not isinstance(child, SPLIT_MODULES):
-            continue
-        child.region = region
-        if isinstance(child, VocabularyEmbedding | VocabularyLoss):
-            first, rows = vocabulary_rows(child.weight.shape[0], region.group.size, region.group.index)
-            if isinstance(child, VocabularyEmbedding):
-                child.first_row = first
-            else:
-                child.summed_loss = partial(_split_loss, first=first, rows=rows, region=region)
-
-
-def _split_loss(logits: Tensor, labels: Tensor, first: int, rows: int, region: Region) -> Tensor:
-    return split_vocabulary_loss(logits, labels, first, rows, region.group)
 
 
 def defer_matmuls(module: nn.Module, deferral: Deferral) -> None:
     """Weight gradients of linears wait until the schedule has time for them. Those of other layers are computed with
     the input gradient: right as well, only earlier."""
-    matmul = _of_rows(deferrable_matmul(deferral))
+    matmul = deferrable_matmul(deferral)
     for child in module.modules():
-        if isinstance(child, ColumnLinear | RowLinear | VocabularyLoss):
+        if isinstance(child, Linear):
             child.matmul = matmul
+        # Exactly nn.Linear: a subclass may compute something else with its weight.
         elif type(child) is nn.Linear:
             child.forward = partial(_linear, child, matmul)  # type: ignore[method-assign]
 
 
 def _linear(linear: nn.Linear, matmul: Matmul, x: Tensor) -> Tensor:
     return matmul(x, linear.weight, linear.bias)
-
-
-def _of_rows(matmul: Matmul) -> Matmul:
-    """Of inputs with any number of dimensions."""
-
-    def flat(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return matmul(x.reshape(-1, x.shape[-1]), weight, bias).unflatten(0, x.shape[:-1])
-
-    return flat
 
 
 def carry_buffers(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
@@ -102,6 +64,7 @@ class Carrier:
         found = [tuple(part.shape) for part in given]
         if found != self.shapes:
             raise UserError(f"{name} returns {found}, but Model(flow=…) says {self.shapes}; mend one of them")
+        # Several tensors travel as one flat message: stages post receives of one known size.
         return given[0] if len(given) == 1 else torch.cat([part.flatten() for part in given])
 
 

@@ -24,7 +24,7 @@ from cuboid.parallel.collectives import Pending, all_gather, all_reduce, start_a
 from cuboid.parallel.groups import Group, Groups
 from cuboid.parallel.recompute import remembered
 from cuboid.spec.run import Run
-from cuboid.spec.zigzag import places_of
+from cuboid.spec.sharding import places_of
 
 HandOver = Callable[[], None]
 
@@ -83,6 +83,8 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
         trip = context.trip
+        # The gradient leaves as soon as it is there; `_Depart.backward` waits, after what autograd runs in between
+        # (shared experts).
         trip.back = trip.start(gradient, trip.receive, trip.send)
         return gradient, None  # a place holder of the right shape: what counts is on its way
 
@@ -149,6 +151,8 @@ class AllToAllDispatch:
 
     def __init__(self, group: Group, hand_over: HandOver, counts: Tensor) -> None:
         self._group, self._hand_over = group, hand_over
+        # Recomputation routes alike, so the host's numbers of the forward pass hold: it does not wait for the device
+        # again.
         self._sizes = remembered(lambda: _Sizes(group, counts))
         self.counts = self._sizes.arriving.sum(0)
 
@@ -156,10 +160,13 @@ class AllToAllDispatch:
         group, arriving = self._group, self._sizes.arriving
         send, receive = self._sizes.read()
         home, there = sum(send), sum(receive)
+        # Rows beyond a capacity are routed nowhere: they stand behind the others and come back as zeros.
         self._stay = len(rows) - home
         self._there = _Trip(group, send, receive, home, self._hand_over)
         self._back = _Trip(group, receive, send, home, self._hand_over)
         self._rows = _Depart.apply(rows[:home], self._there)
+        # Rows arrive by source rank, then expert; grouped matmuls want them by expert. A stable sort keeps ranks in
+        # order, so sums over rows do not depend on who sent first.
         expert = torch.arange(arriving.numel(), device=rows.device) % arriving.shape[1]
         self._order = expert.repeat_interleave(arriving.flatten(), output_size=there).argsort(stable=True)
         self._inverse = torch.empty_like(self._order)

@@ -44,6 +44,8 @@ class Fp8Shard:
 
     def _round(self, weights: Tensor) -> Tensor:
         sizes = [part.size for part in self._rest]
+        # (amaxes, then whole 16-bit parameters): a maximum with -inf is what another rank holds, so one all-reduce
+        # brings both.
         shown = weights.new_full((len(self._narrow) + sum(sizes),), -math.inf, dtype=torch.float32)
         for place, part in enumerate(self._narrow):
             held = weights[self._held(part)[0]]
@@ -56,17 +58,18 @@ class Fp8Shard:
         exponents = exponent_of(shown[: len(self._narrow)], INPUT)
         self._scales = torch.exp2(exponents).unbind()
         self._others = shown[len(self._narrow) :].split(sizes)
-        narrow = torch.zeros_like(weights, dtype=INPUT)
+        # Times a power of two in float32 and one rounding: bit for bit what `quantise` makes of the whole parameter.
+        quantised = torch.zeros_like(weights, dtype=INPUT)
         for part, inverse in zip(self._narrow, torch.exp2(-exponents).unbind(), strict=True):
             here, _ = self._held(part)
-            narrow[here] = (weights[here].float() * inverse).to(INPUT)
-        return narrow.view(torch.uint8)
+            quantised[here] = (weights[here].float() * inverse).to(INPUT)
+        return quantised.view(torch.uint8)
 
     def widen(self, gathered: Tensor, flat: Tensor) -> None:
         """From the bytes of all shards to the parameters."""
-        narrow = gathered.view(INPUT)
+        quantised = gathered.view(INPUT)
         for part, scale in zip(self._narrow, self._scales, strict=True):
             place = slice(part.offset, part.offset + part.size)
-            flat[place].copy_(narrow[place]).mul_(scale)
+            flat[place].copy_(quantised[place]).mul_(scale)
         for part, values in zip(self._rest, self._others, strict=True):
             flat[part.offset : part.offset + part.size].copy_(values)

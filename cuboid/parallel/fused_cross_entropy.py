@@ -43,7 +43,7 @@ def _loss_and_gradient(logits: Tensor, labels: Tensor) -> Tensor:
 
 def _loss_and_gradient_on_gpu(logits: Tensor, labels: Tensor) -> Tensor:
     """As `_loss_and_gradient`, with less waiting for memory than the compiler finds."""
-    from cuboid.kernels.cross_entropy import loss_and_gradient
+    from cuboid.kernels.triton_kernels import loss_and_gradient
 
     rows, columns = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -78,9 +78,9 @@ def _overwrite(logits: Tensor, labels: Tensor, peaks: Tensor, totals: Tensor, fi
     """`logits` become the gradient, magnified; columns that only pad the vocabulary have none."""
     column = torch.arange(logits.shape[1], device=logits.device)
     hit = column == (labels - first).unsqueeze(1)
-    shares = (_exact(logits) - peaks.unsqueeze(1)).exp() / totals.unsqueeze(1) - hit.to(peaks.dtype)
+    probabilities = (_exact(logits) - peaks.unsqueeze(1)).exp() / totals.unsqueeze(1) - hit.to(peaks.dtype)
     counts = (labels != IGNORED).unsqueeze(1) & (column < rows)
-    logits.copy_(torch.where(counts, shares, 0) * _magnifier(logits.dtype))
+    logits.copy_(torch.where(counts, probabilities, 0) * _magnifier(logits.dtype))
 
 
 @cache
@@ -91,6 +91,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _split_loss(logits: Tensor, labels: Tensor, vocabulary: int, group: Group) -> Tensor:
     """As `_loss_and_gradient`, of logits whose columns are split; they are never gathered."""
     first, rows = vocabulary_rows(vocabulary, group.size, group.index)
+    # Softmax over a split vocabulary: a maximum (tokens,), then sums of exponentials and the target's logit (2,
+    # tokens). No rank sees another's logits: 12 bytes a token travel, not vocabulary × 2.
     peaks = all_reduce_maximum(_compiled(_peaks)(logits, rows), group)
     totals, target = all_reduce(_compiled(_sums)(logits, labels, peaks, first, rows), group).unbind()
     _compiled(_overwrite)(logits, labels, peaks, totals, first, rows)
@@ -114,6 +116,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         logits = x @ weight.t()
         alone = group.size == 1
         loss: Tensor = _loss_of_whole_rows(logits, labels) if alone else _split_loss(logits, labels, vocabulary, group)
+        # `logits` hold their own gradient by now: one buffer of tokens × vocabulary / tp, in the matmul's precision.
         context.save_for_backward(x, logits)
         context.weight, context.deferral = weight, deferral
         return loss

@@ -10,11 +10,9 @@ from torch import Tensor
 from cuboid.kernels.adjacent import follows, in_runs, together
 from cuboid.parallel.collectives import all_reduce
 from cuboid.parallel.groups import Group
-from cuboid.parallel.optimizer_shard import OptimizerShard
 from cuboid.parallel.parallelize import Engine
-from cuboid.parallel.zero import Unit
-from cuboid.spec.parameters import TIED
-from cuboid.spec.sharding import Part
+from cuboid.parallel.zero import OptimizerShard, Unit
+from cuboid.spec.sharding import TIED, Part
 
 
 def finish_gradients(engine: Engine) -> None:
@@ -23,6 +21,8 @@ def finish_gradients(engine: Engine) -> None:
         unit.settle()  # what is left of the last segment starts for all units before any is waited for
     for unit in engine.units:
         unit.finish_reduction()
+    # Parameters that several tensor ranks hold: their gradients are parts where ranks see other tokens or heads. After
+    # the data-parallel sum, because a shard has fewer bytes than the whole.
     for sharing, group in (("tensor", engine.groups.tensor), ("kv", engine.groups.kv_replicas)):
         parts = [
             optimizer_shard.gradient
@@ -31,6 +31,7 @@ def finish_gradients(engine: Engine) -> None:
             if optimizer_shard.part.slice.sharing == sharing and optimizer_shard.part.slice.partial_gradient
         ]
         _sum_together(parts, group)
+    # A tied matrix has a gradient on the first stage (lookup) and one on the last (logits); both stages update alike.
     if engine.groups.embedding is not None:
         for unit in engine.units:
             if unit.name == TIED:
@@ -66,12 +67,12 @@ def answers_for(engine: Engine, unit: Unit, part: Part) -> bool:
 
 
 def squared_norm(engine: Engine) -> Tensor:
-    """This rank's share of the squared norm of the whole gradient."""
+    """This rank's part of the squared norm of the whole gradient."""
     dtype = engine.units[0].accumulate
     total = torch.zeros((), dtype=dtype, device=engine.device)
     gradients = [optimizer_shard.gradient for optimizer_shard in counted_pieces(engine)]
     if gradients and engine.device.type == "cuda" and dtype == torch.float32:
-        from cuboid.kernels.square_sum import squared_norms
+        from cuboid.kernels.triton_kernels import squared_norms
 
         total += squared_norms(in_runs(gradients, follows, together))
     elif gradients:

@@ -79,12 +79,14 @@ class GradientReducer:
             return
         if self._zero >= 2:
             self.settle()
+            # A whole gradient lives for one reduce-scatter: ZeRO 2 and 3 keep the shard only, once a micro-batch.
             flat = torch.zeros(self._size, dtype=self._dtype, device=self._device)
             self._take(flat, first=True)
             self._reducing = start_reduce_scatter(flat, self._groups.shard)
             return
         if not self._adds_in_place:
             self._take(self._sum, first=self._collected == 1)
+        # ZeRO 0 and 1 keep whole sums: one collective a step, after the last micro-batch.
         if self._collected == self._expected:
             start = start_all_reduce if self._zero == 0 else start_reduce_scatter
             self._reducing = start(self._sum, self._groups.data if self._zero == 0 else self._groups.shard)
@@ -111,6 +113,8 @@ class GradientReducer:
             self._sum.add_(reduced)
         elif self._zero == 1:
             self.shard.copy_(reduced)
+        # Hybrid sharding: shards are summed inside a shard group first, and then over its replicas, a shard's bytes
+        # each.
         if self._zero and self._collected == self._expected:
             self._replicating = start_all_reduce(self.shard, self._groups.replicate)
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from cuboid.parallel.shm_collectives import SharedMemoryGroup, connect
-from cuboid.schedule.make import FAMILIES
+from cuboid.schedule.schedules import FAMILIES
 from cuboid.spec.layout import Layout
 from cuboid.spec.ranks import Coordinates, coordinates
 from cuboid.spec.ranks import groups as rank_groups
@@ -183,7 +183,9 @@ def make_groups(
             made[members] = own(kind, members, busy=True)
         return made[members]
 
+    # The order of these calls is the order in which torch numbers groups: it must be one on all ranks.
     data, tensor = shared("data"), shared("tp")
+    # Hybrid sharding (HSDP): parameters are sharded inside a group of `shard` replicas and replicated between groups.
     hybrid = layout.shard not in (0, layout.dp)
     routed = Holders(alone, alone, alone)
     if experts:
@@ -247,6 +249,7 @@ def connect_groups(groups: Groups, device: torch.device) -> None:
             known.add(id(group.handle))
             with group.track.collective("new group"):
                 dist.all_reduce(word, group=group.handle)
+    # A send and a receive on each link, before any step: both ends take them in the order of `_links`.
     for link in groups.links.values():  # in the order they were made in
         if link.is_nccl:
             with link.track.collective("new group"):

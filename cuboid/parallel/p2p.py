@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cuboid.parallel.groups import Group, Groups
-from cuboid.schedule.program import Message
-from cuboid.schedule.table import Schedule
+from cuboid.schedule.table import Message, Schedule
 from cuboid.telemetry.heartbeat import HEARTBEAT, Track
 
 
@@ -62,6 +61,7 @@ class PeerToPeer:
         track = _track(link)
         work = dist.isend(tensor, link.ranks[1], group=link.handle, tag=tag)
         self._sent.append((work, tensor, track, track.advance()))
+        # Buffers that have left are dropped in order: a send is never waited for while the step runs.
         while self._sent and self._sent[0][0].is_completed():
             self._sent.popleft()
 
@@ -69,6 +69,7 @@ class PeerToPeer:
         """Begin to receive."""
         source = self._stage_rank[message.source_stage]
         link, tag = self._link(source, self._rank)
+        # A fresh buffer a message: it becomes the stage's input, and autograd keeps it until the backward pass.
         buffer = torch.empty_like(self._like, device=transport_device(self._like, link))
         if link.is_fake:
             buffer.normal_()
@@ -82,6 +83,7 @@ class PeerToPeer:
         if message in self._kept:
             return self._kept.pop(message)
         work, buffer, track, number = self._posted.pop(message)
+        # On NCCL the current stream waits and the host continues; on gloo the host waits.
         track.wait("message", number)
         work.wait()
         HEARTBEAT.end_wait()

@@ -12,45 +12,56 @@ from torch import Tensor, nn
 
 from cuboid.errors import UserError
 from cuboid.kernels.cpu_16bit import fast_matmuls
-from cuboid.kernels.precision import wide
-from cuboid.model.custom import REPLICATED, Model, Split, declared_split
+from cuboid.kernels.precision import LossScale, wide
+from cuboid.model.custom import Model
 from cuboid.model.fp8 import Fp8Matmul, require_fp8
-from cuboid.model.initialize import initial_tensor
-from cuboid.model.linear import Linear
+from cuboid.model.initialize import initial_tensor, learning_rate_factor
+from cuboid.model.linear import Linear, declared_split
 from cuboid.model.load_balancing import Balance
 from cuboid.model.moe import Experts, MoE
-from cuboid.model.recipes import learning_rate_factor
 from cuboid.model.transformer import Block, Embedding, Head
-from cuboid.parallel.activations import Activations
 from cuboid.parallel.async_tp import compiler_options
 from cuboid.parallel.compiled import compiled_block, is_compiled
-from cuboid.parallel.compiled_split_backward import UNTOUCHED, split_matmul
 from cuboid.parallel.context import ContextMix
-from cuboid.parallel.cp_batch import Share, Sharing
-from cuboid.parallel.custom import Carrier, carry_buffers, connect_region, defer_matmuls, initial_tensors, runner
-from cuboid.parallel.dualpipe_pair import DualPipePair
+from cuboid.parallel.custom import Carrier, carry_buffers, defer_matmuls, initial_tensors, runner
 from cuboid.parallel.expert import join_sequences, make_balance, spread_experts, stay_on, watched
-from cuboid.parallel.fused_add_rmsnorm import branch
+from cuboid.parallel.fused_block import fuse_matmuls, fused_add_norm
 from cuboid.parallel.fused_cross_entropy import fused_cross_entropy
-from cuboid.parallel.fused_projections import fuse_matmuls
 from cuboid.parallel.groups import Groups, connect_groups, make_groups
-from cuboid.parallel.loss_scale import LossScale
-from cuboid.parallel.pipeline import Pipeline
+from cuboid.parallel.pipeline import DualPipePair, Pipeline
+from cuboid.parallel.rank_batch import BatchSharder, RankBatch
 from cuboid.parallel.recompute import Memory, with_recompute
-from cuboid.parallel.split_backward import Deferral, deferrable_grouped_matmul, deferrable_matmul
-from cuboid.parallel.stage import Reduction, Segment, Stage
-from cuboid.parallel.tensor import split_block, split_embedding, split_head
+from cuboid.parallel.split_backward import (
+    UNTOUCHED,
+    Deferral,
+    deferrable_grouped_matmul,
+    deferrable_matmul,
+    split_matmul,
+)
+from cuboid.parallel.stage import Activations, Reduction, Segment, Stage
+from cuboid.parallel.tensor import connect_region, split_block, split_embedding
 from cuboid.parallel.tensor_region import Region
 from cuboid.parallel.zero import Unit
-from cuboid.schedule.make import make_schedule
 from cuboid.schedule.order import pairs_overlap
+from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.table import Schedule
 from cuboid.spec.layout import Recompute
-from cuboid.spec.parameters import BALANCE, EXPERTS, TIED, is_block_linear, unit_of
 from cuboid.spec.partition import partition
-from cuboid.spec.python_model import PythonModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
-from cuboid.spec.sharding import Part, Slice, expert_slice, kv_part_count, lay_out, slice_of
+from cuboid.spec.sharding import (
+    BALANCE,
+    EXPERTS,
+    REPLICATED,
+    TIED,
+    Declared,
+    Part,
+    ShardingRank,
+    is_block_linear,
+    kv_part_count,
+    lay_out,
+    unit_of,
+)
 from cuboid.spec.train_state import Course
 from cuboid.telemetry.communication_ledger import Ledger
 
@@ -72,7 +83,7 @@ class Engine:
     units: list[Unit]
     pipeline: Pipeline
     partition: list[range]
-    sharing: Sharing
+    batches: BatchSharder
     """What this rank sees of its replica's micro-batches."""
     compiled: bool
     balance: Balance | None
@@ -82,7 +93,7 @@ class Engine:
     loss_scale: LossScale | None = None
     """In fp16."""
     ledger: Ledger | None = None
-    """What this rank exchanged, if that is counted."""
+    """What this rank communicated, if that is counted."""
     course: Course = field(default_factory=Course)
     """Which batches are omitted, and what the latest steps were like."""
 
@@ -106,6 +117,7 @@ def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -
     ledger = Ledger() if run.output.count_communication else None
     if ledger is not None:
         groups = groups.counted(ledger)
+    # Groups before modules: every rank makes the same groups in the same order, whatever its stages hold.
     builder = _Builder(run, groups, device, schedule)
     stages = {index: builder.stage(index, layers[index]) for index in schedule.stages_of(groups.coordinates.pp)}
     pipeline = Pipeline(
@@ -118,13 +130,13 @@ def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -
         None if builder.compiled else fast_matmuls(device, run.training.precision),
         builder.pair,
     )
-    sharing = Sharing(run, groups.coordinates.cp, builder.dtype, device)
+    batches = BatchSharder(run, groups.coordinates.cp, builder.dtype, device)
     units = list(builder.units.values())
     factor = None
     if run.training.precision == "fp16":
         factor = LossScale(run.training.loss_scale, run.training.loss_scale_steps, device)
     compiled, balance = builder.compiled, builder.balance
-    parts = (pipeline, layers, sharing, compiled, balance, builder.activations, factor, ledger)
+    parts = (pipeline, layers, batches, compiled, balance, builder.activations, factor, ledger)
     engine = Engine(run, groups, device, units, *parts)
     if draw:
         draw_weights(engine)
@@ -179,6 +191,9 @@ class _Builder:
         """Of the blocks' linears: None is not in fp8, True with a scale for each row."""
         if self.fp8_rows is not None:
             require_fp8(device)
+        tensor, expert = groups.tensor, groups.expert
+        sequence_parallel = self.layout.sequence_parallel
+        self.place = ShardingRank(tensor.size, tensor.index, expert.size, expert.index, sequence_parallel)
         self.deferral = Deferral()
         self.reduction = Reduction()
         self.compiled = is_compiled(run, device)
@@ -199,7 +214,6 @@ class _Builder:
             self.options = {**(self.options or {}), **UNTOUCHED}
         self.balance = make_balance(run, device) if self.model.mixture is not None else None
         self.carrier = None if self.custom is None else Carrier(self.custom, run)
-        self._splits: dict[str, Split | None] = {}
         self.activations = Activations(run, groups, wide(self.dtype), device, math.prod(self.flow))
         # Without experts elsewhere nothing in a pass would hand over.
         self.pair = DualPipePair() if self.layout.ep > 1 and pairs_overlap(schedule) else None
@@ -231,7 +245,6 @@ class _Builder:
         for name, parameter in module.named_parameters():
             if not parameter.ndim:
                 raise UserError(f"{prefix}.{name} is a parameter without dimensions; give it the shape (1,)")
-            self._splits[self.custom.called(f"{prefix}.{name}")] = declared_split(module, name)
         if self.region is not None:
             connect_region(module, self.region)
         if self.schedule.splits_backward:
@@ -242,8 +255,8 @@ class _Builder:
         run = with_recompute(runner(module, prefix, self.carrier, wide(self.dtype)), recompute)
         if prefix.startswith("layers."):
             measured = partial(self.activations.add, int(prefix.partition(".")[2]))
-            return self._segment(module, prefix, lambda x, share: measured(run(x, share.fields)))
-        return self._segment(module, prefix, lambda x, share: run(x, share.fields))
+            return self._segment(module, prefix, lambda x, batch: measured(run(x, batch.fields)))
+        return self._segment(module, prefix, lambda x, batch: run(x, batch.fields))
 
     def _embedding(self) -> Segment:
         if self.custom is not None:
@@ -251,12 +264,14 @@ class _Builder:
         with torch.device("meta"):
             embedding = Embedding(self.model)
             if self.region is not None:
-                split_embedding(embedding, self.model, self.region)
-        return self._segment(embedding, "embedding", lambda x, share: embedding(x, share.positions))
+                split_embedding(embedding, self.region)
+        return self._segment(embedding, "embedding", lambda x, batch: embedding(x, batch.positions))
 
     def _block(self, layer: int, recompute: Recompute) -> Segment:
         if self.custom is not None:
             return self._custom(f"layers.{layer}", recompute)
+        # Built without memory, and split while there are only shapes: `_segment` puts views of the unit's buffer in
+        # place.
         with torch.device("meta"):
             block = Block(self.model, layer)
             if self.region is not None:
@@ -265,6 +280,7 @@ class _Builder:
             for child in block.modules():
                 if isinstance(child, Linear):
                     child.matmul = Fp8Matmul(self.fp8_rows)
+        # Outside in: attention over ranks, then recompute around the block, then experts and measures around that.
         if self.layout.cp > 1:
             block.attention.mix = ContextMix(self.groups, gathers=self.layout.cp_method == "allgather")
         routed = isinstance(block.feed_forward, MoE)
@@ -280,7 +296,8 @@ class _Builder:
             join_sequences(block.feed_forward, self.balance, self.groups, self.run)
             run = watched(block.feed_forward, self.balance, layer, run)
         measured = partial(self.activations.add, layer)
-        segment = self._segment(block, f"layers.{layer}", lambda x, share: measured(run(x, share.positions)))
+        segment = self._segment(block, f"layers.{layer}", lambda x, batch: measured(run(x, batch.positions)))
+        # After the unit exists: fused weights are views of its buffer.
         if self.compiled:
             self._rework(block, self.units[f"layers.{layer}"])
         return segment
@@ -291,7 +308,7 @@ class _Builder:
         if self.fp8_rows is None:
             fuse_matmuls(block, unit, self.model.positions == "rope", waits, self.region)
             if self.model.norm == "rmsnorm" and self.dtype != torch.float64:
-                block.branch = branch
+                block.add_norm = fused_add_norm
         if waits is not None:
             for child in block.modules():
                 if isinstance(child, Linear):
@@ -303,20 +320,20 @@ class _Builder:
         with torch.device("meta"):
             head = Head(self.model)
             if self.region is not None:
-                split_head(head, self.model, self.region)
+                connect_region(head, self.region)
         if self.compiled:
             group, region = self.groups.tensor, self.region
             vocabulary = self.model.vocab
             return self._segment(
                 head,
                 "head",
-                lambda x, share: fused_cross_entropy(head, x, share.labels, vocabulary, group, region, self.deferral),
+                lambda x, batch: fused_cross_entropy(head, x, batch.labels, vocabulary, group, region, self.deferral),
             )
-        return self._segment(head, "head", lambda x, share: head.loss(x, share.labels))
+        return self._segment(head, "head", lambda x, batch: head.loss(x, batch.labels))
 
-    def _segment(self, module: nn.Module, prefix: str, run: Callable[[Tensor, Share], Tensor]) -> Segment:
+    def _segment(self, module: nn.Module, prefix: str, run: Callable[[Tensor, RankBatch], Tensor]) -> Segment:
         in_block = prefix.startswith("layers.")
-        if self.schedule.splits_backward:
+        if self.schedule.splits_backward and self.custom is None:
             for child in module.modules():
                 if isinstance(child, Linear) and not (self.compiled and in_block):
                     child.matmul = deferrable_matmul(self.deferral, self.fp8_rows if in_block else None)
@@ -327,7 +344,7 @@ class _Builder:
         for path, parameter in module.named_parameters(remove_duplicate=False):
             aliases.setdefault(id(parameter), []).append(path)
         inside: dict[str, list[str]] = {}
-        members: dict[str, dict[str, tuple[int, ...]]] = {}
+        members: dict[str, dict[str, Declared]] = {}
         for inner, parameter in module.named_parameters():
             name = f"{prefix}.{inner}"
             if self.custom is not None:
@@ -335,18 +352,22 @@ class _Builder:
             elif self.model.tie_embeddings and name in (TIED, "head.output.weight"):
                 name = TIED
             inside[name] = aliases[id(parameter)]
-            members.setdefault(unit_of(prefix, name), {})[name] = tuple(parameter.shape)
+            split = declared_split(module, inner)
+            if split is None and self.region is not None:
+                raise UserError(f"{name} does not say how it is split; declare it in the `sharding` of its module")
+            declared = Declared(tuple(parameter.shape), split or REPLICATED)
+            members.setdefault(unit_of(prefix, name), {})[name] = declared
         used = []
-        for unit_name, shapes in members.items():
-            unit = self._unit(unit_name, shapes)
-            for name in shapes:
+        for unit_name, table in members.items():
+            unit = self._unit(unit_name, table)
+            for name in table:
                 for path in inside[name]:
                     set_parameter(module, path, unit.parameters[name])
             if not unit_name.endswith(BALANCE):  # always whole, and no gradient ever comes to it
                 used.append(unit)
         return Segment(prefix, run, used, self.deferral, self.reduction)
 
-    def _unit(self, name: str, shapes: dict[str, tuple[int, ...]]) -> Unit:
+    def _unit(self, name: str, table: dict[str, Declared]) -> Unit:
         if name not in self.units:
             one_scale = self.fp8_rows is False
             experts, balance = name.endswith(EXPERTS), name.endswith(BALANCE)
@@ -354,24 +375,15 @@ class _Builder:
                 name,
                 [
                     replace(part, rate_factor=learning_rate_factor(self.model, part.name))
-                    for part in lay_out(shapes, self._slice_of)
+                    for part in lay_out(table, self.place)
                 ],
                 0 if balance else self.layout.zero,
                 self.groups.routed if experts else self.groups,
                 wide(self.dtype) if balance else self.dtype,
                 self.device,
-                [part for part, shape in shapes.items() if one_scale and is_block_linear(name, part, shape)],
+                [part for part, (shape, _) in table.items() if one_scale and is_block_linear(name, part, shape)],
             )
         return self.units[name]
-
-    def _slice_of(self, name: str, shape: tuple[int, ...]) -> Slice:
-        tensor, expert = self.groups.tensor, self.groups.expert
-        if self.custom is not None:
-            declared = self._splits[name] or REPLICATED  # refused where there are tensor ranks
-            return declared.slice_of(name, shape, tensor.size, tensor.index)
-        if EXPERTS in name:
-            return expert_slice(shape, expert.size, expert.index)
-        return slice_of(name, shape, self.model, tensor.size, tensor.index, self.layout.sequence_parallel)
 
 
 def set_parameter(module: nn.Module, path: str, parameter: nn.Parameter) -> None:

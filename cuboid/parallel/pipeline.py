@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -13,15 +14,13 @@ import torch
 from torch import Tensor
 
 from cuboid.kernels.precision import wide
-from cuboid.parallel.cp_batch import Share
-from cuboid.parallel.dualpipe_pair import DualPipePair
 from cuboid.parallel.groups import Groups
 from cuboid.parallel.p2p import PeerToPeer
+from cuboid.parallel.rank_batch import RankBatch
 from cuboid.parallel.split_backward import Deferral
 from cuboid.parallel.stage import Entrance, Stage
 from cuboid.schedule.order import UNITS, Receive, Send, instructions
-from cuboid.schedule.program import Message
-from cuboid.schedule.table import Action, Kind, Schedule
+from cuboid.schedule.table import Action, Kind, Message, Schedule
 from cuboid.telemetry.heartbeat import HEARTBEAT, Activity
 
 
@@ -115,7 +114,7 @@ class Pipeline:
             Kind.WEIGHT: self._weight_backward,
         }
 
-    def run(self, micro_batches: list[Share], scale: Tensor) -> Tensor:
+    def run(self, micro_batches: list[RankBatch], scale: Tensor) -> Tensor:
         """Forward and backward of all micro-batches. `scale` multiplies the summed loss before its gradient is taken.
 
         Returns the summed loss of this rank's micro-batches, unscaled: zero on a rank without the last stage."""
@@ -126,12 +125,12 @@ class Pipeline:
         return self._loss
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: list[Share]) -> Tensor:
+    def evaluate(self, micro_batches: list[RankBatch]) -> Tensor:
         """Forward only: the summed loss of this rank's micro-batches, zero on a rank without the last stage."""
         self._follow(forward_only(self.schedule, len(micro_batches)), micro_batches)
         return self._loss
 
-    def _follow(self, schedule: Schedule, micro_batches: list[Share]) -> list[TimedAction]:
+    def _follow(self, schedule: Schedule, micro_batches: list[RankBatch]) -> list[TimedAction]:
         """Issue this rank's part of the order that all ranks follow (`schedule.order`); its times, if they are kept."""
         self._micro_batches = micro_batches
         self._loss = torch.zeros((), dtype=self._loss_dtype, device=self._like.device)
@@ -139,6 +138,8 @@ class Pipeline:
         self._made: dict[Message, Tensor] = {}
         timed: list[tuple[tuple[Action, ...], Any, Any, Any]] = []
         for instruction in instructions(schedule, self._pair is not None)[self.rank]:
+            # Receives are posted ahead of the compute that needs them, in one order on both ends: NCCL matches by order
+            # alone.
             if isinstance(instruction, Receive):
                 channels.post(instruction.message)
             elif isinstance(instruction, Send):
@@ -192,10 +193,11 @@ class Pipeline:
             self._made[message] = tensor
 
     def _forward(self, stage: int, index: int) -> None:
-        share = self._micro_batches[index]
+        batch = self._micro_batches[index]
         received = stage > 0
-        x = self._receive(Message(stage - 1, stage, index)).requires_grad_() if received else share.tokens
-        y = self.stages[stage].forward(x, share)
+        x = self._receive(Message(stage - 1, stage, index)).requires_grad_() if received else batch.tokens
+        # x is a leaf, so the graph ends at the stage's border and x.grad is what the stage before gets.
+        y = self.stages[stage].forward(x, batch)
         if y.requires_grad:
             self._in_flight[stage, index] = (x, Entrance(y))
         if stage + 1 < self.schedule.stages:
@@ -213,6 +215,8 @@ class Pipeline:
             self._give(Message(stage, stage - 1, index), x.grad)
 
     def _input_backward(self, stage: int, index: int) -> None:
+        # Zero-bubble's B: input gradients only. Matmuls leave their weight gradients with `deferral`; W computes them
+        # later.
         self._deferral.active = True
         self._backward(stage, index)
         self._deferral.active = False
@@ -220,3 +224,72 @@ class Pipeline:
 
     def _weight_backward(self, stage: int, index: int) -> None:
         self.stages[stage].weight_backward(self._postponed.pop((stage, index)))
+
+
+# A forward and a backward pass that run together: while one waits for a collective the other computes (DualPipe).
+#
+# Both passes are ordinary code. Wherever one has issued a collective and would wait for it, it hands over; the other
+# runs until it does the same. Only one runs at a time, so the order of all calls is fixed by the model alone and is the
+# same on every rank, as collectives of one group must be. Kernels of both go to one stream: what the second pass
+# computes is queued before the first one's wait, and so runs during the transfer.
+
+
+class DualPipePair:
+    def __init__(self) -> None:
+        self.active = False
+        self.carried: list[tuple[object, str]] = []
+        """(object, attribute) that each pass sees as it left it, or as it was before both, whatever the other does."""
+        self._running = 0
+        self._ended = [False, False]
+        self._may_run = (threading.Semaphore(0), threading.Semaphore(0))
+
+    def run(self, first: Callable[[], None], second: Callable[[], None], device: torch.device) -> None:
+        """`second` runs in a thread of its own; an error of either is raised here when both have ended."""
+        errors: list[BaseException] = []
+        before = self._carried()
+        self.active, self._running, self._ended = True, 0, [False, False]
+
+        def one(side: int, work: Callable[[], None]) -> None:
+            # Semaphores pass one baton: exactly one of the two threads runs, so Python and CUDA calls have one order.
+            self._may_run[side].acquire()
+            try:
+                if side == 1:
+                    self._restore(before)
+                    if device.type == "cuda":  # a thread begins with the first one
+                        torch.cuda.set_device(device)
+                work()
+            except BaseException as error:
+                errors.append(error)
+            self._ended[side] = True
+            self._running = 1 - side
+            self._may_run[1 - side].release()
+
+        helper = threading.Thread(target=one, args=(1, second), name="overlapped backward")
+        helper.start()
+        self._may_run[0].release()
+        one(0, first)
+        helper.join()
+        for semaphore in self._may_run:  # what the side that ended last has released
+            while semaphore.acquire(blocking=False):
+                pass
+        self.active = False
+        if errors:
+            raise errors[0]
+
+    def hand_over(self) -> None:
+        """Called by a pass that would wait now. Returns when the other pass hands over in turn, or has ended."""
+        if not self.active or self._ended[1 - self._running]:
+            return
+        kept = self._carried()
+        side = self._running
+        self._running = 1 - side
+        self._may_run[1 - side].release()
+        self._may_run[side].acquire()
+        self._restore(kept)
+
+    def _carried(self) -> list[Any]:
+        return [getattr(owner, name) for owner, name in self.carried]
+
+    def _restore(self, values: list[Any]) -> None:
+        for (owner, name), value in zip(self.carried, values, strict=True):
+            setattr(owner, name, value)

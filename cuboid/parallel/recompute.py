@@ -1,6 +1,6 @@
 """Activation recomputation: what the backward pass needs is computed again instead of kept.
 
-full: only a block's input is kept. selective: the results of Matmuls and attention are kept, the cheap rest
+full: only a block's input is kept. selective: the results of matmuls and attention are kept, the cheap rest
 (norms, rotations, activation functions) is computed again."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import cuboid.parallel.fake_collectives  # noqa: F401, what `_DEAR` names
+import cuboid.parallel.tensor_region  # noqa: F401, what `_DEAR` names
 from cuboid.parallel.context import KEPT
 from cuboid.spec.layout import Recompute
 
@@ -32,7 +32,7 @@ _DEAR = {
     torch.ops.aten._grouped_mm.default,
     # In a compiled block, which then keeps these sums and not the matmuls they come of, tp times as large.
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    torch.ops.cuboid.imagined_scatter.default,
+    torch.ops.cuboid.fake_scatter.default,
     *KEPT,
 }
 
@@ -85,6 +85,7 @@ def _contexts(selective: bool) -> Contexts:
     memory = Memory()
     if not selective:
         return memory.during(again=False), memory.during(again=True)
+    # torch keeps what the policy names and recomputes the rest; `Memory` keeps what the host read from the device.
     kept, found = create_selective_checkpoint_contexts(_policy)
     return _both(memory.during(again=False), kept), _both(memory.during(again=True), found)
 
@@ -102,4 +103,5 @@ def with_recompute(run: Callable[..., Tensor], kind: Recompute, traced: bool = F
     contexts: Callable[[], Any] = partial(_contexts, kind == "selective")
     if traced:
         contexts = partial(create_selective_checkpoint_contexts, _policy)
+    # Nothing in a block draws random numbers, so no state of a generator needs to be kept.
     return partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)

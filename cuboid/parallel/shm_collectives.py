@@ -86,9 +86,10 @@ class SharedMemoryGroup:
             connection.settimeout(DEADLINE)
         return peers
 
-    def exchange(self, tensor: Tensor) -> Tensor:
+    def all_show(self, tensor: Tensor) -> Tensor:
         """Show a tensor of at most `slot_bytes` to all ranks; returns a view of all of theirs, (ranks, elements),
         that holds until this rank's next collective but one."""
+        # Two slots a rank in alternation: a rank may write the next while a slower one still reads the last.
         self._turn += 1
         slots = torch.frombuffer(self._map, dtype=tensor.dtype).view(self._size, 2, -1)
         slots = slots[:, self._turn & 1, : tensor.numel()]
@@ -108,20 +109,20 @@ class SharedMemoryGroup:
     def all_gather(self, part: Tensor, into: Tensor) -> Tensor:
         rows, flat = into.view(self._size, -1), part.reshape(-1)
         for chunk in self._pieces(flat.numel(), part.element_size()):
-            rows[:, chunk].copy_(self.exchange(flat[chunk]))
+            rows[:, chunk].copy_(self.all_show(flat[chunk]))
         return into
 
     def reduce_scatter(self, x: Tensor, into: Tensor) -> Tensor:
         rows, flat = x.reshape(self._size, -1), into.view(-1)
         for chunk in self._pieces(flat.numel(), x.element_size() * self._size):
-            shown = self.exchange(rows[:, chunk]).unflatten(1, (self._size, -1))
+            shown = self.all_show(rows[:, chunk]).unflatten(1, (self._size, -1))
             flat[chunk].copy_(sum_rows(shown[:, self._index]))
         return into
 
     def all_to_all(self, x: Tensor, into: Tensor) -> Tensor:
         rows, found = x.reshape(self._size, -1), into.view(self._size, -1)
         for chunk in self._pieces(rows.shape[1], x.element_size() * self._size):
-            shown = self.exchange(rows[:, chunk]).unflatten(1, (self._size, -1))
+            shown = self.all_show(rows[:, chunk]).unflatten(1, (self._size, -1))
             found[:, chunk].copy_(shown[:, self._index])
         return into
 
@@ -129,7 +130,7 @@ class SharedMemoryGroup:
         """What the rank before shows; the last comes before the first."""
         flat, into = x.reshape(-1), torch.empty_like(x, memory_format=torch.contiguous_format)
         for chunk in self._pieces(flat.numel(), x.element_size()):
-            into.view(-1)[chunk].copy_(self.exchange(flat[chunk])[self._index - 1])
+            into.view(-1)[chunk].copy_(self.all_show(flat[chunk])[self._index - 1])
         return into
 
     def all_reduce(self, x: Tensor, combine: Callable[[Tensor], Tensor]) -> Tensor:
@@ -137,14 +138,16 @@ class SharedMemoryGroup:
         it."""
         flat = x.view(-1)
         for chunk in self._pieces(flat.numel(), x.element_size()):
-            shown = self.exchange(flat[chunk])
+            shown = self.all_show(flat[chunk])
             if shown[0].nbytes <= SMALL:
                 flat[chunk].copy_(combine(shown))
                 continue
+            # Reduce-scatter and all-gather by hand: each rank adds 1/size of the elements, in the order of ranks on all
+            # of them.
             width = -(-shown.shape[1] // self._size)
             own = combine(shown[:, self._index * width : (self._index + 1) * width])
             padded = torch.nn.functional.pad(own, (0, width - own.numel()))
-            flat[chunk].copy_(self.exchange(padded).reshape(-1)[: shown.shape[1]])
+            flat[chunk].copy_(self.all_show(padded).reshape(-1)[: shown.shape[1]])
         return x
 
     def _pieces(self, elements: int, element_bytes: int) -> Iterator[slice]:

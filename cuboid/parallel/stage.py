@@ -13,16 +13,18 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.profiler import record_function
 
-from cuboid.parallel.cp_batch import Share
+from cuboid.parallel.groups import Groups
+from cuboid.parallel.rank_batch import RankBatch
 from cuboid.parallel.split_backward import Deferral
 from cuboid.parallel.zero import Unit
+from cuboid.spec.run import Run
 from cuboid.telemetry.profiler_regions import NOTHING, REGIONS, close
 
 
 class Reduction:
     """Of all segments of a rank one at most has its gradients on their way whole, as long as the next one computes. The
     sum of a shard over its replicas starts when that one is done, under the segments that follow. What starts when is
-    decided by the order of the schedule's actions alone, which all replicas share."""
+    decided by the order of the schedule's actions alone, which is the same on all replicas."""
 
     def __init__(self) -> None:
         self._sent: list[Unit] = []
@@ -41,7 +43,7 @@ class Segment:
     def __init__(
         self,
         name: str,
-        run: Callable[[Tensor, Share], Tensor],
+        run: Callable[[Tensor, RankBatch], Tensor],
         units: list[Unit],
         deferral: Deferral,
         reduction: Reduction,
@@ -83,6 +85,7 @@ class Segment:
         self.deferral.owner = self
         self._region = REGIONS.open("backward of", self.name) if self.ends_in_backward else None
         self.gather()
+        # Prefetch: the all-gather of the segment whose backward pass comes next runs under this one's.
         if self.before is not None:
             self.before.start_gather()
 
@@ -119,6 +122,7 @@ class Entrance:
 
     def __init__(self, output: Tensor) -> None:
         self._given: list[Tensor] = []
+        # An edge of the graph, not the tensor: activations of a stage that was sent on are freed at once.
         self._edge = get_gradient_edge(_Enter.apply(output, self._given))
 
     def backward(self, gradient: Tensor) -> None:
@@ -150,17 +154,19 @@ class Stage:
             segment.before, self.segments[-1].after = self.segments[-1], segment
         self.segments.append(segment)
 
-    def forward(self, x: Tensor, share: Share) -> Tensor:
+    def forward(self, x: Tensor, batch: RankBatch) -> Tensor:
         for segment in self.segments:
             segment.gather()
+            # Prefetch of one segment: with two, ZeRO 3 would hold three at once.
             if segment.after is not None:
                 segment.after.start_gather()
             segment.ends_in_backward = x.requires_grad
             if x.requires_grad:
                 x = _WhenGradientPasses.apply(x, segment.end_backward)
             with REGIONS.around(segment.name):
-                x = segment.run(x, share)
+                x = segment.run(x, batch)
             x = _WhenGradientPasses.apply(x, segment.begin_backward)
+            # The backward pass gathers it again: between the two, ZeRO 3 holds a shard.
             segment.release()
         return x
 
@@ -176,3 +182,37 @@ class Stage:
                 for work in postponed.get(segment, ()):
                     work()
             segment.collect()
+
+
+# How large the residual stream is behind each block: one reduction over tokens × hidden a micro-batch, for which the
+# host never waits.
+#
+# It is measured on what a block returns, outside of the compiled function, and takes no part in any gradient.
+
+
+class Activations:
+    """This rank's part; the sum over all ranks is the same on any layout."""
+
+    def __init__(self, run: Run, groups: Groups, dtype: torch.dtype, device: torch.device, held: int) -> None:
+        """`held`: elements of what a block returns on this rank, of a micro-batch."""
+        layout, model = run.layout, run.model
+        apart = layout.cp * (layout.tp if layout.sequence_parallel else 1)
+        self._elements = held * apart * (run.training.global_batch // layout.micro_batch)
+        # Tensor ranks hold tokens of their own with sequence parallelism, else all of them hold the same.
+        self._counts = run.layout.sequence_parallel or groups.tensor.index == 0
+        self._first = 0 if run.output.layer_norms else model.layers - 1
+        self.squares = torch.zeros(model.layers, dtype=dtype, device=device)
+        """Mean square over the global batch, by layer: of the last one, which the head reads, or of all if
+        `output.layer_norms` says so."""
+
+    def begin_step(self) -> None:
+        self.squares.zero_()
+
+    def add(self, layer: int, x: Tensor) -> Tensor:
+        """`x` as it is: what a block returned for a micro-batch, measured if it is one of a training step."""
+        if layer >= self._first and self._counts and torch.is_grad_enabled():
+            with torch.no_grad():
+                # Wider than x without a copy of it.
+                norm = torch.linalg.vector_norm(x, dtype=self.squares.dtype)
+                self.squares[layer] += norm.square() / self._elements
+        return x

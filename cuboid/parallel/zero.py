@@ -15,18 +15,17 @@ Of a master weight beside a bf16 parameter only the difference is kept (`halves`
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from cuboid.kernels.precision import wide
-from cuboid.kernels.split_master_weights import join_halves, split_halves
+from cuboid.kernels.precision import join_halves, split_halves, wide
 from cuboid.parallel.collectives import Pending, start_all_gather
 from cuboid.parallel.fp8_all_gather import Fp8Shard
 from cuboid.parallel.grad_reduce import GradientReducer
 from cuboid.parallel.groups import Holders
-from cuboid.parallel.optimizer_shard import OptimizerShard
 from cuboid.spec.sharding import Part
 
 
@@ -51,6 +50,8 @@ class Unit:
         self.accumulate = wide(compute)
         shards = groups.shard.size if zero else 1
         total = parts[-1].offset + parts[-1].size
+        # Equal shards: the last one is padded, so that an all-gather and a reduce-scatter take one size from every
+        # rank.
         self.shard_size = -(-total // shards)
         self.begin = self.shard_size * (groups.shard.index if zero else 0)
         self.end = self.begin + self.shard_size
@@ -58,13 +59,16 @@ class Unit:
         # This rank's shard of the parameters; of ZeRO 3 all that it has of them between uses.
         self._own = torch.zeros(self.shard_size, dtype=compute, device=device) if zero == 3 else self._shard(self._flat)
         self._master_is_apart = compute != self.accumulate
+        # float32 master = bf16 weight + int16 rest: 4 bytes a parameter in place of 6, and the weight is where matmuls
+        # read it.
         self._is_halved = compute == torch.bfloat16
         kept = torch.int16 if self._is_halved else self.accumulate
         apart = self._master_is_apart
         self._kept = torch.zeros(self.shard_size, dtype=kept, device=device) if apart else self._own
         self._settle_kept: Callable[[], None] = _is_settled
-        narrows = zero == 3 and groups.shard.size > 1 and fp8
-        self._narrow = Fp8Shard(parts, fp8, self.begin, self.end, groups.shard) if narrows else None
+        # With one scale a tensor the gathered bytes are what the matmul would have made; with row scales they are not.
+        gathers_fp8 = zero == 3 and groups.shard.size > 1 and fp8
+        self._fp8 = Fp8Shard(parts, fp8, self.begin, self.end, groups.shard) if gathers_fp8 else None
         self._opened: Tensor | None = None
         # `.data` has its own version counter: gathering anew between forward and backward is not a change to autograd.
         self.parameters = {part.name: nn.Parameter(self._view(self._flat.data, part)) for part in parts}
@@ -100,8 +104,8 @@ class Unit:
     def fill(self, held: Callable[[Part], Tensor]) -> None:
         """Set the parameters from what this rank holds of each full tensor; padding stays zero."""
         self._settle_kept()
-        if self._narrow is not None:
-            self._narrow.forget()
+        if self._fp8 is not None:
+            self._fp8.forget()
         whole = torch.zeros(self._flat.numel(), dtype=self.accumulate, device=self._flat.device)
         for part in self.parts:
             cut = part.slice
@@ -146,9 +150,11 @@ class Unit:
         if self.zero < 3 or self._gathering is not None or self._flat.untyped_storage().size():
             return
         self.wait_for_update()
-        if self._narrow is not None:
-            self._gathering = self._narrow.start_gather(self._own)
+        if self._fp8 is not None:
+            self._gathering = self._fp8.start_gather(self._own)
             return
+        # The all-gather of ZeRO 3. Parameters are views of one storage, which only changes its size: they need no new
+        # views, and autograd sees the same tensors in forward and backward.
         self._make_room()
         self._gathering = start_all_gather(self._own, self.groups.shard, self._flat)
 
@@ -162,9 +168,9 @@ class Unit:
         if self._gathering is not None:
             gathered = self._gathering.wait()
             self._gathering = None
-            if self._narrow is not None:
+            if self._fp8 is not None:
                 self._make_room()
-                self._narrow.widen(gathered, self._flat)
+                self._fp8.widen(gathered, self._flat)
 
     def settle_gather(self) -> None:
         """Let the current stream wait for parameters that are on their way, whoever uses them next."""
@@ -178,20 +184,23 @@ class Unit:
 
     def _free_if_unused(self) -> None:
         if self.zero == 3 and self._users == 0:
+            # The tensor stays and its memory goes: no view is invalid, and nobody may read one until the next gather.
             self._flat.untyped_storage().resize_(0)
 
     def publish(self, written: bool = False) -> None:
         """After the optimizer changed the master weights: let every rank's parameters follow. `written`: those of this
         rank's optimizer shards do already."""
-        if self._narrow is not None:
-            self._narrow.forget()
+        if self._fp8 is not None:
+            self._fp8.forget()
         if self._opened is not None:
+            # Rounded to bf16 once, from the exact sum: master weights never lose what the update added.
             near, rest = split_halves(self._opened)
             self._own.view(torch.int16).copy_(near)
             self._kept.copy_(rest)
             self._opened = None
         elif self._master_is_apart and not self._is_halved and not written:
             self._own.copy_(self._kept)
+        # The clone is sent: `_own` is a part of `_flat`, which the all-gather writes while it reads.
         if self.zero in (1, 2):
             self._gathering = start_all_gather(self._own.clone(), self.groups.shard, self._flat)
 
@@ -202,6 +211,7 @@ class Unit:
     def wait_for_update(self) -> None:
         """Let the current stream wait; the host does not."""
         if self._update is not None:
+            # A wait of the current stream for the optimizer's stream; the host continues to queue kernels.
             self._update[0].wait()
             self._update = None
         if self._clear_first:
@@ -269,3 +279,55 @@ class Unit:
 
 def _is_settled() -> None:
     """What no other stream writes is always there."""
+
+
+# A parameter, or the part of it, whose master weights and optimizer state a rank keeps.
+
+
+@dataclass(frozen=True)
+class OptimizerShard:
+    """What of a parameter lies in this rank's shard: elements `start:stop` of the local tensor, flattened."""
+
+    part: Part
+    start: int
+    stop: int
+    stored: Tensor
+    """`kept`, which may be on its way to where it is stored."""
+    weight: Tensor | None
+    """The same elements in the precision of the matmuls, where these are kept beside the master weights."""
+    take_gradient: Callable[[], Tensor]
+    settle: Callable[[], None]
+    """The host waits until what is stored is there."""
+
+    @property
+    def kept(self) -> Tensor:
+        """The master weights, or of each 16 bits more than `weight` has."""
+        self.settle()
+        return self.stored
+
+    @property
+    def is_halved(self) -> bool:
+        return self.stored.dtype == torch.int16
+
+    @property
+    def master(self) -> Tensor:
+        """Of a halved shard a copy: `set_master` makes it count."""
+        if not self.is_halved:
+            return self.kept
+        assert self.weight is not None
+        return join_halves(self.weight.view(torch.int16), self.kept.to(self.weight.device))
+
+    def set_master(self, values: Tensor) -> None:
+        """Write master weights and what follows from them on this rank."""
+        if not self.is_halved:
+            self.kept.copy_(values)
+            return
+        assert self.weight is not None
+        near, rest = split_halves(values)
+        self.weight.view(torch.int16).copy_(near)
+        self.kept.copy_(rest)
+
+    @property
+    def gradient(self) -> Tensor:
+        """The unit knows only after a backward pass which tensor holds it."""
+        return self.take_gradient()

@@ -6,10 +6,11 @@ from functools import reduce
 
 import numpy as np
 
-from cuboid.cost.inputs import Array, Shape
+from cuboid.cost.inputs import Array, Shape, number
 from cuboid.cost.layers import LayerTimes, Pass
 from cuboid.cost.pipeline import DUAL_PIPE_V, idle_by_schedule, in_flight, paired_share, partition, waited_transfers
-from cuboid.cost.sharding import rank_parameters
+from cuboid.cost.sharding import rank_parameters, reduction
+from cuboid.cost.step import first_parameters, replica_time
 from cuboid.planning.question import Question
 from cuboid.planning.space import Space
 from cuboid.planning.stages import LayerSeconds
@@ -32,10 +33,34 @@ def least_seconds(question: Question, space: Space, context: bool) -> Array:
     return np.broadcast_to(_least(question, space, seconds, passes), len(space))
 
 
+def likely_seconds(question: Question, space: Space) -> Array:
+    """The same with the sums of gradients under ZeRO 1: no bound, but close to what is best."""
+    shape, jobs, engine = Shape.of(question.model), space.jobs, question.profile
+    least = least_seconds(question, space, True)
+    layers, times = partition(shape, jobs, engine).first, LayerSeconds.of(question, jobs).times
+    held = rank_parameters(shape, jobs, layers, np.ones(()), np.zeros(()))
+    passes = (layers * times.mean("total", way) for way in (0, 1))
+    return least + reduction(replace(jobs, zero=number(1)), question.machine.fabric, engine, held, *passes)
+
+
 def least_busy(question: Question, space: Space, seconds: LayerSeconds) -> Array:
     """The same of layouts whose layers are known: seconds that no schedule and no partition takes away."""
     pairs = zip(seconds.times.dense, seconds.times.mixture, strict=True)
     return _least(question, space, seconds, [(dense.total, mixture.total) for dense, mixture in pairs])
+
+
+def least_in_layers(question: Question, space: Space) -> Array:
+    """The same, one for each layout."""
+    return np.broadcast_to(least_busy(question, space, LayerSeconds.of(question, space.jobs)), len(space))
+
+
+def least_with_sums(question: Question, space: Space) -> Array:
+    """… with what replicas wait for, where ZeRO is known."""
+    shape, jobs, engine, fabric = Shape.of(question.model), space.jobs, question.profile, question.machine.fabric
+    seconds, stage = LayerSeconds.of(question, jobs), partition(shape, jobs, engine)
+    held = first_parameters(shape, jobs, stage)
+    waits = replica_time(shape, jobs, fabric, engine, stage, held, seconds.times, seconds.parts)
+    return np.broadcast_to(least_busy(question, space, seconds) + waits, len(space))
 
 
 def _least(question: Question, space: Space, seconds: LayerSeconds, passes: list[tuple[Array, Array]]) -> Array:

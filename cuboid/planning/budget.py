@@ -14,7 +14,7 @@ from cuboid.cost.inputs import Array, Shape
 from cuboid.cost.memory import peak_memory
 from cuboid.planning.question import Question
 from cuboid.planning.refine import Refined, memory_table, refine
-from cuboid.planning.score import Scores, score, score_all
+from cuboid.planning.score import Scores, memory_of, score, score_all
 from cuboid.planning.space import Column, Space
 from cuboid.planning.stages import held
 from cuboid.spec.layout import RECOMPUTE
@@ -49,11 +49,13 @@ def promising(question: Question, plain: Scores, reached: float) -> NDArray[np.b
     found = np.zeros(len(plain.space), dtype=bool)
     kinds = plain.space.columns["recompute"] >= least_kind(question)
     where = np.flatnonzero(kinds & (LEAST_LEFT * plain.even <= reached))
+    memory = memory_of(question, lighter(plain.space.take(where)))
+    too_full = np.where(plain.space.columns["pp"][where] > 1, FULLER, 1.0) * memory > question.limit
+    where = where[too_full]
     more = plain.take(where)
-    less = score_all(question, _lighter(more.space))
-    fullest = np.where(less.space.columns["pp"] > 1, FULLER, 1.0) * less.memory
+    less = score_all(question, lighter(more.space), memory[too_full])
     even = less.even + _share(question, more, less) * (more.even - less.even)
-    found[where[(even <= reached) & (fullest > question.limit)]] = True
+    found[where[even <= reached]] = True
     return found
 
 
@@ -62,7 +64,10 @@ def mixable(question: Question, found: Scores, reached: float) -> Iterator[tuple
     seconds that none of them undercuts."""
     kinds = found.space.columns["recompute"] >= least_kind(question)
     more = found.take(np.flatnonzero(found.fits & kinds & (LEAST_LEFT * found.seconds <= reached)))
-    less = score_all(question, _lighter(more.space))
+    memory = memory_of(question, lighter(more.space))
+    too_full = memory > min(question.limit, question.profile.usable * question.machine.chip.memory)
+    more = more.take(np.flatnonzero(too_full))
+    less = score_all(question, lighter(more.space), memory[too_full])
     seconds = less.seconds + _share(question, more, less) * (more.seconds - less.seconds)
     seconds = np.where(less.fits, np.inf, seconds)
     order = np.argsort(seconds, kind="stable")
@@ -95,7 +100,7 @@ def _with_layers(space: Space, layers: Column) -> Space:
     return Space({**space.columns, "recompute_layers": layers}, space.global_batch, space.sequence)
 
 
-def _lighter(space: Space) -> Space:
+def lighter(space: Space) -> Space:
     """The layouts with one kind less recomputed."""
     return Space({**space.columns, "recompute": space.columns["recompute"] - 1}, space.global_batch, space.sequence)
 

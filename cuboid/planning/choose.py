@@ -25,7 +25,7 @@ from cuboid.planning.space import DEGREES, Space, shapes
 from cuboid.planning.traffic import bound, moved
 from cuboid.spec.fitting import check
 from cuboid.spec.layout import Layout
-from cuboid.spec.python_model import PythonModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 
 SCORED = 32
 """Best different layouts in closed form, from which finalists are taken."""

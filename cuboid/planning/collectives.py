@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from cuboid.planning.layer_collectives import LayerExchanges
 from cuboid.planning.rank_step import Collective, RankStep
 from cuboid.spec.layout import V_SHAPED
-from cuboid.spec.parameters import EXPERTS, TIED
 from cuboid.spec.run import Run
-from cuboid.spec.sharding import kv_part_count
+from cuboid.spec.sharding import EXPERTS, TIED, kv_part_count
 from cuboid.telemetry.communication_ledger import Kind, Ledger, differences
 
 ROUTER_SUMS = 3

@@ -24,9 +24,8 @@ from cuboid.spec.fitting import check_model
 from cuboid.spec.generation import DIMENSIONS
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import ModelSpec
-from cuboid.spec.parameters import EXPERTS, units
 from cuboid.spec.partition import partition
-from cuboid.spec.sharding import expert_slice, slice_of
+from cuboid.spec.sharding import ShardingRank, units
 
 ITEM_BYTES = {"bf16": 2, "float32": 4}
 OBJECTIVES = ("throughput", "latency")
@@ -93,15 +92,12 @@ class GenerationPlan:
 
 def weight_bytes(model: ModelSpec, layout: Layout, layers: range, first: bool, last: bool, item_bytes: int) -> int:
     """What a rank with these layers holds."""
-    total = 0
-    for unit in units(model, layers, first, last):
-        for name, shape in unit.shapes.items():
-            if EXPERTS in name:
-                cut = expert_slice(shape, layout.ep, 0)
-            else:
-                cut = slice_of(name, shape, model, layout.tp, 0, False)
-            total += prod(cut.local_shape(shape)) * item_bytes
-    return total
+    rank = ShardingRank(layout.tp, 0, layout.ep, 0)
+    return item_bytes * sum(
+        prod(split.slice_of(name, shape, rank).local_shape(shape))
+        for unit in units(model, layers, first, last)
+        for name, (shape, split) in unit.parameters.items()
+    )
 
 
 def generation_plans(question: GenerationQuestion, top: int = 5) -> list[GenerationPlan]:

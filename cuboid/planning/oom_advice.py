@@ -13,8 +13,7 @@ from cuboid.planning.question import DEFAULT_SHARE, Question
 from cuboid.spec.cluster import ClusterSpec
 from cuboid.spec.layout import RECOMPUTE
 from cuboid.spec.partition import longest_stage
-from cuboid.spec.run import Run
-from cuboid.spec.supported import check_supported
+from cuboid.spec.run import Run, check_supported
 
 Changes = dict[str, Any]
 LOOKED_AT = 120

@@ -24,12 +24,12 @@ from cuboid.planning.question import Question
 from cuboid.planning.reasons import reasons
 from cuboid.planning.refine import StageSeconds, makespans, short_counts
 from cuboid.planning.stages import Held, held
-from cuboid.schedule.make import make_schedule
+from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import StageCosts
 from cuboid.schedule.table import Kind
 from cuboid.spec.fitting import check
 from cuboid.spec.layout import Layout
-from cuboid.spec.python_model import PythonModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 
 LARGEST_MICRO_BATCH = 64
 SLOWER = 1.5

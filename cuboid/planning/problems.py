@@ -1,18 +1,25 @@
 """Why no plan was found, in one sentence that says what would work."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
 from math import gcd
+from typing import Any
 
-from cuboid.errors import UserError
+import numpy as np
+
+from cuboid.errors import UserError, either
+from cuboid.planning.export.limits import FIXED
 from cuboid.planning.question import Question
-from cuboid.planning.search import search
+from cuboid.planning.search import emptiest, sayable_layouts, search
 from cuboid.planning.sizes import resized
-from cuboid.planning.space import degrees, divisors, shapes, with_context
+from cuboid.planning.space import DEGREES, Space, degrees, divisors, shapes, with_context
 from cuboid.spec.fitting import check_model
 from cuboid.spec.layout import Layout
-from cuboid.spec.suggest import either
 
 MOST_ACCELERATORS = 2**20
+FEW = 4
+"""Values that a sentence proposes at most."""
 
 
 def explain_nothing(question: Question) -> UserError:
@@ -26,7 +33,38 @@ def explain_nothing(question: Question) -> UserError:
             f"no layout of {question.cluster.name} divides global_batch={question.global_batch} with "
             f"{_fixed(question)}; {'use another micro_batch or ' if micro_batch else ''}fix less"
         )
-    return _too_small(question, world_size)
+    return _unsayable(question, world_size) or _too_small(question, world_size)
+
+
+def _unsayable(question: Question, world_size: int) -> UserError | None:
+    """The error for a target that has no words for what the user decided: which field, and what it has instead."""
+    target = question.target
+    if not target or len(sayable_layouts(question, world_size)):
+        return None
+    decided = {name: value for name, value in question.fixed.items() if name not in FIXED[target]}
+    # A degree is what the user wants most.
+    names = sorted(decided, key=lambda name: name in DEGREES)
+    for dropped in (dropped for count in (1, 2) for dropped in combinations(names, count)):
+        kept = {name: value for name, value in question.fixed.items() if name not in dropped}
+        try:
+            found = sayable_layouts(replace(question, fixed=kept), world_size)
+        except UserError:  # what is kept makes no layout
+            continue
+        if len(found):
+            lacking, others = (
+                {name: decided[name] for name in decided if (name in dropped) is lost} for lost in (True, False)
+            )
+            beside = f" with {_named(others)}" if others else ""
+            return UserError(f"{_named(lacking)}{beside} is not in {target}; use {either(_instead(found, dropped))}")
+    return UserError(f"{_named(decided)} is not in {target}; fix less")
+
+
+def _instead(space: Space, names: Sequence[str]) -> list[str]:
+    """Values of some fields that occur, at most a few."""
+    rows = np.stack([space.columns[name] for name in names], axis=1).tolist()
+    firsts = {tuple(row): where for where, row in reversed(list(enumerate(rows)))}
+    layouts = [space.layout(firsts[values]) for values in sorted(firsts)[:FEW]]
+    return [_named({name: getattr(layout, name) for name in names}) for layout in layouts]
 
 
 def _no_degrees(question: Question, world_size: int) -> UserError:
@@ -64,13 +102,11 @@ def _too_small(question: Question, world_size: int) -> UserError:
     kept = f" with {_fixed(question)}" if question.fixed else ""
     limit = f"{question.limit / 2**30:.4g} GiB a rank"
     needed = _enough(question, world_size)
-    least = search(replace(question, memory_limit=1e18), world_size, keep=1, objective="memory")
+    least = emptiest(question, world_size)
     lacking = ""
-    if len(least.space):
-        held = float(least.memory[0])
-        lacking = (
-            f": {least.space.layout(0)} would hold {held / 2**30:.1f}, {(held - question.limit) / 2**30:.1f} too many"
-        )
+    if least:
+        layout, held = least
+        lacking = f": {layout} would hold {held / 2**30:.1f}, {(held - question.limit) / 2**30:.1f} too many"
     what = (
         f"cluster={question.cluster.name} is too small for {question.model.name}{kept} "
         f"at global_batch={question.global_batch} and seq={question.sequence} within {limit}{lacking}"
@@ -104,4 +140,8 @@ def _holds(question: Question) -> bool:
 
 
 def _fixed(question: Question) -> str:
-    return ",".join(f"{name}={str(value).lower()}" for name, value in question.fixed.items()) or "these sizes"
+    return _named(question.fixed) or "these sizes"
+
+
+def _named(fields: Mapping[str, Any]) -> str:
+    return ",".join(f"{name}={str(value).lower()}" for name, value in fields.items())

@@ -9,16 +9,14 @@ from cuboid.cost.constants import engine_for
 from cuboid.cost.engine import Engine
 from cuboid.cost.estimate import Machine, machine_of
 from cuboid.cost.profiled import profiled
-from cuboid.errors import UserError
+from cuboid.errors import UserError, either, nearest_names
 from cuboid.spec.cluster import ClusterSpec
 from cuboid.spec.coding import convert
 from cuboid.spec.fitting import check_fp8
 from cuboid.spec.layout import Layout, parse_layout_fields, require_positive
 from cuboid.spec.model import ModelSpec
-from cuboid.spec.python_model import PythonModelSpec
-from cuboid.spec.run import Run
-from cuboid.spec.suggest import either, nearest_names
-from cuboid.spec.supported import check_supported
+from cuboid.spec.plugin import PythonModelSpec
+from cuboid.spec.run import Run, check_supported
 from cuboid.spec.training import TrainingSpec
 
 PRECISIONS = ("bf16", "fp16", "fp8", "float32")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cuboid.spec.parameters import UnitShapes, is_block_linear, units
 from cuboid.spec.partition import partition
 from cuboid.spec.ranks import coordinates
 from cuboid.spec.run import Run
-from cuboid.spec.sharding import Part, Slice, expert_slice, lay_out, slice_of
+from cuboid.spec.sharding import DeclaredUnit, Part, ShardingRank, is_block_linear, lay_out, units
 from cuboid.telemetry.communication_ledger import Kind
 
 ELEMENT = {"bf16": 2, "fp16": 2, "float32": 4, "float64": 8}
@@ -70,9 +69,10 @@ class RankStep:
         """What each of them computes again."""
         self.units = [self._held(unit) for unit in units(self.model, self.layers, self.first, self.last)]
 
-    def _held(self, unit: UnitShapes) -> HeldUnit:
+    def _held(self, unit: DeclaredUnit) -> HeldUnit:
         layout = self.layout
-        parts = lay_out(unit.shapes, self._routed_slice if unit.routed else self._slice)
+        place = ShardingRank(layout.tp, self.place.tp, layout.ep, self.rank % layout.ep, layout.sequence_parallel)
+        parts = lay_out(unit.parameters, place)
         shards, index = layout.shard_size * layout.cp, self.place.dp * layout.cp + self.place.cp
         if unit.routed:
             shards, index = layout.expert_shard_size, self.rank // layout.ep
@@ -87,10 +87,3 @@ class RankStep:
         if training.precision != "fp8" or training.fp8_scaling != "tensor" or self.layout.zero < 3:
             return []
         return [part for part in unit.parts if is_block_linear(unit.name, part.name, part.full_shape)]
-
-    def _slice(self, name: str, shape: tuple[int, ...]) -> Slice:
-        layout = self.layout
-        return slice_of(name, shape, self.model, layout.tp, self.place.tp, layout.sequence_parallel)
-
-    def _routed_slice(self, _: str, shape: tuple[int, ...]) -> Slice:
-        return expert_slice(shape, self.layout.ep, self.rank % self.layout.ep)

@@ -14,7 +14,7 @@ from cuboid.planning.question import Question
 from cuboid.planning.score import BUSY, Scores
 from cuboid.planning.space import Space
 from cuboid.planning.stages import Held, held
-from cuboid.schedule.make import make_schedule
+from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import StageCosts, peak_activations, simulate
 from cuboid.spec.layout import Layout
 

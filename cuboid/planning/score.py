@@ -1,13 +1,15 @@
 """What layouts cost in closed form, with the engine's own partition: what a search compares."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cuboid.cost.engine import Engine
 from cuboid.cost.estimate import Estimates, estimate_many
-from cuboid.cost.inputs import Array
+from cuboid.cost.inputs import Array, Jobs, Shape
+from cuboid.cost.memory import peak_memory
 from cuboid.cost.step import PARTS
 from cuboid.planning.bounds import least_busy, least_transfer
 from cuboid.planning.question import Question
@@ -17,6 +19,7 @@ from cuboid.planning.stages import LayerSeconds, assumed_slowest, real_slowest
 BUSY = ("compute", "tensor", "context", "expert", "host")
 """Parts of the step that grow with the layers of the slowest rank."""
 CHUNK = 50_000
+Memory = Callable[[Shape, Jobs, Engine], Array]
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,13 @@ class Scores:
 def score(question: Question, space: Space, memory: Array | None = None) -> Scores:
     """Closed-form costs of layouts, with the slowest rank as the engine's partition makes it. `memory`: bytes of the
     fullest rank of each, where they are known."""
+    size = len(space)
+    if not size:  # as long to compute as those of a thousand
+        none = np.zeros(0)
+        return Scores(space, dict.fromkeys(PARTS, none), none, np.zeros(0, dtype=bool), none)
     estimates: Estimates = estimate_many(
         question.model, question.machine, space.jobs, question.profile, question.cost_precision, memory
     )
-    size = len(space)
     parts = {name: np.broadcast_to(getattr(estimates.time, name), size) for name in PARTS}
     seconds = LayerSeconds.of(question, space.jobs)
     micro_batches = space.jobs.micro_batches
@@ -99,6 +105,13 @@ def score_all(question: Question, space: Space, memory: Array | None = None) -> 
         return joined([score(question, part) for part in chunks(space)])
     pieces = np.split(memory, range(CHUNK, len(memory), CHUNK))
     return joined([score(question, part, each) for part, each in zip(chunks(space), pieces, strict=True)])
+
+
+def memory_of(question: Question, space: Space, cost: Memory = peak_memory) -> Array:
+    """Bytes of the fullest rank of each, or of another."""
+    shape = Shape.of(question.model)
+    each = (np.broadcast_to(cost(shape, part.jobs, question.profile), len(part)) for part in chunks(space))
+    return np.concatenate(list(each)) if len(space) else np.zeros(0)
 
 
 def chunks(space: Space) -> Iterator[Space]:

@@ -7,19 +7,38 @@ perfectly even stages is out too. The rest is tried with every schedule, and wit
 memory asks for.
 """
 
+from collections.abc import Callable
+
 import numpy as np
+from numpy.typing import NDArray
 
 from cuboid.cost.inputs import Array, Shape
-from cuboid.cost.memory import peak_memory
+from cuboid.cost.memory import first_memory
 from cuboid.cost.offload import host_bytes
-from cuboid.planning.bounds import least_memory, least_seconds
-from cuboid.planning.budget import PLACES, may_mix, mixable, mixed, promising
+from cuboid.planning.bounds import least_in_layers, least_memory, least_seconds, least_with_sums, likely_seconds
+from cuboid.planning.budget import PLACES, least_kind, lighter, may_mix, mixable, mixed, promising
 from cuboid.planning.export.limits import sayable
 from cuboid.planning.question import Question
-from cuboid.planning.score import Scores, chunks, joined, score, score_all
-from cuboid.planning.space import PLAIN, Space, context_ways, scheduled, schedules, shapes, with_context, with_states
+from cuboid.planning.score import Scores, chunks, joined, memory_of, score, score_all
+from cuboid.planning.space import (
+    DEGREES,
+    PLAIN,
+    Space,
+    context_ways,
+    scheduled,
+    schedules,
+    shapes,
+    with_context,
+    with_states,
+)
+from cuboid.spec.layout import Layout
 
-FIRST, AT_ONCE = 4_000, 100_000
+EMPTY = 1_000
+"""Shapes whose memory is looked at together."""
+GUESSED = 10_000
+"""Shapes that are brought into the order of what they are likely to take."""
+Possible = Callable[[Question, Space], NDArray[np.bool_]]
+FIRST, AT_ONCE = 4_000, 250_000
 """Layouts looked at before anything is known of what is good, and together at most."""
 
 
@@ -42,26 +61,71 @@ def search(
     every = every.take(np.flatnonzero(least_memory(question, every) <= question.limit))
     bound = np.concatenate([least_seconds(question, part, False) for part in chunks(every)])
     order = np.argsort(bound, kind="stable")
-    sizes = np.cumsum(_sizes(question, every)[order])
+    order = _likely_first(question, every, order[bound[order] <= slowest])
+    sizes = _sizes(question, every)
     best = score(question, every.take(order[:0]))
-    start, batch, limit = 0, 0, slowest
-    while start < len(order) and bound[order[start]] <= limit * (1 + 1e-8):
-        room = min(FIRST * 4**batch, AT_ONCE)
-        stop = max(int(np.searchsorted(sizes, (sizes[start - 1] if start else 0) + room)), start + 1)
-        found = _search_some(question, every.take(order[start:stop]), keep, objective, distinct, slowest, limit, mixes)
+    batch, limit = 0, slowest
+    while len(order):
+        room = min(FIRST * 8**batch, AT_ONCE)
+        stop = max(int(np.searchsorted(np.cumsum(sizes[order]), room)), 1)
+        some = every.take(order[:stop])
+        found = _search_some(question, some, keep, objective, distinct, slowest, limit, mixes)
         best = joined([best, found]).best(keep, objective, distinct)
         if objective != "memory" and len(best.space) == keep:
             limit = min(slowest, float(best.seconds[-1]))
-        start, batch = stop, batch + 1
+        order, batch = order[stop:], batch + 1
+        order = order[bound[order] <= limit * (1 + 1e-8)]
     return best
+
+
+def emptiest(question: Question, world_size: int) -> tuple[Layout, float] | None:
+    """The layout whose fullest rank holds least, and how many bytes that is, whether or not it fits."""
+    every = shapes(question, world_size)
+    bound = least_memory(question, every)
+    order = np.argsort(bound, kind="stable")
+    best = None
+    for start in range(0, len(order), EMPTY):
+        if best and bound[order[start]] >= best[1]:
+            break
+        space = _sayable(
+            question, with_states(question, with_context(question, every.take(order[start : start + EMPTY])))
+        )
+        space = space if _plain_allowed(question, space) else _scheduled(question, space)
+        if question.tries_offload:
+            away = space.offloaded()
+            room = host_bytes(Shape.of(question.model), away.jobs, question.profile) <= question.host_limit
+            space = space.joined(away.take(np.flatnonzero(np.broadcast_to(room, len(away)))))
+        memory = memory_of(question, space)
+        if len(space) and (not best or memory.min() < best[1]):
+            best = space.layout(int(memory.argmin())), float(memory.min())
+    return best
+
+
+def sayable_layouts(question: Question, world_size: int) -> Space:
+    """Layouts that the target has words for, whatever they hold: of each way to divide the ranks those with the
+    smallest micro-batches, of which there are most, and so none has more schedules."""
+    every = shapes(question, world_size)
+    ranks = np.stack([every.columns[name] for name in DEGREES if name != "micro_batch"], axis=1).tolist()
+    order = np.argsort(every.columns["micro_batch"], kind="stable")
+    first = {tuple(ranks[index]): index for index in reversed(order.tolist())}
+    some = every.take(np.array(sorted(first.values()), dtype=np.intp))
+    return _scheduled(question, _sayable(question, with_states(question, with_context(question, some))))
+
+
+def _likely_first(question: Question, every: Space, order: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Shapes in the order of their bounds, the first of them in that of what they are likely to take: the sooner a
+    good layout is known, the fewer are looked at."""
+    first = every.take(order[:GUESSED])
+    return np.concatenate([order[np.argsort(likely_seconds(question, first), kind="stable")], order[GUESSED:]])
 
 
 def _sizes(question: Question, every: Space) -> Array:
     """How many layouts each shape has, nearly."""
     kinds = 12 if not {"zero", "recompute"} & question.fixed.keys() else 4
-    pairs = list(zip(every.columns["tp"].tolist(), every.columns["cp"].tolist(), strict=True))
-    ways = {pair: kinds * len(context_ways(question, *pair)) for pair in set(pairs)}
-    return np.array([ways[pair] for pair in pairs], dtype=np.float64)
+    pairs = every.columns["tp"] * 2**32 + every.columns["cp"]
+    known = sorted(set(pairs.tolist()))
+    ways = [kinds * len(context_ways(question, *divmod(pair, 2**32))) for pair in known]
+    return np.array(ways, dtype=np.float64)[np.searchsorted(known, pairs)]
 
 
 def _search_some(
@@ -79,7 +143,8 @@ def _search_some(
     if np.isfinite(limit):
         least = np.concatenate([least_seconds(question, part, True) for part in chunks(some)])
         some = some.take(np.flatnonzero(least <= limit * (1 + 1e-8)))
-    space, memory = _fitting(question, _sayable(question, with_states(question, some)))
+    states = _sayable(question, with_states(question, some))
+    space, memory = _fitting(question, _within(question, states, limit, mixes))
     if not len(space):
         return score(question, space)
     plain = score_all(question, space, memory)
@@ -102,6 +167,41 @@ def _search_some(
         found = score_all(question, scheduled(question, space.take(np.flatnonzero(others)))).within(slowest)
         best = _with_mixes(question, best, found, keep, distinct, limit)
     return best
+
+
+def _within(question: Question, space: Space, limit: float, mixes: bool) -> Space:
+    """Those that might fit and take no longer than `limit`, also with only some of their layers recomputed: what is
+    quickly said of them is asked first."""
+    for possible in (_soon(limit, mixes, least_in_layers), _may_fit, _soon(limit, mixes, least_with_sums)):
+        space = space.take(np.flatnonzero(possible(question, space)))
+    return space
+
+
+def _soon(limit: float, mixes: bool, least: Callable[[Question, Space], Array]) -> Possible:
+    """Whether so many seconds at least are within a limit."""
+
+    def soon(question: Question, space: Space) -> NDArray[np.bool_]:
+        if not np.isfinite(limit):
+            return np.ones(len(space), dtype=bool)
+        return np.concatenate([least(question, part) <= limit * (1 + 1e-8) for part in chunks(space)])
+
+    def possible(question: Question, space: Space) -> NDArray[np.bool_]:
+        found = soon(question, space)
+        if mixes:
+            others = np.flatnonzero(~found & (space.columns["recompute"] >= least_kind(question)))
+            found[others] = soon(question, lighter(space.take(others)))
+        return found
+
+    return possible
+
+
+def _may_fit(question: Question, space: Space) -> NDArray[np.bool_]:
+    """Whether the first pipeline rank fits."""
+    found = memory_of(question, space, first_memory) <= question.limit
+    if question.tries_offload:
+        others = np.flatnonzero(~found)
+        found[others] = memory_of(question, space.take(others).offloaded(), first_memory) <= question.limit
+    return found
 
 
 def _sayable(question: Question, space: Space) -> Space:
@@ -132,27 +232,18 @@ def _place(best: Scores, keep: int) -> float:
 def _fitting(question: Question, space: Space) -> tuple[Space, Array]:
     """What fits under some schedule, and its memory under 1F1B; with the optimizer's state offloaded where it does not
     without."""
-    memory = _least_memory(question, space)
+    memory = memory_of(question, space)  # under 1F1B, which no other schedule undercuts
     fits = memory <= question.limit
     found, held = space.take(np.flatnonzero(fits)), memory[fits]
     if question.tries_offload and not fits.all():
         away = space.take(np.flatnonzero(~fits)).offloaded()
-        memory = _least_memory(question, away)
+        memory = memory_of(question, away)
         fits = memory <= question.limit
         found, held = found.joined(away.take(np.flatnonzero(fits))), np.concatenate([held, memory[fits]])
     if not found.columns["offload"].any():
         return found, held
     room = host_bytes(Shape.of(question.model), found.jobs, question.profile) <= question.host_limit
     return found.take(np.flatnonzero(room)), held[room]
-
-
-def _least_memory(question: Question, space: Space) -> Array:
-    """Bytes of the fullest rank under 1F1B, which no other schedule undercuts."""
-    if not len(space):
-        return np.zeros(0)
-    shape = Shape.of(question.model)
-    each = (np.broadcast_to(peak_memory(shape, part.jobs, question.profile), len(part)) for part in chunks(space))
-    return np.concatenate(list(each))
 
 
 def _plain_allowed(question: Question, space: Space) -> bool:

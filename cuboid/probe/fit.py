@@ -1,4 +1,5 @@
-"""Constants of the cost model from samples of kernels and steps. No torch."""
+"""Constants of the cost model from samples of kernels, steps and links; and the small trainings whose steps are timed.
+No torch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,8 +10,29 @@ from cuboid.cost.constants import Chip, engine_named, fabric_named
 from cuboid.cost.engine import Engine
 from cuboid.cost.estimate import Machine, estimate_many
 from cuboid.cost.inputs import Array, Jobs, single
-from cuboid.probe.cases import cases
 from cuboid.probe.samples import Sample
+from cuboid.spec.run import Run, build_run
+
+_SHAPES = (
+    {"hidden": 64, "layers": 6, "ffn": 192, "vocab": 256, "sequence": 64},
+    {"hidden": 256, "layers": 4, "ffn": 704, "vocab": 256, "sequence": 256},
+    {"hidden": 256, "layers": 1, "ffn": 704, "vocab": 8192, "sequence": 256},
+    {"hidden": 512, "layers": 2, "ffn": 1408, "vocab": 256, "sequence": 128},
+)
+"""One that is all overhead, one of usual layers, one that is all vocabulary, one of wide layers and few tokens."""
+
+
+def cases() -> list[Run]:
+    """One run for each case."""
+    return [_case(dict(shape)) for shape in _SHAPES]
+
+
+def _case(shape: dict[str, int]) -> Run:
+    sequence = shape.pop("sequence")
+    training = {"global_batch": 1, "sequence": sequence, "precision": "float32", "device": "cpu"}
+    model = {**shape, "heads": 8, "kv_heads": 4, "family": "llama"}
+    return build_run({"model": model, "training": training, "data": {"source": "synthetic"}})
+
 
 NARROW = (0.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 
@@ -30,7 +52,7 @@ def some(samples: Sequence[Sample], kind: str, precision: str | None = None, way
     return [s for s in samples if s.kind == kind and s.way == way and precision in (None, s.precision)]
 
 
-def product_speed(samples: Sequence[Sample], narrow: float | None = None) -> Speed:
+def matmul_speed(samples: Sequence[Sample], narrow: float | None = None) -> Speed:
     """The best fit to the time of triples of matmuls, those that are all overhead skipped where there are others."""
     large = [sample for sample in samples if min(sample.size) > 32] or list(samples)
     sizes = np.array([sample.size for sample in large], dtype=np.float64)
@@ -50,19 +72,19 @@ def product_speed(samples: Sequence[Sample], narrow: float | None = None) -> Spe
 def fit_chip(samples: Sequence[Sample], trained: str) -> tuple[dict[str, float], dict[str, object], float]:
     """Peaks by precision (FLOP/s), constants of `Chip`, and memory bandwidth (bytes/s): peaks and bandwidth of a
     rank alone, while the constants say what is left of them when all are busy."""
-    speed = product_speed(some(samples, "product", trained))
-    (alone,) = some(samples, "product", trained, "alone")
-    busy = next(sample for sample in some(samples, "product", trained) if sample.size == alone.size)
+    speed = matmul_speed(some(samples, "matmul", trained))
+    (alone,) = some(samples, "matmul", trained, "alone")
+    busy = next(sample for sample in some(samples, "matmul", trained) if sample.size == alone.size)
     together = min(alone.seconds / busy.seconds, 1.0)
     together = together if together < 0.9 else 1.0  # as much is noise
     rates = {trained: speed.rate}
-    for precision in {sample.precision for sample in some(samples, "product")} - {trained}:
-        rates[precision] = product_speed(some(samples, "product", precision), speed.narrow).rate
+    for precision in {sample.precision for sample in some(samples, "matmul")} - {trained}:
+        rates[precision] = matmul_speed(some(samples, "matmul", precision), speed.narrow).rate
     peaks = {precision: rate / together for precision, rate in rates.items()}
     (memory,) = some(samples, "memory", way="alone")
     (shared,) = some(samples, "memory")
     bandwidth = 2 * memory.size[0] / memory.seconds
-    floor = min(sample.seconds for sample in some(samples, "product", trained)) / 3
+    floor = min(sample.seconds for sample in some(samples, "matmul", trained)) / 3
     constants: dict[str, object] = {
         "linear_efficiency": dict.fromkeys(peaks, together),
         "kernel_floor": floor,
@@ -141,3 +163,67 @@ def _not_negative(columns: Array, target: Array, scale: Array) -> list[float]:
                 values[index] = value
             best = (error, values)
     return best[1]
+
+
+LEAST = 1e-7
+"""Seconds below which no latency is believed."""
+FACTORS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
+"""How often a ring of this collective moves its bytes past a rank."""
+
+
+def line(samples: Sequence[Sample], starts: Sequence[float], moved: Sequence[float]) -> tuple[float, float]:
+    """Seconds of one start and of one byte that fit best: least squares of relative errors, neither below zero."""
+    seconds = np.array([sample.seconds for sample in samples])
+    first, second = np.array(starts) / seconds, np.array(moved) / seconds
+    slope, start = 0.0, 0.0
+    if len(samples) > 1:
+        solution = np.linalg.lstsq(np.stack([first, second], axis=1), np.ones(len(seconds)), rcond=None)[0]
+        start, slope = float(solution[0]), float(solution[1])
+    if slope <= 0:  # noise hid the bytes: what the largest took is the most they can cost
+        slope = float(seconds[-1] / moved[-1])
+        start = float(max(np.median(seconds - slope * np.array(moved)), 0.0) / starts[0])
+    if start <= 0:
+        start, slope = LEAST, float(np.sum(second) / np.sum(second**2))
+    return max(start, LEAST), slope
+
+
+def fit_fabric(samples: Sequence[Sample], local: int, nodes: int) -> dict[str, object]:
+    """Constants of `Fabric`."""
+    inside = [s for s in samples if s.kind in FACTORS and s.nodes == 1 and s.way == "together"]
+    found: dict[str, object] = {"spill": 0.0, "partial": 1.0, "decay": 0.0, "straggler": 0.0}
+    if inside:
+        factors = [FACTORS[s.kind] for s in inside]
+        starts = [factor * (s.ranks - 1) for factor, s in zip(factors, inside, strict=True)]
+        moved = [factor * (s.ranks - 1) / s.ranks * s.size[0] for factor, s in zip(factors, inside, strict=True)]
+        latency, byte = line(inside, starts, moved)
+        found |= {"inner_latency": latency, "inner_bandwidth": 1 / byte}
+    if nodes == 1:
+        return found
+    across = [s for s in samples if s.nodes > 1]
+    facing = _messages(across, "facing")
+    alone = _messages(across, "alone")
+    found |= {"outer_latency": alone[0], "outer_bandwidth": 1 / facing[1], "alone": 1 / min(alone[1], facing[1])}
+    if not inside:
+        found |= {"inner_latency": facing[0], "inner_bandwidth": 1 / facing[1]}
+    curve: dict[str, list[float]] = {}
+    delay: dict[str, list[float]] = {}
+    for kind in (*FACTORS, "all_to_all"):
+        factor = FACTORS.get(kind, 1.0)
+        points, delays = [], []
+        for span in sorted({s.nodes for s in across if s.way == "together"}):
+            of = [s for s in across if s.kind == kind and s.nodes == span and s.way == "together"]
+            ranks = span * local
+            start, byte = line(of, [factor] * len(of), [factor * (ranks - 1) / ranks * s.size[0] for s in of])
+            points.append(1e-9 / byte)
+            delays.append(start)
+        # Nothing reads the first point, of one node, where the inner constants stand.
+        delay[kind] = [delays[0], *delays]
+        if kind in FACTORS:
+            curve[kind] = [points[0], *points]
+    return found | {"curve": curve, "delay": delay}
+
+
+def _messages(samples: Sequence[Sample], way: str) -> tuple[float, float]:
+    """Seconds of a message's start and of its bytes."""
+    sent = [sample for sample in samples if sample.kind == "shift" and sample.way == way]
+    return line(sent, [1.0] * len(sent), [float(sample.size[0]) for sample in sent])

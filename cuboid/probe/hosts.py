@@ -17,12 +17,11 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from cuboid.errors import RankError, UserError
+from cuboid.errors import RankError, UserError, either
 from cuboid.launch.backend import Wanted
 from cuboid.launch.pool import follow_parent, fork_server
 from cuboid.probe.samples import Sample
-from cuboid.probe.session import Seat, measure
-from cuboid.spec.suggest import either
+from cuboid.probe.session import RankPlace, measure
 
 PATIENCE = 300.0
 """Seconds to wait for the other hosts."""
@@ -172,8 +171,8 @@ def _run_ranks(
     started = []
     for local in range(ranks):
         ours, theirs = context.Pipe()
-        seat = Seat(node * ranks + local, ranks, nodes, seconds, device)
-        process = context.Process(target=_serve, args=(theirs, seat, meeting, backend), daemon=True)
+        place = RankPlace(node * ranks + local, ranks, nodes, seconds, device)
+        process = context.Process(target=_serve, args=(theirs, place, meeting, backend), daemon=True)
         process.start()
         theirs.close()
         started.append((process, ours))
@@ -217,38 +216,38 @@ def _listen(connections: list[Connection], first: int, seconds: float, tell: Cal
     return Probed(result, joined)
 
 
-def _serve(connection: Connection, seat: Seat, meeting: str | tuple[str, int], backend: Wanted) -> None:
+def _serve(connection: Connection, place: RankPlace, meeting: str | tuple[str, int], backend: Wanted) -> None:
     """A rank process."""
     import torch
     import torch.distributed as dist
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     from cuboid.launch.backend import join_world
+    from cuboid.launch.oom import out_of_memory_in
     from cuboid.launch.rendezvous import reach_store
     from cuboid.parallel.device import choose_device
-    from cuboid.training.oom import out_of_memory_in
 
     follow_parent()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # of precisions that the processor lacks: their times say so
     try:
-        if seat.world > 1:
+        if place.world > 1:
             limit = timedelta(seconds=PATIENCE)
             store = (
-                FileStore(os.path.join(meeting, "store"), seat.world)
+                FileStore(os.path.join(meeting, "store"), place.world)
                 if isinstance(meeting, str)
                 else reach_store(*meeting, MARK)
             )
-            device = choose_device(seat.device, seat.rank % seat.local)
-            joined = join_world(store, seat.rank, seat.world, device, backend, limit)
-            if seat.rank == 0:
+            device = choose_device(place.device, place.rank % place.local)
+            joined = join_world(store, place.rank, place.world, device, backend, limit)
+            if place.rank == 0:
                 connection.send(("doing", joined.sentence))
                 connection.send(("joined", joined.as_json()))
-        found = measure(seat, lambda text: connection.send(("doing", text)) if seat.rank == 0 else None)
-        if seat.world > 1:
+        found = measure(place, lambda text: connection.send(("doing", text)) if place.rank == 0 else None)
+        if place.world > 1:
             dist.barrier()
             dist.destroy_process_group()
-        connection.send(("done", found if seat.rank == 0 else None))
+        connection.send(("done", found if place.rank == 0 else None))
     except UserError as error:
         connection.send(("refused", str(error)))
     except Exception as error:
@@ -257,4 +256,4 @@ def _serve(connection: Connection, seat: Seat, meeting: str | tuple[str, int], b
             connection.send(("failed", traceback.format_exc()))
             return
         first = str(short).splitlines()[0].rstrip(".")
-        connection.send(("refused", f"ranks={seat.local} run out of memory: {first}; free some, or use fewer --ranks"))
+        connection.send(("refused", f"ranks={place.local} run out of memory: {first}; free some, or use fewer --ranks"))

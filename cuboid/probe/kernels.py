@@ -1,7 +1,8 @@
-"""Matmuls, attention, memory and copies of one rank, timed while all ranks do the same."""
+"""How long matmuls, attention, memory and copies of one rank take while all ranks do the same."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -11,9 +12,65 @@ import torch.nn.functional as functional
 from cuboid.kernels.cpu_16bit import fast_matmuls
 from cuboid.parallel.parallelize import DTYPES
 
+WINDOWS = 4
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one action, as the mean over each of a few windows."""
+
+    windows: tuple[float, ...]
+    """By the device's clock; on a CPU those for which the process had a core."""
+    core_fractions: tuple[float, ...]
+    """On a CPU how much of a core it had, else 1."""
+
+
+def timed(action: Callable[[], object], seconds: float, device: torch.device) -> Timing:
+    """Windows that together take about `seconds`.
+
+    Ranks share cores with one another, and a busy machine gives them to strangers too: how long an action keeps a core
+    hardly varies, how long it waits for one varies wildly and is the same for all actions. So they are told apart."""
+    for _ in range(2):  # the first call may pay for libraries and for memory, and says nothing
+        start = _now(device)
+        action()
+        synchronize(device)
+        clock, busy = (now - then for now, then in zip(_now(device), start, strict=True))
+    if clock > seconds:
+        return _timing([(clock, busy, 1)])
+    window = seconds / WINDOWS
+    # The clock is read twenty times a window; a device works through a whole batch without a word from the host.
+    batch = max(1, int(window / 20 / max(clock, 1e-7)))
+    found = []
+    for _ in range(WINDOWS):
+        start, count = _now(device), 0
+        while not count or time.perf_counter() - start[0] < window:
+            for _ in range(batch):
+                action()
+            synchronize(device)
+            count += batch
+        clock, busy = (now - then for now, then in zip(_now(device), start, strict=True))
+        found.append((clock, busy, count))
+    return _timing(found)
+
+
+def _now(device: torch.device) -> tuple[float, float]:
+    clock = time.perf_counter()
+    return clock, clock if device.type == "cuda" else time.process_time()
+
+
+def _timing(found: list[tuple[float, float, int]]) -> Timing:
+    windows = tuple(max(busy, 1e-9) / count for _, busy, count in found)
+    return Timing(windows, tuple(min(busy / clock, 1.0) for clock, busy, _ in found))
+
+
 Shape = tuple[int, int, int]
 
-CPU_PRODUCTS: tuple[Shape, ...] = (
+CPU_MATMULS: tuple[Shape, ...] = (
     (32, 32, 32),
     (128, 128, 128),
     (512, 64, 512),
@@ -23,7 +80,7 @@ CPU_PRODUCTS: tuple[Shape, ...] = (
     (256, 1024, 1024),
     (512, 512, 2048),
 )
-GPU_PRODUCTS: tuple[Shape, ...] = (
+GPU_MATMULS: tuple[Shape, ...] = (
     (64, 64, 64),
     (4096, 4096, 128),
     (512, 4096, 4096),
@@ -52,12 +109,12 @@ class Kernel:
 def kernels(device: torch.device) -> Iterator[Kernel]:
     """All of a device, the precision its trainings use first."""
     gpu = device.type == "cuda"
-    shapes = GPU_PRODUCTS if gpu else CPU_PRODUCTS
+    shapes = GPU_MATMULS if gpu else CPU_MATMULS
     for precision in ("bf16", "float32", "float64") if gpu else ("float32", "bf16", "float64"):
         # Of the others the largest says enough, and no CPU takes long for it: what it has no instructions for is
-        # computed in float32 (`kernels.cpu_16bit`). Of a small one, turning its numbers into those is half the time.
+        # computed in float32 (`kernels.cpu_16bit`). Of a small one, the conversion is half the time.
         for shape in shapes if precision == trained(device) else shapes[LARGEST:]:
-            yield Kernel("product", shape, precision, _product(shape, precision, device))
+            yield Kernel("matmul", shape, precision, _matmul(shape, precision, device))
     for shape in GPU_ATTENTION if gpu else CPU_ATTENTION:
         for backward in (False, True):
             kind = "attention_backward" if backward else "attention_forward"
@@ -74,7 +131,7 @@ def trained(device: torch.device) -> str:
     return "bf16" if device.type == "cuda" else "float32"
 
 
-def _product(shape: Shape, precision: str, device: torch.device) -> Callable[[], Callable[[], object]]:
+def _matmul(shape: Shape, precision: str, device: torch.device) -> Callable[[], Callable[[], object]]:
     """The three matmuls of a linear layer, forward and backward: libraries differ in how well they do each."""
 
     def prepare() -> Callable[[], object]:

@@ -19,7 +19,7 @@ from cuboid.parallel.collectives import (
 )
 from cuboid.parallel.groups import Group
 from cuboid.parallel.shm_collectives import connect
-from cuboid.probe.clock import WINDOWS, synchronize
+from cuboid.probe.kernels import WINDOWS, synchronize
 from cuboid.probe.samples import Sample
 
 CPU_SIZES = (4 << 10, 64 << 10, 512 << 10, 4 << 20)

@@ -17,19 +17,17 @@ import torch.distributed as dist
 
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
-from cuboid.errors import UserError
+from cuboid.errors import UserError, up_to
+from cuboid.launch.oom import told_when_short
 from cuboid.model.batch import MicroBatch
 from cuboid.parallel.device import choose_device
 from cuboid.parallel.parallelize import Engine, build_engine
-from cuboid.probe.clock import synchronize
+from cuboid.probe.kernels import synchronize
 from cuboid.spec.run import Run
-from cuboid.spec.suggest import up_to
 from cuboid.telemetry.heartbeat import HEARTBEAT
-from cuboid.training.holdings import held, storages
-from cuboid.training.oom import told_when_short
+from cuboid.training.memory import Tally, held, storages
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.step import compute_gradients
-from cuboid.training.tally import Tally
 
 WARM_UP = 3.0
 """Seconds for which a GPU works before its steps are timed."""

@@ -5,13 +5,10 @@ from typing import Any
 
 from cuboid.cost.constants import chip_from
 from cuboid.cost.profiled import profiled
-from cuboid.probe.fit import fit_chip, fit_engine
-from cuboid.probe.fit_links import fit_fabric
+from cuboid.probe.fit import fit_chip, fit_engine, fit_fabric
 from cuboid.probe.samples import Sample
-from cuboid.spec.accelerators import accelerator_names
-from cuboid.spec.cluster import ClusterSpec, LinkTier, load_cluster
-from cuboid.spec.coding import encode
-from cuboid.spec.toml import dumps
+from cuboid.spec.cluster import ClusterSpec, LinkTier, accelerator_names, load_cluster
+from cuboid.spec.coding import dumps, encode
 
 GIB = 2**30
 

@@ -17,7 +17,7 @@ from statistics import median
 from cuboid.errors import UserError
 from cuboid.report.source import PROBE
 from cuboid.spec.run import CheckpointSpec, OutputSpec, Run, dump_run
-from cuboid.training.rows import whole_rows
+from cuboid.training.run_folder import whole_rows
 
 STEPS, FIRST = 6, 3
 """Steps of a rehearsal, and which one counts first: those before pay for warming up."""

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 
-KERNELS = ("product", "attention_forward", "attention_backward", "memory", "gradients", "update")
+KERNELS = ("matmul", "attention_forward", "attention_backward", "memory", "gradients", "update")
 """What a rank does by itself."""
 
 
@@ -13,8 +13,8 @@ class Sample:
     """One thing timed. Every rank that took part has its own windows, and `merged` puts them together."""
 
     kind: str
-    """product (a matmul), attention_forward, attention_backward, memory, to_device, to_host, gradients, update, a
-    collective; or share: how much of a core a rank had, for which size says nothing and windows are no seconds."""
+    """matmul, attention_forward, attention_backward, memory, to_device, to_host, gradients, update, a collective; or
+    core_fraction: how much of a core a rank had, for which size says nothing and windows are no seconds."""
     size: tuple[int, ...]
     """Rows, inner, columns of a matmul; tokens, heads, head size of attention; bytes; number of a step's case."""
     windows: tuple[float, ...]
@@ -58,10 +58,10 @@ def merged(samples: Iterable[Sample]) -> list[Sample]:
 
 
 def spread(samples: Sequence[Sample]) -> list[Sample]:
-    """Seconds that kernels kept a core as seconds by the clock, at the share of a core that ranks had on average."""
-    shares = {sample.way: statistics.fmean(sample.windows) for sample in samples if sample.kind == "share"}
+    """Seconds that kernels kept a core as seconds by the clock, at the fraction of a core that ranks had on average."""
+    fractions = {sample.way: statistics.fmean(sample.windows) for sample in samples if sample.kind == "core_fraction"}
     return [
-        replace(sample, windows=tuple(window / shares.get(sample.way, 1.0) for window in sample.windows))
+        replace(sample, windows=tuple(window / fractions.get(sample.way, 1.0) for window in sample.windows))
         if sample.kind in KERNELS
         else sample
         for sample in samples

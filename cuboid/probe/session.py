@@ -8,21 +8,25 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from cuboid.data.loader import micro_batches
+from cuboid.data.source import make_source
 from cuboid.parallel.device import choose_device
-from cuboid.probe.cases import cases
-from cuboid.probe.clock import Timing, timed
-from cuboid.probe.kernels import LARGEST, Kernel, kernels, trained
+from cuboid.parallel.parallelize import build_engine
+from cuboid.probe.fit import cases
+from cuboid.probe.kernels import LARGEST, Kernel, Timing, kernels, timed, trained
 from cuboid.probe.links import circles, time_circle
 from cuboid.probe.samples import Sample, merged, spread
-from cuboid.probe.steps import step_actions
+from cuboid.spec.run import Run
+from cuboid.training.optimizer import Optimizer
+from cuboid.training.step import apply_update, compute_gradients
 
 KERNELS, STEPS = 0.4, 0.25
-"""Shares of the time; collectives have the rest."""
+"""Fractions of the time; collectives have the rest."""
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Where a rank of the probe sits, and how long it has."""
+class RankPlace:
+    """Where a rank of the probe runs, and how long it has."""
 
     rank: int
     local: int
@@ -47,10 +51,10 @@ class Facts:
     """Bytes of the host's own memory."""
 
 
-def measure(seat: Seat, tell: Callable[[str], None]) -> list[Sample]:
+def measure(place: RankPlace, tell: Callable[[str], None]) -> list[Sample]:
     """Returns all samples on rank 0, none elsewhere. `tell`: hears what is being timed."""
-    device = choose_device(seat.device, seat.rank % seat.local)
-    control = dist.new_group(backend="gloo") if seat.world > 1 else None
+    device = choose_device(place.device, place.rank % place.local)
+    control = dist.new_group(backend="gloo") if place.world > 1 else None
 
     def agree(value: float) -> float:
         """The largest of all ranks."""
@@ -60,29 +64,29 @@ def measure(seat: Seat, tell: Callable[[str], None]) -> list[Sample]:
         dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=control)
         return float(shared)
 
-    found = _kernels(seat, device, agree, tell)
+    found = _kernels(place, device, agree, tell)
     if device.type == "cpu":
-        found += _steps(seat, agree, tell)
-    if seat.world > 1:
-        found += _links(seat, device, agree, tell)
+        found += _steps(place, agree, tell)
+    if place.world > 1:
+        found += _links(place, device, agree, tell)
     if control is None:
         return spread(merged(found))
-    everything: list[list[Sample]] | None = [[] for _ in range(seat.world)] if seat.rank == 0 else None
+    everything: list[list[Sample]] | None = [[] for _ in range(place.world)] if place.rank == 0 else None
     dist.gather_object(found, everything, group=control)
     return spread(merged(sample for part in everything or () for sample in part))
 
 
 def _kernels(
-    seat: Seat, device: torch.device, agree: Callable[[float], float], tell: Callable[[str], None]
+    place: RankPlace, device: torch.device, agree: Callable[[float], float], tell: Callable[[str], None]
 ) -> list[Sample]:
     made = list(kernels(device))
-    each = KERNELS * seat.seconds / (len(made) + 2)
-    largest = [kernel for kernel in made if kernel.kind == "product" and kernel.precision == trained(device)][LARGEST]
+    each = KERNELS * place.seconds / (len(made) + 2)
+    largest = [kernel for kernel in made if kernel.kind == "matmul" and kernel.precision == trained(device)][LARGEST]
     memory = next(kernel for kernel in made if kernel.kind == "memory")
     found = []
     for kernel in (largest, memory):
         tell(f"{_words(kernel)}, one rank alone")
-        if seat.rank == 0:
+        if place.rank == 0:
             found += _samples(
                 kernel.kind, kernel.size, timed(kernel.prepare(), each, device), kernel.precision, "alone"
             )
@@ -98,7 +102,7 @@ def _kernels(
 def _samples(kind: str, size: tuple[int, ...], timing: Timing, precision: str, way: str = "together") -> list[Sample]:
     return [
         Sample(kind, size, timing.windows, precision, way=way),
-        Sample("share", (), timing.shares, way=way),
+        Sample("core_fraction", (), timing.core_fractions, way=way),
     ]
 
 
@@ -106,9 +110,9 @@ def _words(kernel: Kernel) -> str:
     return f"{kernel.kind.replace('_', ' ')} {'×'.join(map(str, kernel.size))} {kernel.precision}".rstrip()
 
 
-def _steps(seat: Seat, agree: Callable[[float], float], tell: Callable[[str], None]) -> list[Sample]:
+def _steps(place: RankPlace, agree: Callable[[float], float], tell: Callable[[str], None]) -> list[Sample]:
     runs = cases()
-    each = STEPS * seat.seconds / (2 * len(runs))
+    each = STEPS * place.seconds / (2 * len(runs))
     found = []
     for number, run in enumerate(runs):
         tell(f"a step of {run.model.parameters / 1e6:.1f}M parameters")
@@ -120,10 +124,10 @@ def _steps(seat: Seat, agree: Callable[[float], float], tell: Callable[[str], No
 
 
 def _links(
-    seat: Seat, device: torch.device, agree: Callable[[float], float], tell: Callable[[str], None]
+    place: RankPlace, device: torch.device, agree: Callable[[float], float], tell: Callable[[str], None]
 ) -> list[Sample]:
-    made = list(circles(seat.rank, seat.local, seat.nodes, device))
-    each = (1 - KERNELS - STEPS) * seat.seconds / sum(len(circle.kinds) for circle in made)
+    made = list(circles(place.rank, place.local, place.nodes, device))
+    each = (1 - KERNELS - STEPS) * place.seconds / sum(len(circle.kinds) for circle in made)
     found: list[Sample] = []
     for circle in made:
         where = "one node" if circle.nodes == 1 else f"{circle.nodes} nodes"
@@ -143,3 +147,13 @@ def facts(device: str) -> Facts:
         properties = torch.cuda.get_device_properties(chosen)
         return Facts(properties.name, float(properties.total_memory), host_memory)
     return Facts("cpu", host_memory, host_memory)
+
+
+def step_actions(run: Run) -> tuple[Callable[[], object], Callable[[], object]]:
+    """The gradients of one batch, and the update with them."""
+    device = torch.device("cpu")
+    engine = build_engine(run, 0, device)
+    optimizer = Optimizer(engine, run.optimizer)
+    batches = micro_batches(make_source(run), run, 0, 0, device)
+    pending = compute_gradients(engine, batches)
+    return lambda: compute_gradients(engine, batches), lambda: apply_update(engine, optimizer, pending, 1e-5)

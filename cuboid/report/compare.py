@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from cuboid.planning.plan import GIB
-from cuboid.report.source import Row, Source
+from cuboid.report.source import Row, Source, finite
 from cuboid.report.summary import measured
-from cuboid.report.thin import finite
 from cuboid.spec.run import Run, dump_run
 
-LEFT_OUT = ("plan", "output.folder")
+NOT_COMPARED = ("plan", "output.folder")
 """What differs without making another training."""
 
 
@@ -88,7 +87,7 @@ def _flat(run: Run) -> dict[str, Any]:
     def walk(table: dict[str, Any], prefix: str) -> None:
         for name, value in table.items():
             key = f"{prefix}{name}"
-            if key in LEFT_OUT:
+            if key in NOT_COMPARED:
                 continue
             if isinstance(value, dict):
                 walk(value, f"{key}.")

@@ -4,17 +4,90 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from cuboid.report.clocks import Alignment, Reading, Sent, align
 from cuboid.report.source import Source
-from cuboid.schedule.program import needed
 from cuboid.schedule.simulate import StageCosts
-from cuboid.schedule.table import Action, Kind, Schedule
+from cuboid.schedule.table import Action, Kind, Schedule, needed
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a rank says of its clock."""
+
+    host: str
+    clock: float
+    """Time of day less the rank's own time."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A message, each moment in its own rank's time."""
+
+    source: int
+    target: int
+    left: float
+    arrived: float
+
+
+@dataclass(frozen=True)
+class Alignment:
+    offset: dict[int, float]
+    """Rank -> what to add to its own time."""
+    uncertain: float
+    """Seconds by which two ranks may still be apart; 0 where all are on one host, infinite where no messages tell."""
+    hosts: int
+
+
+def align(readings: Mapping[int, Reading], messages: Iterable[Sent]) -> Alignment:
+    """One clock for all ranks of a step. Processes of one host read the same clock. Clocks of several hosts are first
+    put on the time of day, which may be off by milliseconds, and then so that messages between them take as long one
+    way as the other: what is left is off by at most half of the quickest there and back."""
+    by_host: dict[str, list[float]] = {}
+    for reading in readings.values():
+        by_host.setdefault(reading.host, []).append(reading.clock)
+    offset = {host: median(clocks) for host, clocks in by_host.items()}
+    if len(offset) == 1:
+        return Alignment(dict.fromkeys(readings, offset[next(iter(offset))]), 0.0, 1)
+    quickest: dict[tuple[str, str], float] = {}
+    for message in messages:
+        pair = readings[message.source].host, readings[message.target].host
+        if pair[0] != pair[1]:
+            delay = message.arrived + offset[pair[1]] - message.left - offset[pair[0]]
+            quickest[pair] = min(delay, quickest.get(pair, delay))
+    uncertain = _shift(offset, quickest)
+    return Alignment({rank: offset[reading.host] for rank, reading in readings.items()}, uncertain, len(offset))
+
+
+def _shift(offset: dict[str, float], quickest: dict[tuple[str, str], float]) -> float:
+    """Moves the clocks of hosts, neighbour by neighbour; returns the largest error that may be left. Hosts that no
+    message joins stay on the time of day, each lot with its first."""
+    moved: dict[str, float] = {}
+    error: dict[str, float] = {}
+    lots = 0
+    for first in offset:
+        if first in moved:
+            continue
+        lots += 1
+        moved[first], error[first], waiting = 0.0, 0.0, deque([first])
+        while waiting:
+            known = waiting.popleft()
+            for host in offset:
+                there, back = quickest.get((known, host)), quickest.get((host, known))
+                if host in moved or there is None or back is None:
+                    continue
+                moved[host] = moved[known] + (back - there) / 2
+                error[host] = error[known] + abs(there + back) / 2
+                waiting.append(host)
+    for host, shift in moved.items():
+        offset[host] += shift
+    return max(error.values()) if lots == 1 else float("inf")
+
 
 TAIL = 8 << 20
 """Bytes of a rank's file that are looked at, from its end."""
@@ -68,7 +141,7 @@ class MeasuredStep:
 
     @property
     def bubble(self) -> float:
-        """The mean rank's share of the pipeline's time without work: waits for messages count."""
+        """The fraction of the pipeline's time in which the mean rank has no work: waits for messages count."""
         span = self.makespan
         busy = [sum(done.end - done.ready for done in lane) for lane in self.lanes.values()]
         return 1 - mean(busy) / span if span else 0.0

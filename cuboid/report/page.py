@@ -1,11 +1,54 @@
-"""One page that holds its data, its style and its script, and asks nobody for anything."""
+"""One page that holds its data, its style and its script, and asks nobody for anything; or, served while a run is
+running, only this server: read-only, two addresses, on loopback unless told otherwise."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import threading
+from collections.abc import Callable
+from datetime import UTC, datetime
 from html import escape
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import resources
+from pathlib import Path
 from typing import Any
+
+import cuboid
+from cuboid.errors import UserError
+from cuboid.report.layouts import considered, explorer
+from cuboid.report.metrics import curves, experts, layers, rank_time
+from cuboid.report.ranks import communication, memory, ranks
+from cuboid.report.source import Source, open_source
+from cuboid.report.summary import summary
+from cuboid.report.timeline import timeline
+
+STILL = ("considered", "explorer")
+"""Sections that stay as they are while a run is running."""
+
+
+def collect(source: Source, with_search: bool = True) -> dict[str, Any]:
+    """`with_search`: also what other layouts would cost, which takes seconds on a large cluster."""
+    run = source.run
+    return {
+        "kind": "plan" if source.folder is None else "run",
+        "title": f"{run.model.name}, {run.layout}",
+        "folder": None if source.folder is None else source.folder.name,
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "version": cuboid.__version__,
+        "summary": summary(source),
+        "ranks": ranks(source),
+        "timeline": timeline(source),
+        "memory": memory(source),
+        "communication": communication(source),
+        "curves": curves(source),
+        "experts": experts(source),
+        "layers": layers(source),
+        "rank_time": rank_time(source),
+        "considered": considered(source) if with_search else None,
+        "explorer": explorer(source) if with_search else None,
+    }
+
 
 SCRIPTS = (
     "core",
@@ -17,7 +60,7 @@ SCRIPTS = (
     "curves",
     "experts",
     "layers",
-    "shares",
+    "rank_time",
     "considered",
     "explorer",
     "main",
@@ -36,8 +79,8 @@ def page(data: dict[str, Any], live: bool = False) -> str:
     }
     shell = _part("page.html")
     # Split, not replaced in turn: what stands in the data is never taken for a place to fill.
-    pieces = shell.split("@@")
-    return "".join(parts[piece] if index % 2 else piece for index, piece in enumerate(pieces))
+    segments = shell.split("@@")
+    return "".join(parts[segment] if index % 2 else segment for index, segment in enumerate(segments))
 
 
 def embedded(data: dict[str, Any]) -> str:
@@ -48,3 +91,93 @@ def embedded(data: dict[str, Any]) -> str:
 
 def _part(name: str) -> str:
     return resources.files("cuboid.report").joinpath("page", name).read_text(encoding="utf-8")
+
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class Fresh:
+    """The data of a page, collected anew only when a file of the run has changed; what cannot change is kept."""
+
+    def __init__(self, path: Path, cluster: str, with_search: bool) -> None:
+        self._path, self._cluster = path, cluster
+        self._lock = threading.Lock()
+        self._data = collect(open_source(path, cluster), with_search)
+        self._seen = self._state()
+
+    def _state(self) -> list[tuple[str, int, int]]:
+        if not self._path.is_dir():
+            return []
+        found = []
+        for entry in self._path.iterdir():
+            try:
+                facts = entry.stat()
+            except OSError:
+                continue  # gone since it was listed
+            found.append((entry.name, facts.st_size, facts.st_mtime_ns))
+        return sorted(found)
+
+    def data(self) -> dict[str, Any]:
+        with self._lock:
+            state = self._state()
+            if state != self._seen:
+                kept = {name: self._data[name] for name in STILL}
+                self._data = collect(open_source(self._path, self._cluster), False) | kept
+                self._seen = state
+            return self._data
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    fresh: Fresh
+    names: tuple[str, ...]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+
+    def do_GET(self) -> None:
+        # A page elsewhere may have let its own name point here: only our names are answered.
+        host = self.headers.get("Host", "").rsplit(":", 1)[0].strip("[]")
+        if self.server.names and host not in self.server.names:
+            return self._answer(403, "text/plain", "not a name of this server\n")
+        if self.path == "/":
+            return self._answer(200, "text/html", page(self.server.fresh.data(), live=True))
+        if self.path == "/data.json":
+            return self._answer(200, "application/json", json.dumps(self.server.fresh.data(), allow_nan=False))
+        return self._answer(404, "text/plain", "only / and /data.json are here\n")
+
+    def _answer(self, status: int, kind: str, text: str) -> None:
+        body = text.encode()
+        tag = f'"{hashlib.sha256(body).hexdigest()[:32]}"'
+        unchanged = status == 200 and self.headers.get("If-None-Match") == tag
+        self.send_response(304 if unchanged else status)
+        self.send_header("ETag", tag)
+        self.send_header("Cache-Control", "no-cache")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        if not unchanged:
+            self.send_header("Content-Type", f"{kind}; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if not unchanged:
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says nothing."""
+
+
+def serve(
+    path: Path, host: str, port: int, cluster: str = "", with_search: bool = True, ready: Callable[[str], None] = print
+) -> None:
+    """Until the process is ended; `ready` is told the address."""
+    fresh = Fresh(path, cluster, with_search)
+    try:
+        server = _Server((host, port), _Handler)
+    except (OSError, OverflowError) as problem:
+        reason = getattr(problem, "strerror", None) or problem
+        raise UserError(f"host={host} port={port} cannot be listened on: {reason}; use another --port") from None
+    server.fresh = fresh
+    server.names = LOOPBACK if host in LOOPBACK else ()
+    with server:
+        ready(f"http://{host}:{server.server_address[1]}/")
+        server.serve_forever()

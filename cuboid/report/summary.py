@@ -10,8 +10,7 @@ from cuboid.cost.flops import model_flops_per_token
 from cuboid.cost.inputs import Shape
 from cuboid.planning.plan import GIB
 from cuboid.planning.reasons import WORDS
-from cuboid.report.source import Source
-from cuboid.report.thin import finite
+from cuboid.report.source import Source, finite
 
 
 def summary(source: Source) -> dict[str, Any]:
@@ -69,13 +68,14 @@ def summary(source: Source) -> dict[str, Any]:
 
 
 def goodput(source: Source) -> dict[str, Any] | None:
-    """The share of all time that went into steps that stand, as the run's last row has it, and where the rest went."""
+    """The fraction of all time that went into steps that stand, as the run's last row has it, and where the rest
+    went."""
     row = source.rows[-1] if source.rows else {}
-    share, spent = finite(row.get("goodput")), row.get("spent")
-    if share is None or not isinstance(spent, dict):
+    fraction, spent = finite(row.get("goodput")), row.get("spent")
+    if fraction is None or not isinstance(spent, dict):
         return None
     seconds = {name: finite(value) or 0.0 for name, value in spent.items() if name not in ("until", "stopped", "steps")}
-    return {"share": share, "spent": dict(sorted(seconds.items(), key=lambda item: -item[1]))}
+    return {"fraction": fraction, "spent": dict(sorted(seconds.items(), key=lambda item: -item[1]))}
 
 
 def measured(source: Source) -> dict[str, Any] | None:

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn, get_args
 
-from cuboid.errors import UserError
-from cuboid.spec.suggest import either
+from cuboid.errors import UserError, either
 from cuboid.telemetry.heartbeat import ACTIVITIES, ACTIVITY, PHASE, PHASES, STEP, WAIT, WAITS, Heartbeat
 
 VARIABLE = "CUBOID_FAULT"

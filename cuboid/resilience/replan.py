@@ -12,11 +12,9 @@ from cuboid.errors import UserError
 from cuboid.planning.plan import planned_cluster
 from cuboid.planning.question import PRECISIONS, Question
 from cuboid.planning.search import search
-from cuboid.spec.accelerators import accelerator_names, accelerator_table
-from cuboid.spec.cluster import ClusterSpec, LinkTier, load_cluster
+from cuboid.spec.cluster import ClusterSpec, LinkTier, accelerator_names, accelerator_table, load_cluster
 from cuboid.spec.layout import Layout
-from cuboid.spec.run import Run
-from cuboid.spec.supported import check_supported
+from cuboid.spec.run import Run, check_supported
 
 LOOKED_AT = 12
 """Numbers of nodes, from all of them downwards, for which a layout is sought: fewer would waste too much anyway."""

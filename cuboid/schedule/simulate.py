@@ -12,8 +12,7 @@ from functools import cached_property
 import numpy
 from numpy.typing import NDArray
 
-from cuboid.schedule.program import program_of
-from cuboid.schedule.table import Action, Kind, Schedule
+from cuboid.schedule.table import Action, Kind, Schedule, program_of
 
 # How much a rank holds at its fullest moment. It follows from the order of its list alone, not from any timing.
 

@@ -1,13 +1,15 @@
-"""Dataclasses from and to plain tables (TOML, JSON), with every key and type checked by name."""
+"""Dataclasses from and to plain tables, with every key and type checked by name; tables from and to TOML and JSON."""
 
+import json
 import math
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from cuboid.errors import UserError
-from cuboid.spec.suggest import either, nearest_names
+from cuboid.errors import UserError, either, nearest_names
 
 T = TypeVar("T")
 
@@ -178,3 +180,73 @@ def require_in_range(instance: object, where: str, names: Sequence[str], *, low:
             raise UserError(f"{where}.{name}={value} is too small; use {name}={low} or more")
         if high is not None and value > high:
             raise UserError(f"{where}.{name}={value} is too large; use {name}={high} or less")
+
+
+Table = dict[str, Any]
+
+
+def read_toml(path: Path) -> Table:
+    """A TOML file, or a sentence that says where it is broken."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; name an existing TOML file") from None
+    except OSError as problem:
+        raise UserError(f"{path} cannot be read: {problem.strerror}; name a readable TOML file") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
+        raise UserError(f"{path} is not TOML: {problem}") from None
+
+
+def read_json(path: Path) -> Table:
+    """A JSON object from a file, or a sentence that says where it is broken."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} does not exist; name an existing JSON file") from None
+    except OSError as problem:
+        raise UserError(f"{path} cannot be read: {problem.strerror}; name a readable JSON file") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as problem:
+        raise UserError(f"{path} is not JSON: {problem}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} does not hold a JSON object; write it as {{...}}")
+    return value
+
+
+def dumps(table: Mapping[str, Any]) -> str:
+    """TOML text of strings, numbers, booleans, lists and tables; what is not a table comes first, as TOML wants it."""
+    lines: list[str] = []
+    _write_table(table, "", lines)
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _write_table(table: Mapping[str, Any], path: str, lines: list[str]) -> None:
+    inner = {key: value for key, value in table.items() if isinstance(value, Mapping)}
+    plain = {key: value for key, value in table.items() if key not in inner}
+    if path and (plain or not inner):
+        lines.extend(("", f"[{path}]"))
+    lines.extend(f"{_toml_key(key)} = {_toml_value(value)}" for key, value in plain.items())
+    for key, value in inner.items():
+        _write_table(value, f"{path}.{_toml_key(key)}" if path else _toml_key(key), lines)
+
+
+def _toml_key(key: str) -> str:
+    bare = key.replace("_", "").replace("-", "")
+    return key if bare.isalnum() and bare.isascii() else _toml_value(key)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, str):
+        # JSON's escapes are TOML's, except that TOML also wants the delete character escaped.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        text = repr(value)
+        return text if any(sign in text for sign in ".en") else f"{text}.0"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_toml_key(key)} = {_toml_value(inner)}' for key, inner in value.items())}}}"
+    raise TypeError(f"{value!r} has no form in TOML")

@@ -10,12 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cuboid.errors import UserError
-from cuboid.spec.coding import convert, show
+from cuboid.errors import UserError, either, nearest_names, nearest_numbers, use
+from cuboid.spec.coding import Table, convert, show
 from cuboid.spec.layout import Layout, require_positive
-from cuboid.spec.suggest import either, nearest_names, nearest_numbers, use
-
-Table = dict[str, Any]
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,11 @@
 
 from math import gcd
 
-from cuboid.errors import UserError
+from cuboid.errors import UserError, either, nearest_numbers, use
 from cuboid.spec.layout import Layout, require_positive
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.partition import longest_stage
-from cuboid.spec.python_model import PythonModelSpec
-from cuboid.spec.suggest import either, nearest_numbers, use
+from cuboid.spec.plugin import PythonModelSpec
 
 
 def check(
@@ -150,7 +149,7 @@ def _check_recompute(layout: Layout, model: ModelSpec, sequence: int) -> None:
     if layout.recompute_layers >= most:
         fewer = f"use recompute_layers={most - 1} or less, or 0 for all" if most > 1 else "use recompute_layers=0"
         raise UserError(
-            f"recompute_layers={layout.recompute_layers} leaves out no layer of the longest stage, which has {most}; "
+            f"recompute_layers={layout.recompute_layers} covers every layer of the longest stage, which has {most}; "
             f"{fewer}"
         )
 

@@ -8,7 +8,7 @@ from cuboid.spec.coding import check_types, require_at_least
 from cuboid.spec.fitting import check_model
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import ModelSpec
-from cuboid.spec.python_model import PythonModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 
 DIMENSIONS = ("dp", "tp", "pp", "cp", "ep")
 """What a layout for generation can say; the rest belongs to training."""

@@ -7,9 +7,8 @@
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from cuboid.errors import UserError
+from cuboid.errors import UserError, nearest_names, nearest_numbers, use
 from cuboid.spec.coding import convert, field_types, parse_text, require_known
-from cuboid.spec.suggest import nearest_names, nearest_numbers, use
 
 STAGES_PER_RANK: dict[str, int | None] = {
     "gpipe": 1,
@@ -33,7 +32,7 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 PLAIN = {"cp": 1, "cp_method": "ring", "schedule": "1f1b"}
 """Fields on which the defaults of others depend, each with its own."""
 
-LEFT_OUT: Any = None
+DERIVED: Any = None
 """Stands for a value that follows from the others; `Layout` replaces it at construction."""
 
 
@@ -52,7 +51,7 @@ class Layout:
     cp_method: ContextMethod = "ring"
     """How a rank's queries meet all keys. ring: keys and values travel from rank to rank. ulysses: an all-to-all trades
     heads for tokens. allgather: every rank gathers all keys and values. hybrid: ulysses inside, ring between."""
-    cp_inner: int = LEFT_OUT
+    cp_inner: int = DERIVED
     """Ranks that trade heads under hybrid; default: the largest part of cp that leaves a ring."""
     ep: int = 1
     """Ranks that split the experts; they are borrowed from dp × cp × tp."""
@@ -63,7 +62,7 @@ class Layout:
     ranks of a replica, which hold the same parameters, share the splitting with it."""
     schedule: str = "1f1b"
     """Who does what when in the pipeline: gpipe, 1f1b, interleaved, zb1p, zbv or dualpipev."""
-    vpp: int = LEFT_OUT
+    vpp: int = DERIVED
     """Pipeline stages per rank; default: what the schedule needs."""
     micro_batch: int = 1
     """Sequences per micro-batch on one data-parallel replica."""
@@ -72,7 +71,7 @@ class Layout:
     recompute_layers: int = 0
     """`recompute` applies to the first N layers of each stage; 0: to all. The rest use the next lighter mode: selective
     under full, none under selective."""
-    sequence_parallel: bool = LEFT_OUT
+    sequence_parallel: bool = DERIVED
     """Split what lies between the tensor-parallel matrices along the sequence; default: on when tp > 1."""
     offload: bool = False
     """Keep the optimizer's state in CPU memory and bring it to the accelerator for the update. Changes no
@@ -228,8 +227,8 @@ def parse_layout_fields(text: str) -> dict[str, Any]:
     """The fields a layout string sets, typed, without the defaults of the others."""
     types = field_types(Layout)
     values: dict[str, Any] = {}
-    for part in filter(None, (piece.strip() for piece in text.split(","))):
-        key, equals, value = (piece.strip() for piece in part.partition("="))
+    for part in filter(None, (word.strip() for word in text.split(","))):
+        key, equals, value = (word.strip() for word in part.partition("="))
         if not equals or not value:
             raise UserError(f"layout part {part!r} is not key=value; write it like dp=2,tp=2,pp=2")
         require_known(key, types, "")

@@ -1,23 +1,17 @@
 """Models by name, from TOML, and from a Hugging Face `config.json`."""
 
-import json
 import tomllib
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
-from cuboid.errors import UserError
-from cuboid.spec.coding import decode, encode, field_types, require_known
+from cuboid.errors import UserError, either, nearest_names
+from cuboid.spec.coding import Table, decode, encode, field_types, read_json, read_toml, require_known
 from cuboid.spec.huggingface import is_known, table_from_config
-from cuboid.spec.mixture import with_balancing
-from cuboid.spec.model import ModelSpec
-from cuboid.spec.plugin import PREFIX, is_plugin
-from cuboid.spec.python_model import PythonModelSpec, build_python_model, dump_python_model
-from cuboid.spec.suggest import either, nearest_names
+from cuboid.spec.model import ModelSpec, with_balancing
+from cuboid.spec.plugin import PREFIX, PythonModelSpec, build_python_model, dump_python_model, is_plugin
 
-Table = dict[str, Any]
 TRANSFORMERS = "cuboid.model.transformers_model:build"
 
 FAMILY_DEFAULTS: dict[str, Table] = {
@@ -108,33 +102,6 @@ def catalog_models() -> dict[str, Table]:
     for entry in sorted((files("cuboid.spec.catalog") / "models").iterdir(), key=lambda entry: entry.name):
         found.update(tomllib.loads(entry.read_text(encoding="utf-8")))
     return found
-
-
-def read_toml(path: Path) -> Table:
-    """A TOML file, or a sentence that says where it is broken."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; name an existing TOML file") from None
-    except OSError as problem:
-        raise UserError(f"{path} cannot be read: {problem.strerror}; name a readable TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
-        raise UserError(f"{path} is not TOML: {problem}") from None
-
-
-def read_json(path: Path) -> Table:
-    """A JSON object from a file, or a sentence that says where it is broken."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; name an existing JSON file") from None
-    except OSError as problem:
-        raise UserError(f"{path} cannot be read: {problem.strerror}; name a readable JSON file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as problem:
-        raise UserError(f"{path} is not JSON: {problem}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} does not hold a JSON object; write it as {{...}}")
-    return value
 
 
 def _merge_base(table: Table, folder: Path) -> Table:

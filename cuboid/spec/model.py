@@ -1,14 +1,199 @@
 """`ModelSpec`: the shape of a decoder-only transformer, in numbers and switches."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from cuboid.errors import UserError
-from cuboid.spec.attention import LatentAttentionSpec, RopeScaling, YarnScaling
+from cuboid.errors import UserError, nearest_numbers, use
 from cuboid.spec.coding import check_types, require_at_least
-from cuboid.spec.mixture import MixtureSpec
-from cuboid.spec.suggest import nearest_numbers, use
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Llama 3's stretch of rotary frequencies beyond the length the model was first trained on."""
+
+    factor: float
+    """How many times longer sequences become."""
+    low_frequency_factor: float
+    """Waves longer than original_positions over this are stretched whole."""
+    high_frequency_factor: float
+    """Waves shorter than original_positions over this are left as they are."""
+    original_positions: int
+    """Sequence length of the first training."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "rope_scaling")
+        require_at_least(1, self, "rope_scaling", ("original_positions",))
+        if self.factor < 1:
+            raise UserError(f"rope_scaling.factor={self.factor} shrinks the positions; use factor=1.0 or more")
+        if not 0 < self.low_frequency_factor < self.high_frequency_factor:
+            raise UserError(
+                f"rope_scaling.high_frequency_factor={self.high_frequency_factor} is not above "
+                f"low_frequency_factor={self.low_frequency_factor}; "
+                f"{use('high_frequency_factor', [4 * self.low_frequency_factor])}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """YaRN's stretch of rotary positions (arXiv 2309.00071), with the two factors DeepSeek adds to it."""
+
+    factor: float
+    """How many times longer sequences become."""
+    original_positions: int
+    """Sequence length of the first training."""
+    beta_fast: float = 32.0
+    """Numbers that rotate at least so often within the original positions keep their frequency."""
+    beta_slow: float = 1.0
+    """Numbers that rotate less often are slowed by `factor`."""
+    attention_factor: float = 0.0
+    """Multiplies rotated queries and keys; 0: what follows from `factor` and the two below."""
+    mscale: float = 0.0
+    """DeepSeek's factor of rotated queries and keys, over that of mscale_all_dim."""
+    mscale_all_dim: float = 0.0
+    """Above 0, latent attention multiplies its logits by (0.1 · mscale_all_dim · log(factor) + 1)²."""
+    truncate: bool = True
+    """Round the range of numbers between fast and slow to whole ones."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "yarn")
+        require_at_least(1, self, "yarn", ("factor", "original_positions"))
+        require_at_least(0, self, "yarn", ("attention_factor", "mscale", "mscale_all_dim"))
+        if not 0 < self.beta_slow < self.beta_fast:
+            raise UserError(
+                f"yarn.beta_fast={self.beta_fast} is not above beta_slow={self.beta_slow}; "
+                f"{use('beta_fast', [32 * self.beta_slow])}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionSpec:
+    """Attention through low-rank latents (DeepSeek's MLA)."""
+
+    q_rank: int
+    """Rank of the query latent; 0 means queries are projected directly."""
+    kv_rank: int
+    """Rank of the latent that keys and values come from."""
+    qk_nope_dim: int
+    """Numbers of a query or key head that RoPE does not rotate."""
+    qk_rope_dim: int
+    """Numbers that RoPE rotates; shared by all key heads."""
+    v_dim: int
+    """Width of a value head."""
+    interleaved: bool = True
+    """Whether RoPE rotates neighbours, as DeepSeek's weights lie, or numbers half a head apart."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "latent")
+        require_at_least(0, self, "latent", ("q_rank",))
+        require_at_least(1, self, "latent", ("kv_rank", "qk_nope_dim", "qk_rope_dim", "v_dim"))
+
+
+ROUTER_NOISE = 1.0
+"""Of routers whose weights are drawn."""
+BALANCING: dict[str, object] = {"balance_coefficient": 0.1, "balance_over": "sequence", "router_noise": ROUTER_NOISE}
+"""How a mixture is balanced whose table says nothing of it; docs/learning.md has what was measured."""
+BIAS_RATE = 0.001
+"""Of a mixture with `router_bias` whose table says nothing of it: DeepSeek-V3's."""
+
+
+def with_balancing(mixture: Mapping[str, object]) -> dict[str, object]:
+    """The table of a mixture; none trains without balancing unless it says so, because without it all tokens soon go to
+    the same few experts. A table that a run has saved says everything, and stays as it is."""
+    table = dict(mixture)
+    if "balance_coefficient" not in table:
+        table = {**BALANCING, **table}
+    if table.get("router_bias") is True:
+        table.setdefault("bias_rate", BIAS_RATE)
+    return table
+
+
+@dataclass(frozen=True, kw_only=True)
+class MixtureSpec:
+    """Routed experts in place of the feed-forward block."""
+
+    experts: int
+    """Routed experts of a layer."""
+    top_k: int
+    """Experts each token goes to."""
+    expert_ffn: int
+    """Width of one routed expert."""
+    shared_experts: int = 0
+    """Experts every token goes to."""
+    shared_ffn: int = 0
+    """Total width of the experts every token goes to."""
+    first_dense_layers: int = 0
+    """Leading layers with a plain feed-forward block of width `ModelSpec.ffn`."""
+    router_bias: bool = False
+    """One number per expert that is added to its score when experts are chosen, and only then (DeepSeek-V3)."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """How a router's logits become scores."""
+    normalized: bool = True
+    """Whether the weights of a token's experts sum to one before `scaling`."""
+    scaling: float = 1.0
+    """Multiplies the weights of routed experts."""
+    groups: int = 1
+    """Groups of consecutive experts; a token's experts come from its `top_groups` best groups. A group scores what its
+    two best experts sum to with sigmoid scoring (DeepSeek-V3), and what its best one has with softmax (DeepSeek-V2)."""
+    top_groups: int = 1
+    """How many of the groups a token may use."""
+    balance_coefficient: float = 0.0
+    """Of the load-balancing loss: experts × Σ (fraction of assignments × mean score), summed over layers. 1 is
+    perfect balance. 0 turns it off."""
+    balance_over: Literal["sequence", "global_batch"] = "sequence"
+    """Where assignments are counted for that loss: in each sequence, or in the global batch of the step before. The
+    second lets experts specialise, because one sequence need not use all of them."""
+    z_coefficient: float = 0.0
+    """Of the router z-loss: the square of the log-sum-exp of a token's logits, averaged over the tokens of the global
+    batch and summed over layers."""
+    router_noise: float = 0.0
+    """Scale of the Gumbel noise that is added to logits when experts are chosen in training. With 1 a token's experts
+    are drawn in proportion to its scores; 0 always takes the best, as evaluation and generation do."""
+    bias_rate: float = 0.0
+    """By how much `router_bias` moves after each step: up for experts with fewer tokens of the global batch than the
+    mean, down for those with more."""
+    capacity_factor: float = 0.0
+    """An expert takes at most this many times the mean of one sequence's assignments, the first ones; 0 takes all."""
+
+    def __post_init__(self) -> None:
+        check_types(self, "mixture")
+        require_at_least(1, self, "mixture", ("experts", "top_k", "expert_ffn", "groups", "top_groups"))
+        require_at_least(0, self, "mixture", ("shared_experts", "shared_ffn", "first_dense_layers", "capacity_factor"))
+        require_at_least(0, self, "mixture", ("balance_coefficient", "z_coefficient", "router_noise", "bias_rate"))
+        if self.top_k > self.experts:
+            raise UserError(
+                f"mixture.top_k={self.top_k} is more than experts={self.experts}; use top_k={self.experts} or less"
+            )
+        if (self.shared_experts > 0) != (self.shared_ffn > 0):
+            raise UserError(
+                f"mixture.shared_ffn={self.shared_ffn} does not fit shared_experts={self.shared_experts}; "
+                f"use shared_ffn={self.shared_experts * self.expert_ffn}"
+            )
+        if self.scaling <= 0:
+            raise UserError(f"mixture.scaling={self.scaling} is not positive; use a number above 0")
+        if self.bias_rate and not self.router_bias:
+            raise UserError(f"mixture.bias_rate={self.bias_rate} has no bias to move; use router_bias=true")
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        if self.experts % self.groups:
+            near = nearest_numbers(self.groups, lambda number: self.experts % number == 0, 1, self.experts)
+            raise UserError(
+                f"mixture.groups={self.groups} does not divide experts={self.experts}; {use('groups', near)}"
+            )
+        if self.top_groups > self.groups:
+            raise UserError(
+                f"mixture.top_groups={self.top_groups} is more than groups={self.groups}; "
+                f"use top_groups={self.groups} or less"
+            )
+        open_to_all = self.experts // self.groups * self.top_groups
+        if self.top_k > open_to_all:
+            raise UserError(
+                f"mixture.top_k={self.top_k} is more than the {open_to_all} experts of top_groups={self.top_groups}; "
+                f"use top_k={open_to_all} or less"
+            )
+
 
 __all__ = [
     "Family",
@@ -41,9 +226,9 @@ class ModelSpec:
     heads: int
     """Attention heads of queries."""
     kv_heads: int = 0
-    """Left out (0): as many as heads."""
+    """0: as many as heads."""
     head_dim: int = 0
-    """Left out (0): hidden // heads."""
+    """0: hidden // heads."""
     ffn: int
     """Width inside the feed-forward block."""
     vocab: int

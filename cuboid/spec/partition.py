@@ -12,7 +12,7 @@ from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from cuboid.spec.model import ModelSpec
-from cuboid.spec.python_model import PythonModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 
 
 def stage_layers(costs: Sequence[float], first: float, last: float, stages: int) -> list[range]:

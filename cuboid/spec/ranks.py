@@ -6,9 +6,8 @@ Order: pp outermost, then dp, cp, and tp innermost, so that tensor-parallel neig
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cuboid.errors import UserError
+from cuboid.errors import UserError, up_to
 from cuboid.spec.layout import Layout
-from cuboid.spec.suggest import up_to
 
 Group = tuple[int, ...]
 
@@ -45,13 +44,13 @@ def rank_of(place: Coordinates, layout: Layout) -> int:
 def groups(layout: Layout) -> dict[str, tuple[Group, ...]]:
     """Kind -> the groups of ranks that communicate; each kind but `embedding` puts every rank in exactly one group.
 
-    tp, cp, dp, pp: ranks that differ in that coordinate only. cp_inner: the part of a cp group that collectives heads;
-    cp_outer: ranks of it that pass keys and values on. data: dp × cp, ranks that hold the same dense parameters
-    and see other tokens. shard: the part of a data group over which ZeRO splits; replicate: ranks of it that hold the
-    same shard. sequence: ranks that hold pieces of the same sequences. ep: ranks that share one set of experts;
-    expert_data, expert_shard, expert_replicate: as data, shard and replicate for ranks with the same experts. model:
-    one data replica.
-    embedding: holders of a tied embedding on the first and the last stage, where these are different ranks.
+    tp, cp, dp, pp: ranks that differ in that coordinate only. cp_inner: the part of a cp group that trades heads
+    for tokens (all-to-all); cp_outer: ranks of it that pass keys and values on. data: dp × cp, ranks that hold the same
+    dense parameters and see other tokens. shard: the part of a data group over which ZeRO splits; replicate: ranks of
+    it that hold the same shard. sequence: ranks that hold shards of the same sequences. ep: ranks that share one set of
+    experts; expert_data, expert_shard, expert_replicate: as data, shard and replicate for ranks with the same experts.
+    model: one data replica. embedding: holders of a tied embedding on the first and the last stage, where these are
+    different ranks.
     """
     stride = {"tp": 1, "cp": layout.tp, "dp": layout.tp * layout.cp, "pp": layout.tp * layout.cp * layout.dp}
     found = {

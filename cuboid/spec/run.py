@@ -7,25 +7,40 @@ layout = "dp=2,tp=2,pp=2"
 steps = 100
 """
 
+import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from cuboid.errors import UserError
-from cuboid.spec.coding import check_types, decode, encode, field_types, require_in_range, require_known
-from cuboid.spec.data import OWN_DATA, DataSpec, EvaluationSpec
+from cuboid.errors import UserError, either, nearest_names
+from cuboid.spec.coding import (
+    check_types,
+    decode,
+    dumps,
+    encode,
+    field_types,
+    parse_text,
+    read_toml,
+    require_in_range,
+    require_known,
+    unwrap_optional,
+)
 from cuboid.spec.fitting import check, check_fp8
 from cuboid.spec.generation import SamplesSpec
 from cuboid.spec.layout import Layout, parse_layout_fields
-from cuboid.spec.load import build_model, dump_model, read_toml
+from cuboid.spec.load import build_model, dump_model
 from cuboid.spec.model import ModelSpec
-from cuboid.spec.overrides import apply_overrides
-from cuboid.spec.profile import ProfileSpec
-from cuboid.spec.python_model import PythonModelSpec
-from cuboid.spec.suggest import either, nearest_names
-from cuboid.spec.toml import dumps
-from cuboid.spec.training import LearningRateSpec, OptimizerSpec, TrainingSpec
+from cuboid.spec.plugin import PythonModelSpec
+from cuboid.spec.training import (
+    OWN_DATA,
+    DataSpec,
+    EvaluationSpec,
+    LearningRateSpec,
+    OptimizerSpec,
+    ProfileSpec,
+    TrainingSpec,
+)
 
 TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "wandb-offline": "wandb", "trackio": "trackio", "jsonl": ""}
 """Name in `output.track` -> the package it needs, if any."""
@@ -144,8 +159,8 @@ class ResilienceSpec:
     """How long it may stand still there if every rank waits for another: none computes, compiles, loads or reads. That
     is a deadlock or a lost rank, and is named and ended. 0: it is not looked for."""
     bad_steps: Literal["skip", "retry", "rollback", "stop"] = "skip"
-    """What is done about a step whose loss or gradient norm is not finite, or a spike: leave its update out, go back to
-    the newest checkpoint and try again (a batch that is bad twice is skipped), go back and leave its batch out of the
+    """What is done about a step whose loss or gradient norm is not finite, or a spike: skip its update, go back to
+    the newest checkpoint and try again (a batch that is bad twice is skipped), go back and drop its batch from the
     data for good, or stop the run."""
     most_bad_steps: int = 10
     """How many bad steps, with no good one further on, a run continues after."""
@@ -328,3 +343,60 @@ def _expand(key: str, value: object) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{key}={value} is not a table; write it as [{key}]")
     return dict(value)
+
+
+def apply_overrides(table: dict[str, Any], overrides: Sequence[str], types: Mapping[str, Any]) -> None:
+    """Changes `table` in place; later overrides win. `types` are the types of the outermost fields."""
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        if not equals:
+            raise UserError(f"override {override!r} has no value; write it like training.steps=20")
+        path, text = path.strip(), text.strip()
+        if path in ("model", "layout"):
+            table[path] = {"base": text} if path == "model" else parse_layout_fields(text)
+        else:
+            _set(table, path.split("."), text, types, path)
+
+
+def _set(table: dict[str, Any], keys: list[str], text: str, types: Mapping[str, Any], path: str) -> None:
+    key, *rest = keys
+    done = path[: len(path) - len(".".join(keys))].rstrip(".")
+    if (done, key) == ("model", "base"):
+        types = {"base": str}
+    # Of a user's own model or optimizer, which alone knows their types.
+    if (done, key) in (("model", "options"), ("optimizer", "options")) and rest:
+        table[key] = {**table.get(key, {}), ".".join(rest): _literal(text)}
+        return
+    require_known(key, types, done)
+    hint, optional = unwrap_optional(types[key])
+    nested = is_dataclass(hint) and isinstance(hint, type)
+    if not rest:
+        if nested and not (optional and text.lower() == "none"):
+            raise UserError(
+                f"{path}={text} would replace a whole table; set one field, like {path}.{next(iter(field_types(hint)))}"
+            )
+        table[key] = None if nested else parse_text(text, types[key], path)
+        return
+    if not nested:
+        raise UserError(f"unknown key {path}; {done + '.' if done else ''}{key} is a single value, not a table")
+    inner = table.get(key)
+    table[key] = dict(inner) if isinstance(inner, Mapping) else {}
+    _set(table[key], rest, text, field_types(hint), path)
+
+
+def _literal(text: str) -> object:
+    """A value as TOML reads it; a word that is none is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def check_supported(run: Run) -> None:
+    """Returns when the engine can train the run."""
+    if run.model.mixture is not None and run.model.mlp_bias:
+        raise UserError("model.mlp_bias=true has no place in routed experts; use mlp_bias=false")
+    if run.model.latent is not None:
+        for name in ("qkv_bias", "output_bias", "qk_norm"):
+            if getattr(run.model, name):
+                raise UserError(f"model.{name}=true has no place in latent attention; use {name}=false")

@@ -1,16 +1,17 @@
-"""Which part of each full parameter a tensor rank holds, and who else holds the same part.
+"""How parameters are split, which part of each a rank holds, and who else holds the same part.
 
-Pure arithmetic on names and shapes: initial weights, gradients, checkpoints, the proof and the planner's count of bytes
-all read this one table."""
+Pure arithmetic on what modules declare: initial weights, gradients, checkpoints, the proof and the planner's count of
+bytes all follow from it. Nothing is guessed from a name."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from cuboid.spec.model import ModelSpec
+from cuboid.errors import UserError
+from cuboid.spec.model import LatentAttentionSpec, MixtureSpec, ModelSpec
 
 Sharing = Literal["own", "tensor", "kv"]
 
@@ -80,35 +81,80 @@ def vocabulary_rows(vocabulary: int, tensor_size: int, index: int) -> tuple[int,
     return start, min(start + length, vocabulary) - start
 
 
-def slice_of(
-    name: str, shape: tuple[int, ...], model: ModelSpec, tensor_size: int, index: int, sequence_parallel: bool
-) -> Slice:
-    if name in ("embedding.tokens.weight", "head.output.weight"):
-        start, rows = vocabulary_rows(shape[0], tensor_size, index)
-        return Slice(0, start, start + rows, -(-shape[0] // tensor_size), "own", False)
-    module, kind = name.rsplit(".", 2)[-2:]
-    if module in ("query", "query_up", "key_value_up", "gate", "up"):
-        return _even(0, shape, tensor_size, index, "own", False)
-    if module in ("key", "value"):
-        parts = kv_part_count(model, tensor_size)
-        replicated = parts < tensor_size
-        return _even(0, shape, parts, index * parts // tensor_size, "kv" if replicated else "own", replicated)
-    if module in ("output", "down") and kind == "weight":
-        return _even(1, shape, tensor_size, index, "own", False)
-    # Norms, biases added after the sum, learned positions: whole on every rank. Their gradient is a part where a rank
-    # sees a part of the tokens (sequence parallelism, and a router always) or of the heads (norms of queries and keys).
-    partial = tensor_size > 1 and (sequence_parallel or module in ("query_norm", "key_norm", "router"))
-    return Slice(0, 0, shape[0], shape[0], "tensor", partial)
+@dataclass(frozen=True)
+class ShardingRank:
+    """Where a rank stands among those that a parameter may be split over."""
+
+    tensor: int = 1
+    tensor_index: int = 0
+    expert: int = 1
+    expert_index: int = 0
+    sequence_parallel: bool = False
 
 
-def expert_slice(shape: tuple[int, ...], ranks: int, index: int) -> Slice:
-    """Routed experts are spread whole over the ranks of an expert-parallel group, and not split by tensor ranks."""
-    return _even(0, shape, ranks, index, "own", False)
+@dataclass(frozen=True)
+class Split:
+    """How a parameter lies on ranks: what a module declares in `sharding`."""
+
+    kind: Literal["even", "heads", "vocabulary", "expert", "replicated", "partial"]
+    dimension: int = 0
+    heads: int = 0
+    """Of `heads`: how many there are. They are split as far as they go, and replicated beyond."""
+
+    def slice_of(self, name: str, shape: tuple[int, ...], rank: ShardingRank) -> Slice:
+        """What a rank holds of the parameter `name`."""
+        ranks, index = rank.tensor, rank.tensor_index
+        if self.kind == "vocabulary":
+            start, rows = vocabulary_rows(shape[0], ranks, index)
+            return Slice(0, start, start + rows, -(-shape[0] // ranks), "own", False)
+        if self.kind == "even":
+            if shape[self.dimension] % ranks:
+                raise UserError(
+                    f"tp={ranks} does not divide dimension {self.dimension} of {name}, which is "
+                    f"{shape[self.dimension]}; use another tp"
+                )
+            return _even(self.dimension, shape, ranks, index, "own", False)
+        if self.kind == "heads":
+            parts = math.gcd(self.heads, ranks)
+            replicated = parts < ranks
+            return _even(0, shape, parts, index * parts // ranks, "kv" if replicated else "own", replicated)
+        if self.kind == "expert":
+            return _even(0, shape, rank.expert, rank.expert_index, "own", False)
+        # Whole on every rank. The gradient is a part where a rank sees a part of the tokens (sequence parallelism), and
+        # of what is partial always.
+        rows = shape[0] if shape else 1
+        partial = ranks > 1 and (rank.sequence_parallel or self.kind == "partial")
+        return Slice(0, 0, rows, rows, "tensor", partial)
 
 
-def even_slice(dimension: int, shape: tuple[int, ...], parts: int, index: int) -> Slice:
-    """An equal part of one dimension, which nobody else holds."""
-    return _even(dimension, shape, parts, index, "own", False)
+def split(dimension: int) -> Split:
+    """Every tensor rank holds an equal part of one dimension: heads, channels, states."""
+    return Split("even", dimension)
+
+
+COLUMN, ROW = split(0), split(1)
+"""Of the weight of a linear (out, in): its outputs, its inputs."""
+VOCABULARY = Split("vocabulary")
+"""Rows are split, the last rank's filled up if they do not divide."""
+EXPERT = Split("expert")
+"""Routed experts are spread whole over the ranks of an expert-parallel group, and not split by tensor ranks."""
+REPLICATED = Split("replicated")
+"""Every tensor rank holds all of it and computes the same gradient: it acts outside of what is split."""
+PARTIAL = Split("partial")
+"""Every tensor rank holds all of it, but sees its own part of the heads, channels or tokens only: gradients are
+summed."""
+
+
+def heads(count: int) -> Split:
+    """Key-value heads, of which there may be fewer than tensor ranks."""
+    return Split("heads", 0, count)
+
+
+class Declared(NamedTuple):
+    """A parameter of a model: its full shape, and how it is split."""
+
+    shape: tuple[int, ...]
+    split: Split
 
 
 def _even(dimension: int, shape: tuple[int, ...], parts: int, index: int, sharing: Sharing, partial: bool) -> Slice:
@@ -116,10 +162,176 @@ def _even(dimension: int, shape: tuple[int, ...], parts: int, index: int, sharin
     return Slice(dimension, index * length, (index + 1) * length, length, sharing, partial)
 
 
-def lay_out(shapes: dict[str, tuple[int, ...]], slice_of_name: Callable[[str, tuple[int, ...]], Slice]) -> list[Part]:
+def lay_out(declared: Mapping[str, Declared], rank: ShardingRank) -> list[Part]:
+    """The parameters of a unit one after another in its flat buffer, as a rank holds them."""
     parts: list[Part] = []
     offset = 0
-    for name, shape in shapes.items():
-        parts.append(Part(name, shape, slice_of_name(name, shape), offset))
+    for name, (shape, split) in declared.items():
+        parts.append(Part(name, shape, split.slice_of(name, shape, rank), offset))
         offset += parts[-1].size
     return parts
+
+
+# The parameters of a model by name, shape and split, in the order the modules of `cuboid.model` hold them, and the
+# units they lie in: a block, an embedding, a head. It says what those modules declare, for those who plan without
+# torch.
+#
+# The table of tokens is a unit of its own, so that first and last stage lay out a tied one alike; routed experts are,
+# because other ranks hold the same ones; what balances a router is: it keeps its precision and has no gradient.
+
+
+TIED = "embedding.tokens.weight"
+"""The unit, and the parameter in it, that the embedding and a tied head share."""
+
+EXPERTS = ".experts"
+BALANCE = ".balance"
+
+Table = dict[str, Declared]
+
+
+@dataclass(frozen=True)
+class DeclaredUnit:
+    """Parameters that are gathered, released and reduced together."""
+
+    name: str
+    parameters: Table
+    uses: int = 1
+    """How many times one micro-batch uses the unit on its rank (twice when a tied embedding is first and last)."""
+    routed: bool = False
+
+
+def unit_of(prefix: str, name: str) -> str:
+    """The unit of a parameter under `prefix`: a block, the embedding or the head."""
+    if name == TIED:
+        return TIED
+    if EXPERTS in name:
+        return prefix + EXPERTS
+    return prefix + BALANCE if name.endswith("router.bias") else prefix
+
+
+def is_block_linear(unit: str, name: str, shape: tuple[int, ...]) -> bool:
+    """Whether it is the weight of a linear in a block: what `training.precision=fp8` multiplies in fp8."""
+    return unit.startswith("layers.") and EXPERTS not in name and "router" not in name and len(shape) == 2
+
+
+def _norm(model: ModelSpec, name: str, size: int, split: Split = REPLICATED) -> Table:
+    kinds = ("weight", "bias") if model.norm == "layernorm" else ("weight",)
+    return {f"{name}.{kind}": Declared((size,), split) for kind in kinds}
+
+
+def _linear(name: str, inputs: int, outputs: int, bias: bool, split: Split) -> Table:
+    # What is added after the sum over tensor ranks is whole on each of them.
+    added = {f"{name}.bias": Declared((outputs,), REPLICATED if split == ROW else split)} if bias else {}
+    return {f"{name}.weight": Declared((outputs, inputs), split), **added}
+
+
+def _latent_attention(model: ModelSpec, latent: LatentAttentionSpec, name: str) -> Table:
+    table: Table = {}
+    if latent.q_rank:
+        table |= _linear(f"{name}.query_down", model.hidden, latent.q_rank, False, REPLICATED)
+        table |= _norm(model, f"{name}.query_down_norm", latent.q_rank)
+    query = model.heads * (latent.qk_nope_dim + latent.qk_rope_dim)
+    matrix = "query_up" if latent.q_rank else "query"
+    table |= _linear(f"{name}.{matrix}", latent.q_rank or model.hidden, query, False, COLUMN)
+    table |= _linear(f"{name}.key_value_down", model.hidden, latent.kv_rank + latent.qk_rope_dim, False, REPLICATED)
+    table |= _norm(model, f"{name}.key_value_down_norm", latent.kv_rank)
+    both = model.heads * (latent.qk_nope_dim + latent.v_dim)
+    table |= _linear(f"{name}.key_value_up", latent.kv_rank, both, False, COLUMN)
+    return table | _linear(f"{name}.output", model.heads * latent.v_dim, model.hidden, False, ROW)
+
+
+def _attention(model: ModelSpec, name: str) -> Table:
+    if model.latent is not None:
+        return _latent_attention(model, model.latent, name)
+    query, key_value = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    table = _linear(f"{name}.query", model.hidden, query, model.qkv_bias, COLUMN)
+    table |= _linear(f"{name}.key", model.hidden, key_value, model.qkv_bias, heads(model.kv_heads))
+    table |= _linear(f"{name}.value", model.hidden, key_value, model.qkv_bias, heads(model.kv_heads))
+    table |= _linear(f"{name}.output", query, model.hidden, model.output_bias, ROW)
+    if model.qk_norm:
+        for norm in ("query_norm", "key_norm"):
+            table |= _norm(model, f"{name}.{norm}", model.head_dim, PARTIAL)
+    return table
+
+
+def _inner(model: ModelSpec) -> tuple[str, ...]:
+    return ("gate", "up") if model.activation == "swiglu" else ("up",)
+
+
+def _feed_forward(model: ModelSpec, name: str, width: int) -> Table:
+    table: Table = {}
+    for matrix in _inner(model):
+        table |= _linear(f"{name}.{matrix}", model.hidden, width, model.mlp_bias, COLUMN)
+    return table | _linear(f"{name}.down", width, model.hidden, model.mlp_bias, ROW)
+
+
+def _mixture(model: ModelSpec, mixture: MixtureSpec, name: str) -> Table:
+    table = _linear(f"{name}.router", model.hidden, mixture.experts, mixture.router_bias, PARTIAL)
+    for matrix in _inner(model):
+        table[f"{name}.experts.{matrix}"] = Declared((mixture.experts, mixture.expert_ffn, model.hidden), EXPERT)
+    table[f"{name}.experts.down"] = Declared((mixture.experts, model.hidden, mixture.expert_ffn), EXPERT)
+    return table | (_feed_forward(model, f"{name}.shared", mixture.shared_ffn) if mixture.shared_ffn else {})
+
+
+def block_parameters(model: ModelSpec, layer: int) -> Table:
+    name = f"layers.{layer}"
+    feed_forward = f"{name}.feed_forward"
+    return {
+        **_norm(model, f"{name}.attention_norm", model.hidden),
+        **_attention(model, f"{name}.attention"),
+        **_norm(model, f"{name}.feed_forward_norm", model.hidden),
+        **(
+            _mixture(model, model.mixture, feed_forward)
+            if model.mixture is not None and model.has_experts(layer)
+            else _feed_forward(model, feed_forward, model.ffn)
+        ),
+    }
+
+
+def embedding_parameters(model: ModelSpec) -> Table:
+    table = {TIED: Declared((model.vocab, model.hidden), VOCABULARY)}
+    if model.positions == "learned":
+        table["embedding.positions.weight"] = Declared((model.max_positions, model.hidden), REPLICATED)
+    return table
+
+
+def head_parameters(model: ModelSpec) -> Table:
+    """A tied output matrix is under the embedding's name."""
+    output = TIED if model.tie_embeddings else "head.output.weight"
+    return {**_norm(model, "head.norm", model.hidden), output: Declared((model.vocab, model.hidden), VOCABULARY)}
+
+
+def units(model: ModelSpec, layers: Iterable[int], first: bool, last: bool) -> list[DeclaredUnit]:
+    """The units of a rank with these layers, with the embedding (`first`) and the head (`last`) or without."""
+    segments = [("embedding", embedding_parameters(model))] if first else []
+    segments += [(f"layers.{layer}", block_parameters(model, layer)) for layer in layers]
+    segments += [("head", head_parameters(model))] if last else []
+    found: dict[str, Table] = {}
+    uses: dict[str, int] = {}
+    for prefix, table in segments:
+        members: dict[str, Table] = {}
+        for name, declared in table.items():
+            members.setdefault(unit_of(prefix, name), {})[name] = declared
+        for unit, held in members.items():
+            found[unit] = held
+            uses[unit] = 0 if unit.endswith(BALANCE) else uses.get(unit, 0) + 1
+    return [DeclaredUnit(name, held, uses[name], name.endswith(EXPERTS)) for name, held in found.items()]
+
+
+# Which part of a sequence each context-parallel rank holds.
+#
+# A sequence is cut into 2 · cp chunks and rank i holds chunks i and 2 · cp - 1 - i: under a causal mask an early chunk
+# is little work and a late one much, and every such pair is the same.
+
+
+def chunks_of(index: int, size: int) -> tuple[int, int]:
+    """The two chunks of a rank, earlier first."""
+    return index, 2 * size - 1 - index
+
+
+def places_of(index: int, size: int, length: int) -> list[range]:
+    """The places of a sequence that a rank holds, in order."""
+    if size == 1:
+        return [range(length)]
+    width = length // (2 * size)
+    return [range(chunk * width, (chunk + 1) * width) for chunk in chunks_of(index, size)]

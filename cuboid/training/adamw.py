@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from cuboid.kernels.adjacent import follows, together
-from cuboid.kernels.split_master_weights import join_halves, split_halves
-from cuboid.parallel.optimizer_shard import OptimizerShard
+from cuboid.kernels.precision import join_halves, split_halves
+from cuboid.parallel.zero import OptimizerShard
 from cuboid.spec.sharding import Part
 from cuboid.spec.training import OptimizerSpec
 

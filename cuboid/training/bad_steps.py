@@ -45,11 +45,13 @@ class BadSteps:
 
     def _note(self, step: int, pending: PendingStep, result: StepResult, reason: str) -> None:
         world, run = self._engine.groups.world, self._engine.run
+        # (ranks,): whose shards hold what is not finite, or too large.
         squares = start_all_gather(pending.own_square.reshape(1), world).wait().tolist()
         self._forget_exchanges()
         if world.index:
             return
         batch, size = self._engine.course.batch(step), run.training.global_batch
+        # Where each sample of the batch comes from, so that bad data can be found and looked at.
         samples = []
         for position in range(batch * size, (batch + 1) * size):
             origin = self._source.origin(position)

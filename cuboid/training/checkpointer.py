@@ -8,13 +8,13 @@ from cuboid.checkpoint.memory.nodes import open_memory
 from cuboid.checkpoint.memory.restore import MemoryRestore
 from cuboid.checkpoint.memory.saver import MemorySaver
 from cuboid.checkpoint.resume import begin_anew, resume
-from cuboid.checkpoint.saver import Saver, SaveReport
+from cuboid.checkpoint.save import Saver, SaveReport
 from cuboid.checkpoint.weights import start
 from cuboid.console import say
 from cuboid.parallel.coordination import open_coordination
 from cuboid.parallel.parallelize import Engine, draw_weights
-from cuboid.training.folder import checkpoint_folder, last_row
 from cuboid.training.optimizer import Optimizer
+from cuboid.training.run_folder import checkpoint_folder, last_row
 
 
 class Checkpointer:
@@ -26,6 +26,7 @@ class Checkpointer:
         self._folder = checkpoint_folder(run)
         self._group = open_coordination(run.checkpoint.timeout_seconds)
         nodes = open_memory(run, rank, self._group) if run.checkpoint.memory_every else None
+        # Before the savers are made: reading ends with sweeping this node's memory, where they then make their slots.
         self.found = self._resume(MemoryRestore(nodes, self._group, last_row(run)) if nodes else None)
         """Steps done, as the run begins or continues."""
         self.saver = Saver(engine, optimizer, self._folder, self._group) if run.checkpoint.every else None
@@ -51,6 +52,7 @@ class Checkpointer:
 
     def go_back(self) -> int:
         """To the newest checkpoint; the steps it has done."""
+        # Copies in memory may hold steps after the checkpoint, which are about to be undone.
         if self.copies is not None:
             self.copies.take_back()
         self.last_save = self._resume()
@@ -90,6 +92,7 @@ class Checkpointer:
             if not save.bytes:
                 continue
             self.saved, self.can_go_back = save.step, True
+            # Asked just after a step began, a rank ends it, copies the state, and writes it.
             needed = self._longest_step + save.stall_seconds + save.write_seconds
             if needed > grace and not self._warned and self._engine.groups.world.index == 0:
                 self._warned = True

@@ -1,42 +1,13 @@
-"""What each rank exchanged in every step, kept in the run folder (`output.count_communication`), beside the planner's
-count."""
+"""What the ranks of a run communicated in its last step (`output.count_communication`), beside the planner's count."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
 from cuboid.planning.collectives import predicted_ledger, unforeseen
 from cuboid.spec.run import Run
-from cuboid.telemetry.communication_ledger import Entry, Ledger
-
-FILES = "communication-*.jsonl"
-
-
-class CommunicationLog:
-    """One line a step in this rank's own file; nothing where nothing is counted."""
-
-    def __init__(self, run: Run, rank: int, ledger: Ledger | None) -> None:
-        self._ledger = ledger
-        self._path = Path(run.output.folder) / FILES.replace("*", f"{rank:05d}")
-        self._file: TextIO | None = None
-
-    def __enter__(self) -> CommunicationLog:
-        if self._ledger is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("w")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def record(self, step: int) -> None:
-        """Write down what was communicated since the last call."""
-        if self._ledger is not None and self._file is not None:
-            self._file.write(self._ledger.take().as_line(step + 1))
-            self._file.flush()
+from cuboid.telemetry.communication_ledger import FILES, Entry, Ledger
 
 
 @dataclass(frozen=True)
@@ -72,6 +43,7 @@ def summarize(run: Run) -> Summary:
         counted = Ledger.from_line(lines[-1])
         predicted = predicted_ledger(run, rank)
         surprises += [f"rank {rank} {line}" for line in unforeseen(run, rank, counted)]
+        # Either side may lack an entry: a collective nobody predicted, or one that never came.
         for key in counted.entries.keys() | predicted.entries.keys():
             row = Compared(*key, counted.entries.get(key), predicted.entries.get(key))
             largest[key] = max(row, largest.get(key, row), key=_size)

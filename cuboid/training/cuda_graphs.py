@@ -19,8 +19,8 @@ from torch import Tensor
 
 from cuboid.errors import UserError
 from cuboid.parallel.collectives import all_reduce_maximum
-from cuboid.parallel.cp_batch import Share
 from cuboid.parallel.parallelize import Engine
+from cuboid.parallel.rank_batch import RankBatch
 from cuboid.training.optimizer import Optimizer
 
 WARM_UP = 2
@@ -34,14 +34,14 @@ class Passes:
     """What forward and backward leave, beside gradients; of this rank."""
 
     tokens: Tensor
-    """Labelled ones, of the global batch."""
+    """With labels, of the global batch."""
     loss: Tensor
     """Summed over tokens."""
     square: Tensor
     """Of the gradient's norm, in fp16 still with the loss scale."""
 
 
-RunPasses = Callable[[list[Share], Tensor], Passes]
+RunPasses = Callable[[list[RankBatch], Tensor], Passes]
 """From what the rank sees of its micro-batches and the loss scale."""
 
 
@@ -66,27 +66,29 @@ class CapturedPasses:
         self._pays: bool | None = True if always else None
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._inputs: tuple[list[Share], Tensor]
+        self._inputs: tuple[list[RankBatch], Tensor]
         self._outputs: Passes
 
-    def __call__(self, shares: list[Share], factor: Tensor) -> Passes:
+    def __call__(self, batches: list[RankBatch], factor: Tensor) -> Passes:
         self._calls += 1
+        # The first step compiles kernels and opens communicators, neither of which a capture allows.
         if self._calls < WARM_UP or self._pays is False:
-            return self._plain(shares, factor)
+            return self._plain(batches, factor)
         if self._calls == WARM_UP:
-            return self._timed(shares, factor)
+            return self._timed(batches, factor)
         if self._graph is None:
-            self._capture(shares, factor)
-        return self._replay(shares, factor)
+            self._capture(batches, factor)
+        return self._replay(batches, factor)
 
-    def _timed(self, shares: list[Share], factor: Tensor) -> Passes:
+    def _timed(self, batches: list[RankBatch], factor: Tensor) -> Passes:
         torch.cuda.synchronize()
         start = time.perf_counter()
-        passes = self._plain(shares, factor)
+        passes = self._plain(batches, factor)
         started = time.perf_counter()
         torch.cuda.synchronize()
         end = time.perf_counter()
         if self._pays is None:
+            # If the device is done as soon as the host is, it waited for the host all along.
             waits = end - started < WAITING * (end - start)
             # What one rank gains with memory to spare is 0.3 %. Several would pay for it: the flight recorder does not
             # see collectives inside a graph, so a hang could not be named by its collective.
@@ -99,26 +101,28 @@ class CapturedPasses:
         refusals = torch.tensor(int(not here), device=self._engine.device)
         return not all_reduce_maximum(refusals, self._engine.groups.world).item()
 
-    def _capture(self, shares: list[Share], factor: Tensor) -> None:
+    def _capture(self, batches: list[RankBatch], factor: Tensor) -> None:
         """Nothing is computed yet. What the passes leave on the host, above all which tensors are the gradients, stays
         as it is from then on."""
-        copies = [replace(share, tokens=share.tokens.clone(), labels=share.labels.clone()) for share in shares]
+        # A graph reads fixed addresses: each step's tokens are copied into these.
+        copies = [replace(batch, tokens=batch.tokens.clone(), labels=batch.labels.clone()) for batch in batches]
         self._inputs = (copies, factor.clone())
         for unit in self._engine.units:
             unit.settle_gather()
-            unit.begin_step(len(shares))  # lets gradients go that the graph will have its own memory for
+            unit.begin_step(len(batches))  # lets gradients go that the graph will have its own memory for
         self._graph = torch.cuda.CUDAGraph()
         # Other threads, which save checkpoints or read data, may continue with what would spoil a graph of their own.
         with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._outputs = self._plain(*self._inputs)
         self._optimizer.capture()
 
-    def _replay(self, shares: list[Share], factor: Tensor) -> Passes:
+    def _replay(self, batches: list[RankBatch], factor: Tensor) -> Passes:
         assert self._graph is not None
         copies, kept_factor = self._inputs
-        for copy, share in zip(copies, shares, strict=True):
-            copy.tokens.copy_(share.tokens)
-            copy.labels.copy_(share.labels)
+        for copy, batch in zip(copies, batches, strict=True):
+            copy.tokens.copy_(batch.tokens)
+            copy.labels.copy_(batch.labels)
+        # The loss scale changes between steps; it is an input like the tokens.
         kept_factor.copy_(factor)
         for unit in self._engine.units:
             unit.settle_gather()

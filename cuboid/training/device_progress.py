@@ -50,12 +50,14 @@ class DeviceProgress:
     def mark(self) -> None:
         """Called by any thread of the rank."""
         words = self._heartbeat.words
+        # An event costs the host microseconds; once a phase's length is known its silence tells enough.
         if words[SEEN + words[PHASE]] < ENOUGH and len(self._marks) < MOST and (mark := self._leave()) is not None:
             self._marks.append(mark)
             words[DEVICE_LEFT] = len(self._marks)
 
     def look(self) -> None:
         passed = 0
+        # Marks are passed in order: the first that is not passed ends the look.
         while self._marks and self._marks[0].query():
             self._marks.popleft()
             passed += 1

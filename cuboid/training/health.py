@@ -14,8 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cuboid.spec.mixture import MixtureSpec
-from cuboid.spec.model import ModelSpec
+from cuboid.spec.model import MixtureSpec, ModelSpec
 from cuboid.spec.run import Run
 from cuboid.training.routers import DEAD_STEPS
 
@@ -129,6 +128,7 @@ class Health:
 
     def _at_gradient(self, row: Row) -> Iterator[tuple[str, str]]:
         norm, clip = float(row["gradient_norm"]), self._run.training.gradient_clip
+        # Compared before it joins the history, or a jump would raise the median it is measured by.
         jumped = len(self._usual_norms) >= WINDOW // 2 and norm > JUMP * median(self._usual_norms)
         self._norms.append(norm)
         self._jumps.append(jumped)
@@ -165,11 +165,13 @@ class Health:
             yield "activations", f"{told}, and fp16 ends at 65,504: use training.precision=bf16"
 
     def _at_routers(self, routers: Tensor, dead: Tensor, mixture: MixtureSpec) -> Iterator[tuple[str, str]]:
+        # (layers with experts, experts): assignments in the global batch.
         asked = routers[:, : mixture.experts]
         if mixture.experts == mixture.top_k or not asked.sum():
             return
-        shares = asked.topk(mixture.top_k, 1).values.sum(1) / asked.sum(1)
-        now = (shares >= COLLAPSED).nonzero().flatten().tolist()
+        # A token's top_k assignments go to different experts, so the busiest top_k can have all of them: 1 is collapse.
+        fractions = asked.topk(mixture.top_k, 1).values.sum(1) / asked.sum(1)
+        now = (fractions >= COLLAPSED).nonzero().flatten().tolist()
         self._collapsed = {layer: self._collapsed.get(layer, 0) + 1 for layer in now}
         collapsed = [layer for layer, steps in self._collapsed.items() if steps >= COLLAPSED_STEPS]
         if collapsed:

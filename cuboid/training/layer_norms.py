@@ -66,11 +66,13 @@ class LayerNorms:
         return int(rest.partition(".")[0]) + 1 if kind == "layers" else {"embedding": 0, "head": self._last}[kind]
 
     def _add(self, kind: int, place: int, tensors: list[Tensor], dtype: torch.dtype) -> None:
+        # One call for all tensors, in the dtype of gradients: squares of bf16 would lose what is small.
         norms = torch.stack(torch._foreach_norm(tensors, 2, dtype))
         self._squares[kind, place] += norms.double().square().sum()
 
     def finish_step(self, loss_scale: Tensor | None) -> HostCopy:
         """After the update, for `read_norms`. `loss_scale`: what the gradients were multiplied by."""
+        # Of gradients alone: weights and updates never had the factor.
         if loss_scale is not None:
             self._squares[0] /= loss_scale.square()
         self._squares[-1, 1:-1] = self._engine.activations.squares.double()

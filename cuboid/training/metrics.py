@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cuboid.checkpoint.saver import SaveReport
+from cuboid.checkpoint.save import SaveReport
 from cuboid.console import say
 from cuboid.parallel.pipeline import TimedAction
 from cuboid.resilience.goodput import Goodput
@@ -23,7 +23,7 @@ from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.training.health import Health
 from cuboid.training.routers import ExpertLoads, report
-from cuboid.training.rows import Rows, whole_rows
+from cuboid.training.run_folder import Rows, whole_rows
 from cuboid.training.step import StepResult
 from cuboid.training.trackers import Tracking
 
@@ -49,7 +49,7 @@ class Metrics:
         folder.mkdir(parents=True, exist_ok=True)
         if self._run.output.keep_timing:
             self._timing = Rows(folder / f"timing-{self._rank:05d}.jsonl", self._done)
-            HEARTBEAT.take_waits()
+            HEARTBEAT.take_waits()  # from here on they are kept
         if self._rank == 0:
             path = folder / "metrics.jsonl"
             if self._done < self._run.training.steps:  # else it is written already, and nothing is spent
@@ -91,6 +91,7 @@ class Metrics:
     ) -> None:
         """`held_out`: the loss on validation data, where this step was followed by an evaluation. `saves`: those that
         ended since the last step."""
+        # On every rank that was asked to keep its times, not on rank 0 alone.
         if self._timing is not None:
             actions = [[str(timed.action), timed.start, timed.ready, timed.end] for timed in timing]
             # Clocks of one host agree; those of several are brought together by the time of day and by messages.
@@ -106,6 +107,7 @@ class Metrics:
             "loss": result.loss,
             "gradient_norm": result.gradient_norm,
             "learning_rate": learning_rate,
+            # All positions of the batch, as throughput is told everywhere; the loss is a mean over those with labels.
             "tokens": training.global_batch * training.sequence,
             "labelled_tokens": result.tokens,
             "seconds": seconds,
@@ -115,6 +117,7 @@ class Metrics:
             "time": round(time.time(), 3),
         }
         if result.loss_scale:
+            # `row` is what the console shows; `kept`, made of it below, is what the file and trackers get.
             row |= {"loss_scale": result.loss_scale, "overflows": result.overflows}
         if held_out is not None:
             row["validation_loss"] = held_out
@@ -143,6 +146,7 @@ class Metrics:
                 kind: [float(f"{value:.4g}") if math.isfinite(value) else None for value in values]
                 for kind, values in result.layers.items()
             }
+        # Judged from the row, as a resumed run does from its file, so that both come to the same warnings.
         found = [] if self._health is None else self._health.observe(kept, result.routers, dead)
         if found:
             kept["warnings"] = [asdict(trouble) for trouble in found]
@@ -165,6 +169,7 @@ class Metrics:
         folder = Path(self._run.output.folder)
         if self._rows is not None:
             self._rows.close()
+            # Before the rows are cut: what the dropped steps took was lost, and counts as such.
             if self._goodput is not None:
                 self._goodput.rewind(whole_rows(folder / "metrics.jsonl"), done)
             self._rows = Rows(folder / "metrics.jsonl", done)
@@ -203,6 +208,7 @@ class Metrics:
             line += "  not finite: update skipped on all ranks"
         elif "left_out" in row:
             line += f"  {row['left_out']}: update skipped on all ranks"
+        # `log_every` thins out ordinary steps; what a person must not miss has a line in any case.
         notable = not row["finite"] or row.keys() & {"left_out", "validation_loss"} or any(map(_is_checkpoint, saves))
         due = self._run.output.is_logged(step, steps) or notable
         if self._progress is not None:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from cuboid.kernels.pinned_memory import PinnedMemory, bytes_taken
-from cuboid.parallel.optimizer_shard import OptimizerShard
-from cuboid.parallel.zero import Unit
+from cuboid.parallel.zero import OptimizerShard, Unit
 from cuboid.training.adamw import ROW, Elements, named_moments
 
 LOAD = 2**24
@@ -68,6 +67,7 @@ class Held:
     """What lies in CPU memory of one unit."""
 
     def __init__(self, unit: Unit, memory: PinnedMemory) -> None:
+        # Both moments in the dtype of gradients, float32 but for float64 runs; `kept` in that of the master weights.
         shape = (unit.shard_size,)
         self.first, self.second = (memory.take(shape, unit.accumulate) for _ in range(2))
         self.kept = None if unit.only_for_update is None else memory.take(shape, unit.only_for_update)
@@ -95,9 +95,11 @@ class OffloadedState:
         self._memory = PinnedMemory(sum(map(_bytes_away, units)), device)
         self._held = {unit.name: Held(unit, self._memory) for unit in units}
         on_gpu = device.type == "cuda"
+        # Two copy streams: PCIe carries both directions at once, and copies on one stream would take turns.
         self._arriving: Any = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._leaving: Any = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         longest = max((load.stop - load.start for loads in self._loads.values() for load in loads), default=0)
+        # Slots are shared by all units, so they are as long as the longest load, in dtypes that fit any of them.
         kept = next((unit.only_for_update for unit in units if unit.only_for_update is not None), None)
         dtypes = [units[0].accumulate] * 2 + ([] if kept is None else [kept])
         self._slots = [Slot(longest, dtypes, device) for _ in range(SLOTS)]
@@ -105,6 +107,7 @@ class OffloadedState:
         self._of_part: dict[str, tuple[Tensor, Tensor]] = {}
         for unit in units:
             held = self._held[unit.name]
+            # The unit forgets its copy on the device: from here on its master weights live in CPU memory.
             if held.kept is not None:
                 unit.keep_in(held.kept, self.settle)
             for optimizer_shard in unit.optimizer_shards():
@@ -140,12 +143,15 @@ class OffloadedState:
                 self._turn += 1
                 here = slot.views(load)
                 away = [tensor[load.start : load.stop] for tensor in held.tensors]
+                # A load may arrive once the one before has left its slot, and its own last results are back.
                 with torch.cuda.stream(self._arriving):
                     slot.left.wait()
                     load.back.wait()
+                    # Not strict: a unit whose matmuls use the master weights keeps no others, and has two tensors.
                     for target, source in zip(here, away, strict=False):
                         target.copy_(source, non_blocking=True)
                     slot.arrived.record()
+                # The caller queues the update on the current stream while it has control; nothing here blocks the host.
                 slot.arrived.wait()
                 yield [_elements(optimizer_shards[cut.optimizer_shard], cut, here) for cut in load.cuts]
                 slot.updated.record()
@@ -175,13 +181,14 @@ def place_of(unit: Unit, optimizer_shard: OptimizerShard) -> int:
 
 
 def loads_of(unit: Unit, most: int, device: torch.device) -> list[Load]:
-    """Pieces in their order, cut into whole rows where they are long, together where they are short."""
+    """Optimizer shards in their order, cut into whole rows where they are long, together where they are short."""
     assert most % ROW == 0
     loads: list[Load] = []
     cuts: list[Cut] = []
     start = 0
     for index, optimizer_shard in enumerate(unit.optimizer_shards()):
         begin, length = place_of(unit, optimizer_shard), optimizer_shard.stop - optimizer_shard.start
+        # Cuts are whole rows of the compiled update, but for a shard's last: one graph serves all loads.
         for low in range(0, length, most):
             high = min(low + most, length)
             if cuts and begin + high - start > most:

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from cuboid.kernels.adjacent import in_runs
-from cuboid.parallel.optimizer_shard import OptimizerShard
 from cuboid.parallel.parallelize import Engine
-from cuboid.parallel.zero import Unit
+from cuboid.parallel.zero import OptimizerShard, Unit
 from cuboid.spec.training import OptimizerSpec
 from cuboid.training.adamw import Elements, Kind, kind_of, named_moments, update_compiled, update_eagerly
 from cuboid.training.offload import OffloadedState

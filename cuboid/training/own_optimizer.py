@@ -23,12 +23,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from cuboid.errors import UserError
-from cuboid.parallel.optimizer_shard import OptimizerShard
-from cuboid.parallel.zero import Unit
+from cuboid.errors import UserError, either, nearest_names
+from cuboid.parallel.zero import OptimizerShard, Unit
 from cuboid.spec.plugin import load_plugin, resolve_here
 from cuboid.spec.run import Run
-from cuboid.spec.suggest import either, nearest_names
 from cuboid.spec.training import OptimizerSpec
 from cuboid.training.adamw import Elements
 

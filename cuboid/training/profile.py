@@ -22,10 +22,8 @@ from cuboid.parallel.parallelize import Engine
 from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.telemetry.profiler_regions import REGIONS
-from cuboid.training.holdings import held, left_by_autograd, storages
-from cuboid.training.memory import resident_peak
+from cuboid.training.memory import Tally, held, left_by_autograd, resident_peak, storages
 from cuboid.training.optimizer import Optimizer
-from cuboid.training.tally import Tally
 
 FOLDER = "profile"
 TRACES, SNAPSHOTS, MEMORY = "trace-*.json.gz", "snapshot-*.pickle", "memory-*.json"
@@ -67,6 +65,7 @@ class Profile:
             return
         self._engine, self._optimizer = engine, optimizer
         layers = sum(len(stage.segments) for stage in engine.pipeline.stages.values())
+        # Events of a trace grow with layers × micro-batches; viewers fail before disks do.
         most = max(1, MOST_PASSES // (layers * self._run.micro_batches))
         self._window = self._run.profile.window(done, self._run.training.steps, most)
         if self._window and most < self._run.profile.steps and self._rank == 0:
@@ -82,6 +81,7 @@ class Profile:
             return nullcontext()
         if self._profiler is None:
             self._start(warm_up=self._window[0] - step)
+        # In the step before those traced: a dispatch mode slows every operation, and sees nothing of compiled ones.
         if step == self._window[0] - 1 and not self._engine.compiled and self._device.type == "cpu":
             known = storages(self._engine.units, self._optimizer)
             self._tally = Tally(known, lambda: sum(held(self._engine.units, self._optimizer).values()))
@@ -133,6 +133,7 @@ class Profile:
         are counted where nothing is compiled, in a step before those traced; else they are among the others."""
         known = held(self._engine.units, self._optimizer)
         if self._device.type == "cuda":
+            # Some gradients are autograd's own until a unit takes them over.
             known["gradients"] += left_by_autograd(self._engine.units)
             peak = torch.cuda.max_memory_allocated(self._device)
             return {

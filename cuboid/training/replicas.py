@@ -46,6 +46,7 @@ def checksum(values: Tensor) -> Tensor:
 
 def flip_bit(values: Tensor) -> None:
     """Of one element, what silent corruption does; called where that is rehearsed."""
+    # A low mantissa bit: finite, plausible, and wrong, as a memory error is.
     bits = values.view(BITS[values.element_size()])
     bits[bits.numel() // 2] ^= 1 << 3
 
@@ -53,6 +54,8 @@ def flip_bit(values: Tensor) -> None:
 def _held(engine: Engine, optimizer: Optimizer) -> Iterator[tuple[str, str, Tensor]]:
     """Name, place, and values of all that this rank keeps."""
     for unit in engine.units:
+        # Weights that matmuls use are compared where they are a copy of master weights; else those are compared below.
+        # With ZeRO 3 nobody keeps whole weights between steps.
         optimizer_shards = unit.optimizer_shards()
         if unit.zero in (1, 2) or (
             unit.zero == 0 and any(optimizer_shard.weight is not None for optimizer_shard in optimizer_shards)
@@ -75,10 +78,12 @@ def deviations(engine: Engine, optimizer: Optimizer) -> list[Deviation]:
     names: dict[int, str] = {}
     sums = []
     for name, place, values in _held(engine, optimizer):
+        # Names become 64-bit keys, which travel in a tensor; the few names that differ are sent as text afterwards.
         digest = hashlib.blake2b(f"{name}/{place}".encode(), digest_size=8).digest()
         key = int.from_bytes(digest, "little", signed=True)
         names[key] = f"{name} ({place.partition('/')[0]})"
         sums.append(checksum(values).to(engine.device))  # what is offloaded was summed by the host
+    # Ranks keep different numbers of tensors; an all-gather takes equal shapes, so rows are padded with key 0.
     most = torch.tensor(len(sums), device=engine.device)
     dist.all_reduce(most, op=dist.ReduceOp.MAX, group=world.handle)
     rows = torch.zeros(int(most), 2, dtype=torch.int64, device=engine.device)

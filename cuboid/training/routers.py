@@ -16,10 +16,9 @@ from torch import Tensor
 from cuboid.model.load_balancing import moved_bias
 from cuboid.parallel.collectives import all_reduce
 from cuboid.parallel.parallelize import Engine
-from cuboid.spec.parameters import BALANCE
 from cuboid.spec.run import Run
-from cuboid.training.folder import EXPERTS
-from cuboid.training.rows import Rows
+from cuboid.spec.sharding import BALANCE
+from cuboid.training.run_folder import EXPERTS, Rows
 
 WINDOWS = 200
 DEAD_STEPS = 25
@@ -32,6 +31,7 @@ def summed_statistics(engine: Engine) -> Tensor | None:
     """Of all routers over the global batch, the same on every rank: each saw tokens of its own."""
     if engine.balance is None:
         return None
+    # (layers with experts, experts + 3), over the world: a layer's row is zero on ranks of other stages.
     return all_reduce(engine.balance.statistics.clone(), engine.groups.world)
 
 
@@ -47,6 +47,7 @@ def rebalance(engine: Engine, statistics: Tensor, finite: Tensor) -> None:
     for unit in engine.units:
         if unit.name.endswith(BALANCE):
             layer = int(unit.name.split(".")[1])
+            # (experts,): assignments in the global batch. Times 0, where a step is skipped, all are at the mean.
             asked = statistics[layer - mixture.first_dense_layers, : mixture.experts]
             unit.master.copy_(moved_bias(unit.master, asked * finite, mixture.bias_rate))
 
@@ -84,6 +85,7 @@ class DeadExperts:
 
     def add(self, asked: Tensor) -> Tensor:
         """`asked`: assignments of a step by layer and expert. Returns the same of booleans."""
+        # (layers, experts). A single token sets both counts back to zero.
         idle = asked == 0
         self._steps = (self._steps + 1.0) * idle
         self._missed = (self._missed + asked.mean(1, keepdim=True)) * idle
@@ -98,6 +100,7 @@ class ExpertLoads:
         mixture, training = run.model.mixture, run.training
         assert mixture is not None
         self._steps = training.steps
+        # A million steps write no more rows than a thousand: a window grows with the run.
         self._every = max(run.output.log_every, math.ceil(training.steps / WINDOWS))
         self._rows = Rows(Path(run.output.folder) / EXPERTS, done)
         layers = run.model.layers - mixture.first_dense_layers
@@ -111,6 +114,7 @@ class ExpertLoads:
         self._asked += asked
         if step % self._every == 0 or step == self._steps:
             mean = self._asked.mean(1, keepdim=True).clamp(min=1e-9)
+            # Rounded up: 0 is said of an expert without a token, and of no other.
             loads = (100 * self._asked / mean).ceil().int().tolist()
             self._rows.append({"step": step, "first": self._first, "loads": loads})
             self._asked.zero_()
@@ -124,6 +128,7 @@ class ExpertLoads:
 def report(statistics: Tensor, run: Run, dead: int = 0) -> RouterReport:
     mixture, training = run.model.mixture, run.training
     assert mixture is not None
+    # `sums`: (layers, 3), as `load_balancing.EXTRA` names them.
     asked, sums = statistics[:, : mixture.experts], statistics[:, mixture.experts :]
     mean = sums.mean(0)
     return RouterReport(

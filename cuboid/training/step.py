@@ -5,7 +5,7 @@ Nothing here waits for the device: losses and norms stay there until somebody as
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from cuboid.kernels.pinned_memory import HostCopy
+from cuboid.kernels.precision import SMALLEST, LossScale
 from cuboid.model.batch import MicroBatch
 from cuboid.parallel.collectives import all_reduce
-from cuboid.parallel.cp_batch import Share
 from cuboid.parallel.grad_norm import finish_gradients, squared_norm
-from cuboid.parallel.loss_scale import SMALLEST, LossScale
 from cuboid.parallel.parallelize import Engine
+from cuboid.parallel.rank_batch import RankBatch
 from cuboid.resilience.faults import strikes
 from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.training.cuda_graphs import Passes, RunPasses
@@ -32,10 +32,10 @@ class StepResult:
     """The same on every rank."""
 
     loss: float
-    """Sum of token losses / labelled tokens, over the global batch."""
+    """Sum of token losses / tokens with labels, over the global batch."""
     gradient_norm: float
     tokens: int
-    """Labelled tokens of the global batch."""
+    """Of the global batch, those with labels."""
     stops: bool = False
     """Whether some rank was asked to stop before this step."""
     left_out: str = ""
@@ -87,6 +87,7 @@ class PendingStep:
         self.routers = routers
         self.left_out = ""
         self.layers: HostCopy | None = None
+        # All scalars (shape ()), on the device, equal on every rank; float64 holds token counts exactly too.
         told = [loss, gradient_norm, tokens, asked, activation]
         self.loss_scale: Tensor | None = None
         if loss_scale is not None:
@@ -101,6 +102,7 @@ class PendingStep:
         """False skips the update."""
         if self.left_out:
             return torch.zeros((), dtype=torch.bool, device=self.loss.device)
+        # A bool on the device: the update reads it there, so the host need not wait to know whether it counts.
         return self.loss.isfinite() & self.gradient_norm.isfinite()
 
     def seconds_after(self, before: PendingStep | None) -> float | None:
@@ -120,22 +122,27 @@ class PendingStep:
         return replace(result, overflows=result.overflows + result.overflowed, layers=layers)
 
 
-def run_passes(engine: Engine, shares: list[Share], factor: Tensor) -> Passes:
+def run_passes(engine: Engine, batches: list[RankBatch], factor: Tensor) -> Passes:
     """Forward and backward, kernel by kernel. `factor`: what the loss is multiplied by beside the mean over tokens."""
-    counted = torch.stack([share.counted for share in shares]).sum()
+    # Tokens first: dividing each micro-batch's loss by the global count makes every later reduction a plain sum.
+    # The data group is dp × cp: tensor and pipeline ranks see the same tokens and must not count them again.
+    counted = torch.stack([batch.counted for batch in batches]).sum()
     tokens = all_reduce(counted, engine.groups.data)
     for unit in engine.units:
-        unit.begin_step(len(shares))
+        unit.begin_step(len(batches))
     engine.activations.begin_step()
     if engine.balance is not None:
         engine.balance.begin_step()
         engine.balance.factor = None if engine.loss_scale is None else factor
+    # In float64, then in the dtype gradients are summed in. It stays on the device, as a CUDA graph needs it.
     scale = factor / tokens.clamp(min=1).double()
-    summed_loss = engine.pipeline.run(shares, scale.to(engine.units[0].accumulate))
+    summed_loss = engine.pipeline.run(batches, scale.to(engine.units[0].accumulate))
     if engine.balance is not None:
         engine.balance.end_passes()
+    # Reductions started during the backward; what is left of them is waited for here, after the last action.
     HEARTBEAT.do("gradients")
     finish_gradients(engine)
+    # Tensor ranks of the last stage all have the loss: one of them counts, so that the sum over the world is right.
     own_loss = summed_loss if engine.holds_loss else torch.zeros_like(summed_loss)
     return Passes(tokens, own_loss, squared_norm(engine))
 
@@ -143,16 +150,18 @@ def run_passes(engine: Engine, shares: list[Share], factor: Tensor) -> Passes:
 def compute_gradients(
     engine: Engine, micro_batches: list[MicroBatch], asked: bool = False, passes: RunPasses | None = None
 ) -> PendingStep:
-    """After this the optimizer shards hold the gradient of (sum of token losses / labelled tokens) over the global
+    """After this the optimizer shards hold the gradient of (sum of token losses / tokens with labels) over the global
     batch, plus that of the routers' auxiliary losses; in fp16 it is still multiplied by the loss scale. `asked`: this
     rank was asked to stop, which all ranks learn. `passes`: another way to run them, with the same results."""
-    shares = [engine.sharing.of(batch) for batch in micro_batches]
+    batches = [engine.batches.of(batch) for batch in micro_batches]
     scaling = engine.loss_scale
     factor = torch.ones((), dtype=torch.float64, device=engine.device) if scaling is None else scaling.factor
-    own = (passes or partial(run_passes, engine))(shares, factor)
+    own = (passes or partial(run_passes, engine))(batches, factor)
+    # Gradients stay multiplied by the loss scale until the update; the norm that is clipped and told is without it.
     own_square = own.square if scaling is None else own.square / factor.square().to(own.square.dtype)
     if strikes(HEARTBEAT, "nan"):
         own_square = torch.full_like(own_square, math.nan)
+    # One all-reduce of four numbers over the world, in place of four: at this size a collective costs its latency.
     told = torch.stack((own.loss, own_square, torch.full_like(own.loss, asked), engine.activations.squares[-1]))
     loss, square, ranks_asked, activation = all_reduce(told, engine.groups.world).unbind()
     loss, norm, statistics = loss / own.tokens.clamp(min=1), square.sqrt(), summed_statistics(engine)
@@ -173,8 +182,10 @@ def start_step(
     """A step whose loss or gradient is not finite is skipped on every rank alike: all see the same numbers. `judge`:
     decides before the update, for which the host then waits. `norms`: measured by layer, of this step."""
     pending = compute_gradients(engine, micro_batches, asked, passes)
+    # A judge reads the result, for which the host waits: only runs that look for spikes have one.
     if judge is not None:
         pending.left_out = judge(pending.result())
+    # After the passes, so that a save that still copies the state had all of them to finish in.
     if before_update is not None:
         before_update()
     apply_update(engine, optimizer, pending, learning_rate, norms)
@@ -196,6 +207,7 @@ def apply_update(
     optimizer.step(learning_rate, pending.gradient_norm, clip, counts, pending.loss_scale, norms)
     if norms is not None:
         pending.layers = norms.finish_step(pending.loss_scale)
+    # After the update, which unscales with the old factor. The routers' biases move last: they belong to the next step.
     if engine.loss_scale is not None:
         engine.loss_scale.update(pending.loss, pending.gradient_norm, counts)
     if pending.routers is not None:
@@ -211,3 +223,26 @@ def train_step(
 ) -> StepResult:
     """`start_step`, waited for."""
     return start_step(engine, optimizer, micro_batches, learning_rate, before_update).result()
+
+
+def evaluate(
+    engine: Engine, batches: Iterable[list[MicroBatch]], stops: Callable[[], bool] = lambda: False
+) -> float | None:
+    """The loss on held-out data: every rank calls it, every rank gets the same number. Sum of token losses / tokens
+    with labels, over all batches and replicas; no state changes. None if `stops`, asked after each batch and of one
+    mind on all ranks, cut it short."""
+    # Sums, not means: batches may differ in how many labels they have.
+    loss = torch.zeros((), dtype=torch.float64, device=engine.device)
+    tokens = torch.zeros((), dtype=torch.float64, device=engine.device)
+    for micro_batches in batches:
+        own = [engine.batches.of(batch) for batch in micro_batches]
+        summed = engine.pipeline.evaluate(own)
+        if engine.holds_loss:
+            loss += summed
+            tokens += sum(int(batch.counted) for batch in own)
+        if stops():
+            return None
+    total, count = all_reduce(torch.stack((loss, tokens)), engine.groups.world).tolist()
+    if engine.ledger is not None:
+        engine.ledger.take()  # what it communicated is no part of a step
+    return total / count if count else float("nan")

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from cuboid.console import say
 from cuboid.errors import UserError
 from cuboid.spec.run import TRACKERS, Run, dump_run
-from cuboid.training.rows import Rows, layer_names
+from cuboid.training.run_folder import Rows, layer_names
 
 
 class Tracker(Protocol):
@@ -51,6 +51,7 @@ class WeightsAndBiases:
         self._run: Any = wandb.init(
             project=run.output.project,
             name=folder.name,
+            # The same id and resume="allow": a resumed run continues its curves, a first one begins them.
             id=_identity(folder),
             resume="allow",
             dir=str(folder),
@@ -123,6 +124,7 @@ class Tracking:
         self._open[name] = MAKERS[name](run, done)
 
     def log(self, step: int, row: dict[str, Any]) -> None:
+        # Numbers become curves. A bool is an int to Python; step and time are axes.
         values = {
             name: float(value)
             for name, value in row.items()
@@ -134,6 +136,7 @@ class Tracking:
             for place, value in zip(layer_names(kind, len(measured)), measured, strict=True)
             if value is not None
         }
+        # A copy of the list: one that fails is dropped while it is gone through.
         for name, tracker in list(self._open.items()):
             self._guarded(name, partial(tracker.log, step, values))
 

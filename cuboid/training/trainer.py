@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -14,29 +15,26 @@ from cuboid.checkpoint.state import seed_generators
 from cuboid.console import say
 from cuboid.data.loader import evaluation_batches, micro_batches
 from cuboid.data.source import make_source, make_validation_source
-from cuboid.errors import RankError
+from cuboid.errors import RankError, UserError
 from cuboid.parallel.collectives import all_reduce
-from cuboid.parallel.parallelize import build_engine
+from cuboid.parallel.parallelize import Engine, build_engine
 from cuboid.resilience.faults import strikes
 from cuboid.spec.run import Run
+from cuboid.telemetry.communication_ledger import CommunicationLog
 from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.training.bad_steps import BadSteps
 from cuboid.training.callbacks import load_callbacks
 from cuboid.training.checkpointer import Checkpointer
-from cuboid.training.communication import CommunicationLog
 from cuboid.training.cuda_graphs import make_passes
 from cuboid.training.device_progress import device_progress
-from cuboid.training.evaluate import evaluate
 from cuboid.training.layer_norms import LayerNorms
 from cuboid.training.learning_rate import learning_rate
-from cuboid.training.memory import MemoryLog
+from cuboid.training.memory import MemoryLog, exhaust
 from cuboid.training.metrics import Metrics
-from cuboid.training.oom import exhaust, told_when_short
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.profile import Profile
 from cuboid.training.replicas import flip_bit
-from cuboid.training.samples import Sampler
-from cuboid.training.step import PendingStep, run_passes, start_step
+from cuboid.training.step import PendingStep, evaluate, run_passes, start_step
 
 
 @dataclass(frozen=True)
@@ -53,13 +51,30 @@ class Outcome:
     """How long it took to save what was done, once all ranks knew that they are to stop."""
 
 
+class Sampler(Protocol):
+    """Writes text with the weights as they are (`samples.every`)."""
+
+    def write(self, step: int) -> None:
+        """Every rank calls it, after the same steps."""
+
+
+MakeSampler = Callable[[Engine, bool], Sampler]
+"""From the engine that trains and whether to be quiet. Who starts a rank passes it, so that a training knows nothing of
+generation."""
+
+
 def train(
-    run: Run, rank: int, device: torch.device, quiet: bool = False, asked: Callable[[], bool] = lambda: False
+    run: Run,
+    rank: int,
+    device: torch.device,
+    quiet: bool = False,
+    asked: Callable[[], bool] = lambda: False,
+    make_sampler: MakeSampler | None = None,
 ) -> Outcome:
     """Train to the last step, from the newest checkpoint of the run or the first step. `asked`: whether this rank was
-    asked to stop; if any was, all save and stop at the next step."""
-    with told_when_short(run, rank, device), device_progress(device):
-        return Trainer(run, rank, device, quiet, asked).train()
+    asked to stop; if any was, all save and stop at the next step. `make_sampler`: for a run with `samples.every`."""
+    with device_progress(device):
+        return Trainer(run, rank, device, quiet, asked, make_sampler).train()
 
 
 @dataclass(frozen=True)
@@ -75,9 +90,17 @@ class Trainer:
     """Every rank makes one and calls the same methods in the same order."""
 
     def __init__(
-        self, run: Run, rank: int, device: torch.device, quiet: bool = False, asked: Callable[[], bool] = lambda: False
+        self,
+        run: Run,
+        rank: int,
+        device: torch.device,
+        quiet: bool = False,
+        asked: Callable[[], bool] = lambda: False,
+        make_sampler: MakeSampler | None = None,
     ) -> None:
         """Set-up: after it the state is that of the newest checkpoint, or of the first step."""
+        if run.samples.every and make_sampler is None:
+            raise UserError(f"samples.every={run.samples.every} needs make_sampler; pass one, or use every=0")
         if (
             torch.are_deterministic_algorithms_enabled() != run.training.deterministic
         ):  # setting it imports the compiler
@@ -85,8 +108,10 @@ class Trainer:
         seed_generators(run.training.seed, rank)
         self.run, self.rank, self.device = run, rank, device
         self.callbacks = load_callbacks(run.training.callbacks)
+        # Before the engine: one notes what memory held without the model, the other records its allocations.
         self.memory = MemoryLog(run, rank, device)
         self.profile = Profile(run, rank, device)
+        # Without weights: the checkpointer reads them, or draws them where there is nothing to read.
         self.engine = build_engine(run, rank, device, draw=False)
         self.optimizer = Optimizer(self.engine, run.optimizer)
         self._norms = LayerNorms(self.engine) if run.output.layer_norms else None
@@ -97,9 +122,10 @@ class Trainer:
         self.validation = make_validation_source(run) if run.evaluation.every else None
         self.checkpointer = Checkpointer(self.engine, self.optimizer, rank, quiet)
         self.done = self.checkpointer.found
+        # After the checkpointer: rows of steps that will be done again are dropped.
         self.metrics = Metrics(run, rank, quiet, self.done)
         self.communication = CommunicationLog(run, rank, self.engine.ledger)
-        self.sampler = Sampler(self.engine, quiet) if run.samples.every else None
+        self.sampler = make_sampler(self.engine, quiet) if make_sampler and run.samples.every else None
         self.bad_steps = BadSteps(self.engine, self.source, self.done)
         self.profile.plan(self.done, self.engine, self.optimizer)
         self.loss = float("nan")
@@ -112,6 +138,7 @@ class Trainer:
 
     def train(self) -> Outcome:
         with self.metrics, self.communication, self.memory, self.profile:
+            # Somebody may have asked to stop during set-up, which takes minutes for a large model.
             self._agree()
             if self.run.resilience.goes_back and not self.done:
                 self._save()  # so that there is something to go back to
@@ -122,7 +149,8 @@ class Trainer:
                 with self.profile.begin_step(self.done + 1):
                     self._start_step()
                 self.done += 1
-                # A GPU computes a step while the host prepares the next, and waits for nothing between them.
+                # A GPU computes a step while the host prepares the next, and waits for nothing between them. Whatever
+                # reads or changes the state after this very step waits for it.
                 at_once = self.device.type == "cpu" or self._evaluates or self._saves or self._copies or self._is_last
                 at_once = at_once or self._compares or self.run.samples.is_due(self.done)
                 at_once = at_once or self.profile.closes_after(self.done)
@@ -168,6 +196,7 @@ class Trainer:
             flip_bit(self.optimizer.optimizer_shards[-1].kept)
         if strikes(HEARTBEAT, "oom"):
             exhaust(self.device)
+        # Step and position alone decide the samples: there is no state of a loader to save or to advance.
         rate = learning_rate(self.run.learning_rate, self.done, self.run.training.steps)
         batch = self.engine.course.batch(self.done)
         batches = micro_batches(self.source, self.run, batch, self._replica, self.device)
@@ -182,6 +211,7 @@ class Trainer:
     def _finish_step(self, started: Started) -> bool:
         """Wait for a step's numbers and write them down, with those of an evaluation that follows it. False if the run
         goes back instead."""
+        # Waits for the device. On a GPU the next step is usually queued behind this one, so the device does not.
         result = started.pending.result()
         seconds = started.pending.seconds_after(self._before) or time.perf_counter() - self._clock
         self._stops = self._stops or result.stops
@@ -201,6 +231,7 @@ class Trainer:
             if held_out is not None:
                 callback.on_evaluation(self, started.step + 1, held_out)
         self._start_clock()
+        # A step's time runs from the end of the one before, unless something else came between.
         self._before = None if evaluates else started.pending
         return True
 
@@ -217,6 +248,7 @@ class Trainer:
         """To the newest checkpoint, from which the run resumes: without the batch of that step, or trying it again."""
         HEARTBEAT.enter("set-up")
         batch = self.engine.course.batch(step)
+        # Steps queued behind the bad one read weights that are about to be replaced: wait for them, use none of them.
         for started in self._under_way:
             started.pending.result()
         self._under_way.clear()
@@ -231,6 +263,7 @@ class Trainer:
         else:
             skipped = [*skipped, batch]
             again = f"without batch {batch + 1} of the data"
+        # Loading restored the skipped batches as they were then; those found bad since must stay skipped.
         for each in skipped:
             self.engine.course.skip(each)
         self.metrics.rewind(self.done)
@@ -275,6 +308,7 @@ class Trainer:
     def _agree(self) -> bool:
         """Whether some rank was asked to stop. Every rank calls this, where the next step's own sum is far."""
         if self.checkpointer.saver is not None and not self._stops:
+            # A signal may reach some ranks only. A sum tells all of them at one place, so that all stop at one step.
             ranks = torch.tensor(float(self._asked()), device=self.device)
             self._stops = all_reduce(ranks, self.engine.groups.world).item() > 0
             if self.engine.ledger is not None:
@@ -287,6 +321,7 @@ class Trainer:
         while self._under_way:
             self._finish_step(self._under_way.popleft())
         preempted = self.done < self.run.training.steps
+        # What was saved at this step already need not be saved twice within the grace period.
         if preempted and self.checkpointer.last_save != self.done:
             self._save()
         HEARTBEAT.enter("finish")

@@ -7,7 +7,7 @@ from typing import Any
 from cuboid.errors import UserError
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model
-from cuboid.spec.python_model import PythonModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run, build_run
 from cuboid.verification.rounding import ROUNDED
 

@@ -17,18 +17,17 @@ from cuboid.kernels.cpu_16bit import fast_matmuls
 from cuboid.kernels.precision import wide
 from cuboid.model.custom import Model, WholeModel
 from cuboid.model.fp8 import Fp8Matmul
-from cuboid.model.initialize import initialize
-from cuboid.model.linear import Linear, Matmul
+from cuboid.model.initialize import initialize, learning_rate_factor
+from cuboid.model.linear import Linear, Matmul, declared_split
 from cuboid.model.load_balancing import Balance
-from cuboid.model.recipes import learning_rate_factor
 from cuboid.model.rope import PositionTable
 from cuboid.model.router import Router
 from cuboid.model.transformer import IGNORED, Transformer
 from cuboid.parallel.device import choose_device
 from cuboid.spec.layout import Layout
-from cuboid.spec.python_model import PythonModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
-from cuboid.spec.sharding import slice_of
+from cuboid.spec.sharding import ShardingRank
 from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.training.adamw import named_moments
 from cuboid.training.learning_rate import learning_rate
@@ -51,7 +50,10 @@ def sum_hop_by_hop(model: Transformer, ranks: int) -> None:
     """Let the model compute in parts, as `ranks` tensor ranks do."""
     for name, child in model.named_modules():
         if isinstance(child, Linear):
-            cut = slice_of(f"{name}.weight", tuple(child.weight.shape), model.model, ranks, 0, False)
+            weight = f"{name}.weight"
+            split = declared_split(model, weight)
+            assert split is not None, weight
+            cut = split.slice_of(weight, tuple(child.weight.shape), ShardingRank(ranks))
             if cut.sharing != "tensor":  # of which every rank has the whole
                 in_parts = _output_rows if cut.dimension == 0 else _input_columns
                 child.matmul = in_parts(child.matmul, cut.length)

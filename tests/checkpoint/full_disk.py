@@ -14,10 +14,10 @@ from pathlib import Path
 import torch
 
 from cuboid.checkpoint.folder import newest_whole
-from cuboid.checkpoint.look import find, summarize
+from cuboid.checkpoint.inspect import find, summarize
 from cuboid.launch.pool import Pool
 from cuboid.spec.run import Run
-from cuboid.training.rows import Rows
+from cuboid.training.run_folder import Rows
 from cuboid.training.trainer import train
 from tests.checkpoint.jobs import SMALL
 from tests.training.cases import short_run

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from cuboid.spec.run import Run
-from cuboid.training.folder import prepare_folder
+from cuboid.training.run_folder import prepare_folder
 from cuboid.training.trainer import train
 from tests.checkpoint.events import Death, Event, Watcher
 

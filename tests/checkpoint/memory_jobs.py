@@ -19,14 +19,14 @@ from cuboid.checkpoint.memory.nodes import open_memory
 from cuboid.checkpoint.memory.restore import MemoryRestore
 from cuboid.checkpoint.memory.saver import MemorySaver
 from cuboid.checkpoint.resume import resume
-from cuboid.checkpoint.saver import Saver, SaveReport
+from cuboid.checkpoint.save import Saver, SaveReport
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.parallel.coordination import open_coordination
 from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run
-from cuboid.training.folder import checkpoint_folder
 from cuboid.training.optimizer import Optimizer
+from cuboid.training.run_folder import checkpoint_folder
 from cuboid.training.step import train_step
 
 CPU = torch.device("cpu")

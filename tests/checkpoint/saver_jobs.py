@@ -14,14 +14,14 @@ import torch
 from cuboid.checkpoint import location
 from cuboid.checkpoint.folder import checkpoints, step_of
 from cuboid.checkpoint.location import LocalFiles, Location
-from cuboid.checkpoint.saver import Saver, SaveReport
+from cuboid.checkpoint.save import Saver, SaveReport
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.parallel.coordination import open_coordination
 from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run
-from cuboid.training.folder import checkpoint_folder
 from cuboid.training.optimizer import Optimizer
+from cuboid.training.run_folder import checkpoint_folder
 from cuboid.training.step import train_step
 from cuboid.training.trainer import train
 

@@ -8,9 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from cuboid.checkpoint.checksum import FAST, PLAIN, checksum_of_bytes, checksum_of_file, kind_of
 from cuboid.checkpoint.location import locate
-from cuboid.checkpoint.manifest import MANIFEST, Manifest, StoredFile, read_manifest
+from cuboid.checkpoint.manifest import (
+    FAST,
+    MANIFEST,
+    PLAIN,
+    Manifest,
+    StoredFile,
+    checksum_of_bytes,
+    checksum_of_file,
+    kind_of,
+    read_manifest,
+)
 from cuboid.errors import UserError
 
 CONTENT = bytes(range(256)) * 9000

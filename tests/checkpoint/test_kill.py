@@ -15,7 +15,7 @@ from cuboid.checkpoint.folder import newest_whole
 from cuboid.errors import RankError
 from cuboid.launch.pool import Pool
 from cuboid.spec.run import Run, dump_run, load_run
-from cuboid.training.folder import prepare_folder
+from cuboid.training.run_folder import prepare_folder
 from tests.checkpoint.events import Death, Event
 from tests.checkpoint.jobs import SMALL
 from tests.checkpoint.kill_jobs import RANKS

@@ -14,7 +14,7 @@ from cuboid.checkpoint.memory.folder import bytes_per_node, check_room, identity
 from cuboid.errors import RankError, UserError
 from cuboid.launch.pool import Pool
 from cuboid.spec.run import Run
-from cuboid.training.folder import newest_kept, prepare_folder
+from cuboid.training.run_folder import newest_kept, prepare_folder
 from tests.checkpoint.jobs import SMALL
 from tests.checkpoint.memory_jobs import EVENTS, Attempt
 from tests.parallel.cases import small_run

@@ -17,7 +17,7 @@ from cuboid.errors import UserError
 from cuboid.launch.pool import Pool
 from cuboid.spec.generation import GenerationSpec
 from cuboid.spec.run import Run
-from cuboid.training.folder import checkpoint_folder, prepare_folder
+from cuboid.training.run_folder import checkpoint_folder, prepare_folder
 from tests.checkpoint.pretrained import CASES, run_from, save_pretrained, their_loss
 
 LAYOUTS = {

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cuboid.checkpoint.checksum import checksum_of_bytes
-from cuboid.checkpoint.manifest import INDEX, MANIFEST, Manifest, StoredFile, read_manifest
+from cuboid.checkpoint.manifest import INDEX, MANIFEST, Manifest, StoredFile, checksum_of_bytes, read_manifest
 from cuboid.checkpoint.save import load
 from cuboid.checkpoint.storage import whole_tensors
 from cuboid.checkpoint.verify import damages, verify

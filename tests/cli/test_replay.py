@@ -15,7 +15,7 @@ from cuboid.cli.main import main
 from cuboid.launch.pool import Pool
 from cuboid.resilience.bad_steps import bad_steps
 from cuboid.spec.run import Run
-from cuboid.training.folder import prepare_folder
+from cuboid.training.run_folder import prepare_folder
 from cuboid.verification.replay import Logged, Seen, judge
 from tests.cli.command import environment
 from tests.launch.ports import free_port

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from cuboid.launch.pool import Pool
-from cuboid.schedule.make import make_schedule
+from cuboid.schedule.schedules import make_schedule
 from cuboid.spec.run import build_run, load_run
-from cuboid.training.folder import prepare_folder
+from cuboid.training.run_folder import prepare_folder
 from tests.cli.command import SHORT, Training, rows, run, train
 
 

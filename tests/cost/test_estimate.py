@@ -23,10 +23,9 @@ from cuboid.cost.estimate import GIB, estimate, estimate_many, machine_of
 from cuboid.cost.inputs import Jobs
 from cuboid.cost.stages import stage_costs
 from cuboid.errors import UserError
-from cuboid.schedule.make import make_schedule
+from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import simulate
-from cuboid.spec.accelerators import accelerator_names, accelerator_table
-from cuboid.spec.cluster import load_cluster
+from cuboid.spec.cluster import accelerator_names, accelerator_table, load_cluster
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model
 

@@ -11,8 +11,8 @@ from cuboid.cost.engine import Engine
 from cuboid.cost.inputs import Jobs, Shape, number
 from cuboid.cost.pipeline import bubble, in_flight, paired_share, partition, turns_back, waited_transfers
 from cuboid.cost.stages import even_layers
-from cuboid.schedule.make import make_schedule
 from cuboid.schedule.order import Compute, instructions
+from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import StageCosts, simulate
 from cuboid.spec.layout import SCHEDULES
 from cuboid.spec.model import ModelSpec

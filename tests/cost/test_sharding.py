@@ -22,8 +22,7 @@ from cuboid.cost.sharding import (
     tied_sum,
 )
 from cuboid.spec.model import MixtureSpec, ModelSpec, load_model
-from cuboid.spec.parameters import units
-from cuboid.spec.sharding import expert_slice, slice_of
+from cuboid.spec.sharding import ShardingRank, units
 
 TINY = ("tiny-llama", "tiny-gpt2", "tiny-qwen3", "tiny-mixtral", "tiny-qwen3-moe", "tiny-deepseek")
 LLAMA = Shape.of(load_model("llama3-8b"))
@@ -56,9 +55,9 @@ def exposed(engine: Engine = BARE, backward: float = 0.0, forward: float = 0.0, 
 def given(model: ModelSpec, tp: int, ep: int = 1, *, first: bool = True, last: bool = True) -> int:
     """By the table that the engine itself reads."""
     return sum(
-        prod((expert_slice(full, ep, 0) if unit.routed else slice_of(name, full, model, tp, 0, True)).local_shape(full))
+        prod(split.slice_of(name, full, ShardingRank(tp, expert=ep)).local_shape(full))
         for unit in units(model, range(model.layers), first, last)
-        for name, full in unit.shapes.items()
+        for name, (full, split) in unit.parameters.items()
     )
 
 

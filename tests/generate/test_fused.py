@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cuboid.generate.fused import fuse
+from cuboid.generate.build import fuse
 from cuboid.model.linear import Linear
 
 

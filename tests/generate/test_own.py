@@ -15,7 +15,7 @@ from cuboid.errors import UserError
 from cuboid.generate.target import find_target
 from cuboid.launch.pool import Pool
 from cuboid.model.custom import Model, WholeModel
-from cuboid.spec.python_model import PythonModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import build_run
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

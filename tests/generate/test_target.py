@@ -12,7 +12,7 @@ from cuboid.generate.target import find_target
 from cuboid.launch.pool import Pool
 from cuboid.spec.generation import GenerationSpec, SamplingSpec, parse_layout
 from cuboid.spec.run import build_run
-from cuboid.training.folder import prepare_folder
+from cuboid.training.run_folder import prepare_folder
 from tests.generate.jobs import together
 from tests.generate.test_equality import END, requests, theirs
 

@@ -1,5 +1,6 @@
 """What is said of a rank that failed: the line of its exception that tells why."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,33 @@ def test_the_line_that_tells_why(
         _explain_failure(run, 0, 1)
     assert str(told.value).startswith(sentence)
     assert "in fail\n    raise error" in (tmp_path / "failure-00000.txt").read_text()
+
+
+def test_a_rank_that_left_no_report_was_ended_by_somebody_else(tmp_path: Path) -> None:
+    run = short_run("dp=2", str(tmp_path))
+    for code, ending in (
+        (-9, "it was ended by SIGKILL (out of memory?)"),
+        (-15, "it was ended by SIGTERM"),
+        (3, "it ended with exit code 3"),
+    ):
+        with pytest.raises(RankError) as told:
+            _explain_failure(run, 1, code)
+        assert str(told.value) == f"rank 1 failed: {ending}"
+
+
+def test_the_first_report_is_the_cause(tmp_path: Path) -> None:
+    """Rank 0 was seen to end first, but it failed because rank 1 was gone."""
+    run = short_run("dp=2", str(tmp_path))
+    reports = {1: "ValueError: shapes differ", 0: "RuntimeError: connection closed by peer"}
+    for age, (rank_, sentence) in enumerate(reports.items()):
+        path = tmp_path / f"failure-{rank_:05d}.txt"
+        path.write_text(f"{sentence}\n\nTraceback\n")
+        os.utime(path, (1000 + age, 1000 + age))
+    with pytest.raises(RankError) as told:
+        _explain_failure(run, 0, 1)
+    file = tmp_path / "failure-00001.txt"
+    assert str(told.value) == f"rank 1 failed: ValueError: shapes differ; its traceback is in {file}"
+    file.write_text("")  # the disk was full
+    os.utime(file, (999, 999))
+    with pytest.raises(RankError, match="rank 1 failed: it left an empty report; its traceback"):
+        _explain_failure(run, 0, 1)

@@ -18,9 +18,9 @@ from jsonschema import Draft202012Validator
 from cuboid.cli.main import main
 from cuboid.errors import UserError
 from cuboid.launch.jobs.job import check_tensor_groups, job_name, make_job
+from cuboid.spec.coding import dumps
 from cuboid.spec.ranks import groups
 from cuboid.spec.run import build_run, dump_run, load_run
-from cuboid.spec.toml import dumps
 
 SCHEMAS = Path(__file__).parent / "schemas"
 KINDS = {

@@ -6,7 +6,7 @@ import pytest
 
 from cuboid.errors import UserError
 from cuboid.launch.network import Endpoint, Interface, find_interface, listen_if_host, parse_endpoint, reachable
-from cuboid.launch.role import NodeOptions, find_nodes
+from cuboid.launch.start import NodeOptions, find_nodes
 from cuboid.spec.run import Run, build_run
 from tests.launch.ports import free_port
 

@@ -98,7 +98,7 @@ def test_the_first_task_of_each_node_watches_its_own(
 ) -> None:
     slurm = {"SLURM_STEP_NUM_TASKS": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     slurm |= {"SLURM_STEP_TASKS_PER_NODE": ",".join(str(len(ranks)) for ranks in nodes), "OMP_NUM_THREADS": "1"}
-    fields = [*SHORT, "model.layers=1", "resilience.stuck_seconds=2"]
+    fields = [*SHORT, "model.layers=1", "resilience.stuck_seconds=5"]
     command = train("--layout", "dp=4", "--inject", "hang rank=3 step=1", fields=fields)
     tasks = {
         rank: processes.start(
@@ -164,7 +164,7 @@ def test_a_rank_that_hangs_in_a_proof_is_named_and_none_is_left(tmp_path: Path) 
 CALL = """
 from cuboid.cli.verify import verification_run
 from cuboid.errors import RankError
-from cuboid.launch.role import NodeOptions
+from cuboid.launch.start import NodeOptions
 from cuboid.launch.once import Heard, take_post
 
 if __name__ == "__main__":
@@ -183,3 +183,16 @@ def test_a_rank_that_fails_ends_the_ranks_of_other_nodes(processes: Processes, t
     code, out, _ = ended(processes.start("call.py"))
     assert code == 0 and out.startswith("rank 3 failed:") and out.strip().endswith("ValueError: rank 3 has a reason")
     assert ended(leading)[:2] == (0, "another node failed: rank 3 failed: ValueError: rank 3 has a reason\n")
+
+
+def test_what_carries_the_collectives_is_said_once_and_kept_for_json(capsys: pytest.CaptureFixture[str]) -> None:
+    told = {"backend": "gloo", "gpus": 0, "gpu_shared": False, "hosts": 1, "sentence": "backend: gloo, 2 ranks on CPUs"}
+    heard, silent = Heard(silent=False), Heard(silent=True)
+    assert heard.backend == {"backend": None, "gpus": 0, "gpu_shared": False}, "one rank has nobody to talk to"
+    for _ in range(2):  # a chain of layouts joins several times
+        heard(told)
+        silent(told)
+    assert capsys.readouterr().out == "backend: gloo, 2 ranks on CPUs\n"
+    heard({**told, "sentence": "backend: gloo, 4 ranks on CPUs"})
+    assert capsys.readouterr().out == "backend: gloo, 4 ranks on CPUs\n"
+    assert heard.backend == silent.backend == {"backend": "gloo", "gpus": 0, "gpu_shared": False}

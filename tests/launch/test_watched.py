@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
+
+import pytest
 
 from cuboid.launch.place import Place as JobPlace
 from cuboid.launch.place import local_places
 from cuboid.launch.rendezvous import serve_store
-from cuboid.launch.watched import judge_with_all, stand_still_everywhere
+from cuboid.launch.watched import attempt, beside, judge_with_all, stand_still_everywhere, watched_by_the_first
 from cuboid.resilience.diagnosis import diagnose
-from cuboid.telemetry.heartbeat import Place, Reading, Waiting
+from cuboid.spec.run import build_run
+from cuboid.telemetry.heartbeat import HEARTBEAT, Place, Reading, Waiting
 from tests.launch.ports import free_port
 
 DATA = Place("data", (0, 1, 2, 3))
@@ -85,3 +89,25 @@ def test_a_job_stands_still_when_every_node_does() -> None:
     assert stand_still_everywhere(local_places(2, 0, 2, "127.0.0.1", port, "a")[0])(True), "all ranks are here"
     cut_off = stand_still_everywhere(local_places(2, 0, 4, "127.0.0.1", free_port(), "a")[0], patience=0.2)
     assert not cut_off(True)
+
+
+def test_commands_that_write_nothing_leave_reports_of_a_hang_beside_the_run() -> None:
+    run = build_run({"model": "tiny-llama", "output": {"folder": "runs/mine"}})
+    assert beside(run).output.folder == "runs/mine-hangs"
+    assert beside(run).layout == run.layout and run.output.folder == "runs/mine"
+
+
+def test_ranks_that_torchrun_starts_again_meet_where_nobody_has_spoken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    assert attempt() == "attempt-0"
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    assert attempt() == "attempt-2"
+
+
+def test_a_rank_without_others_is_watched_by_nobody() -> None:
+    run = build_run({"model": "tiny-llama"})
+    alone = JobPlace(0, 1, 0, 1, "127.0.0.1", 0)
+    for place in (None, alone):
+        before = threading.active_count(), HEARTBEAT.folder
+        with watched_by_the_first(run, place):
+            assert (threading.active_count(), HEARTBEAT.folder) == before

@@ -8,14 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as functional
 
-from cuboid.model.block_attention import attend, attend_backward, documents_mix, plain_backward, plain_forward
-from cuboid.model.documents import Documents
-from cuboid.model.fused_attention import Attended
+from cuboid.model.batch import Documents
+from cuboid.model.flash_attention import Attended, attend, attend_backward, documents_mix, plain_backward, plain_forward
 from cuboid.model.initialize import initialize
 from cuboid.model.rope import PositionTable
 from cuboid.model.transformer import Transformer
-from cuboid.spec.data import DataSpec
 from cuboid.spec.model import load_model
+from cuboid.spec.training import DataSpec
 
 IDS = torch.tensor([[0, 0, 0, 1, 2, 2, 2, 2], [0, 0, 0, 0, 0, 0, 0, 1]])
 LENGTHS = [3, 1, 4, 7, 1]

@@ -8,8 +8,15 @@ import pytest
 import torch
 
 from cuboid.errors import UserError
-from cuboid.model.initialize import initial_tensor, initialize
-from cuboid.model.recipes import RECIPES, learning_rate_factor, matrix_of, recipe_of, standard_deviation
+from cuboid.model.initialize import (
+    RECIPES,
+    initial_tensor,
+    initialize,
+    learning_rate_factor,
+    matrix_of,
+    recipe_of,
+    standard_deviation,
+)
 from cuboid.model.transformer import Transformer
 from cuboid.spec.load import catalog_models
 from cuboid.spec.model import Initialization, ModelSpec, load_model

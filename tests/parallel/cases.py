@@ -16,18 +16,16 @@ from cuboid.cli.verify import verification_run
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.launch.pool import Pool
-from cuboid.model.initialize import initialize
-from cuboid.model.recipes import RECIPES
+from cuboid.model.initialize import RECIPES, initialize
 from cuboid.model.transformer import Transformer
 from cuboid.parallel.parallelize import build_engine, draw_weights
 from cuboid.parallel.split_backward import Deferral
 from cuboid.parallel.stage import Segment
 from cuboid.planning import collectives as exchanges
 from cuboid.spec.run import Run
-from cuboid.training.evaluate import evaluate
 from cuboid.training.layer_norms import LayerNorms
 from cuboid.training.optimizer import Optimizer
-from cuboid.training.step import start_step, train_step
+from cuboid.training.step import evaluate, start_step, train_step
 
 CPU = torch.device("cpu")
 
@@ -244,7 +242,7 @@ def kept_bytes(rank: int, run: Run, unseen: bool = False) -> int:
             kept[x.untyped_storage().data_ptr()] = x
         return x
 
-    share = engine.sharing.of(batches[0])
+    share = engine.batches.of(batches[0])
     x = share.tokens
     before = {id(tensor) for tensor in _tensors()}
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):

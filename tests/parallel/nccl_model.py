@@ -21,10 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cuboid.parallel.cp_batch import Share
-from cuboid.parallel.dualpipe_pair import DualPipePair
 from cuboid.parallel.groups import Group, Groups
-from cuboid.parallel.pipeline import Pipeline
+from cuboid.parallel.pipeline import DualPipePair, Pipeline
+from cuboid.parallel.rank_batch import RankBatch
 from cuboid.parallel.split_backward import Deferral
 from cuboid.parallel.stage import Entrance, Reduction, Segment, Stage
 from cuboid.schedule.table import Schedule
@@ -76,7 +75,7 @@ class _RecordedStage(Stage):
         super().__init__()
         self._recorder = recorder
 
-    def forward(self, x: Tensor, share: Share) -> Tensor:
+    def forward(self, x: Tensor, share: RankBatch) -> Tensor:
         self._recorder.compute()
         return super().forward(x, share)
 
@@ -130,7 +129,7 @@ def issued_by(schedule: Schedule, rank: int, paired: bool = False, evaluates: bo
             stage.append(Segment("head", lambda x, share: x.sum(), [], deferral, reduction))
     pair = DualPipePair() if paired else None
     pipeline = Pipeline(schedule, stages, groups, deferral, torch.zeros(1), pair=pair)
-    one: Any = Share(torch.ones(1), torch.ones(1), None)  # type: ignore[arg-type]
+    one: Any = RankBatch(torch.ones(1), torch.ones(1), None)  # type: ignore[arg-type]
     with _recorded(recorder):
         batches = [one] * schedule.micro_batches
         pipeline.evaluate(batches) if evaluates else pipeline.run(batches, torch.ones(()))

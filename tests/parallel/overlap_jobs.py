@@ -12,8 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.parallel import expert
-from cuboid.parallel.dualpipe_pair import DualPipePair
 from cuboid.parallel.parallelize import build_engine
+from cuboid.parallel.pipeline import DualPipePair
 from cuboid.spec.run import Run
 from cuboid.telemetry.profiler_regions import REGIONS
 from cuboid.training.cuda_graphs import CapturedPasses

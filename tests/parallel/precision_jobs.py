@@ -21,10 +21,10 @@ def steps(rank: int, run: Run) -> Steps:
 def steps_gathered_wide(rank: int, run: Run) -> Steps:
     """The same with ZeRO 3 that gathers 16 bits."""
     engine = build_engine(run, rank, CPU)
-    narrow = [unit for unit in engine.units if unit._narrow is not None]
-    assert len(narrow) == run.model.layers
-    for unit in narrow:
-        unit._narrow = None
+    in_fp8 = [unit for unit in engine.units if unit._fp8 is not None]
+    assert len(in_fp8) == run.model.layers
+    for unit in in_fp8:
+        unit._fp8 = None
     return _steps(engine)
 
 

@@ -12,7 +12,7 @@ from cuboid.parallel.groups import Group
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 def test_gloo_equals_plain_torch(pool: Pool, ranks: int) -> None:
-    found = pool.run("tests.parallel.exchange_jobs:collect", ([1, 5, 64, 3001], None, False), ranks=ranks)
+    found = pool.run("tests.parallel.collective_jobs:collect", ([1, 5, 64, 3001], None, False), ranks=ranks)
     assert found == [[]] * ranks
 
 
@@ -27,4 +27,4 @@ def test_a_group_of_one_never_communicates() -> None:
 
 
 def test_waiting_twice_changes_nothing(pool: Pool) -> None:
-    assert pool.run("tests.parallel.exchange_jobs:wait_twice", ranks=2) == [[3.0], [3.0]]
+    assert pool.run("tests.parallel.collective_jobs:wait_twice", ranks=2) == [[3.0], [3.0]]

@@ -9,8 +9,8 @@ import pytest
 from cuboid.launch.pool import Pool
 from cuboid.planning.collectives import predicted_ledger, unforeseen
 from cuboid.spec.model import load_model
-from cuboid.spec.parameters import units
 from cuboid.spec.partition import partition
+from cuboid.spec.sharding import units
 from cuboid.telemetry.communication_ledger import Ledger
 from tests.parallel.cases import small_run
 
@@ -58,7 +58,7 @@ def test_rows_that_find_no_room_do_not_travel(pool: Pool) -> None:
 
 
 def test_shared_memory_and_gloo_count_alike(pool: Pool) -> None:
-    both = [pool.run("tests.parallel.exchange_jobs:counted", (local,), ranks=3) for local in (True, False)]
+    both = [pool.run("tests.parallel.collective_jobs:counted", (local,), ranks=3) for local in (True, False)]
     assert both[0] == both[1]
     rows = {row["kind"]: (row["dimension"], row["ranks"], row["calls"], row["bytes"]) for row in both[0][2]}
     assert rows == {
@@ -82,7 +82,9 @@ def test_the_planner_knows_every_parameter_and_its_place(pool: Pool, model: str,
         mine = run.layout.stages_of(rank)
         layers = [layer for stage in mine for layer in stages[stage]]
         planned = units(run.model, layers, 0 in mine, run.layout.stages - 1 in mine)
-        assert {unit.name: (unit.uses, list(unit.shapes.items())) for unit in planned} == held
+        assert {
+            unit.name: (unit.uses, [(name, each.shape) for name, each in unit.parameters.items()]) for unit in planned
+        } == held
 
 
 def test_nothing_is_counted_unless_asked(pool: Pool) -> None:

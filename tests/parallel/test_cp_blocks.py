@@ -8,10 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cuboid.model.documents import Documents
-from cuboid.parallel.context import by_rank, in_order
-from cuboid.parallel.cp_blocks import Block, gathered_blocks, ring_blocks
-from cuboid.spec.zigzag import places_of
+from cuboid.model.batch import Documents
+from cuboid.parallel.context import Block, by_rank, gathered_blocks, in_order, ring_blocks
+from cuboid.spec.sharding import places_of
 
 
 def seen_pairs(blocks: list[Block], queries: list[int], keys: list[int], counts: Tensor) -> None:

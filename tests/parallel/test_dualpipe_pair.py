@@ -9,7 +9,7 @@ import torch
 
 from cuboid.cli.verify import verification_run
 from cuboid.launch.pool import Pool
-from cuboid.parallel.dualpipe_pair import DualPipePair
+from cuboid.parallel.pipeline import DualPipePair
 
 CPU = torch.device("cpu")
 

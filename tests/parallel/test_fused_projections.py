@@ -9,10 +9,8 @@ from cuboid.model.attention import Attention
 from cuboid.model.feed_forward import FeedForward
 from cuboid.model.linear import Norm
 from cuboid.model.rope import Positions, make_positions, rotate
-from cuboid.model.transformer import branch as plain_branch
-from cuboid.parallel.fused_add_rmsnorm import branch
-from cuboid.parallel.fused_projections import fuse_matmuls, swiglu_backward
-from cuboid.parallel.fused_rope import FusedRope
+from cuboid.model.transformer import add_norm
+from cuboid.parallel.fused_block import FusedRope, fuse_matmuls, fused_add_norm, swiglu_backward
 from cuboid.parallel.parallelize import build_engine, set_parameter
 from cuboid.parallel.zero import Unit
 from tests.parallel.cases import small_run
@@ -80,7 +78,7 @@ def test_a_branch_and_its_backward_pass(joins: bool) -> None:
     norm.weight.data.uniform_(0.5, 1.5)
     found = []
     x, other, weights = torch.randn(3, 24, model.hidden).unbind()
-    for function in (plain_branch, branch):
+    for function in (add_norm, fused_add_norm):
         x, other = x.detach().requires_grad_(), other.detach().requires_grad_()
         norm.weight.grad = None
         stream, normed = function(norm, x, other if joins else None)

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
+from cuboid.kernels.precision import LossScale
 from cuboid.launch.pool import Pool
-from cuboid.parallel.loss_scale import LossScale
 from tests.parallel.cases import small_run
 
 GOOD, LARGE = torch.tensor(1.0), torch.tensor(math.inf)

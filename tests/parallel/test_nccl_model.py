@@ -6,10 +6,9 @@ from collections import deque
 
 import pytest
 
-from cuboid.schedule.make import make_schedule
 from cuboid.schedule.order import pairs_overlap
-from cuboid.schedule.program import Message, needed, produced
-from cuboid.schedule.table import Schedule
+from cuboid.schedule.schedules import make_schedule
+from cuboid.schedule.table import Message, Schedule, needed, produced
 from tests.parallel.nccl_model import Call, Communicators, Recorder, issued_by, run
 
 FAMILIES = [

@@ -32,5 +32,5 @@ def test_tensors_outlive_what_they_were_cut_from() -> None:
 
 
 def test_more_than_there_is_is_refused_in_one_sentence() -> None:
-    with pytest.raises(UserError, match=r"layout\.offload=true needs .* GiB of this host's .* use offload=false"):
+    with pytest.raises(UserError, match=r"layout\.offload=true needs .* GiB of CPU memory .* use offload=false"):
         PinnedMemory(2**60, CPU)

@@ -11,7 +11,7 @@ from cuboid.errors import RankError
 from cuboid.launch.pool import Pool
 from cuboid.parallel.shm_collectives import SMALL, machine_identity
 
-JOBS = "tests.parallel.exchange_jobs"
+JOBS = "tests.parallel.collective_jobs"
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 8])
@@ -73,4 +73,4 @@ def test_survivors_are_told(tmp_path: Path) -> None:
 
 def test_processes_of_one_machine_know_each_other(pool: Pool) -> None:
     assert machine_identity() == machine_identity()
-    assert pool.run("tests.parallel.exchange_jobs:identity", ranks=1) == [machine_identity()]
+    assert pool.run("tests.parallel.collective_jobs:identity", ranks=1) == [machine_identity()]

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuboid.kernels.split_master_weights import join_halves, split_halves
+from cuboid.kernels.precision import join_halves, split_halves
 
 
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=200))

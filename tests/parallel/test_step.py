@@ -34,7 +34,7 @@ def test_equal_runs_give_equal_bits(pool: Pool) -> None:
 
 
 def test_timing_has_every_action_of_the_schedule_in_order(pool: Pool) -> None:
-    from cuboid.schedule.make import make_schedule
+    from cuboid.schedule.schedules import make_schedule
 
     run = with_output(small_run("pp=2,schedule=zbv", micro_batches=3), keep_timing=True)
     schedule = make_schedule("zbv", 2, 3, 2)

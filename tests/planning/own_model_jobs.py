@@ -8,10 +8,9 @@ from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run
-from cuboid.training.holdings import held, storages
+from cuboid.training.memory import Tally, held, storages
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.step import train_step
-from cuboid.training.tally import Tally
 
 
 def measured_peak(rank: int, run: Run) -> int:

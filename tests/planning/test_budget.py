@@ -14,7 +14,7 @@ from cuboid.planning.question import Question
 from cuboid.planning.score import score
 from cuboid.planning.search import search
 from cuboid.planning.space import Space
-from cuboid.report.explorer import explorer
+from cuboid.report.layouts import explorer
 from cuboid.report.source import Source
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import build_run

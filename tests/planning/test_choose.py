@@ -8,6 +8,7 @@ import pytest
 from cuboid.errors import UserError
 from cuboid.planning.ceiling import doubt, record_of
 from cuboid.planning.choose import cheapest, fewest, plans, predict, warnings
+from cuboid.planning.export.limits import FIXED
 from cuboid.planning.question import Question, parse_fixed, parse_memory
 from cuboid.planning.reasons import amount, losses
 from cuboid.planning.sizes import resized_cluster, sizes
@@ -93,7 +94,7 @@ def test_a_prediction_above_every_record_is_doubted(ask: Callable[..., Question]
 @pytest.mark.parametrize(
     ("model", "cluster", "more", "sentence"),
     [
-        ("gpt3-175b", "a100x8", {"global_batch": 64}, r"cluster=a100x8 is too small .* it takes \d+ accelerators"),
+        ("gpt3-175b", "a100x8", {"global_batch": 64}, r"is too small .* would hold \d+.*; it takes \d+ accelerators"),
         (
             "tiny-llama",
             "h100x1024",
@@ -113,6 +114,31 @@ def test_no_plan_is_one_sentence_that_says_what_works(
     question = ask(model, cluster, **more)
     with pytest.raises(UserError, match=sentence):
         plans(question)
+
+
+@pytest.mark.parametrize(
+    ("target", "fixed", "sentence"),
+    [
+        ("megatron", "schedule=zbv", "schedule=zbv is not in megatron; use schedule=1f1b or schedule=interleaved"),
+        ("megatron", "zero=2,pp=4", "zero=2 with pp=4 is not in megatron; use zero=0 or zero=1"),
+        ("deepspeed", "tp=2,pp=2", "tp=2 with pp=2 is not in deepspeed; use tp=1"),
+        ("deepspeed", "recompute=selective", "recompute=selective is not in deepspeed; use recompute=none or recomp"),
+        ("nanotron", "tp=16", "tp=16 is not in nanotron; use tp=1, tp=2, tp=4 or tp=8"),
+        ("torchtitan", "cp_method=ring,cp=2", "cp_method=ring with cp=2 is not in torchtitan; use cp_method=allgather"),
+        (
+            "megatron",
+            "pp=2,schedule=zbv,zero=2",
+            "schedule=zbv,zero=2 with pp=2 is not in megatron; use schedule=1f1b,z",
+        ),
+    ],
+)
+def test_a_target_that_lacks_what_was_decided_is_not_a_cluster_too_small(
+    ask: Callable[..., Question], target: str, fixed: str, sentence: str
+) -> None:
+    decided = FIXED[target] | parse_fixed([fixed])
+    with pytest.raises(UserError) as error:
+        plans(ask("llama3-8b", "h100x64", global_batch=64, engine=target, target=target, fixed=decided))
+    assert str(error.value).startswith(sentence)
 
 
 def test_the_nearest_batch_and_the_larger_cluster_do_work(ask: Callable[..., Question]) -> None:

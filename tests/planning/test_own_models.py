@@ -13,7 +13,7 @@ import cuboid
 from cuboid import Batch, Model
 from cuboid.errors import UserError
 from cuboid.launch.pool import Pool
-from cuboid.model.custom import labelled
+from cuboid.model.custom import counted_labels
 from cuboid.planning.choose import predict
 from cuboid.planning.plan import dump_plan, load_plan
 from cuboid.planning.question import Question
@@ -118,7 +118,7 @@ def build(hidden: int = 16, looks: bool = False, field: str = "labels") -> Model
         layers=4,
         head=lambda: Head(hidden, field),
         flow=("batch", "sequence", hidden),
-        count=labelled,
+        count=counted_labels,
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from cuboid.planning.picture import svg
 from cuboid.planning.trace import chrome_trace
-from cuboid.schedule.make import make_schedule
+from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import StageCosts, Timeline, simulate
 
 

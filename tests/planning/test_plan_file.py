@@ -11,8 +11,7 @@ from cuboid.planning.choose import plans, predict
 from cuboid.planning.plan import dump_plan, load_plan
 from cuboid.planning.question import Question
 from cuboid.spec.layout import Layout
-from cuboid.spec.run import dump_run, load_run
-from cuboid.spec.supported import check_supported
+from cuboid.spec.run import check_supported, dump_run, load_run
 
 
 def test_a_plan_comes_back_as_it_was(ask: Callable[..., Question], tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from cuboid.planning.question import Question
 from cuboid.planning.search import search
 from cuboid.planning.sizes import every_size, resized
 from cuboid.planning.traffic import bound, moved
-from cuboid.report.collect import collect
+from cuboid.report.page import collect
 from cuboid.report.source import Source
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.fitting import check

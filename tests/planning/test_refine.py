@@ -9,7 +9,7 @@ from cuboid.planning.choose import predict
 from cuboid.planning.question import Question
 from cuboid.planning.refine import makespans, short_counts, stage_seconds
 from cuboid.planning.stages import held
-from cuboid.schedule.make import make_schedule
+from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import simulate
 from cuboid.spec.layout import Layout
 

@@ -10,7 +10,7 @@ from cuboid.planning.question import Question
 from cuboid.planning.score import BUSY, score
 from cuboid.planning.space import Space
 from cuboid.planning.stages import LayerSeconds, assumed_slowest, everything, held, real_slowest
-from cuboid.schedule.make import make_schedule
+from cuboid.schedule.schedules import make_schedule
 from cuboid.spec.layout import SCHEDULES, Layout
 from cuboid.spec.model import load_model
 from cuboid.spec.partition import partition

@@ -7,8 +7,7 @@ import pytest
 from cuboid.cost.constants import chip_named, engine_named, fabric_named
 from cuboid.cost.estimate import Machine, estimate_many
 from cuboid.cost.inputs import Jobs, single
-from cuboid.probe.cases import cases
-from cuboid.probe.fit import fit_chip, fit_engine, product_speed
+from cuboid.probe.fit import FACTORS, cases, fit_chip, fit_engine, fit_fabric, line, matmul_speed
 from cuboid.probe.samples import Sample, merged, spread
 
 SHAPES = ((32, 32, 32), (128, 128, 128), (512, 64, 512), (512, 256, 768), (512, 512, 2048))
@@ -16,11 +15,11 @@ SHAPES = ((32, 32, 32), (128, 128, 128), (512, 64, 512), (512, 256, 768), (512, 
 
 def product(shape: tuple[int, int, int], rate: float, narrow: float, precision: str = "float32") -> Sample:
     rows, inner, columns = shape
-    return Sample("product", shape, (6 * rows * inner * columns / rate * (1 + narrow / min(shape)),) * 3, precision)
+    return Sample("matmul", shape, (6 * rows * inner * columns / rate * (1 + narrow / min(shape)),) * 3, precision)
 
 
 def test_products_give_rate_and_loss_of_narrow_ones() -> None:
-    speed = product_speed([product(shape, 4e10, 32) for shape in SHAPES])
+    speed = matmul_speed([product(shape, 4e10, 32) for shape in SHAPES])
     assert (speed.rate, speed.narrow) == (pytest.approx(4e10), 32)
     assert speed.error == pytest.approx(0, abs=1e-9)
 
@@ -90,10 +89,52 @@ def test_samples_of_several_ranks_become_one_with_their_range() -> None:
 
 def test_time_on_a_core_becomes_time_by_the_clock() -> None:
     samples = [
-        Sample("product", (8, 8, 8), (1.0,)),
-        Sample("product", (8, 8, 8), (1.0,), way="alone"),
-        Sample("share", (), (0.2, 0.3)),
-        Sample("share", (), (1.0,), way="alone"),
+        Sample("matmul", (8, 8, 8), (1.0,)),
+        Sample("matmul", (8, 8, 8), (1.0,), way="alone"),
+        Sample("core_fraction", (), (0.2, 0.3)),
+        Sample("core_fraction", (), (1.0,), way="alone"),
         Sample("all_reduce", (8,), (1.0,), ranks=2),
     ]
-    assert [sample.seconds for sample in spread(samples) if sample.kind != "share"] == [4.0, 1.0, 1.0]
+    assert [sample.seconds for sample in spread(samples) if sample.kind != "core_fraction"] == [4.0, 1.0, 1.0]
+
+
+SIZES = (4096, 65536, 1 << 20)
+
+
+def ring(kind: str, ranks: int, nodes: int, start: float, bandwidth: float) -> list[Sample]:
+    factor = FACTORS.get(kind, 1.0)
+    return [
+        Sample(kind, (size,), (factor * (start + (ranks - 1) / ranks * size / bandwidth),), "", ranks, nodes)
+        for size in SIZES
+    ]
+
+
+def test_one_host_has_one_tier() -> None:
+    samples = [sample for kind in FACTORS for sample in ring(kind, 4, 1, 3 * 2e-4, 1e9)]
+    found = fit_fabric(samples, local=4, nodes=1)
+    assert found["inner_latency"] == pytest.approx(2e-4)
+    assert found["inner_bandwidth"] == pytest.approx(1e9)
+    assert "outer_bandwidth" not in found
+
+
+def test_several_hosts_have_curves_by_the_number_of_hosts() -> None:
+    samples = [sample for kind in FACTORS for sample in ring(kind, 2, 1, 2e-4, 1e9)]
+    for span, start, bandwidth in ((2, 1e-3, 1e8), (4, 3e-3, 5e7)):
+        for kind in (*FACTORS, "all_to_all"):
+            samples += ring(kind, 2 * span, span, start, bandwidth)
+    for way, bandwidth in (("facing", 5e7), ("alone", 1e8)):
+        samples += [Sample("shift", (size,), (1e-3 + size / bandwidth,), "", 4, 4, way) for size in SIZES]
+    found = fit_fabric(samples, local=2, nodes=4)
+    assert found["outer_bandwidth"] == pytest.approx(5e7)
+    assert found["alone"] == pytest.approx(1e8)
+    assert found["curve"]["all_gather"] == pytest.approx([0.1, 0.1, 0.05])  # type: ignore[index]
+    assert found["delay"]["all_reduce"] == pytest.approx([1e-3, 1e-3, 3e-3])  # type: ignore[index]
+
+
+def test_noise_never_makes_time_negative() -> None:
+    falling = [Sample("shift", (size,), (seconds,)) for size, seconds in zip(SIZES, (3e-3, 2e-3, 1e-3), strict=True)]
+    start, slope = line(falling, [1.0] * 3, [float(size) for size in SIZES])
+    assert start > 0 and slope > 0
+    below = [Sample("shift", (size,), (size / 1e9 * size / 1e6,)) for size in SIZES]
+    start, slope = line(below, [1.0] * 3, [float(size) for size in SIZES])
+    assert start > 0 and slope > 0

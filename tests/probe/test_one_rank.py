@@ -102,7 +102,7 @@ def test_a_rank_that_does_not_fit_says_so_in_one_sentence(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fresh = Heartbeat()  # as in a process of its own, where no other test has taken steps
-    monkeypatch.setattr("cuboid.training.oom.HEARTBEAT", fresh)
+    monkeypatch.setattr("cuboid.launch.oom.HEARTBEAT", fresh)
     monkeypatch.setattr("cuboid.probe.one_rank.HEARTBEAT", fresh)
     model = tmp_path / "huge.toml"
     sizes = {"hidden": 64, "layers": 1, "heads": 8, "kv_heads": 4, "ffn": 192, "vocab": 2**44}

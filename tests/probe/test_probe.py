@@ -29,7 +29,7 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_profile_holds_what_was_measured_with_its_spread(profile: Path) -> None:
     table = tomllib.loads(profile.read_text())
     kinds = {sample["kind"] for sample in table["probe"]["samples"]}
-    assert {"product", "attention_forward", "attention_backward", "memory", "gradients", "update"} <= kinds
+    assert {"matmul", "attention_forward", "attention_backward", "memory", "gradients", "update"} <= kinds
     assert {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "shift"} <= kinds
     for sample in table["probe"]["samples"]:
         assert 0 < sample["low"] <= sample["seconds"] <= sample["high"]

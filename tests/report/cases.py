@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cuboid.schedule.make import make_schedule
+from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import StageCosts, simulate
 from cuboid.spec.run import Run, build_run, dump_run
 

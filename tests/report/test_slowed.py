@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from cuboid.launch.pool import Pool
-from cuboid.report.collect import collect
 from cuboid.report.measured import MeasuredStep, kept_steps, measure
+from cuboid.report.page import collect
 from cuboid.report.source import open_source
-from cuboid.schedule.make import make_schedule
+from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import Timeline, simulate
 from tests.report.cases import make_run
 from tests.report.slowed import scaled

@@ -14,8 +14,7 @@ from cuboid.resilience.replan import Replanner, accelerator_here, resized
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.fitting import check
 from cuboid.spec.layout import Layout
-from cuboid.spec.run import Run, build_run
-from cuboid.spec.supported import check_supported
+from cuboid.spec.run import Run, build_run, check_supported
 
 
 def run_of(model: str, layout: str, batch: int, sequence: int = 64) -> Run:

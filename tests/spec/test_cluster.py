@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from cuboid.errors import UserError
-from cuboid.spec.accelerators import accelerator_names, accelerator_table
-from cuboid.spec.cluster import ClusterSpec, LinkTier, load_cluster
+from cuboid.spec.cluster import ClusterSpec, LinkTier, accelerator_names, accelerator_table, load_cluster
 from cuboid.spec.layout import Layout
 from cuboid.spec.ranks import groups
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuboid.errors import UserError
-from cuboid.schedule.make import make_schedule
+from cuboid.schedule.schedules import make_schedule
 from cuboid.spec.fitting import check
 from cuboid.spec.layout import CONTEXT_METHODS, SCHEDULES, Layout
 from cuboid.spec.model import load_model
@@ -158,12 +158,12 @@ def test_degrees_are_integers_only(value: object) -> None:
         ("pp=9", "pp=9 makes more stages than layers=8; use pp=8"),
         (
             "pp=2,recompute=full,recompute_layers=4",
-            "recompute_layers=4 leaves out no layer of the longest stage, which has 4; "
+            "recompute_layers=4 covers every layer of the longest stage, which has 4; "
             "use recompute_layers=3 or less, or 0 for all",
         ),
         (
             "pp=8,recompute=full,recompute_layers=3",
-            "recompute_layers=3 leaves out no layer of the longest stage, which has 1; use recompute_layers=0",
+            "recompute_layers=3 covers every layer of the longest stage, which has 1; use recompute_layers=0",
         ),
         ("pp=8,schedule=interleaved", "pp=8 × vpp=2 makes more stages than layers=8; use pp=4"),
         ("dp=3", "global_batch=16 does not divide by dp=3 × micro_batch=1; use global_batch=15 or global_batch=18"),

@@ -6,6 +6,7 @@ import sys
 
 import torch
 
+from cuboid.generate.samples import Sampler
 from cuboid.spec.run import Run, build_run
 from cuboid.training.trainer import train
 
@@ -23,7 +24,7 @@ def short_run(layout: str, folder: str, *overrides: str, model: str = "tiny-llam
 
 
 def train_rank(rank: int, run: Run) -> float:
-    return train(run, rank, torch.device("cpu"), quiet=True).loss
+    return train(run, rank, torch.device("cpu"), quiet=True, make_sampler=Sampler).loss
 
 
 def draw_and_train(rank: int, run: Run, drawn: int) -> float:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from cuboid.planning.collectives import predicted_ledger
 from cuboid.spec.run import Run, build_run
-from cuboid.telemetry.communication_ledger import Ledger
-from cuboid.training.communication import CommunicationLog, summarize
+from cuboid.telemetry.communication_ledger import CommunicationLog, Ledger
+from cuboid.training.communication import summarize
 
 
 def counted_run(folder: Path, layout: str = "dp=2,pp=2") -> Run:

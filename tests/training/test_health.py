@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cuboid.launch.pool import Pool
-from cuboid.report.live import Watched
+from cuboid.report.watch import Watched
 from cuboid.spec.run import build_run
 from cuboid.training.health import COLLAPSED_STEPS, Health
 from cuboid.training.routers import DEAD_STEPS, DEAD_TOKENS, DeadExperts

@@ -13,7 +13,7 @@ from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.launch.pool import Pool
 from cuboid.parallel.parallelize import build_engine
-from cuboid.report.collect import collect
+from cuboid.report.page import collect
 from cuboid.report.source import open_source
 from cuboid.spec.run import dump_run
 from cuboid.training.layer_norms import LayerNorms

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cuboid.kernels.adjacent import in_runs
-from cuboid.model.recipes import learning_rate_factor
+from cuboid.model.initialize import learning_rate_factor
 from cuboid.spec.run import Run
 from cuboid.training.adamw import Elements, kind_of
 from cuboid.training.optimizer import Optimizer, ResidentState

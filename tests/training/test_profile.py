@@ -12,9 +12,9 @@ import pytest
 
 from cuboid.errors import UserError
 from cuboid.launch.pool import Pool
-from cuboid.schedule.make import make_schedule
-from cuboid.spec.profile import ProfileSpec
+from cuboid.schedule.schedules import make_schedule
 from cuboid.spec.run import build_run
+from cuboid.spec.training import ProfileSpec
 from cuboid.training.profile import MEMORY, TRACES
 from tests.cli.command import SHORT, run, train
 from tests.training.cases import short_run

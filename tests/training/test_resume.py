@@ -11,7 +11,7 @@ from cuboid.checkpoint.folder import checkpoints
 from cuboid.checkpoint.verify import verify
 from cuboid.errors import UserError
 from cuboid.launch.pool import Pool
-from cuboid.training.folder import prepare_folder
+from cuboid.training.run_folder import prepare_folder
 from tests.training.cases import short_run
 
 

@@ -16,8 +16,7 @@ from cuboid.parallel.collectives import Pending
 from cuboid.parallel.zero import Unit
 from cuboid.spec.run import Run
 from cuboid.training.optimizer import Optimizer
-from cuboid.verification.compare import compare_rounded, rounded_traces
-from cuboid.verification.observe import observed_trace
+from cuboid.verification.compare import compare_rounded, observed_trace, rounded_traces
 from cuboid.verification.reference import known_trace
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cuboid.spec.sharding import Part, Slice
-from cuboid.verification.observe import Contribution, assemble
+from cuboid.verification.compare import Contribution, assemble
 
 WHOLE = torch.arange(1.0, 36.0).view(7, 5)
 """Seven rows over two ranks: four each, the last one padding."""

@@ -20,7 +20,7 @@ from cuboid.checkpoint.shards import ShardedTensor, TensorSlice
 from cuboid.checkpoint.weights import Weights, find_checkpoint, run_of
 from cuboid.errors import UserError
 from cuboid.model.huggingface import Origin, from_huggingface, parameter_shapes, to_huggingface
-from cuboid.spec.huggingface_config import config_from_model
+from cuboid.spec.huggingface import config_from_model
 from cuboid.spec.run import Run
 
 # Safetensors files written one at a time: memory holds one of them and no more.
@@ -177,7 +177,7 @@ def _write_weights(
         for name, values in buffer.tensors.items():
             for parameter, origin in origins[name].items():
                 held = wanted[parameter].slices if parameter in wanted else ()  # other experts in the same file
-                tensor_slice = TensorSlice(*origin.box, 0)
+                tensor_slice = TensorSlice(*origin.bounds, 0)
                 wanted[parameter] = ShardedTensor(
                     ours[parameter], values.dtype, (*held, (tensor_slice, origin.take(values)))
                 )

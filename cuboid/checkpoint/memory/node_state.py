@@ -13,14 +13,21 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from cuboid.checkpoint.checksum import PLAIN, checksum_of_bytes, kind_of
 from cuboid.checkpoint.folder import checkpoint_path, step_of
 from cuboid.checkpoint.location import Location
-from cuboid.checkpoint.manifest import INDEX, MANIFEST, Manifest, StoredFile, data_file
-from cuboid.checkpoint.memory.copies import parts_kept, peers, ranks_by_node
-from cuboid.checkpoint.parts import Index
+from cuboid.checkpoint.manifest import (
+    INDEX,
+    MANIFEST,
+    PLAIN,
+    Manifest,
+    StoredFile,
+    checksum_of_bytes,
+    data_file,
+    kind_of,
+)
+from cuboid.checkpoint.memory.nodes import parts_kept, peers, ranks_by_node
 from cuboid.checkpoint.save import GivenUp
-from cuboid.checkpoint.shards import ShardedTensor
+from cuboid.checkpoint.shards import Index, ShardedTensor
 from cuboid.checkpoint.storage import Staging, index_part, staged_bytes, whole_index
 from cuboid.parallel.coordination import Coordination
 

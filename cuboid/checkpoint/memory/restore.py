@@ -10,21 +10,9 @@ from typing import TypeVar
 
 import torch
 
-from cuboid.checkpoint.checksum import checksum_of_bytes, kind_of
 from cuboid.checkpoint.folder import checkpoint_path, checkpoints, step_of
 from cuboid.checkpoint.location import Location
-from cuboid.checkpoint.manifest import INDEX, Damage, Manifest, StoredFile, read_manifest
-from cuboid.checkpoint.memory.copies import (
-    Generation,
-    Held,
-    Holdings,
-    Transfer,
-    holders,
-    known,
-    missing,
-    ranks_by_node,
-    transfers,
-)
+from cuboid.checkpoint.manifest import INDEX, Damage, Manifest, StoredFile, checksum_of_bytes, kind_of, read_manifest
 from cuboid.checkpoint.memory.folder import sweep_all_but
 from cuboid.checkpoint.memory.node_state import (
     NodeRecord,
@@ -35,8 +23,20 @@ from cuboid.checkpoint.memory.node_state import (
     tell_leaders,
     with_index,
 )
-from cuboid.checkpoint.memory.nodes import Memory, Pairs
-from cuboid.checkpoint.parts import Index, Wishes
+from cuboid.checkpoint.memory.nodes import (
+    Generation,
+    Held,
+    Holdings,
+    Memory,
+    Pairs,
+    Transfer,
+    holders,
+    known,
+    missing,
+    ranks_by_node,
+    transfers,
+)
+from cuboid.checkpoint.shards import Index, Wishes
 from cuboid.checkpoint.storage import as_bytes
 from cuboid.checkpoint.verify import check_entries, check_file
 from cuboid.errors import UserError

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from cuboid.checkpoint.checksum import FAST, PLAIN, checksum_of_bytes, kind_here
 from cuboid.checkpoint.folder import checkpoints, step_of
-from cuboid.checkpoint.manifest import Manifest, StoredFile
+from cuboid.checkpoint.manifest import FAST, PLAIN, Manifest, StoredFile, checksum_of_bytes, kind_here
 from cuboid.checkpoint.memory.node_state import Slot, assign_copies, chunks, node_index, node_manifest
 from cuboid.checkpoint.memory.nodes import Memory, Pairs
-from cuboid.checkpoint.save import GivenUp, kept_state
-from cuboid.checkpoint.saver import BackgroundSaver
+from cuboid.checkpoint.save import BackgroundSaver, GivenUp, kept_state
 from cuboid.checkpoint.state import Moments
 from cuboid.checkpoint.storage import Staging, as_bytes, staged_bytes
 from cuboid.console import say

@@ -8,12 +8,11 @@ import shlex
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cuboid.errors import UserError
+from cuboid.errors import UserError, nearest_numbers, use
 from cuboid.planning.plan import planned_cluster
 from cuboid.resilience.goodput import measured
 from cuboid.resilience.replan import Replanner
 from cuboid.spec.run import ResilienceSpec, Run, dump_run
-from cuboid.spec.suggest import nearest_numbers, use
 
 # How long a stop may take: until the step in flight has ended and a checkpoint is written.
 

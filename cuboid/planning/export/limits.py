@@ -32,7 +32,7 @@ def sayable(target: str, columns: Columns, global_batch: int, model: ModelSpec) 
     """Which of the layouts of a model the target has words for."""
     dp, tp, pp, zero, recompute = (columns[name] for name in ("dp", "tp", "pp", "zero", "recompute"))
     schedule, count = columns["schedule"], global_batch // (columns["dp"] * columns["micro_batch"])
-    works = (pp == 1) | np.isin(schedule, [SCHEDULES.index(name) for name in KNOWN[target]])
+    works = np.isin(schedule, [SCHEDULES.index(name) for name in KNOWN[target]])
     interleaved = (pp > 1) & (schedule == SCHEDULES.index("interleaved"))
     works &= ~interleaved | (count % pp == 0)
     whole = (columns["shard"] == 0) | (columns["shard"] == dp) | (zero == 0)

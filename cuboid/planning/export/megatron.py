@@ -5,8 +5,7 @@ https://github.com/NVIDIA/Megatron-LM
 
 from cuboid.planning.export.lost import Lost, Note, noted, router_notes
 from cuboid.planning.plan import Plan
-from cuboid.spec.mixture import MixtureSpec
-from cuboid.spec.model import ModelSpec
+from cuboid.spec.model import MixtureSpec, ModelSpec
 
 TARGET = "Megatron-LM core 0.14"
 Flags = list[str]

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 
-from cuboid.errors import UserError
+from cuboid.errors import UserError, either, nearest_names
 from cuboid.planning.export import deepspeed, megatron, nanotron, torchtitan
 from cuboid.planning.export.lost import Note
 from cuboid.planning.plan import Plan
-from cuboid.spec.suggest import either, nearest_names
 
 TARGETS: dict[str, Callable[[Plan], str]] = {
     "megatron": megatron.export,

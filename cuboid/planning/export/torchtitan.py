@@ -7,7 +7,7 @@ from typing import Any
 
 from cuboid.planning.export.lost import Lost, Note, noted, router_notes
 from cuboid.planning.plan import Plan
-from cuboid.spec.toml import dumps
+from cuboid.spec.coding import dumps
 
 TARGET = "torchtitan 0.2.2"
 FLAVORS = {

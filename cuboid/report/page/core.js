@@ -43,8 +43,8 @@ const table = (heads, rows, caption) =>
     el("thead", {}, el("tr", {}, heads.map((head) => el("th", { scope: "col", class: head.number && "number" }, head.label || head)))),
     el("tbody", {}, rows.map((row) => el("tr", {}, row.map((cell, index) => el(index ? "td" : "th", { scope: index ? null : "row", class: heads[index].number && "number" }, cell)))))));
 const choice = (label, options, value, change) => {
-  const box = el("select", { onchange: () => change(box.value) }, options.map(([key, text]) => el("option", { value: key, selected: key === value }, text)));
-  return el("label", {}, label, box);
+  const menu = el("select", { onchange: () => change(menu.value) }, options.map(([key, text]) => el("option", { value: key, selected: key === value }, text)));
+  return el("label", {}, label, menu);
 };
 const toggle = (label, on, change) => {
   const button = el("button", { type: "button", "aria-pressed": String(on), onclick: () => { on = !on; button.setAttribute("aria-pressed", String(on)); change(on); } }, label);
@@ -56,9 +56,9 @@ const swatch = (colour, mark) => sv("svg", { width: 16, height: 14, "aria-hidden
 const tip = document.getElementById("tip");
 const showTip = (text, x, y) => {
   tip.textContent = text; tip.classList.add("on");
-  const box = tip.getBoundingClientRect();
-  tip.style.left = `${Math.max(6, Math.min(x + 14, innerWidth - box.width - 8))}px`;
-  tip.style.top = `${y + 18 + box.height > innerHeight ? Math.max(6, y - box.height - 12) : y + 18}px`;
+  const bounds = tip.getBoundingClientRect();
+  tip.style.left = `${Math.max(6, Math.min(x + 14, innerWidth - bounds.width - 8))}px`;
+  tip.style.top = `${y + 18 + bounds.height > innerHeight ? Math.max(6, y - bounds.height - 12) : y + 18}px`;
 };
 const hideTip = () => tip.classList.remove("on");
 addEventListener("keydown", (event) => { if (event.key === "Escape") hideTip(); });

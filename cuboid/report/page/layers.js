@@ -5,7 +5,7 @@ function drawLayers(data) {
   let kind = info.kinds[0];
   const left = 76, bottom = 22, picture = el("canvas", { style: "width:100%;display:block", role: "img" });
   const said = el("div", { class: "panel", "aria-live": "polite" }), scale = el("p", { class: "note" }), numbers = el("div", {});
-  const colour = (share) => ramp(100 * share, 101).fill;
+  const colour = (fraction) => ramp(100 * fraction, 101).fill;
   const called = (place) => /^\d+$/.test(place) ? `layer ${place}` : place;
   const range = () => { const known = kind.values.flat().filter((value) => value > 0); return [Math.min(...known), Math.max(...known)]; };
   // Between whole pixels: no seams where cells are a fraction of one wide.
@@ -32,7 +32,7 @@ function drawLayers(data) {
     numbers.replaceChildren(table(["place", { label: `step ${info.steps[0]}`, number: true }, { label: `step ${info.steps.at(-1)}`, number: true }], kind.places.map((place, row) => [called(place), figures(first[row]), figures(last[row])])));
   };
   picture.addEventListener("pointermove", (event) => {
-    const box = picture.getBoundingClientRect(), at = Math.floor((event.clientX - box.left - left) / geometry.wide), row = Math.floor((event.clientY - box.top) / geometry.tall);
+    const bounds = picture.getBoundingClientRect(), at = Math.floor((event.clientX - bounds.left - left) / geometry.wide), row = Math.floor((event.clientY - bounds.top) / geometry.tall);
     if (at >= 0 && at < info.steps.length && row < kind.places.length) said.textContent = `Step ${info.steps[at].toLocaleString("en")}, ${called(kind.places[row])}: ${kind.label} ${figures(kind.values[at][row], 4)}`;
   });
   onResize(picture, draw); list();

@@ -50,14 +50,14 @@ function drawRanks(data) {
     buttons[index].tabIndex = -1; next.tabIndex = 0; next.focus();
   };
   const grid = el("div", { class: "nodes", role: "group", "aria-label": `${world} ranks on ${words(nodes, "node")}`, onmouseleave: clear });
-  const perBox = Math.max(1, Math.round(perNode / each)), boxes = Math.ceil(cells / perBox);
-  for (let box = 0; box < boxes; box += 1) {
-    const holder = el("div", { class: "cells", style: `grid-template-columns:repeat(${Math.min(columns, perBox)},${size}px)` });
-    for (let cell = box * perBox; cell < Math.min((box + 1) * perBox, cells); cell += 1) {
+  const perBlock = Math.max(1, Math.round(perNode / each)), blocks = Math.ceil(cells / perBlock);
+  for (let block = 0; block < blocks; block += 1) {
+    const holder = el("div", { class: "cells", style: `grid-template-columns:repeat(${Math.min(columns, perBlock)},${size}px)` });
+    for (let cell = block * perBlock; cell < Math.min((block + 1) * perBlock, cells); cell += 1) {
       const button = el("button", { type: "button", class: "rank", style: `width:${size}px;height:${size}px`, tabindex: cell ? -1 : 0, "aria-label": `rank ${cell * each}`, onmouseenter: () => show(button), onfocus: () => show(button), onclick: () => show(button), onkeydown: (event) => move(event, cell) });
       button.rank = cell * each; buttons.push(button); holder.append(button);
     }
-    const label = perNode >= each ? `node ${box}` : `nodes ${box * Math.round(each / perNode)}–${Math.min(nodes, (box + 1) * Math.round(each / perNode)) - 1}`;
+    const label = perNode >= each ? `node ${block}` : `nodes ${block * Math.round(each / perNode)}–${Math.min(nodes, (block + 1) * Math.round(each / perNode)) - 1}`;
     grid.append(el("div", { class: "node" }, cells <= 1024 ? el("span", {}, label) : null, holder));
   }
   paint();

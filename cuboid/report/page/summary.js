@@ -21,7 +21,7 @@ function drawSummary(data) {
     pair("MFU", measured?.mfu, predicted?.mfu, percent),
     pair("Bubble", bubbles[0], bubbles[1], percent),
     pair("Fullest rank", measured?.memory_gib, predicted?.memory_gib, (value) => `${figures(value)} GiB`),
-    data.summary.goodput ? fact("Goodput", percent(data.summary.goodput.share), Object.entries(data.summary.goodput.spent).filter(([, value]) => value >= 0.05).slice(0, 3).map(([name, value]) => `${name.replaceAll("_", " ")} ${seconds(value)}`).join(", ")) : null,
+    data.summary.goodput ? fact("Goodput", percent(data.summary.goodput.fraction), Object.entries(data.summary.goodput.spent).filter(([, value]) => value >= 0.05).slice(0, 3).map(([name, value]) => `${name.replaceAll("_", " ")} ${seconds(value)}`).join(", ")) : null,
   ];
   const parts = predicted && Object.entries(predicted.parts).filter(([, value]) => value > 0).sort((a, b) => b[1] - a[1]);
   const longest = parts && Math.max(...parts.map(([, value]) => value));

@@ -17,7 +17,7 @@ function drawTimeline(data) {
   let view = [0, whole()];
   const canvas = el("canvas", { class: "chart", tabindex: 0, role: "application", "aria-label": "Pipeline timeline. Left and right arrows walk along the actions, up and down change the lane, plus and minus zoom, 0 shows all." });
   const said = el("div", { class: "panel", "aria-live": "polite" }, "Point at an action, or walk with the arrow keys; + and − zoom, 0 shows all, Shift with an arrow pans.");
-  let width = 0, boxes = [];
+  let width = 0, bars = [];
   const heightOf = (track) => TITLE + track.lanes.length * (LANE + LANE_GAP) + 8;
   const draw = (now) => {
     width = now; [canvas.dataset.from, canvas.dataset.to] = view;
@@ -28,7 +28,7 @@ function drawTimeline(data) {
     const colours = kinds.map((kind) => colourOf(KIND_COLOURS[kind]));
     const inner = width - LEFT - 6, [low, high] = view, x = (at) => LEFT + (at - low) / (high - low) * inner;
     const font = getComputedStyle(document.body).fontFamily;
-    pen.clearRect(0, 0, width, height); boxes = [];
+    pen.clearRect(0, 0, width, height); bars = [];
     const unit = stretch ? (at) => percent(at, 0) : (at) => seconds(at, 4);
     pen.font = `11px ${font}`; pen.textAlign = "center";
     for (const at of ticks(low, high, Math.max(2, Math.floor(inner / 110)))) {
@@ -50,7 +50,7 @@ function drawTimeline(data) {
         for (let at = 0; at < lane.events.length; at += 6) {
           const [kind, stage, batch, start, ready, end] = lane.events.slice(at, at + 6), from = x(ready * scale), to = x(end * scale);
           if (to < LEFT || x(start * scale) > width) continue;
-          boxes.push({ track, lane, index, at, from: x(start * scale), to, y });
+          bars.push({ track, lane, index, at, from: x(start * scale), to, y });
           if (ready > start) {
             pen.fillStyle = wait; const begin = x(start * scale); pen.globalAlpha = 0.55; pen.fillRect(begin, y + LANE / 2 - 2, from - begin, 4); pen.globalAlpha = 1;
           }
@@ -72,8 +72,8 @@ function drawTimeline(data) {
       top += heightOf(track);
     }
     if (picked) {
-      const box = boxes.find((entry) => entry.track.id === picked.track.id && entry.index === picked.index && entry.at === picked.at);
-      if (box) { pen.strokeStyle = ink; pen.lineWidth = 2; pen.strokeRect(Math.max(box.from, LEFT), box.y - 1, Math.max(box.to - Math.max(box.from, LEFT), 2), LANE + 2); }
+      const bar = bars.find((entry) => entry.track.id === picked.track.id && entry.index === picked.index && entry.at === picked.at);
+      if (bar) { pen.strokeStyle = ink; pen.lineWidth = 2; pen.strokeRect(Math.max(bar.from, LEFT), bar.y - 1, Math.max(bar.to - Math.max(bar.from, LEFT), 2), LANE + 2); }
     }
   };
   const drawMessages = (pen, track, scale, x, top, ink) => {
@@ -89,16 +89,16 @@ function drawTimeline(data) {
     } });
     pen.restore();
   };
-  const tell = (box) => {
-    const [kind, stage, batch, start, ready, end] = box.lane.events.slice(box.at, box.at + 6);
+  const tell = (bar) => {
+    const [kind, stage, batch, start, ready, end] = bar.lane.events.slice(bar.at, bar.at + 6);
     const waited = (ready - start) * tick;
-    return `${KIND_NAMES[kinds[kind]]} of micro-batch ${batch} on stage ${stage}, rank ${box.lane.rank}\n${seconds((end - ready) * tick)} of work from ${seconds(ready * tick, 5)} to ${seconds(end * tick, 5)}${waited > 0 ? `\nwaited ${seconds(waited)} for its input` : ""}`;
+    return `${KIND_NAMES[kinds[kind]]} of micro-batch ${batch} on stage ${stage}, rank ${bar.lane.rank}\n${seconds((end - ready) * tick)} of work from ${seconds(ready * tick, 5)} to ${seconds(end * tick, 5)}${waited > 0 ? `\nwaited ${seconds(waited)} for its input` : ""}`;
   };
-  const pick = (box) => { picked = box; said.textContent = `${box.track.label}: ${tell(box).replaceAll("\n", "; ")}`; };
+  const pick = (bar) => { picked = bar; said.textContent = `${bar.track.label}: ${tell(bar).replaceAll("\n", "; ")}`; };
   const clamp = (low, high) => { const full = whole(), size = Math.min(Math.max(high - low, full / 5000), full); low = Math.max(0, Math.min(low, full - size)); view = [low, low + size]; draw(width); };
   const zoom = (factor, at = (view[0] + view[1]) / 2) => clamp(at - (at - view[0]) * factor, at + (view[1] - at) * factor);
   const timeAt = (event) => view[0] + (event.clientX - canvas.getBoundingClientRect().left - LEFT) / (width - LEFT - 6) * (view[1] - view[0]);
-  const boxAt = (event) => { const area = canvas.getBoundingClientRect(), px = event.clientX - area.left, py = event.clientY - area.top; return px < LEFT ? null : boxes.find((box) => py >= box.y && py <= box.y + LANE && px >= box.from && px <= Math.max(box.to, box.from + 2)); };
+  const barAt = (event) => { const area = canvas.getBoundingClientRect(), px = event.clientX - area.left, py = event.clientY - area.top; return px < LEFT ? null : bars.find((bar) => py >= bar.y && py <= bar.y + LANE && px >= bar.from && px <= Math.max(bar.to, bar.from + 2)); };
   canvas.addEventListener("wheel", (event) => { if (!event.ctrlKey && !event.shiftKey && document.activeElement !== canvas) return; event.preventDefault(); if (event.shiftKey) clamp(view[0] + event.deltaY / 500 * (view[1] - view[0]), view[1] + event.deltaY / 500 * (view[1] - view[0])); else zoom(event.deltaY > 0 ? 1.2 : 1 / 1.2, timeAt(event)); }, { passive: false });
   let drag = null;
   // Two fingers: the moments under them stay under them.
@@ -109,9 +109,9 @@ function drawTimeline(data) {
     if (fingers.has(event.pointerId)) fingers.get(event.pointerId).x = event.clientX;
     if (fingers.size === 2) { drag = null; hideTip(); pinch(); return; }
     if (drag && event.buttons) { const shift = (drag.x - event.clientX) / (width - LEFT - 6) * (drag.view[1] - drag.view[0]); if (Math.abs(drag.x - event.clientX) > 3) { drag.moved = true; hideTip(); clamp(drag.view[0] + shift, drag.view[1] + shift); } return; }
-    const box = boxAt(event); if (box) showTip(tell(box), event.clientX, event.clientY); else hideTip();
+    const bar = barAt(event); if (bar) showTip(tell(bar), event.clientX, event.clientY); else hideTip();
   });
-  canvas.addEventListener("pointerup", (event) => { if (drag && !drag.moved) { const box = boxAt(event); if (box) { pick(box); draw(width); } } drag = null; fingers.delete(event.pointerId); });
+  canvas.addEventListener("pointerup", (event) => { if (drag && !drag.moved) { const bar = barAt(event); if (bar) { pick(bar); draw(width); } } drag = null; fingers.delete(event.pointerId); });
   canvas.addEventListener("pointercancel", (event) => { drag = null; fingers.delete(event.pointerId); });
   canvas.addEventListener("pointerleave", hideTip);
   canvas.addEventListener("keydown", (event) => {

@@ -1,0 +1,75 @@
+"""Layouts that are alike in what a cost depends on, costed once: a search asks for the same layer under every ZeRO and
+schedule."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, Protocol, TypeVar, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuboid.cost.inputs import Array, Jobs, Shape
+
+Given = TypeVar("Given")
+Result = TypeVar("Result")
+Rows = NDArray[np.intp]
+FEW = 64
+"""Layouts that are costed sooner than they are compared."""
+
+
+class Taking(Protocol):
+    """The rows that a cost is asked of, taken out of other arrays."""
+
+    def __call__(self, arrays: Given, /) -> Given: ...
+
+
+def each_once(shape: Shape, jobs: Jobs, columns: Sequence[Array], cost: Callable[[Jobs, Taking], Result]) -> Result:
+    """What `cost` says of layouts of one model, asked of one of all that agree in the columns (whole numbers)."""
+    size = jobs.dp.size
+    alone = size <= FEW or shape.hidden.ndim > 0 or jobs.sequence.ndim > 0
+    found = None if alone else _distinct([np.broadcast_to(each, size) for each in columns])
+    if found is None:
+        return cost(jobs, _all)
+    first, of_each = found
+
+    def taken(arrays: Given) -> Given:
+        return _rows(arrays, first, size)
+
+    return _rows(cost(taken(jobs), taken), of_each, len(first))
+
+
+def _all(arrays: Given) -> Given:
+    return arrays
+
+
+def _distinct(columns: Sequence[Array]) -> tuple[Rows, Rows] | None:
+    """Rows that differ, and for every row the place of the one it equals; nothing where that would not pay."""
+    key = np.zeros(len(columns[0]), dtype=np.int64)
+    most = 1
+    for column in columns:
+        values = int(column.max()) + 1
+        most *= values
+        if most >= 2**62:
+            return None
+        if values > 1:
+            key = key * values + column.astype(np.int64)
+    order = np.argsort(key)
+    starts = np.diff(key[order], prepend=-1) > 0
+    if 2 * np.count_nonzero(starts) > len(key):
+        return None
+    of_each = np.empty(len(key), dtype=np.intp)
+    of_each[order] = np.cumsum(starts) - 1
+    return order[starts], of_each
+
+
+def _rows(value: Given, which: Rows, size: int) -> Given:
+    """Some rows of all arrays in a value that have one for each of `size` layouts."""
+    taken: Any = value
+    if isinstance(value, np.ndarray):
+        taken = value[which] if value.shape == (size,) else value
+    elif isinstance(value, tuple):
+        taken = tuple(_rows(each, which, size) for each in value)
+    elif is_dataclass(value) and not isinstance(value, type):
+        given = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
+        taken = replace(value, **{name: _rows(each, which, size) for name, each in given.items()})
+    return cast(Given, taken)

@@ -1,0 +1,64 @@
+"""What one rank sees of a micro-batch: with context parallelism, its chunks of every sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from cuboid.model.batch import MicroBatch
+from cuboid.model.custom import Model, counted_labels
+from cuboid.model.rope import Positions, PositionTable
+from cuboid.spec.plugin import PythonModelSpec
+from cuboid.spec.run import Run
+from cuboid.spec.sharding import places_of
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """Every stage gets it, whichever part of it its segments read."""
+
+    tokens: Tensor
+    """(sequences, length)"""
+    labels: Tensor
+    positions: Positions
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
+    """All that a model of one's own reads."""
+    count: Callable[[Mapping[str, Tensor]], Tensor] = counted_labels
+
+    @property
+    def counted(self) -> Tensor:
+        """How many losses are summed."""
+        return self.count(self.fields or {"labels": self.labels})
+
+
+class BatchSharder:
+    def __init__(self, run: Run, index: int, dtype: torch.dtype, device: torch.device) -> None:
+        """`index`: of this rank among the context-parallel ranks."""
+        sequence, size = run.training.sequence, run.layout.cp
+        self._places = torch.cat([torch.arange(part.start, part.stop) for part in places_of(index, size, sequence)])
+        self._table = PositionTable(run.model, sequence, dtype, device)
+        # Made once: without documents every micro-batch has the same positions.
+        self._positions = self._table.at(self._places.unsqueeze(0))
+        self._own = self._places.to(device) if size > 1 else None
+        self._data = run.data
+        self._dtype = dtype
+        built = run.model.built if isinstance(run.model, PythonModelSpec) else None
+        self._custom = built if isinstance(built, Model) else None
+
+    def of(self, batch: MicroBatch) -> RankBatch:
+        positions = self._positions
+        if self._custom is not None:
+            given = batch.fields or {"tokens": batch.tokens, "labels": batch.labels}
+            # Images and the like are computed with: in the precision of the weights.
+            fields = {name: x.to(self._dtype) if x.is_floating_point() else x for name, x in given.items()}
+            return RankBatch(batch.tokens, batch.labels, positions, fields, self._custom.count)
+        # Within documents positions begin anew at each, and attention ends there.
+        if batch.documents is not None:
+            positions = self._table.of(self._places, batch.documents, self._data)
+        if self._own is None:
+            return RankBatch(batch.tokens, batch.labels, positions)
+        # This rank's two zigzag chunks, early and late; RoPE's positions are those of the whole sequence.
+        return RankBatch(batch.tokens[:, self._own], batch.labels[:, self._own], positions)

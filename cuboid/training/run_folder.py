@@ -1,0 +1,276 @@
+"""The folder of a run: what it holds, that it never holds two runs, and the files of rows in it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import time
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from cuboid.checkpoint.folder import checkpoints, clear, newest_whole, step_of
+from cuboid.checkpoint.location import Location, locate
+from cuboid.checkpoint.memory.folder import IDENTITY, forget, newest_in_memory
+from cuboid.console import say
+from cuboid.data.opened import data_identity
+from cuboid.errors import UserError
+from cuboid.spec.run import Run, build_run, dump_run, load_run
+
+RUN_FILE = "run.toml"
+BACKEND = "backend.json"
+"""What carries the collectives, on how many GPUs; written by rank 0 when all have joined."""
+EXPERTS = "experts.jsonl"
+"""The load of every expert of a mixture, over time."""
+# What a run writes here, and `--overwrite` may therefore remove; nothing else in the folder is touched.
+WRITTEN = (
+    BACKEND,
+    IDENTITY,
+    "metrics.jsonl",
+    EXPERTS,
+    "timing-*.jsonl",
+    "communication-*.jsonl",
+    "memory-*.jsonl",
+    "failures.jsonl",
+    "fault-*.json",
+    "hang-*",
+    "flight-*",
+    "goodput.json",
+    "ranks-*.jsonl",
+    "bad_steps.jsonl",
+    "tracked.jsonl",
+    "samples.jsonl",
+    "profile",
+)
+REPORTS = "failure-*.txt"
+PATIENCE = 3.0
+"""Seconds in which a run that was just killed may still be ending."""
+HELD = (errno.EWOULDBLOCK, errno.EACCES)
+
+
+def checkpoint_folder(run: Run) -> Location:
+    return locate(run.checkpoint.folder or Path(run.output.folder) / "checkpoints")
+
+
+def newest_kept(run: Run) -> int:
+    """Steps of the newest state there is to continue from, on disk or in this node's memory."""
+    on_disk = max((step_of(path) for path in checkpoints(checkpoint_folder(run))), default=0)
+    return max(on_disk, newest_in_memory(run))
+
+
+def last_row(run: Run) -> int:
+    """The last step that the run's own rows tell of."""
+    return last_step(Path(run.output.folder) / "metrics.jsonl")
+
+
+def check_same_training(old: Run, new: Run) -> None:
+    """To continue, layout, length, learning rate and output may change; what decides the numbers computed may not."""
+    fixed = {
+        "training.global_batch": (old.training.global_batch, new.training.global_batch),
+        "training.sequence": (old.training.sequence, new.training.sequence),
+        "training.seed": (old.training.seed, new.training.seed),
+        "training.start_from": (old.training.start_from, new.training.start_from),
+        "training.precision": (old.training.precision, new.training.precision),
+        "model": (old.model, new.model),
+        "data": (old.data, new.data),
+        "optimizer": (old.optimizer, new.optimizer),
+    }
+    # The first that differs is refused: one sentence, one setting to change.
+    for name, (before, now) in fixed.items():
+        if before != now:
+            pair = f"{name}={now} is not {before}," if isinstance(now, int | str) else f"{name} is not that"
+            raise UserError(
+                f"{pair} of the run in {new.output.folder}; use the same {name}, another output.folder, or --overwrite "
+                f"to start anew"
+            )
+
+
+def prepare_folder(run: Run, overwrite: bool = False) -> str:
+    """Claim the run's folder before any process starts. Another training there is refused by name, the same one goes
+    on; returns what there is to say of its past."""
+    folder = Path(run.output.folder)
+    said = ""
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"output.folder={folder} is a file; use the name of a folder")
+        if overwrite:
+            _clear(run, folder)
+        else:
+            said = _check_past(run, folder)
+            forget_reports(run)
+        if overwrite or not run.checkpoint.memory_every:
+            forget(run)
+        folder.mkdir(parents=True, exist_ok=True)
+        # By a rename: who reads the folder meanwhile finds the old run file or the new one.
+        aside = folder / f".{RUN_FILE}.{os.getpid()}"
+        aside.write_text(dump_run(run))
+        shutil.move(aside, folder / RUN_FILE)
+    except OSError as error:
+        raise UserError(f"output.folder={folder} cannot be written: {error.strerror}; use another folder") from None
+    return said
+
+
+def forget_reports(run: Run) -> None:
+    """What ended the run before is not what ends it now."""
+    _remove(Path(run.output.folder), REPORTS)
+
+
+def _check_past(run: Run, folder: Path) -> str:
+    """Refuse what the folder, or the checkpoints there are, cannot continue with."""
+    known = (folder / RUN_FILE).exists()
+    if known:
+        check_same_training(load_run(folder / RUN_FILE), run)
+    # Names and sizes only: the ranks compare checksums as they read.
+    _, manifest, _ = newest_whole(checkpoint_folder(run), contents=False)
+    if manifest is None:
+        if newest_in_memory(run):
+            return ""
+        return f"{folder} has no whole checkpoint: starting anew from step 0" if known else ""
+    check_same_training(build_run(tomllib.loads(manifest.run)), run)
+    # The cursor in a checkpoint counts samples; of other data it would point at something else.
+    if manifest.data != data_identity(run):
+        sources = ", ".join(run.data.sources)
+        raise UserError(
+            f"data.source={sources} holds other samples than it did when step {manifest.step} was saved in "
+            f"{checkpoint_folder(run)}; use the same data, another output.folder, or --overwrite"
+        )
+    return ""
+
+
+def _clear(run: Run, folder: Path) -> None:
+    for pattern in (*WRITTEN, REPORTS):
+        _remove(folder, pattern)
+    clear(checkpoint_folder(run))
+
+
+def _remove(folder: Path, pattern: str) -> None:
+    for path in folder.glob(pattern):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+@contextmanager
+def claimed(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
+    """One run at a time in a folder: two that write the same checkpoints would each sweep away what the other writes.
+    The system gives the claim back when this process ends, however it ends; file systems without locks have none."""
+    handle: int | None = None
+    with suppress(OSError):  # what is wrong with the folder is said where it is written
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if handle is not None:
+            _lock(handle, folder, time.monotonic() + patience)
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def _lock(handle: int, folder: Path, until: float) -> None:
+    while True:
+        # On the folder itself: no lock file stays behind, and the lock ends with the process.
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in HELD:
+                return None
+        if time.monotonic() >= until:
+            raise UserError(f"output.folder={folder} is in use by another run; stop that one, or use another folder")
+        time.sleep(0.05)
+
+
+class Rows:
+    """A file of JSON rows, one per step, that survives its writer being killed and its disk being full."""
+
+    def __init__(self, path: Path, done: int = 0) -> None:
+        """Rows of the first `done` steps are kept; those of steps that will be done again are dropped."""
+        self._path = path
+        self._waiting = b""
+        self._warned = False
+        kept = [row for row in whole_rows(path) if row["step"] <= done] if done else []
+        _replace(path, kept)
+        # Unbuffered: a row is in the file, or at least with the system, before the next step begins.
+        self._file = path.open("ab", buffering=0)
+
+    def append(self, row: dict[str, Any]) -> None:
+        """What the disk does not take now is tried again with the next row: a full disk does not end a training."""
+        self._waiting += _line(row)
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+            self._warned = False
+        except OSError as error:
+            self._warn(error)
+
+    def add_to_last(self, name: str, values: list[Any]) -> None:
+        """More for a list of the last row, which stands in the file already."""
+        # The whole file is written again: only the end of a run and a rollback come here.
+        try:
+            rows = whole_rows(self._path)
+            if rows:
+                rows[-1][name] = rows[-1].get(name, []) + values
+                _replace(self._path, rows)
+                self._file.close()
+                self._file = self._path.open("ab", buffering=0)
+        except OSError as error:
+            self._warn(error)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._file.close()
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            say(f"{self._path} cannot be written: {error.strerror or error}; the training continues", as_warning=True)
+        self._warned = True
+
+
+def whole_rows(path: Path) -> list[dict[str, Any]]:
+    """Up to the first that is no row: who is killed, or loses power, leaves a part of the last one, or zeros for it."""
+    rows: list[dict[str, Any]] = []
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            break
+        if not line.endswith(b"\n") or not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            break
+        rows.append(row)
+    return rows
+
+
+def last_step(path: Path) -> int:
+    """Of the last whole row; 0 if there is none."""
+    rows = whole_rows(path)
+    return int(rows[-1]["step"]) if rows else 0
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    return json.dumps(row).encode() + b"\n"
+
+
+def _replace(path: Path, rows: list[dict[str, Any]]) -> None:
+    """All at once: whoever is killed here leaves the old rows or the new ones."""
+    aside = path.with_name(f".{path.name}.writing")
+    try:
+        aside.write_bytes(b"".join(map(_line, rows)))
+        os.replace(aside, path)
+    except OSError:
+        with suppress(OSError):
+            aside.unlink()
+        raise
+
+
+def layer_names(kind: str, count: int) -> list[str]:
+    """What the numbers of a kind in `layers` of a row belong to: activations to blocks, the rest to the embedding and
+    the head too."""
+    if kind == "activation_rms":
+        return [str(layer) for layer in range(count)]
+    return ["embedding", *(str(layer) for layer in range(count - 2)), "head"][:count]

@@ -1,0 +1,145 @@
+"""The folder of a run: claimed once, and never by two runs."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from cuboid.errors import UserError
+from cuboid.spec.run import Run, build_run, load_run
+from cuboid.training.run_folder import Rows, last_step, layer_names, prepare_folder, whole_rows
+
+
+def run_in(folder: Path, steps: int = 5) -> Run:
+    return build_run({"model": "tiny-llama"}, [f"output.folder={folder}", f"training.steps={steps}"])
+
+
+def test_the_folder_is_made_and_holds_the_run(tmp_path: Path) -> None:
+    run = run_in(tmp_path / "a" / "b")
+    assert prepare_folder(run) == ""
+    folder = tmp_path / "a" / "b"
+    assert load_run(folder / "run.toml") == run
+    assert [path.name for path in folder.iterdir()] == ["run.toml"], "nothing aside is left"
+
+
+def test_a_folder_without_a_run_may_hold_other_files(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine\n")
+    prepare_folder(run_in(tmp_path))
+    assert (tmp_path / "notes.txt").read_text() == "mine\n"
+
+
+def test_another_run_is_refused_and_the_first_unharmed(tmp_path: Path) -> None:
+    first = run_in(tmp_path)
+    prepare_folder(first)
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    second = build_run({"model": "tiny-gpt2"}, [f"output.folder={tmp_path}"])
+    with pytest.raises(UserError, match=r"model is not that of the run in .*, another output.folder, or --overwrite"):
+        prepare_folder(second)
+    assert load_run(tmp_path / "run.toml") == first
+    assert (tmp_path / "metrics.jsonl").read_text() == "{}\n"
+
+
+def test_overwriting_removes_what_the_old_run_wrote_and_nothing_else(tmp_path: Path) -> None:
+    prepare_folder(run_in(tmp_path))
+    for name in ("metrics.jsonl", "timing-00000.jsonl", "timing-00013.jsonl", "failure-00003.txt", "notes.txt"):
+        (tmp_path / name).write_text("old\n")
+    second = run_in(tmp_path, steps=6)
+    prepare_folder(second, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "run.toml"]
+    assert load_run(tmp_path / "run.toml") == second
+
+
+def test_a_file_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("mine\n")
+    with pytest.raises(UserError, match="taken is a file; use the name of a folder"):
+        prepare_folder(run_in(tmp_path / "taken"))
+    with pytest.raises(UserError, match="cannot be written: Not a directory; use another folder"):
+        prepare_folder(run_in(tmp_path / "taken" / "run"))
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "sys"])
+def test_a_folder_that_cannot_be_made(tmp_path: Path, name: str) -> None:
+    # Too long a name; and a place where not even root can make a folder.
+    folder = Path("/proc/none") if name == "sys" else tmp_path / name
+    with pytest.raises(UserError, match=r"cannot be written: .*; use another folder"):
+        prepare_folder(run_in(folder))
+
+
+def test_a_folder_that_may_not_be_written(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    try:
+        if os.access(tmp_path, os.W_OK):  # root may write everywhere
+            prepare_folder(run_in(tmp_path / "run"))
+            assert (tmp_path / "run").is_dir()
+        else:
+            with pytest.raises(UserError, match="cannot be written: Permission denied"):
+                prepare_folder(run_in(tmp_path / "run"))
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_going_on_forgets_what_ended_the_run_before(tmp_path: Path) -> None:
+    prepare_folder(run_in(tmp_path))
+    for name in ("metrics.jsonl", "failure-00003.txt"):
+        (tmp_path / name).write_text("old\n")
+    said = prepare_folder(run_in(tmp_path, steps=9))
+    assert said == f"{tmp_path} has no whole checkpoint: starting anew from step 0"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "run.toml"]
+    assert load_run(tmp_path / "run.toml").training.steps == 9
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text().splitlines()
+
+
+def test_rows_of_steps_that_will_be_done_again_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    first = Rows(path)
+    for step in (1, 2, 3):
+        first.append({"step": step, "loss": 1.0})
+    first.close()
+    second = Rows(path, done=2)
+    second.append({"step": 3, "loss": 0.5})
+    second.close()
+    assert [(row["step"], row["loss"]) for row in whole_rows(path)] == [(1, 1.0), (2, 1.0), (3, 0.5)]
+    Rows(path).close()
+    assert lines(path) == [], "a run that begins anew keeps none"
+    assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"], "and nothing is left aside"
+
+
+@pytest.mark.parametrize(
+    "torn", [b'{"step": 3, "lo', b"\x00" * 20, b'{"step": 3}', b"[3]\n", b'{"loss": 1.0}\n', b'{"step": "3"}\n']
+)
+def test_what_a_killed_writer_left_half_is_no_row(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + torn + b'\n{"step": 9}\n' * torn.endswith(b"\n"))
+    assert [row["step"] for row in whole_rows(path)] == [1, 2]
+    assert last_step(path) == 2
+    rows = Rows(path, done=5)
+    rows.append({"step": 3})
+    rows.close()
+    assert lines(path) == ['{"step": 1}', '{"step": 2}', '{"step": 3}']
+
+
+def test_there_may_be_no_rows_at_all(tmp_path: Path) -> None:
+    assert whole_rows(tmp_path / "nothing.jsonl") == [] and last_step(tmp_path / "nothing.jsonl") == 0
+
+
+def test_more_is_added_to_the_last_row_and_writing_continues_after_it(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = Rows(path)
+    rows.add_to_last("checkpoints", [1])
+    assert lines(path) == [], "there is no last one yet"
+    rows.append({"step": 1})
+    rows.append({"step": 2, "checkpoints": [2]})
+    rows.add_to_last("checkpoints", [3, 4])
+    rows.append({"step": 3})
+    rows.close()
+    assert lines(path) == ['{"step": 1}', '{"step": 2, "checkpoints": [2, 3, 4]}', '{"step": 3}']
+
+
+def test_names_of_layers_in_a_row() -> None:
+    assert layer_names("activation_rms", 3) == ["0", "1", "2"]
+    assert layer_names("gradient_norm", 4) == ["embedding", "0", "1", "head"]
