@@ -77,7 +77,9 @@ class Model:
     """How many losses the head sums for a micro-batch. The loss of a step is the sum of all losses over the sum of
     these, over the whole batch: the same on any layout."""
     data: Callable[[], Any] | None = None
-    """A data set of its own: has `len()`, and a dict of tensors at each index."""
+    """A data set of its own: has `len()`, and a dict of tensors at each index; or a stream, which can be iterated."""
+    evaluation_data: Callable[[], Any] | None = None
+    """Another to evaluate on: `data.validation = "model"`."""
     vocab: int = 0
     """Tokens there are, if it reads tokens: a first loss far from ln(vocab) is then warned of."""
     tied: tuple[str, str] | None = None

@@ -11,6 +11,7 @@ from cuboid.spec.coding import check_types, require_at_least
 from cuboid.spec.fitting import check_model
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import ModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.sharding import kv_part_count
 
 DIMENSIONS = ("dp", "tp", "pp", "cp", "ep")
@@ -124,6 +125,8 @@ def check_layout(layout: Layout, model: ModelSpec) -> None:
             raise UserError(
                 f"{field.name}={getattr(layout, field.name)} belongs to training; use {', '.join(DIMENSIONS)} only"
             )
+    if isinstance(model, PythonModelSpec) and layout.world_size != layout.dp:
+        raise UserError(f"{layout} splits a model of one's own, which generation does not; use dp only")
     check_model(layout, model)
 
 
