@@ -12,6 +12,9 @@ from cuboid.planning.collectives import Collective, step_collectives
 from cuboid.planning.plan import Plan
 from cuboid.spec.cluster import ClusterSpec, LinkTier
 from cuboid.spec.layout import Layout
+from cuboid.spec.partition import partition
+from cuboid.spec.plugin import PythonModelSpec
+from cuboid.spec.run import Run
 from cuboid.telemetry.communication_ledger import WIRE, Entry, Kind
 
 ORDER = ("tp", "kv", "sequence", "cp", "ep", "pp", "embedding", "data", "shard", "replicate")
@@ -68,10 +71,9 @@ def _wire(part: Collective) -> str:
 
 def moved(plan: Plan) -> list[Moved]:
     """Every dimension that has more than one rank."""
-    run, layout = plan.run, plan.layout
-    stage = layout.world_size // layout.pp
+    run = plan.run
     busiest: dict[str, list[Collective]] = {}
-    for rank in range(0, layout.world_size, stage):
+    for rank in _different_ranks(run):
         found: defaultdict[str, list[Collective]] = defaultdict(list)
         for collective in step_collectives(run, rank):
             found[collective.dimension].append(collective)
@@ -80,6 +82,20 @@ def moved(plan: Plan) -> list[Moved]:
     named = [name for name in ORDER if name in busiest]
     named += sorted(busiest.keys() - set(ORDER))
     return [_entry(plan, name, busiest[name]) for name in named]
+
+
+def _different_ranks(run: Run) -> list[int]:
+    """The first rank of every place in the pipeline, of places that hold alike the first."""
+    layout, model = run.layout, run.model
+    layers = partition(model, layout.stages, run.training.sequence)
+    own = isinstance(model, PythonModelSpec)  # whose layers may all differ
+    found: dict[tuple[object, ...], int] = {}
+    for place in range(layout.pp):
+        stages = layout.stages_of(place)
+        kinds = tuple(tuple(layer if own else model.has_experts(layer) for layer in layers[stage]) for stage in stages)
+        ends = (place == 0, place == layout.pp - 1, 0 in stages, layout.stages - 1 in stages)
+        found.setdefault((ends, kinds), place * layout.world_size // layout.pp)
+    return list(found.values())
 
 
 def _entry(plan: Plan, dimension: str, parts: list[Collective]) -> Moved:
