@@ -29,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from cuboid.cli.main import main as cuboid
-from cuboid.planning.export.targets import notes
+from cuboid.planning.export.engines import notes
 from cuboid.planning.plan import Plan, load_plan
 
 PARSERS = Path(__file__).parent / "parsers"

@@ -14,7 +14,8 @@ __version__ = "0.1.0"
 _PLACES = {
     **dict.fromkeys(("Batch", "Flow", "Model", "VocabularyLoss"), "cuboid.model.custom"),
     **dict.fromkeys(("ColumnLinear", "RowLinear", "VocabularyEmbedding"), "cuboid.model.linear"),
-    **dict.fromkeys(("PARTIAL", "REPLICATED", "VOCABULARY", "heads", "split"), "cuboid.spec.sharding"),
+    **dict.fromkeys(("PARTIAL", "REPLICATED", "VOCABULARY", "split"), "cuboid.spec.sharding"),
+    "family": "cuboid.model.family",
     "Callback": "cuboid.training.callbacks",
     "UserError": "cuboid.errors",
     **dict.fromkeys(("Trained", "make_run", "plan", "train", "verify"), "cuboid.api"),
@@ -26,8 +27,9 @@ if TYPE_CHECKING:
     from cuboid.checkpoint.weights import load_checkpoint
     from cuboid.errors import UserError
     from cuboid.model.custom import Batch, Flow, Model, VocabularyLoss
+    from cuboid.model.family import family
     from cuboid.model.linear import ColumnLinear, RowLinear, VocabularyEmbedding
-    from cuboid.spec.sharding import PARTIAL, REPLICATED, VOCABULARY, heads, split
+    from cuboid.spec.sharding import PARTIAL, REPLICATED, VOCABULARY, split
     from cuboid.training.callbacks import Callback
 
 __all__ = [
@@ -44,7 +46,7 @@ __all__ = [
     "UserError",
     "VocabularyEmbedding",
     "VocabularyLoss",
-    "heads",
+    "family",
     "load_checkpoint",
     "make_run",
     "plan",

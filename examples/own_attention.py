@@ -68,6 +68,9 @@ class Head(nn.Module):
         self.norm = nn.RMSNorm(hidden)
         self.output = VocabularyLoss(hidden, VOCABULARY)
 
+    def logits(self, x: Tensor, batch: Batch) -> Tensor:  # for `cuboid generate` alone
+        return self.output.logits(self.norm(x))
+
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         return self.output(self.norm(x), batch["labels"])
 

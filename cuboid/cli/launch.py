@@ -1,4 +1,4 @@
-"""`cuboid launch slurm|kubernetes|skypilot run.toml`: a ready job file for a run."""
+"""`cuboid launch slurm|kubernetes|skypilot|ray run.toml`: a ready job file for a run."""
 
 import json
 import shlex
@@ -11,12 +11,12 @@ import typer
 
 from cuboid.cli.options import given_options, write_output
 from cuboid.errors import UserError
-from cuboid.launch.jobs import skypilot, slurm
+from cuboid.launch.jobs import ray, skypilot, slurm
 from cuboid.launch.jobs.job import PORT, Job, grace_seconds, make_job, one_line
 from cuboid.launch.jobs.kubernetes import PodOptions, job_manifest, train_job_manifest
 from cuboid.spec.run import load_run
 
-Scheduler = Literal["slurm", "kubernetes", "skypilot"]
+Scheduler = Literal["slurm", "kubernetes", "skypilot", "ray"]
 
 BELONGS = {
     "time": ("slurm",),
@@ -33,17 +33,19 @@ BELONGS = {
     "user": ("kubernetes",),
     "memory": ("kubernetes",),
     "secret": ("kubernetes",),
-    "cpus": ("kubernetes", "skypilot"),
+    "cpus": ("kubernetes", "skypilot", "ray"),
     "bucket": ("skypilot",),
     "accelerator": ("skypilot",),
     "infra": ("skypilot",),
     "spot": ("skypilot",),
+    "address": ("ray",),
 }
 """Option -> the schedulers that have a use for it."""
 NEEDED = {
     "slurm": {},
     "kubernetes": {"image": "--image registry/cuboid:1", "claim": "--claim NAME, a volume all nodes share"},
     "skypilot": {},
+    "ray": {},
 }
 """Scheduler -> what nobody but the user knows, and how to say it."""
 
@@ -78,14 +80,15 @@ def command(
     user: Annotated[int | None, typer.Option(help="kubernetes: number of the user; default: 1000.")] = None,
     memory: Annotated[str, typer.Option(help="kubernetes: memory of a node, such as 512Gi.")] = "",
     secret: Annotated[str, typer.Option(help="kubernetes: Secret for the environment; only its name is written.")] = "",
-    cpus: Annotated[int | None, typer.Option(min=1, help="kubernetes, skypilot: cores of a node.")] = None,
+    cpus: Annotated[int | None, typer.Option(min=1, help="kubernetes, skypilot, ray: cores of a node.")] = None,
     bucket: Annotated[str, typer.Option(help="skypilot: where checkpoints go, such as s3://bucket/run.")] = "",
     accelerator: Annotated[str, typer.Option(help="skypilot: H100, …; default: the plan's.")] = "",
     infra: Annotated[str, typer.Option(help="skypilot: cloud[/region[/zone]].")] = "",
     spot: Annotated[bool, typer.Option("--spot", help="skypilot: on machines that may be taken away.")] = False,
+    address: Annotated[str, typer.Option(help="ray: HOST:PORT of the cluster; default: the one it runs in.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Write a ready job file for a run: an sbatch script, Kubernetes manifests, or a SkyPilot task.
+    """Write a ready job file for a run: an sbatch script, Kubernetes manifests, a SkyPilot task, or a Ray program.
 
     One supervisor a node starts that node's ranks; tensor groups stay inside nodes. Nothing is submitted.
 
@@ -94,6 +97,8 @@ def command(
     Example: cuboid launch kubernetes run.toml --image registry/cuboid:1 --claim shared -o run.yaml
 
     Example: cuboid launch skypilot run.toml --bucket s3://bucket/run --spot -o run.yaml
+
+    Example: cuboid launch ray run.toml --gpus-per-node 8 -o run_on_ray.py
     """
     said = given_options(context)
     options = _options(scheduler, {option: value for option, value in said.items() if option in BELONGS})
@@ -153,6 +158,8 @@ def _write(scheduler: Scheduler, job: Job, given: dict[str, Any], written_by: st
         return slurm.script(job, slurm.SlurmOptions(**given), written_by)
     if scheduler == "skypilot":
         return skypilot.task(job, skypilot.SkyOptions(**given), written_by)
+    if scheduler == "ray":
+        return ray.program(job, ray.RayOptions(**given), written_by)
     kind = given.pop("kind", "job")
     if kind not in ("job", "trainjob"):
         raise UserError(f"kind={kind} is not known; use kind=job or kind=trainjob")

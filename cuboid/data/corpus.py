@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -190,36 +190,6 @@ class Synthetic:
     def _draw(self, what: str, index: int) -> tuple[bytes, torch.Generator]:
         digest = hashlib.sha256(f"{what}/{self._seed}/{index}".encode()).digest()
         return digest, torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-
-
-class OwnDataset:
-    """A map-style data set of one's own: `len(dataset)` samples, each a dict of tensors or a pair (tokens, labels)."""
-
-    def __init__(self, dataset: Any, name: str) -> None:
-        self._dataset, self._name = dataset, name
-        try:
-            self.size = len(dataset)
-        except TypeError:
-            raise UserError(f"data.source={name} has no length; give it `__len__` and `__getitem__`") from None
-        if not self.size:
-            raise UserError(f"data.source={name} has no samples; give it one at least")
-
-    def sample(self, index: int) -> Sample | Fields:
-        found = self._dataset[index]
-        if isinstance(found, tuple | list) and len(found) == 2:
-            return torch.as_tensor(found[0]), torch.as_tensor(found[1])
-        if isinstance(found, Mapping):
-            return {str(name): torch.as_tensor(value) for name, value in found.items()}
-        raise UserError(
-            f"data.source={self._name} gives {type(found).__name__} at {index}; it must be a dict of tensors or a pair "
-            "(tokens, labels)"
-        )
-
-    def documents(self, index: int) -> Tensor:
-        raise UserError(f"data.source={self._name} has no documents; use attention_within_documents=false")
-
-    def origin(self, index: int) -> Origin:
-        return Origin(self._name, index)
 
 
 def blank(sequence: int) -> Sample:

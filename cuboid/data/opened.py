@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,7 @@ def check_data(run: Run) -> None:
     names = {*run.data.sources, run.data.validation} - {"", "synthetic"}
     for name in sorted(names):
         if is_own(name):
-            own_dataset(run, name)
+            _check_own(run, name)
             continue
         _verify(name)
         opened = open_source(name)
@@ -128,21 +128,52 @@ def is_own(name: str) -> bool:
     return name == OWN_DATA or is_plugin(name)
 
 
-def own_dataset(run: Run, name: str) -> Any:
-    """The data set itself."""
+def make_own(run: Run, name: str, held_out: bool = False) -> Callable[[], Any]:
+    """What makes the data set. `held_out`: the one of the model to evaluate on."""
     if run.data.uses_documents:
         raise UserError(
             f"data.source={name} has no documents; use data.attention_within_documents=false and "
             "data.positions_within_documents=false"
         )
-    if run.data.validation_fraction or run.data.validation == name:
-        raise UserError(f"data.source={name} cannot be held out in part; use evaluation.every=0")
+    if run.data.validation_fraction:
+        raise UserError(
+            f"data.source={name} cannot be held out in part; use data.validation=python:my_data.py:held_out"
+        )
+    where = "data.validation" if held_out else "data.source"
     if name != OWN_DATA:
-        return load_plugin(resolve(name, Path(), "data.source"), "data.source")()
-    make = run.model.built.data if isinstance(run.model, PythonModelSpec) else None
+        made: Callable[[], Any] = load_plugin(resolve(name, Path(), where), where)
+        return made
+    built = run.model.built if isinstance(run.model, PythonModelSpec) else None
+    make: Callable[[], Any] | None = None
+    if built is not None:
+        make = built.evaluation_data if held_out else built.data
     if make is None:
-        raise UserError("data.source=model needs a model of one's own that brings data; use python-stdlib or a store")
-    return make()
+        field = "evaluation_data" if held_out else "data"
+        raise UserError(
+            f"{where}=model needs a model of one's own that brings data, Model({field}=…); use python-stdlib or a store"
+        )
+    return make
+
+
+def _check_own(run: Run, name: str) -> None:
+    from cuboid.data.own import check_stream, has_length  # here, because it brings torch
+
+    if name in run.data.sources:
+        make = make_own(run, name)
+        if not has_length(make()):
+            check_stream(make, name)
+    if name == run.data.validation:
+        make_own(run, name, held_out=True)
+    if name == run.data.validation and run.evaluation.every:
+        from cuboid.data.source import make_validation_source
+
+        make_validation_source(run)
+
+
+def _own_identity(run: Run, name: str) -> str:
+    """Where it comes from, and how many samples it has: what they hold is its owner's word."""
+    dataset = make_own(run, name)()
+    return f"{name}/{len(dataset) if hasattr(dataset, '__len__') else 'stream'}"
 
 
 def check_vocabulary(run: Run, opened: OpenedSource) -> None:
@@ -184,9 +215,15 @@ def _verify(name: str) -> None:
         check_pair(path)
 
 
+def _identity(run: Run, name: str) -> str:
+    if is_own(name):
+        return _own_identity(run, name)
+    return "" if name == "synthetic" else open_source(name).identity
+
+
 def data_identity(run: Run) -> str:
     """Equal for runs that meet the same samples in the same order: what a resumed run must share with its past."""
-    held = {name: "" if name == "synthetic" else open_source(name).identity for name in run.data.sources}
+    held = {name: _identity(run, name) for name in run.data.sources}
     facts = [held, list(run.data.weights.values()), run.data.packing, run.data.mask_across_documents]
     facts += [run.data.validation_fraction, run.training.sequence, run.training.seed, run.training.global_batch]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]

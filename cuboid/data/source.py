@@ -15,8 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cuboid.data.corpus import Corpus, Fields, Origin, OwnDataset, Packed, Padded, Sample, Synthetic, blank
-from cuboid.data.opened import check_samples, check_vocabulary, is_own, open_source, own_dataset, split_documents
+from cuboid.data.corpus import Corpus, Fields, Origin, Packed, Padded, Sample, Synthetic, blank
+from cuboid.data.opened import check_samples, check_vocabulary, is_own, make_own, open_source, split_documents
+from cuboid.data.own import OwnDataset, Stream, first_samples, has_length
 from cuboid.errors import UserError
 from cuboid.spec.run import Run
 
@@ -192,13 +193,26 @@ class Mixture:
 
 def make_source(run: Run) -> Source:
     """What the run trains on."""
-    sources = [Shuffled(_corpus(run, name), run.training.seed) for name in run.data.sources]
+    sources = [_source(run, name) for name in run.data.sources]
     return sources[0] if len(sources) == 1 else Mixture(sources, list(run.data.weights.values()))
+
+
+def _source(run: Run, name: str) -> Source:
+    if is_own(name):
+        make = make_own(run, name)
+        dataset = make()
+        if not has_length(dataset):
+            return Stream(make, name, 2 * run.training.global_batch)
+        return Shuffled(OwnDataset(dataset, name), run.training.seed)
+    return Shuffled(_corpus(run, name), run.training.seed)
 
 
 def make_validation_source(run: Run) -> tuple[Source, int]:
     """What the run is evaluated on, and after how many positions all of it has been met."""
     data, training = run.data, run.training
+    if is_own(data.validation):
+        corpus = _own_validation(run)
+        return Shuffled(corpus, training.seed), corpus.size
     if data.validation:
         held = [HeldOut(_corpus(run, data.validation), training.seed, training.sequence)]
     elif data.validation_fraction:
@@ -212,10 +226,26 @@ def make_validation_source(run: Run) -> tuple[Source, int]:
     return mixture, mixture.pattern.positions([source.corpus.size for source in held])
 
 
+def _own_validation(run: Run) -> OwnDataset:
+    """Of a stream as many samples as an evaluation takes. Nothing that counts for nothing can be made up for data of
+    one's own, so the last batch must be whole."""
+    name, batch = run.data.validation, run.training.global_batch
+    wanted = run.evaluation.batches * batch
+    dataset = make_own(run, name, held_out=True)()
+    held = dataset if has_length(dataset) else first_samples(dataset, wanted)
+    corpus = OwnDataset(held, name, getattr(dataset, "collate", None))
+    if corpus.size % batch and corpus.size < wanted:
+        whole = corpus.size // batch
+        instead = f"evaluation.batches={whole}" if whole else f"{batch} samples or more"
+        raise UserError(
+            f"data.validation={name} has {corpus.size} samples, which is no whole number of global batches of {batch}; "
+            f"use {instead}"
+        )
+    return corpus
+
+
 def _corpus(run: Run, name: str, held_out: bool = False) -> Corpus:
     data, vocabulary, sequence = run.data, run.model.vocab, run.training.sequence
-    if is_own(name):
-        return OwnDataset(own_dataset(run, name), name)
     if name == "synthetic":
         return Synthetic(vocabulary, sequence, run.training.seed)
     opened = open_source(name)

@@ -26,10 +26,9 @@ from cuboid.parallel.coordination import open_coordination
 from cuboid.parallel.expert import spread_experts
 from cuboid.parallel.groups import Group, Groups, make_groups
 from cuboid.parallel.parallelize import DTYPES, set_parameter
-from cuboid.parallel.tensor import split_block, split_embedding, split_head
+from cuboid.parallel.tensor import connect_region, split_block, split_embedding
 from cuboid.parallel.tensor_region import Region
-from cuboid.planning.cache import cache_shape
-from cuboid.spec.generation import GenerationSpec
+from cuboid.spec.generation import GenerationSpec, cache_shape
 from cuboid.spec.sharding import BALANCE, TIED, Part, ShardingRank, kv_part_count, unit_of
 
 # Fused QKV and fused gate-up: matmuls of the same rows made into one, because a decoding step has few rows, and takes
@@ -218,7 +217,7 @@ class Builder:
         with torch.device("meta"):
             head = Head(self.model)
             if self.region is not None:
-                split_head(head, self.region)
+                connect_region(head, self.region)
         self._materialize(head, "head")
         return head
 

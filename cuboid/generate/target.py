@@ -13,6 +13,7 @@ from cuboid.data.store import TOKENIZER
 from cuboid.data.tokenizer import BYTES, byte_tokenizer, load_tokenizer
 from cuboid.errors import UserError
 from cuboid.generate.detokenizer import Words, words_of
+from cuboid.generate.own import check_logits
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
@@ -33,10 +34,7 @@ class Target:
 
     def __post_init__(self) -> None:
         if isinstance(self.model, PythonModelSpec):
-            raise UserError(
-                f"model={self.model.name} is one's own, and generation is for models of the catalog; "
-                "read its weights with cuboid.load_checkpoint"
-            )
+            check_logits(self.model)
 
 
 def find_target(place: str, tokenizer: str | None = None) -> Target:

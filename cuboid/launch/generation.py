@@ -13,6 +13,7 @@ from cuboid.generate.evaluation import Score
 from cuboid.launch.place import find_place
 from cuboid.launch.pool import Pool
 from cuboid.spec.generation import GenerationSpec, SamplingSpec
+from cuboid.spec.plugin import PythonModelSpec
 
 PATIENCE = 24 * 3600.0
 """Seconds after which ranks that say nothing are given up: a large model is read for minutes, and nobody waits idly."""
@@ -71,6 +72,10 @@ def _generator(spec: GenerationSpec, rank: int) -> Any:
 
     if spec.layout.world_size > 1:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // spec.layout.world_size))
+    if isinstance(spec.model, PythonModelSpec):
+        from cuboid.generate.own import OwnGenerator
+
+        return OwnGenerator(spec, rank, choose_device(spec.device, rank))
     return make_generator(spec, rank, choose_device(spec.device, rank))
 
 

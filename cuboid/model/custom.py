@@ -77,12 +77,16 @@ class Model:
     """How many losses the head sums for a micro-batch. The loss of a step is the sum of all losses over the sum of
     these, over the whole batch: the same on any layout."""
     data: Callable[[], Any] | None = None
-    """A data set of its own: has `len()`, and a dict of tensors at each index."""
+    """A data set of its own: has `len()`, and a dict of tensors at each index; or a stream, which can be iterated."""
+    evaluation_data: Callable[[], Any] | None = None
+    """Another to evaluate on: `data.validation = "model"`."""
     vocab: int = 0
     """Tokens there are, if it reads tokens: a first loss far from ln(vocab) is then warned of."""
     tied: tuple[str, str] | None = None
     """A parameter of the embedding and one of the head that are one: ("embedding.tokens.weight",
     "head.output.weight"). It is called `embedding.tokens.weight` in checkpoints, whatever its names are."""
+    initial: Callable[[str, tuple[int, ...], int], Tensor] | None = None
+    """(name, full shape, seed) -> the first weights of a parameter; without it modules initialise themselves."""
     exported_name: Callable[[str], str] | None = None
     """A parameter's name -> its name in a Hugging Face folder, for a model that has one."""
 
@@ -110,6 +114,10 @@ class Model:
             torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
             module = self.make(prefix)
         self._refuse(prefix, module)
+        if self.initial is not None:
+            with torch.no_grad():
+                for name, parameter in module.named_parameters():
+                    parameter.copy_(self.initial(self.called(f"{prefix}.{name}"), tuple(parameter.shape), seed))
         return module
 
     def _refuse(self, prefix: str, module: nn.Module) -> None:
@@ -169,6 +177,10 @@ class Model:
                     raise UserError(
                         f"tp={ranks} needs to know how {prefix}.{name} is split; say so in the `sharding` of its "
                         "module, or use tp=1"
+                    )
+                if declared.kind == "heads" and declared.heads % ranks:
+                    raise UserError(
+                        f"tp={ranks} does not divide the {declared.heads} heads of {prefix}.{name}; use another tp"
                     )
                 declared.slice_of(f"{prefix}.{name}", shape, ShardingRank(ranks))
 

@@ -219,7 +219,11 @@ def _batch(model: Model, micro_batch: int, sequence: int, dtype: torch.dtype) ->
     if model.data is None:
         return {name: torch.zeros(micro_batch, sequence, dtype=torch.int64) for name in ("tokens", "labels")}
     with torch._subclasses.fake_tensor.unset_fake_temporarily():
-        sample = model.data()[0]
+        dataset = model.data()
+        sample = dataset[0] if hasattr(dataset, "__len__") else next(iter(dataset))
+        collate = getattr(dataset, "collate", None)
+        if collate is not None:
+            sample = {name: value[0] for name, value in collate([sample]).items()}
     fields = sample if isinstance(sample, Mapping) else dict(zip(("tokens", "labels"), sample, strict=True))
     return {
         name: torch.zeros(micro_batch, *value.shape, dtype=dtype if value.is_floating_point() else value.dtype)

@@ -210,6 +210,8 @@ class _Head(nn.Module):
         super().__init__()
         self.model = model
 
+    def logits(self, x: Tensor, batch: Batch) -> Tensor:
+        return self.model(inputs_embeds=x, use_cache=False).logits
+
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        logits = self.model(inputs_embeds=x, use_cache=False).logits
-        return summed_loss(logits.flatten(0, 1), batch["labels"].flatten())
+        return summed_loss(self.logits(x, batch).flatten(0, 1), batch["labels"].flatten())

@@ -39,7 +39,7 @@ from cuboid.parallel.split_backward import (
     split_matmul,
 )
 from cuboid.parallel.stage import Activations, Reduction, Segment, Stage
-from cuboid.parallel.tensor import connect_region, split_block, split_embedding, split_head
+from cuboid.parallel.tensor import connect_region, split_block, split_embedding
 from cuboid.parallel.tensor_region import Region
 from cuboid.parallel.zero import Unit
 from cuboid.schedule.order import pairs_overlap
@@ -320,7 +320,7 @@ class _Builder:
         with torch.device("meta"):
             head = Head(self.model)
             if self.region is not None:
-                split_head(head, self.region)
+                connect_region(head, self.region)
         if self.compiled:
             group, region = self.groups.tensor, self.region
             vocabulary = self.model.vocab

@@ -73,6 +73,8 @@ def connect_region(module: nn.Module, region: Region) -> None:
             child.first_row, _ = vocabulary_rows(child.num_embeddings, size, index)
         if isinstance(child, VocabularyLoss):
             child.summed_loss = _loss_of(child.out_features, region.group)
+        if isinstance(child, Head):
+            child.summed_loss = _loss_of(child.output.out_features, region.group)
 
 
 def _loss_of(vocabulary: int, group: Group) -> Callable[[Tensor, Tensor], Tensor]:
@@ -133,8 +135,3 @@ def _split_tokens(mixture: MoE, region: Region) -> None:
         # gathered.
         mixture.take_part = lambda x: _LocalPart.apply(x, group)
         mixture.put_together = lambda x: _GatherParts.apply(x, group)
-
-
-def split_head(head: Head, region: Region) -> None:
-    connect_region(head, region)
-    head.summed_loss = _loss_of(head.output.out_features, region.group)

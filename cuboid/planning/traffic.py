@@ -8,9 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cuboid.planning.collectives import exchanges
+from cuboid.planning.collectives import Collective, step_collectives
 from cuboid.planning.plan import Plan
-from cuboid.planning.rank_step import Collective
 from cuboid.spec.cluster import ClusterSpec, LinkTier
 from cuboid.spec.layout import Layout
 from cuboid.spec.partition import partition
@@ -76,8 +75,8 @@ def moved(plan: Plan) -> list[Moved]:
     busiest: dict[str, list[Collective]] = {}
     for rank in _different_ranks(run):
         found: defaultdict[str, list[Collective]] = defaultdict(list)
-        for exchange in exchanges(run, rank):
-            found[exchange.dimension].append(exchange)
+        for collective in step_collectives(run, rank):
+            found[collective.dimension].append(collective)
         for dimension, parts in found.items():
             busiest[dimension] = max(busiest.get(dimension, parts), parts, key=_total)
     named = [name for name in ORDER if name in busiest]
@@ -101,10 +100,10 @@ def _different_ranks(run: Run) -> list[int]:
 
 def _entry(plan: Plan, dimension: str, parts: list[Collective]) -> Moved:
     layout, cluster = plan.layout, plan.question.cluster
-    joined = _joined(parts)
+    merged = _merged(parts)
     links: defaultdict[str, float] = defaultdict(float)
     everyone: defaultdict[str, float] = defaultdict(float)
-    for part in joined:
+    for part in merged:
         stride = _stride(layout, dimension)
         if dimension == "cp" and part.kind != "all-to-all":
             stride *= layout.cp_inner
@@ -113,7 +112,7 @@ def _entry(plan: Plan, dimension: str, parts: list[Collective]) -> Moved:
             everyone[tier.name] += seconds * all_send
     # Of a job larger than the cluster (a profile of few ranks, say) no link spans some groups: the slowest counts.
     slowest = next((tier for tier in reversed(cluster.tiers) if tier.name in links), cluster.tiers[-1])
-    return Moved(dimension=dimension, tier=slowest, parts=joined, links=dict(links), everyone=dict(everyone))
+    return Moved(dimension=dimension, tier=slowest, parts=merged, links=dict(links), everyone=dict(everyone))
 
 
 def link_seconds(cluster: ClusterSpec, part: Collective, stride: int) -> Iterator[tuple[LinkTier, float, bool]]:
@@ -141,13 +140,13 @@ def _total(parts: list[Collective]) -> float:
     return sum(map(sent, parts))
 
 
-def _joined(parts: list[Collective]) -> list[Collective]:
+def _merged(parts: list[Collective]) -> list[Collective]:
     """Collectives of the same kind, size and meaning as one, the largest first."""
     calls: defaultdict[tuple[str, Kind, int, int, str], int] = defaultdict(int)
     for part in parts:
         calls[part.dimension, part.kind, part.ranks, part.size, part.what] += part.calls
-    joined = [Collective(*key[:3], count, *key[3:]) for key, count in calls.items()]
-    return sorted(joined, key=sent, reverse=True)
+    merged = [Collective(*key[:3], count, *key[3:]) for key, count in calls.items()]
+    return sorted(merged, key=sent, reverse=True)
 
 
 def _stride(layout: Layout, dimension: str) -> int:

@@ -82,6 +82,7 @@ class BuiltModel(Protocol):
     layers: int
     vocab: int
     data: Any
+    evaluation_data: Any
 
     @property
     def tie_embeddings(self) -> bool: ...

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cuboid import REPLICATED, Batch, ColumnLinear, Model, RowLinear
+from cuboid import REPLICATED, Batch, ColumnLinear, Model, RowLinear, family
 from cuboid.cli.verify import verification_run
 from cuboid.errors import UserError
 from cuboid.launch.pool import Pool
@@ -30,6 +30,9 @@ LAYOUTS = [
 ]
 
 
+SHORT = ("training.sequence=8", "data.attention_within_documents=false", "data.positions_within_documents=false")
+
+
 def own(name: str) -> str:
     return f"python:{EXAMPLES / name}.py:build"
 
@@ -39,6 +42,10 @@ def own(name: str) -> str:
     [
         *(("own_attention", layout) for layout in LAYOUTS),
         *(
+            pytest.param("sliding_window", layout, marks=() if place in (0, 4) else pytest.mark.thorough)
+            for place, layout in enumerate(LAYOUTS)
+        ),
+        *(
             pytest.param(name, layout, marks=() if place in (0, 3, 4) else pytest.mark.thorough)
             for name in ("state_space", "vision_transformer", "encoder_decoder")
             for place, layout in enumerate(LAYOUTS)
@@ -47,6 +54,34 @@ def own(name: str) -> str:
 )
 def test_examples_equal_one_process_on_any_layout(pool: Pool, name: str, layout: str) -> None:
     assert_equal(pool, verification_run(layout, own(name), ("training.sequence=8",), steps=2))
+
+
+@pytest.mark.parametrize(("name", "layout"), [("tiny-llama", "dp=1"), ("tiny-gpt2", "pp=2"), ("tiny-qwen3", "tp=2")])
+def test_an_unchanged_model_of_the_catalog_computes_the_same_losses(
+    pool: Pool, tmp_path: Path, name: str, layout: str
+) -> None:
+    """Through the interface of one's own models, bit for bit."""
+    (tmp_path / "same.py").write_text(f"from cuboid import family\n\n\ndef build():\n    return family('{name}')\n")
+    layout += ",sequence_parallel=false" if "tp" in layout else ""
+    ranks = 1 if layout == "dp=1" else 2
+    losses = [
+        pool.run(
+            "tests.parallel.cases:losses",
+            (verification_run(layout, model, SHORT, steps=2),),
+            ranks=ranks,
+        )
+        for model in (name, f"python:{tmp_path}/same.py:build")
+    ]
+    assert losses[0] == losses[1]
+
+
+def test_what_a_family_cannot_do_is_refused() -> None:
+    with pytest.raises(UserError, match=r"family\(tiny-mixtral\) has experts"):
+        family("tiny-mixtral")
+    with pytest.raises(UserError, match="initialization=mup"):
+        family({"base": "tiny-llama", "initialization": "mup"})
+    with pytest.raises(UserError, match=r"tp=8 does not divide the 4 heads of layers\.0\.attention\.key\.weight"):
+        family("tiny-llama").check_tensor_parallel(8)
 
 
 def test_a_run_of_ones_own_model_comes_back_from_its_file(tmp_path: Path) -> None:

@@ -13,9 +13,8 @@ import yaml
 
 from cuboid.errors import UserError
 from cuboid.planning.choose import plans, predict
-from cuboid.planning.export.limits import FIXED
+from cuboid.planning.export.engines import FIXED, TARGETS, export, refuse_model
 from cuboid.planning.export.megatron import stage_layout
-from cuboid.planning.export.targets import TARGETS, export, refuse_model
 from cuboid.planning.plan import Plan
 from cuboid.planning.question import Question
 from cuboid.spec.deepspeed import run_table_from_deepspeed

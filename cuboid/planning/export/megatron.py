@@ -3,7 +3,7 @@
 https://github.com/NVIDIA/Megatron-LM
 """
 
-from cuboid.planning.export.lost import Lost, Note, noted, router_notes
+from cuboid.planning.export.engines import Lost, Note, noted, router_notes
 from cuboid.planning.plan import Plan
 from cuboid.spec.model import MixtureSpec, ModelSpec
 
@@ -26,7 +26,7 @@ def export(plan: Plan) -> str:
     lines = [
         "#!/usr/bin/env bash",
         f"# {run.model.name} on {cluster.name}: {layout}",
-        f"# For {TARGET}; predicted: {plan.seconds:.4g} s a step, {plan.share:.0%} of memory.",
+        f"# For {TARGET}; predicted: {plan.seconds:.4g} s a step, {plan.memory_fraction:.0%} of memory.",
         f"# Megatron infers dp={layout.dp} and {plan.micro_batches} micro-batches per step from the sizes below.",
         *noted(notes(plan)).splitlines(),
         "set -euo pipefail",

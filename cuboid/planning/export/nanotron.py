@@ -6,7 +6,7 @@ https://github.com/huggingface/nanotron
 import json
 from typing import Any
 
-from cuboid.planning.export.lost import Lost
+from cuboid.planning.export.engines import Lost
 from cuboid.planning.plan import Plan
 from cuboid.spec.model import ModelSpec
 
@@ -19,7 +19,8 @@ def export(plan: Plan) -> str:
     _check(plan)
     head = (
         f"# {plan.question.model.name} on {plan.question.cluster.name}: {plan.layout}\n"
-        f"# For {TARGET}; predicted: {plan.seconds:.4g} s a step, {plan.share:.0%} of memory. Add data_stages.\n"
+        f"# For {TARGET}; predicted: {plan.seconds:.4g} s a step, "
+        f"{plan.memory_fraction:.0%} of memory. Add data_stages.\n"
     )
     return head + "\n".join(_yaml(_config(plan))) + "\n"
 
