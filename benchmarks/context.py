@@ -20,8 +20,8 @@ from types import SimpleNamespace
 from typing import cast
 
 from cuboid.cost.constants import Fabric, engine_named
-from cuboid.cost.context import waiting
 from cuboid.cost.inputs import Jobs, Shape, number
+from cuboid.cost.layers import waiting
 from cuboid.spec.layout import ContextMethod, Layout
 from cuboid.spec.model import load_model
 

@@ -22,12 +22,11 @@ from published_rows import Run, load
 from scipy.optimize import least_squares
 
 from cuboid.cost import constants
-from cuboid.cost.constants import Chip, Fabric
-from cuboid.cost.engine import Engine
+from cuboid.cost.constants import Chip, Engine, Fabric
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.memory import peak_memory
+from cuboid.cost.published import links_of, stack
 from cuboid.cost.step import step_time
-from cuboid.cost.table import links_of, stack
 
 DATA = Path(constants.__file__).parent / "data"
 
@@ -59,7 +58,7 @@ BOUNDS: tuple[tuple[str, float, float], ...] = (
     (".*::straggler", 1e-4, 0.03),
     (".*::decay", 1e-3, 0.5),
     (".*::grouped_scale", 0.8, 4.0),
-    (".*::grouped_narrow", 0.8, 2.0),
+    (".*::grouped_fp8", 0.8, 2.0),
     (".*::fixed", 1e7, 6e9),
     (".*::gradient_bytes", 1.9, 4.4),
     (".*::optimizer_bytes", 7.0, 12.5),
@@ -278,7 +277,7 @@ STAGES = (
             "engine:megatron-2021::linear_scale",
             *_all(NEMO, "cast_traffic", "hidden_traffic", "ffn_traffic", "tensor_overlap", "transfer_exposed"),
             *_all(NEMO, "gradient_overlap", "gather_overlap", "context_overlap", "attention_scale", "linear_scale"),
-            *_all(NEMO, "expert_overlap", "grouped_scale", "grouped_narrow", "routing_traffic"),
+            *_all(NEMO, "expert_overlap", "grouped_scale", "grouped_fp8", "routing_traffic"),
             *_all("fabric:h100", "inner_bandwidth", "outer_bandwidth", "straggler", "inner_latency"),
             *_all(
                 "engine:torchtitan",
@@ -296,7 +295,7 @@ STAGES = (
     Stage(
         "hopper-mixtures",
         ("dgxc",),
-        _all(NEMO, "grouped_scale", "grouped_narrow", "routing_traffic", "expert_overlap"),
+        _all(NEMO, "grouped_scale", "grouped_fp8", "routing_traffic", "expert_overlap"),
         chips="h",
         keep=lambda run: bool(run.case and run.case.shape["experts"]),
     ),
@@ -373,7 +372,7 @@ STAGES = (
             "chip:gb200|gb300::linear_efficiency.bf16",
             *_all("chip:gb200|gb300|b300", "attention_forward", "attention_backward"),
             *_all(BRIDGE, "linear_scale", "hidden_traffic", "ffn_traffic", "cast_traffic", "attention_scale"),
-            *_all(BRIDGE, "grouped_scale", "grouped_narrow", "routing_traffic", "expert_overlap"),
+            *_all(BRIDGE, "grouped_scale", "grouped_fp8", "routing_traffic", "expert_overlap"),
             *_all(BRIDGE, "host_mixture", "host_cast"),
             *_all(BRIDGE, "gradient_overlap", "gather_overlap", "loss_traffic"),
             *_all("engine:megatron-bridge-26.08", "grouped_scale", "routing_traffic", "host_mixture", "host_cast"),

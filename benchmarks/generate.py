@@ -29,8 +29,7 @@ from cuboid.generate.batch import Event, Request
 from cuboid.generate.detokenizer import Words
 from cuboid.generate.engine import Generator, make_generator
 from cuboid.launch.pool import Pool
-from cuboid.planning.cache import cache_bytes
-from cuboid.spec.generation import GenerationSpec, SamplingSpec, parse_layout
+from cuboid.spec.generation import GenerationSpec, SamplingSpec, cache_bytes, parse_layout
 
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"hidden": 256, "layers": 4, "heads": 8, "kv_heads": 4, "ffn": 704, "vocab": 8192},

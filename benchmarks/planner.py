@@ -17,9 +17,9 @@ import numpy as np
 from published_rows import HELD_OUT_SOURCES, Run, load
 
 from cuboid.cost import constants
-from cuboid.cost.errors import Seen, family, scale_of
+from cuboid.cost.estimate import Seen, family, scale_of
 from cuboid.cost.inputs import Array
-from cuboid.cost.table import Answer, answer_cases
+from cuboid.cost.published import Answer, answer_cases
 
 
 @dataclass(frozen=True)

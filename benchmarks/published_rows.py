@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from cuboid.cost.flops import model_flops_per_token
+from cuboid.cost.compute import model_flops_per_token
 from cuboid.cost.inputs import Shape, number
-from cuboid.cost.rows import Case, understand
+from cuboid.cost.published import Case, understand
 from cuboid.errors import UserError
 
 FOLDER = Path(__file__).parent / "published"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from drawing import COLOURS, INK, LINE, PAPER, SOFT, box, curve, picture, text
 
-from cuboid.planning.framework import Framework, framework
+from cuboid.planning.explain import Framework, framework
 from cuboid.planning.question import Question
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.layout import Layout

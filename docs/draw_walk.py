@@ -70,8 +70,7 @@ WALKS = (
             Stop("planning/refine.py", "finalists in full: uneven stages, every rank's memory"),
             Stop("schedule/simulate.py", "their schedule's table against a clock"),
             Stop("planning/choose.py", "orders them, and drops near-copies"),
-            Stop("planning/reasons.py", "why the first one is first, and what it warns of"),
-            Stop("planning/plan.py", "the plan as a run file, which cuboid train takes"),
+            Stop("planning/plan.py", "why it is the first; a run file, which cuboid train takes"),
         ),
     ),
 )

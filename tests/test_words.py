@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 KINDS = {".py", ".md", ".js", ".css", ".html", ".c", ".toml"}
 ROOMS = tuple(
-    "spec schedule telemetry kernels model data parallel checkpoint resilience generate "
-    "training verification launch report cli".split()
+    "spec schedule cost telemetry planning kernels model data parallel checkpoint resilience generate "
+    "training verification launch report probe cli".split()
 )
 """Those whose words are checked in `IN_ROOMS` too."""
 

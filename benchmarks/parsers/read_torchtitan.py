@@ -36,6 +36,7 @@ class Stage:
 def read(file: Path, world: int) -> dict[str, Any]:
     """The fields of one file."""
     config = ConfigManager().parse_args([f"--job.config_file={file}"])
+    register(file, config.experimental.custom_import)
     parallel, training = config.parallelism, config.training
     dims = ParallelDims(
         dp_replicate=parallel.data_parallel_replicate_degree,
@@ -90,6 +91,13 @@ def read(file: Path, world: int) -> dict[str, Any]:
         "epsilon": config.optimizer.eps,
         "gradient_clip": training.max_norm,
     }
+
+
+def register(file: Path, module: str) -> None:
+    """Runs what the head of the file says belongs into the module that its training imports."""
+    lines = [line[4:] for line in file.read_text().splitlines() if line.startswith("#   ")]
+    assert bool(lines) == bool(module)
+    exec("\n".join(lines), {})
 
 
 def precision(training: Any) -> str:
@@ -155,7 +163,8 @@ def model(name: str, arguments: Any) -> dict[str, Any]:
     width = int(2 * 4 * arguments.dim / 3)  # as its FeedForward counts
     width = int(arguments.ffn_dim_multiplier * width)
     found["model.ffn"] = arguments.multiple_of * ((width + arguments.multiple_of - 1) // arguments.multiple_of)
-    found["model.rope_scaling"] = arguments.rope_scaling_args.scaling_factor
+    stretch = arguments.rope_scaling_args.scaling_factor
+    found["model.rope_scaling"] = None if stretch == 1.0 else stretch
     return found
 
 

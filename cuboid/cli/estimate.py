@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cuboid.cost.table import Answer, answer_rows, read_rows, write_answers
+from cuboid.cost.published import Answer, answer_rows, read_rows, write_answers
 
 
 def command(

@@ -1,28 +1,32 @@
 """`cuboid goodput`: how much of the time will be training when machines fail, and how often to save."""
 
+from __future__ import annotations
+
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
+from xml.sax.saxutils import escape
 
 import typer
 
 from cuboid.cli.options import write_output
-from cuboid.cost.effective_time import (
+from cuboid.cost.goodput import (
     HOUR,
     PUBLISHED,
     Costs,
     MemoryCopies,
     Recommendation,
+    TimeSpent,
     curve,
-    effective_share,
+    effective_fraction,
     recommend,
+    simulate,
     young_daly,
 )
-from cuboid.cost.failure_simulation import TimeSpent, simulate
 from cuboid.errors import UserError, either
-from cuboid.planning.goodput_picture import Line, svg
 from cuboid.resilience.goodput import Measured, measured
 from cuboid.spec.run import Run, load_run
 
@@ -130,7 +134,7 @@ def _step_seconds(run: Run | None, seen: Measured) -> float | None:
 def _case(size: int, mtbf: float, costs: Costs, interval: float | None, seed: int) -> Case:
     best = recommend(mtbf, costs)
     if interval is not None:
-        best = replace(best, interval=interval, share=effective_share(mtbf, interval, best.costs))
+        best = replace(best, interval=interval, fraction=effective_fraction(mtbf, interval, best.costs))
     spent = simulate(mtbf, best.interval, best.costs, seed=seed)
     return Case(size, mtbf, best, young_daly(mtbf, costs.stall), spent)
 
@@ -140,11 +144,11 @@ def _picture(cases: list[Case], source: str) -> str:
     sizes = list(dict.fromkeys(case.accelerators for case in cases))
     lines = [
         Line(
-            f"{case.accelerators:,}{', copies in memory' if case.in_memory else ' GPUs'}: {case.best.share:.1%}",
+            f"{case.accelerators:,}{', copies in memory' if case.in_memory else ' GPUs'}: {case.best.fraction:.1%}",
             sizes.index(case.accelerators),
             case.in_memory,
             curve(case.mtbf, case.best.costs, intervals),
-            (min(max(case.best.interval, intervals[0]), intervals[-1]), case.best.share),
+            (min(max(case.best.interval, intervals[0]), intervals[-1]), case.best.fraction),
         )
         for case in cases
     ]
@@ -160,7 +164,7 @@ def _as_json(case: Case) -> dict[str, object]:
         "interval_seconds": case.best.interval,
         "memory_interval_seconds": memory.every if memory else None,
         "young_daly_seconds": case.textbook,
-        "expected": case.best.share,
+        "expected": case.best.fraction,
         "simulated": spent.effective,
         "simulated_failures": spent.failures,
         "redone": spent.redone / spent.total,
@@ -188,7 +192,7 @@ def _show(cases: list[Case], costs: Costs, source: str, step: float | None) -> N
             f"{case.accelerators:,}",
             *(duration(seconds) for seconds in (case.mtbf, case.best.interval)),
             duration(memory.every) if memory else "never",
-            *(f"{share:.1%}" for share in (case.best.share, spent.effective)),
+            *(f"{fraction:.1%}" for fraction in (case.best.fraction, spent.effective)),
             *(f"{part / spent.total:.1%}" for part in (spent.redone, spent.saving, spent.down)),
         )
     Console(highlight=False).print(table)
@@ -215,3 +219,81 @@ def duration(seconds: float) -> str:
             digits = 0 if seconds / size >= 10 or math.isclose(seconds / size, round(seconds / size)) else 1
             return f"{seconds / size:.{digits}f} {unit}"
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.2g} s"
+
+
+# The fraction of the time that is training over the checkpoint interval, as an SVG picture: one colour for each size.
+
+
+INK, GRID = "#1b1b1b", "#d9d9d4"
+COLOURS = ("#4c78a8", "#54a24b", "#e45756", "#b279a2", "#eeca3b", "#76b7b2")
+WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 900, 460, 64, 64, 270, 52
+TICKS = {10: "10 s", 30: "30 s", 60: "1 min", 300: "5 min", 900: "15 min", 3600: "1 h", 14400: "4 h", 86400: "1 day"}
+
+
+@dataclass(frozen=True)
+class Line:
+    label: str
+    colour: int
+    """Number of the size it belongs to."""
+    dashed: bool
+    fractions: Sequence[float]
+    """At each interval; not a number where nothing is to be drawn."""
+    best: tuple[float, float]
+    """Interval and fraction of the dot."""
+
+
+def svg(intervals: Sequence[float], lines: Sequence[Line], title: str, subtitle: str) -> str:
+    """The picture as text of an SVG file."""
+    low = min(fraction for line in lines for fraction in line.fractions if not math.isnan(fraction))
+    floor = max(0.0, math.floor(10 * low) / 10)
+
+    def place(interval: float, fraction: float) -> tuple[float, float]:
+        first, last = math.log(intervals[0]), math.log(intervals[-1])
+        across = (math.log(interval) - first) / (last - first)
+        return LEFT + across * (WIDTH - LEFT - RIGHT), TOP + (1 - fraction) / (1 - floor) * (HEIGHT - TOP - BOTTOM)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        'font-family="Helvetica, Arial, DejaVu Sans, sans-serif">',
+        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
+        _text(LEFT, 24, title, 16, weight="bold"),
+        _text(LEFT, 44, subtitle, 12),
+    ]
+    for tenth in range(round(10 * floor), 11):
+        _, y = place(intervals[0], tenth / 10)
+        parts.append(_rule(LEFT, y, WIDTH - RIGHT, y))
+        parts.append(_text(LEFT - 8, y + 4, f"{10 * tenth} %", 11, anchor="end"))
+    for seconds, label in TICKS.items():
+        if intervals[0] <= seconds <= intervals[-1]:
+            x, _ = place(seconds, 1.0)
+            parts.append(_rule(x, TOP, x, HEIGHT - BOTTOM))
+            parts.append(_text(x, HEIGHT - BOTTOM + 16, label, 11, anchor="middle"))
+    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 12, "between checkpoints on disk", 12, anchor="middle"))
+    for number, line in enumerate(lines):
+        colour = COLOURS[line.colour % len(COLOURS)]
+        points = [
+            place(interval, fraction)
+            for interval, fraction in zip(intervals, line.fractions, strict=True)
+            if not math.isnan(fraction) and fraction >= floor
+        ]
+        dash = ' stroke-dasharray="6 4"' if line.dashed else ""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>')
+        x, y = place(*line.best)
+        parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" fill="{colour}"/>')
+        y = TOP + 12 + 34 * number
+        parts.append(
+            f'<line x1="{WIDTH - RIGHT + 16}" y1="{y - 4}" x2="{WIDTH - RIGHT + 44}" y2="{y - 4}" stroke="{colour}" '
+            f'stroke-width="2"{dash}/>'
+        )
+        parts.append(_text(WIDTH - RIGHT + 52, y, line.label, 12))
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _rule(x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{GRID}" stroke-width="0.7"/>'
+
+
+def _text(x: float, y: float, text: str, size: int, weight: str = "normal", anchor: str = "start") -> str:
+    style = f'font-size="{size}" font-weight="{weight}" text-anchor="{anchor}" fill="{INK}"'
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'

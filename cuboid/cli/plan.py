@@ -12,11 +12,9 @@ import typer
 from cuboid.cli.options import write_output
 from cuboid.errors import UserError, nearest_names
 from cuboid.planning.choose import cheapest, fewest, plans
-from cuboid.planning.export.limits import FIXED
-from cuboid.planning.export.targets import export
-from cuboid.planning.plan import GIB, Plan, dump_plan
+from cuboid.planning.export.engines import FIXED, export
+from cuboid.planning.plan import GIB, Plan, amount, dump_plan, error_line, losses
 from cuboid.planning.question import Question, parse_fixed, parse_memory, precision_on
-from cuboid.planning.reasons import amount, error_line, losses
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.model import ModelSpec, load_model
 
@@ -133,7 +131,7 @@ def as_row(plan: Plan) -> dict[str, object]:
         "gpu_hours_per_billion_tokens": plan.hours,
         "mfu": plan.utilization,
         "memory_gib": plan.peak / GIB,
-        "memory_share": plan.share,
+        "memory_fraction": plan.memory_fraction,
         "host_memory_gib": plan.host_memory / GIB,
         "bubble": plan.bubble,
         "layers_per_stage": plan.layers,
@@ -167,7 +165,7 @@ def show(console: Console, plans: list[Plan], written: Path | None = None, token
             f"{plan.tokens:,.0f}",
             f"{plan.utilization:.1%}",
             f"{plan.peak / GIB:.1f}",
-            f"{plan.share:.0%}",
+            f"{plan.memory_fraction:.0%}",
             f"{plan.bubble:.1%}",
             str(plan.layout),
         )

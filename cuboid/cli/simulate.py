@@ -8,10 +8,9 @@ import typer
 
 from cuboid.cli.explain import asked
 from cuboid.planning.choose import predict
-from cuboid.planning.picture import svg
+from cuboid.planning.picture import chrome_trace, svg
 from cuboid.planning.plan import Plan, load_plan
 from cuboid.planning.refine import stage_seconds
-from cuboid.planning.trace import chrome_trace
 from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import Timeline, draw, simulate
 

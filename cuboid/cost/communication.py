@@ -7,7 +7,7 @@ import numpy as np
 
 from cuboid.cost.constants import Fabric
 from cuboid.cost.inputs import Array, Jobs
-from cuboid.cost.recent import recent
+from cuboid.cost.reuse import recent
 
 ONE = np.ones(())
 
@@ -69,13 +69,13 @@ def bus_bandwidth(fabric: Fabric, kind: str, members: Group) -> Array:
     """Bytes per second at which a ring over the group moves data past each rank."""
     measured = _curve(fabric.curve.get(kind), members.nodes)
     whole = (members.local <= 1) | (members.local >= fabric.node)
-    share = np.where(whole, 1.0, fabric.partial)
+    fraction = np.where(whole, 1.0, fabric.partial)
     if measured is not None:
         # Groups that hold fewer ranks of a node share its network ports with the node's other groups.
-        outside = 1e9 * measured * members.local / fabric.node * share
+        outside = 1e9 * measured * members.local / fabric.node * fraction
         outside = np.minimum(outside, 1e9 * measured)
         return np.where(members.nodes > 1, _narrowest(fabric, outside, members), fabric.inner_bandwidth)
-    outside = share * members.local * fabric.outer_bandwidth * np.maximum(members.nodes / 2, 1.0) ** -fabric.decay
+    outside = fraction * members.local * fabric.outer_bandwidth * np.maximum(members.nodes / 2, 1.0) ** -fabric.decay
     outside = _narrowest(fabric, outside, members)
     return np.where(members.nodes > 1, np.minimum(outside, fabric.inner_bandwidth), fabric.inner_bandwidth)
 
@@ -146,14 +146,14 @@ def _port(fabric: Fabric, members: Group) -> Array:
     apart = np.maximum(1 - members.local / members.size, 1e-12)
     for level, within in zip(fabric.further, members.within, strict=True):
         # Of what leaves the node, only a part leaves this domain too.
-        share = np.maximum(1 - within / members.size, 1e-12) / apart
-        out = level.bandwidth * np.maximum(members.size / within / 2, 1.0) ** -fabric.decay / share
+        fraction = np.maximum(1 - within / members.size, 1e-12) / apart
+        out = level.bandwidth * np.maximum(members.size / within / 2, 1.0) ** -fabric.decay / fraction
         port = np.where(members.size > within, np.minimum(port, out), port)
     return port
 
 
 def crossing(inside: int, jobs: Jobs) -> Array:
-    """Of the hops from one pipeline rank to the next the share that leaves a domain of so many accelerators."""
+    """Of the hops from one pipeline rank to the next the fraction that leaves a domain of so many accelerators."""
     between = (jobs.world_size / inside - 1) / np.maximum(jobs.pp - 1, 1)
     return np.where(jobs.pp > 1, np.clip(between, 0.0, 1.0), 0.0)
 
@@ -166,13 +166,13 @@ def stage_transfer(fabric: Fabric, size: Array, jobs: Jobs) -> Array:
 
 
 def transfer(fabric: Fabric, size: Array, crosses: Array, senders: Array = ONE, further: Sequence[Array] = ()) -> Array:
-    """Seconds to send `size` bytes from one stage to the next. `crosses`: the share of such hops that leave a node;
-    `senders`: ranks of a node that then send at once; `further`: the shares that cross each further level."""
+    """Seconds to send `size` bytes from one stage to the next. `crosses`: the fraction of such hops that leave a node;
+    `senders`: ranks of a node that then send at once; `further`: the fractions that cross each further level."""
     inside = size / fabric.inner_bandwidth + fabric.inner_latency
     port = np.clip(fabric.alone / senders, fabric.outer_bandwidth, None)
     outside = size / port + fabric.outer_latency
     seconds = crosses * outside + (1 - crosses) * inside
-    for level, share in zip(fabric.further, further, strict=bool(further)):
+    for level, fraction in zip(fabric.further, further, strict=bool(further)):
         slower = np.maximum(size / level.bandwidth - size / port, 0.0) + level.latency - fabric.outer_latency
-        seconds = seconds + share * np.maximum(slower, 0.0)
+        seconds = seconds + fraction * np.maximum(slower, 0.0)
     return seconds

@@ -4,15 +4,111 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuboid.cost.alike import each_once
-from cuboid.cost.constants import Chip
-from cuboid.cost.engine import Engine
-from cuboid.cost.flops import layer_parameters, table_parameters
+from cuboid.cost.communication import ONE
+from cuboid.cost.constants import Chip, Engine
 from cuboid.cost.inputs import Array, Jobs, Shape
-from cuboid.cost.recent import recent
+from cuboid.cost.reuse import each_once, recent
+
+# Parameters and arithmetic of a model, per layer: dense, grouped-query, MoE, latent attention.
+
+
+def _query_key_value(shape: Shape, tp: Array) -> tuple[Array, Array]:
+    """Numbers of a token's queries, and of its keys and values, on a tensor rank: the latter are split as far as they
+    have heads, and the same on several ranks beyond."""
+    parts = np.gcd(shape.kv_heads.astype(np.int64), tp.astype(np.int64))
+    return shape.heads * shape.head_dim / tp, 2 * shape.kv_heads * shape.head_dim / parts
+
+
+def attention_parameters(shape: Shape, tp: Array = ONE) -> Array:
+    """Matrix parameters of one attention block that a tensor rank holds: matmuls down to a latent are whole."""
+    query, key_value = _query_key_value(shape, tp)
+    plain = shape.hidden * (2 * query + key_value)
+    heads = shape.heads / tp
+    query_width = heads * (shape.nope_dim + shape.rope_dim)
+    down = np.where(shape.q_rank > 0, (shape.hidden + query_width) * shape.q_rank, shape.hidden * query_width)
+    up = shape.kv_rank * heads * (shape.nope_dim + shape.v_dim)
+    latent = down + shape.hidden * (shape.kv_rank + shape.rope_dim) + up + heads * shape.v_dim * shape.hidden
+    return np.where(shape.latent > 0, latent, plain)
+
+
+def feed_forward_parameters(shape: Shape, width: Array) -> Array:
+    """Matrix parameters of one feed-forward block of some width."""
+    return (2 + shape.gated) * shape.hidden * width
+
+
+def norm_parameters(shape: Shape) -> Array:
+    """Parameters of the norm before attention, a feed-forward block or the head."""
+    return (1 + shape.layernorm) * shape.hidden
+
+
+@dataclass(frozen=True)
+class LayerParameters:
+    """Parameters of one layer of each kind that a tensor rank holds."""
+
+    dense: Array
+    """A layer without experts."""
+    mixture: Array
+    """A layer with experts, without the routed experts themselves."""
+    routed: Array
+    """All routed experts of one layer, which tensor parallelism does not split."""
+
+
+@recent
+def layer_parameters(shape: Shape, tp: Array = ONE) -> LayerParameters:
+    """Parameters of a layer of each kind on one of so many tensor ranks: norms, routers and biases added after a sum
+    are whole on each, as `spec.sharding` has them."""
+    query, key_value = _query_key_value(shape, tp)
+    biases = shape.qkv_bias * (query + key_value) + shape.output_bias * shape.hidden
+    inner = np.where(shape.latent > 0, shape.q_rank + shape.kv_rank, 2 * shape.head_dim * shape.qk_norm)
+    attention = attention_parameters(shape, tp) + np.where(shape.latent > 0, 0.0, biases)
+    attention = attention + 2 * norm_parameters(shape) + (1 + shape.layernorm) * inner
+
+    def feed_forward(width: Array) -> Array:
+        biases = shape.mlp_bias * ((1 + shape.gated) * width / tp + shape.hidden)
+        return feed_forward_parameters(shape, width / tp) + np.where(width > 0, biases, 0.0)
+
+    router = (shape.hidden + shape.router_bias) * shape.experts
+    return LayerParameters(
+        dense=attention + feed_forward(shape.ffn),
+        mixture=attention + feed_forward(shape.shared_ffn) + router,
+        routed=shape.experts * feed_forward_parameters(shape, shape.expert_ffn),
+    )
+
+
+def table_parameters(shape: Shape, tp: Array = ONE) -> Array:
+    """Parameters of the input embedding, without positions, or of the output head on one of so many tensor ranks."""
+    return shape.hidden * np.ceil(shape.vocab / tp)
+
+
+def position_parameters(shape: Shape) -> Array:
+    """Parameters of learned positions, which every tensor rank holds whole."""
+    return shape.hidden * shape.positions
+
+
+def active_parameters(shape: Shape) -> Array:
+    """Parameters one token is multiplied with: matrices, the output head among them, and norms of layers."""
+    mixture_layers = shape.layers - shape.dense_layers
+    body = shape.layers * (attention_parameters(shape) + 2 * shape.hidden)
+    body = body + shape.dense_layers * feed_forward_parameters(shape, shape.ffn)
+    width = shape.shared_ffn + shape.top_k * shape.expert_ffn
+    body = body + mixture_layers * (feed_forward_parameters(shape, width) + shape.hidden * shape.experts)
+    return body + table_parameters(shape)
+
+
+def attention_width(shape: Shape) -> Array:
+    """Mean of the widths of queries with keys and of values, over all heads."""
+    latent = shape.heads * (shape.nope_dim + shape.rope_dim + shape.v_dim) / 2
+    return np.where(shape.latent > 0, latent, shape.heads * shape.head_dim)
+
+
+def model_flops_per_token(shape: Shape, sequence: Array, causal: bool = False) -> Array:
+    """Forward and backward arithmetic of one token, without recomputation; attention in full or its causal half."""
+    attention = 12 * shape.layers * attention_width(shape) * sequence * (0.5 if causal else 1.0)
+    return 6 * active_parameters(shape) + attention
+
 
 COOL, WARM = 0.58, 0.7
-"""Shares of a layer's time that multiplications take: below the first nothing limits their power, at the second their
+"""Fraction of a layer's time that multiplications take: below the first nothing limits their power, at the second their
 rate was measured."""
 
 
@@ -52,7 +148,7 @@ class _Rates:
     plain: float
     """Multiplications that stay in 16 bits whatever the precision."""
     cast: float
-    """Bytes per input element to convert before a narrow multiplication."""
+    """Bytes per input element to convert before an fp8 matmul."""
     floor: float
     narrow: float
     bandwidth: float
@@ -62,9 +158,9 @@ def _rates(chip: Chip, engine: Engine, precision: str) -> _Rates:
     wide = "float32" if precision == "float32" else "bf16"
     plain = chip.peak[wide] * chip.linear_efficiency.get(wide, chip.linear_efficiency["bf16"]) / engine.linear_scale
     low = precision in ("fp8", "fp4") and precision in chip.peak
-    narrow = chip.peak[precision] * chip.linear_efficiency[precision] / engine.linear_scale if low else plain
+    linear = chip.peak[precision] * chip.linear_efficiency[precision] / engine.linear_scale if low else plain
     bandwidth = chip.memory_bandwidth * chip.memory_efficiency
-    return _Rates(narrow, plain, engine.cast_traffic if low else 0.0, chip.kernel_floor, chip.narrow, bandwidth)
+    return _Rates(linear, plain, engine.cast_traffic if low else 0.0, chip.kernel_floor, chip.narrow, bandwidth)
 
 
 def _multiply(
@@ -118,8 +214,8 @@ def _heated(engine: Engine, linear: Array, rest: Array) -> Array:
     """Seconds of multiplications forward and backward, of which three times `linear`, beside the rest of a layer."""
     if not engine.heat:
         return linear
-    share = 3 * linear / (3 * linear + rest)
-    return np.asarray(linear * (1 + engine.heat * (np.maximum(share, COOL) - WARM)))
+    fraction = 3 * linear / (3 * linear + rest)
+    return np.asarray(linear * (1 + engine.heat * (np.maximum(fraction, COOL) - WARM)))
 
 
 def _attention(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine) -> tuple[Array, Array]:
@@ -172,13 +268,13 @@ def _kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: st
     if np.any(shape.experts > 0):
         routed = rows * shape.top_k
         local = np.maximum(shape.experts / jobs.ep, 1)
-        # Each of the local experts multiplies its own share of the copies; the kernel does them in one launch.
-        share = routed / tp / local
+        # Each of the local experts multiplies its own part of the copies; the kernel does them in one launch.
+        per_expert = routed / tp / local
         copies = routed / tp
         # This engine multiplies routed experts in 16 bits whatever the precision.
-        each = _feed_forward(rates, shape, share, shape.expert_ffn, wide=engine.own_exchanges) - 2 * rates.floor
-        narrow = engine.grouped_narrow if rates.linear != rates.plain and not engine.own_exchanges else 1.0
-        grouped = engine.grouped_scale * narrow * local * each + 2 * rates.floor
+        each = _feed_forward(rates, shape, per_expert, shape.expert_ffn, wide=engine.own_collectives) - 2 * rates.floor
+        slower = engine.grouped_fp8 if rates.linear != rates.plain and not engine.own_collectives else 1.0
+        grouped = engine.grouped_scale * slower * local * each + 2 * rates.floor
         shared = np.where(shape.shared_ffn > 0, _feed_forward(rates, shape, rows, shape.shared_ffn / tp), 0.0)
         router = _multiply(rates, rows / split, shape.hidden, np.maximum(shape.experts, 1), wide=True)
         linear = projections + grouped + shared + router

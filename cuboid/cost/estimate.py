@@ -4,19 +4,29 @@
 >>> result.seconds, result.memory, result.fits                                    # one number per layout
 """
 
+import tomllib
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from importlib import resources
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cuboid.cost.constants import Chip, Fabric, Level, chip_from, default_fabric, engine_for, fabric_named
-from cuboid.cost.engine import Engine
-from cuboid.cost.flops import model_flops_per_token
+from cuboid.cost.compute import model_flops_per_token
+from cuboid.cost.constants import (
+    Chip,
+    Engine,
+    Fabric,
+    Level,
+    chip_from,
+    default_fabric,
+    engine_for,
+    fabric_named,
+    profiled,
+)
 from cuboid.cost.inputs import Array, Jobs, Shape, single
 from cuboid.cost.memory import Memory, memory_by_rank
 from cuboid.cost.pipeline import partition
-from cuboid.cost.profiled import profiled
 from cuboid.cost.step import PARTS, StepTime, stall_depth, step_time
 from cuboid.spec.cluster import ClusterSpec, LinkTier, accelerator_names, accelerator_table, load_cluster
 from cuboid.spec.layout import Layout
@@ -198,4 +208,120 @@ def estimate(
         bool(np.ravel(many.fits)[0]),
         single(many.tokens),
         single(many.utilization),
+    )
+
+
+# How far predictions were off on published runs of the same kind: what a number that nobody measured is worth.
+#
+# `benchmarks/planner.py --errors` writes `data/errors.toml` from held-out rows.
+
+
+SCALES = (8, 128, 1024)
+"""Accelerators up to which runs are of one scale; those beyond are of another."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Errors of step time on held-out runs of one kind."""
+
+    engine: str
+    chip: str
+    """Its family: h100."""
+    kind: str
+    """dense or moe."""
+    scale: int
+    """The most accelerators of such runs; 0: any number."""
+    runs: int
+    median: float
+    most: float
+    """Nine of ten are within this."""
+    bias: float
+    """The median of predicted over measured, less one."""
+
+    @property
+    def sentence(self) -> str:
+        """For a reader of a plan."""
+        size = {0: "", 10**9: f" on more than {SCALES[-1]:,} GPUs"}.get(self.scale, f" on up to {self.scale:,} GPUs")
+        return (
+            f"on {self.runs} published {self.kind} runs of {self.engine} on {self.chip}{size} the step time was off by "
+            f"{self.median:.0%} in the median, {self.most:.0%} in nine of ten, bias {self.bias:+.0%}"
+        )
+
+
+def family(engine: str, chip: str) -> tuple[str, str]:
+    """What engine and accelerator are listed as: releases of one engine together, sizes of memory too."""
+    name = engine.split("@")[0]
+    return "megatron-bridge" if name.startswith("megatron-bridge") else name, chip.split("-")[0]
+
+
+def scale_of(accelerators: float) -> int:
+    """The scale that a run of so many accelerators belongs to."""
+    return next((most for most in SCALES if accelerators <= most), 10**9)
+
+
+@cache
+def _table() -> dict[tuple[str, str, str, int], Seen]:
+    text = resources.files("cuboid.cost").joinpath("data", "errors.toml").read_text(encoding="utf-8")
+    found = [Seen(**entry) for entry in tomllib.loads(text)["seen"]]
+    return {(entry.engine, entry.chip, entry.kind, entry.scale): entry for entry in found}
+
+
+def seen(engine: str, chip: str, mixture: bool, accelerators: int) -> Seen | None:
+    """The errors on runs like this: of its scale where there are some, else of any; None where nobody published one."""
+    key = (*family(engine, chip), "moe" if mixture else "dense")
+    return _table().get((*key, scale_of(accelerators))) or _table().get((*key, 0))
+
+
+# The best utilization anyone has published for an accelerator: a prediction above it deserves doubt.
+#
+# Model FLOPs (attention in full, no recomputation) over the 16-bit peak, so 8-bit training can pass one half and more.
+# Each number is the best of the published runs in benchmarks/published for that accelerator and precision.
+
+
+@dataclass(frozen=True)
+class Record:
+    """The best published run."""
+
+    utilization: float
+    run: str
+
+
+BEST: dict[tuple[str, str], Record] = {
+    ("a100-40g", "bf16"): Record(0.581, "MPT-3B on 8 GPUs with FSDP (llm-foundry)"),
+    ("a100-80g", "bf16"): Record(0.672, "Llama 2 7B on 128 GPUs with FSDP (IBM fms-fsdp)"),
+    ("h100-80g", "bf16"): Record(0.624, "Llama 3 8B on 16 GPUs with NeMo (DGX Cloud)"),
+    ("h100-80g", "fp8"): Record(0.898, "GPT-3 175B on 512 GPUs with NeMo 24.07"),
+    ("h100-96g", "bf16"): Record(0.366, "Llama 3 8B on 8 GPUs with torchtitan"),
+    ("h100-96g", "fp8"): Record(0.499, "Llama 3 8B on 8 GPUs with torchtitan"),
+    ("b200", "bf16"): Record(0.573, "12 layers of Llama 3 70B on 8 GPUs with Megatron (SimuMax)"),
+    ("b200", "fp8"): Record(0.788, "Llama 3 8B on 8 GPUs with Megatron Bridge"),
+    ("gb200", "fp8"): Record(0.907, "Llama 3.1 405B on 256 GPUs with Megatron Bridge"),
+    ("gb300", "fp8"): Record(1.088, "Llama 3.1 405B on 256 GPUs with Megatron Bridge"),
+    ("v100-32g", "bf16"): Record(0.414, "GPT-1.3B on 8 GPUs with Megatron-DeepSpeed (bigscience)"),
+}
+LIKE = {"a800": "a100-80g", "h200": "h100-80g", "h800": "h100-80g", "b300": "b200", "gb200": "b200", "gb300": "gb200"}
+"""Accelerator family -> the one whose record stands for it where it has none of its own."""
+
+
+def record_of(accelerator: str, precision: str) -> Record | None:
+    """The record of an accelerator, or of the one most like it."""
+    seen = accelerator
+    while (seen, precision) not in BEST:
+        family = seen.split("-")[0]
+        if family not in LIKE:
+            alike = [name for name, kind in BEST if kind == precision and name.split("-")[0] == family]
+            return BEST[alike[-1], precision] if alike else None
+        seen = LIKE[family]
+    return BEST[seen, precision]
+
+
+def doubt(accelerator: str, precision: str, utilization: float, shown: str = "") -> str:
+    """A sentence where a prediction beats every published run, else nothing. `shown`: the precision as the user calls
+    it, where records know but one of 16 bits."""
+    record = record_of(accelerator, precision)
+    if record is None or utilization <= record.utilization:
+        return ""
+    return (
+        f"predicted MFU {utilization:.1%} is above the best ever published for {accelerator} in {shown or precision}, "
+        f"{record.utilization:.1%} ({record.run}); measure before you believe it"
     )

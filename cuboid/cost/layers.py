@@ -4,17 +4,175 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 
-from cuboid.cost.alike import each_once
-from cuboid.cost.communication import ONE, Links, all_to_all, group, stage_transfer
+from cuboid.cost.communication import (
+    ONE,
+    Group,
+    Links,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    group,
+    one_port,
+    reduce_scatter,
+    stage_transfer,
+)
 from cuboid.cost.compute import Kernels, adds_nothing
-from cuboid.cost.constants import Fabric
-from cuboid.cost.context import further_blocks, waiting
-from cuboid.cost.engine import Engine
-from cuboid.cost.inputs import Array, Jobs, Shape, number
-from cuboid.cost.mixing import heavier, lighter, mixed, mixes
-from cuboid.cost.pipeline import DUAL_PIPE_V, paired_share, splits_backward
-from cuboid.cost.recent import recent
-from cuboid.cost.tensor import tensor_waits
+from cuboid.cost.constants import Engine, Fabric
+from cuboid.cost.inputs import Array, Jobs, Shape, heavier, lighter, mixed, mixes, number
+from cuboid.cost.pipeline import DUAL_PIPE_V, paired_fraction, splits_backward
+from cuboid.cost.reuse import each_once, recent
+from cuboid.spec.layout import CONTEXT_METHODS
+
+# What tensor-parallel ranks wait for in a layer.
+
+
+@dataclass(frozen=True)
+class TensorWaits:
+    """Seconds of a layer forward and backward, the latter with what recomputation repeats."""
+
+    dense: tuple[Array, Array]
+    mixture: tuple[Array, Array]
+
+
+@dataclass(frozen=True)
+class _Border:
+    """Seconds of the collectives where a region of split matrices begins or ends."""
+
+    forward: Array
+    backward: Array
+
+
+def tensor_waits(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs, parts: Kernels) -> TensorWaits:
+    """Two sums forward and two backward in every layer, or as much gathering and scattering."""
+    members = group(fabric, jobs.tp, ONE)
+    lost = 2 * fabric.spill * (members.nodes - 1) ** 0.7
+
+    def summed(width: Array) -> Array:
+        size = engine.activation_wire * jobs.tokens * width
+        reduced = all_reduce(fabric, size, members)
+        if "reduce_scatter" in fabric.curve:  # measured apart: a sum need not take as long as its two halves
+            halves = all_gather(fabric, size, members) + reduce_scatter(fabric, size, members)
+            reduced = np.where(jobs.sequence_parallel > 0, halves, reduced)
+        return reduced * (1 - engine.tensor_overlap) + lost
+
+    whole = summed(shape.hidden)
+    if not engine.own_collectives:
+        layer = 2 * whole, 2 * whole * (1.0 + (jobs.recompute == 2))
+        return TensorWaits(layer, layer)
+    down = shape.kv_rank + shape.rope_dim
+    latent = np.where(shape.q_rank > 0, summed(shape.q_rank + down), whole + summed(down))
+    entered = np.where(shape.latent > 0, latent, whole)
+    hides = engine.tensor_under_weights * ~splits_backward(jobs)
+    under = (hides * parts.attention_columns, hides * parts.feed_columns, hides * parts.shared_columns)
+    return _own(jobs, shape, whole, entered, under)
+
+
+def _own(jobs: Jobs, shape: Shape, whole: Array, entered: Array, under: tuple[Array, Array, Array]) -> TensorWaits:
+    """As `plan.layer_collectives` says of this engine: recomputation, selective too, runs a layer again up to its last
+    matmul, and tensor ranks route their parts of the tokens to whole experts. `under`: how much of the sums of input
+    gradients is hidden, in attention, feed-forward and shared experts."""
+    split = jobs.sequence_parallel
+    again = (jobs.recompute > 0).astype(np.float64)
+    attention_enter = _border(split, 0.5 * entered, 0.5 * entered, 0.0 * entered, entered)
+    enter = _border(split, 0.5 * whole, 0.5 * whole, 0.0 * whole, whole)
+    leave = _border(split, 0.5 * whole, 0.5 * whole, whole, 0.0 * whole)
+    together = _border(split, 0.0 * whole, 0.0 * whole, 0.5 * whole, 0.5 * whole)
+    attention = attention_enter.forward + leave.forward
+    attention_back = np.maximum(attention_enter.backward - under[0], 0.0) + leave.backward + again * attention
+    feed_forward = enter.forward + leave.forward
+    feed_back, shared_back = (np.maximum(enter.backward - hidden, 0.0) + leave.backward for hidden in under[1:])
+    shared = (shape.shared_ffn > 0).astype(np.float64)
+    return TensorWaits(
+        dense=(attention + feed_forward, attention_back + feed_back + again * enter.forward),
+        mixture=(
+            attention + shared * feed_forward + together.forward,
+            attention_back + shared * (shared_back + again * feed_forward) + together.backward,
+        ),
+    )
+
+
+def _border(split: Array, forward: Array, backward: Array, whole_forward: Array, whole_backward: Array) -> _Border:
+    """Where sequences are split, and where they are whole."""
+    return _Border(np.where(split > 0, forward, whole_forward), np.where(split > 0, backward, whole_backward))
+
+
+# What context-parallel ranks wait for in a layer, by the way they bring queries and keys together.
+#
+# An inner group trades heads for tokens (all of cp with ulysses, none with a ring), an outer group then brings in keys
+# and values: in a ring, behind the computing with those at hand, or all at once.
+
+
+GATHER = CONTEXT_METHODS.index("allgather")
+
+
+@dataclass(frozen=True)
+class Widths:
+    """Elements a token has on one rank."""
+
+    query: Array
+    keys: Array
+    """Keys and values together."""
+    output: Array
+
+    @classmethod
+    def of(cls, shape: Shape, jobs: Jobs) -> "Widths":
+        """Key-value heads are repeated where fewer than the ranks that trade heads."""
+        latent = shape.latent > 0
+        heads = shape.heads / jobs.tp
+        shared = np.where(latent, heads, np.maximum(shape.kv_heads / jobs.tp, 1))
+        shared = np.lcm(np.rint(shared).astype(np.int64), jobs.cp_inner.astype(np.int64))
+        query = np.where(latent, shape.nope_dim + shape.rope_dim, shape.head_dim)
+        value = np.where(latent, shape.v_dim, shape.head_dim)
+        return cls(heads * query, shared * (query + value), heads * value)
+
+
+def outer_group(fabric: Fabric, jobs: Jobs) -> Group:
+    """The ranks that pass keys and values on."""
+    return group(fabric, jobs.cp / jobs.cp_inner, jobs.tp * jobs.cp_inner)
+
+
+@dataclass(frozen=True)
+class ContextWaits:
+    """Seconds in one layer, forward and backward without what recomputation repeats."""
+
+    seconds: tuple[Array, Array]
+    links: tuple[Links, Links]
+    """What is held for how long, hidden or not."""
+
+
+def waiting(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs, attention: tuple[Array, Array]) -> ContextWaits:
+    """What ranks wait for. `attention`: the seconds that its core computes forward and backward."""
+    widths, token = Widths.of(shape, jobs), engine.activation_wire * jobs.tokens
+    inner, outer = group(fabric, jobs.cp_inner, jobs.tp), outer_group(fabric, jobs)
+    given = token * (widths.query + widths.keys + widths.output)
+    heads = all_to_all(fabric, given, inner, given * (1 - 1 / inner.nodes))
+    rings = (outer.size > 1) & (jobs.cp_method != GATHER)
+    whole = token * widths.keys * outer.size
+    # In a ring the rank at the end of a node sends its message alone, whoever else has a port there.
+    passed = np.where(rings, all_gather(fabric, whole, one_port(outer)), all_gather(fabric, whole, outer))
+    # A ring hides a message behind the computing of one of its steps, if that takes as long.
+    fraction = (outer.size - 1) / outer.size
+    hidden = [
+        np.minimum(engine.context_overlap * times * passed, fraction * seconds)
+        for times, seconds in zip((1, 2), attention, strict=True)
+    ]
+    forward, backward = (times * passed - rings * saved for times, saved in zip((1, 2), hidden, strict=True))
+    traded, brought = Links.of(inner, heads), Links.of(outer, passed)
+    return ContextWaits((heads + forward, heads + backward), (traded + brought, traded + brought.times(2)))
+
+
+def further_blocks(jobs: Jobs) -> Array:
+    """Blocks of attention beside the first: one more for every rank of a ring, three with gathered keys."""
+    outer = jobs.cp / jobs.cp_inner
+    return np.where(jobs.cp_method == GATHER, 3.0, outer - 1) * (outer > 1)
+
+
+@recent
+def gathered_bytes(shape: Shape, jobs: Jobs, engine: Engine) -> Array:
+    """All keys and values of a layer, and their gradients, while it is computed."""
+    gathered = 2 * engine.activation_wire * jobs.tokens * jobs.cp * Widths.of(shape, jobs).keys
+    return np.where((jobs.cp_method == GATHER) & (jobs.cp > 1), gathered, 0.0)
+
 
 ZERO = np.zeros(())
 
@@ -52,8 +210,8 @@ class LayerTimes:
 
     dense: tuple[Pass, Pass]
     mixture: tuple[Pass, Pass]
-    dense_share: Array
-    """Share of the layers that have no experts."""
+    dense_fraction: Array
+    """Fraction of the layers that have no experts."""
     crosses: Array
     """1 where transfers between stages leave the node."""
     _means: dict[tuple[str, int], Array] = field(default_factory=dict, init=False, repr=False, compare=False)
@@ -63,7 +221,7 @@ class LayerTimes:
         known = self._means.get((name, direction))
         if known is None:
             dense, mixture = getattr(self.dense[direction], name), getattr(self.mixture[direction], name)
-            known = np.asarray(self.dense_share * dense + (1 - self.dense_share) * mixture)
+            known = np.asarray(self.dense_fraction * dense + (1 - self.dense_fraction) * mixture)
             self._means[name, direction] = known
         return known
 
@@ -108,7 +266,7 @@ def layer_times(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts:
     def both(one: tuple[Pass, Pass], other: tuple[Pass, Pass]) -> tuple[Pass, Pass]:
         return mean(one[0], other[0]), mean(one[1], other[1])
 
-    return LayerTimes(both(more.dense, less.dense), both(more.mixture, less.mixture), more.dense_share, more.crosses)
+    return LayerTimes(both(more.dense, less.dense), both(more.mixture, less.mixture), more.dense_fraction, more.crosses)
 
 
 def _alike(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts: Kernels, precision: str) -> LayerTimes:
@@ -137,8 +295,8 @@ def _each(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts: Kerne
     added = _host(engine, fabric, shape, jobs, crosses, precision)
     blocks = engine.host_block * further_blocks(jobs)
     full, selective = jobs.recompute == 2, jobs.recompute == 1
-    again = 1.0 + (full | (selective & engine.own_exchanges))
-    paired = paired_share(jobs) * (engine.expert_paired > 0)
+    again = 1.0 + (full | (selective & engine.own_collectives))
+    paired = paired_fraction(jobs) * (engine.expert_paired > 0)
 
     def one(compute: Array, tensor: Array, context: Array, expert: Array, floor: Array, links: Links) -> Pass:
         busy = compute + tensor + context + expert

@@ -1,20 +1,184 @@
 """What a rank holds at its fullest moment, line by line."""
 
 from dataclasses import dataclass, fields
+from functools import reduce
 
 import numpy as np
 
-from cuboid.cost.communicators import communicator_bytes
-from cuboid.cost.compiled_memory import compiled_kept, fullest
-from cuboid.cost.context import gathered_bytes
-from cuboid.cost.engine import Engine
-from cuboid.cost.flops import layer_parameters, table_parameters
-from cuboid.cost.inputs import Array, Jobs, Shape, single
-from cuboid.cost.mixing import Kept, heavier, lighter, mixes, recomputed
-from cuboid.cost.offload import brought_bytes
-from cuboid.cost.pipeline import Partition, in_flight, partition, turns_back
-from cuboid.cost.recent import recent
-from cuboid.cost.sharding import RankParameters, dense_layers_of, keeps_gradients, rank_parameters
+from cuboid.cost.compute import layer_parameters, table_parameters
+from cuboid.cost.constants import Engine
+from cuboid.cost.inputs import Array, Jobs, Kept, Shape, heavier, lighter, mixes, recomputed, single
+from cuboid.cost.layers import gathered_bytes
+from cuboid.cost.pipeline import Partition, in_flight, is_v_shaped, partition
+from cuboid.cost.reuse import recent
+from cuboid.cost.sharding import RankParameters, brought_bytes, dense_layers_of, keeps_gradients, rank_parameters
+
+# Communicators of a rank, as `parallel/groups.py` makes them, and the memory they take on its accelerator.
+
+
+@dataclass(frozen=True)
+class Communicators:
+    """Of the rank that belongs to most."""
+
+    collective: Array
+    """Groups of two ranks and more with collectives."""
+    peers: Array
+    """Other ranks in these, added up."""
+    links: Array
+    """Pairs of pipeline neighbours, one for each direction, with messages alone."""
+
+
+def communicators(shape: Shape, jobs: Jobs) -> Communicators:
+    copies = jobs.dp * jobs.cp
+    kv_parts = np.gcd(shape.kv_heads.astype(np.int64), jobs.tp.astype(np.int64))
+    experts, zero = shape.experts > 0, jobs.zero > 0
+    expert_copies = copies * jobs.tp / jobs.ep
+    expert_shard = np.maximum(np.where(zero, jobs.shard * jobs.cp * jobs.tp / jobs.ep, 1.0), 1.0)
+    hybrid = (jobs.shard != jobs.dp) & (jobs.shard > 0)
+    shard = np.where(zero, jobs.shard * jobs.cp, 1.0)
+    none = np.ones(())
+    # Of kinds that come to the same ranks, a stride and a size, one communicator is made.
+    shared = [
+        (jobs.tp, copies),
+        (none, jobs.tp),
+        (jobs.ep, np.where(experts, expert_copies, 1.0)),
+        (jobs.ep, np.where(experts & zero, expert_shard, 1.0)),
+        (jobs.ep * expert_shard, np.where(experts & zero, expert_copies / expert_shard, 1.0)),
+        (none, np.where(experts, jobs.cp * jobs.tp, 1.0)),
+    ]
+    sizes = [
+        np.where(
+            reduce(np.logical_or, ((stride == other) & (size == same) for other, same in shared[:number])), 1.0, size
+        )
+        if number
+        else size
+        for number, (stride, size) in enumerate(shared)
+    ]
+    sizes += [
+        jobs.world_size,
+        np.where(experts, jobs.ep, 1.0),
+        np.where(hybrid, shard, 1.0),
+        np.where(hybrid, copies / shard, 1.0),
+        jobs.cp_inner,
+        jobs.cp / jobs.cp_inner,
+        np.where(kv_parts > 1, jobs.tp / kv_parts, 1.0),
+        np.where((shape.tied > 0) & (jobs.pp > 1) & (is_v_shaped(jobs) == 0), 2.0, 1.0),
+    ]
+    return Communicators(
+        collective=np.asarray(sum(np.where(size > 1, 1.0, 0.0) for size in sizes)),
+        peers=np.asarray(sum(size - 1 for size in sizes)),
+        links=2 * np.minimum(jobs.pp - 1, 2.0),
+    )
+
+
+@recent
+def communicator_bytes(shape: Shape, jobs: Jobs, engine: Engine) -> Array:
+    """Bytes on the accelerator, beside what `engine.fixed` holds."""
+    found = communicators(shape, jobs)
+    library = engine.communicator_first * (found.collective > 0)
+    collective = engine.communicator * found.collective + engine.communicator_peer * found.peers
+    return np.asarray(library + collective + engine.communicator_link * found.links)
+
+
+# What a rank of this program holds on a GPU, where blocks are compiled: counted from what the code keeps, tensor by
+# tensor, at each moment of a step that can be the fullest.
+
+
+LIBRARIES = 75e6
+"""Bytes of workspaces that libraries of matmuls take for themselves."""
+WIDE = 4.0
+"""Bytes of a gradient that is summed."""
+
+
+def compiled_kept(shape: Shape, jobs: Jobs, engine: Engine) -> tuple[Array, Array]:
+    """Bytes one micro-batch keeps in a layer for its backward, without and with experts.
+
+    Of every layer: its input and the sum after attention; queries, keys, values, what attention gave and the sums of
+    its exponentials. With nothing recomputed also the inputs of matmuls, which tensor ranks gather whole; selective
+    recomputation makes, and gathers, these again. In fp8 they are kept in fp8."""
+    element = engine.activation_wire
+    split = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+    inputs = np.where(jobs.recompute == 1, 0.0, 1.0 if engine.fp8_activations else element)
+    plain = (2 * shape.heads + 2 * np.maximum(shape.kv_heads, jobs.tp)) * shape.head_dim
+    latent = shape.heads * (2 * (shape.nope_dim + shape.rope_dim) + 2 * shape.v_dim)
+    seen = shape.heads * np.where(shape.latent > 0, shape.v_dim, shape.head_dim)
+    each = shape.hidden * (2 * element / split + 2 * inputs) + 8 / split
+    each = each + (element * np.where(shape.latent > 0, latent, plain) + 4 * shape.heads) / jobs.tp
+    normed = (
+        shape.heads + np.maximum(shape.kv_heads, jobs.tp)
+    ) * shape.head_dim  # before their norm, where there is one
+    each = each + shape.qk_norm * element * normed / jobs.tp
+    each = each + (inputs * seen / jobs.tp if engine.fp8_activations else 0.0)
+    each = each + np.where(shape.latent > 0, element * (2 * shape.q_rank + 2 * shape.kv_rank + shape.rope_dim), 0.0)
+    inner = (element * (1 + shape.gated) + inputs) / jobs.tp
+    routed = shape.top_k / jobs.tp * (inner * jobs.tp * shape.expert_ffn + engine.kept_routed * shape.hidden)
+    dense = jobs.tokens * (each + inner * shape.ffn)
+    mixture = jobs.tokens * (each + inner * shape.shared_ffn + routed)
+    return dense, np.where(shape.experts > 0, mixture, dense)
+
+
+@dataclass(frozen=True)
+class Fullest:
+    """The fullest moment of a step, beside what is always there."""
+
+    gradients: Array
+    """As the backward pass computed them, not yet summed."""
+    activations: Array
+    logits: Array
+    transient: Array
+
+
+def fullest(
+    shape: Shape,
+    jobs: Jobs,
+    engine: Engine,
+    held: RankParameters,
+    kept: Kept,
+    activations: Array,
+    first: Array,
+    last: Array,
+) -> tuple[Array, Fullest]:
+    """Whether gradients stay as the backward pass leaves them (one micro-batch, nobody to add), and the moment."""
+    element = engine.activation_wire
+    each = layer_parameters(shape, jobs.tp)
+    of_layer = np.where(shape.experts > 0, each.mixture + each.routed / np.maximum(jobs.ep, 1), 0.0)
+    of_layer = np.maximum(of_layer, each.dense)
+    table = table_parameters(shape, jobs.tp)
+    states = jobs.tokens * shape.hidden * element
+    gradient = element  # bytes of one that autograd made
+    alone = (jobs.dp * jobs.cp * jobs.tp == 1) & (jobs.micro_batches == 1) & ((shape.tied == 0) | (jobs.pp == 1))
+    sharded, gathered = (jobs.zero >= 2) & ~alone, jobs.zero == 3
+    flat = np.where(sharded, WIDE * (1 + 1 / (jobs.shard * jobs.cp)), 0.0)  # per parameter of a unit being reduced
+    weights = np.where(gathered, element, 0.0)  # per parameter of a unit in use, and of the next one
+    own = last * (states / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0) + states)  # what the head itself keeps
+    logit = last * element * jobs.tokens * shape.vocab / jobs.tp
+    width = np.maximum(shape.ffn, shape.shared_ffn + shape.top_k * shape.expert_ffn)
+    working = (
+        element * jobs.tokens * (1 + shape.gated) * width / jobs.tp + 4 * states + gathered_bytes(shape, jobs, engine)
+    )
+    # Before a layer is run again, what comes after it has let go.
+    working = working + np.where(jobs.recompute == 2, np.maximum(kept.layer - kept.spared, 0.0), 0.0)
+    left = np.where(alone, last * gradient * table, 0.0)
+    # The head, its gradient on the way, a layer, its gradient on the way, the end; of each gradients, activations,
+    # logits and what else is there for a moment.
+    moments = (
+        (last * gradient * table, activations + own, logit, last * (3 * states + weights * (table + of_layer))),
+        (last * gradient * table, activations, 0 * logit, last * (flat * table + weights * of_layer)),
+        (left + gradient * of_layer, activations, 0 * logit, working + 2 * weights * of_layer),
+        (left + gradient * of_layer, activations - kept.last, 0 * logit, flat * of_layer + weights * of_layer),
+        (
+            np.where(alone, gradient * held.total, first * gradient * table),
+            0 * activations,
+            0 * logit,
+            first * flat * table,
+        ),
+    )
+    rows = [np.broadcast_arrays(*moment, kept.layer * jobs.tp) for moment in moments]
+    totals = np.stack(np.broadcast_arrays(*(sum(row[:4]) for row in rows)))
+    place = totals.argmax(axis=0)
+    chosen = [np.choose(place, np.broadcast_arrays(*(row[part] for row in rows))) for part in range(4)]
+    chosen[3] = chosen[3] + LIBRARIES
+    return alone, Fullest(*chosen)
 
 
 @dataclass(frozen=True)
@@ -57,11 +221,11 @@ def kept_per_layer(shape: Shape, jobs: Jobs, engine: Engine) -> tuple[Array, Arr
         query = query + np.where(jobs.recompute == 1, 0.0, scores)
     inner = engine.kept_ffn * tokens * (1 + shape.gated) / jobs.tp
     dense = hidden + query + inner * shape.ffn
-    share = np.where(jobs.recompute == 1, engine.kept_selective, 1.0)
+    fraction = np.where(jobs.recompute == 1, engine.kept_selective, 1.0)
     copies = tokens * shape.top_k / jobs.tp
     routed = copies * (engine.kept_ffn * (1 + shape.gated) * shape.expert_ffn + engine.kept_routed * shape.hidden)
     mixture = hidden + query + inner * shape.shared_ffn + routed
-    return share * dense, share * np.where(shape.experts > 0, mixture, dense)
+    return fraction * dense, fraction * np.where(shape.experts > 0, mixture, dense)
 
 
 def _split(jobs: Jobs, held: RankParameters, bytes_each: float, from_stage: int) -> Array:
@@ -99,7 +263,7 @@ def _kept(shape: Shape, jobs: Jobs, engine: Engine, layers: Array, first: Array,
     )
 
 
-def kept_share(shape: Shape, jobs: Jobs, engine: Engine) -> float:
+def kept_fraction(shape: Shape, jobs: Jobs, engine: Engine) -> float:
     """What a layer of one layout keeps that is recomputed more, over what one keeps that is recomputed less."""
     one, middle = np.ones(()), np.zeros(())  # of a mixture's layers most have experts
     more, less = (_kept(shape, kind, engine, one, middle, None).layers for kind in (heavier(jobs), lighter(jobs)))
@@ -182,7 +346,7 @@ def memory_by_rank(shape: Shape, jobs: Jobs, engine: Engine) -> dict[str, Memory
     """The first pipeline rank, the one after it, and the last: one of them is the fullest."""
     stage: Partition = partition(shape, jobs, engine)
     one, none = np.ones(()), np.zeros(())
-    alone, folded = (jobs.pp == 1).astype(np.float64), turns_back(jobs)
+    alone, folded = (jobs.pp == 1).astype(np.float64), is_v_shaped(jobs)
     return {
         "first": rank_memory(shape, jobs, engine, stage.first, none, one, folded),
         "second": rank_memory(shape, jobs, engine, stage.middle, np.minimum(jobs.pp - 1, 1.0), alone, alone),
@@ -193,7 +357,7 @@ def memory_by_rank(shape: Shape, jobs: Jobs, engine: Engine) -> dict[str, Memory
 def first_memory(shape: Shape, jobs: Jobs, engine: Engine) -> Array:
     """Bytes of the first pipeline rank, often the fullest and never fuller than that."""
     stage: Partition = partition(shape, jobs, engine)
-    first = rank_memory(shape, jobs, engine, stage.first, np.zeros(()), np.ones(()), turns_back(jobs))
+    first = rank_memory(shape, jobs, engine, stage.first, np.zeros(()), np.ones(()), is_v_shaped(jobs))
     return np.asarray(engine.reserve * first.total)
 
 

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cuboid.cost.constants import Chip
-from cuboid.cost.engine import Engine
-from cuboid.cost.flops import attention_parameters, feed_forward_parameters, table_parameters
+from cuboid.cost.compute import attention_parameters, feed_forward_parameters, table_parameters
+from cuboid.cost.constants import Chip, Engine
 from cuboid.cost.inputs import Array, Jobs, Shape
-from cuboid.cost.recent import recent
+from cuboid.cost.reuse import recent
 from cuboid.spec.layout import SCHEDULES
 
 GPIPE, PLAIN, INTERLEAVED, ZERO_BUBBLE, ZERO_BUBBLE_V, DUAL_PIPE_V = range(len(SCHEDULES))
@@ -45,7 +44,7 @@ def _head(layers: Array, ranks: Array) -> Partition:
 
 
 def _balanced(shape: Shape, ranks: Array) -> Partition:
-    """A rank takes blocks until the costs so far pass its share, with the block that passes it (nanotron).
+    """A rank takes blocks until the costs so far pass its part, with the block that passes it (nanotron).
 
     The blocks are the embedding, the layers, and behind them norm, head, cast and loss, of which only the head counts.
     """
@@ -65,7 +64,7 @@ def _balanced(shape: Shape, ranks: Array) -> Partition:
         passes = inside & (cost >= total * (rank + 1) / ranks * (1 - 1e-9)) & (rank < ranks - 1)
         first = np.where((rank == 0) & is_layer, held, first)
         middle = np.where((rank > 0) & is_layer, np.maximum(middle, held), middle)
-        # The loss, the last block, fills its rank whether or not it passes the share.
+        # The loss, the last block, fills its rank whether or not it passes its part.
         passes = passes & (block < layers + 4)
         rank, held = rank + passes, np.where(passes, 0.0, held)
     return Partition(first, np.where(middle > 0, middle, first), last, np.where(ranks > 1, rank + 1, ranks))
@@ -86,7 +85,7 @@ def with_shared_cores(chip: Chip, slowest: Array, mean: Array) -> Array:
     return np.maximum(mean, chip.together * slowest) if chip.together < 1 else slowest
 
 
-def turns_back(jobs: Jobs) -> Array:
+def is_v_shaped(jobs: Jobs) -> Array:
     """1 where the first rank also holds the last stage: one rank only, or a V-shaped schedule."""
     vee = (jobs.schedule == ZERO_BUBBLE_V) | (jobs.schedule == DUAL_PIPE_V)
     return np.asarray((jobs.pp == 1) | vee, dtype=np.float64)
@@ -97,7 +96,7 @@ def splits_backward(jobs: Jobs) -> NDArray[np.bool_]:
     return np.asarray(jobs.schedule >= ZERO_BUBBLE)
 
 
-def paired_share(jobs: Jobs) -> Array:
+def paired_fraction(jobs: Jobs) -> Array:
     """Of all passes those that DualPipeV runs as pairs, as counted in its tables: all but filling and draining."""
     paired = np.maximum(1 - 1.23 * jobs.pp / jobs.micro_batches, 0.0)
     return np.where((jobs.schedule == DUAL_PIPE_V) & (jobs.pp > 1), paired, 0.0)

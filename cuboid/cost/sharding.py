@@ -5,13 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cuboid.cost.communication import all_gather, all_reduce, group, reduce_scatter
-from cuboid.cost.constants import Fabric
-from cuboid.cost.engine import Engine
-from cuboid.cost.flops import layer_parameters, norm_parameters, position_parameters, table_parameters
+from cuboid.cost.communication import ONE, all_gather, all_reduce, group, reduce_scatter
+from cuboid.cost.compute import layer_parameters, norm_parameters, position_parameters, table_parameters
+from cuboid.cost.constants import Chip, Engine, Fabric
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.layers import LayerTimes
-from cuboid.cost.pipeline import turns_back
+from cuboid.cost.pipeline import is_v_shaped, partition
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def reduction(
     """Seconds of gradient reduction and parameter gathering that nothing hides, with ZeRO 0 to 2. `forward`,
     `backward`: of one micro-batch."""
     # The profiles of others were fitted as if all replicas shared shards, and gathering hid behind anything.
-    shard, most = (jobs.shard, forward) if engine.own_exchanges else (jobs.dp, np.asarray(np.inf))
+    shard, most = (jobs.shard, forward) if engine.own_collectives else (jobs.dp, np.asarray(np.inf))
     copies = np.maximum(jobs.dp * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1), 1)
     shards = np.maximum(shard * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1), 1)
     plain = _Sums(fabric, engine, held.plain, jobs.dp * jobs.cp, shard * jobs.cp, jobs.tp)
@@ -138,8 +137,8 @@ def fully_sharded(
     if not np.any(jobs.zero == 3):
         return np.zeros(())
     each = layer_parameters(shape, jobs.tp)
-    dense = times.dense_share * each.dense + (1 - times.dense_share) * each.mixture
-    experts = (1 - times.dense_share) * each.routed / np.maximum(jobs.ep, 1)
+    dense = times.dense_fraction * each.dense + (1 - times.dense_fraction) * each.mixture
+    experts = (1 - times.dense_fraction) * each.routed / np.maximum(jobs.ep, 1)
     copies = np.maximum(jobs.dp * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1), 1)
     shards = np.maximum(jobs.shard * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1), 1)
     plain = _Sums(fabric, engine, dense, jobs.dp * jobs.cp, jobs.shard * jobs.cp, jobs.tp)
@@ -159,12 +158,12 @@ def fully_sharded(
         waits = waits + np.maximum(gather + reduced - engine.shard_overlap * backward, 0.0)
         # Traffic that is hidden still slows the kernels it hides behind (Galvatron measured an eighth).
         waits = waits + engine.shard_contention * (2 * gather + reduced)
-        held = np.ceil(shape.layers / jobs.pp) if engine.own_exchanges else shape.layers / jobs.pp
+        held = np.ceil(shape.layers / jobs.pp) if engine.own_collectives else shape.layers / jobs.pp
         return waits * held + gather + reduced
 
-    often = 1.0 if engine.own_exchanges else jobs.micro_batches
+    often = 1.0 if engine.own_collectives else jobs.micro_batches
     step = (jobs.micro_batches - often) * waits(scatter) + often * waits(scatter + replicated)
-    if engine.own_exchanges:
+    if engine.own_collectives:
         held = _tables(shape, jobs) * table_parameters(shape, jobs.tp)
         tables = _Sums(fabric, engine, held, jobs.dp * jobs.cp, jobs.shard * jobs.cp, jobs.tp)
         step = step + jobs.micro_batches * np.maximum(tables.gathered() - engine.shard_overlap * head[0], 0.0)
@@ -176,12 +175,48 @@ def fully_sharded(
 
 def _tables(shape: Shape, jobs: Jobs) -> Array:
     """Vocabulary tables on the pipeline rank with most of them."""
-    return np.where((shape.tied == 0) & (turns_back(jobs) > 0), 2.0, 1.0)
+    return np.where((shape.tied == 0) & (is_v_shaped(jobs) > 0), 2.0, 1.0)
 
 
 def tied_sum(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine) -> Array:
     """Seconds to sum the gradient of a tied embedding over the two pipeline ranks that hold it, or their shards."""
-    apart = (shape.tied > 0) & (turns_back(jobs) == 0)
+    apart = (shape.tied > 0) & (is_v_shaped(jobs) == 0)
     pair = group(fabric, np.where(apart, 2.0, 1.0), jobs.world_size / jobs.pp * np.maximum(jobs.pp - 1, 1))
-    shards = np.where((jobs.zero > 0) & engine.own_exchanges, jobs.shard * jobs.cp, 1.0)
+    shards = np.where((jobs.zero > 0) & engine.own_collectives, jobs.shard * jobs.cp, 1.0)
     return all_reduce(fabric, engine.gradient_wire * table_parameters(shape, jobs.tp) / shards, pair)
+
+
+# Optimizer state in CPU memory: what it takes there, and what bringing it to the accelerator and back costs.
+
+
+def host_bytes(shape: Shape, jobs: Jobs, engine: Engine) -> Array:
+    """Bytes that the first pipeline rank, which holds the most parameters, keeps in CPU memory."""
+    held = rank_parameters(shape, jobs, partition(shape, jobs, engine).first, ONE, is_v_shaped(jobs))
+    return np.asarray(jobs.offload * engine.optimizer_bytes * owned_parameters(jobs, held))
+
+
+def brought_bytes(jobs: Jobs, engine: Engine, held: RankParameters) -> Array:
+    """Bytes of offloaded state that are on the accelerator at once; none where it lies there."""
+    elements = jobs.offload * np.minimum(engine.offload_elements, owned_parameters(jobs, held))
+    return np.asarray(engine.optimizer_bytes * elements)
+
+
+def offloaded_update(chip: Chip, engine: Engine, owned: Array, here: Array, forward: Array) -> Array:
+    """Seconds of an update whose state is in CPU memory that nothing hides. `here`: those of one whose state is
+    on the accelerator; `forward`: of the forward pass that follows."""
+    if not engine.offload_elements:  # gradients go to the host, which updates, and weights come back
+        moved = engine.gradient_wire + engine.parameter_wire + engine.optimizer_passes
+        return np.asarray(moved * owned / chip.host_link)
+    # Both ways at once; the pass that follows starts as soon as its first weights are there.
+    whole = np.maximum(engine.optimizer_bytes * owned / chip.host_link, here)
+    return np.asarray(np.maximum(whole - forward, 0.05 * whole))
+
+
+def optimizer_time(jobs: Jobs, chip: Chip, engine: Engine, held: RankParameters, forward: Array) -> Array:
+    """Seconds of the optimizer step. `forward`: of one micro-batch's forward pass, under which an offloaded update
+    continues."""
+    bandwidth = chip.memory_bandwidth * chip.memory_efficiency
+    owned = owned_parameters(jobs, held)
+    here = engine.optimizer_passes * owned / bandwidth
+    there = offloaded_update(chip, engine, owned, here, forward)
+    return np.asarray(np.where(jobs.offload > 0, there, here) + 4 * held.total / bandwidth)

@@ -1,4 +1,4 @@
-"""The time of one training step, put together from kernels, communication and the pipeline."""
+"""The time of one training step, made of kernels, communication and the pipeline."""
 
 from dataclasses import dataclass
 
@@ -6,13 +6,19 @@ import numpy as np
 
 from cuboid.cost.communication import ONE
 from cuboid.cost.compute import Kernels, kernels
-from cuboid.cost.constants import Chip, Fabric
-from cuboid.cost.engine import Engine
+from cuboid.cost.constants import Chip, Engine, Fabric
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.layers import LayerTimes, hop, layer_times
-from cuboid.cost.offload import optimizer_time
-from cuboid.cost.pipeline import Partition, bubble, partition, turns_back, waited_transfers, with_shared_cores
-from cuboid.cost.sharding import RankParameters, free_time, fully_sharded, rank_parameters, reduction, tied_sum
+from cuboid.cost.pipeline import Partition, bubble, is_v_shaped, partition, waited_transfers, with_shared_cores
+from cuboid.cost.sharding import (
+    RankParameters,
+    free_time,
+    fully_sharded,
+    optimizer_time,
+    rank_parameters,
+    reduction,
+    tied_sum,
+)
 
 PARTS = ("compute", "tensor", "context", "expert", "host", "bubble", "transfer", "data", "optimizer", "straggler")
 
@@ -49,7 +55,7 @@ class StepTime:
 def _slowest(shape: Shape, jobs: Jobs, stage: Partition, layer: Array, parts: Kernels) -> tuple[Array, Array]:
     """Seconds of one micro-batch on the slowest rank and on all ranks together."""
     head = parts.head_forward + parts.head_backward
-    folded = turns_back(jobs)
+    folded = is_v_shaped(jobs)
     first = stage.first * layer + parts.embedding + folded * head
     ends = np.maximum(first, stage.last * layer + (1 - folded) * head)
     everything = shape.layers * layer + parts.embedding + head
@@ -83,7 +89,7 @@ def _host(shape: Shape, jobs: Jobs, engine: Engine) -> Array:
 
 def first_parameters(shape: Shape, jobs: Jobs, stage: Partition) -> RankParameters:
     """Those of the first pipeline rank."""
-    return rank_parameters(shape, jobs, stage.first, ONE, turns_back(jobs))
+    return rank_parameters(shape, jobs, stage.first, ONE, is_v_shaped(jobs))
 
 
 def replica_time(
@@ -105,7 +111,7 @@ def replica_time(
         between = rank_parameters(shape, jobs, stage.middle, 0 * ONE, 0 * ONE)
         data = np.where(jobs.pp > 2, np.maximum(data, reduction(jobs, fabric, engine, between, *free)), data)
     data = data + fully_sharded(shape, jobs, fabric, engine, times, head)
-    if engine.own_exchanges:  # in the rows of others it is part of what was fitted
+    if engine.own_collectives:  # in the rows of others it is part of what was fitted
         data = data + tied_sum(shape, jobs, fabric, engine)
     return data
 

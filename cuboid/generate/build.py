@@ -28,8 +28,7 @@ from cuboid.parallel.groups import Group, Groups, make_groups
 from cuboid.parallel.parallelize import DTYPES, set_parameter
 from cuboid.parallel.tensor import connect_region, split_block, split_embedding
 from cuboid.parallel.tensor_region import Region
-from cuboid.planning.cache import cache_shape
-from cuboid.spec.generation import GenerationSpec
+from cuboid.spec.generation import GenerationSpec, cache_shape
 from cuboid.spec.sharding import BALANCE, TIED, Part, ShardingRank, kv_part_count, unit_of
 
 # Fused QKV and fused gate-up: matmuls of the same rows made into one, because a decoding step has few rows, and takes

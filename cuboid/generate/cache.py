@@ -14,7 +14,7 @@ from cuboid.model.mla import MultiLatentAttention
 from cuboid.model.rope import Positions, PositionTable
 from cuboid.parallel.collectives import all_gather, all_to_all
 from cuboid.parallel.groups import Group
-from cuboid.planning.cache import CacheShape
+from cuboid.spec.generation import CacheShape
 
 # What one rank computes of a step: a row for each token, of sequences of any lengths, one after another.
 #

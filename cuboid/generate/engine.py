@@ -25,8 +25,7 @@ from cuboid.parallel.collectives import all_reduce, all_reduce_maximum
 from cuboid.parallel.groups import Group, Groups, connect_groups
 from cuboid.parallel.p2p import transport_device
 from cuboid.parallel.parallelize import DTYPES
-from cuboid.planning.cache import cache_shape
-from cuboid.spec.generation import GenerationSpec, SamplingSpec
+from cuboid.spec.generation import GenerationSpec, SamplingSpec, cache_shape
 from cuboid.spec.partition import partition
 
 # Messages between the pipeline ranks of a generation: activations from stage to stage, tokens from the last one back.

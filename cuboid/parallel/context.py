@@ -1,4 +1,4 @@
-"""Context parallelism: every rank holds two chunks of each sequence (see `spec.zigzag`), and attention brings its
+"""Context parallelism: every rank holds two chunks of each sequence (zigzag, `spec.sharding`), and attention brings its
 queries together with all keys before them.
 
 One form serves all methods. The ranks of an inner group trade heads for tokens, so that each holds all tokens of the

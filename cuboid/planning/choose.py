@@ -1,29 +1,28 @@
 """From a question to plans: search in closed form, simulate the finalists, say why the first one is first."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import combinations
+from math import gcd
+from typing import Any
 
 import numpy as np
 
-from cuboid.cost.flops import model_flops_per_token
+from cuboid.cost.compute import model_flops_per_token
+from cuboid.cost.estimate import doubt
 from cuboid.cost.inputs import Shape
-from cuboid.errors import UserError
-from cuboid.planning.bounds import least_seconds
-from cuboid.planning.budget import fitted, may_mix
-from cuboid.planning.ceiling import doubt
+from cuboid.errors import UserError, either
+from cuboid.planning.export.engines import FIXED, refuse_model
 from cuboid.planning.own_models import own_plan, own_plans
-from cuboid.planning.plan import GIB, Plan, make_plan, with_notes
-from cuboid.planning.problems import explain_nothing
-from cuboid.planning.question import DEFAULT_SHARE, Question
-from cuboid.planning.reasons import reasons
-from cuboid.planning.refine import Refined, actions, refine
-from cuboid.planning.score import Scores, score
-from cuboid.planning.search import search
-from cuboid.planning.sizes import every_size, resized, rounder_sizes, sizes
-from cuboid.planning.space import DEGREES, Space, shapes
+from cuboid.planning.plan import GIB, Plan, make_plan, reasons, with_notes
+from cuboid.planning.question import MEMORY_FRACTION, Question, every_size, resized, rounder_sizes, sizes
+from cuboid.planning.refine import Refined, actions, fitted, may_mix, refine
+from cuboid.planning.score import Scores, least_seconds, score
+from cuboid.planning.search import emptiest, sayable_layouts, search
+from cuboid.planning.space import DEGREES, Space, degrees, divisors, shapes, with_context
 from cuboid.planning.traffic import bound, moved
-from cuboid.spec.fitting import check
+from cuboid.spec.fitting import check, check_model
 from cuboid.spec.layout import Layout
 from cuboid.spec.plugin import PythonModelSpec
 
@@ -33,7 +32,7 @@ FINALISTS = 8
 SLOWER = 1.5
 """How many times the fastest step one may take that is chosen for its memory."""
 NOT_FASTER = 0.9
-"""Least share of one accelerator's time for the whole batch that many take together."""
+"""Least fraction of one accelerator's time for the whole batch that many take together."""
 BUDGET = 40_000
 """Actions of schedules simulated in all: what keeps an answer within a second."""
 
@@ -165,7 +164,7 @@ def planned(question: Question, refined: Refined) -> Plan:
     engine will send, by its own count, the links are right."""
     per_token = float(model_flops_per_token(Shape.of(question.model), np.array(question.sequence)))
     plan = make_plan(question, refined, 0.0)
-    if question.profile.own_exchanges and not question.untrainable(plan.layout):
+    if question.profile.own_collectives and not question.untrainable(plan.layout):
         missing = max(bound(moved(plan)) - plan.seconds, 0.0)
         plan = replace(plan, parts={**plan.parts, "data": plan.parts["data"] + missing})
     peak = question.machine.chip.peak["float32" if question.precision == "float32" else "bf16"]
@@ -176,10 +175,12 @@ def warnings(plan: Plan) -> list[str]:
     """What the user should know before believing or starting the plan."""
     question = plan.question
     found = [doubt(question.cluster.accelerator, question.cost_precision, plan.utilization, question.precision)]
-    if plan.share > 1:
-        found.append(f"the fullest rank would hold {plan.share:.0%} of its memory: this plan does not fit")
-    elif plan.share > DEFAULT_SHARE:
-        found.append(f"the fullest rank holds {plan.share:.0%} of its memory; above 95 % fragmentation may end the run")
+    if plan.memory_fraction > 1:
+        found.append(f"the fullest rank would hold {plan.memory_fraction:.0%} of its memory: this plan does not fit")
+    elif plan.memory_fraction > MEMORY_FRACTION:
+        found.append(
+            f"the fullest rank holds {plan.memory_fraction:.0%} of its memory; above 95 % fragmentation may end the run"
+        )
     if plan.host_memory > question.host_limit:
         found.append(
             f"offload=true needs {plan.host_memory / GIB:.1f} GiB of host memory a rank, and "
@@ -239,3 +240,140 @@ def fewest(question: Question, *, tokens: float, days: float, top: int = 5) -> l
         f"days={days:g} is too short for tokens={tokens:.4g} on {question.cluster.name}; "
         f"use days={steps * quickest / 86400:.4g} or more accelerators"
     )
+
+
+# Why no plan was found, in one sentence that says what would work.
+
+
+MOST_ACCELERATORS = 2**20
+FEW = 4
+"""Values that a sentence proposes at most."""
+
+
+def explain_nothing(question: Question) -> UserError:
+    """The error for a question without an answer."""
+    world_size = question.cluster.accelerators
+    try:
+        refuse_model(question.model, question.target)
+    except UserError as reason:
+        return reason
+    if next(degrees(question, world_size), None) is None:
+        return _no_degrees(question, world_size)
+    if not len(with_context(question, shapes(question, world_size))):
+        micro_batch = question.fixed.get("micro_batch")
+        return UserError(
+            f"no layout of {question.cluster.name} divides global_batch={question.global_batch} with "
+            f"{_fixed(question)}; {'use another micro_batch or ' if micro_batch else ''}fix less"
+        )
+    return _unsayable(question, world_size) or _too_small(question, world_size)
+
+
+def _unsayable(question: Question, world_size: int) -> UserError | None:
+    """The error for a target that has no words for what the user decided: which field, and what it has instead."""
+    target = question.target
+    if not target or len(sayable_layouts(question, world_size)):
+        return None
+    decided = {name: value for name, value in question.fixed.items() if name not in FIXED[target]}
+    # A degree is what the user wants most.
+    names = sorted(decided, key=lambda name: name in DEGREES)
+    for dropped in (dropped for count in (1, 2) for dropped in combinations(names, count)):
+        kept = {name: value for name, value in question.fixed.items() if name not in dropped}
+        try:
+            found = sayable_layouts(replace(question, fixed=kept), world_size)
+        except UserError:  # what is kept makes no layout
+            continue
+        if len(found):
+            lacking, others = (
+                {name: decided[name] for name in decided if (name in dropped) is lost} for lost in (True, False)
+            )
+            beside = f" with {_named(others)}" if others else ""
+            return UserError(f"{_named(lacking)}{beside} is not in {target}; use {either(_instead(found, dropped))}")
+    return UserError(f"{_named(decided)} is not in {target}; fix less")
+
+
+def _instead(space: Space, names: Sequence[str]) -> list[str]:
+    """Values of some fields that occur, at most a few."""
+    rows = np.stack([space.columns[name] for name in names], axis=1).tolist()
+    firsts = {tuple(row): where for where, row in reversed(list(enumerate(rows)))}
+    layouts = [space.layout(firsts[values]) for values in sorted(firsts)[:FEW]]
+    return [_named({name: getattr(layout, name) for name in names}) for layout in layouts]
+
+
+def _no_degrees(question: Question, world_size: int) -> UserError:
+    model, replicas = question.model, sorted(_replicas(question, world_size))
+    if not replicas:
+        try:
+            fixed = {name: question.fixed[name] for name in ("tp", "pp", "ep") if name in question.fixed}
+            check_model(Layout(dp=fixed.get("ep", 1), **fixed), model)
+        except UserError as reason:
+            return reason
+        return UserError(f"{_fixed(question)} fits no layout of {world_size} accelerators; fix less")
+    batch = question.global_batch
+    near = set()
+    below = [batch // dp * dp for dp in replicas if batch >= dp]
+    near |= {max(below)} if below else set()
+    near.add(min(-(-batch // dp) * dp for dp in replicas))
+    given = f" with {_fixed(question)}" if question.fixed else ""
+    return UserError(
+        f"global_batch={batch} divides over no layout of {model.name} on {world_size} accelerators{given}; "
+        f"use {either(f'global_batch={number}' for number in sorted(near))}"
+    )
+
+
+def _replicas(question: Question, world_size: int) -> set[int]:
+    """Every dp that some layout would have if the batch allowed it."""
+    found = set()
+    for dp in divisors(world_size):
+        wide = replace(question, global_batch=dp)
+        if fits := next((entry for entry in degrees(wide, world_size) if entry[0] == dp), None):
+            found.add(fits[0])
+    return found
+
+
+def _too_small(question: Question, world_size: int) -> UserError:
+    kept = f" with {_fixed(question)}" if question.fixed else ""
+    limit = f"{question.limit / 2**30:.4g} GiB a rank"
+    needed = _enough(question, world_size)
+    least = emptiest(question, world_size)
+    lacking = ""
+    if least:
+        layout, held = least
+        lacking = f": {layout} would hold {held / 2**30:.1f}, {(held - question.limit) / 2**30:.1f} too many"
+    what = (
+        f"cluster={question.cluster.name} is too small for {question.model.name}{kept} "
+        f"at global_batch={question.global_batch} and seq={question.sequence} within {limit}{lacking}"
+    )
+    name = question.cluster.name.rpartition("x")[0] or question.cluster.accelerator
+    if needed is None:
+        return UserError(f"{what}, and so is any larger one; use another accelerator or a smaller sequence")
+    return UserError(f"{what}; it takes {needed} accelerators, as {name}x{needed}")
+
+
+def _enough(question: Question, world_size: int) -> int | None:
+    """The least accelerators of twice, three times, four times … the cluster that hold the model."""
+    ranks = 1
+    for name in ("dp", "tp", "pp", "cp"):
+        ranks *= question.fixed.get(name, 1)
+    if all(name in question.fixed for name in ("dp", "tp", "pp")) and ranks == world_size:
+        return None
+    size = world_size
+    node = question.cluster.accelerators_per_node
+    while size <= MOST_ACCELERATORS:
+        for candidate in (size * 3 // 2, size * 2) if size > 1 else (2,):
+            whole = candidate % node == 0 if candidate > node else node % candidate == 0
+            if whole and gcd(candidate, node) and _holds(resized(question, candidate)):
+                return candidate
+        size *= 2
+    return None
+
+
+def _holds(question: Question) -> bool:
+    return len(search(question, question.cluster.accelerators, keep=1).space) > 0
+
+
+def _fixed(question: Question) -> str:
+    return _named(question.fixed) or "these sizes"
+
+
+def _named(fields: Mapping[str, Any]) -> str:
+    return ",".join(f"{name}={str(value).lower()}" for name, value in fields.items())

@@ -8,13 +8,237 @@ rows count whole and where they are routed; and which of them find no room under
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from math import lcm
 
-from cuboid.planning.layer_collectives import LayerExchanges
-from cuboid.planning.rank_step import Collective, RankStep
-from cuboid.spec.layout import V_SHAPED
+from cuboid.spec.layout import V_SHAPED, Recompute
+from cuboid.spec.partition import partition
+from cuboid.spec.ranks import coordinates
 from cuboid.spec.run import Run
-from cuboid.spec.sharding import EXPERTS, TIED, kv_part_count
+from cuboid.spec.sharding import (
+    EXPERTS,
+    TIED,
+    DeclaredUnit,
+    Part,
+    ShardingRank,
+    is_block_linear,
+    kv_head_of_query,
+    kv_part_count,
+    lay_out,
+    units,
+)
 from cuboid.telemetry.communication_ledger import Kind, Ledger, differences
+
+# What one rank holds and sees in a step, as far as its collectives depend on it.
+
+
+ELEMENT = {"bf16": 2, "fp16": 2, "float32": 4, "float64": 8}
+"""Precision -> bytes of a parameter or an activation."""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Equal collectives of one step."""
+
+    dimension: str
+    kind: Kind
+    ranks: int
+    calls: int
+    size: int
+    """Bytes of each, as `telemetry.communication_ledger` counts them."""
+    what: str
+    """What they carry, with the formula of their size."""
+
+
+@dataclass(frozen=True)
+class HeldUnit:
+    """A unit as one rank holds it."""
+
+    name: str
+    parts: list[Part]
+    uses: int
+    routed: bool
+    """Whether it holds routed experts, which other ranks hold alike than the rest."""
+    begin: int
+    """The first element that this rank keeps of it under ZeRO."""
+    shard: int
+    """How many it keeps, padding included."""
+    shards: int
+
+    @property
+    def flat(self) -> int:
+        """Elements of all shards."""
+        return self.shard * self.shards
+
+
+class RankStep:
+    def __init__(self, run: Run, rank: int) -> None:
+        self.run, self.layout, self.model = run, run.layout, run.model
+        self.micro_batches = run.micro_batches
+        self.element = ELEMENT[run.training.weights]
+        self.wide = max(self.element, 4)
+        """Bytes of a gradient, a logit or a loss: never less than float32."""
+        self.rank, self.place = rank, coordinates(rank, self.layout)
+        self.tokens = self.layout.micro_batch * run.training.sequence // self.layout.cp
+        """Of a micro-batch on this rank, those of its tensor-parallel neighbours included."""
+        self.stages = self.layout.stages_of(self.place.pp)
+        self.first, self.last = 0 in self.stages, self.layout.stages - 1 in self.stages
+        layers = partition(self.model, self.layout.stages, run.training.sequence)
+        self.layers = [layer for stage in self.stages for layer in layers[stage]]
+        self.recompute = {
+            layer: self.layout.recompute_at(place) for stage in self.stages for place, layer in enumerate(layers[stage])
+        }
+        """What each of them computes again."""
+        self.units = [self._held(unit) for unit in units(self.model, self.layers, self.first, self.last)]
+
+    def _held(self, unit: DeclaredUnit) -> HeldUnit:
+        layout = self.layout
+        place = ShardingRank(layout.tp, self.place.tp, layout.ep, self.rank % layout.ep, layout.sequence_parallel)
+        parts = lay_out(unit.parameters, place)
+        shards, index = layout.shard_size * layout.cp, self.place.dp * layout.cp + self.place.cp
+        if unit.routed:
+            shards, index = layout.expert_shard_size, self.rank // layout.ep
+        if not layout.zero or not unit.uses:  # what no micro-batch uses is never split
+            shards = 1
+        shard = -(-(parts[-1].offset + parts[-1].size) // shards)
+        return HeldUnit(unit.name, parts, unit.uses, unit.routed, index % shards * shard, shard, shards)
+
+    def fp8_parts(self, unit: HeldUnit) -> list[Part]:
+        """What of a unit ZeRO 3 gathers in fp8: the rest travels with their scales."""
+        training = self.run.training
+        if training.precision != "fp8" or training.fp8_scaling != "tensor" or self.layout.zero < 3:
+            return []
+        return [part for part in unit.parts if is_block_linear(unit.name, part.name, part.full_shape)]
+
+
+# What the layers of a rank communicate while micro-batches pass through them.
+#
+# Recomputation runs a layer again up to its last matmul, so that every collective of its forward pass before that one
+# is made once more.
+
+
+INTEGER = 8
+"""Bytes of a count or an index."""
+
+
+class LayerCollectives:
+    """Of all layers of one kind: with routed experts or without, and of one recomputation."""
+
+    def __init__(self, step: RankStep, routed: bool, recompute: Recompute) -> None:
+        self._step, self._routed, self._recompute = step, routed, recompute
+        self._layout, self._model = step.layout, step.model
+        self._again = int(recompute != "none")
+        kinds = [(step.model.has_experts(layer), step.recompute[layer]) for layer in step.layers]
+        self._times = step.micro_batches * kinds.count((routed, recompute))
+
+    def all(self) -> Iterator[Collective]:
+        yield from self._attention()
+        yield from self._context()
+        if self._routed:
+            yield from self._routing()
+            yield from self._mixture()
+        else:
+            yield from self._enter(self._model.hidden)
+            yield from self._leave(again=0)
+
+    def _attention(self) -> Iterator[Collective]:
+        latent = self._model.latent
+        if latent is None:
+            yield from self._enter(self._model.hidden)
+        elif latent.q_rank:
+            yield from self._enter(latent.q_rank + latent.kv_rank + latent.qk_rope_dim)
+        else:
+            yield from self._enter(self._model.hidden)
+            yield from self._enter(latent.kv_rank + latent.qk_rope_dim)
+        yield from self._leave(self._again)
+
+    def _context(self) -> Iterator[Collective]:
+        """Heads for tokens inside, keys and values between. Selective recomputation keeps what came of them, full
+        makes all of the forward pass again."""
+        layout, model = self._layout, self._model
+        inner, outer = layout.cp_inner, layout.cp // layout.cp_inner
+        forward = 2 if self._recompute == "full" else 1
+        heads = shared = model.heads // layout.tp
+        key = value = model.head_dim
+        if model.latent is not None:
+            key, value = model.latent.qk_nope_dim + model.latent.qk_rope_dim, model.latent.v_dim
+        elif kv_head_of_query(model, layout.tp, self._step.place.tp) is None:
+            shared = model.kv_heads // kv_part_count(model, layout.tp)
+        shared = lcm(shared, inner)  # repeated, so that every rank gets those of its query heads
+        both = (key + value) * shared
+        for width, what in ((key * heads + both, "query, key and value heads"), (value * heads, "output heads")):
+            size, formula = self._tokens(width)
+            yield self._collective("cp", "all-to-all", inner, forward + 1, size, f"{what}: {formula}")
+        # After the collective of heads a rank has the tokens of its inner group and its part of the heads.
+        size, formula = self._tokens(both)
+        what = f"keys and values, and their gradients: {formula}"
+        if layout.cp_method == "allgather":
+            whole = f"{what} × {outer} ranks"
+            yield self._collective("cp", "all-gather", outer, forward + 1, outer * size, whole)
+            yield self._collective("cp", "reduce-scatter", outer, 1, outer * size, whole)
+        else:
+            yield self._collective("cp", "send", outer, (outer - 1) * (forward + 2), size, what)
+
+    def _mixture(self) -> Iterator[Collective]:
+        """Each tensor rank routes its part of the tokens; shared experts are split like any feed-forward block."""
+        mixture, layout = self._model.mixture, self._layout
+        assert mixture is not None
+        if mixture.shared_ffn:
+            yield from self._enter(self._model.hidden)
+            yield from self._leave(self._again)
+        if not layout.sequence_parallel:  # parts gathered: results forward, gradients backward
+            yield self._tensor("all-gather", 2, self._model.hidden)
+        rows = self._step.tokens // layout.tp * mixture.top_k
+        what = f"rows to experts and back: {self._step.element} bytes × {rows:,} rows × {self._model.hidden:,} hidden"
+        size = self._step.element * rows * self._model.hidden
+        yield self._collective("ep", "all-to-all", layout.ep, 4 + 2 * self._again, size, what)
+        counts = INTEGER * mixture.experts
+        what = f"rows of each expert: {INTEGER} bytes × {mixture.experts}"
+        yield self._collective("ep", "all-to-all", layout.ep, 1, counts, what)
+
+    def _routing(self) -> Iterator[Collective]:
+        """What routers must know of whole sequences."""
+        mixture, layout = self._model.mixture, self._layout
+        assert mixture is not None
+        ranks, calls = layout.cp * layout.tp, 1 + self._again
+        if mixture.balance_coefficient and mixture.balance_over == "sequence":
+            size = self._step.wide * layout.micro_batch * mixture.experts
+            what = f"load of experts: {self._step.wide} bytes × {layout.micro_batch} sequences × {mixture.experts}"
+            yield self._collective("sequence", "all-reduce", ranks, calls, size, what)
+        if mixture.capacity_factor:
+            tokens, width = self._step.tokens * layout.cp, 1 + mixture.top_k
+            what = f"choices of tokens: {INTEGER} bytes × {tokens:,} tokens × {width}"
+            yield self._collective("sequence", "all-gather", ranks, calls, INTEGER * tokens * width, what)
+
+    def _enter(self, width: int) -> Iterator[Collective]:
+        """Into a region of split matrices: tokens gathered, or their gradient summed."""
+        if self._layout.sequence_parallel:
+            yield self._tensor("all-gather", 1 + self._again, width)
+            yield self._tensor("reduce-scatter", 1, width)
+        else:
+            yield self._tensor("all-reduce", 1, width)
+
+    def _leave(self, again: int) -> Iterator[Collective]:
+        """Out of it: partial matmuls summed; the gradient gathered where tokens are split."""
+        width = self._model.hidden
+        if self._layout.sequence_parallel:
+            yield self._tensor("reduce-scatter", 1 + again, width)
+            yield self._tensor("all-gather", 1, width)
+        else:
+            yield self._tensor("all-reduce", 1 + again, width)
+
+    def _tensor(self, kind: Kind, calls: int, width: int) -> Collective:
+        size, formula = self._tokens(width)
+        return self._collective("tp", kind, self._layout.tp, calls, size, f"layer activations: {formula}")
+
+    def _tokens(self, width: int) -> tuple[int, str]:
+        """Bytes of so many elements for each token, and their formula."""
+        element, tokens = self._step.element, self._step.tokens
+        return element * tokens * width, f"{element} bytes × {tokens:,} tokens × {width:,}"
+
+    def _collective(self, dimension: str, kind: Kind, ranks: int, calls: int, size: int, what: str) -> Collective:
+        return Collective(dimension, kind, ranks, self._times * calls, size, what)
+
 
 ROUTER_SUMS = 3
 """Numbers that a layer's router statistics hold beside the load of each expert."""
@@ -23,13 +247,13 @@ ROUTER_SUMS = 3
 def predicted_ledger(run: Run, rank: int) -> Ledger:
     """What a rank communicates in a step, as the engine's own ledger will say."""
     ledger = Ledger()
-    for exchange in exchanges(run, rank):
-        ledger.add(exchange.dimension, exchange.kind, exchange.ranks, exchange.size, exchange.calls)
+    for collective in step_collectives(run, rank):
+        ledger.add(collective.dimension, collective.kind, collective.ranks, collective.size, collective.calls)
     return ledger
 
 
 def unforeseen(run: Run, rank: int, counted: Ledger) -> list[str]:
-    """Where what a rank exchanged is not what was predicted, one sentence each."""
+    """Where what a rank communicated is not what was predicted, one sentence each."""
     predicted = predicted_ledger(run, rank)
     if run.model.mixture is not None and run.model.mixture.capacity_factor:
         seen, most = (ledger.entries.get(("ep", "all-to-all")) for ledger in (counted, predicted))
@@ -38,15 +262,15 @@ def unforeseen(run: Run, rank: int, counted: Ledger) -> list[str]:
     return differences(counted, predicted)
 
 
-def exchanges(run: Run, rank: int) -> list[Collective]:
+def step_collectives(run: Run, rank: int) -> list[Collective]:
     """All of a step; those that do not happen are omitted."""
     step = RankStep(run, rank)
     made = (
         *(
-            exchange
+            collective
             for routed in ((False, True) if run.model.mixture is not None else (False,))
             for recompute in dict.fromkeys(step.recompute.values())
-            for exchange in LayerExchanges(step, routed, recompute).all()
+            for collective in LayerCollectives(step, routed, recompute).all()
         ),
         *_ends(step),
         *_data(step),
@@ -54,7 +278,7 @@ def exchanges(run: Run, rank: int) -> list[Collective]:
         *_pipeline(step),
         *_control(step),
     )
-    return [exchange for exchange in made if exchange.ranks > 1 and exchange.calls]
+    return [collective for collective in made if collective.ranks > 1 and collective.calls]
 
 
 def _data(step: RankStep) -> Iterator[Collective]:
@@ -77,10 +301,10 @@ def _data(step: RankStep) -> Iterator[Collective]:
         scatters = every if layout.zero >= 2 else once
         gathers = 2 * every if layout.zero == 3 else once
         shard, wide, element = f"{prefix}shard", step.wide, step.element
-        narrow = step.narrow_parts(unit)
-        if narrow:
+        fp8 = step.fp8_parts(unit)
+        if fp8:
             element, parameter = 1, f"parameters of {name}: 1 bytes × {unit.flat:,}"
-            told = len(narrow) + sum(part.size for part in unit.parts) - sum(part.size for part in narrow)
+            told = len(fp8) + sum(part.size for part in unit.parts) - sum(part.size for part in fp8)
             scales = f"scales and 16-bit parameters of {name}: 4 bytes × {told:,}"
             yield Collective(shard, "all-reduce", unit.shards, once, 4 * told, scales)
         yield Collective(shard, "reduce-scatter", unit.shards, scatters, wide * unit.flat, gradient)
@@ -145,10 +369,10 @@ def _pipeline(step: RankStep) -> Iterator[Collective]:
 
 
 def _control(step: RankStep) -> Iterator[Collective]:
-    """What every rank must know: labelled tokens, loss, gradient norm, whether to stop, the size of activations, and
+    """What every rank must know: tokens with labels, loss, gradient norm, whether to stop, the size of activations, and
     the load of experts."""
     layout, mixture = step.layout, step.model.mixture
-    yield Collective("data", "all-reduce", layout.dp * layout.cp, 1, 8, "labelled tokens: 8 bytes")
+    yield Collective("data", "all-reduce", layout.dp * layout.cp, 1, 8, "tokens with labels: 8 bytes")
     what = f"loss, norm, whether to stop and size of activations: 4 × {step.wide} bytes"
     yield Collective("world", "all-reduce", layout.world_size, 1, 4 * step.wide, what)
     if mixture is not None:

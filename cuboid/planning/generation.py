@@ -16,12 +16,11 @@ from cuboid.cost.estimate import Machine, machine_of
 from cuboid.cost.inputs import Jobs, Shape, number, single
 from cuboid.cost.layers import layer_times
 from cuboid.errors import UserError
-from cuboid.planning.cache import cache_bytes
-from cuboid.planning.question import DEFAULT_SHARE
+from cuboid.planning.question import MEMORY_FRACTION
 from cuboid.planning.space import divisors
 from cuboid.spec.cluster import ClusterSpec
 from cuboid.spec.fitting import check_model
-from cuboid.spec.generation import DIMENSIONS
+from cuboid.spec.generation import DIMENSIONS, cache_bytes
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.partition import partition
@@ -134,7 +133,7 @@ def plan_generation(question: GenerationQuestion, layout: Layout) -> GenerationP
     ends = [(index == 0, index + 1 == layout.pp) for index in range(layout.pp)]
     weights = [weight_bytes(model, layout, held, *end, item) for held, end in zip(stages, ends, strict=True)]
     each = [cache_bytes(model, layout, len(held), 1, question.length, item) for held in stages]
-    limit = DEFAULT_SHARE * question.machine.chip.memory
+    limit = MEMORY_FRACTION * question.machine.chip.memory
     engine = engine_for("cuboid", question.machine.chip)
     fixed = engine.fixed if question.cluster.accelerator != "cpu" else min(engine.fixed, 0.25 * 2**30)
     spare = limit - fixed - _working_bytes(model, layout, item)

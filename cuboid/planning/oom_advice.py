@@ -9,7 +9,7 @@ from typing import Any
 from cuboid.errors import UserError
 from cuboid.planning.choose import predict
 from cuboid.planning.plan import Plan
-from cuboid.planning.question import DEFAULT_SHARE, Question
+from cuboid.planning.question import MEMORY_FRACTION, Question
 from cuboid.spec.cluster import ClusterSpec
 from cuboid.spec.layout import RECOMPUTE
 from cuboid.spec.partition import longest_stage
@@ -47,7 +47,7 @@ def relief(run: Run, cluster: ClusterSpec, stage: int, used: float, limit: float
             need = wide * _held(plan, now, stage) + beyond
             freed = wide * (_held(now, now, stage) - _held(plan, now, stage))
             change = ",".join(f"{name}={str(value).lower()}" for name, value in changes.items())
-            found.append(Relief(change, freed, need <= DEFAULT_SHARE * limit, plan.seconds / now.seconds - 1))
+            found.append(Relief(change, freed, need <= MEMORY_FRACTION * limit, plan.seconds / now.seconds - 1))
         enough = [each for each in found if each.enough]
         if enough:
             return min(enough, key=lambda each: each.slower)

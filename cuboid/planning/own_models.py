@@ -19,9 +19,8 @@ from cuboid.cost.communication import ONE, all_gather, all_reduce, group, reduce
 from cuboid.cost.inputs import Jobs, single
 from cuboid.cost.step import PARTS
 from cuboid.errors import UserError
-from cuboid.planning.plan import Plan, with_notes
+from cuboid.planning.plan import Plan, reasons, with_notes
 from cuboid.planning.question import Question
-from cuboid.planning.reasons import reasons
 from cuboid.planning.refine import StageSeconds, makespans, short_counts
 from cuboid.planning.stages import Held, held
 from cuboid.schedule.schedules import make_schedule

@@ -1,10 +1,45 @@
-"""A simulated step as an SVG picture: time runs to the right, one row per pipeline rank."""
+"""A simulated step as a trace of Chrome and Perfetto, and as an SVG picture: time runs to the right, one row per
+pipeline rank."""
 
+from typing import Any
 from xml.sax.saxutils import escape
 
-from cuboid.planning.trace import NAMES
 from cuboid.schedule.simulate import Event, Timeline
 from cuboid.schedule.table import Kind
+
+NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.BACKWARD: "backward",
+    Kind.INPUT: "input gradient",
+    Kind.WEIGHT: "weight gradient",
+}
+
+
+def chrome_trace(timeline: Timeline, title: str) -> dict[str, Any]:
+    """Load it at ui.perfetto.dev or chrome://tracing."""
+    events: list[dict[str, Any]] = [
+        {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": title}},
+        *(
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": rank, "args": {"name": f"pipeline rank {rank}"}}
+            for rank in range(timeline.schedule.ranks)
+        ),
+    ]
+    for event in timeline.events:
+        action = event.action
+        events.append(
+            {
+                "name": str(action),
+                "cat": NAMES[action.kind],
+                "ph": "X",
+                "pid": 0,
+                "tid": event.rank,
+                "ts": round(event.start * 1e6, 3),
+                "dur": round((event.end - event.start) * 1e6, 3),
+                "args": {"stage": action.stage, "micro_batch": action.micro_batch, "kind": NAMES[action.kind]},
+            }
+        )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
 
 FILL = {Kind.FORWARD: "#4c78a8", Kind.BACKWARD: "#54a24b", Kind.INPUT: "#76b7b2", Kind.WEIGHT: "#eeca3b"}
 SECOND = {Kind.FORWARD: "#9ecae9", Kind.BACKWARD: "#b8e0a8", Kind.INPUT: "#c3e5e2", Kind.WEIGHT: "#f9ecb4"}
@@ -33,7 +68,7 @@ def svg(timeline: Timeline, title: str, subtitle: str = "") -> str:
         parts.append(_text(MARGIN - 8, y + 15, f"rank {rank}", 12, anchor="end"))
         parts.append(f'<rect x="{MARGIN}" y="{y}" width="{inner}" height="{ROW}" fill="{PALE}"/>')
     chunk = {stage: schedule.stages_of(rank).index(stage) for stage, rank in enumerate(schedule.stage_rank)}
-    parts += [_box(event, chunk[event.action.stage], scale) for event in timeline.events]
+    parts += [_rectangle(event, chunk[event.action.stage], scale) for event in timeline.events]
     parts += _axis(timeline.makespan, scale, bottom)
     parts += _legend(used, schedule.stages > schedule.ranks, bottom + 40)
     return "\n".join([*parts, "</svg>", ""])
@@ -45,21 +80,21 @@ def _width(timeline: Timeline) -> int:
     return int(min(max(wanted, 1100), 3000)) + MARGIN + 20
 
 
-def _box(event: Event, chunk: int, scale: float) -> str:
+def _rectangle(event: Event, chunk: int, scale: float) -> str:
     kind, batch = event.action.kind, event.action.micro_batch
     x, y = MARGIN + event.start * scale, TOP + event.rank * (ROW + GAP)
     width = (event.end - event.start) * scale
     fill = (SECOND if chunk % 2 else FILL)[kind]
     tip = f"{event.action}: {NAMES[kind]} of stage {event.action.stage}, micro-batch {batch}"
-    box = (
+    rectangle = (
         f'<rect x="{x:.2f}" y="{y}" width="{max(width - 0.4, 0.2):.2f}" height="{ROW}" fill="{fill}">'
         f"<title>{escape(tip)}, {event.start:.4g} s to {event.end:.4g} s</title></rect>"
     )
     label = str(batch)
     if width < 7 * len(label) + 2:
-        return box
+        return rectangle
     ink = INK if chunk % 2 or kind is Kind.WEIGHT else "white"
-    return box + _text(x + width / 2, y + 15, label, 11, anchor="middle", fill=ink)
+    return rectangle + _text(x + width / 2, y + 15, label, 11, anchor="middle", fill=ink)
 
 
 def _text(

@@ -5,10 +5,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from cuboid.cost.constants import engine_for
-from cuboid.cost.engine import Engine
+from cuboid.cost.constants import Engine, engine_for, profiled
 from cuboid.cost.estimate import Machine, machine_of
-from cuboid.cost.profiled import profiled
 from cuboid.errors import UserError, either, nearest_names
 from cuboid.spec.cluster import ClusterSpec
 from cuboid.spec.coding import convert
@@ -20,8 +18,8 @@ from cuboid.spec.run import Run, check_supported
 from cuboid.spec.training import TrainingSpec
 
 PRECISIONS = ("bf16", "fp16", "fp8", "float32")
-DEFAULT_SHARE = 0.95
-"""Share of an accelerator's memory that a plan stays within unless asked otherwise: fragmentation needs the rest."""
+MEMORY_FRACTION = 0.95
+"""Fraction of an accelerator's memory that a plan stays within unless asked otherwise: fragmentation needs the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +75,7 @@ class Question:
     def profile(self) -> Engine:
         """The engine's profile; a process on CPUs has no device context and no buffers of collectives there."""
         profile = engine_for(self.engine, self.machine.chip).in_precision(self.cost_precision)
-        if self.precision == "fp16" and profile.own_exchanges:  # its master weights are whole, not bf16's other half
+        if self.precision == "fp16" and profile.own_collectives:  # its master weights are whole, not bf16's other half
             profile = replace(profile, optimizer_bytes=profile.optimizer_bytes + 2)
         profile = replace(profile, fixed=min(profile.fixed, 0.25 * 2**30)) if self.on_cpu else profile
         return profiled(profile, self.cluster, "engine") if self.engine == "cuboid" else profile
@@ -99,9 +97,9 @@ class Question:
 
     @property
     def host_limit(self) -> float:
-        """Most bytes a rank may keep in its host's memory."""
+        """Most bytes a rank may keep in CPU memory."""
         node = self.cluster.host_memory_gib * 2**30
-        return DEFAULT_SHARE * node / self.cluster.accelerators_per_node if node else float("inf")
+        return MEMORY_FRACTION * node / self.cluster.accelerators_per_node if node else float("inf")
 
     @property
     def cost_precision(self) -> str:
@@ -111,7 +109,7 @@ class Question:
     @property
     def limit(self) -> float:
         """Most bytes a rank may hold."""
-        return DEFAULT_SHARE * self.machine.chip.memory if self.memory_limit is None else self.memory_limit
+        return MEMORY_FRACTION * self.machine.chip.memory if self.memory_limit is None else self.memory_limit
 
     def untrainable(self, layout: Layout) -> str:
         """Why Cuboid's engine cannot train a layout of this model yet, or nothing."""
@@ -168,3 +166,75 @@ def parse_memory(text: str, capacity: float) -> float:
             f"use max-memory={capacity / 2**30:.4g} or less"
         )
     return value
+
+
+# The same cluster with fewer or more accelerators.
+
+
+FEW_NODES = 12
+"""Clusters so small that every part of them is tried."""
+
+
+def resized_cluster(cluster: ClusterSpec, accelerators: int) -> ClusterSpec:
+    """The cluster with so many accelerators: whole nodes, or a part of one."""
+    per_node = min(cluster.accelerators_per_node, accelerators)
+    tiers = []
+    for tier in cluster.tiers:
+        last = tier is cluster.tiers[-1] or tier.size >= accelerators
+        tiers.append(replace(tier, size=accelerators if last else tier.size))
+        if last:
+            break
+    name = cluster.name.rpartition("x")[0] or cluster.accelerator
+    return replace(
+        cluster,
+        name=f"{name}x{accelerators}",
+        nodes=accelerators // per_node,
+        accelerators_per_node=per_node,
+        tiers=tuple(tiers),
+    )
+
+
+def resized(question: Question, accelerators: int) -> Question:
+    """The question for so many accelerators."""
+    if accelerators == question.cluster.accelerators:
+        return question
+    return replace(question, cluster=resized_cluster(question.cluster, accelerators))
+
+
+def sizes(cluster: ClusterSpec) -> list[int]:
+    """Parts of the cluster worth a look: 1, 2, 3, 4, 6, 8, 12, … nodes and the whole, and parts of one node."""
+    node = cluster.accelerators_per_node
+    found = {cluster.accelerators}
+    power = 1
+    while power <= cluster.accelerators:
+        found |= {size for size in (power, 3 * power) if size <= cluster.accelerators and _fits(size, node)}
+        power *= 2
+    return sorted(found)
+
+
+def every_size(cluster: ClusterSpec) -> list[int]:
+    """All parts of the cluster: any number of accelerators of one node, or any number of nodes."""
+    node = cluster.accelerators_per_node
+    return [*range(1, node), *range(node, cluster.accelerators + 1, node)]
+
+
+def rounder_sizes(cluster: ClusterSpec, global_batch: int) -> list[int]:
+    """Smaller parts of the cluster that might be faster, largest first: all of a small one; of others, as a rule, more
+    than half of it, where ranks or the batch divide over that better."""
+    whole, node = cluster.accelerators, cluster.accelerators_per_node
+    if whole <= FEW_NODES * node:
+        return every_size(cluster)[-2::-1]
+    found, power = set(), node
+    while power <= whole:
+        found.add(whole // power * power)
+        power *= 2
+    for replica in (1, 2, 4, 8, 16, 32, 64, 128):
+        most = next((dp for dp in range(min(global_batch, whole // replica), 0, -1) if global_batch % dp == 0), 0)
+        found.add(most * replica)
+    # What is round already loses by being smaller, unless the batch is too small for it.
+    least = whole / 2 if global_batch >= whole / 8 else node
+    return sorted((size for size in found if least < size < whole and size % node == 0), reverse=True)
+
+
+def _fits(size: int, node: int) -> bool:
+    return size % node == 0 if size > node else node % size == 0

@@ -14,12 +14,23 @@ from numpy.typing import NDArray
 
 from cuboid.cost.inputs import Array, Shape
 from cuboid.cost.memory import first_memory
-from cuboid.cost.offload import host_bytes
-from cuboid.planning.bounds import least_in_layers, least_memory, least_seconds, least_with_sums, likely_seconds
-from cuboid.planning.budget import PLACES, least_kind, lighter, may_mix, mixable, mixed, promising
-from cuboid.planning.export.limits import sayable
+from cuboid.cost.sharding import host_bytes
+from cuboid.planning.export.engines import sayable
 from cuboid.planning.question import Question
-from cuboid.planning.score import Scores, chunks, joined, memory_of, score, score_all
+from cuboid.planning.refine import PLACES, least_kind, lighter, may_mix, mixable, mixed, promising
+from cuboid.planning.score import (
+    Scores,
+    chunks,
+    concatenated,
+    least_in_layers,
+    least_memory,
+    least_seconds,
+    least_with_sums,
+    likely_seconds,
+    memory_of,
+    score,
+    score_all,
+)
 from cuboid.planning.space import (
     DEGREES,
     PLAIN,
@@ -70,7 +81,7 @@ def search(
         stop = max(int(np.searchsorted(np.cumsum(sizes[order]), room)), 1)
         some = every.take(order[:stop])
         found = _search_some(question, some, keep, objective, distinct, slowest, limit, mixes)
-        best = joined([best, found]).best(keep, objective, distinct)
+        best = concatenated([best, found]).best(keep, objective, distinct)
         if objective != "memory" and len(best.space) == keep:
             limit = min(slowest, float(best.seconds[-1]))
         order, batch = order[stop:], batch + 1
@@ -94,7 +105,7 @@ def emptiest(question: Question, world_size: int) -> tuple[Layout, float] | None
         if question.tries_offload:
             away = space.offloaded()
             room = host_bytes(Shape.of(question.model), away.jobs, question.profile) <= question.host_limit
-            space = space.joined(away.take(np.flatnonzero(np.broadcast_to(room, len(away)))))
+            space = space.concatenated(away.take(np.flatnonzero(np.broadcast_to(room, len(away)))))
         memory = memory_of(question, space)
         if len(space) and (not best or memory.min() < best[1]):
             best = space.layout(int(memory.argmin())), float(memory.min())
@@ -219,7 +230,7 @@ def _with_mixes(question: Question, best: Scores, found: Scores, keep: int, dist
     for bound, space in mixable(question, found, min(_place(best, keep), limit)):
         if bound > min(_place(best, keep), limit):
             break
-        best = joined([best, mixed(question, space)]).best(keep, "time", distinct)
+        best = concatenated([best, mixed(question, space)]).best(keep, "time", distinct)
     return best
 
 
@@ -239,7 +250,7 @@ def _fitting(question: Question, space: Space) -> tuple[Space, Array]:
         away = space.take(np.flatnonzero(~fits)).offloaded()
         memory = memory_of(question, away)
         fits = memory <= question.limit
-        found, held = found.joined(away.take(np.flatnonzero(fits))), np.concatenate([held, memory[fits]])
+        found, held = found.concatenated(away.take(np.flatnonzero(fits))), np.concatenate([held, memory[fits]])
     if not found.columns["offload"].any():
         return found, held
     room = host_bytes(Shape.of(question.model), found.jobs, question.profile) <= question.host_limit

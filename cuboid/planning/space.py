@@ -1,6 +1,6 @@
 """Every layout worth a look, as columns of numbers.
 
-Left out is only what another layout of the space is never worse than, in time and in memory: schedules without a
+Omitted is only what another layout of the space is never worse than, in time and in memory: schedules without a
 pipeline, GPipe (as long as 1F1B and fuller), ZeRO without replicas, and no sequence parallelism where it is possible;
 and offloading, which the search tries where a layout does not fit without. What the user fixes is never skipped.
 """
@@ -46,7 +46,7 @@ class Space:
         columns = {**self.columns, "offload": np.ones_like(self.columns["offload"])}
         return Space(columns, self.global_batch, self.sequence)
 
-    def joined(self, other: "Space") -> "Space":
+    def concatenated(self, other: "Space") -> "Space":
         """These and those."""
         columns = {name: np.concatenate([column, other.columns[name]]) for name, column in self.columns.items()}
         return Space(columns, self.global_batch, self.sequence)

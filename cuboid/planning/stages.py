@@ -7,14 +7,16 @@ from functools import lru_cache
 import numpy as np
 
 from cuboid.cost.compute import Kernels, kernels
-from cuboid.cost.inputs import Array, Jobs, Shape
-from cuboid.cost.layers import LayerTimes, Pass, layer_times
-from cuboid.cost.mixing import heavier, lighter, mixes
+from cuboid.cost.constants import Engine, engine_for
+from cuboid.cost.estimate import Machine
+from cuboid.cost.inputs import Array, Jobs, Shape, heavier, lighter, mixes, single
+from cuboid.cost.layers import LayerTimes, Pass, hop, layer_times
+from cuboid.cost.pipeline import is_v_shaped, with_shared_cores
 from cuboid.cost.pipeline import partition as assumed_partition
-from cuboid.cost.pipeline import turns_back, with_shared_cores
 from cuboid.planning.question import Question
 from cuboid.planning.space import Space
-from cuboid.spec.layout import SCHEDULES, V_SHAPED
+from cuboid.schedule.simulate import StageCosts
+from cuboid.spec.layout import SCHEDULES, V_SHAPED, Layout
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.partition import partition
 
@@ -130,7 +132,7 @@ def assumed_slowest(question: Question, space: Space, seconds: LayerSeconds) -> 
     shape = Shape.of(question.model)
     stage = assumed_partition(shape, space.jobs, question.profile)
     layer = seconds.times.mean("total", 0) + seconds.times.mean("total", 1)
-    folded = turns_back(space.jobs)
+    folded = is_v_shaped(space.jobs)
     first = stage.first * layer + seconds.parts.embedding + folded * seconds.head
     ends = np.maximum(first, stage.last * layer + (1 - folded) * seconds.head)
     alone = shape.layers * layer + seconds.parts.embedding + seconds.head
@@ -166,3 +168,65 @@ def real_slowest(question: Question, space: Space, seconds: LayerSeconds) -> Arr
         each = seconds_of[where] @ ranks
         slowest[where] = (each + less_of[where] @ others if again else each).max(axis=1)
     return with_shared_cores(question.machine.chip, slowest, everything(question, seconds) / space.jobs.pp)
+
+
+# What every stage of one layout costs, for the simulator: the detailed path beside the closed forms of `pipeline`.
+
+
+def even_layers(layers: int, stages: int) -> list[int]:
+    """Layers of each stage; what does not divide goes to the stages between, then to the first."""
+    each, left = divmod(layers, stages)
+    order = [*range(1, stages - 1), 0, stages - 1]
+    longer = set(order[:left]) if stages > 1 else set()
+    return [each + (stage in longer) for stage in range(stages)]
+
+
+def stage_costs(
+    model: ModelSpec,
+    machine: Machine,
+    layout: Layout,
+    *,
+    global_batch: int,
+    sequence: int,
+    engine: Engine | str = "cuboid",
+    precision: str = "bf16",
+    layers: Sequence[int] | None = None,
+) -> tuple[StageCosts, float]:
+    """Seconds of one micro-batch on every stage, and of a transfer; `layers` says how many each stage holds."""
+    profile = engine_for(engine, machine.chip).in_precision(precision)
+    shape, jobs = Shape.of(model), Jobs.of([layout], global_batch=global_batch, sequence=sequence)
+    parts = kernels(shape, jobs, machine.chip, profile, precision)
+    more, less = (
+        layer_times(shape, kind, machine.fabric, profile, parts, precision) for kind in (heavier(jobs), lighter(jobs))
+    )
+    counts = list(layers) if layers is not None else even_layers(model.layers, layout.stages)
+    dense_layers = model.mixture.first_dense_layers if model.mixture else model.layers
+
+    forward, inputs, weights = [], [], []
+    start = 0
+    for stage, count in enumerate(counts):
+        dense = max(min(dense_layers - start, count), 0)
+        again = min(layout.recompute_layers or count, count)
+        dense_again = min(dense, again)
+        kinds = (
+            (dense_again, more.dense),
+            (again - dense_again, more.mixture),
+            (dense - dense_again, less.dense),
+            (count - dense - (again - dense_again), less.mixture),
+        )
+        ahead = sum(number * single(passes[0].total) for number, passes in kinds)
+        back = sum(number * single(passes[1].total) for number, passes in kinds)
+        weight = sum(number * (single(passes[0].compute) - single(parts.attention_forward)) for number, passes in kinds)
+        if stage == 0:
+            ahead, back = ahead + 0.3 * single(parts.embedding), back + 0.7 * single(parts.embedding)
+        if stage == len(counts) - 1:
+            ahead, back = ahead + single(parts.head_forward), back + single(parts.head_backward)
+            weight += single(parts.head_forward)
+        weight = min(weight, back / 2)
+        forward.append(ahead)
+        inputs.append(back - weight)
+        weights.append(weight)
+        start += count
+    message = hop(shape, jobs, machine.fabric, profile)
+    costs = StageCosts(forward=tuple(forward), input_backward=tuple(inputs), weight_backward=tuple(weights))
+    return costs, single(message) if layout.pp > 1 else 0.0

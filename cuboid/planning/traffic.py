@@ -8,11 +8,13 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cuboid.planning.collectives import exchanges
+from cuboid.planning.collectives import Collective, step_collectives
 from cuboid.planning.plan import Plan
-from cuboid.planning.rank_step import Collective
 from cuboid.spec.cluster import ClusterSpec, LinkTier
 from cuboid.spec.layout import Layout
+from cuboid.spec.partition import partition
+from cuboid.spec.plugin import PythonModelSpec
+from cuboid.spec.run import Run
 from cuboid.telemetry.communication_ledger import WIRE, Entry, Kind
 
 ORDER = ("tp", "kv", "sequence", "cp", "ep", "pp", "embedding", "data", "shard", "replicate")
@@ -69,13 +71,12 @@ def _wire(part: Collective) -> str:
 
 def moved(plan: Plan) -> list[Moved]:
     """Every dimension that has more than one rank."""
-    run, layout = plan.run, plan.layout
-    stage = layout.world_size // layout.pp
+    run = plan.run
     busiest: dict[str, list[Collective]] = {}
-    for rank in range(0, layout.world_size, stage):
+    for rank in _different_ranks(run):
         found: defaultdict[str, list[Collective]] = defaultdict(list)
-        for exchange in exchanges(run, rank):
-            found[exchange.dimension].append(exchange)
+        for collective in step_collectives(run, rank):
+            found[collective.dimension].append(collective)
         for dimension, parts in found.items():
             busiest[dimension] = max(busiest.get(dimension, parts), parts, key=_total)
     named = [name for name in ORDER if name in busiest]
@@ -83,12 +84,26 @@ def moved(plan: Plan) -> list[Moved]:
     return [_entry(plan, name, busiest[name]) for name in named]
 
 
+def _different_ranks(run: Run) -> list[int]:
+    """The first rank of every place in the pipeline, of places that hold alike the first."""
+    layout, model = run.layout, run.model
+    layers = partition(model, layout.stages, run.training.sequence)
+    own = isinstance(model, PythonModelSpec)  # whose layers may all differ
+    found: dict[tuple[object, ...], int] = {}
+    for place in range(layout.pp):
+        stages = layout.stages_of(place)
+        kinds = tuple(tuple(layer if own else model.has_experts(layer) for layer in layers[stage]) for stage in stages)
+        ends = (place == 0, place == layout.pp - 1, 0 in stages, layout.stages - 1 in stages)
+        found.setdefault((ends, kinds), place * layout.world_size // layout.pp)
+    return list(found.values())
+
+
 def _entry(plan: Plan, dimension: str, parts: list[Collective]) -> Moved:
     layout, cluster = plan.layout, plan.question.cluster
-    joined = _joined(parts)
+    merged = _merged(parts)
     links: defaultdict[str, float] = defaultdict(float)
     everyone: defaultdict[str, float] = defaultdict(float)
-    for part in joined:
+    for part in merged:
         stride = _stride(layout, dimension)
         if dimension == "cp" and part.kind != "all-to-all":
             stride *= layout.cp_inner
@@ -97,7 +112,7 @@ def _entry(plan: Plan, dimension: str, parts: list[Collective]) -> Moved:
             everyone[tier.name] += seconds * all_send
     # Of a job larger than the cluster (a profile of few ranks, say) no link spans some groups: the slowest counts.
     slowest = next((tier for tier in reversed(cluster.tiers) if tier.name in links), cluster.tiers[-1])
-    return Moved(dimension=dimension, tier=slowest, parts=joined, links=dict(links), everyone=dict(everyone))
+    return Moved(dimension=dimension, tier=slowest, parts=merged, links=dict(links), everyone=dict(everyone))
 
 
 def link_seconds(cluster: ClusterSpec, part: Collective, stride: int) -> Iterator[tuple[LinkTier, float, bool]]:
@@ -125,13 +140,13 @@ def _total(parts: list[Collective]) -> float:
     return sum(map(sent, parts))
 
 
-def _joined(parts: list[Collective]) -> list[Collective]:
+def _merged(parts: list[Collective]) -> list[Collective]:
     """Collectives of the same kind, size and meaning as one, the largest first."""
     calls: defaultdict[tuple[str, Kind, int, int, str], int] = defaultdict(int)
     for part in parts:
         calls[part.dimension, part.kind, part.ranks, part.size, part.what] += part.calls
-    joined = [Collective(*key[:3], count, *key[3:]) for key, count in calls.items()]
-    return sorted(joined, key=sent, reverse=True)
+    merged = [Collective(*key[:3], count, *key[3:]) for key, count in calls.items()]
+    return sorted(merged, key=sent, reverse=True)
 
 
 def _stride(layout: Layout, dimension: str) -> int:

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from cuboid.cost.inputs import Shape
-from cuboid.cost.offload import optimizer_time
-from cuboid.cost.sharding import rank_parameters
+from cuboid.cost.sharding import optimizer_time, rank_parameters
 from cuboid.planning.choose import predict
-from cuboid.planning.collectives import exchanges
+from cuboid.planning.collectives import step_collectives
 from cuboid.planning.question import Question
 from cuboid.planning.space import Space
 from cuboid.planning.stages import LayerSeconds, held
@@ -77,9 +76,9 @@ def _seconds(question: Question, run: Run, rank: int, stage: int) -> float:
 def _copied(run: Run, rank: int) -> float:
     """Bytes read and written in place of collectives; sums over all ranks and messages take nothing."""
     moved = 0.0
-    for exchange in exchanges(run, rank):
-        if exchange.kind in ("all-gather", "reduce-scatter"):
-            moved += exchange.calls * exchange.size * (1 + 1 / exchange.ranks)
-        elif exchange.kind == "all-to-all" and exchange.dimension == "ep":
-            moved += exchange.calls * exchange.size * 2
+    for collective in step_collectives(run, rank):
+        if collective.kind in ("all-gather", "reduce-scatter"):
+            moved += collective.calls * collective.size * (1 + 1 / collective.ranks)
+        elif collective.kind == "all-to-all" and collective.dimension == "ep":
+            moved += collective.calls * collective.size * 2
     return moved

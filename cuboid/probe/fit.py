@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cuboid.cost.constants import Chip, engine_named, fabric_named
-from cuboid.cost.engine import Engine
+from cuboid.cost.constants import Chip, Engine, engine_named, fabric_named
 from cuboid.cost.estimate import Machine, estimate_many
 from cuboid.cost.inputs import Array, Jobs, single
 from cuboid.probe.samples import Sample

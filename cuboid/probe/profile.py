@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from cuboid.cost.constants import chip_from
-from cuboid.cost.profiled import profiled
+from cuboid.cost.constants import chip_from, profiled
 from cuboid.probe.fit import fit_chip, fit_engine, fit_fabric
 from cuboid.probe.samples import Sample
 from cuboid.spec.cluster import ClusterSpec, LinkTier, accelerator_names, load_cluster

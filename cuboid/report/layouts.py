@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuboid.cost.step import PARTS
-from cuboid.planning.reasons import WORDS
+from cuboid.planning.plan import WORDS
 from cuboid.planning.score import Scores, score
 from cuboid.planning.space import Space, bases, scheduled
 from cuboid.report.source import Source, short
@@ -103,7 +103,7 @@ def explorer(source: Source) -> dict[str, Any] | None:
     if layout.recompute_layers:
         alike = space.take(np.flatnonzero(space.columns["recompute"] == RECOMPUTE.index(layout.recompute)))
         some = np.full_like(alike.columns["dp"], layout.recompute_layers)
-        space = space.joined(replace(alike, columns={**alike.columns, "recompute_layers": some}))
+        space = space.concatenated(replace(alike, columns={**alike.columns, "recompute_layers": some}))
     if len(space) > MOST_ROWS:  # micro-batches far from the plan's go first
         far = np.abs(np.log2(space.columns["micro_batch"] / layout.micro_batch))
         space = space.take(np.sort(np.argsort(far, kind="stable")[:MOST_ROWS]))

@@ -12,12 +12,11 @@ from pathlib import Path
 from statistics import median_low
 from typing import Any
 
-from cuboid.cost.profiled import slowed
+from cuboid.cost.constants import slowed
 from cuboid.errors import UserError
 from cuboid.planning.choose import predict
 from cuboid.planning.plan import Plan, plan_of
-from cuboid.planning.question import PRECISIONS, Question
-from cuboid.planning.sizes import resized
+from cuboid.planning.question import PRECISIONS, Question, resized
 from cuboid.resilience.goodput import FAILURES
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.plugin import PythonModelSpec

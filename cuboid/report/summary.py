@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from cuboid.cost.flops import model_flops_per_token
+from cuboid.cost.compute import model_flops_per_token
 from cuboid.cost.inputs import Shape
-from cuboid.planning.plan import GIB
-from cuboid.planning.reasons import WORDS
+from cuboid.planning.plan import GIB, WORDS
 from cuboid.report.source import Source, finite
 
 
@@ -57,7 +56,7 @@ def summary(source: Source) -> dict[str, Any]:
             "mfu": plan.utilization,
             "bubble": plan.bubble,
             "memory_gib": plan.peak / GIB,
-            "memory_share": plan.share,
+            "memory_fraction": plan.memory_fraction,
             "parts": plan.parts,
             "words": WORDS,
             "layers": list(plan.layers),

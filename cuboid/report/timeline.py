@@ -8,8 +8,8 @@ from statistics import median_low
 from typing import Any
 
 from cuboid.errors import UserError
+from cuboid.planning.picture import NAMES
 from cuboid.planning.refine import stage_seconds
-from cuboid.planning.trace import NAMES
 from cuboid.report.measured import MeasuredStep, kept_steps, measure, measure_all, stage_costs
 from cuboid.report.source import Source, finite
 from cuboid.schedule.schedules import make_schedule

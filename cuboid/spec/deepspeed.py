@@ -8,11 +8,15 @@ full name; none is dropped silently.
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from cuboid.errors import UserError, either, nearest_names, nearest_numbers, use
 from cuboid.spec.coding import Table, convert, show
 from cuboid.spec.layout import Layout, require_positive
+
+NEVER = 10**9
+"""Steps after which a loss scale that is given grows."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +41,11 @@ KEYS: dict[str, type | Only] = {
     "fp16.enabled": bool,
     "fp16.initial_scale_power": int,
     "fp16.loss_scale_window": int,
-    "fp16.loss_scale": Only((0, 0.0)),
+    "fp16.loss_scale": float,
+    "fp16.fp16_master_weights_and_grads": OFF,
     "scheduler.type": Only(("WarmupLR", "WarmupDecayLR", "WarmupCosineLR")),
     "scheduler.params.warmup_min_lr": Only((0, 0.0)),
+    "scheduler.params.last_batch_iteration": Only((-1,)),
     "scheduler.params.warmup_max_lr": float,
     "scheduler.params.warmup_num_steps": int,
     "scheduler.params.warmup_type": Only(("linear",)),
@@ -51,6 +57,8 @@ KEYS: dict[str, type | Only] = {
     "optimizer.params.eps": float,
     "optimizer.params.weight_decay": float,
     "optimizer.params.adam_w_mode": ON,
+    "optimizer.params.amsgrad": OFF,
+    "optimizer.params.max_grad_norm": float,
     "zero_optimization.stage": int,
     "zero_optimization.mics_shard_size": int,
     "zero_optimization.overlap_comm": ON,
@@ -59,6 +67,8 @@ KEYS: dict[str, type | Only] = {
     "zero_optimization.offload_optimizer.pin_memory": EITHER,
     "zero_optimization.offload_optimizer.ratio": Only((1, 1.0)),
     "zero_optimization.offload_param.device": Only(("none",)),
+    "zero_optimization.cpu_offload": EITHER,
+    "zero_optimization.cpu_offload_params": OFF,
     "zero_optimization.zero_hpz_partition_size": Only((1,)),
     "zero_optimization.zero_quantized_weights": OFF,
     "zero_optimization.zero_quantized_gradients": OFF,
@@ -83,19 +93,71 @@ KEYS: dict[str, type | Only] = {
 """Every key that can be honoured -> its type, or the values at which Cuboid does what it asks."""
 
 NOTED = (
-    "fp16.(hysteresis|min_loss_scale|auto_cast|consecutive_hysteresis)",
+    "fp16.(hysteresis|min_loss_scale|auto_cast|consecutive_hysteresis|(fp16_)?opt_level|fp16_scale_tolerance)",
     "bf16.(auto_cast|immediate_grad_update|check_grad_overflow)",
     "zero_optimization.(contiguous_gradients|(reduce|allgather|stage3_prefetch)_bucket_size|allgather_partitions)",
     "zero_optimization.(round_robin_gradients|sub_group_size|ignore_unused_parameters|stage3_.*|load_from_fp32_weights)",
+    "zero_optimization.(max_live_parameters|max_reuse_distance|gather_16bit_weights_on_model_save|prefetch_bucket_size)",
+    "zero_optimization.((param|model)_persistence_threshold|legacy_stage1|leaf_module.*|module_granularity_threshold)",
+    "zero_optimization.(cpu_offload_use_pin_memory|log_trace_cache_warnings|mics_hierarchical_params_gather)",
     "zero_optimization.(memory_efficient_linear|elastic_checkpoint|use_multi_rank_bucket_allreduce)",
     "zero_optimization.offload_(optimizer|param).(buffer_count|buffer_size|fast_init|pipeline_.*|max_in_cpu|pin_memory)",
     "optimizer.params.(torch_adam|fused|bias_correction)",
     "(flops_profiler|comms_logger|tensorboard|wandb|csv_monitor|aio|monitor_config)\\..*",
     "zero_allow_untested_optimizer|zero_force_ds_cpu_optimizer|memory_breakdown|dump_state|gradient_predivide_factor",
+    "compile\\..*|data_types\\..*|nebula\\..*|autotuning\\..*|timers\\..*|hybrid_engine\\..*|checkpoint\\..*",
+    "graph_harvesting|use_data_before_expert_parallel_|sparse_gradients|fp32_allreduce|dataloader_drop_last",
+    "(amp|curriculum_learning|data_efficiency|progressive_layer_drop|compression_training|elasticity)\\..*",
+    "(eigenvalue|quantize_training|sparse_attention|weight_quantization)\\..*",
     "checkpoint.use_node_local_storage|checkpoint.load_universal|disable_allgather|communication_data_type|seq_parallel.*",
 )
 """Patterns of keys about DeepSpeed's own buffers, checks and logs, and how fast its loss scale falls: of no meaning
 here."""
+
+OTHERWISE = {
+    "prescale_gradients": "gradients are divided after they are summed",
+    "zero_optimization.overlap_comm": "communication overlaps with computing all the same",
+    "zero_optimization.reduce_scatter": "gradients are reduced and scattered all the same",
+    "zero_optimization.zero_hpz_partition_size": "there are no second copies of parameters in a node",
+    "zero_optimization.zero_quantized_weights": "weights are sent as they are",
+    "zero_optimization.zero_quantized_gradients": "gradients are sent as they are",
+    "zero_optimization.offload_optimizer.device": "the optimizer's state goes to CPU memory",
+    "zero_optimization.offload_optimizer.ratio": "all of the optimizer's state goes to CPU memory",
+    "zero_optimization.offload_param.device": "parameters stay on the accelerator; use zero_optimization.stage=3 and "
+    "enough of them",
+    "zero_optimization.cpu_offload_params": "parameters stay on the accelerator",
+    "scheduler.params.warmup_min_lr": "the learning rate rises from 0",
+    "scheduler.params.warmup_type": "the learning rate rises linearly",
+    "scheduler.params.last_batch_iteration": "a run begins at its first step, or where its checkpoint ended",
+    "pipeline.partition": "stages are cut where they take the same time",
+    "pipeline.seed_layers": "layers are drawn from the run's seed",
+    "pipeline.activation_checkpoint_interval": "every layer is recomputed",
+    "pipeline.pipe_partitioned": "tensor-parallel ranks send their part where sequences are split",
+    "pipeline.grad_partitioned": "tensor-parallel ranks send their part where sequences are split",
+    "activation_checkpointing.cpu_checkpointing": "what recomputation starts from stays on the accelerator",
+    "activation_checkpointing.contiguous_memory_optimization": "the allocator decides",
+    "activation_checkpointing.number_checkpoints": "every layer is recomputed from its input",
+    "activation_checkpointing.synchronize_checkpoint_boundary": "nothing waits there",
+    "activation_checkpointing.profile": "see cuboid report for times",
+}
+"""Keys whose other values say how DeepSpeed computes the same, or nearly -> how it is done here, which is noted."""
+
+CHANGED = {
+    "amp": "use fp16.enabled=true",
+    "curriculum_learning": "sequences have one length",
+    "data_efficiency": "every token of every layer is trained",
+    "progressive_layer_drop": "every layer is trained",
+    "compression_training": "nothing is pruned or quantized",
+    "elasticity": "give train_batch_size and train_micro_batch_size_per_gpu",
+    "eigenvalue": "nothing is quantized",
+    "quantize_training": "nothing is quantized",
+    "sparse_attention": "attention is dense",
+    "weight_quantization": "nothing is quantized",
+}
+"""Sections that change what is trained, where they are on -> what there is instead."""
+
+ALIASES = {"bfloat16": "bf16"}
+"""Old names of sections."""
 
 INSTEAD = {
     "sequence_parallel_size": "layout cp in the run file",
@@ -113,7 +175,7 @@ def run_table_from_deepspeed(config: Mapping[str, Any], world_size: int | None =
             "global_batch": layout.dp * layout.micro_batch * _accumulation(found, layout),
             **_precision(found),
             # What DeepSpeed does where the config says nothing.
-            "gradient_clip": found.get("gradient_clipping", 0.0),
+            "gradient_clip": found.get("gradient_clipping", found.get("optimizer.params.max_grad_norm", 0.0)),
         },
     }
     if any(key.startswith(("optimizer.", "scheduler.")) for key in found):
@@ -139,38 +201,110 @@ def _precision(found: Table) -> Table:
     if not found.get("fp16.enabled"):
         return {"precision": "float32"}
     first, window = found.get("fp16.initial_scale_power", 16), found.get("fp16.loss_scale_window", 1000)
+    if fixed := found.get("fp16.loss_scale"):
+        return {"precision": "fp16", "loss_scale": fixed, "loss_scale_steps": NEVER}
     return {"precision": "fp16", "loss_scale": 2.0**first, "loss_scale_steps": window}
 
 
 def _read(config: Mapping[str, Any]) -> tuple[Table, list[str]]:
     """Dotted key -> value, for the keys that can be honoured, and notes; one sentence names all that cannot."""
     found: Table = {}
-    refused, ignored, open_keys = [], [], []
-    for key, value in _flatten(config):
+    refused, ignored, open_keys, strange, otherwise = _sections(config), [], [], [], []
+    for key, value in _flatten(_spelled(config)):
         kind = KEYS.get(key)
         if key not in KEYS and any(re.fullmatch(pattern, key) for pattern in NOTED):
             ignored.append(key)
         elif value == "auto" and kind is not None:
             open_keys.append(key)
+        elif kind is None and not _known_section(key):
+            strange.append(key)
         elif kind is None:
             near = either(nearest_names(key, KEYS, count=1))
             refused.append(f"{key}={show(value)} (unknown; {near} is known)")
         elif isinstance(kind, Only):
             # 1 == True in Python, and they are not the same in JSON.
-            if not any(value == allowed and type(value) is type(allowed) for allowed in kind.values):
+            works = any(value == allowed and type(value) is type(allowed) for allowed in kind.values)
+            if works:
+                found[key] = value
+            elif key in OTHERWISE and type(value) in (str, bool, int, float):
+                otherwise.append(f"{key}={show(value)}: {OTHERWISE[key]}")
+                found |= {key: "cpu"} if key == "zero_optimization.offload_optimizer.device" else {}
+            else:
                 instead = INSTEAD.get(key) or either(f"{key}={show(allowed)}" for allowed in kind.values)
                 refused.append(f"{key}={show(value)} (use {instead})")
-            found[key] = value
         else:
-            found[key] = value if kind is list else convert(value, kind, key)
+            found[key] = value if kind is list else convert(_meant(value, kind), kind, key)
+    refused = _of_the_optimizer(refused)
     if refused:
         raise UserError(f"DeepSpeed keys that cannot be honoured: {', '.join(refused)}; change or remove them")
     notes = [f"{', '.join(ignored)}: about DeepSpeed's own buffers, checks and logs; not used here"] if ignored else []
+    notes += [f"{', '.join(strange)}: no keys of DeepSpeed; not used"] if strange else []
     if open_keys:
         found |= _opened(found, open_keys)
         taken = (f"{key}={show(found[key])}" if key in found else f"{key} as by default" for key in open_keys)
         notes.append(f'"auto" has no trainer to fill it in; taken: {", ".join(taken)}; change it with --set')
-    return found, notes
+    return found, notes + otherwise + _silent(found)
+
+
+def _spelled(config: Mapping[str, Any]) -> Table:
+    """The config in the spelling of today."""
+    table = {ALIASES.get(key, key): value for key, value in config.items()}
+    zero = table.get("zero_optimization")
+    if isinstance(zero, bool):
+        table["zero_optimization"] = {"stage": int(zero)}
+    return table
+
+
+def _meant(value: object, kind: type | Only) -> object:
+    """What is meant by a value: in JSON 1e5 is no integer, and some write "8" and "true"."""
+    if kind in (int, float) and isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?(e-?\d+)?", value):
+        value = float(value)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if kind is bool and isinstance(value, str) and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    return value
+
+
+def _sections(config: Mapping[str, Any]) -> list[str]:
+    """Sections that change what is trained and are on."""
+
+    def on(value: object) -> bool:
+        if not isinstance(value, Mapping):
+            return False
+        own = value.get("enabled")
+        return own is True or (own is None and any(on(each) for each in value.values()))
+
+    def whole(key: str) -> bool:
+        return key in ("sparse_attention", "elasticity") and "enabled" not in config[key]
+
+    return [f"{key} ({words})" for key, words in CHANGED.items() if key in config and (on(config[key]) or whole(key))]
+
+
+def _known_section(key: str) -> bool:
+    """Whether the first word of a key is one of DeepSpeed's, or so near to one that it was meant."""
+    sections = {known.split(".")[0] for known in KEYS} | set(CHANGED)
+    return bool(get_close_matches(key.split(".")[0], sections, n=1, cutoff=0.75))
+
+
+def _of_the_optimizer(refused: list[str]) -> list[str]:
+    """Of an optimizer or a scheduler that there is not, its own parameters need no words."""
+    for section in ("optimizer", "scheduler"):
+        if any(each.startswith(f"{section}.type=") for each in refused):
+            refused = [each for each in refused if not each.startswith(f"{section}.params.")]
+    return refused
+
+
+def _silent(found: Table) -> list[str]:
+    """What DeepSpeed would do by default, and Cuboid does not."""
+    notes = []
+    if "scheduler.type" in found and "scheduler.params.warmup_type" not in found:
+        notes.append(
+            f"scheduler.params.warmup_type: {OTHERWISE['scheduler.params.warmup_type']}; DeepSpeed's default is log"
+        )
+    if found.get("fp16.enabled") and found.get("fp16.loss_scale"):
+        notes.append(f"fp16.loss_scale={found['fp16.loss_scale']:g}: it begins so, and falls where gradients overflow")
+    return notes
 
 
 def _opened(found: Table, keys: list[str]) -> Table:
@@ -211,7 +345,8 @@ def _layout(found: Table, world_size: int | None) -> Layout:
         shard=max(found.get("zero_optimization.mics_shard_size", 0), 0),
         recompute="full" if checkpointed or found.get("pipeline.activation_checkpoint_interval") else "none",
         micro_batch=_micro_batch(found, dp),
-        offload=found.get("zero_optimization.offload_optimizer.device") == "cpu",
+        offload=found.get("zero_optimization.offload_optimizer.device") == "cpu"
+        or found.get("zero_optimization.cpu_offload", False),
         **({"schedule": "interleaved", "vpp": vpp} if vpp > 1 else {}),
     )
 

@@ -1,6 +1,9 @@
 """What a generation is asked for: which model on which layout, and how each next token is chosen."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass, fields
+from math import prod
 from typing import Literal
 
 from cuboid.errors import UserError
@@ -9,6 +12,7 @@ from cuboid.spec.fitting import check_model
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.plugin import PythonModelSpec
+from cuboid.spec.sharding import kv_part_count
 
 DIMENSIONS = ("dp", "tp", "pp", "cp", "ep")
 """What a layout for generation can say; the rest belongs to training."""
@@ -124,3 +128,38 @@ def check_layout(layout: Layout, model: ModelSpec) -> None:
     if isinstance(model, PythonModelSpec) and layout.world_size != layout.dp:
         raise UserError(f"{layout} splits a model of one's own, which generation does not; use dp only")
     check_model(layout, model)
+
+
+# What a generation keeps of the tokens it has seen: keys and values of each layer, or the latents they are made of.
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """Of one layer on one rank."""
+
+    slots: int
+    heads: int
+    places: int
+    """Tokens of each sequence that this rank keeps."""
+    key: int
+    """Numbers of a key."""
+    value: int
+    """Numbers of a value; 0: it is the beginning of the key, as with latents."""
+
+    @property
+    def numbers(self) -> int:
+        return prod((self.slots, self.heads, self.places, self.key + self.value))
+
+
+def cache_shape(model: ModelSpec, layout: Layout, slots: int, length: int) -> CacheShape:
+    """`slots`: sequences of one replica at a time; `length`: tokens of each, of which context ranks keep a part."""
+    places = -(-length // layout.cp)
+    if model.latent is not None:  # every tensor rank keeps all: its heads are made from the same latents
+        return CacheShape(slots, 1, places, model.latent.kv_rank + model.latent.qk_rope_dim, 0)
+    heads = model.kv_heads // kv_part_count(model, layout.tp)
+    return CacheShape(slots, heads, places, model.head_dim, model.head_dim)
+
+
+def cache_bytes(model: ModelSpec, layout: Layout, layers: int, slots: int, length: int, item_bytes: int) -> int:
+    """Of a rank with so many layers."""
+    return layers * cache_shape(model, layout, slots, length).numbers * item_bytes

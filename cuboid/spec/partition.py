@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
@@ -43,29 +44,33 @@ def _equal(costs: Sequence[float], first: float, last: float, stages: int) -> li
 
 
 def _dynamic(costs: Sequence[float], first: float, last: float, stages: int) -> list[int]:
-    """Dynamic programming over (stages, layers), once for the largest cost and once for the squares under it."""
+    """The least cost of the largest stage, then dynamic programming over (stages, layers) for the squares under it."""
     layers = len(costs)
     table = _stage_costs(tuple(costs), first, last)
-    ends = [range(stage + 1, layers - (stages - 1 - stage) + 1) for stage in range(stages)]
-    largest = {stop: table[0][stop] for stop in ends[0]}
-    for stage in range(1, stages):
-        largest = {stop: _least_largest(largest, table, stop) for stop in ends[stage]}
-    limit = largest[layers] * (1 + 1e-12)
+    limit = _least_largest(tuple(costs), first, last, stages) * (1 + 1e-12)
+    least = [layers]  # for every number of stages that follow the first layer they can begin with
+    while len(least) < stages:
+        stop = least[-1]
+        least.append(next(start for start in range(stop + 1) if start == stop or table[start][stop] <= limit))
+    after = range(stages - 1, -1, -1)
+    ends = [range(max(stage + 1, least[more]), layers - more + 1) for stage, more in enumerate(after)]
     best: dict[int, tuple[float, tuple[int, ...]]] = {
         stop: (table[0][stop] ** 2, (0, stop)) for stop in ends[0] if table[0][stop] <= limit
     }
     for stage in range(1, stages):
         following = {}
         for stop in ends[stage]:
-            options = []
+            chosen = None
             for start in range(stop - 1, -1, -1):
-                if table[start][stop] > limit:
+                cost = table[start][stop]
+                if cost > limit:
                     break  # a stage that begins earlier costs more
                 if start in best:
                     squares, boundaries = best[start]
-                    options.append((squares + table[start][stop] ** 2, (*boundaries, stop)))
-            if options:
-                following[stop] = min(options)
+                    option = (squares + cost**2, boundaries)
+                    chosen = option if chosen is None else min(chosen, option)
+            if chosen:
+                following[stop] = (chosen[0], (*chosen[1], stop))
         best = following
     return list(best[layers][1])
 
@@ -81,16 +86,27 @@ def _stage_costs(costs: tuple[float, ...], first: float, last: float) -> list[li
     return [[cost(start, stop) if start < stop else 0.0 for stop in range(layers + 1)] for start in range(layers)]
 
 
-def _least_largest(largest: dict[int, float], table: list[list[float]], stop: int) -> float:
-    """The least cost of the largest of so many stages and one more up to `stop`. Of the two the one falls and the other
-    rises as that one begins later, so the first place where it is not the larger decides."""
-    least = float("inf")
-    for start in range(stop - 1, -1, -1):
-        if start in largest:
-            least = min(least, max(largest[start], table[start][stop]))
-            if table[start][stop] >= largest[start]:
-                break
-    return least
+def _least_largest(costs: tuple[float, ...], first: float, last: float, stages: int) -> float:
+    """The least that the largest of so many stages can cost: of what stages cost, the first that is enough for all."""
+    table, known = _stage_costs(costs, first, last), _known_costs(costs, first, last)
+    return known[bisect_left(known, True, key=lambda limit: _fewest_stages(table, limit) <= stages)]
+
+
+@lru_cache(maxsize=8)
+def _known_costs(costs: tuple[float, ...], first: float, last: float) -> list[float]:
+    table = _stage_costs(costs, first, last)
+    return sorted({row[stop] for start, row in enumerate(table) for stop in range(start + 1, len(row))})
+
+
+def _fewest_stages(table: list[list[float]], limit: float) -> float:
+    """Stages within a limit that hold all layers, each as many as it can; more are as cheap: any can be split."""
+    layers, start, count = len(table), 0, 0
+    while start < layers:
+        stop = bisect_right(table[start], limit, start + 1)  # costs rise with every layer
+        if stop == start + 1:
+            return float("inf")
+        start, count = stop - 1, count + 1
+    return count
 
 
 def layer_costs(model: ModelSpec, sequence: int) -> tuple[list[float], float]:

@@ -48,6 +48,7 @@ class BadSteps:
         # (ranks,): whose shards hold what is not finite, or too large.
         squares = start_all_gather(pending.own_square.reshape(1), world).wait().tolist()
         self._forget_exchanges()
+        # Every rank takes part in the all-gather above; the rest is rank 0's.
         if world.index:
             return
         batch, size = self._engine.course.batch(step), run.training.global_batch

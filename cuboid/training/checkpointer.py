@@ -57,6 +57,7 @@ class Checkpointer:
             self.copies.take_back()
         self.last_save = self._resume()
         if not self.last_save:
+            # Nothing whole was left to load: moments and counters of the steps undone must go too.
             begin_anew(self._engine, self._optimizer)
             self._begin()
         return self.last_save

@@ -52,6 +52,7 @@ class LayerNorms:
         if not counted:
             yield
             return
+        # Place 0 is the embedding, 1 to layers the blocks, the last the head.
         place, dtype = self._place(unit.name), unit.accumulate
         # A halved master is a copy already.
         before = [each.master if each.is_halved else each.master.clone() for each in counted]

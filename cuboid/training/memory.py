@@ -134,6 +134,7 @@ def resident_peak() -> int:
 def exhaust(device: torch.device) -> None:
     """Ask for more memory than there is."""
     on_gpu = device.type == "cuda"
+    # 2^62 bytes are more than any address space has, whatever the machine's memory.
     torch.empty(torch.cuda.mem_get_info(device)[1] if on_gpu else 1 << 62, dtype=torch.uint8, device=device)
 
 
@@ -158,6 +159,7 @@ class MemoryLog:
     def record(self, step: int, engine: Engine, optimizer: Optimizer) -> None:
         on_gpu = self._device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(self._device) if on_gpu else resident_peak()
+        # The peak only grows: a row each time it has, not one a step.
         if peak < self._told * WORTH:
             return
         self._told = peak

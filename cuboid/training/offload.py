@@ -165,6 +165,7 @@ class OffloadedState:
 
 def _elements(optimizer_shard: OptimizerShard, cut: Cut, here: list[Tensor]) -> Elements:
     first, second, *rest = (tensor[cut.place : cut.place + cut.stop - cut.start] for tensor in here)
+    # Where matmuls use the master weights, these are on the device already and no third tensor was brought.
     kept = optimizer_shard.kept[cut.start : cut.stop] if optimizer_shard.weight is None else rest[0]
     return Elements.of(optimizer_shard, kept, first, second, cut.start, cut.stop)
 

@@ -114,6 +114,7 @@ class Profile:
             steps = schedule(wait=0, warmup=warm_up, active=len(self._window), repeat=1)
         self._profiler = profile(activities=activities, schedule=steps, on_trace_ready=self._write_trace)
         self._profiler.start()
+        # Else `end_step` begins them, after the steps in which the profiler warms up.
         if not warm_up:
             REGIONS.begin()
 

@@ -103,6 +103,7 @@ def prepare_folder(run: Run, overwrite: bool = False) -> str:
         else:
             said = _check_past(run, folder)
             forget_reports(run)
+        # Copies in memory of an earlier run would never be read again, and nobody else gives them back.
         if overwrite or not run.checkpoint.memory_every:
             forget(run)
         folder.mkdir(parents=True, exist_ok=True)

@@ -160,5 +160,6 @@ def _identity(folder: Path) -> str:
 
 def _settings(run: Run) -> dict[str, Any]:
     table = tomllib.loads(dump_run(run))
+    # What was predicted is no setting, and too long for a table of them.
     table.pop("plan", None)
     return table

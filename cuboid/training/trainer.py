@@ -252,7 +252,7 @@ class Trainer:
         for started in self._under_way:
             started.pending.result()
         self._under_way.clear()
-        self._settle_saves()
+        self._settle_saves()  # the save in flight may become the newest checkpoint
         if not self.checkpointer.can_go_back:
             raise RankError(f"step {step + 1} is bad and no checkpoint could be written to go back to")
         skipped = self.engine.course.skipped

@@ -41,9 +41,9 @@ def test_json_shows_what_was_read(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_refusals_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    half = written(tmp_path, fp16={"enabled": True, "loss_scale": 128})
+    half = written(tmp_path, sequence_parallel_size=2)
     assert main(["import-deepspeed", half, "--model", "tiny-llama", "--world-size", "8"]) == 2
-    assert capsys.readouterr().err.startswith("error: DeepSpeed keys that cannot be honoured: fp16.loss_scale=128")
+    assert capsys.readouterr().err.startswith("error: DeepSpeed keys that cannot be honoured: sequence_parallel_size=2")
     nowhere = str(tmp_path / "none" / "run.toml")
     plain = written(tmp_path)
     assert main(["import-deepspeed", plain, "--model", "tiny-llama", "--world-size", "8", "-o", nowhere]) == 2

@@ -36,7 +36,7 @@ def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(answer["plans"]) == 2
     first = answer["plans"][0]
     assert first["step_seconds"] == pytest.approx(sum(first["step"].values()))
-    assert first["memory_share"] <= 0.95
+    assert first["memory_fraction"] <= 0.95
     assert {"layout", "mfu", "bubble", "reasons", "warnings", "layers_per_stage"} <= set(first)
 
 

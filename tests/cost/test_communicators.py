@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from cuboid.cost.communicators import communicator_bytes, communicators
-from cuboid.cost.engine import Engine
+from cuboid.cost.constants import Engine
 from cuboid.cost.inputs import Jobs, Shape
+from cuboid.cost.memory import communicator_bytes, communicators
 from cuboid.parallel.groups import Group, make_groups
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model

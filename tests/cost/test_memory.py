@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuboid.cost.constants import engine_named, tables
-from cuboid.cost.engine import Engine
-from cuboid.cost.flops import layer_parameters
+from cuboid.cost.compute import layer_parameters
+from cuboid.cost.constants import Engine, engine_named, tables
 from cuboid.cost.inputs import Jobs, Shape, number
 from cuboid.cost.memory import Memory, kept_per_layer, memory_by_rank, peak_memory
 from cuboid.spec.layout import SCHEDULES

@@ -5,12 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cuboid.cost.constants import chip_named, engine_named
-from cuboid.cost.engine import Engine
+from cuboid.cost.constants import Engine, chip_named, engine_named
 from cuboid.cost.inputs import Jobs, Shape, number
 from cuboid.cost.memory import memory_by_rank
-from cuboid.cost.offload import host_bytes, optimizer_time
-from cuboid.cost.sharding import RankParameters
+from cuboid.cost.sharding import RankParameters, host_bytes, optimizer_time
 from cuboid.spec.model import load_model
 from cuboid.training.offload import LOAD, SLOTS
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuboid.cost.engine import Engine
+from cuboid.cost.constants import Engine
 from cuboid.cost.inputs import Jobs, Shape, number
-from cuboid.cost.pipeline import bubble, in_flight, paired_share, partition, turns_back, waited_transfers
-from cuboid.cost.stages import even_layers
+from cuboid.cost.pipeline import bubble, in_flight, is_v_shaped, paired_fraction, partition, waited_transfers
+from cuboid.planning.stages import even_layers
 from cuboid.schedule.order import Compute, instructions
 from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import StageCosts, simulate
@@ -140,9 +140,9 @@ def test_head_partition_counts_the_ends_as_layers() -> None:
 
 
 def test_v_shaped_schedules_end_where_they_begin() -> None:
-    flags = [float(turns_back(jobs(name, 4, 8))) for name in SCHEDULES]
+    flags = [float(is_v_shaped(jobs(name, 4, 8))) for name in SCHEDULES]
     assert flags == [0, 0, 0, 0, 1, 1]
-    assert float(turns_back(jobs("1f1b", 1, 8))) == 1
+    assert float(is_v_shaped(jobs("1f1b", 1, 8))) == 1
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -164,5 +164,7 @@ def test_pairs_are_as_many_as_in_the_table(ranks: int, times: int) -> None:
     count = times * ranks
     rows = instructions(make_schedule("dualpipev", ranks, count, 2), paired=True)
     pairs = sum(isinstance(each, Compute) and len(each.actions) == 2 for row in rows for each in row)
-    assert float(paired_share(jobs("dualpipev", ranks, count))) == pytest.approx(pairs / (2 * ranks * count), abs=0.02)
-    assert float(paired_share(jobs("zbv", ranks, count))) == 0
+    assert float(paired_fraction(jobs("dualpipev", ranks, count))) == pytest.approx(
+        pairs / (2 * ranks * count), abs=0.02
+    )
+    assert float(paired_fraction(jobs("zbv", ranks, count))) == 0

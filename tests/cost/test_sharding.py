@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from cuboid.cost.compute import kernels
-from cuboid.cost.constants import Fabric, chip_named
-from cuboid.cost.engine import Engine
+from cuboid.cost.constants import Engine, Fabric, chip_named
 from cuboid.cost.inputs import Jobs, Shape, number
 from cuboid.cost.layers import layer_times
 from cuboid.cost.memory import memory_by_rank
@@ -45,7 +44,7 @@ def made(**values: object) -> Jobs:
     return Jobs.make(**{"global_batch": 256, "sequence": 2048, **values})
 
 
-OWN = Engine(name="own", own_exchanges=True)
+OWN = Engine(name="own", own_collectives=True)
 
 
 def exposed(engine: Engine = BARE, backward: float = 0.0, forward: float = 0.0, **values: object) -> float:
@@ -133,7 +132,7 @@ def test_hybrid_sharding_scatters_inside_and_sums_shards_between() -> None:
 
 
 def test_gathering_hides_behind_a_forward_pass_at_most() -> None:
-    hiding = Engine(name="hiding", own_exchanges=True, gather_overlap=1.0)
+    hiding = Engine(name="hiding", own_collectives=True, gather_overlap=1.0)
     gather = 7 / 8 * 2e9 / 1e11
     hidden = [exposed(OWN, dp=8, zero=1) - exposed(hiding, forward=seconds, dp=8, zero=1) for seconds in (100.0, 0.001)]
     assert hidden == pytest.approx([gather, 0.001])

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuboid.cost.compute import kernels
-from cuboid.cost.constants import chip_named, engine_named, fabric_named, tables
-from cuboid.cost.engine import Engine
+from cuboid.cost.constants import Engine, chip_named, engine_named, fabric_named, tables
 from cuboid.cost.inputs import Jobs, Shape, number
 from cuboid.cost.layers import layer_times
 from cuboid.cost.sharding import owned_parameters, rank_parameters

@@ -14,8 +14,7 @@ from cuboid.checkpoint.huggingface.folder import model_of
 from cuboid.generate.batch import Request
 from cuboid.generate.detokenizer import Words
 from cuboid.launch.pool import Pool
-from cuboid.planning.cache import cache_bytes
-from cuboid.spec.generation import GenerationSpec, SamplingSpec, parse_layout
+from cuboid.spec.generation import GenerationSpec, SamplingSpec, cache_bytes, parse_layout
 from cuboid.spec.partition import partition
 from cuboid.spec.ranks import coordinates
 from tests.checkpoint.pretrained import save_pretrained

@@ -21,7 +21,7 @@ from cuboid.model.transformer import Transformer
 from cuboid.parallel.parallelize import build_engine, draw_weights
 from cuboid.parallel.split_backward import Deferral
 from cuboid.parallel.stage import Segment
-from cuboid.planning import collectives as exchanges
+from cuboid.planning import collectives as step_collectives
 from cuboid.spec.run import Run
 from cuboid.training.layer_norms import LayerNorms
 from cuboid.training.optimizer import Optimizer
@@ -192,7 +192,7 @@ def poisoned_step(rank: int, run: Run) -> tuple[bool, bool]:
 
 
 def unforeseen(rank: int, run: Run) -> list[str]:
-    """Where what a rank exchanged in any step is not what the planner counts."""
+    """Where what a rank communicated in any step is not what the planner counts."""
     engine = build_engine(with_output(run, count_communication=True), rank, CPU)
     assert engine.ledger is not None
     optimizer = Optimizer(engine, run.optimizer)
@@ -200,7 +200,7 @@ def unforeseen(rank: int, run: Run) -> list[str]:
     found: list[str] = []
     for step in range(run.training.steps):
         train_step(engine, optimizer, micro_batches(source, run, step, engine.groups.coordinates.dp, CPU), 1e-3)
-        found += exchanges.unforeseen(run, rank, engine.ledger.take())
+        found += step_collectives.unforeseen(run, rank, engine.ledger.take())
     return found
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from cuboid.errors import UserError
-from cuboid.planning.budget import least_kind
 from cuboid.planning.question import Question
+from cuboid.planning.refine import least_kind
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.fitting import check
 from cuboid.spec.layout import RECOMPUTE, STAGES_PER_RANK, Layout

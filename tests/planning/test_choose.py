@@ -5,13 +5,12 @@ from typing import Any
 
 import pytest
 
+from cuboid.cost.estimate import doubt, record_of
 from cuboid.errors import UserError
-from cuboid.planning.ceiling import doubt, record_of
 from cuboid.planning.choose import cheapest, fewest, plans, predict, warnings
-from cuboid.planning.export.limits import FIXED
-from cuboid.planning.question import Question, parse_fixed, parse_memory
-from cuboid.planning.reasons import amount, losses
-from cuboid.planning.sizes import resized_cluster, sizes
+from cuboid.planning.export.engines import FIXED
+from cuboid.planning.plan import amount, losses
+from cuboid.planning.question import Question, parse_fixed, parse_memory, resized_cluster, sizes
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.layout import Layout
 
@@ -24,7 +23,7 @@ def test_plans_are_ordered_fit_and_can_be_trained(ask: Callable[..., Question]) 
     assert [plan.seconds for plan in found] == sorted(plan.seconds for plan in found)
     assert len({str(plan.layout) for plan in found}) == 5
     for plan in found:
-        assert plan.share <= 0.95
+        assert plan.memory_fraction <= 0.95
         assert plan.layout.world_size == 128
         assert not question.untrainable(plan.layout)
         assert predict(question, plan.layout).seconds == pytest.approx(plan.seconds)

@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cuboid.planning.explain import explain, sections
-from cuboid.planning.framework import decision_lines, framework
+from cuboid.planning.explain import decision_lines, explain, framework, sections
 from cuboid.planning.question import Question
 from cuboid.planning.traffic import sent
 from cuboid.spec.layout import Layout

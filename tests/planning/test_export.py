@@ -1,9 +1,11 @@
 """Exported files parse with the target's own key names, and what a target cannot say is refused by name."""
 
+import ast
 import json
 import shlex
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,18 +13,18 @@ import yaml
 
 from cuboid.errors import UserError
 from cuboid.planning.choose import plans, predict
-from cuboid.planning.export.limits import FIXED
+from cuboid.planning.export.engines import FIXED, TARGETS, export, refuse_model
 from cuboid.planning.export.megatron import stage_layout
-from cuboid.planning.export.targets import TARGETS, export
 from cuboid.planning.plan import Plan
 from cuboid.planning.question import Question
 from cuboid.spec.deepspeed import run_table_from_deepspeed
 from cuboid.spec.layout import Layout
+from cuboid.spec.model import ModelSpec, load_model
 
 
 @pytest.fixture
 def plan(ask: Callable[..., Question]) -> Callable[..., Plan]:
-    def make(layout: str, model: str = "llama3-8b", cluster: str = "h100x16", **more: Any) -> Plan:
+    def make(layout: str, model: str | ModelSpec = "llama3-8b", cluster: str = "h100x16", **more: Any) -> Plan:
         return predict(ask(model, cluster, **{"global_batch": 64, "sequence": 4096, **more}), Layout.parse(layout))
 
     return make
@@ -236,12 +238,88 @@ def test_what_a_target_does_in_its_own_way_stands_at_the_head(plan: Callable[...
     head = [line for line in text.splitlines() if line.startswith("# Otherwise there: ")]
     assert head == [
         "# Otherwise there: mixture.router_noise=0.0 (planned: 1.0)",
-        "# Otherwise there: model.norm_epsilon=1e-05 (planned: 1e-06)",
+        "# Otherwise there: yarn=beyond 4096 tokens (planned: at any length)",
         "# Otherwise there: mixture.balance_coefficient=0.0 (planned: 0.1)",
+        "# Otherwise there: model.norm_epsilon=1e-05 (planned: 1e-06)",
     ]
     assert "model.rope_scaling=8.0 (planned: None)" in export(plan("dp=16,zero=3"), "torchtitan")
     assert "Otherwise" not in export(plan("dp=16,zero=3", "llama3.1-8b"), "torchtitan")
     assert "mixture.router_noise=0.0" in export(plan("dp=16,ep=8,zero=1", "mixtral-8x7b"), "megatron")
+
+
+def registered(text: str) -> list[str]:
+    """What the head of a torchtitan file registers; it must be Python."""
+    lines = [line[4:] for line in text.splitlines() if line.startswith("#   ")]
+    ast.parse("\n".join(lines))
+    return lines
+
+
+def test_torchtitan_gets_the_flavor_that_is_the_model_whatever_it_is_called(plan: Callable[..., Plan]) -> None:
+    for name, family, flavor in (
+        ("llama3.3-70b", "llama3", "70B"),
+        ("qwen3-235b-a22b", "qwen3", "235B-A22B"),
+        ("deepseek-v2", "deepseek_v3", "236B"),
+    ):
+        text = export(plan("dp=16,zero=3", name), "torchtitan")
+        assert tomllib.loads(text)["model"] == {"name": family, "flavor": flavor}
+        assert not registered(text)
+    assert "model.rope_theta=5000000.0 (planned: 1000000.0)" in export(
+        plan("dp=16,zero=3", "qwen3-235b-a22b"), "torchtitan"
+    )
+    mine = replace(load_model("llama3.1-8b"), name="mine", initial_std=0.01)
+    assert tomllib.loads(export(plan("dp=16,zero=3", mine), "torchtitan"))["model"]["flavor"] == "8B"
+    other = replace(mine, rope_theta=1e6)  # another function: no flavor is that
+    text = export(plan("dp=16,zero=3", other), "torchtitan")
+    assert tomllib.loads(text)["model"]["flavor"] == "mine"
+    assert "rope_theta=1000000.0" in "".join(registered(text))
+
+
+@pytest.mark.parametrize(
+    ("model", "family", "said"),
+    [
+        ("llama2-7b", "llama3", "multiple_of=11008"),
+        ("mixtral-8x7b", "qwen3", "num_experts=8, num_shared_experts=0, top_k=2"),
+        ("moe-1t", "deepseek_v3", "rope_factor=32.0"),
+    ],
+)
+def test_torchtitan_is_told_how_to_register_a_model_it_has_not(
+    plan: Callable[..., Plan], model: str, family: str, said: str
+) -> None:
+    text = export(plan("dp=16,zero=3", model), "torchtitan")
+    table = tomllib.loads(text)
+    assert table["model"] == {"name": family, "flavor": model}
+    assert table["experimental"] == {"custom_import": "flavor"}
+    assert said in "\n".join(registered(text))
+    assert f"_args[{model!r}] = " in text
+
+
+@pytest.mark.parametrize(
+    ("target", "model", "reason"),
+    [
+        ("torchtitan", "gpt2", "lack positions=learned, norm=layernorm, activation=gelu, qkv_bias=true, output_bias="),
+        ("torchtitan", "llama3.2-1b", "its models lack tie_embeddings=true"),
+        ("nanotron", "gpt2", "it has but a dense llama"),
+        ("nanotron", "moe-1t", "it has but a dense llama"),
+    ],
+)
+def test_a_model_that_a_target_lacks_is_refused_whatever_the_layout(
+    ask: Callable[..., Question], target: str, model: str, reason: str
+) -> None:
+    with pytest.raises(UserError, match="has no key for model=") as error:
+        refuse_model(load_model(model), target)
+    assert reason in str(error.value)
+    assert "--fix" not in str(error.value)
+    crowded = ask(model, "h100x8", engine=target, target=target, fixed=FIXED[target], memory_limit=2.0**20)
+    with pytest.raises(UserError, match="has no key for model="):
+        plans(crowded)
+
+
+def test_gpt2_in_megatron(plan: Callable[..., Plan]) -> None:
+    flags = flags_of(export(plan("dp=16,zero=1", "gpt2", sequence=1024), "megatron"))
+    assert flags["--position-embedding-type"] == "learned_absolute"
+    assert (flags["--normalization"], flags["--max-position-embeddings"]) == ("LayerNorm", "1024")
+    without = ("--swiglu", "--disable-bias-linear", "--untie-embeddings-and-output-weights", "--rotary-base")
+    assert not any(flag in flags for flag in without)
 
 
 def test_an_unknown_target_is_refused(plan: Callable[..., Plan]) -> None:

@@ -8,9 +8,9 @@ import pytest
 
 from cuboid.cli.main import main
 from cuboid.errors import UserError
-from cuboid.planning.cache import cache_bytes
 from cuboid.planning.generation import GenerationPlan, GenerationQuestion, generation_plans, weight_bytes
 from cuboid.spec.cluster import load_cluster
+from cuboid.spec.generation import cache_bytes
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model
 

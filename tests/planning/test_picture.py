@@ -5,8 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from cuboid.planning.picture import svg
-from cuboid.planning.trace import chrome_trace
+from cuboid.planning.picture import chrome_trace, svg
 from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import StageCosts, Timeline, simulate
 

@@ -8,12 +8,10 @@ from hypothesis import strategies as st
 
 from cuboid.errors import UserError
 from cuboid.planning.choose import fastest_part, fewest, plans, predict
-from cuboid.planning.explain import Explanation, explain, sections
-from cuboid.planning.framework import framework
+from cuboid.planning.explain import Explanation, explain, framework, sections
 from cuboid.planning.plan import GIB, plan_of
-from cuboid.planning.question import Question
+from cuboid.planning.question import Question, every_size, resized
 from cuboid.planning.search import search
-from cuboid.planning.sizes import every_size, resized
 from cuboid.planning.traffic import bound, moved
 from cuboid.report.page import collect
 from cuboid.report.source import Source
@@ -237,7 +235,7 @@ def test_what_a_page_says_of_a_plan_is_the_same(case: tuple[Question, Layout]) -
     told = page["summary"]["predicted"]
     assert told["step_seconds"] == plan.seconds
     assert (told["mfu"], told["bubble"], told["parts"]) == (plan.utilization, plan.bubble, plan.parts)
-    assert (told["memory_gib"], told["memory_share"]) == (plan.peak / GIB, plan.share)
+    assert (told["memory_gib"], told["memory_fraction"]) == (plan.peak / GIB, plan.memory_fraction)
     assert told["tokens_per_second"] == pytest.approx(
         plan.question.global_batch * plan.question.sequence / plan.seconds, rel=1e-12
     )

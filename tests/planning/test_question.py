@@ -5,14 +5,14 @@ from collections.abc import Callable
 import pytest
 
 from cuboid.errors import UserError
-from cuboid.planning.question import DEFAULT_SHARE, PRECISIONS, Question, parse_fixed
+from cuboid.planning.question import MEMORY_FRACTION, PRECISIONS, Question, parse_fixed
 from cuboid.spec.layout import Layout
 from tests.planning.conftest import MIXED
 
 
 def test_the_limit_is_95_percent_unless_asked(ask: Callable[..., Question]) -> None:
     question = ask("llama3-8b", "h100x8")
-    assert question.limit == pytest.approx(DEFAULT_SHARE * 79.2 * 2**30)
+    assert question.limit == pytest.approx(MEMORY_FRACTION * 79.2 * 2**30)
     assert ask("llama3-8b", "h100x8", memory_limit=1e9).limit == 1e9
 
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from cuboid.planning.choose import predict
-from cuboid.planning.framework import framework
+from cuboid.planning.explain import framework
 from cuboid.planning.plan import Plan
 from cuboid.planning.question import Question
 from cuboid.planning.traffic import Moved, moved, sent

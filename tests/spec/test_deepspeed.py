@@ -91,22 +91,28 @@ def test_hybrid_sharding_and_recomputation() -> None:
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"fp16": {"enabled": True, "loss_scale": 128}}, ["fp16.loss_scale=128 (use fp16.loss_scale=0"]),
-        (
-            {"zero_optimization": {"offload_optimizer": {"device": "nvme", "ratio": 0.5}}},
-            ['offload_optimizer.device="nvme" (use', 'device="none" or', "ratio=0.5 (use"],
-        ),
+        ({"sequence_parallel_size": 2}, ["sequence_parallel_size=2 (use layout cp in the run file)"]),
+        ({"optimizer": {"params": {"adam_w_mode": False}}}, ["adam_w_mode=false (use optimizer.params.adam_w_mode=t"]),
         (
             {"zero_optimisation": {"stage": 1}},
             ["zero_optimisation.stage=1 (unknown; zero_optimization.stage is known)"],
         ),
         ({"scheduler": {"type": "OneCycle"}}, ['scheduler.type="OneCycle" (use scheduler.type="WarmupLR"']),
         (
-            {"optimizer": {"type": "Lamb"}},
-            ['optimizer.type="Lamb" (use optimizer.type="AdamW" or optimizer.type="Adam")'],
+            {"optimizer": {"type": "Lamb", "params": {"max_coeff": 0.3}}},
+            ['honoured: optimizer.type="Lamb" (use optimizer.type="AdamW" or optimizer.type="Adam"); change'],
         ),
-        ({"zero_optimization": {"overlap_comm": 1}}, ["overlap_comm=1 (use zero_optimization.overlap_comm=true)"]),
-        ({"fp16": {"loss_scale": 1}, "wow": 1}, ["fp16.loss_scale=1 (use", "wow=1 (unknown"]),
+        ({"zero_optimization": {"overlap_comm": [1]}}, ["overlap_comm=[1] (use zero_optimization.overlap_comm=true)"]),
+        ({"zero_optimization": {"wow": 1}, "fp8": {}}, ["zero_optimization.wow=1 (unknown"]),
+        (
+            {"curriculum_learning": {"enabled": True, "min_difficulty": 8}},
+            ["curriculum_learning (sequences have one l"],
+        ),
+        ({"compression_training": {"layer_reduction": {"enabled": True}}}, ["compression_training (nothing is pruned"]),
+        (
+            {"sparse_attention": {"mode": "fixed"}, "amp": {"enabled": True}},
+            ["amp (use fp16.enabled=true), sparse_att"],
+        ),
     ],
 )
 def test_keys_that_cannot_be_honoured_are_all_named(changes: dict[str, Any], parts: list[str]) -> None:
@@ -157,7 +163,59 @@ def test_values_that_do_not_fit_are_refused_in_one_sentence(
 
 def test_empty_sections_are_known_or_named() -> None:
     assert imported({**BATCH, "pipeline": {}}, 4) == imported(BATCH, 4)
-    assert "wow={} (unknown" in refusal({**BATCH, "wow": {}}, 4)
+    assert "bf17={} (unknown" in refusal({**BATCH, "bf17": {}}, 4)
+
+
+def test_keys_that_deepspeed_does_not_know_are_noted_unless_they_look_like_one() -> None:
+    config = {**BATCH, "_comment": "for eight", "log": {"every": 5}}
+    assert imported(config, 4) == imported(BATCH, 4)
+    assert notes_from_deepspeed(config) == ["_comment, log.every: no keys of DeepSpeed; not used"]
+
+
+OFFLOADED: dict[str, Any] = {
+    **BATCH,
+    "steps_per_print": 2e3,
+    "gradient_accumulation_steps": "4",
+    "prescale_gradients": True,
+    "bfloat16": {"enabled": "true"},
+    "compile": {"disable": False, "backend": "inductor"},
+    "curriculum_learning": {"enabled": False, "min_difficulty": 8},
+    "compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}}},
+    "optimizer": {"type": "Adam", "params": {"lr": 1e-4, "max_grad_norm": 0.7}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-6, "warmup_num_steps": 10}},
+    "zero_optimization": {
+        "stage": 3,
+        "overlap_comm": False,
+        "max_live_parameters": 0,
+        "offload_optimizer": {"device": "nvme", "ratio": 0.5},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+    },
+}
+"""Keys of many public configs that Cuboid does in its own way."""
+
+
+def test_what_is_done_otherwise_is_noted_in_words() -> None:
+    run = imported(OFFLOADED, 4)
+    assert (run.layout.zero, run.layout.offload, run.training.precision) == (3, True, "bf16")
+    assert (run.training.gradient_clip, run.output.log_every, run.learning_rate.warmup_steps) == (0.7, 2000, 10)
+    notes = notes_from_deepspeed(OFFLOADED)
+    for start in (
+        "prescale_gradients=true: gradients are divided after",
+        "zero_optimization.overlap_comm=false: communication overlaps",
+        'zero_optimization.offload_optimizer.device="nvme": the optimizer\'s state goes to CPU memory',
+        "zero_optimization.offload_optimizer.ratio=0.5: all of",
+        'zero_optimization.offload_param.device="cpu": parameters stay',
+        "scheduler.params.warmup_min_lr=1e-06: the learning rate rises from 0",
+        "scheduler.params.warmup_type: the learning rate rises linearly; DeepSpeed's default is log",
+    ):
+        assert any(note.startswith(start) for note in notes), (start, notes)
+    for key in ("compile.backend", "curriculum_learning.min_difficulty", "zero_optimization.max_live_parameters"):
+        assert key in notes[0]
+
+
+def test_old_spellings() -> None:
+    assert imported({**BATCH, "zero_optimization": True}, 4).layout.zero == 1
+    assert imported({**BATCH, "zero_optimization": {"stage": 2, "cpu_offload": True}}, 4).layout.offload
 
 
 def test_no_batch_size_at_all() -> None:
@@ -177,6 +235,9 @@ def test_fp16_keeps_its_loss_scale() -> None:
     spelled = {"enabled": True, "initial_scale_power": 12, "loss_scale_window": 500}
     training = imported({**BATCH, "fp16": spelled}, 4).training
     assert (training.precision, training.loss_scale, training.loss_scale_steps) == ("fp16", 4096.0, 500)
+    fixed = imported({**BATCH, "fp16": {"enabled": True, "loss_scale": 128}}, 4).training
+    assert (fixed.loss_scale, fixed.loss_scale_steps) == (128.0, 10**9)
+    assert notes_from_deepspeed({"fp16": {"enabled": True, "loss_scale": 128}})[0].startswith("fp16.loss_scale=128: ")
     with pytest.raises(UserError, match="two precisions; use one of them"):
         imported({**BATCH, "fp16": spelled, "bf16": {"enabled": True}}, 4)
 

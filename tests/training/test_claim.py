@@ -49,3 +49,13 @@ def test_what_is_no_folder_is_said_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with claimed(tmp_path / "file"), claimed(tmp_path / "file" / "below"):
         pass
+
+
+def test_a_run_that_fails_leaves_its_folder_free_and_no_file_of_its_own(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "run"
+    with pytest.raises(ValueError, match="a step failed"), claimed(folder):
+        with pytest.raises(UserError, match="is in use by another run"), claimed(folder, patience=0.1):
+            pass
+        raise ValueError("a step failed")
+    with claimed(folder, patience=0):
+        assert list(folder.iterdir()) == [], "the folder itself is what is locked"

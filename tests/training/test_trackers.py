@@ -14,7 +14,7 @@ from cuboid.errors import UserError
 from cuboid.spec.run import TRACKERS
 from cuboid.training.metrics import Metrics
 from cuboid.training.step import StepResult
-from cuboid.training.trackers import Tracking, check_trackers
+from cuboid.training.trackers import Tracking, _identity, check_trackers
 from tests.training.cases import short_run
 
 
@@ -99,3 +99,12 @@ def test_none_is_the_rule(tmp_path: Path) -> None:
     tracking.log(1, {"loss": 1.0})
     tracking.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_has_one_name_among_trackers_wherever_it_is_started_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "runs/mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert _identity(Path("runs/mine")) == _identity(tmp_path / "runs/mine") == _identity(Path("runs/../runs/mine"))
+    assert _identity(Path("runs/mine")) != _identity(Path("runs/other"))

@@ -6,7 +6,7 @@ https://www.deepspeed.ai/docs/config-json
 import json
 from typing import Any
 
-from cuboid.planning.export.lost import Lost
+from cuboid.planning.export.engines import Lost
 from cuboid.planning.plan import Plan
 from cuboid.spec.run import Run
 
@@ -39,7 +39,7 @@ def export(plan: Plan) -> str:
     if layout.offload:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
     if layout.tp > 1:
-        # It checks this against all ranks, tensor-parallel ones too; left out, it follows from the other two.
+        # It checks this against all ranks, tensor-parallel ones too; omitted, it follows from the other two.
         del config["train_batch_size"]
         config["tensor_parallel"] = {"autotp_size": layout.tp}
     if layout.ep > 1:

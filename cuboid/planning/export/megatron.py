@@ -3,7 +3,7 @@
 https://github.com/NVIDIA/Megatron-LM
 """
 
-from cuboid.planning.export.lost import Lost, Note, noted, router_notes
+from cuboid.planning.export.engines import Lost, Note, noted, router_notes
 from cuboid.planning.plan import Plan
 from cuboid.spec.model import MixtureSpec, ModelSpec
 
@@ -26,7 +26,7 @@ def export(plan: Plan) -> str:
     lines = [
         "#!/usr/bin/env bash",
         f"# {run.model.name} on {cluster.name}: {layout}",
-        f"# For {TARGET}; predicted: {plan.seconds:.4g} s a step, {plan.share:.0%} of memory.",
+        f"# For {TARGET}; predicted: {plan.seconds:.4g} s a step, {plan.memory_fraction:.0%} of memory.",
         f"# Megatron infers dp={layout.dp} and {plan.micro_batches} micro-batches per step from the sizes below.",
         *noted(notes(plan)).splitlines(),
         "set -euo pipefail",
@@ -46,18 +46,8 @@ def notes(plan: Plan) -> list[Note]:
     return router_notes(plan.question.model)
 
 
-def _check(plan: Plan) -> None:
-    layout = plan.layout
-    lost = Lost(TARGET)
-    known = layout.schedule in ("1f1b", "interleaved")
-    lost.unless(known, "schedule", layout.schedule, "use schedule=1f1b or schedule=interleaved")
-    lost.unless(layout.zero < 2 or layout.pp == 1, "zero", layout.zero, "with pp > 1 use zero=0 or zero=1")
-    even = layout.schedule != "interleaved" or plan.micro_batches % layout.pp == 0
-    lost.unless(layout.zero == 1 or not layout.offload, "offload", True, "use zero=1 or offload=false")
-    lost.unless(even, "micro_batches", plan.micro_batches, f"interleaved needs a multiple of pp={layout.pp}")
-    some = layout.recompute_layers
-    lost.unless(not some, "recompute_layers", some, "use recompute_layers=0")
-    model = plan.question.model
+def check_model(model: ModelSpec, lost: Lost) -> None:
+    """Notes what its GPT lacks."""
     yarn = model.yarn
     if yarn is not None:
         usual = model.latent is not None and (yarn.original_positions, yarn.beta_fast, yarn.beta_slow) == (4096, 32, 1)
@@ -69,6 +59,20 @@ def _check(plan: Plan) -> None:
         lost.unless(plain, "mixture.normalized", False, "with scoring=sigmoid use normalized=true")
         softmax = mixture.scoring == "softmax" and mixture.normalized and mixture.groups > 1
         lost.unless(not softmax, "mixture.groups", mixture.groups, "with normalized softmax scores use groups=1")
+
+
+def _check(plan: Plan) -> None:
+    layout = plan.layout
+    lost = Lost(TARGET)
+    known = layout.schedule in ("1f1b", "interleaved")
+    lost.unless(known, "schedule", layout.schedule, "use schedule=1f1b or schedule=interleaved")
+    lost.unless(layout.zero < 2 or layout.pp == 1, "zero", layout.zero, "with pp > 1 use zero=0 or zero=1")
+    even = layout.schedule != "interleaved" or plan.micro_batches % layout.pp == 0
+    lost.unless(layout.zero == 1 or not layout.offload, "offload", True, "use zero=1 or offload=false")
+    lost.unless(even, "micro_batches", plan.micro_batches, f"interleaved needs a multiple of pp={layout.pp}")
+    some = layout.recompute_layers
+    lost.unless(not some, "recompute_layers", some, "use recompute_layers=0")
+    check_model(plan.question.model, lost)
     lost.refuse()
 
 

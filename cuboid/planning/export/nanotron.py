@@ -6,8 +6,9 @@ https://github.com/huggingface/nanotron
 import json
 from typing import Any
 
-from cuboid.planning.export.lost import Lost
+from cuboid.planning.export.engines import Lost
 from cuboid.planning.plan import Plan
+from cuboid.spec.model import ModelSpec
 
 TARGET = "nanotron"
 ENGINES = {"1f1b": "1f1b", "gpipe": "afab"}
@@ -18,7 +19,8 @@ def export(plan: Plan) -> str:
     _check(plan)
     head = (
         f"# {plan.question.model.name} on {plan.question.cluster.name}: {plan.layout}\n"
-        f"# For {TARGET}; predicted: {plan.seconds:.4g} s a step, {plan.share:.0%} of memory. Add data_stages.\n"
+        f"# For {TARGET}; predicted: {plan.seconds:.4g} s a step, "
+        f"{plan.memory_fraction:.0%} of memory. Add data_stages.\n"
     )
     return head + "\n".join(_yaml(_config(plan))) + "\n"
 
@@ -98,12 +100,17 @@ def _model(plan: Plan) -> dict[str, Any]:
     }
 
 
+def check_model(model: ModelSpec, lost: Lost) -> None:
+    """Notes what its llama lacks."""
+    llama = model.family == "llama" and model.mixture is None and model.latent is None
+    lost.unless(llama, "model", model.name, "it has but a dense llama; use llama2-7b, llama3-8b or alike")
+    lost.unless(model.rope_scaling is None, "model.rope_scaling", model.name, "use a model without")
+
+
 def _check(plan: Plan) -> None:
     layout, model = plan.layout, plan.question.model
     lost = Lost(TARGET)
-    llama = model.family == "llama" and model.mixture is None and model.latent is None
-    lost.unless(llama, "model", model.name, "use a dense model of the llama family")
-    lost.unless(model.rope_scaling is None, "model.rope_scaling", model.name, "use a model without")
+    check_model(model, lost)
     known = layout.schedule in ENGINES or layout.pp == 1
     lost.unless(known, "schedule", layout.schedule, "use schedule=1f1b or schedule=gpipe")
     lost.unless(layout.zero < 2, "zero", layout.zero, "use zero=0 or zero=1")

@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 
 from cuboid.cost.compute import kernels
-from cuboid.cost.constants import Fabric, engine_for
-from cuboid.cost.context import Widths, further_blocks, gathered_bytes, waiting
-from cuboid.cost.engine import Engine
+from cuboid.cost.constants import Engine, Fabric, engine_for
 from cuboid.cost.estimate import machine_of
 from cuboid.cost.inputs import Jobs, Shape
+from cuboid.cost.layers import Widths, further_blocks, gathered_bytes, waiting
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model

@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 
 from cuboid.cost.communication import all_gather, all_reduce, group, reduce_scatter, transfer
-from cuboid.cost.constants import Fabric, chip_named, engine_named
+from cuboid.cost.constants import Fabric, chip_named, engine_named, profiled, slowed
 from cuboid.cost.estimate import Machine, estimate
 from cuboid.cost.inputs import Jobs, Shape, number
 from cuboid.cost.layers import hop
-from cuboid.cost.profiled import slowed
 from cuboid.planning.choose import predict
 from cuboid.planning.question import Question
 from cuboid.spec.cluster import load_cluster
@@ -111,3 +110,9 @@ def test_on_a_slowed_cluster_every_part_of_a_step_takes_so_many_times_as_long(
         {name: 7.5 * value for name, value in before.parts.items()}, rel=1e-6, abs=1e-12
     )
     assert (after.peak, after.utilization) == (before.peak, pytest.approx(before.utilization))
+
+
+def test_profiles_with_older_names_of_constants_are_read() -> None:
+    older = {"engine": {"own_exchanges": False, "grouped_narrow": 2.0}}
+    found = profiled(engine_named("cuboid"), replace(load_cluster("cpux8"), measured=older), "engine")
+    assert (found.own_collectives, found.grouped_fp8) == (False, 2.0)

@@ -1,9 +1,11 @@
-"""Layouts that are alike in what a cost depends on, costed once: a search asks for the same layer under every ZeRO and
+"""What is computed once: answers that were just given of the same arrays, and layouts that are alike in what a cost
+depends on. Several parts of the cost model ask for the same, and a search asks for the same layer under every ZeRO and
 schedule."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass, replace
-from typing import Any, Protocol, TypeVar, cast
+from functools import wraps
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -73,3 +75,29 @@ def _rows(value: Given, which: Rows, size: int) -> Given:
         given = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
         taken = replace(value, **{name: _rows(each, which, size) for name, each in given.items()})
     return cast(Given, taken)
+
+
+Asked = ParamSpec("Asked")
+Answer = TypeVar("Answer")
+KEPT = 8
+"""Answers of each function: a search asks for those of one part of its space at a time."""
+
+
+def recent(function: Callable[Asked, Answer]) -> Callable[Asked, Answer]:
+    """The function, with its last few answers remembered by which objects it was given, not by what is in them: they
+    are kept alive with the answer, and nobody writes into arrays of the cost model."""
+    answers: dict[tuple[int, ...], tuple[tuple[Any, ...], Answer]] = {}
+
+    @wraps(function)
+    def remembered(*given: Asked.args, **named: Asked.kwargs) -> Answer:
+        objects = (*given, *named.values())
+        key = tuple(map(id, objects))
+        known = answers.get(key)
+        if known is None:
+            known = (objects, function(*given, **named))
+            if len(answers) >= KEPT:
+                answers.pop(next(iter(answers), key), None)
+            answers[key] = known
+        return known[1]
+
+    return remembered

@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
-from cuboid.cost.constants import chip_named, engine_for, engine_named, fabric_named
-from cuboid.cost.engine import Engine
+from cuboid.cost.constants import Engine, chip_named, engine_for, engine_named, fabric_named
 from cuboid.cost.estimate import Estimates, Machine, estimate_shapes
 from cuboid.cost.inputs import Jobs, Shape
-from cuboid.cost.stages import stage_costs
+from cuboid.planning.stages import stage_costs
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model
 

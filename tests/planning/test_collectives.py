@@ -10,7 +10,7 @@ from cuboid.cost.compute import kernels
 from cuboid.cost.constants import chip_named, engine_named, fabric_named
 from cuboid.cost.inputs import Jobs, Shape, single
 from cuboid.cost.layers import layer_times, transfer_bytes
-from cuboid.planning.collectives import exchanges, predicted_ledger
+from cuboid.planning.collectives import predicted_ledger, step_collectives
 from cuboid.spec.run import Run, build_run
 from cuboid.telemetry.communication_ledger import Entry
 
@@ -154,7 +154,7 @@ def test_the_time_of_layers_is_that_of_their_exchanges(
     sent = {
         dimension: sum(
             Entry(part.calls, part.calls * part.size, part.ranks, part.kind).sent
-            for part in exchanges(run, 0)
+            for part in step_collectives(run, 0)
             if part.dimension == dimension and part.what.startswith(("layer activations", "rows to experts"))
         )
         for dimension in ("tp", "ep")
@@ -174,5 +174,5 @@ def test_the_time_of_layers_is_that_of_their_exchanges(
 def test_the_message_of_the_cost_model_is_the_engines(layout: str) -> None:
     run = make_run(layout, "bf16")
     jobs = Jobs.of([run.layout], global_batch=16, sequence=256)
-    (message,) = [entry for entry in exchanges(run, 0) if entry.dimension == "pp"]
+    (message,) = [entry for entry in step_collectives(run, 0) if entry.dimension == "pp"]
     assert single(transfer_bytes(Shape.of(run.model), jobs, engine_named("cuboid"))) == message.size

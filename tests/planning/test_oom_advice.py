@@ -6,7 +6,7 @@ import pytest
 
 from cuboid.planning.choose import predict
 from cuboid.planning.oom_advice import Relief, relief
-from cuboid.planning.question import DEFAULT_SHARE, Question
+from cuboid.planning.question import MEMORY_FRACTION, Question
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run, build_run
@@ -30,7 +30,7 @@ def held(layout: str) -> float:
 
 def advice(layout: str, limit: float, used: float = 0.0) -> Relief:
     """`limit`: of what the planner uses of an accelerator."""
-    found = relief(run_of(layout), CLUSTER, 0, used, limit / DEFAULT_SHARE)
+    found = relief(run_of(layout), CLUSTER, 0, used, limit / MEMORY_FRACTION)
     assert found is not None
     return found
 

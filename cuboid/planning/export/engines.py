@@ -1,0 +1,154 @@
+"""Plans in the words of other engines: every target by name, which layouts its files can say, what they have no key
+for.
+
+What a target cannot say of a plan is refused in one sentence that names all of it, or noted at the head of the file.
+`plan --for-engine` searches only what the files can say; each writer checks a single plan again."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuboid.errors import UserError, either, nearest_names
+from cuboid.planning.plan import Plan
+from cuboid.spec.layout import CONTEXT_METHODS, RECOMPUTE, SCHEDULES
+from cuboid.spec.model import ModelSpec
+
+
+@dataclass(frozen=True)
+class Note:
+    """A field that the target has in its own way, whatever the plan says; the work of a step is the same."""
+
+    field: str
+    here: Any
+    there: Any
+
+    def __str__(self) -> str:
+        return f"{self.field}={self.there} (planned: {self.here})"
+
+
+def noted(notes: list[Note]) -> str:
+    """Notes as a comment at the head of a file."""
+    return "".join(f"# Otherwise there: {note}\n" for note in notes)
+
+
+def router_notes(model: ModelSpec) -> list[Note]:
+    """Noise on a router's logits, and a bound of each sequence's assignments, are Cuboid's own."""
+    if model.mixture is None:
+        return []
+    named = [("mixture.router_noise", model.mixture.router_noise, 0.0)]
+    named.append(("mixture.capacity_factor", model.mixture.capacity_factor, 0.0))
+    return [Note(*entry) for entry in named if entry[1] != entry[2]]
+
+
+class Lost:
+    """Keys of a plan that a target cannot express."""
+
+    def __init__(self, target: str) -> None:
+        self.target = target
+        self.found: list[str] = []
+
+    def unless(self, works: bool, key: str, value: object, instead: str) -> None:
+        """Notes that the key is lost unless the condition holds."""
+        if not works:
+            shown = str(value).lower() if isinstance(value, bool) else value
+            self.found.append(f"{key}={shown} ({instead})")
+
+    def refuse(self) -> None:
+        """Raises when anything was lost."""
+        if self.found:
+            again = not all(each.startswith(("model", "mixture")) for each in self.found)  # what no layout mends
+            raise UserError(
+                f"{self.target} has no key for {', '.join(self.found)}{'; plan again with --fix' if again else ''}"
+            )
+
+
+Columns = dict[str, NDArray[np.int64]]
+FIXED: dict[str, dict[str, Any]] = {
+    "megatron": {"recompute_layers": 0},
+    "deepspeed": {"recompute_layers": 0, "sequence_parallel": False, "cp": 1},
+    "torchtitan": {"recompute_layers": 0, "offload": False},
+    "nanotron": {"recompute_layers": 0, "cp": 1, "ep": 1, "offload": False},
+}
+"""Target -> fields that it leaves no choice of."""
+TARGETS = tuple(FIXED)
+KNOWN = {
+    "megatron": ("1f1b", "interleaved"),
+    "deepspeed": ("1f1b",),
+    "torchtitan": ("gpipe", "1f1b", "interleaved", "zbv", "dualpipev"),
+    "nanotron": ("1f1b", "gpipe"),
+}
+"""Target -> its schedules."""
+
+
+def sayable(target: str, columns: Columns, global_batch: int, model: ModelSpec) -> NDArray[np.bool_]:
+    """Which of the layouts of a model the target has words for."""
+    dp, tp, pp, zero, recompute = (columns[name] for name in ("dp", "tp", "pp", "zero", "recompute"))
+    schedule, count = columns["schedule"], global_batch // (columns["dp"] * columns["micro_batch"])
+    works = np.isin(schedule, [SCHEDULES.index(name) for name in KNOWN[target]])
+    interleaved = (pp > 1) & (schedule == SCHEDULES.index("interleaved"))
+    works &= ~interleaved | (count % pp == 0)
+    whole = (columns["shard"] == 0) | (columns["shard"] == dp) | (zero == 0)
+    selective = recompute == RECOMPUTE.index("selective")
+    away = columns["offload"] > 0
+    if target == "megatron":
+        works &= ((zero < 2) | (pp == 1)) & (~away | (zero == 1))
+    elif target == "deepspeed":
+        works &= ((zero < 2) | (pp == 1)) & ((zero < 3) | (tp == 1)) & ~selective & whole
+        works &= (~away | (zero > 0)) & ((tp == 1) | (pp == 1))
+    elif target == "torchtitan":
+        from cuboid.planning.export.torchtitan import CONTEXT, PIPELINED, flavor_of
+
+        flavor = flavor_of(model)
+        name = flavor.family if flavor else ""
+        works &= (pp == 1) | (name in PIPELINED)
+        works &= (columns["cp"] == 1) | ((name in CONTEXT) & (zero >= 2))
+        alone = (tp == 1) & (pp == 1) & (columns["cp"] == 1)
+        works &= (dp == 1) | (zero >= 2) | ((zero == 0) & alone)
+        works &= (tp == 1) | (columns["sequence_parallel"] > 0)
+        works &= (columns["cp"] == 1) | (columns["cp_method"] == CONTEXT_METHODS.index("allgather"))
+        works &= (schedule != SCHEDULES.index("dualpipev")) | (count >= 2 * pp)
+    else:
+        works &= (zero < 2) & ~selective & whole & (tp <= model.kv_heads)
+    return np.asarray(works)
+
+
+def export(plan: Plan, target: str) -> str:
+    """The plan in the words of another engine."""
+    from cuboid.planning.export import deepspeed, megatron, nanotron, torchtitan  # here: they build on this file
+
+    writers = {
+        "megatron": megatron.export,
+        "deepspeed": deepspeed.export,
+        "torchtitan": torchtitan.export,
+        "nanotron": nanotron.export,
+    }
+    if target not in TARGETS:
+        near = either(f"--to {name}" for name in nearest_names(target, TARGETS, count=4))
+        raise UserError(f"unknown target to={target}; use {near}, or --to hf:FOLDER for a trained model")
+    return writers[target](plan)
+
+
+def notes(plan: Plan, target: str) -> list[Note]:
+    """Fields that the target has in its own way; its file names them. The files of the others say what the plan says,
+    or describe no model."""
+    from cuboid.planning.export import megatron, torchtitan
+
+    found = {"megatron": megatron.notes, "torchtitan": torchtitan.notes}
+    return found[target](plan) if target in found else []
+
+
+def refuse_model(model: ModelSpec, target: str) -> None:
+    """Raises where the target has no such model, whatever the layout; files of DeepSpeed describe none."""
+    from cuboid.planning.export import megatron, nanotron, torchtitan
+
+    checks = {
+        "megatron": megatron.check_model,
+        "torchtitan": torchtitan.check_model,
+        "nanotron": nanotron.check_model,
+    }
+    lost = Lost(target)
+    if target in checks:
+        checks[target](model, lost)
+    lost.refuse()
