@@ -94,3 +94,7 @@ class _Head(Head):
     def forward(self, x: Tensor, batch: Batch) -> Tensor:  # type: ignore[override]
         """The summed loss."""
         return self.summed_loss(super().forward(x.flatten(0, 1)), batch["labels"].flatten())
+
+    def logits(self, x: Tensor, batch: Batch) -> Tensor:
+        """For generation: (micro-batch, length, vocabulary)."""
+        return super().forward(x.flatten(0, 1)).unflatten(0, x.shape[:2])

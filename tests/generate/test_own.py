@@ -15,6 +15,7 @@ from cuboid.errors import UserError
 from cuboid.generate.target import find_target
 from cuboid.launch.pool import Pool
 from cuboid.model.custom import Model, WholeModel
+from cuboid.model.family import family
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import build_run
 
@@ -69,3 +70,16 @@ def test_a_model_without_a_next_token_is_refused(pool: Pool, tmp_path: Path) -> 
     folder = trained(pool, tmp_path / "run", "vision_transformer")
     with pytest.raises(UserError, match=r"its head, Classifier, has no `logits\(x, batch\)`"):
         find_target(str(folder))
+
+
+def test_logits_of_a_family_are_those_of_its_loss() -> None:
+    model = WholeModel(family("tiny-llama"), 0)
+    tokens = torch.arange(12).view(2, 6)
+    batch = {"tokens": tokens, "labels": tokens.flip(1)}
+    x = model.embedding(batch)
+    for block in model.layers.values():
+        x = block(x, batch)
+    logits = model.head.logits(x, batch)  # type: ignore[operator]
+    assert logits.shape == (2, 6, 259)
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+    assert torch.allclose(loss, model.head(x, batch), rtol=1e-6)
