@@ -243,9 +243,8 @@ def _some(names: Sequence[str]) -> str:
 # What Hugging Face calls the parameters of each family, and what its module of that family always computes.
 #
 # To add a family: a `WeightNames` here and its line in `FAMILIES`; its name in `Family` (spec/model.py) with what its
-# tables need not say (spec/load.py); how its `config.json` is read and written (spec/huggingface.py and
-# spec/huggingface_config.py). The tests in tests/model take it from there: add a
-# case to `CASES`.
+# tables need not say (spec/load.py); how its `config.json` is read and written (spec/huggingface.py). The tests in
+# tests/model take it from there: add a case to `CASES`.
 
 
 LLAMA_NAMES = {
