@@ -73,8 +73,8 @@ def test_the_ranks_of_two_torchruns_prove_a_layout(processes: Processes) -> None
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "proof"]
     torchrun = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", *meeting]
     both = [processes.start(*torchrun, "--local-addr", "127.0.0.1", *VERIFY, *TWO, "--json") for _ in range(2)]
-    codes, outs, _ = zip(*map(ended, both), strict=True)
-    assert codes == (0, 0)
+    codes, outs, said = zip(*map(ended, both), strict=True)
+    assert codes == (0, 0), said
     (verdict,) = [json.loads(line) for out in outs for line in out.splitlines()]
     assert (verdict["passed"], verdict["world_size"], verdict["backend"]) == (True, 2, "gloo")
 

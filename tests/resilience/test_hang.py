@@ -39,7 +39,7 @@ def test_hung_and_stopped_ranks_are_named_and_the_job_comes_to_its_end(tmp_path:
     stacks = (folder / "hang-00001/rank-00002.txt").read_text()
     assert "_spin_for_ever" in stacks and "in train" in stacks
     assert (
-        "exchange"
+        "all_show"
         in (folder / "hang-00001/rank-00000.txt").read_text() + (folder / "hang-00001/rank-00003.txt").read_text()
     ), "where the others wait"
     assert "state T" in (folder / "hang-00002/rank-00001.txt").read_text()

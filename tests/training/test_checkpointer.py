@@ -75,7 +75,7 @@ def test_where_the_only_checkpoint_is_gone_a_run_goes_back_to_its_first_weights(
     checkpoint_path(tmp_path / "checkpoints", 1).remove()
     assert job.checkpointer.go_back() == 0
     assert torch.equal(job.weights(), drawn) and job.optimizer.steps_taken == 0
-    moments = [moment for shard in job.optimizer.optimizer_shards for moment in job.optimizer.moments(shard)]
+    moments = [moment for shard in job.optimizer.optimizer_shards for moment in job.optimizer.state_of(shard).values()]
     assert not any(moment.any() for moment in moments)
 
 
