@@ -38,6 +38,12 @@ LAYOUTS = [
     "dp=2,tp=2,pp=2",
 ]
 
+USUAL = [
+    *(("state_space", layout) for layout in ("tp=2", "dp=2,zero=3", "dp=2,tp=2,pp=2")),
+    ("vision_transformer", "dp=2,tp=2,pp=2"),
+]
+"""What is measured in every run of the tests."""
+
 
 def own(name: str) -> str:
     return f"python:{EXAMPLES / name}.py:build"
@@ -46,14 +52,9 @@ def own(name: str) -> str:
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
-        *(("state_space", layout) for layout in LAYOUTS),
-        *(
-            pytest.param(
-                name, layout, marks=() if layout in ("dp=2,zero=3", "dp=2,tp=2,pp=2") else pytest.mark.thorough
-            )
-            for name in ("vision_transformer", "own_attention")
-            for layout in LAYOUTS
-        ),
+        pytest.param(name, layout, marks=() if (name, layout) in USUAL else pytest.mark.thorough)
+        for name in SIZES
+        for layout in LAYOUTS
     ],
 )
 def test_memory_is_what_ranks_measure(pool: Pool, name: str, layout: str) -> None:
