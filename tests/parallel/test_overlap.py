@@ -50,7 +50,7 @@ def test_hybrid_sharding_is_equal_to_one_device(pool: Pool, model: str, layout: 
     [
         ("tiny-llama", "tp=2", []),
         ("tiny-llama", "tp=2,sequence_parallel=false", []),
-        ("tiny-llama", "tp=2", ["training.compile=on"]),
+        pytest.param("tiny-llama", "tp=2", ["training.compile=on"], marks=pytest.mark.thorough),
         ("tiny-deepseek", "tp=2", []),
         ("tiny-deepseek", "tp=2,sequence_parallel=false,recompute=full", ["model.latent.q_rank=0"]),
         ("tiny-deepseek", "tp=2,recompute=full", NARROW),

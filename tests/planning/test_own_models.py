@@ -39,7 +39,7 @@ LAYOUTS = [
 ]
 
 USUAL = [
-    *(("state_space", layout) for layout in ("tp=2", "dp=2,zero=3", "dp=2,tp=2,pp=2")),
+    *(("state_space", layout) for layout in ("dp=2,zero=3", "dp=2,tp=2,pp=2")),
     ("vision_transformer", "dp=2,tp=2,pp=2"),
 ]
 """What is measured in every run of the tests."""
