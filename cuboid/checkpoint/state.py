@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cuboid.checkpoint.shards import ShardedTensor, TensorSlice, slices_of_shard
-from cuboid.parallel.grad_norm import counted_pieces
+from cuboid.parallel.grad_norm import counted_shards
 from cuboid.parallel.parallelize import Engine
 from cuboid.parallel.zero import OptimizerShard
 
@@ -31,7 +31,7 @@ class Moments(Protocol):
 
 def state_to_save(engine: Engine, optimizer: Moments) -> dict[str, ShardedTensor]:
     """What this rank answers for; over all ranks every element once."""
-    return _state(counted_pieces(engine), optimizer, saved=True)
+    return _state(counted_shards(engine), optimizer, saved=True)
 
 
 def state_to_load(engine: Engine, optimizer: Moments) -> dict[str, ShardedTensor]:

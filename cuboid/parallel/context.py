@@ -42,12 +42,12 @@ class ContextMix:
             query, key, value = _AllToAllHeads.apply(inner, False, query, key, value)
         if self._outer.size > 1:
             length = query.shape[1] * self._outer.size
-            seen = _OuterAttention.apply(query, key, value, self._exchange(positions.documents, length))
+            seen = _OuterAttention.apply(query, key, value, self._method(positions.documents, length))
         else:
             seen = causal_mix(query, key, value, positions)
         return _AllToAllHeads.apply(inner, True, seen)[0] if inner.size > 1 else seen
 
-    def _exchange(self, documents: Documents | None, length: int) -> Ring | Gathering:
+    def _method(self, documents: Documents | None, length: int) -> Ring | Gathering:
         kind = Gathering if self._gathers else Ring
         if documents is None:
             return kind(self._outer, length, None)

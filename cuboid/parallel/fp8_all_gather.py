@@ -21,7 +21,7 @@ from cuboid.spec.sharding import Part
 
 class Fp8Shard:
     def __init__(self, parts: list[Part], fp8: Collection[str], begin: int, end: int, group: Group) -> None:
-        self._narrow = [part for part in parts if part.name in fp8]
+        self._quantised = [part for part in parts if part.name in fp8]
         self._rest = [part for part in parts if part.name not in fp8]
         self._begin, self._end, self._group = begin, end, group
         self._shard: Tensor | None = None
@@ -46,21 +46,21 @@ class Fp8Shard:
         sizes = [part.size for part in self._rest]
         # (amaxes, then whole 16-bit parameters): a maximum with -inf is what another rank holds, so one all-reduce
         # brings both.
-        shown = weights.new_full((len(self._narrow) + sum(sizes),), -math.inf, dtype=torch.float32)
-        for place, part in enumerate(self._narrow):
+        shown = weights.new_full((len(self._quantised) + sum(sizes),), -math.inf, dtype=torch.float32)
+        for place, part in enumerate(self._quantised):
             held = weights[self._held(part)[0]]
             if held.numel():
                 shown[place] = held.abs().amax()
-        for part, values in zip(self._rest, shown[len(self._narrow) :].split(sizes), strict=True):
+        for part, values in zip(self._rest, shown[len(self._quantised) :].split(sizes), strict=True):
             here, there = self._held(part)
             values[there] = weights[here].float()
         all_reduce_maximum(shown, self._group)
-        exponents = exponent_of(shown[: len(self._narrow)], INPUT)
+        exponents = exponent_of(shown[: len(self._quantised)], INPUT)
         self._scales = torch.exp2(exponents).unbind()
-        self._others = shown[len(self._narrow) :].split(sizes)
+        self._others = shown[len(self._quantised) :].split(sizes)
         # Times a power of two in float32 and one rounding: bit for bit what `quantise` makes of the whole parameter.
         quantised = torch.zeros_like(weights, dtype=INPUT)
-        for part, inverse in zip(self._narrow, torch.exp2(-exponents).unbind(), strict=True):
+        for part, inverse in zip(self._quantised, torch.exp2(-exponents).unbind(), strict=True):
             here, _ = self._held(part)
             quantised[here] = (weights[here].float() * inverse).to(INPUT)
         return quantised.view(torch.uint8)
@@ -68,7 +68,7 @@ class Fp8Shard:
     def widen(self, gathered: Tensor, flat: Tensor) -> None:
         """From the bytes of all shards to the parameters."""
         quantised = gathered.view(INPUT)
-        for part, scale in zip(self._narrow, self._scales, strict=True):
+        for part, scale in zip(self._quantised, self._scales, strict=True):
             place = slice(part.offset, part.offset + part.size)
             flat[place].copy_(quantised[place]).mul_(scale)
         for part, values in zip(self._rest, self._others, strict=True):

@@ -1,4 +1,6 @@
-"""Fused QKV and fused gate-up: one matmul in place of several of the same input, where their weights lie side by side
+"""What is fused in a compiled block: QKV and gate-up, RoPE behind QKV, and the residual add with RMSNorm.
+
+Fused QKV and fused gate-up are one matmul in place of several of the same input, where their weights lie side by side
 in a unit's flat buffer. One large matmul fills a GPU better, and no kernel adds the input gradients afterwards."""
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def _sum_together(tensors: list[Tensor], group: Group) -> None:
         tensor.copy_(result)
 
 
-def counted_pieces(engine: Engine) -> Iterator[OptimizerShard]:
+def counted_shards(engine: Engine) -> Iterator[OptimizerShard]:
     """The optimizer shards this rank answers for."""
     for unit in engine.units:
         for optimizer_shard in unit.optimizer_shards():
@@ -70,7 +70,7 @@ def squared_norm(engine: Engine) -> Tensor:
     """This rank's part of the squared norm of the whole gradient."""
     dtype = engine.units[0].accumulate
     total = torch.zeros((), dtype=dtype, device=engine.device)
-    gradients = [optimizer_shard.gradient for optimizer_shard in counted_pieces(engine)]
+    gradients = [optimizer_shard.gradient for optimizer_shard in counted_shards(engine)]
     if gradients and engine.device.type == "cuda" and dtype == torch.float32:
         from cuboid.kernels.triton_kernels import squared_norms
 

@@ -124,7 +124,7 @@ class GradientReducer:
             self._replicating.wait()
             self._replicating = None
 
-    def of_piece(self, part: Part, here: slice) -> Tensor:
+    def of_shard(self, part: Part, here: slice) -> Tensor:
         """`here`: the place of the optimizer shard in this rank's shard."""
         if not self.are_autograds:
             return self.shard[here]

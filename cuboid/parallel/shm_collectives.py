@@ -108,20 +108,20 @@ class SharedMemoryGroup:
 
     def all_gather(self, part: Tensor, into: Tensor) -> Tensor:
         rows, flat = into.view(self._size, -1), part.reshape(-1)
-        for chunk in self._pieces(flat.numel(), part.element_size()):
+        for chunk in self._chunks(flat.numel(), part.element_size()):
             rows[:, chunk].copy_(self.all_show(flat[chunk]))
         return into
 
     def reduce_scatter(self, x: Tensor, into: Tensor) -> Tensor:
         rows, flat = x.reshape(self._size, -1), into.view(-1)
-        for chunk in self._pieces(flat.numel(), x.element_size() * self._size):
+        for chunk in self._chunks(flat.numel(), x.element_size() * self._size):
             shown = self.all_show(rows[:, chunk]).unflatten(1, (self._size, -1))
             flat[chunk].copy_(sum_rows(shown[:, self._index]))
         return into
 
     def all_to_all(self, x: Tensor, into: Tensor) -> Tensor:
         rows, found = x.reshape(self._size, -1), into.view(self._size, -1)
-        for chunk in self._pieces(rows.shape[1], x.element_size() * self._size):
+        for chunk in self._chunks(rows.shape[1], x.element_size() * self._size):
             shown = self.all_show(rows[:, chunk]).unflatten(1, (self._size, -1))
             found[:, chunk].copy_(shown[:, self._index])
         return into
@@ -129,7 +129,7 @@ class SharedMemoryGroup:
     def shift(self, x: Tensor) -> Tensor:
         """What the rank before shows; the last comes before the first."""
         flat, into = x.reshape(-1), torch.empty_like(x, memory_format=torch.contiguous_format)
-        for chunk in self._pieces(flat.numel(), x.element_size()):
+        for chunk in self._chunks(flat.numel(), x.element_size()):
             into.view(-1)[chunk].copy_(self.all_show(flat[chunk])[self._index - 1])
         return into
 
@@ -137,7 +137,7 @@ class SharedMemoryGroup:
         """In place. Small tensors are combined by every rank; of large ones each rank combines its part and shows
         it."""
         flat = x.view(-1)
-        for chunk in self._pieces(flat.numel(), x.element_size()):
+        for chunk in self._chunks(flat.numel(), x.element_size()):
             shown = self.all_show(flat[chunk])
             if shown[0].nbytes <= SMALL:
                 flat[chunk].copy_(combine(shown))
@@ -150,7 +150,7 @@ class SharedMemoryGroup:
             flat[chunk].copy_(self.all_show(padded).reshape(-1)[: shown.shape[1]])
         return x
 
-    def _pieces(self, elements: int, element_bytes: int) -> Iterator[slice]:
+    def _chunks(self, elements: int, element_bytes: int) -> Iterator[slice]:
         step = max(1, self.slot_bytes // element_bytes)
         return (slice(start, min(start + step, elements)) for start in range(0, elements, step))
 
@@ -173,7 +173,7 @@ def _reserve(total: int, name: str) -> str | None:
 
 
 def connect(handle: dist.ProcessGroup, index: int, size: int, slot_bytes: int = SLOT_BYTES) -> SharedMemoryGroup | None:
-    """An collective for the group if all of it is on this machine and there is room; every rank calls this."""
+    """None where not all of the group is on this machine, or there is no room; every rank calls this."""
     if dist.get_backend(handle) == "fake":  # there are no others
         return None
     slot_bytes = max(1, slot_bytes // (8 * size)) * 8 * size

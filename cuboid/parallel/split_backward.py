@@ -149,8 +149,8 @@ def deferrable_grouped_matmul(deferral: Deferral) -> GroupedMatmul:
 # matmul is a custom operation, opaque to the compiler. It either keeps what the weight gradient needs for later or
 # computes that gradient at once. Weights get their gradients from it, not from autograd.
 #
-# Eager blocks use `split_backward`, whose operations stay visible to dispatch modes (the memory tally, float32 matmuls
-# for 16-bit numbers).
+# Eager blocks use `deferrable_matmul` above, whose operations stay visible to dispatch modes (the memory tally,
+# float32 matmuls for 16-bit numbers).
 
 
 UNTOUCHED: dict[str, Any] = {"allow_buffer_reuse": False, "inplace_buffers": False}

@@ -1,5 +1,5 @@
-"""A unit: parameters that are gathered, released and reduced together (a block, an embedding, a head), under ZeRO 0
-to 3.
+"""An FSDP unit: parameters that are gathered, released and reduced together (a block, an embedding, a head), under
+ZeRO 0 to 3.
 
 All parameters of a unit lie in one flat buffer. What each ZeRO stage holds between uses:
 
@@ -9,7 +9,7 @@ All parameters of a unit lie in one flat buffer. What each ZeRO stage holds betw
     2      whole        shard       this rank's shard
     3      shard        shard       this rank's shard
 
-Of a master weight beside a bf16 parameter only the difference is kept (`halves`).
+Of a master weight beside a bf16 parameter only the difference is kept (`kernels.precision`).
 """
 
 from __future__ import annotations
@@ -255,7 +255,7 @@ class Unit:
                 local = (start - part.offset, stop - part.offset)
                 kept = self._kept if self._opened is None else self._opened
                 weight = None if held is None else held[here]
-                take = partial(self._gradients.of_piece, part, here)
+                take = partial(self._gradients.of_shard, part, here)
                 result.append(OptimizerShard(part, *local, kept[here], weight, take, self._settle_kept))
         return result
 

@@ -33,7 +33,7 @@ class Expected:
     """Bytes, by the kinds a rank reports."""
     seconds: float
     """Of its computing in a step: layers, embedding, head, update, and the copies that stand for what other ranks would
-    send (`parallel.fake_collectives`); no communication, no waiting."""
+    send (`parallel.tensor_region`); no communication, no waiting."""
     precision: str
     """Of this prediction: the planner does not know float64, and takes float32 in its place."""
 

@@ -16,7 +16,7 @@ from cuboid.kernels.precision import wide
 from cuboid.model.load_balancing import EXTRA
 from cuboid.parallel.compiled import is_compiled
 from cuboid.parallel.device import joined_device
-from cuboid.parallel.grad_norm import counted_pieces
+from cuboid.parallel.grad_norm import counted_shards
 from cuboid.parallel.parallelize import Engine, build_engine
 from cuboid.planning.collectives import unforeseen
 from cuboid.spec.plugin import PythonModelSpec
@@ -81,7 +81,7 @@ def observed_trace(run: Run, rank: int) -> Trace | None:
 def _whole(engine: Engine, gradients: bool, factor: float = 1.0) -> Tensors:
     """`factor`: what they are multiplied by."""
     own: Contribution = []
-    for optimizer_shard in counted_pieces(engine):
+    for optimizer_shard in counted_shards(engine):
         held = optimizer_shard.gradient if gradients else optimizer_shard.master
         own.append(
             (
