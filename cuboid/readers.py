@@ -13,6 +13,9 @@ import re
 import stat
 import tomllib
 from collections.abc import Callable, Iterator
+from datetime import date
+from datetime import time as clock
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -20,10 +23,14 @@ from cuboid.errors import UserError
 
 LARGEST = 256 << 20
 """Bytes of a file that is read whole; logs of long runs and tokenizers have less."""
-LARGEST_TABLE = 64 << 20
-"""Bytes of a TOML or JSON file: the index of a checkpoint of a trillion parameters has less."""
+LARGEST_TABLE = 48 << 20
+"""Bytes of a JSON file: the largest tokenizers have 33 MB."""
+LARGEST_TOML = 1 << 20
+"""Bytes of a TOML file, of which Python reads a megabyte in a second: run files have some thousand."""
+LARGEST_ROW = 16 << 20
+"""Bytes of a row of a log."""
 LARGEST_LINE = 64 << 20
-"""Bytes of one row."""
+"""Bytes of one document in a line."""
 DEEPEST = 64
 """Tables in tables."""
 LARGEST_INTEGER = 2**63 - 1
@@ -31,6 +38,9 @@ LARGEST_INTEGER = 2**63 - 1
 INFLATED = 200
 """Times its own size that a compressed file may hold, once it holds more than LARGEST_LINE: text has less than 30."""
 
+PART = r"""(?:"[^"\n]*+"|'[^'\n]*+'|[\w-]++)[ \t]*+\.[ \t]*+"""
+DOTTED = re.compile(rf"""(?<![\w'"-])(?:{PART}){{{DEEPEST + 1}}}""")
+"""A key of so many parts, which Python's reader takes in the square of the time."""
 NOT_TEXT = re.compile("[\0\ud800-\udfff]")
 
 Table = dict[str, Any]
@@ -56,7 +66,7 @@ def open_plain(path: str | Path, instead: str = "name an existing file") -> Bina
     try:
         # Without O_NONBLOCK a FIFO that nobody writes would block here.
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise Missing(path, "does not exist", instead) from None
     except OSError as problem:
         raise Unreadable(path, f"cannot be read: {problem.strerror}", instead) from None
@@ -105,6 +115,8 @@ def is_text(text: str) -> bool:
 
 def parse_toml(text: str) -> Table:
     """A ValueError says what is wrong."""
+    if DOTTED.search(text):
+        raise ValueError(f"it is nested more than {DEEPEST} deep")
     try:
         table = tomllib.loads(text)
     except RecursionError:
@@ -140,7 +152,8 @@ def _refuse_constant(word: str) -> None:
 
 def require_sane(value: object, finite: bool = False) -> None:
     """Depth, integers and text within their bounds; `finite`: floats too. TOML has nan and inf, which fields refuse."""
-    waiting = [(value, 0)]
+    _check_scalar(value, finite)
+    waiting = [(value, 1)] if isinstance(value, dict | list) else []
     while waiting:
         each, depth = waiting.pop()
         if depth > DEEPEST:
@@ -149,22 +162,31 @@ def require_sane(value: object, finite: bool = False) -> None:
             for key in each:
                 if not is_text(key):
                     raise ValueError(f"the key {key[:40]!r} holds a NUL or half a character")
-            waiting += [(inner, depth + 1) for inner in each.values()]
-        elif isinstance(each, list):
-            waiting += [(inner, depth + 1) for inner in each]
-        elif isinstance(each, str):
-            if not is_text(each):
-                raise ValueError(f"the text {each[:40]!r} holds a NUL or half a character")
-        elif isinstance(each, int) and abs(each) > LARGEST_INTEGER:
+        for inner in each.values() if isinstance(each, dict) else each:
+            if isinstance(inner, dict | list):
+                waiting.append((inner, depth + 1))
+            else:
+                _check_scalar(inner, finite)
+
+
+def _check_scalar(value: object, finite: bool) -> None:
+    if isinstance(value, str):
+        if not is_text(value):
+            raise ValueError(f"the text {value[:40]!r} holds a NUL or half a character")
+    elif isinstance(value, int):
+        if abs(value) > LARGEST_INTEGER:
             raise ValueError("an integer needs more than 64 bits")
-        elif finite and isinstance(each, float) and not math.isfinite(each):
+    elif isinstance(value, float):
+        if finite and not math.isfinite(value):
             raise ValueError("a number is larger than a float can be")
+    elif isinstance(value, date | clock):
+        raise ValueError(f"{value} is a date or time, which no setting is")
 
 
 def read_toml(path: str | Path) -> Table:
     """A TOML file, or a sentence that says where it is broken."""
     instead = "name an existing TOML file"
-    text = read_text(path, LARGEST_TABLE, instead)
+    text = read_text(path, LARGEST_TOML, instead)
     try:
         return parse_toml(text)
     except ValueError as problem:
@@ -190,25 +212,32 @@ def read_rows(path: str | Path, needs: Callable[[Table], bool] = lambda row: Tru
     """The rows of a log, none if there is no such file. The last line may be a part of a row, and is none then; one
     before it that is no row means that the file is damaged. `needs`: what a row must have."""
     try:
-        return parse_rows(path, read_bytes(path, instead="remove it, or copy it again"), needs)
+        with open_plain(path, "remove it, or copy it again") as file:
+            return _rows(path, iter(partial(file.readline, LARGEST_ROW + 1), b""), needs)
     except Missing:
         return []
 
 
 def parse_rows(path: str | Path, content: bytes, needs: Callable[[Table], bool] = lambda row: True) -> list[Table]:
     """As `read_rows`, of what was read."""
+    return _rows(path, iter(content.splitlines(keepends=True)), needs)
+
+
+def _rows(path: str | Path, lines: Iterator[bytes], needs: Callable[[Table], bool]) -> list[Table]:
     rows: list[Table] = []
-    lines = content.splitlines(keepends=True)
+    none = 0
     for number, line in enumerate(lines, 1):
+        if none or len(line) > LARGEST_ROW:
+            reason = f"is damaged: its line {none or number} is no row"
+            raise Unreadable(path, reason, "remove that line, or copy the file again")
         try:
             row = parse_json(line) if line.endswith(b"\n") else None
         except ValueError:
             row = None
         if isinstance(row, dict) and needs(row):
             rows.append(row)
-        elif number < len(lines):
-            reason = f"is damaged: its line {number} of {len(lines)} is no row"
-            raise Unreadable(path, reason, "remove that line, or copy the file again")
+        else:
+            none = number
     return rows
 
 
@@ -326,6 +355,22 @@ def open_parquet(path: Path) -> Any:
         if held > max(LARGEST, INFLATED * size) or held < 0:
             raise Unreadable(path, f"says that a row group holds {held:,} bytes, of {size:,} in all", "write it again")
     return table
+
+
+def open_arrow(path: Path) -> Any:
+    """A file of Arrow, mapped."""
+    import pyarrow
+
+    open_plain(path).close()
+    return pyarrow.memory_map(str(path))
+
+
+def map_array(path: Path, dtype: Any) -> Any:
+    """A plain file as a numpy array that is read where it is looked at."""
+    import numpy as np
+
+    open_plain(path).close()
+    return np.memmap(path, mode="r", dtype=dtype)
 
 
 def checked_batches(batches: Iterator[Any]) -> Iterator[Any]:

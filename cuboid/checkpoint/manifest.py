@@ -155,19 +155,25 @@ class Manifest:
 
 def read_json(folder: Location, name: str) -> tuple[bytes, dict[str, Any]]:
     """A table, and the bytes that spell it."""
+    content = read_content(folder, name)
     try:
-        size = require_plain(folder, name)
-        if size > LARGEST:
-            raise Damage(folder, name, f"has {size:,} bytes, more than any such file")
-        content = (folder / name).read()
         table = parse_json(content)
-    except OSError as error:
-        raise Damage(folder, name, f"cannot be read ({error})") from None
     except ValueError as error:
         raise Damage(folder, name, f"is no JSON ({error})") from None
     if not isinstance(table, dict):
         raise Damage(folder, name, "is no table")
     return content, table
+
+
+def read_content(folder: Location, name: str) -> bytes:
+    """A file of a bounded size, here or in a store."""
+    try:
+        size = require_plain(folder, name)
+        if size > LARGEST:
+            raise Damage(folder, name, f"has {size:,} bytes, more than any such file")
+        return (folder / name).read()
+    except OSError as error:
+        raise Damage(folder, name, f"cannot be read ({error})") from None
 
 
 def require_plain(folder: Location, name: str) -> int:

@@ -15,6 +15,7 @@ from cuboid.readers import (
     LARGEST,
     Unreadable,
     checked_batches,
+    open_arrow,
     open_inflated,
     open_parquet,
     open_plain,
@@ -121,6 +122,8 @@ def _fingerprint(path: Path, size: int) -> str:
 # Rows of input files: text, JSON Lines, Parquet, and the Arrow files of a datasets folder.
 
 
+MOST_BLANK = 1_000_000
+"""Lines in a row: more are no file of rows, and take minutes to skip."""
 ROWS = 256
 """Rows of a Parquet file decoded together."""
 
@@ -158,9 +161,12 @@ def _read_text(file: InputFile, columns: Sequence[str], skip: int) -> Iterator[R
 def _read_lines(file: InputFile, columns: Sequence[str], skip: int) -> Iterator[Row]:
     raw, stream = open_inflated(file.path)
     with stream:
-        number = 0
+        number = blank = 0
         while line := _guarded(file, partial(read_line, stream, file.path, number)):
-            if number >= skip and not line.isspace():
+            blank = blank + 1 if line.isspace() else 0
+            if blank > MOST_BLANK:
+                raise UserError(f"{file.path} has {blank:,} empty lines in a row; write one row per line")
+            if number >= skip and not blank:
                 yield Row(number, _parse(file, number, line), raw.tell())
             number += 1
 
@@ -191,7 +197,7 @@ def _read_parquet(file: InputFile, columns: Sequence[str], skip: int) -> Iterato
 def _read_arrow(file: InputFile, columns: Sequence[str], skip: int) -> Iterator[Row]:
     arrow = _import_arrow(file)
     try:
-        with arrow.memory_map(str(file.path)) as source:
+        with open_arrow(file.path) as source:
             stream = arrow.ipc.open_stream(source)
             kept = _present(file, columns, stream.schema.names)
             # The number of rows stands nowhere in a stream: its bytes tell how far it is read.

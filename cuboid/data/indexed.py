@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuboid.errors import UserError
-from cuboid.readers import open_plain, read_bytes
+from cuboid.readers import map_array, open_plain, read_bytes
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -121,7 +121,7 @@ def open_pair(prefix: str | Path) -> IndexedTokens:
         raise damaged(index_path, "it holds no document")
     if bytes_held % width:
         raise damaged(tokens_path, f"its {bytes_held:,} bytes are not a whole number of {width}-byte tokens")
-    raw = np.memmap(index_path, mode="r", dtype=np.uint8)
+    raw = map_array(index_path, np.uint8)
     sizes = raw[HEADER.size : HEADER.size + 4 * sequences].view("<i4")
     pointers = raw[HEADER.size + 4 * sequences : HEADER.size + 12 * sequences].view("<i8")
     document_index = raw[HEADER.size + 12 * sequences : least].view("<i8")
@@ -129,7 +129,7 @@ def open_pair(prefix: str | Path) -> IndexedTokens:
         raise damaged(tokens_path, f"its {bytes_held:,} bytes are not what {index_path.name} describes")
     if int(document_index[0]) != 0 or int(document_index[-1]) != sequences:
         raise damaged(index_path, "its documents do not cover its sequences")
-    tokens = np.memmap(tokens_path, mode="r", dtype=np.dtype(TYPES[code]).newbyteorder("<"))
+    tokens = map_array(tokens_path, np.dtype(TYPES[code]).newbyteorder("<"))
     return IndexedTokens(str(prefix), tokens, pointers, document_index)
 
 
@@ -137,7 +137,7 @@ def check_pair(prefix: str | Path) -> None:
     """Reads the whole index: every sequence must begin where the one before it ends, every document likewise."""
     pair = open_pair(prefix)
     _, index_path = pair_paths(prefix)
-    raw = np.memmap(index_path, mode="r", dtype=np.uint8)
+    raw = map_array(index_path, np.uint8)
     sizes = raw[HEADER.size : HEADER.size + 4 * pair.sequences].view("<i4")
     expected = 0
     for start in range(0, pair.sequences, SCAN):

@@ -88,7 +88,7 @@ def open_tokenizer(text: str, where: str) -> Any:
         raise UserError(f"{where} has a token {wrong}; tokens must be below {LARGEST_VOCABULARY:,}")
     for pattern in _patterns(table):
         if RUNAWAY.search(pattern):
-            _require_end(text, pattern, where)
+            _require_end(json.dumps(table), pattern, where)
     # A tokenizer.json may carry the limits of the model it came with; documents are cut later.
     found.no_truncation()
     found.no_padding()
@@ -107,15 +107,14 @@ def _patterns(value: object) -> Iterator[str]:
 
 
 def _require_end(text: str, pattern: str, where: str) -> None:
-    """Tries texts that such patterns fail on, in a process that can be ended."""
+    """Tries texts that such patterns fail on, in a process that can be ended; `text`: the tokenizer, in one line."""
     letters = sorted({letter for letter in pattern if letter.isalnum()} | set("a0 "))
     trial = "import sys, tokenizers; t = tokenizers.Tokenizer.from_str(sys.stdin.readline())\n"
     trial += "for c in sys.argv[1]: t.encode(c * 64 + '!\\n')"
-    compact = json.dumps(json.loads(text)) + "\n"
     try:
         subprocess.run(
             [sys.executable, "-c", trial, "".join(letters)],
-            input=compact,
+            input=text + "\n",
             text=True,
             capture_output=True,
             timeout=TRIAL_SECONDS,

@@ -17,7 +17,7 @@ from rich.text import Text
 from cuboid.errors import UserError
 from cuboid.planning.plan import GIB
 from cuboid.planning.refine import stage_seconds
-from cuboid.readers import LARGEST, open_plain
+from cuboid.readers import LARGEST, Missing, open_plain
 from cuboid.report.measured import MeasuredStep, kept_steps, measure
 from cuboid.report.metrics import busiest
 from cuboid.report.source import Source, buckets, finite, open_source, thinned, told
@@ -54,7 +54,11 @@ class Watched:
     def refresh(self) -> int:
         """Reads on where it stopped; how many steps are new. A shorter file is one that a restart has begun anew."""
         path = self.folder / "metrics.jsonl"
-        size = path.stat().st_size if path.exists() else 0
+        try:
+            with open_plain(path) as file:
+                size = os.fstat(file.fileno()).st_size
+        except Missing:
+            size = 0
         if size < self._read or not self._continues(path):
             self.rows, self._read, self._last = [], 0, b""
         before = len(self.rows)

@@ -104,13 +104,21 @@ def catalog_models() -> dict[str, Table]:
     return found
 
 
-def _merge_base(table: Table, folder: Path) -> Table:
+MOST_BASES = 16
+"""Models that a model is based on, one on the other; a file that names itself has no end."""
+
+
+def _merge_base(table: Table, folder: Path, depth: int = 0) -> Table:
     base = table.pop("base", None)
     if base is None:
         return table
     if not isinstance(base, str):
         raise UserError(f"model.base={base} is not a string; name a catalog model or a file")
-    merged = _merge_base(model_table(base, folder), folder)
+    if depth == MOST_BASES:
+        raise UserError(
+            f"model.base={base} is based on itself, or on more than {MOST_BASES} others; name one with sizes"
+        )
+    merged = _merge_base(model_table(base, folder), folder, depth + 1)
     for key, value in table.items():
         require_known(key, field_types(PythonModelSpec if "python" in merged else ModelSpec), "model")
         old = merged.get(key)

@@ -127,6 +127,8 @@ def _check_past(run: Run, folder: Path) -> str:
     known = (folder / RUN_FILE).exists()
     if known:
         check_same_training(load_run(folder / RUN_FILE), run)
+        for name in ("metrics.jsonl", EXPERTS):
+            metric_rows(folder / name)  # ranks continue what is there: damage is said before they start
     # Names and sizes only: the ranks compare checksums as they read.
     _, manifest, _ = newest_whole(checkpoint_folder(run), contents=False)
     if manifest is None:
