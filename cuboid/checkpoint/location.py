@@ -176,7 +176,7 @@ def open_remote(url: str) -> tuple[RemoteFiles, str]:
         # Asked once here, because every driver fails in its own way where it has no host, no key or no bucket.
         system.isdir(path)
     except Exception as error:
-        raise UserError(f"{url} cannot be reached: {type(error).__name__} {error}; {instead}") from None
+        raise UserError(f"{url} cannot be reached: {str(error) or type(error).__name__}; {instead}") from None
     return RemoteFiles(system), path.rstrip("/")
 
 
