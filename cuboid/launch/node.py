@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cuboid.console import say
@@ -23,6 +24,8 @@ from cuboid.launch.start import Nodes
 from cuboid.launch.supervisor import Restarts, launch, start_fork_server
 from cuboid.resilience.preemption import REQUEUE, Forwarder
 from cuboid.resilience.replan import Replanner
+from cuboid.secure_channel import NAME as SECRET
+from cuboid.secure_channel import given_secret, make_secret, read_secret
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run
 from cuboid.training.run_folder import forget_reports, newest_kept
@@ -62,7 +65,7 @@ def _supervise(run: Run, nodes: Nodes, listener: socket.socket | None, quiet: bo
         meeting = listen(where.host, 0)
         _tell(f"coordinator at {where}; ranks meet at {Endpoint(*meeting.getsockname()[:2])}; {listens}", quiet)
         desk = _lead(run, nodes, name, listener, quiet)
-    contact = CoordinatorClient(where, name, nodes.fingerprint(run), SOONER * limit)
+    contact = CoordinatorClient(where, lambda: secret_of(run), name, nodes.fingerprint(run), SOONER * limit)
     start_fork_server(run, signals)
     store = _serve(meeting, desk) if meeting is not None and desk is not None else None
     status, reason = 1, "the leading node failed"
@@ -96,7 +99,14 @@ def _lead(run: Run, nodes: Nodes, name: str, listener: socket.socket, quiet: boo
 
     choose = Replanner(run, nodes.ranks).choose
     coordinator = Coordinator(name, rules, choose, restarts.failed, lambda: newest_kept(run), number=int(time.time()))
-    return CoordinatorServer(listener, coordinator, nodes.fingerprint(run), announce)
+    secret = given_secret(os.environ) or make_secret(Path(run.output.folder))
+    return CoordinatorServer(listener, secret, coordinator, nodes.fingerprint(run), announce)
+
+
+def secret_of(run: Run) -> bytes | None:
+    """What a launcher passed, or what the leading node made in the run's folder; None: it has made none yet."""
+    path = Path(run.output.folder) / SECRET
+    return given_secret(os.environ) or (read_secret(path) if path.exists() else None)
 
 
 def _serve(meeting: socket.socket, desk: CoordinatorServer) -> object:
@@ -119,7 +129,7 @@ def _follow(run: Run, name: str, contact: CoordinatorClient, quiet: bool, signal
     while True:
         order = contact.next(status.order, run.resilience.rejoin_seconds, may_leave)
         if contact.refused:
-            raise UserError(f"{contact.refused}; start all nodes with the same command")
+            raise UserError(contact.refused)
         if order is None and may_leave():
             raise SystemExit(signals.code or REQUEUE)
         if order is None:

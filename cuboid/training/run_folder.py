@@ -20,6 +20,7 @@ from cuboid.checkpoint.memory.folder import IDENTITY, forget, newest_in_memory
 from cuboid.console import say
 from cuboid.data.opened import data_identity
 from cuboid.errors import UserError
+from cuboid.secure_channel import NAME as SECRET
 from cuboid.spec.run import Run, build_run, dump_run, load_run
 
 RUN_FILE = "run.toml"
@@ -31,6 +32,7 @@ EXPERTS = "experts.jsonl"
 WRITTEN = (
     BACKEND,
     IDENTITY,
+    SECRET,
     "metrics.jsonl",
     EXPERTS,
     "timing-*.jsonl",
