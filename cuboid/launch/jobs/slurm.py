@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from cuboid.errors import UserError
 from cuboid.launch.jobs.job import Job
 from cuboid.resilience.preemption import REQUEUE
+from cuboid.secure_channel import VALUE
 
 REJOIN = 300.0
 """Seconds that nodes wait for one that is gone: Slurm brings none back before the job is queued again."""
@@ -82,6 +83,11 @@ def _directives(job: Job, options: SlurmOptions) -> str:
 def _body(job: Job, options: SlurmOptions) -> str:
     setup = f"{options.setup}\n" if options.setup else ""
     host = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n' if job.nodes > 1 else ""
+    if job.nodes > 1:
+        host += (
+            "# What supervisors prove to one another that they know; srun hands it to each of them.\n"
+            f"export {VALUE}=\"${{{VALUE}:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')}}\"\n"
+        )
     return f"""set -u
 cd "$SLURM_SUBMIT_DIR" || exit 1
 {setup}{host}
