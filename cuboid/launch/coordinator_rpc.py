@@ -10,7 +10,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -39,8 +39,11 @@ class CoordinatorServer:
         coordinator: Coordinator,
         run: str,
         announce: Callable[[Order], None],
+        leads: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`run` tells one run from others: a supervisor with another one is sent away."""
+        """`run` tells one run from others: a supervisor with another one is sent away. `leads`: whether this node may
+        decide; one that slept does not know before it has looked."""
+        self._leads = leads
         self._coordinator, self._run, self._announce = coordinator, run, announce
         self._lock = threading.Lock()
         self._lines: dict[str, Channel] = {}
@@ -60,12 +63,22 @@ class CoordinatorServer:
         self._open = False
         self._door.close()
 
+    def abdicate(self) -> None:
+        """Another leads: nothing more is said, and everybody looks for it."""
+        self._open = False
+        self._door.close()
+        for line in list(self._lines.values()):
+            line.hang_up()
+
     def meet_at(self, address: str, port: int) -> None:
         with self._lock:
             self._coordinator.meet_at(address, port)
 
     def _decide(self) -> None:
         while self._open:
+            if not self._leads():
+                time.sleep(BEAT / 4)
+                continue
             with self._lock:
                 before = self._coordinator.order
                 try:
@@ -116,12 +129,18 @@ class CoordinatorClient:
     """A supervisor's end: it connects again and again, for as long as it is open."""
 
     def __init__(
-        self, endpoint: Endpoint, secret: Callable[[], bytes | None], node: str, run: str, lost_after: float
+        self,
+        where: Callable[[], Sequence[Endpoint]],
+        secret: Callable[[], bytes | None],
+        node: str,
+        run: str,
+        lost_after: float,
     ) -> None:
-        """`secret`: None where there is none yet. After `lost_after` seconds without a word contact is lost."""
+        """`where`: places where the leader may be, the likeliest first. `secret`: None where there is none yet.
+        After `lost_after` seconds without a word contact is lost."""
         self.order: Order | None = None
         self.refused = ""
-        self._endpoint, self._node, self._run, self._limit = endpoint, node, run, lost_after
+        self._where, self._node, self._run, self._limit = where, node, run, lost_after
         self._secret = secret
         self._strange: float | None = None
         self._status = Status()
@@ -159,25 +178,31 @@ class CoordinatorClient:
         if (line := self._line) is not None:
             line.hang_up()
 
+    def forget(self) -> None:
+        """Whoever led leads no more: contact is lost until another is heard."""
+        self._heard = time.monotonic() - self._limit - BEAT
+
     def _keep(self) -> None:
         while self._open:
-            # What is suppressed: nobody is there, a broken connection, or another version.
-            with suppress(OSError, ValueError, TypeError):
-                self._connect()
+            for endpoint in self._where():
+                # What is suppressed: nobody is there, a broken connection, or another version.
+                with suppress(OSError, ValueError, TypeError):
+                    self._connect(endpoint)
+                    break  # they have spoken: the likeliest place is tried first again
             self._line = None
             if self.lost and self._open and not self._noted:
                 self._noted = True
-                say(f"nothing is heard from the leading node at {self._endpoint}; waiting for it", as_warning=True)
+                say(f"nothing is heard from the leading node at {self._where()[0]}; waiting for it", as_warning=True)
             time.sleep(BEAT / 4)
 
-    def _connect(self) -> None:
-        with socket.create_connection((self._endpoint.host, self._endpoint.port), timeout=3 * BEAT) as line:
+    def _connect(self, endpoint: Endpoint) -> None:
+        with socket.create_connection((endpoint.host, endpoint.port), timeout=3 * BEAT) as line:
             try:
                 if (secret := self._secret()) is None:
                     raise Stranger("this node has no secret")
                 channel = greet(line, secret, PURPOSE)
             except Stranger:
-                self._meet_stranger()
+                self._meet_stranger(endpoint)
                 raise
             except UserError as error:
                 self._refuse(str(error))
@@ -187,13 +212,13 @@ class CoordinatorClient:
             self._line = channel
             self._talk(channel)
 
-    def _meet_stranger(self) -> None:
+    def _meet_stranger(self, endpoint: Endpoint) -> None:
         """Who has spoken to the leader before waits for it: whoever sits at its port now is somebody else."""
         self._strange = time.monotonic() if self._strange is None else self._strange
         if self.order is None and time.monotonic() - self._strange > UNTRUSTED:
             why = "has another job secret than this node" if self._secret() else "has a job secret and this node none"
             self._refuse(
-                f"the leading node at {self._endpoint} {why}, because they do not see the same run folder; give all "
+                f"the leading node at {endpoint} {why}, because they do not see the same run folder; give all "
                 f"nodes the same {VALUE}"
             )
 
@@ -225,7 +250,10 @@ class CoordinatorClient:
             if "refused" in word:
                 self.refused = str(word["refused"])
             elif word:
-                self.order = Order(**{**word, "members": tuple(word["members"])})
+                order = Order(**{**word, "members": tuple(word["members"])})
+                if self.order is not None and order.term < self.order.term:
+                    raise Stranger("it led once, and does not know yet that another does")
+                self.order = order
             self._heard, self._noted = time.monotonic(), False
             self._news.notify_all()
 

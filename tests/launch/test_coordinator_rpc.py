@@ -34,7 +34,7 @@ class Office:
         self.contacts: list[CoordinatorClient] = []
 
     def join(self, node: str, run: str = "the run") -> CoordinatorClient:
-        self.contacts.append(CoordinatorClient(self.endpoint, lambda: SECRET, node, run, lost_after=60.0))
+        self.contacts.append(CoordinatorClient(lambda: [self.endpoint], lambda: SECRET, node, run, lost_after=60.0))
         return self.contacts[-1]
 
 
@@ -106,7 +106,9 @@ def test_another_run_and_strangers_are_sent_away(office: Office) -> None:
 def test_a_node_that_has_another_secret_says_so(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cuboid.launch.coordinator_rpc.UNTRUSTED", 0.5)
     for secret, why in ((b"guessed" * 8, "has another job secret than this node"), (None, "and this node none")):
-        contact = CoordinatorClient(office.endpoint, lambda secret=secret: secret, "b", "the run", lost_after=60.0)  # type: ignore[misc]
+        contact = CoordinatorClient(
+            lambda: [office.endpoint], lambda secret=secret: secret, "b", "the run", lost_after=60.0
+        )  # type: ignore[misc]
         assert contact.next(None, 60.0, never) is None
         assert why in contact.refused and "give all nodes the same CUBOID_SECRET" in contact.refused
         contact.close()
@@ -115,7 +117,8 @@ def test_a_node_that_has_another_secret_says_so(office: Office, monkeypatch: pyt
 
 def test_silence_and_a_wish_to_stop_end_the_waiting(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as nobody:
-        contact = CoordinatorClient(Endpoint(*nobody.getsockname()[:2]), lambda: SECRET, "a", "the run", lost_after=0.2)
+        nowhere = Endpoint(*nobody.getsockname()[:2])
+        contact = CoordinatorClient(lambda: [nowhere], lambda: SECRET, "a", "the run", lost_after=0.2)
         assert contact.next(None, 0.5, never) is None and contact.lost
         wait(lambda: contact._noted)
         assert capsys.readouterr().err.startswith("warning: nothing is heard from the leading node at 127.0.0.1:")

@@ -109,7 +109,7 @@ def test_the_script_requeues_after_75_and_ends_as_the_training_did(
     done = subprocess.run(["bash", "-c", text], env={**variables, "SLURM_SUBMIT_DIR": str(tmp_path)}, check=False)
     assert done.returncode == ended
     assert ("requeue 7" in (tmp_path / "asked").read_text()) is requeued
-    assert list(tmp_path.glob(".*.code")) == []
+    assert list(tmp_path.glob(".*.code*")) == []
 
 
 @pytest.mark.parametrize("options", [JOB, TRAINJOB], ids=["job", "trainjob"])
