@@ -114,7 +114,7 @@ verdict="$PWD/.{job.name}-$SLURM_JOB_ID.code"
 rm -f "$verdict".*
 # shellcheck disable=SC2016  # the words in quotes are for the shell of each node
 srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none \\
-  bash -c 'trap : TERM USR1; "${{@:2}}"; code=$?; [ "$code" -gt 128 ] || echo "$code" >"$1.$SLURM_NODEID"; exit "$code"' \\
+  bash -c 'trap : TERM USR1; "${{@:2}}"; c=$?; [ "$c" -gt 128 ] || echo "$c" >"$1.$SLURM_NODEID"; exit "$c"' \\
   supervisor "$verdict" \\
   {job.shell_command}
 code=1
