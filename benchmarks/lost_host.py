@@ -1,9 +1,10 @@
 """Four hosts, two ranks each, joined by links of a given rate: one is cut off in the middle of a run, and returns.
 
-    python benchmarks/lost_host.py [--cut 3 | --kill 0] [--rate 200mbit] [--layout dp=2,tp=2,pp=2] [--contact 10] [--json]
+    python benchmarks/lost_host.py [--cut 3 | --kill 0] [--rate 200mbit] [--layout dp=2,tp=2,pp=2] [--json]
 
-With --kill all processes of the host are killed, and started again later; host 0 leads first. Tells what happened when: from the cut to training again on the hosts that are left, from the link's return to training
-again on all of them; and how far the float64 losses are from those of a run of one process that nothing happened to.
+With --kill all processes of the host are killed, and started again later; host 0 leads first. Tells what happened when:
+from the loss to training again on the hosts that are left, from its return to training again on all of them; and how
+far the float64 losses are from those of a run of one process that nothing happened to.
 Needs root and iproute2. Everything runs by itself; at the end the job is stopped, once it has shown enough."""
 
 from __future__ import annotations
