@@ -16,10 +16,12 @@ from typing import Any
 from cuboid.checkpoint.folder import checkpoints, clear, newest_whole, step_of
 from cuboid.checkpoint.location import Location, locate
 from cuboid.checkpoint.memory.folder import IDENTITY, forget, newest_in_memory
+from cuboid.checkpoint.terms import PATTERN as LEADERS
 from cuboid.console import say
 from cuboid.data.opened import data_identity
 from cuboid.errors import UserError
 from cuboid.readers import parse_toml
+from cuboid.secure_channel import NAME as SECRET
 from cuboid.spec.run import Run, build_run, dump_run, load_run
 from cuboid.telemetry.rows import metric_rows
 
@@ -32,6 +34,8 @@ EXPERTS = "experts.jsonl"
 WRITTEN = (
     BACKEND,
     IDENTITY,
+    SECRET,
+    LEADERS,
     "metrics.jsonl",
     EXPERTS,
     "timing-*.jsonl",
@@ -160,6 +164,24 @@ def _remove(folder: Path, pattern: str) -> None:
             path.unlink()
 
 
+class InUse(UserError):
+    """Another process has claimed the folder."""
+
+
+def try_claim(folder: Path) -> int | None:
+    """The handle that holds the claim while it is open; None where the file system has no locks. `BlockingIOError`:
+    somebody else has it."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        if error.errno in HELD:
+            raise BlockingIOError(error.errno, "claimed") from None
+        return None
+    return handle
+
+
 @contextmanager
 def claimed(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
     """One run at a time in a folder: two that write the same checkpoints would each sweep away what the other writes.
@@ -186,7 +208,7 @@ def _lock(handle: int, folder: Path, until: float) -> None:
             if error.errno not in HELD:
                 return None
         if time.monotonic() >= until:
-            raise UserError(f"output.folder={folder} is in use by another run; stop that one, or use another folder")
+            raise InUse(f"output.folder={folder} is in use by another run; stop that one, or use another folder")
         time.sleep(0.05)
 
 
