@@ -76,6 +76,7 @@ ELSEWHERE = {
     "probe/one_rank.py": "what the system says of this process",
     "report/page.py": "a file of the package",
     "report/watch.py": "a folder, to ask who holds it",
+    "secure_channel.py": "the job's secret, a file that its user alone may read",
     "resilience/hang_dumps.py": "what ranks of this job wrote, and what the system says of them",
     "resilience/replan.py": "what the system says of its GPUs",
     "resilience/watchdog.py": "heartbeats of this job's ranks",

@@ -16,6 +16,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from cuboid.readers import Unreadable, read_json
+
 PATTERN = "leader-*.json"
 
 
@@ -38,10 +40,9 @@ class Terms:
         if not number:
             return None
         try:
-            with self._path(number).open("rb") as file:
-                told = json.loads(file.read(4096))
+            told = read_json(self._path(number), 4096)
             return Term(number, str(told["leader"]), str(told["address"]), int(told["port"]), int(told["beat"]))
-        except (OSError, ValueError, TypeError, KeyError):
+        except (Unreadable, ValueError, TypeError, KeyError):
             return Term(number)  # it is taken all the same
 
     def take(self, term: Term) -> bool:
