@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from cuboid import __version__
 from cuboid.checkpoint.location import Location, locate
 from cuboid.errors import UserError
+from cuboid.readers import parse_json
 from cuboid.spec.train_state import from_table
 
 # Checksums of a checkpoint's files, spelled `kind:digits`. They find damage, and cost a tenth of what writing costs;
@@ -159,18 +160,14 @@ def read_json(folder: Location, name: str) -> tuple[bytes, dict[str, Any]]:
         if size > LARGEST:
             raise Damage(folder, name, f"has {size:,} bytes, more than any such file")
         content = (folder / name).read()
-        table = json.loads(content, parse_constant=_refuse_constant)
+        table = parse_json(content)
     except OSError as error:
         raise Damage(folder, name, f"cannot be read ({error})") from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise Damage(folder, name, f"is no JSON ({error})") from None
     if not isinstance(table, dict):
         raise Damage(folder, name, "is no table")
     return content, table
-
-
-def _refuse_constant(word: str) -> None:
-    raise ValueError(f"{word} is no number")
 
 
 def require_plain(folder: Location, name: str) -> int:

@@ -8,7 +8,6 @@ FOLDER        a run of Cuboid, its checkpoints or one of them: the weights alone
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from filecmp import cmp
@@ -38,6 +37,7 @@ from cuboid.model.huggingface import (
 )
 from cuboid.parallel.coordination import Coordination, open_coordination
 from cuboid.parallel.parallelize import Engine
+from cuboid.readers import parse_toml
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.run import Run, build_run
 
@@ -70,8 +70,8 @@ def run_of(checkpoint: Location, manifest: Manifest) -> Run:
 
 def _parse(folder: Location, name: str, text: str) -> Run:
     try:
-        return build_run(tomllib.loads(text))
-    except (tomllib.TOMLDecodeError, UserError) as error:
+        return build_run(parse_toml(text))
+    except (ValueError, UserError) as error:
         raise Damage(folder, name, f"holds no run ({error})") from None
 
 

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import time
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,8 +20,10 @@ from cuboid.checkpoint.terms import PATTERN as LEADERS
 from cuboid.console import say
 from cuboid.data.opened import data_identity
 from cuboid.errors import UserError
+from cuboid.readers import parse_toml
 from cuboid.secure_channel import NAME as SECRET
 from cuboid.spec.run import Run, build_run, dump_run, load_run
+from cuboid.telemetry.rows import metric_rows
 
 RUN_FILE = "run.toml"
 BACKEND = "backend.json"
@@ -136,7 +137,7 @@ def _check_past(run: Run, folder: Path) -> str:
         if newest_in_memory(run):
             return ""
         return f"{folder} has no whole checkpoint: starting anew from step 0" if known else ""
-    check_same_training(build_run(tomllib.loads(manifest.run)), run)
+    check_same_training(build_run(parse_toml(manifest.run)), run)
     # The cursor in a checkpoint counts samples; of other data it would point at something else.
     if manifest.data != data_identity(run):
         sources = ", ".join(run.data.sources)
@@ -217,7 +218,7 @@ class Rows:
         self._path = path
         self._waiting = b""
         self._warned = False
-        kept = [row for row in whole_rows(path) if row["step"] <= done] if done else []
+        kept = [row for row in metric_rows(path) if row["step"] <= done] if done else []
         _replace(path, kept)
         # Unbuffered: a row is in the file, or at least with the system, before the next step begins.
         self._file = path.open("ab", buffering=0)
@@ -236,7 +237,7 @@ class Rows:
         """More for a list of the last row, which stands in the file already."""
         # The whole file is written again: only the end of a run and a rollback come here.
         try:
-            rows = whole_rows(self._path)
+            rows = metric_rows(self._path)
             if rows:
                 rows[-1][name] = rows[-1].get(name, []) + values
                 _replace(self._path, rows)
@@ -255,23 +256,9 @@ class Rows:
         self._warned = True
 
 
-def whole_rows(path: Path) -> list[dict[str, Any]]:
-    """Up to the first that is no row: who is killed, or loses power, leaves a part of the last one, or zeros for it."""
-    rows: list[dict[str, Any]] = []
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            break
-        if not line.endswith(b"\n") or not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            break
-        rows.append(row)
-    return rows
-
-
 def last_step(path: Path) -> int:
     """Of the last whole row; 0 if there is none."""
-    rows = whole_rows(path)
+    rows = metric_rows(path)
     return int(rows[-1]["step"]) if rows else 0
 
 
