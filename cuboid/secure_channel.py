@@ -116,6 +116,10 @@ def make_secret(folder: Path) -> bytes:
 class Channel:
     """Messages over a connection whose ends have proved themselves. Several threads may send, one may receive."""
 
+    covers_content = True
+    """Whether tags cover the content too. Both ends may agree that they do not, for gigabytes that are compared by a
+    checksum which travels elsewhere: SHA-256 takes longer than the network where the processor has no help for it."""
+
     def __init__(self, line: socket.socket, sending: bytes, receiving: bytes, longest: int) -> None:
         self._line, self._longest = line, longest
         self._keys, self._numbers = (sending, receiving), [0, 0]
@@ -194,7 +198,8 @@ class Channel:
         number = self._numbers[direction].to_bytes(8, "little")
         self._numbers[direction] += 1
         made = hmac.new(self._keys[direction], number + size, "sha256")
-        made.update(content)
+        if self.covers_content:
+            made.update(content)
         return made.digest()
 
     def _fill(self, size: int) -> bool:

@@ -32,7 +32,7 @@ def copy(rank: int, secrets: list[bytes]) -> str:
 
 
 def _try(pairs: Pairs) -> None:
-    address, port = pairs._group.store.get("pairs/0").decode().split()
+    address, port = pairs._group.store.get(f"{pairs._place}/0").decode().split()
     with socket.create_connection((address, int(port))) as line:
         try:
             greet(line, b"a guess", PURPOSE)

@@ -1,5 +1,5 @@
 """Connections between two ranks that copy parts of the state to each other, as many as needed and no more. Both ends
-prove that they are of this job; nothing that was changed on its way is taken."""
+prove that they are of this job. What is copied is compared afterwards by its checksum, which travels over the store."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ class _Link:
 
     def __init__(self, channel: Channel, seconds: float) -> None:
         channel.wait_no_longer_than(seconds)
+        channel.covers_content = False
         self.channel, self.ended = channel, threading.Event()
         self.sender, self.receiver = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
 
@@ -67,6 +68,8 @@ class Pairs:
         """Every rank makes one. `secret`: the job's; without one, ranks that met in one store are believed."""
         self._group = group
         nonce = group.broadcast(secrets.token_bytes(32) if group.rank == 0 else b"")
+        self._place = f"pairs/{nonce.hex()[:16]}"
+        """In the store, where an earlier one of this job may have left addresses that nobody listens at any more."""
         self._key = hmac.digest(secret or b"no secret", nonce, "sha256")
         self._links: dict[int, _Link] = {}
         self._came = threading.Condition()
@@ -82,7 +85,7 @@ class Pairs:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             listener = socket.create_server((address, 0), family=family, backlog=128)
             self._door = Door(listener, self._key, PURPOSE, self._serve, LONGEST)
-            self._group.store.set(f"pairs/{own}", f"{address} {listener.getsockname()[1]}")
+            self._group.store.set(f"{self._place}/{own}", f"{address} {listener.getsockname()[1]}")
         for other in wanted:
             if other < own:
                 self._call(other, until)
@@ -108,7 +111,7 @@ class Pairs:
         return Work(link.receiver.submit(link.channel.receive_into, as_bytes(content)))
 
     def _call(self, other: int, until: float) -> None:
-        key = f"pairs/{other}"
+        key = f"{self._place}/{other}"
         self._group.store.wait([key], timedelta(seconds=max(0.1, until - time.monotonic())))
         address, port = self._group.store.get(key).decode().split()
         # An attempt that failed may still be open at the other end, which then takes the one with the right number.
