@@ -59,7 +59,7 @@ def plans(question: Question, *, top: int = 5, objective: str = "time") -> list[
 
     first, *others = sorted(found, key=order)
     if objective == "time":
-        without = [plan for plan in _without(question, first) if order(plan) >= order(first)]
+        without = [plan for plan in _without(question, scores, first) if order(plan) >= order(first)]
         without = sorted(without, key=order)[: top // 2]
         others = [plan for plan in others if all(plan.layout != other.layout for other in without)]
         others = sorted([*without, *others[: max(top - 1, 2) - len(without)]], key=order)
@@ -67,16 +67,19 @@ def plans(question: Question, *, top: int = 5, objective: str = "time") -> list[
     return [with_notes(first, reasons(first), notes, others[: max(top - 1, 2)]), *others[: top - 1]]
 
 
-def _without(question: Question, best: Plan) -> Iterator[Plan]:
-    """The best plans that do without the pipeline or the tensor parallelism of another."""
-    fixed = question.fixed
+def _without(question: Question, scores: Scores, best: Plan) -> Iterator[Plan]:
+    """The best plans that do without the pipeline or the tensor parallelism of another. `scores`: some that are known;
+    none without is slower than the first of these without."""
+    fixed, alike = question.fixed, scores.space.columns["recompute_layers"] == 0
     for name in ("pp", "tp"):
         if getattr(best.layout, name) == 1 or fixed.keys() & {name, "schedule", "vpp", "sequence_parallel"}:
             continue
         other = replace(question, fixed={**fixed, name: 1})
-        scores = search(other, question.cluster.accelerators, keep=1, slowest=2 * best.seconds, mixes=False)
-        if len(scores.space):
-            entry = refine(other, scores, 0)
+        known = scores.seconds[alike & (scores.space.columns[name] == 1)]
+        slowest = min([2 * best.seconds, *(known[:1] * (1 + 1e-8)).tolist()])
+        found = search(other, question.cluster.accelerators, keep=1, slowest=slowest, mixes=False)
+        if len(found.space):
+            entry = refine(other, found, 0)
             if entry.peak <= question.limit:
                 yield planned(question, entry)
 
@@ -100,16 +103,21 @@ def fastest_part(plan: Plan) -> Plan | None:
         return None
     work = NOT_FASTER * _work(question)
     candidates = rounder_sizes(question.cluster, question.global_batch)
+    # The simulation of what is best in closed form may be faster or slower by a few percent.
+    slowest = 1.05 * plan.seconds
     sooner: list[tuple[float, Question]] = []
-    for accelerators in candidates[:20] if plan.layout.world_size <= 1024 else candidates[:1]:
-        if work / accelerators > plan.seconds:
+    candidates = candidates[:20] if plan.layout.world_size <= 1024 else candidates[:1]
+    parts = [resized(question, each) for each in candidates if work / each <= plan.seconds]
+    for smaller in parts:
+        if len(parts) == 1:
+            sooner = [(0.0, smaller)]  # nothing to choose from
             break
-        smaller = resized(question, accelerators)
-        # The simulation of what is best in closed form may be faster or slower by a few percent.
-        scores = search(smaller, accelerators, keep=1, slowest=1.05 * plan.seconds)
+        limit = sooner[1][0] * (1 + 1e-8) if len(sooner) > 1 else slowest  # only the best two are looked at
+        scores = search(smaller, smaller.cluster.accelerators, keep=1, slowest=limit)
         sooner += [(float(scores.seconds[0]), smaller)] if len(scores.space) else []
-    for _, smaller in sorted(sooner, key=lambda each: each[0])[:2]:
-        scores = search(smaller, smaller.cluster.accelerators, keep=SCORED, distinct=True, slowest=1.05 * plan.seconds)
+        sooner.sort(key=lambda each: each[0])
+    for _, smaller in sooner[:2]:
+        scores = search(smaller, smaller.cluster.accelerators, keep=SCORED, distinct=True, slowest=slowest)
         for entry in finalists(smaller, scores, 1):
             part = planned(smaller, entry)
             if part.seconds < min(0.99 * plan.seconds, best.seconds if best else float("inf")):
