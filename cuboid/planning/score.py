@@ -11,7 +11,7 @@ from cuboid.cost.constants import Engine
 from cuboid.cost.estimate import Estimates, estimate_many
 from cuboid.cost.inputs import Array, Jobs, Shape, mixes, number
 from cuboid.cost.layers import LayerTimes, Pass, decides_layers
-from cuboid.cost.memory import peak_memory
+from cuboid.cost.memory import first_memory, peak_memory
 from cuboid.cost.pipeline import DUAL_PIPE_V, idle_by_schedule, in_flight, paired_fraction, partition, waited_transfers
 from cuboid.cost.reuse import each_once
 from cuboid.cost.sharding import rank_parameters, reduction
@@ -19,6 +19,7 @@ from cuboid.cost.step import PARTS, first_parameters, replica_time
 from cuboid.planning.question import Question
 from cuboid.planning.space import DEGREES, Space
 from cuboid.planning.stages import LayerSeconds, assumed_slowest, real_slowest
+from cuboid.spec.layout import RECOMPUTE
 
 BUSY = ("compute", "tensor", "context", "expert", "host")
 """Parts of the step that grow with the layers of the slowest rank."""
@@ -202,15 +203,36 @@ def least_seconds(question: Question, space: Space, context: bool) -> Array:
     return _least(question, space, Passes.each_once(question, space.jobs, alone))
 
 
+LIKELY = (("selective", 1, 0.0), ("selective", 3, 0.25), ("full", 1, 1.0), ("full", 3, 1.25))
+"""Recomputation and ZeRO that a layout needs for its memory, the cheapest first, and forward passes that this takes."""
+UNLIKELY = 3.0
+"""Forward passes that stand for what takes still less memory."""
+
+
 def likely_seconds(question: Question, space: Space) -> Array:
-    """The same with the sums of gradients under ZeRO 1: no bound, but close to what is best."""
+    """The same with the sums of gradients under ZeRO 1, and with what its memory asks for: no bound, but close to what
+    is best."""
     shape, jobs, engine = Shape.of(question.model), space.jobs, question.profile
     least = least_seconds(question, space, True)
     layers, times = partition(shape, jobs, engine).first, LayerSeconds.of(question, jobs).times
     held = rank_parameters(shape, jobs, layers, np.ones(()), np.zeros(()))
-    passes = (layers * times.mean("total", way) for way in (0, 1))
+    forward, backward = (layers * times.mean("total", way) for way in (0, 1))
     split = replace(jobs, zero=number(1))
-    return least + reduction(shape, split, question.machine.fabric, engine, held, *passes)
+    sums = reduction(shape, split, question.machine.fabric, engine, held, forward, backward)
+    return least + sums + _likely_passes(question, space) * jobs.micro_batches * forward
+
+
+def _likely_passes(question: Question, space: Space) -> Array:
+    """Forward passes that fitting into the memory takes."""
+    passes, left = np.full(len(space), UNLIKELY), np.arange(len(space))
+    for recompute, zero, more in LIKELY:
+        some = space.take(left)
+        ones = np.ones(len(left), dtype=np.int64)
+        columns = {**some.columns, "recompute": RECOMPUTE.index(recompute) * ones, "zero": zero * ones}
+        fits = memory_of(question, Space(columns, space.global_batch, space.sequence), first_memory) <= question.limit
+        passes[left[fits]] = more
+        left = left[~fits]
+    return passes
 
 
 def least_busy(question: Question, space: Space, seconds: LayerSeconds) -> Array:
@@ -267,16 +289,15 @@ def least_transfer(question: Question, space: Space) -> Array:
     return np.maximum(jobs.pp - 2, 0.0) / np.maximum(waited_transfers(jobs, question.profile), 1.0)
 
 
-def least_memory(question: Question, space: Space) -> Array:
-    """Bytes of the first pipeline rank with everything split and recomputed."""
+def least_memory(question: Question, space: Space, split: bool = True) -> Array:
+    """Bytes of the first pipeline rank with everything recomputed; `split`: and split, whatever ZeRO says."""
     shape, jobs, engine = Shape.of(question.model), space.jobs, question.profile
     layers = partition(shape, jobs, engine).first
     held = rank_parameters(shape, jobs, layers, np.ones(()), np.zeros(()))
-    each = engine.weight_bytes + engine.gradient_bytes
-    if not question.tries_offload and not question.fixed_offload:
-        each += engine.optimizer_bytes
-    split = question.fixed.get("shard", 0) or jobs.dp
-    experts = np.maximum(split * jobs.cp * jobs.tp / jobs.ep, 1.0)
-    states = each * (held.plain / (split * jobs.cp) + held.routed / experts)
+    parts = (question.fixed.get("shard", 0) or jobs.dp) * jobs.cp
+    owned = held.plain / parts + held.routed / np.maximum(parts * jobs.tp / jobs.ep, 1.0)
+    offloads = question.tries_offload or question.fixed_offload
+    kinds = (engine.weight_bytes, 3), (engine.gradient_bytes, 2), (0.0 if offloads else engine.optimizer_bytes, 1)
+    states = sum(each * (owned if split else np.where(jobs.zero >= stage, owned, held.total)) for each, stage in kinds)
     boundary = engine.kept_boundary * jobs.tokens * shape.hidden / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
     return np.broadcast_to(states + layers * boundary * in_flight(jobs, np.zeros(())), len(space))

@@ -81,7 +81,8 @@ def search(
     best = score(question, every.take(order[:0]))
     batch, limit = 0, slowest
     while len(order):
-        room = BOUNDED if batch > (keep > 1) and np.isfinite(limit) else min(FIRST * 8**batch, AT_ONCE)
+        few = batch <= int(keep > 1 and slowest == float("inf")) or not np.isfinite(limit)
+        room = min(FIRST * 8**batch, AT_ONCE) if few else BOUNDED
         stop = max(int(np.searchsorted(np.cumsum(sizes[order]), room)), 1)
         for some in _with_contexts(question, every.take(order[:stop]), limit):
             found = _search_some(question, some, keep, objective, distinct, slowest, limit, mixes)
@@ -194,7 +195,8 @@ def _search_some(
 def _within(question: Question, space: Space, limit: float, mixes: bool) -> Space:
     """Those that might fit and take no longer than `limit`, also with only some of their layers recomputed: what is
     quickly said of them is asked first."""
-    for possible in (_soon(limit, mixes, least_in_layers), _may_fit, _soon(limit, mixes, least_with_sums)):
+    in_layers, with_sums = (_soon(limit, mixes, least) for least in (least_in_layers, least_with_sums))
+    for possible in (_states_fit, in_layers, _may_fit, with_sums):
         space = space.take(np.flatnonzero(possible(question, space)))
     return space
 
@@ -217,13 +219,15 @@ def _soon(limit: float, mixes: bool, least: Callable[[Question, Space], Array]) 
     return possible
 
 
+def _states_fit(question: Question, space: Space) -> NDArray[np.bool_]:
+    """Whether what ZeRO splits fits, and what is kept with everything recomputed."""
+    return np.concatenate([least_memory(question, part, split=False) <= question.limit for part in chunks(space)])
+
+
 def _may_fit(question: Question, space: Space) -> NDArray[np.bool_]:
-    """Whether the first pipeline rank fits."""
-    found = memory_of(question, space, first_memory) <= question.limit
-    if question.tries_offload:
-        others = np.flatnonzero(~found)
-        found[others] = memory_of(question, space.take(others).offloaded(), first_memory) <= question.limit
-    return found
+    """Whether the first pipeline rank fits, with the optimizer's state offloaded where that may be."""
+    space = space.offloaded() if question.tries_offload else space
+    return memory_of(question, space, first_memory) <= question.limit
 
 
 def _sayable(question: Question, space: Space) -> Space:
