@@ -281,7 +281,7 @@ def _unsayable(question: Question, world_size: int) -> UserError | None:
     target = question.target
     if not target or len(sayable_layouts(question, world_size)):
         return None
-    decided = {name: value for name, value in question.fixed.items() if name not in FIXED[target]}
+    decided = _decided(question)
     # A degree is what the user wants most.
     names = sorted(decided, key=lambda name: name in DEGREES)
     for dropped in (dropped for count in (1, 2) for dropped in combinations(names, count)):
@@ -321,7 +321,7 @@ def _no_degrees(question: Question, world_size: int) -> UserError:
     below = [batch // dp * dp for dp in replicas if batch >= dp]
     near |= {max(below)} if below else set()
     near.add(min(-(-batch // dp) * dp for dp in replicas))
-    given = f" with {_fixed(question)}" if question.fixed else ""
+    given = f" with {_fixed(question)}" if _decided(question) else ""
     return UserError(
         f"global_batch={batch} divides over no layout of {model.name} on {world_size} accelerators{given}; "
         f"use {either(f'global_batch={number}' for number in sorted(near))}"
@@ -339,7 +339,8 @@ def _replicas(question: Question, world_size: int) -> set[int]:
 
 
 def _too_small(question: Question, world_size: int) -> UserError:
-    kept = f" with {_fixed(question)}" if question.fixed else ""
+    kept = f" in {question.target}" if question.target else ""
+    kept += f" with {_fixed(question)}" if _decided(question) else ""
     limit = f"{question.limit / 2**30:.4g} GiB a rank"
     needed = _enough(question, world_size)
     least = emptiest(question, world_size)
@@ -379,8 +380,13 @@ def _holds(question: Question) -> bool:
     return len(search(question, question.cluster.accelerators, keep=1).space) > 0
 
 
+def _decided(question: Question) -> dict[str, Any]:
+    """What the user fixed, without what the target leaves no choice of."""
+    return {name: value for name, value in question.fixed.items() if name not in FIXED.get(question.target, {})}
+
+
 def _fixed(question: Question) -> str:
-    return _named(question.fixed) or "these sizes"
+    return _named(_decided(question)) or "these sizes"
 
 
 def _named(fields: Mapping[str, Any]) -> str:
