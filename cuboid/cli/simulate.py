@@ -72,7 +72,7 @@ def command(
         print(json.dumps(_as_json(full, loaded)))
         return
     print(name)
-    print(draw(drawn, width))
+    print(draw(drawn, width).rpartition("\n")[0])  # without the bubble of those that are drawn: one is said, of all
     print(f"{subtitle}; the pipeline takes {full.makespan:.4g} s of a step of {loaded.seconds:.4g} s")
     for what, written in (("trace", trace), ("picture", picture)):
         if written is not None:
