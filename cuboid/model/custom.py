@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from cuboid.errors import UserError
 from cuboid.model.linear import ColumnLinear, declared_split
 from cuboid.model.transformer import IGNORED, summed_loss
+from cuboid.spec.plugin import SegmentRun
 from cuboid.spec.sharding import TIED, VOCABULARY, ShardingRank, Split
 
 if TYPE_CHECKING:
@@ -184,27 +185,26 @@ class Model:
                     )
                 declared.slice_of(f"{prefix}.{name}", shape, ShardingRank(ranks))
 
-    def costs(self, prefix: str, ranks: int, micro_batch: int, sequence: int, precision: str) -> SegmentCosts:
-        """Of a segment on one of so many tensor ranks. Blocks that print alike and have the same parameters cost
-        the same."""
-        key = (self._descriptions[prefix], ranks, micro_batch, sequence, precision)
+    def costs(self, prefix: str, run: SegmentRun) -> SegmentCosts:
+        """Of a segment. Blocks that print alike and have the same parameters cost the same."""
+        key = (self._descriptions[prefix], run)
         if key not in self._known_costs:
             from cuboid.model.segment_costs import segment_costs
 
-            self._known_costs[key] = segment_costs(self, prefix, ranks, micro_batch, sequence, precision)
+            self._known_costs[key] = segment_costs(self, prefix, run)
         return self._known_costs[key]
 
-    def estimated_costs(self, prefix: str, ranks: int, micro_batch: int, sequence: int, precision: str) -> SegmentCosts:
+    def estimated_costs(self, prefix: str, run: SegmentRun) -> SegmentCosts:
         """As `costs`; of large micro-batches what follows from those of small ones, so that a search is quick."""
         from cuboid.model.segment_costs import MEASURED
 
         small, large = MEASURED
-        if micro_batch <= large:
-            return self.costs(prefix, ranks, micro_batch, sequence, precision)
-        one, two = (self.costs(prefix, ranks, size, sequence, precision) for size in MEASURED)
-        if (len(one.forward), len(one.backward)) != (len(two.forward), len(two.backward)):
-            return self.costs(prefix, ranks, micro_batch, sequence, precision)
-        return one.grown(two, (micro_batch - large) / (large - small))
+        if run.micro_batch <= large:
+            return self.costs(prefix, run)
+        one, two = (self.costs(prefix, replace(run, micro_batch=size)) for size in MEASURED)
+        if one.shape != two.shape:
+            return self.costs(prefix, run)
+        return one.grown(two, (run.micro_batch - large) / (large - small))
 
     @cached_property
     def _descriptions(self) -> dict[str, str]:

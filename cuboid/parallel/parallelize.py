@@ -13,31 +13,32 @@ from torch import Tensor, nn
 from cuboid.errors import UserError
 from cuboid.kernels.cpu_16bit import fast_matmuls
 from cuboid.kernels.precision import LossScale, wide
+from cuboid.kernels.recompute import Memory, with_recompute
 from cuboid.model.custom import Model
 from cuboid.model.fp8 import Fp8Matmul, require_fp8
 from cuboid.model.initialize import initial_tensor, learning_rate_factor
 from cuboid.model.linear import Linear, declared_split
 from cuboid.model.load_balancing import Balance
 from cuboid.model.moe import Experts, MoE
+from cuboid.model.split_backward import (
+    UNTOUCHED,
+    Deferral,
+    defer_matmuls,
+    deferrable_grouped_matmul,
+    deferrable_matmul,
+    split_matmul,
+)
 from cuboid.model.transformer import Block, Embedding, Head
 from cuboid.parallel.async_tp import compiler_options
 from cuboid.parallel.compiled import compiled_block, is_compiled
 from cuboid.parallel.context import ContextMix
-from cuboid.parallel.custom import Carrier, carry_buffers, defer_matmuls, initial_tensors, runner
+from cuboid.parallel.custom import Carrier, carry_buffers, initial_tensors, runner
 from cuboid.parallel.expert import join_sequences, make_balance, spread_experts, stay_on, watched
 from cuboid.parallel.fused_block import fuse_matmuls, fused_add_norm
 from cuboid.parallel.fused_cross_entropy import fused_cross_entropy
 from cuboid.parallel.groups import Groups, connect_groups, make_groups
 from cuboid.parallel.pipeline import DualPipePair, Pipeline
 from cuboid.parallel.rank_batch import BatchSharder, RankBatch
-from cuboid.parallel.recompute import Memory, with_recompute
-from cuboid.parallel.split_backward import (
-    UNTOUCHED,
-    Deferral,
-    deferrable_grouped_matmul,
-    deferrable_matmul,
-    split_matmul,
-)
 from cuboid.parallel.stage import Activations, Reduction, Segment, Stage
 from cuboid.parallel.tensor import connect_region, split_block, split_embedding
 from cuboid.parallel.tensor_region import Region
