@@ -27,7 +27,7 @@ from cuboid.errors import UserError
 from cuboid.model.linear import ColumnLinear, declared_split
 from cuboid.model.transformer import IGNORED, summed_loss
 from cuboid.spec.plugin import SegmentRun
-from cuboid.spec.sharding import TIED, VOCABULARY, ShardingRank, Split
+from cuboid.spec.sharding import REPLICATED, TIED, VOCABULARY, Declared, ShardingRank, Split
 
 if TYPE_CHECKING:
     from cuboid.model.segment_costs import SegmentCosts
@@ -61,6 +61,15 @@ class VocabularyLoss(ColumnLinear):
 def counted_labels(batch: Batch) -> Tensor:
     """How many labels count: the default of `Model.count`."""
     return (batch["labels"] != IGNORED).sum()
+
+
+def _told(value: Any) -> str:
+    """An attribute in words. Functions are told by their names and what they close over, other objects by their
+    type."""
+    if isinstance(value, str | int | float | bool | tuple | list | dict | torch.dtype | None):
+        return repr(value)
+    held = [_told(cell.cell_contents) for cell in getattr(value, "__closure__", None) or ()]
+    return f"{getattr(value, '__qualname__', type(value).__qualname__)} {held}"
 
 
 @dataclass(frozen=True)
@@ -166,6 +175,13 @@ class Model:
         for name, parameter in module.named_parameters():
             yield name, tuple(parameter.shape), declared_split(module, name)
 
+    def declared(self, prefix: str) -> dict[str, Declared]:
+        """The parameters of a segment by the name in the whole model; what says nothing is whole on every rank."""
+        return {
+            self.called(f"{prefix}.{name}"): Declared(shape, split or REPLICATED)
+            for name, shape, split in self._declarations[prefix]
+        }
+
     def segment_parameters(self, prefix: str) -> int:
         """How many there are in a segment."""
         return sum(torch.Size(shape).numel() for shape in self.shapes[prefix].values())
@@ -176,8 +192,8 @@ class Model:
             for name, shape, declared in self._declarations[prefix]:
                 if declared is None:
                     raise UserError(
-                        f"tp={ranks} needs to know how {prefix}.{name} is split; say so in the `sharding` of its "
-                        "module, or use tp=1"
+                        f"tp={ranks} needs to know how {prefix}.{name} is split; say so in the `sharding` of a module "
+                        f'around it, as {{"{name}": REPLICATED}}, or use tp=1'
                     )
                 if declared.kind == "heads" and declared.heads % ranks:
                     raise UserError(
@@ -186,7 +202,7 @@ class Model:
                 declared.slice_of(f"{prefix}.{name}", shape, ShardingRank(ranks))
 
     def costs(self, prefix: str, run: SegmentRun) -> SegmentCosts:
-        """Of a segment. Blocks that print alike and have the same parameters cost the same."""
+        """Of a segment. Those cost the same whose modules, their parameters and plain attributes are alike."""
         key = (self._descriptions[prefix], run)
         if key not in self._known_costs:
             from cuboid.model.segment_costs import segment_costs
@@ -212,7 +228,14 @@ class Model:
         found = {}
         for prefix in self.prefixes:
             with torch.device("meta"):
-                found[prefix] = f"{self.make(prefix)!r} {self.shapes[prefix]}"
+                module = self.make(prefix)
+            attributes = {
+                (path, name): _told(value)
+                for path, child in module.named_modules()
+                for name, value in vars(child).items()
+                if not name.startswith("_")
+            }
+            found[prefix] = f"{module!r} {self.shapes[prefix]} {attributes}"
         return found
 
     @cached_property

@@ -51,7 +51,7 @@ from cuboid.spec.partition import partition
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
 from cuboid.spec.sharding import (
-    BALANCE,
+    BALANCES,
     EXPERTS,
     REPLICATED,
     TIED,
@@ -357,21 +357,21 @@ class _Builder:
             if split is None and self.region is not None:
                 raise UserError(f"{name} does not say how it is split; declare it in the `sharding` of its module")
             declared = Declared(tuple(parameter.shape), split or REPLICATED)
-            members.setdefault(unit_of(prefix, name), {})[name] = declared
+            members.setdefault(unit_of(prefix, name, declared.split), {})[name] = declared
         used = []
         for unit_name, table in members.items():
             unit = self._unit(unit_name, table)
             for name in table:
                 for path in inside[name]:
                     set_parameter(module, path, unit.parameters[name])
-            if not unit_name.endswith(BALANCE):  # always whole, and no gradient ever comes to it
+            if not unit_name.endswith(BALANCES):  # always whole, and no gradient ever comes to it
                 used.append(unit)
         return Segment(prefix, run, used, self.deferral, self.reduction)
 
     def _unit(self, name: str, table: dict[str, Declared]) -> Unit:
         if name not in self.units:
             one_scale = self.fp8_rows is False
-            experts, balance = name.endswith(EXPERTS), name.endswith(BALANCE)
+            experts, balance = name.endswith(EXPERTS), name.endswith(BALANCES)
             self.units[name] = Unit(
                 name,
                 [
@@ -382,7 +382,7 @@ class _Builder:
                 self.groups.routed if experts else self.groups,
                 wide(self.dtype) if balance else self.dtype,
                 self.device,
-                [part for part, (shape, _) in table.items() if one_scale and is_block_linear(name, part, shape)],
+                [part for part, declared in table.items() if one_scale and is_block_linear(name, declared)],
             )
         return self.units[name]
 

@@ -6,10 +6,12 @@ from cuboid.cost.inputs import Jobs, Shape
 from cuboid.cost.memory import kept_per_layer
 from cuboid.errors import UserError
 from cuboid.planning.choose import plans, predict
+from cuboid.planning.own_models import largest_kept
 from cuboid.planning.plan import GIB, WORDS, Plan, error_line, losses, recomputation
 from cuboid.planning.question import Question
 from cuboid.planning.traffic import Moved, moved, parameters_held, sent
 from cuboid.spec.layout import Layout
+from cuboid.spec.plugin import PythonModelSpec
 
 # The decision framework, computed: does a layer fit an accelerator, does the model fit a node, what is left for data.
 #
@@ -64,8 +66,11 @@ def framework(question: Question, layout: Layout) -> Framework:
     model, cluster = question.model, question.cluster
     memory = cluster.memory_gib * 2**30
     layer = max(model.layer_parameters(index) for index in (0, model.layers - 1))
-    jobs = Jobs.make(global_batch=1, sequence=question.sequence, sequence_parallel=0)
-    kept = max(float(value) for value in kept_per_layer(Shape.of(model), jobs, question.profile))
+    if isinstance(model, PythonModelSpec):
+        layer, kept = max(map(model.layer_parameters, range(model.layers))), largest_kept(question)
+    else:
+        jobs = Jobs.make(global_batch=1, sequence=question.sequence, sequence_parallel=0)
+        kept = max(float(value) for value in kept_per_layer(Shape.of(model), jobs, question.profile))
     layer_bytes = STATES * layer + kept
     rank = layout.tp * layout.pp
     node = min(cluster.tiers[0].size, cluster.accelerators)

@@ -8,7 +8,7 @@ model."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log
 from typing import Any
@@ -39,10 +39,15 @@ def own_plans(question: Question, top: int, objective: str) -> list[Plan]:
     """The best plans of the whole cluster, best first."""
     estimates = []
     refused: set[int] = set()
+    enough: set[Layout] = set()
     for layout in _layouts(question):
+        plain = replace(layout, recompute="none")
+        if objective == "time" and plain in enough:
+            continue  # it fits with less recomputed, which is faster
         try:
             if layout.tp not in refused:
                 estimates.append(_Costs(question, layout, estimated=True).plan())
+                enough |= {plain} if estimates[-1].peak <= question.limit else set()
         except UserError:
             if layout.tp == 1:
                 raise

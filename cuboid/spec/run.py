@@ -247,7 +247,6 @@ class Run:
         refused = {
             "training.precision=fp8": (self.training.precision == "fp8", "precision=bf16"),
             f"samples.every={self.samples.every}": (self.samples.every > 0, "every=0"),
-            "output.count_communication=true": (self.output.count_communication, "count_communication=false"),
         }
         for setting, (asked, instead) in refused.items():
             if asked:

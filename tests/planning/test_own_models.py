@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import cuboid
 from cuboid import Batch, Model
+from cuboid.cli.main import main
 from cuboid.errors import UserError
 from cuboid.launch.pool import Pool
 from cuboid.model.custom import counted_labels
@@ -19,8 +21,9 @@ from cuboid.planning.choose import predict
 from cuboid.planning.plan import dump_plan, load_plan
 from cuboid.planning.question import Question
 from cuboid.spec.cluster import load_cluster
-from cuboid.spec.plugin import SegmentRun
+from cuboid.spec.plugin import PythonModelSpec, SegmentRun
 from cuboid.spec.run import build_run
+from cuboid.training.communication import summarize
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SIZES = {
@@ -184,6 +187,7 @@ def test_what_needs_too_much_is_refused_with_the_least_it_needs() -> None:
         sequence=16,
         precision="float32",
         memory_limit=1e5,
+        fixed={"micro_batch": 1},
     )
     from cuboid.planning.choose import plans
 
@@ -202,3 +206,31 @@ def test_a_utilization_is_flops_over_the_peak() -> None:
     plan = cuboid.plan(own("own_attention"), "h100x1", global_batch=4, sequence=64)
     assert 0 < plan.utilization < 1 and math.isfinite(plan.seconds)
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("layout", ["dp=2,tp=2,pp=2,zero=1", "tp=2,pp=2,recompute=selective", "dp=2,zero=3"])
+@pytest.mark.parametrize("name", ["encoder_decoder", "sliding_window"])
+def test_collectives_are_those_that_ranks_count(tmp_path: Path, name: str, layout: str) -> None:
+    table = {"model": own(name), "layout": layout, "output": {"folder": str(tmp_path), "count_communication": True}}
+    cuboid.train(table, "training.steps=1", "training.global_batch=4", "training.sequence=16", quiet=True)
+    found = summarize(cuboid.make_run(table, "training.global_batch=4", "training.sequence=16"))
+    assert found.ranks == cuboid.make_run(table).layout.world_size and found.rows and not found.unforeseen
+
+
+def test_layers_that_print_alike_and_compute_differently_cost_differently() -> None:
+    model = cuboid.make_run({"model": own("sliding_window")}).model
+    assert isinstance(model, PythonModelSpec)
+    run = SegmentRun(tensor=1, micro_batch=1, sequence=64, precision="float32")
+    first, other, last = (model.built.costs(f"layers.{layer}", run) for layer in (0, 1, 3))
+    assert first is other and first.kept != last.kept
+
+
+def test_a_plan_is_explained_and_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = cuboid.plan(own("own_attention"), "h100x4", global_batch=8, sequence=16, fixed={"tp": 2, "pp": 2})
+    (tmp_path / "plan.toml").write_text(dump_plan(plan))
+    assert main(["explain", str(tmp_path / "plan.toml")]) == 0
+    told = capsys.readouterr().out
+    assert "tp over nvlink" in told and "Rivals" in told
+    assert main(["simulate", str(tmp_path / "plan.toml"), "--json"]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert seen["makespan_seconds"] <= plan.seconds and seen["bubble"] == plan.bubble > 0
