@@ -108,6 +108,11 @@ class Model:
     def tie_embeddings(self) -> bool:
         return self.tied is not None
 
+    @property
+    def has_sequence(self) -> bool:
+        """Whether `training.sequence` says how long its samples are."""
+        return self.flow_shapes(1, 1) != self.flow_shapes(1, 2) or self.data is None
+
     def called(self, name: str) -> str:
         """The name by which engine and checkpoints know a parameter."""
         return TIED if self.tied is not None and name in self.tied else name

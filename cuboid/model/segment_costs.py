@@ -184,7 +184,8 @@ class _Watch(TorchDispatchMode):
         if fresh or in_place:  # a view costs nothing
             count = self._flops.get(function._overloadpacket)
             flops = float(count(*arguments, **options, out_val=result)) if count is not None else 0.0
-            moved = sum(each.numel() * each.element_size() for each in (*given, *made))
+            # What is expanded is read once.
+            moved = sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in (*given, *made))
             self.moment.work.append((flops, float(moved)))
             # A backward pass records no gradients, but what it computes again does.
             self.moment.repeated += flops * torch.is_grad_enabled()

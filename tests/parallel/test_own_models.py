@@ -203,3 +203,10 @@ def experts() -> Model:
 
 def test_nothing_is_guessed_from_the_name_of_a_parameter(pool: Pool) -> None:
     assert_equal(pool, verification_run("dp=2,zero=1", f"python:{__file__}:experts", SHORT, steps=2))
+
+
+def test_samples_without_a_sequence_are_counted_as_such() -> None:
+    pictures = build_run({"model": own("vision_transformer")})
+    assert (pictures.training.sequence, pictures.counts) == (1, "samples")
+    words = build_run({"model": own("state_space")})
+    assert words.counts == "tokens" and words.training.sequence > 1
