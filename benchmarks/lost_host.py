@@ -1,9 +1,10 @@
 """Four hosts, two ranks each, joined by links of a given rate: one is cut off in the middle of a run, and returns.
 
-    python benchmarks/lost_host.py [--cut 3] [--rate 200mbit] [--layout dp=2,tp=2,pp=2] [--contact 10] [--json]
+    python benchmarks/lost_host.py [--cut 3 | --kill 0] [--rate 200mbit] [--layout dp=2,tp=2,pp=2] [--json]
 
-Tells what happened when: from the cut to training again on the hosts that are left, from the link's return to training
-again on all of them; and how far the float64 losses are from those of a run of one process that nothing happened to.
+With --kill all processes of the host are killed, and started again later; host 0 leads first. Tells what happened when:
+from the loss to training again on the hosts that are left, from its return to training again on all of them; and how
+far the float64 losses are from those of a run of one process that nothing happened to.
 Needs root and iproute2. Everything runs by itself; at the end the job is stopped, once it has shown enough."""
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,20 @@ def wait(happened: Callable[[], Any], what: str) -> Any:
     return answer
 
 
+class Logs:
+    """What all hosts said, in the order in which it was seen: whichever of them leads."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._seen, self._text = folder, dict[Path, int](), ""
+
+    def read_text(self) -> str:
+        for path in sorted(self._folder.glob("host-*.log")):
+            text = path.read_text()
+            self._text += text[self._seen.get(path, 0) :]
+            self._seen[path] = len(text)
+        return self._text
+
+
 class Show:
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
         self.folder, self.options = folder, options
@@ -48,7 +64,7 @@ class Show:
             "training.precision=float64",
             "learning_rate.schedule=constant",  # so that the losses do not depend on where the run would end
         ]
-        self.log = folder / "host-0.log"
+        self.log = Logs(folder)
 
     def command(self, *more: str, fields: list[str]) -> list[str]:
         settings = [word for field in [*self.fields, *fields] for word in ("--set", field)]
@@ -57,7 +73,7 @@ class Show:
     def start(self, hosts: Hosts, host: int) -> subprocess.Popen[Any]:
         many = ["--nodes", str(len(hosts.names)), "--min-nodes", "1", "--rendezvous", f"{hosts.address(0)}:{PORT}"]
         every = [f"checkpoint.every={self.options.every}", f"resilience.contact_seconds={self.options.contact}"]
-        log = (self.folder / f"host-{host}.log").open("w")
+        log = (self.folder / f"host-{host}.log").open("a")
         command = self.command("--layout", self.options.layout, *many, fields=every)
         return hosts.run(host, command, cwd=self.folder, stdout=log, stderr=subprocess.STDOUT)
 
@@ -84,13 +100,20 @@ def show(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         supervisors = [play.start(hosts, host) for host in range(options.hosts)]
         wait(lambda: re.search(r"^step +6/", play.log.read_text(), re.MULTILINE), "the first steps")
         before = len(play.log.read_text())
-        whole = len(hosts.processes(options.cut))
-        hosts.cut(options.cut)
+        lost = options.cut if options.kill is None else options.kill
+        whole = len(hosts.processes(lost))
         cut = time.monotonic()
+        if options.kill is None:
+            hosts.cut(lost)
+        else:
+            for process in hosts.processes(lost):
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            supervisors[lost].wait()
         ended: list[float] = []
 
         def again() -> Any:
-            if not ended and len(hosts.processes(options.cut)) <= whole - 2:
+            if not ended and len(hosts.processes(lost)) <= whole - 2:
                 ended.append(time.monotonic() - cut)
             return play.training_since(before)
 
@@ -99,12 +122,15 @@ def show(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         told["seconds_to_ranks_of_the_cut_host_ended"] = ended[0] if ended else None
         wait(lambda: play.log.read_text()[seen:].count("\nstep") > 5, "a few steps")
         seen = len(play.log.read_text())
-        hosts.restore(options.cut)
         back = time.monotonic()
+        if options.kill is None:
+            hosts.restore(lost)
+        else:
+            supervisors[lost] = play.start(hosts, lost)
         told["more"], _, seen = wait(lambda: play.training_since(seen), "the host taken back")
         told["seconds_to_all_hosts_again"] = time.monotonic() - back
         wait(lambda: play.log.read_text()[seen:].count("\nstep") > 5, "a few steps")
-        os.kill(supervisors[0].pid, signal.SIGTERM)  # all save and leave
+        os.kill(supervisors[1].pid, signal.SIGTERM)  # all save and leave
         told["exit_codes"] = [supervisor.wait(LIMIT) for supervisor in supervisors]
         told["failures"] = [json.loads(line) for line in (folder / "runs/default/failures.jsonl").open()]
     survived = play.losses(folder / "runs/default")
@@ -119,7 +145,8 @@ def show(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--cut", type=int, default=3, help="which host; 0 leads, and must live")
+    parser.add_argument("--cut", type=int, default=3, help="which host; 0 leads, and trains alone without the others")
+    parser.add_argument("--kill", type=int, help="which host is killed, in place of a cut; 0 leads")
     parser.add_argument("--rate", default="200mbit")
     parser.add_argument("--layout", default="dp=2,tp=2,pp=2")
     parser.add_argument("--every", type=int, default=2, help="steps between checkpoints")
@@ -132,14 +159,15 @@ def main() -> None:
     if options.json:
         print(json.dumps(told))
         return
-    print(f"host {options.cut} of {options.hosts} cut off, {options.layout}, links of {options.rate}")
+    what = f"{options.cut} of {options.hosts} cut off" if options.kill is None else f"{options.kill} killed"
+    print(f"host {what}, {options.layout}, links of {options.rate}")
     for failure in told["failures"]:
         print(f"  noted: {failure['reason']}")
     print(f"  {told['fewer']}")
-    print(f"  ranks of the cut host ended after {told['seconds_to_ranks_of_the_cut_host_ended']:.1f} s")
+    print(f"  ranks of the lost host ended after {told['seconds_to_ranks_of_the_cut_host_ended'] or 0:.1f} s")
     print(f"  training again after {told['seconds_to_training_again']:.1f} s, from step {told['from_step']}")
     print(f"  {told['more']}")
-    print(f"  on all hosts again {told['seconds_to_all_hosts_again']:.1f} s after the link came back")
+    print(f"  on all hosts again {told['seconds_to_all_hosts_again']:.1f} s after it came back")
     print(f"  {told['steps']} steps; largest relative difference of a loss {told['largest_difference']:.1e}")
     print(f"  exit codes {told['exit_codes']}")
 

@@ -89,6 +89,20 @@ CASES = (
     Case("llama3.1-405b", "dp=8,tp=8,pp=16,zero=1", micro_batches=16, rank=1023),
     Case("llama3.1-405b", "dp=8,tp=8,pp=16,zero=3,recompute=full", 4096, micro_batches=16, rank=300),
     Case("gpt3-175b", "dp=16,tp=8,pp=8,zero=1", 2048, micro_batches=16, rank=200),
+    Case("qwen3-30b-a3b", "dp=8,ep=8,zero=1", 4096),
+    Case("qwen3-30b-a3b", "dp=8,ep=4,zero=2", 4096, rank=3),
+    Case("qwen3-30b-a3b", "dp=16,ep=8,zero=3,recompute=full", 4096, rank=9),
+    Case("qwen3-30b-a3b", "dp=4,ep=8,tp=2,zero=1", 4096, micro_batches=2),
+    Case("qwen3-30b-a3b", "dp=8,ep=8,pp=2,zero=1", 4096, micro_batches=4, rank=12),
+    Case("qwen3-235b-a22b", "dp=16,ep=16,pp=8,zero=1,recompute=selective", 4096, micro_batches=8, rank=100),
+    Case("qwen3-235b-a22b", "dp=16,ep=16,tp=2,pp=4,zero=1", 4096, micro_batches=4, rank=100),
+    Case("mixtral-8x7b", "dp=8,ep=8,zero=1", 4096),
+    Case("mixtral-8x7b", "dp=8,ep=4,pp=2,zero=1", 4096, micro_batches=4, rank=9),
+    Case("mixtral-8x22b", "dp=8,ep=8,tp=2,pp=4,zero=1", 4096, micro_batches=4, rank=40),
+    Case("deepseek-v3", "dp=32,ep=32,pp=16,zero=1,recompute=full", 4096, micro_batches=16, rank=40),
+    Case("deepseek-v3", "dp=64,ep=64,pp=8,zero=1,recompute=selective", 4096, micro_batches=8, rank=511),
+    Case("qwen3-30b-a3b", "dp=8,ep=8,zero=1,micro_batch=2,recompute=selective", 2048),
+    Case("mixtral-8x7b", "dp=16,ep=8,zero=3,recompute=full", 8192),
 )
 
 

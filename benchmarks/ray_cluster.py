@@ -4,7 +4,6 @@ continues on the others.
     pip install ray
     python benchmarks/ray_cluster.py            # about two minutes on two cores
     python benchmarks/ray_cluster.py first      # loses the node that the others report to: all begin anew
-    python benchmarks/ray_cluster.py head       # loses Ray's own head: the program ends, and says so
 
 Ray is no dependency of the tests."""
 
@@ -57,10 +56,6 @@ def trial(folder: Path, port: int, lost: str) -> None:
         while job.poll() is None and len(rows(folder)) < ENOUGH:
             time.sleep(0.2)
         assert job.poll() is None, "it ended before a node was lost"
-        if lost == "head":
-            cluster.remove_node(cluster.head_node, allow_graceful=False)
-            assert job.wait() == 1
-            return
         ray.init(address=cluster.address, log_to_driver=False)
         (placed,) = [table for table in placement_group_table().values() if table["state"] == "CREATED"]
         ray.shutdown()

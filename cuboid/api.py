@@ -10,9 +10,7 @@ What is wrong is raised as `cuboid.UserError`, in one sentence. In a notebook, a
 
 from __future__ import annotations
 
-import json
 import sys
-import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cuboid.errors import UserError
+from cuboid.readers import parse_toml, read_rows
 from cuboid.spec.run import Run, build_run, dump_run, load_run
 
 if TYPE_CHECKING:
@@ -36,7 +35,7 @@ def make_run(run: RunLike, *changes: str) -> Run:
     if isinstance(run, str | Path):
         return load_run(run, changes)
     if isinstance(run, Run):
-        return build_run(tomllib.loads(dump_run(run)), changes) if changes else run
+        return build_run(parse_toml(dump_run(run)), changes) if changes else run
     return build_run(run, changes)
 
 
@@ -84,7 +83,7 @@ class Trained:
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
         """What `metrics.jsonl` has of each step."""
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return read_rows(self.folder / "metrics.jsonl")
 
     @property
     def losses(self) -> list[float]:

@@ -24,6 +24,16 @@ class HangError(RankError):
     kind = "hang"
 
 
+LONGEST = 600
+"""Characters of a sentence: of a longer one only its beginning, which names the field, and its end are said."""
+
+
+def one_sentence(text: str) -> str:
+    """An error as one line, whatever stands in the values it names."""
+    line = "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
+    return line if len(line) <= LONGEST else f"{line[: LONGEST - 200]} … {line[-200:]}"
+
+
 def nearest_names(name: str, options: Iterable[str], count: int = 3) -> list[str]:
     """The options most like `name`, best first; the first few options when nothing is like it."""
     known = list(options)

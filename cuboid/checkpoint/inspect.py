@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tomllib
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from math import prod
@@ -13,6 +12,7 @@ from cuboid.checkpoint.location import Location, locate
 from cuboid.checkpoint.manifest import INDEX, MANIFEST, STEP_FOLDER, Damage, Place, Watch, read_manifest
 from cuboid.checkpoint.verify import BYTES, check_file, check_index, damages
 from cuboid.errors import UserError
+from cuboid.readers import parse_toml
 
 
 def find(place: Place) -> list[Location]:
@@ -137,8 +137,8 @@ def describe(checkpoint: Location, wanted: str = "") -> Description:
 def _table(text: str) -> dict[str, Any]:
     """Only looked at: a stranger's run is not built, so no path in it is followed."""
     try:
-        return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError):
+        return parse_toml(text)
+    except ValueError:
         return {}
 
 

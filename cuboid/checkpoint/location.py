@@ -154,14 +154,29 @@ class LocalFiles:
 # The same operations on whatever fsspec reaches: object stores, which rename nothing, and other file systems.
 
 
+NO_STORES = frozenset(
+    "blockcache cached filecache simplecache reference generic dir async_wrapper asynclocal data zip tar libarchive "
+    "github gist git jupyter dask".split()
+)
+"""Protocols of fsspec that are caches, views and archives of others, or cannot be written."""
+
+
 def open_remote(url: str) -> tuple[RemoteFiles, str]:
     """The store a URL names, and the path in it."""
     import fsspec
 
+    instead = "use a URL that fsspec and its drivers reach"
+    protocol = url.partition("://")[0]
+    if "::" in url or protocol in NO_STORES:
+        raise UserError(f"{url} is no store of files; {instead}, such as s3://bucket/folder")
     try:
         system, path = fsspec.core.url_to_fs(url)
-    except (ValueError, ImportError) as error:
-        raise UserError(f"{url} cannot be reached: {error}; use a protocol that fsspec and its drivers know") from None
+        if not isinstance(path, str):
+            raise ValueError(f"it names {len(path)} places")
+        # Asked once here, because every driver fails in its own way where it has no host, no key or no bucket.
+        system.isdir(path)
+    except Exception as error:
+        raise UserError(f"{url} cannot be reached: {str(error) or type(error).__name__}; {instead}") from None
     return RemoteFiles(system), path.rstrip("/")
 
 

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from cuboid import __version__
 from cuboid.checkpoint.location import Location, locate
 from cuboid.errors import UserError
+from cuboid.readers import parse_json
 from cuboid.spec.train_state import from_table
 
 # Checksums of a checkpoint's files, spelled `kind:digits`. They find damage, and cost a tenth of what writing costs;
@@ -154,23 +155,25 @@ class Manifest:
 
 def read_json(folder: Location, name: str) -> tuple[bytes, dict[str, Any]]:
     """A table, and the bytes that spell it."""
+    content = read_content(folder, name)
     try:
-        size = require_plain(folder, name)
-        if size > LARGEST:
-            raise Damage(folder, name, f"has {size:,} bytes, more than any such file")
-        content = (folder / name).read()
-        table = json.loads(content, parse_constant=_refuse_constant)
-    except OSError as error:
-        raise Damage(folder, name, f"cannot be read ({error})") from None
-    except (ValueError, RecursionError) as error:
+        table = parse_json(content)
+    except ValueError as error:
         raise Damage(folder, name, f"is no JSON ({error})") from None
     if not isinstance(table, dict):
         raise Damage(folder, name, "is no table")
     return content, table
 
 
-def _refuse_constant(word: str) -> None:
-    raise ValueError(f"{word} is no number")
+def read_content(folder: Location, name: str) -> bytes:
+    """A file of a bounded size, here or in a store."""
+    try:
+        size = require_plain(folder, name)
+        if size > LARGEST:
+            raise Damage(folder, name, f"has {size:,} bytes, more than any such file")
+        return (folder / name).read()
+    except OSError as error:
+        raise Damage(folder, name, f"cannot be read ({error})") from None
 
 
 def require_plain(folder: Location, name: str) -> int:

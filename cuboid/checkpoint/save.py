@@ -18,6 +18,7 @@ from cuboid.checkpoint.manifest import Manifest, Place, StoredFile, data_file, r
 from cuboid.checkpoint.shards import ShardedTensor
 from cuboid.checkpoint.state import Moments, generators, restore_generators, state_to_load, state_to_save
 from cuboid.checkpoint.storage import Reader, Staging, Writer, index_part, whole_index
+from cuboid.checkpoint.terms import FENCE
 from cuboid.console import say
 from cuboid.data.opened import data_identity
 from cuboid.parallel.collectives import all_reduce
@@ -74,7 +75,7 @@ def write(staging: Staging, target: Location, manifest: Manifest, index: bytes, 
         if group.rank == 0:
             files = {data_file(rank): file for rank, (_, file) in enumerate(told) if file is not None}
             first = next((said for said, _ in told if said), "")
-            problem = first or _problem(lambda: writer.publish(index, files))
+            problem = first or _problem(FENCE.check) or _problem(lambda: writer.publish(index, files))
         problem = group.broadcast(problem)
     if problem:
         raise GivenUp(problem)

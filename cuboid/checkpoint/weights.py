@@ -8,7 +8,6 @@ FOLDER        a run of Cuboid, its checkpoints or one of them: the weights alone
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from filecmp import cmp
@@ -21,7 +20,7 @@ from torch import Tensor
 from cuboid.checkpoint.folder import checkpoints, newest_whole
 from cuboid.checkpoint.huggingface.folder import ModelFolder, model_of
 from cuboid.checkpoint.location import Location, locate
-from cuboid.checkpoint.manifest import INDEX, MANIFEST, Damage, Manifest, Place
+from cuboid.checkpoint.manifest import INDEX, MANIFEST, Damage, Manifest, Place, read_content
 from cuboid.checkpoint.shards import Index, ShardedTensor, TensorSlice, Wishes
 from cuboid.checkpoint.state import weights_to_load
 from cuboid.checkpoint.storage import Reader
@@ -38,6 +37,7 @@ from cuboid.model.huggingface import (
 )
 from cuboid.parallel.coordination import Coordination, open_coordination
 from cuboid.parallel.parallelize import Engine
+from cuboid.readers import parse_toml
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.run import Run, build_run
 
@@ -53,7 +53,7 @@ def find_checkpoint(place: Place) -> tuple[Location, Manifest, list[str]]:
         return given, verify(given), []
     elsewhere = ""
     if (given / RUN_FILE).exists:
-        elsewhere = _parse(given, RUN_FILE, (given / RUN_FILE).read().decode()).checkpoint.folder
+        elsewhere = _parse(given, RUN_FILE, read_content(given, RUN_FILE)).checkpoint.folder
     folder = next((folder for folder in (locate(elsewhere or given / OWN), given) if checkpoints(folder)), None)
     if folder is None:
         raise UserError(f"{given} holds no checkpoint; name a run that was trained with --set checkpoint.every=100")
@@ -65,13 +65,13 @@ def find_checkpoint(place: Place) -> tuple[Location, Manifest, list[str]]:
 
 def run_of(checkpoint: Location, manifest: Manifest) -> Run:
     """The run that wrote a checkpoint."""
-    return _parse(checkpoint, MANIFEST, manifest.run)
+    return _parse(checkpoint, MANIFEST, manifest.run.encode())
 
 
-def _parse(folder: Location, name: str, text: str) -> Run:
+def _parse(folder: Location, name: str, content: bytes) -> Run:
     try:
-        return build_run(tomllib.loads(text))
-    except (tomllib.TOMLDecodeError, UserError) as error:
+        return build_run(parse_toml(content.decode()))
+    except (ValueError, UserError) as error:
         raise Damage(folder, name, f"holds no run ({error})") from None
 
 

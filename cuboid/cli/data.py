@@ -31,7 +31,7 @@ def command(
     completions: Annotated[
         bool, typer.Option("--completions", help="build: prompts and completions; only completions are learned.")
     ] = False,
-    workers: Annotated[int, typer.Option(help="build: at work together; 0 is one per core.")] = 0,
+    workers: Annotated[int, typer.Option(min=0, max=1024, help="build: at work together; 0 is one per core.")] = 0,
     restart: Annotated[
         bool, typer.Option("--restart", help="build: do without the parts of an earlier attempt.")
     ] = False,

@@ -15,6 +15,7 @@ import typer
 from cuboid.cli.options import write_output
 from cuboid.cost.goodput import (
     HOUR,
+    MOST_SAVES,
     PUBLISHED,
     Costs,
     MemoryCopies,
@@ -31,6 +32,9 @@ from cuboid.resilience.goodput import Measured, measured
 from cuboid.spec.run import Run, load_run
 
 SIZES = (1024, 16384, 100000)
+CENTURY = 100 * 365 * 24 * HOUR
+RECOVERIES = 5
+"""Mean times between failures that a recovery may take: e^5 attempts are made for one that succeeds."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,9 @@ def command(
     file: Annotated[
         Path | None, typer.Argument(help="A run or plan file: its size, its steps, and its saves where it has saved.")
     ] = None,
-    gpus: Annotated[list[int] | None, typer.Option(min=1, help="Accelerators; may be given several times.")] = None,
+    gpus: Annotated[
+        list[int] | None, typer.Option(min=1, max=10_000_000, help="Accelerators; may be given several times.")
+    ] = None,
     failures: Annotated[str, typer.Option(help=f"Published failure rates: {either(PUBLISHED)}.")] = "rsc",
     mtbf_hours: Annotated[
         float | None, typer.Option(min=0.001, help="Mean hours between failures, in place of published ones.")
@@ -80,7 +86,7 @@ def command(
 ) -> None:
     """Expect how much of the time is training, with checkpoints on disk alone and with copies in memory.
 
-    The closed form beside a simulation through 400 failures, at the checkpoint interval that makes it largest.
+    The closed form beside a simulation through up to 400 failures, at the checkpoint interval that makes it largest.
 
     Example: cuboid goodput --gpus 16384 --failures llama3 --picture goodput.svg
 
@@ -103,6 +109,7 @@ def command(
         load=memory_load,
         survives=memory_survives,
     )
+    _check_numbers(costs, copies, mtbf_hours, interval)
     sizes = gpus or ([run.layout.world_size] if run is not None else list(SIZES))
     cases = [
         _case(size, HOUR * mtbf_hours if mtbf_hours else PUBLISHED[failures].seconds(size), kind, interval, seed)
@@ -121,6 +128,16 @@ def command(
         print(f"picture: {picture}")
 
 
+def _check_numbers(costs: Costs, copies: MemoryCopies, mtbf_hours: float | None, interval: float | None) -> None:
+    """What no training has, and no float holds."""
+    found = {"mtbf-hours": (mtbf_hours or 1.0) * HOUR, "interval": interval or 1.0}
+    found |= {f"memory-{name}": getattr(copies, name) for name in ("stall", "write", "load")}
+    found |= {name: getattr(costs, name) for name in ("stall", "write", "detect", "restart", "load")}
+    for name, seconds in found.items():
+        if not 0 <= seconds <= CENTURY:  # nan is neither
+            raise UserError(f"{name}={seconds:g} s is no time a training has; use {CENTURY:.2g} s or less")
+
+
 def _first(*values: float | None) -> float:
     """What the command line says, else what the run's folder shows, else what others have published."""
     return next(value for value in values if value is not None)
@@ -132,6 +149,16 @@ def _step_seconds(run: Run | None, seen: Measured) -> float | None:
 
 
 def _case(size: int, mtbf: float, costs: Costs, interval: float | None, seed: int) -> Case:
+    if costs.recovery > RECOVERIES * mtbf:
+        raise UserError(
+            f"a failure every {mtbf:.3g} s leaves no time to train, because recovery takes {costs.recovery:.3g} s; "
+            "use a longer --mtbf-hours, fewer --gpus, or a shorter --detect, --restart and --load"
+        )
+    if interval is not None and mtbf / interval > MOST_SAVES:
+        raise UserError(
+            f"interval={interval:g} saves {mtbf / interval:,.0f} times between two failures; use "
+            f"interval={math.ceil(mtbf / MOST_SAVES)} or more"
+        )
     best = recommend(mtbf, costs)
     if interval is not None:
         best = replace(best, interval=interval, fraction=effective_fraction(mtbf, interval, best.costs))

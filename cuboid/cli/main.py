@@ -17,7 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 import cuboid
-from cuboid.errors import RankError, UserError, either, nearest_names
+from cuboid.errors import RankError, UserError, either, nearest_names, one_sentence
 
 VERBS = {
     "plan": "Find the best layouts of a model on a cluster.",
@@ -109,6 +109,10 @@ def _status(given: list[str]) -> int:
         # The reader of a pipe has seen enough; Python would complain again when it closes the stream.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as problem:
+        if problem.filename is None:  # no file of the user's
+            raise
+        return _refuse(f"{problem.filename} cannot be used: {problem.strerror}; name another file or folder")
     except SystemExit as leaving:
         # By this door leave a training that a signal stopped, and rich (with 1) when it has met a closed pipe first.
         return int(leaving.code or 0) if leaving.code != 1 else 0
@@ -181,7 +185,7 @@ def _leave_at_once() -> None:
 
 
 def _refuse(sentence: str) -> int:
-    print(f"error: {sentence}", file=sys.stderr)
+    print(f"error: {one_sentence(sentence)}", file=sys.stderr)
     return 2
 
 

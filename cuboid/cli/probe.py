@@ -47,7 +47,7 @@ def command(
     model: Annotated[str | None, typer.Option(help="Of the job: a catalog name, a TOML file or a config.json.")] = None,
     sequence: Annotated[int, typer.Option("--seq", "--sequence", min=1, help="Of the job: tokens per sequence.")] = 256,
     micro_batch: Annotated[int | None, typer.Option(min=1, help="Of the job: sequences per micro-batch.")] = None,
-    global_batch: Annotated[int, typer.Option(min=1, help="Of the job: sequences per step.")] = 16,
+    global_batch: Annotated[int, typer.Option(min=1, max=1 << 16, help="Of the job: sequences per step.")] = 16,
     precision: Annotated[str | None, typer.Option(help="Of the job; default: float32 on CPUs, bf16 on GPUs.")] = None,
     cluster: Annotated[
         str | None, typer.Option(help="Of the job, for the prediction: a profile or a name such as h100x8.")

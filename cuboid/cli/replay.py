@@ -18,6 +18,7 @@ from cuboid.launch.start import NodeOptions
 from cuboid.resilience.bad_steps import bad_steps, number
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run, check_supported, load_run
+from cuboid.telemetry.rows import metric_rows
 from cuboid.training.run_folder import RUN_FILE, checkpoint_folder
 
 if TYPE_CHECKING:
@@ -108,11 +109,11 @@ def _start(run: Run, step: int) -> tuple[Location | None, Manifest | None, Manif
 def _logged(run: Run, folder: Path, step: int, newest: Manifest | None) -> "Logged":
     from cuboid.verification.replay import Logged, Seen
 
-    path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    rows = {row["step"]: row for row in (json.loads(line) for line in lines if line.endswith("\n"))}
+    rows = {row["step"]: row for row in metric_rows(folder / "metrics.jsonl")}
     left_out = tuple(
-        row["step"] - 1 for row in rows.values() if row["step"] < step and (row.get("left_out") or not row["finite"])
+        row["step"] - 1
+        for row in rows.values()
+        if row["step"] < step and (row.get("left_out") or not row.get("finite", True))
     )
     for row in reversed(bad_steps(folder)):
         if row["step"] == step and "batch" in row:
@@ -124,7 +125,7 @@ def _logged(run: Run, folder: Path, step: int, newest: Manifest | None) -> "Logg
     row = rows.get(step)
     if row is None:
         return Logged(None, "", skipped, left_out, layout)
-    if row["loss"] is None or row["gradient_norm"] is None:
+    if row.get("loss") is None or row.get("gradient_norm") is None:
         return Logged(None, "not finite", skipped, left_out, layout)
     return Logged(Seen(row["loss"], row["gradient_norm"]), row.get("left_out", ""), skipped, left_out, layout)
 

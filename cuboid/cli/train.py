@@ -11,14 +11,15 @@ import typer
 
 from cuboid.errors import UserError, up_to
 from cuboid.launch.start import NodeOptions, train_run
+from cuboid.readers import read_json, read_toml
 from cuboid.resilience.faults import VARIABLE, parse_faults
 from cuboid.resilience.goodput import read_spent
 from cuboid.resilience.preemption import REQUEUE
-from cuboid.spec.coding import read_toml
 from cuboid.spec.partition import partition
 from cuboid.spec.run import Run, build_run
 from cuboid.spec.training import USUAL
 from cuboid.telemetry.communication_ledger import Entry
+from cuboid.telemetry.rows import metric_rows
 from cuboid.training.communication import Summary, summarize
 from cuboid.training.run_folder import BACKEND
 
@@ -137,11 +138,7 @@ def _announce(run: Run) -> None:
 def _conclude(run: Run, as_json: bool) -> None:
     folder = Path(run.output.folder)
     # Where the disk is full the last row may be a part of one.
-    rows = [
-        json.loads(line)
-        for line in (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-        if line.endswith("\n")
-    ]
+    rows = metric_rows(folder / "metrics.jsonl")
     if not rows:  # all steps were done, and another folder holds what was said of them
         return
     later = rows[1:] or rows  # the first step also pays for warming up
@@ -156,7 +153,7 @@ def _conclude(run: Run, as_json: bool) -> None:
         "folder": str(folder),
     }
     if (folder / BACKEND).exists():
-        told = json.loads((folder / BACKEND).read_text())
+        told = read_json(folder / BACKEND)
         summary |= {name: told[name] for name in ("backend", "gpus", "gpu_shared", "bound")}
     spent = read_spent(folder)
     if spent is not None:

@@ -1,13 +1,13 @@
 """Constants of the cost model: what an engine, a chip and a fabric do, calibrated on published runs or measured by
 `cuboid probe`."""
 
-import tomllib
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
 from typing import Any, TypeVar
 
 from cuboid.errors import UserError, nearest_names
+from cuboid.readers import parse_toml
 from cuboid.spec.cluster import ClusterSpec, accelerator_base, accelerator_table
 from cuboid.spec.coding import convert, field_types, require_known
 
@@ -290,7 +290,7 @@ class Fabric:
 
 def _table(file: str) -> dict[str, Any]:
     text = resources.files("cuboid.cost").joinpath("data", file).read_text(encoding="utf-8")
-    return tomllib.loads(text)
+    return parse_toml(text)
 
 
 @cache

@@ -4,7 +4,6 @@
 >>> result.seconds, result.memory, result.fits                                    # one number per layout
 """
 
-import tomllib
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib import resources
@@ -28,6 +27,7 @@ from cuboid.cost.inputs import Array, Jobs, Shape, single
 from cuboid.cost.memory import Memory, memory_by_rank
 from cuboid.cost.pipeline import partition
 from cuboid.cost.step import PARTS, StepTime, stall_depth, step_time
+from cuboid.readers import parse_toml
 from cuboid.spec.cluster import ClusterSpec, LinkTier, accelerator_names, accelerator_table, load_cluster
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import ModelSpec
@@ -262,7 +262,7 @@ def scale_of(accelerators: float) -> int:
 @cache
 def _table() -> dict[tuple[str, str, str, int], Seen]:
     text = resources.files("cuboid.cost").joinpath("data", "errors.toml").read_text(encoding="utf-8")
-    found = [Seen(**entry) for entry in tomllib.loads(text)["seen"]]
+    found = [Seen(**entry) for entry in parse_toml(text)["seen"]]
     return {(entry.engine, entry.chip, entry.kind, entry.scale): entry for entry in found}
 
 

@@ -20,6 +20,12 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 HOUR = 3600.0
+MOST_SAVES = 20_000
+"""Between two failures: more of them would gain less than a ten-thousandth of the time."""
+LARGEST_EXPONENT = 700.0
+"""Of e, in a float."""
+EVENTS = 400_000
+"""That a simulation goes through, about a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,6 +116,8 @@ def effective_fraction(mtbf: float, interval: float, costs: Costs) -> float:
 def _fraction(failures: float, all_failures: float, work: float, length: float, write: float, recovery: float) -> float:
     """Of one level: `work` is kept every `length` seconds, `failures` of all failures fall back to this level."""
     exponent = failures * length
+    if max(exponent, all_failures * recovery) > LARGEST_EXPONENT:  # nothing ever gets done
+        return 0.0
     kept = exponent / math.expm1(exponent) if exponent > 1e-12 else 1.0
     down = failures * math.expm1(all_failures * recovery) / all_failures
     return work / length * kept * math.exp(-failures * write) / (1 + down)
@@ -140,14 +148,15 @@ def recommend(mtbf: float, costs: Costs) -> Recommendation:
         copied = with_copies(every)
         return effective_fraction(mtbf, best_interval(mtbf, copied), copied)
 
-    every = _maximum(fraction, max(memory.write - memory.stall, 1.0), 20 * mtbf)
+    every = _maximum(fraction, max(memory.write - memory.stall, 1.0, mtbf / MOST_SAVES), 20 * mtbf)
     copied = with_copies(every)
     return Recommendation(best_interval(mtbf, copied), copied, fraction(every))
 
 
 def best_interval(mtbf: float, costs: Costs) -> float:
     """Of checkpoints on disk, with copies in memory as they are."""
-    return _maximum(lambda interval: effective_fraction(mtbf, interval, costs), costs.shortest_interval, 20 * mtbf)
+    shortest = max(costs.shortest_interval, mtbf / MOST_SAVES)
+    return _maximum(lambda interval: effective_fraction(mtbf, interval, costs), shortest, 20 * mtbf)
 
 
 def _maximum(fraction: Callable[[float], float], low: float, high: float) -> float:
@@ -301,5 +310,8 @@ class _Simulation:
 
 
 def simulate(mtbf: float, interval: float, costs: Costs, failures: int = 400, seed: int = 0) -> TimeSpent:
-    """A training through so many failures, at random moments `mtbf` seconds apart on average."""
+    """A training through so many failures, at random moments `mtbf` seconds apart on average; through fewer where
+    there is much to do between two."""
+    saves = mtbf / interval + (mtbf / costs.memory.every if costs.memory else 0.0)
+    failures = max(4, min(failures, int(EVENTS / max(saves, 1.0))))
     return _Simulation(mtbf, interval, costs, seed).run(failures)

@@ -2,7 +2,6 @@
 
 import csv
 import re
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +14,7 @@ from cuboid.cost.constants import Fabric, chip_named, default_fabric, engine_nam
 from cuboid.cost.estimate import GIB, Machine, estimate_shapes, wired
 from cuboid.cost.inputs import Jobs, Shape
 from cuboid.errors import UserError
+from cuboid.readers import Unreadable, parse_toml, read_text
 from cuboid.spec.cluster import accelerator_table, load_cluster
 from cuboid.spec.layout import RECOMPUTE, SCHEDULES
 
@@ -66,7 +66,7 @@ LARGEST = {"layers": 10_000, "tp": 1e6, "pp": 1e6, "cp": 1e6, "ep": 1e6, "dp": 1
 @cache
 def _families() -> tuple[tuple[re.Pattern[str], dict[str, float]], ...]:
     text = resources.files("cuboid.cost").joinpath("data", "families.toml").read_text(encoding="utf-8")
-    return tuple((re.compile(item["pattern"]), item["set"]) for item in tomllib.loads(text)["family"])
+    return tuple((re.compile(item["pattern"]), item["set"]) for item in parse_toml(text)["family"])
 
 
 def _family(name: str) -> dict[str, float]:
@@ -382,19 +382,18 @@ def links_of(chip: str, name: str, fabric: Fabric) -> Fabric:
 def read_rows(path: Path) -> tuple[list[str], list[Row | UserError]]:
     """Columns and rows of a CSV file; a row with more values than columns becomes an error in its place."""
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file)
-            columns = list(reader.fieldnames or [])
-            rows: list[Row | UserError] = []
-            for row in reader:
-                extra = row.pop(None, None)
-                if extra:
-                    rows.append(UserError(f"{len(columns) + len(extra)} values for {len(columns)} columns"))
-                else:
-                    rows.append({key: value or "" for key, value in row.items()})
-    except OSError as error:
-        raise UserError(f"rows={path} cannot be read: {error.strerror}; name a CSV file") from error
-    except (UnicodeDecodeError, csv.Error) as error:
+        reader = csv.DictReader(read_text(path, instead="name a CSV file").splitlines(keepends=True))
+        columns = list(reader.fieldnames or [])
+        rows: list[Row | UserError] = []
+        for row in reader:
+            extra = row.pop(None, None)
+            if extra:
+                rows.append(UserError(f"{len(columns) + len(extra)} values for {len(columns)} columns"))
+            else:
+                rows.append({key: value or "" for key, value in row.items()})
+    except Unreadable as error:
+        raise UserError(f"rows={error}") from None
+    except csv.Error as error:
         raise UserError(f"rows={path} is not a CSV file in UTF-8: {error}") from error
     needed = [name for name in ("gpu", "tp", "pp", "seq") if name not in columns]
     if needed:

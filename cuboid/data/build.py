@@ -29,6 +29,7 @@ from cuboid.data.store import (
 from cuboid.data.tokenizer import BYTES, Tokenizer, load_tokenizer
 from cuboid.data.workers import Part, finished_parts, make_parts, part_prefix, partial_folder
 from cuboid.errors import UserError
+from cuboid.readers import read_bytes
 
 SMALLEST_CHUNK, LARGEST_CHUNK, CHUNKS = 1 << 18, 1 << 26, 2048
 """A chunk is a 2,048th of the input, but not less nor more than this many characters."""
@@ -170,7 +171,7 @@ def _assemble(
     written: dict[str, HashingFile] = merge_pairs(held, target / PREFIX)
     entries = {name: FileEntry(size=file.size, sha256=file.checksum) for name, file in written.items()}
     if request.tokenizer != BYTES:
-        data = Path(tokenizer.name).read_bytes()
+        data = read_bytes(tokenizer.name)
         (target / TOKENIZER).write_bytes(data)
         entries[TOKENIZER] = FileEntry(size=len(data), sha256=hashlib.sha256(data).hexdigest())
     manifest = Manifest(

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import io
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 from cuboid.errors import UserError, either
+from cuboid.readers import (
+    LARGEST,
+    Unreadable,
+    checked_batches,
+    open_arrow,
+    open_inflated,
+    open_parquet,
+    open_plain,
+    parse_json,
+    read_json,
+    read_line,
+)
 
 # Which files a list of sources means, in which order, and of which format each is.
 
@@ -74,8 +85,8 @@ def _expand(source: Path) -> Iterator[InputFile]:
 
 def _dataset_files(state: Path) -> list[str]:
     try:
-        names = [str(entry["filename"]) for entry in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
-    except (ValueError, KeyError, TypeError):
+        names = [str(entry["filename"]) for entry in read_json(state)["_data_files"]]
+    except (Unreadable, KeyError, TypeError):
         raise UserError(f"{state} is damaged: it names no _data_files; save the dataset again") from None
     for name in names:
         if Path(name).name != name:
@@ -95,62 +106,24 @@ def _input_file(path: Path, name: str) -> InputFile:
         return InputFile(path, name, kind, status.st_size, _fingerprint(path, status.st_size), status.st_mtime_ns)
     except OSError as error:
         raise UserError(f"source={path} cannot be read: {error.strerror}") from None
+    except Unreadable as error:
+        raise UserError(f"source={error}") from None
 
 
 def _fingerprint(path: Path, size: int) -> str:
     digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         for place in range(SAMPLES):
             file.seek(max(size - SAMPLE, 0) * place // (SAMPLES - 1))
             digest.update(file.read(SAMPLE))
     return digest.hexdigest()[:32]
 
 
-# The bytes inside a .zst file of any number of frames. The package's own reader ends quietly where a file was cut
-# short, which would lose documents without a word.
-
-
-BLOCK = 1 << 17
-
-
-class ZstdStream(io.RawIOBase):
-    def __init__(self, raw: BinaryIO, path: Path) -> None:
-        try:
-            import zstandard
-        except ImportError:
-            raise UserError(f"{path} needs a package that is not installed; pip install zstandard") from None
-        self._raw = raw
-        self._decompressor = zstandard.ZstdDecompressor()
-        self._frame: Any = None
-        self._packed = b""
-        self._ready = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready:
-            block = self._packed or self._raw.read(BLOCK)
-            if not block:
-                if self._frame is not None:
-                    raise EOFError("it ends in the middle of a frame")
-                return 0
-            self._frame = self._frame or self._decompressor.decompressobj()
-            self._ready, self._packed = memoryview(self._frame.decompress(block)), b""
-            if self._frame.eof:
-                self._packed, self._frame = self._frame.unused_data, None
-        count = min(len(buffer), len(self._ready))
-        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
-        return count
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
-
-
 # Rows of input files: text, JSON Lines, Parquet, and the Arrow files of a datasets folder.
 
 
+MOST_BLANK = 1_000_000
+"""Lines in a row: more are no file of rows, and take minutes to skip."""
 ROWS = 256
 """Rows of a Parquet file decoded together."""
 
@@ -174,8 +147,10 @@ def read_rows(file: InputFile, columns: Sequence[str], skip: int = 0) -> Iterato
 def _read_text(file: InputFile, columns: Sequence[str], skip: int) -> Iterator[Row]:
     if skip:
         return
-    with _open(file)[1] as stream:
-        data = _guarded(file, stream.read)
+    with open_inflated(file.path)[1] as stream:
+        data = _guarded(file, lambda: stream.read(LARGEST + 1))
+    if len(data) > LARGEST:
+        raise UserError(f"{file.path} holds more than the {LARGEST:,} bytes a text may have; write JSON Lines instead")
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
@@ -184,18 +159,21 @@ def _read_text(file: InputFile, columns: Sequence[str], skip: int) -> Iterator[R
 
 
 def _read_lines(file: InputFile, columns: Sequence[str], skip: int) -> Iterator[Row]:
-    raw, stream = _open(file)
+    raw, stream = open_inflated(file.path)
     with stream:
-        number = 0
-        while line := _guarded(file, stream.readline):
-            if number >= skip and not line.isspace():
+        number = blank = 0
+        while line := _guarded(file, partial(read_line, stream, file.path, number)):
+            blank = blank + 1 if line.isspace() else 0
+            if blank > MOST_BLANK:
+                raise UserError(f"{file.path} has {blank:,} empty lines in a row; write one row per line")
+            if number >= skip and not blank:
                 yield Row(number, _parse(file, number, line), raw.tell())
             number += 1
 
 
 def _parse(file: InputFile, number: int, line: bytes) -> dict[str, Any]:
     try:
-        values = json.loads(line)
+        values = parse_json(line, finite=False)
         if b"\\u" in line:
             json.dumps(values, ensure_ascii=False).encode()  # half of a surrogate pair is no text
     except (ValueError, RecursionError) as error:
@@ -207,31 +185,30 @@ def _parse(file: InputFile, number: int, line: bytes) -> dict[str, Any]:
 
 def _read_parquet(file: InputFile, columns: Sequence[str], skip: int) -> Iterator[Row]:
     arrow = _import_arrow(file)
-    import pyarrow.parquet as parquet
-
     try:
-        table = parquet.ParquetFile(file.path, memory_map=True)
+        table = open_parquet(file.path)
         kept = _present(file, columns, table.schema_arrow.names)
-        yield from _rows(file, table.iter_batches(ROWS, columns=kept, use_threads=False), table.metadata.num_rows, skip)
-    except (arrow.ArrowException, OSError) as error:
+        batches = table.iter_batches(ROWS, columns=kept, use_threads=False)
+        yield from _rows(file, batches, table.metadata.num_rows, skip)
+    except (arrow.ArrowException, OSError, ValueError) as error:
         raise _unreadable(file, error) from None
 
 
 def _read_arrow(file: InputFile, columns: Sequence[str], skip: int) -> Iterator[Row]:
     arrow = _import_arrow(file)
     try:
-        with arrow.memory_map(str(file.path)) as source:
+        with open_arrow(file.path) as source:
             stream = arrow.ipc.open_stream(source)
             kept = _present(file, columns, stream.schema.names)
             # The number of rows stands nowhere in a stream: its bytes tell how far it is read.
             yield from _rows(file, (batch.select(kept) for batch in stream), 0, skip, source.tell)
-    except (arrow.ArrowException, OSError) as error:
+    except (arrow.ArrowException, OSError, ValueError) as error:
         raise _unreadable(file, error) from None
 
 
 def _rows(file: InputFile, batches: Any, total: int, skip: int, tell: Any = None) -> Iterator[Row]:
     number = 0
-    for batch in batches:
+    for batch in checked_batches(batches):
         if number + batch.num_rows > skip:
             for values in batch.slice(max(skip - number, 0)).to_pylist():
                 place = max(number, skip)
@@ -249,16 +226,6 @@ def _present(file: InputFile, columns: Sequence[str], names: Sequence[str]) -> l
     return kept
 
 
-def _open(file: InputFile) -> tuple[BinaryIO, BinaryIO]:
-    """The file itself, whose position tells the progress, and the stream of its decompressed bytes."""
-    raw = file.path.open("rb")
-    if file.path.suffix == ".gz":
-        return raw, io.BufferedReader(gzip.GzipFile(fileobj=raw), 1 << 20)
-    if file.path.suffix == ".zst":
-        return raw, io.BufferedReader(ZstdStream(raw, file.path), 1 << 20)
-    return raw, raw
-
-
 def _guarded(file: InputFile, read: Any) -> bytes:
     """What `read` returns; a file cut short or damaged is named."""
     try:
@@ -272,7 +239,8 @@ def _guarded(file: InputFile, read: Any) -> bytes:
 
 
 def _unreadable(file: InputFile, error: Exception) -> UserError:
-    return UserError(f"{file.path} is damaged: {str(error).splitlines()[0]}; copy it again or omit it")
+    said = (str(error).splitlines() or [type(error).__name__])[0]
+    return UserError(f"{file.path} is damaged: {said}; copy it again or omit it")
 
 
 def _import_arrow(file: InputFile) -> Any:

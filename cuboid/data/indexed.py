@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuboid.errors import UserError
+from cuboid.readers import map_array, open_plain, read_bytes
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -100,7 +101,7 @@ def open_pair(prefix: str | Path) -> IndexedTokens:
         if not path.is_file():
             raise UserError(f"{path} is missing; a Megatron pair is {tokens_path.name} beside {index_path.name}")
     size = index_path.stat().st_size
-    with index_path.open("rb") as file:
+    with open_plain(index_path) as file:
         header = file.read(HEADER.size)
     if len(header) < HEADER.size or not header.startswith(MAGIC):
         raise damaged(index_path, "it does not begin like a Megatron index")
@@ -120,7 +121,7 @@ def open_pair(prefix: str | Path) -> IndexedTokens:
         raise damaged(index_path, "it holds no document")
     if bytes_held % width:
         raise damaged(tokens_path, f"its {bytes_held:,} bytes are not a whole number of {width}-byte tokens")
-    raw = np.memmap(index_path, mode="r", dtype=np.uint8)
+    raw = map_array(index_path, np.uint8)
     sizes = raw[HEADER.size : HEADER.size + 4 * sequences].view("<i4")
     pointers = raw[HEADER.size + 4 * sequences : HEADER.size + 12 * sequences].view("<i8")
     document_index = raw[HEADER.size + 12 * sequences : least].view("<i8")
@@ -128,7 +129,7 @@ def open_pair(prefix: str | Path) -> IndexedTokens:
         raise damaged(tokens_path, f"its {bytes_held:,} bytes are not what {index_path.name} describes")
     if int(document_index[0]) != 0 or int(document_index[-1]) != sequences:
         raise damaged(index_path, "its documents do not cover its sequences")
-    tokens = np.memmap(tokens_path, mode="r", dtype=np.dtype(TYPES[code]).newbyteorder("<"))
+    tokens = map_array(tokens_path, np.dtype(TYPES[code]).newbyteorder("<"))
     return IndexedTokens(str(prefix), tokens, pointers, document_index)
 
 
@@ -136,7 +137,7 @@ def check_pair(prefix: str | Path) -> None:
     """Reads the whole index: every sequence must begin where the one before it ends, every document likewise."""
     pair = open_pair(prefix)
     _, index_path = pair_paths(prefix)
-    raw = np.memmap(index_path, mode="r", dtype=np.uint8)
+    raw = map_array(index_path, np.uint8)
     sizes = raw[HEADER.size : HEADER.size + 4 * pair.sequences].view("<i4")
     expected = 0
     for start in range(0, pair.sequences, SCAN):
@@ -231,7 +232,7 @@ def merge_pairs(parts: Sequence[Path], prefix: Path) -> dict[str, HashingFile]:
     with tokens_path.open("wb") as file:
         tokens = HashingFile(file)
         for part in parts:
-            with pair_paths(part)[0].open("rb") as source:
+            with open_plain(pair_paths(part)[0]) as source:
                 while block := source.read(COPY):
                     tokens.write(block)
     counts = [
@@ -243,7 +244,7 @@ def merge_pairs(parts: Sequence[Path], prefix: Path) -> dict[str, HashingFile]:
         code = CODES[np.dtype(open_pair(parts[0]).tokens.dtype.type)]
         index.write(HEADER.pack(MAGIC, VERSION, code, sequences, documents + 1))
         for part, (count, _, _) in zip(parts, counts, strict=True):
-            raw = pair_paths(part)[1].read_bytes()
+            raw = read_bytes(pair_paths(part)[1])
             index.write(raw[HEADER.size : HEADER.size + 4 * count])
         shift = 0
         for part, (_, _, size) in zip(parts, counts, strict=True):

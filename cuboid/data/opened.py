@@ -17,6 +17,7 @@ from cuboid.data.indexed import IndexedTokens, Tokens, check_pair, in_memory, la
 from cuboid.data.store import PREFIX, check_store, is_store, open_store
 from cuboid.data.tokenizer import END_OF_DOCUMENT
 from cuboid.errors import UserError
+from cuboid.readers import read_bytes
 from cuboid.spec.plugin import PythonModelSpec, is_plugin, load_plugin, resolve
 from cuboid.spec.run import Run
 from cuboid.spec.training import OWN_DATA
@@ -105,7 +106,7 @@ def _python_files() -> Iterator[Tokens]:
         folders[:] = [name for name in folders if name not in skipped]
         paths += [Path(folder, name) for name in files if name.endswith(".py")]
     for path in sorted(paths):
-        if data := path.read_bytes():
+        if data := read_bytes(path):
             yield np.append(np.frombuffer(data, dtype=np.uint8).astype(np.uint16), np.uint16(END_OF_DOCUMENT))
 
 

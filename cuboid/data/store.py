@@ -15,6 +15,7 @@ from typing import Literal
 
 from cuboid.data.indexed import IndexedTokens, check_pair, damaged, largest_token, open_pair
 from cuboid.errors import UserError
+from cuboid.readers import Unreadable, open_plain, read_json
 from cuboid.spec.coding import decode
 
 MANIFEST = "manifest.json"
@@ -76,16 +77,14 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     _require_inside(path, folder)
-    if path.stat().st_size > LARGEST_MANIFEST:
-        raise damaged(path, f"its {path.stat().st_size:,} bytes are more than any manifest has")
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(table, dict):
-            raise UserError("it is not a table")
+        table = read_json(path, LARGEST_MANIFEST)
         if table.get("version") != Manifest.version:
             raise UserError(f"its version is {table.get('version')}, not {Manifest.version}")
         manifest = decode(Manifest, table)
-    except (ValueError, RecursionError, UserError) as error:
+    except Unreadable as error:
+        raise damaged(path, f"it {error.reason}") from None
+    except UserError as error:
         raise damaged(path, str(error)) from None
     for name in manifest.files:
         if name not in FILES:
@@ -143,7 +142,7 @@ def is_store(path: Path) -> bool:
 
 def checksum(path: Path) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         while block := file.read(BLOCK):
             digest.update(block)
     return digest.hexdigest()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +17,7 @@ from numpy.typing import NDArray
 
 from cuboid.data.store import TOKENIZER, is_store, read_manifest
 from cuboid.errors import UserError, either
+from cuboid.readers import LARGEST_TABLE, Missing, Unreadable, parse_json, read_bytes, read_json, read_text
 from cuboid.spec.training import DataSpec
 
 BYTES = "byte"
@@ -45,30 +49,99 @@ class ByteTokenizer:
     fingerprint = "bytes, 256 ends a document"
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16) for text in texts]
+        try:
+            return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint16) for text in texts]
+        except UnicodeEncodeError as error:
+            raise UserError(f"the text {error.object[:40]!r} holds half a character; write text in UTF-8") from None
 
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token < END_OF_DOCUMENT).decode(errors="replace")
 
 
+LARGEST_VOCABULARY = 1 << 24
+"""Tokens: the largest vocabularies have a quarter of a million."""
+RUNAWAY = re.compile(r"[*+}]\)+[*+{]|\|[^()]*\)[*+{]")
+"""A group that repeats, with repeats or alternatives inside: some such patterns take for ever on some texts."""
+TRIAL_SECONDS = 10.0
+
+
+def open_tokenizer(text: str, where: str) -> Any:
+    """The library's tokenizer of a tokenizer.json that has tokens, and whose patterns end."""
+    try:
+        import tokenizers
+    except ImportError:
+        raise UserError(f"{where} needs a package that is not installed; pip install tokenizers") from None
+    try:
+        table = parse_json(text)
+        found = tokenizers.Tokenizer.from_str(text)
+        ids = found.get_vocab(with_added_tokens=True).values()
+    # The library raises plain Exception for what it cannot parse, and panics, which are no Exception.
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        said = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{where} is not a tokenizer.json: {said}; copy it again") from None
+    if not ids:
+        raise UserError(f"{where} is not a tokenizer.json: its vocabulary is empty; copy it again")
+    if max(ids) >= LARGEST_VOCABULARY or min(ids) < 0:
+        wrong = max(ids) if max(ids) >= LARGEST_VOCABULARY else min(ids)
+        raise UserError(f"{where} has a token {wrong}; tokens must be below {LARGEST_VOCABULARY:,}")
+    for pattern in _patterns(table):
+        if RUNAWAY.search(pattern):
+            _require_end(json.dumps(table), pattern, where)
+    # A tokenizer.json may carry the limits of the model it came with; documents are cut later.
+    found.no_truncation()
+    found.no_padding()
+    return found
+
+
+def _patterns(value: object) -> Iterator[str]:
+    """Every regular expression in a tokenizer.json."""
+    if isinstance(value, dict):
+        if isinstance(value.get("Regex"), str):
+            yield value["Regex"]
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from _patterns(each)
+
+
+def _require_end(text: str, pattern: str, where: str) -> None:
+    """Tries texts that such patterns fail on, in a process that can be ended; `text`: the tokenizer, in one line."""
+    letters = sorted({letter for letter in pattern if letter.isalnum()} | set("a0 "))
+    trial = "import sys, tokenizers; t = tokenizers.Tokenizer.from_str(sys.stdin.readline())\n"
+    trial += "for c in sys.argv[1]: t.encode(c * 64 + '!\\n')"
+    try:
+        subprocess.run(
+            [sys.executable, "-c", trial, "".join(letters)],
+            input=text + "\n",
+            text=True,
+            capture_output=True,
+            timeout=TRIAL_SECONDS,
+            check=True,
+        )
+    except (subprocess.TimeoutExpired, subprocess.CalledProcessError):
+        raise UserError(
+            f"{where} has the pattern {pattern!r}, which takes for ever on some texts; use one without nested repeats"
+        ) from None
+
+
+def encode_batch(tokenizer: Any, texts: list[str], where: str, special: bool = False) -> list[list[int]]:
+    """Tokens of each text; what the library cannot encode it raises as a plain Exception."""
+    try:
+        return [found.ids for found in tokenizer.encode_batch_fast(texts, add_special_tokens=special)]
+    except Exception as error:
+        said = (str(error).splitlines() or ["it does not say why"])[0]
+        raise UserError(f"{where} cannot encode: {said}; use another tokenizer") from None
+
+
 class HuggingFaceTokenizer:
     def __init__(self, path: Path, end_of_document: str | None = None) -> None:
         try:
-            import tokenizers
-        except ImportError:
-            raise UserError(f"tokenizer={path} needs a package that is not installed; pip install tokenizers") from None
-        try:
-            text = path.read_text(encoding="utf-8")
-            self._tokenizer = tokenizers.Tokenizer.from_str(text)
-        except OSError as error:
-            raise UserError(
-                f"tokenizer={path} cannot be read: {error.strerror}; use byte or a tokenizer.json"
-            ) from None
-        except Exception as error:  # the library raises plain Exception for what it cannot parse
-            raise UserError(f"tokenizer={path} is not a tokenizer.json: {str(error).splitlines()[0]}") from None
-        # A tokenizer.json may carry the limits of the model it came with; documents are cut later.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+            text = read_text(path, LARGEST_TABLE, "use byte or a tokenizer.json")
+        except Unreadable as error:
+            raise UserError(f"tokenizer={error}") from None
+        self._tokenizer = open_tokenizer(text, f"tokenizer={path}")
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.name = str(path)
         self.vocabulary = max(vocabulary.values()) + 1
@@ -95,8 +168,8 @@ class HuggingFaceTokenizer:
         return arrays + self._encode(batch)
 
     def _encode(self, batch: list[str]) -> list[NDArray[Any]]:
-        found = self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-        return [np.array(encoding.ids, dtype=np.int32) for encoding in found]
+        found = encode_batch(self._tokenizer, batch, f"tokenizer={self.name}")
+        return [np.array(tokens, dtype=np.int32) for tokens in found]
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(tokens)))
@@ -117,8 +190,8 @@ def load_tokenizer(name: str, end_of_document: str | None = None) -> Tokenizer:
 def _configured_end(path: Path) -> str | None:
     """The end-of-text token that a tokenizer_config.json beside the tokenizer names."""
     try:
-        end = json.loads((path.parent / "tokenizer_config.json").read_text(encoding="utf-8")).get("eos_token")
-    except (OSError, ValueError, AttributeError):
+        end = read_json(path.parent / "tokenizer_config.json").get("eos_token")
+    except Missing:
         return None
     end = end.get("content") if isinstance(end, dict) else end
     return end if isinstance(end, str) else None
@@ -152,8 +225,8 @@ def tokenizer_files(data: DataSpec) -> TokenizerFiles:
         manifest = read_manifest(path)
         if TOKENIZER not in manifest.files:
             return _bytes(source)
-        text = (path / TOKENIZER).read_bytes()
-        config = _config(_token(json.loads(text), manifest.end_of_document))
+        text = read_bytes(path / TOKENIZER)
+        config = _config(_token(read_json(path / TOKENIZER), manifest.end_of_document))
         return TokenizerFiles(f"the tokenizer.json of {source}", {TOKENIZER: text, **config}, manifest.end_of_document)
     return TokenizerFiles(f"none, because {reasons[0]}")
 

@@ -27,6 +27,7 @@ from cuboid.data.indexed import pair_paths, token_type, write_pair
 from cuboid.data.store import checksum
 from cuboid.data.tokenizer import Tokenizer, load_tokenizer
 from cuboid.errors import RankError, UserError
+from cuboid.readers import read_json, read_text
 from cuboid.spec.coding import decode
 
 # The unfinished build of a store: what it will hold, and the parts that are finished.
@@ -88,7 +89,7 @@ def finished_parts(folder: Path) -> dict[int, Part]:
         if not number.isdigit():
             continue
         try:
-            part = decode(Part, json.loads(record.read_text()))
+            part = decode(Part, read_json(record))
             paths = pair_paths(record.with_suffix("")) if part.documents else ()
             if part.checksums == tuple(checksum(path) for path in paths):
                 found[int(number)] = part
@@ -129,7 +130,7 @@ def _claim(folder: Path, output: Path, plan: Mapping[str, Any]) -> None:
         aside = folder / f"{PLAN}.{os.getpid()}"
         aside.write_text(text)
         aside.replace(path)
-    elif path.read_text() != text:
+    elif read_text(path) != text:
         raise UserError(
             f"{folder} holds parts of {output} from other sources or another tokenizer; "
             "use --restart to do without them, or another output"

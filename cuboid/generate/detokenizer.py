@@ -9,8 +9,9 @@ from functools import cached_property
 from typing import Any
 
 from cuboid.data.store import TOKENIZER
-from cuboid.data.tokenizer import ByteTokenizer, byte_tokenizer
+from cuboid.data.tokenizer import ByteTokenizer, byte_tokenizer, encode_batch, open_tokenizer
 from cuboid.errors import UserError
+from cuboid.readers import parse_json
 
 GENERATION, CONFIG = "generation_config.json", "config.json"
 BROKEN = "\N{REPLACEMENT CHARACTER}"
@@ -29,22 +30,14 @@ class Words:
 
     @cached_property
     def _library(self) -> Any:
-        table = json.loads(self.tokenizer)
-        if table == byte_tokenizer():
+        if self.tokenizer == json.dumps(byte_tokenizer(), ensure_ascii=False):
             return None
-        try:
-            import tokenizers
-        except ImportError:
-            raise UserError("this model's tokenizer needs a package; pip install tokenizers") from None
-        found = tokenizers.Tokenizer.from_str(self.tokenizer)
-        found.no_truncation()
-        found.no_padding()
-        return found
+        return open_tokenizer(self.tokenizer, "this model's tokenizer")
 
     def encode(self, text: str) -> tuple[int, ...]:
         if self._library is None:
             return tuple(int(token) for token in ByteTokenizer().encode([text])[0])
-        return tuple(self._library.encode(text, add_special_tokens=self.begins).ids)
+        return tuple(encode_batch(self._library, [text], "this model's tokenizer", self.begins)[0])
 
     def decode(self, tokens: Sequence[int]) -> str:
         if not self.tokenizer:
@@ -64,10 +57,25 @@ def words_of(files: Mapping[str, bytes], begins: bool) -> Words:
     """From the files that stand beside a model."""
     ends: set[int] = set()
     for name in (CONFIG, GENERATION):
-        found = json.loads(files.get(name, b"{}")).get("eos_token_id")
-        if found is not None:
-            ends = set(found) if isinstance(found, list) else {int(found)}
-    return Words(files.get(TOKENIZER, b"").decode(), tuple(sorted(ends)), begins)
+        found = _table(name, files.get(name, b"{}")).get("eos_token_id")
+        listed = found if isinstance(found, list) else [found] if found is not None else []
+        if not all(isinstance(token, int) for token in listed):
+            raise UserError(f"eos_token_id={found} of {name} is no token; it must be an integer or a list of them")
+        ends = set(listed) or ends
+    try:
+        return Words(files.get(TOKENIZER, b"").decode(), tuple(sorted(ends)), begins)
+    except UnicodeDecodeError as problem:
+        raise UserError(f"{TOKENIZER} is not UTF-8 text at byte {problem.start}; copy the model again") from None
+
+
+def _table(name: str, content: bytes) -> dict[str, Any]:
+    try:
+        table = parse_json(content)
+    except ValueError as problem:
+        raise UserError(f"{name} is not JSON: {problem}; copy the model again") from None
+    if not isinstance(table, dict):
+        raise UserError(f"{name} does not hold a JSON object; copy the model again")
+    return table
 
 
 class Reader:

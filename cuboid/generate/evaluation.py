@@ -4,7 +4,6 @@ prefers; without torch.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from cuboid.data.opened import open_source
 from cuboid.errors import UserError
 from cuboid.generate.batch import Request
 from cuboid.generate.detokenizer import Words
+from cuboid.readers import Unreadable, parse_json, read_text
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,9 @@ class Question:
 def read_questions(path: Path) -> list[Question]:
     """JSON Lines: {"prompt": "2 + 2 =", "choices": [" 4", " 5"], "answer": 0}."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise UserError(f"choices={path} cannot be read: {reason}; name a file of JSON Lines") from None
+        lines = read_text(path, instead="name a file of JSON Lines").splitlines()
+    except Unreadable as error:
+        raise UserError(f"choices={error}") from None
     questions = [_question(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
     if not questions:
         raise UserError(f"choices={path} holds no question; write one on each line")
@@ -87,7 +86,7 @@ def read_questions(path: Path) -> list[Question]:
 
 def _question(path: Path, number: int, line: str) -> Question:
     try:
-        table: dict[str, Any] = json.loads(line)
+        table: dict[str, Any] = parse_json(line)
         question = Question(table["prompt"], tuple(table["choices"]), table["answer"])
         texts = [question.prompt, *question.choices]
         if all(isinstance(text, str) for text in texts) and question.choices[question.answer] and question.answer >= 0:
@@ -152,9 +151,10 @@ def read_tokens(source: str, count: int, words: Words, vocabulary: int) -> list[
         if not words.tokenizer:
             raise UserError(f"data={source} is text and the model has no tokenizer; use --tokenizer byte or FOLDER")
         try:
-            found = list(words.encode(path.read_text(encoding="utf-8")))[:count]
-        except UnicodeDecodeError:
-            raise UserError(f"data={source} is not UTF-8 text; name a file of text, or a store") from None
+            text = read_text(path, instead="name a file of text, or a store")
+        except Unreadable as error:
+            raise UserError(f"data={error}") from None
+        found = list(words.encode(text))[:count]
     else:
         if source == "synthetic":
             raise UserError("data=synthetic is no text; use python-stdlib, a store or a file of text")

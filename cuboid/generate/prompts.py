@@ -13,6 +13,7 @@ from typing import Any
 from cuboid.errors import UserError
 from cuboid.generate.batch import Event, Request
 from cuboid.generate.detokenizer import Reader, Words
+from cuboid.readers import Unreadable, parse_json, read_bytes, read_text
 from cuboid.spec.generation import SamplingSpec
 from cuboid.spec.model import ModelSpec
 
@@ -29,10 +30,9 @@ class Prompt:
 def read_prompts(path: Path, words: Words, vocabulary: int) -> list[Prompt]:
     """A prompt per line: text, or JSON objects with `prompt` (text) or `tokens` (a list of numbers)."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise UserError(f"prompts={path} cannot be read: {reason}; name a file of text or JSON Lines") from None
+        lines = read_text(path, instead="name a file of text or JSON Lines").splitlines()
+    except Unreadable as error:
+        raise UserError(f"prompts={error}") from None
     found: list[Prompt] = []
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -45,7 +45,7 @@ def read_prompts(path: Path, words: Words, vocabulary: int) -> list[Prompt]:
 
 def _parse(path: Path, number: int, line: str) -> str | tuple[int, ...]:
     try:
-        table = json.loads(line)
+        table = parse_json(line)
     except ValueError:
         table = None
     if isinstance(table, str):
@@ -85,10 +85,10 @@ class Results:
         self._path, self._made_with = path, made_with
         self.done: dict[int, dict[str, Any]] = {}
         try:
-            content = path.read_bytes() if path.exists() else b""
+            content = read_bytes(path) if path.exists() else b""
             whole = content[: content.rfind(b"\n") + 1]
             for line in whole.splitlines():
-                row = json.loads(line)
+                row = parse_json(line)
                 self._check(row, prompts)
                 self.done[row["index"]] = row
             self._file = path.open("ab", buffering=0)

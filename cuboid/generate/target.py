@@ -14,6 +14,7 @@ from cuboid.data.tokenizer import BYTES, byte_tokenizer, load_tokenizer
 from cuboid.errors import UserError
 from cuboid.generate.detokenizer import Words, words_of
 from cuboid.generate.own import check_logits
+from cuboid.readers import read_bytes, read_text
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
@@ -44,7 +45,7 @@ def find_target(place: str, tokenizer: str | None = None) -> Target:
         model = model_of(folder)
         check_weights(ModelFolder(folder), model)
         names = [name for name in (*COPIED, CONFIG) if (folder / name).is_file()]
-        words = words_of({name: require_inside(folder, name).read_bytes() for name in names}, begins=True)
+        words = words_of({name: read_bytes(require_inside(folder, name)) for name in names}, begins=True)
         return Target(model, place, "float32", _other(words, tokenizer), None)
     if "://" not in place and not Path(place).is_dir():
         problem = "is a file" if Path(place).exists() else "does not exist"
@@ -63,4 +64,4 @@ def _other(words: Words, tokenizer: str | None) -> Words:
     if tokenizer == BYTES:
         return Words(json.dumps(byte_tokenizer()), ends)
     path = Path(tokenizer) / TOKENIZER if Path(tokenizer).is_dir() else Path(tokenizer)
-    return Words(path.read_text(encoding="utf-8"), words.ends or ends, words.begins)
+    return Words(read_text(path), words.ends or ends, words.begins)

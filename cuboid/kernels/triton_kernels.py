@@ -7,7 +7,7 @@ import triton  # type: ignore[import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 from torch import Tensor
 
-# Fused cross-entropy (`parallel.fused_cross_entropy`): one program reads a row of logits twice and writes it once. It
+# Fused cross-entropy (`parallel.cross_entropy`): one program reads a row of logits twice and writes it once. It
 # has few operations for each number, because it waits for these as much as for memory.
 
 LOG2E = tl.constexpr(1.4426950408889634)

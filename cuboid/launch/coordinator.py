@@ -35,6 +35,8 @@ class Order:
     """Where the ranks meet."""
     status: int = 0
     """With which everybody exits at the end."""
+    term: int = 0
+    """Of the leader: who has heard of a newer one does not follow."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,11 @@ class Rules:
     lost_after: float
     """Seconds of silence after which a node is lost."""
     gather: float
-    """Seconds in which a job that could start with the nodes that are there waits for more."""
+    """Seconds in which a job that could start with the nodes that are there waits for those that are expected."""
     patience: float
     """Seconds a job waits for its least number of nodes before it gives up."""
+    expected: int | None = None
+    """Nodes that should come as it starts; default: the most there may be."""
 
 
 @dataclass(frozen=True)
@@ -81,13 +85,14 @@ class Coordinator:
         judge: Judge,
         newest: Callable[[], int],
         number: int = 0,
+        term: int = 0,
     ) -> None:
         """`choose` says how so many nodes are used best, `newest` which step the newest checkpoint has; `number` is
         that of the first order: a leader that came back must not repeat one.
 
         The leader's own node is never lost and comes first: rank 0, which alone publishes checkpoints, is always there,
         and there the old one has ended before a new one starts. So nobody cut off can publish one."""
-        self.order = Order(number, "wait", "the job starts")
+        self.order = Order(number, "wait", "the job starts", term=term)
         self._rules, self._choose, self._judge, self._newest = rules, choose, judge, newest
         self._leader = leader
         self._seen = {leader: _Seen(Status(), 0.0)}
@@ -155,7 +160,8 @@ class Coordinator:
             seen.status.order == self.order.number and seen.status.state == "ready" and seen.left is None
             for seen in self._seen.values()
         )
-        early = not self._called and there < rules.max_nodes and waited < rules.gather
+        expected = rules.max_nodes if rules.expected is None else rules.expected
+        early = not self._called and there < expected and waited < rules.gather
         if settled and not early and self._meeting[1]:
             self._call(now)
 
@@ -217,4 +223,4 @@ class Coordinator:
         self._give(Order(0, "wait", reason))
 
     def _give(self, order: Order) -> None:
-        self.order = replace(order, number=self.order.number + 1)
+        self.order = replace(order, number=self.order.number + 1, term=self.order.term)

@@ -1,4 +1,5 @@
-"""The coordinator on the network: lines of JSON between the leader and every supervisor, its own included.
+"""The coordinator on the network: messages of JSON between the leader and every supervisor, its own included, all of
+which know the job's secret.
 
 A supervisor says what it is doing when that changes and every second; the leader answers, with the order that holds if
 that is another one, and says a new one to all at once."""
@@ -7,10 +8,9 @@ from __future__ import annotations
 
 import json
 import socket
-import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -19,25 +19,37 @@ from cuboid.console import say
 from cuboid.errors import UserError
 from cuboid.launch.coordinator import Coordinator, Order, Status
 from cuboid.launch.network import Endpoint
+from cuboid.secure_channel import VALUE, Channel, Door, Stranger, greet
 
 BEAT = 1.0
-LONGEST = 1 << 16
-"""Bytes of a line; whoever sends a longer one is no supervisor."""
+PURPOSE = "coordinator"
+OTHER_RUN = "this node has another run file, or other options, than the others; start all nodes with the same command"
+UNTRUSTED = 90.0
+"""Seconds after which a node that has met none but strangers where it should meet the leader says so; a network file
+system may show a new file a minute late."""
 
 
 class CoordinatorServer:
     """The leader's end."""
 
     def __init__(
-        self, listener: socket.socket, coordinator: Coordinator, run: str, announce: Callable[[Order], None]
+        self,
+        listener: socket.socket,
+        secret: bytes,
+        coordinator: Coordinator,
+        run: str,
+        announce: Callable[[Order], None],
+        leads: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`run` tells one run from others: a supervisor with another one is sent away."""
-        self._listener, self._coordinator, self._run, self._announce = listener, coordinator, run, announce
+        """`run` tells one run from others: a supervisor with another one is sent away. `leads`: whether this node may
+        decide; one that slept does not know before it has looked."""
+        self._leads = leads
+        self._coordinator, self._run, self._announce = coordinator, run, announce
         self._lock = threading.Lock()
-        self._lines: dict[str, socket.socket] = {}
+        self._lines: dict[str, Channel] = {}
         self._open = True
-        for work in (self._accept, self._decide):
-            threading.Thread(target=work, daemon=True).start()
+        self._door = Door(listener, secret, PURPOSE, self._serve)
+        threading.Thread(target=self._decide, daemon=True).start()
 
     def end(self, status: int, reason: str, patience: float) -> None:
         """The last word, unless it was said; then wait until all have heard it and left."""
@@ -49,7 +61,14 @@ class CoordinatorServer:
         while self._lines and time.monotonic() < until:
             time.sleep(0.05)
         self._open = False
-        self._listener.close()
+        self._door.close()
+
+    def abdicate(self) -> None:
+        """Another leads: nothing more is said, and everybody looks for it."""
+        self._open = False
+        self._door.close()
+        for line in list(self._lines.values()):
+            line.hang_up()
 
     def meet_at(self, address: str, port: int) -> None:
         with self._lock:
@@ -57,6 +76,9 @@ class CoordinatorServer:
 
     def _decide(self) -> None:
         while self._open:
+            if not self._leads():
+                time.sleep(BEAT / 4)
+                continue
             with self._lock:
                 before = self._coordinator.order
                 try:
@@ -68,7 +90,7 @@ class CoordinatorServer:
                 if self._coordinator.order != before:
                     self._say()
                 for node in set(self._lines) - set(self._coordinator.nodes):  # of the lost nothing more will be heard
-                    _hang_up(self._lines.pop(node))
+                    self._lines.pop(node).hang_up()
             time.sleep(BEAT / 4)
 
     def _say(self) -> None:
@@ -76,55 +98,54 @@ class CoordinatorServer:
         self._announce(order)
         for line in list(self._lines.values()):
             with suppress(OSError):  # who cannot be reached is found to be lost
-                line.sendall(_encode(asdict(order)))
+                line.send(_encode(asdict(order)))
 
-    def _accept(self) -> None:
-        while self._open:
-            with suppress(OSError):
-                line, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(line,), daemon=True).start()
-
-    def _serve(self, line: socket.socket) -> None:
+    def _serve(self, line: Channel) -> None:
         node = ""
         try:
-            # An answer that a cut-off node does not take must not keep the others waiting.
-            line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 2, 0))
-            with line.makefile("rb") as said:
-                while text := said.readline(LONGEST):
-                    word = json.loads(text)
-                    if word["run"] != self._run:
-                        line.sendall(
-                            _encode({"refused": "this node has another run file, or other options, than the others"})
-                        )
-                        return
-                    with self._lock:
-                        node = str(word["node"])
-                        self._lines[node] = line
-                        status, order = Status(**word["status"]), self._coordinator.order
-                        self._coordinator.hear(node, status, time.monotonic())
-                        # Who has the order is only told that the leader lives: of many nodes the order is long.
-                        line.sendall(_encode({} if status.order == order.number else asdict(order)))
+            line.send_no_longer_than(2)  # an answer that a cut-off node does not take must not keep others waiting
+            while text := line.receive():
+                word = json.loads(text)
+                if word["run"] != self._run:
+                    line.send(_encode({"refused": OTHER_RUN}))
+                    return
+                with self._lock:
+                    node = str(word["node"])
+                    self._lines[node] = line
+                    status, order = Status(**word["status"]), self._coordinator.order
+                    self._coordinator.hear(node, status, time.monotonic())
+                    # Who has the order is only told that the leader lives: of many nodes the order is long.
+                    line.send(_encode({} if status.order == order.number else asdict(order)))
         except (OSError, ValueError, TypeError, KeyError):
-            pass  # a broken connection, or a stranger
+            pass  # a broken connection, or another version
         finally:
             with self._lock:
                 if self._lines.get(node) is line:
                     del self._lines[node]
                     self._coordinator.leave(node, time.monotonic())
-            line.close()
 
 
 class CoordinatorClient:
     """A supervisor's end: it connects again and again, for as long as it is open."""
 
-    def __init__(self, endpoint: Endpoint, node: str, run: str, lost_after: float) -> None:
-        """After `lost_after` seconds without a word contact is lost."""
+    def __init__(
+        self,
+        where: Callable[[], Sequence[Endpoint]],
+        secret: Callable[[], bytes | None],
+        node: str,
+        run: str,
+        lost_after: float,
+    ) -> None:
+        """`where`: places where the leader may be, the likeliest first. `secret`: None where there is none yet.
+        After `lost_after` seconds without a word contact is lost."""
         self.order: Order | None = None
         self.refused = ""
-        self._endpoint, self._node, self._run, self._limit = endpoint, node, run, lost_after
+        self._where, self._node, self._run, self._limit = where, node, run, lost_after
+        self._secret = secret
+        self._strange: float | None = None
         self._status = Status()
         self._heard = time.monotonic()
-        self._line: socket.socket | None = None
+        self._line: Channel | None = None
         self._news = threading.Condition()
         self._noted = False
         self._open = True
@@ -155,24 +176,59 @@ class CoordinatorClient:
     def close(self) -> None:
         self._open = False
         if (line := self._line) is not None:
-            _hang_up(line)
+            line.hang_up()
+
+    def forget(self) -> None:
+        """Whoever led leads no more: contact is lost until another is heard."""
+        self._heard = time.monotonic() - self._limit - BEAT
 
     def _keep(self) -> None:
         while self._open:
-            where = (self._endpoint.host, self._endpoint.port)
-            # What is suppressed: nobody is there, or a stranger.
-            with suppress(OSError, ValueError, TypeError), socket.create_connection(where, timeout=3 * BEAT) as line:
-                line.settimeout(BEAT)
-                self._line = line
-                self._talk(line)
+            for endpoint in self._where():
+                # What is suppressed: nobody is there, a broken connection, or another version.
+                with suppress(OSError, ValueError, TypeError):
+                    self._connect(endpoint)
+                    break  # they have spoken: the likeliest place is tried first again
             self._line = None
             if self.lost and self._open and not self._noted:
                 self._noted = True
-                say(f"nothing is heard from the leading node at {self._endpoint}; waiting for it", as_warning=True)
+                say(f"nothing is heard from the leading node at {self._where()[0]}; waiting for it", as_warning=True)
             time.sleep(BEAT / 4)
 
-    def _talk(self, line: socket.socket) -> None:
-        connected, sent, text = time.monotonic(), 0.0, b""
+    def _connect(self, endpoint: Endpoint) -> None:
+        with socket.create_connection((endpoint.host, endpoint.port), timeout=3 * BEAT) as line:
+            try:
+                if (secret := self._secret()) is None:
+                    raise Stranger("this node has no secret")
+                channel = greet(line, secret, PURPOSE)
+            except Stranger:
+                self._meet_stranger(endpoint)
+                raise
+            except UserError as error:
+                self._refuse(str(error))
+                return
+            self._strange = None
+            channel.wait_no_longer_than(BEAT)
+            self._line = channel
+            self._talk(channel)
+
+    def _meet_stranger(self, endpoint: Endpoint) -> None:
+        """Who has spoken to the leader before waits for it: whoever sits at its port now is somebody else."""
+        self._strange = time.monotonic() if self._strange is None else self._strange
+        if self.order is None and time.monotonic() - self._strange > UNTRUSTED:
+            why = "has another job secret than this node" if self._secret() else "has a job secret and this node none"
+            self._refuse(
+                f"the leading node at {endpoint} {why}, because they do not see the same run folder; give all "
+                f"nodes the same {VALUE}"
+            )
+
+    def _refuse(self, why: str) -> None:
+        with self._news:
+            self.refused = why
+            self._news.notify_all()
+
+    def _talk(self, line: Channel) -> None:
+        connected, sent = time.monotonic(), 0.0
         while self._open and not self.refused:
             now = time.monotonic()
             # After a cut the system waits longer and longer before it tries an old connection again.
@@ -182,35 +238,30 @@ class CoordinatorClient:
                 self._send()
                 sent = now
             try:
-                part = line.recv(LONGEST)
+                word = line.receive()
             except TimeoutError:
                 continue
-            if not part:
+            if word is None:
                 return
-            *words, text = (text + part).split(b"\n")
-            for word in words:
-                self._take(json.loads(word))
+            self._take(json.loads(word))
 
     def _take(self, word: dict[str, Any]) -> None:
         with self._news:
             if "refused" in word:
                 self.refused = str(word["refused"])
             elif word:
-                self.order = Order(**{**word, "members": tuple(word["members"])})
+                order = Order(**{**word, "members": tuple(word["members"])})
+                if self.order is not None and order.term < self.order.term:
+                    raise Stranger("it led once, and does not know yet that another does")
+                self.order = order
             self._heard, self._noted = time.monotonic(), False
             self._news.notify_all()
 
     def _send(self) -> None:
         if (line := self._line) is not None:
             with suppress(OSError):
-                line.sendall(_encode({"node": self._node, "run": self._run, "status": asdict(self._status)}))
-
-
-def _hang_up(line: socket.socket) -> None:
-    """Whoever reads from it reads its end."""
-    with suppress(OSError):
-        line.shutdown(socket.SHUT_RDWR)
+                line.send(_encode({"node": self._node, "run": self._run, "status": asdict(self._status)}))
 
 
 def _encode(word: dict[str, object]) -> bytes:
-    return json.dumps(word).encode() + b"\n"
+    return json.dumps(word).encode()

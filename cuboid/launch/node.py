@@ -7,69 +7,63 @@ import os
 import socket
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from cuboid.console import say
 from cuboid.errors import RankError, UserError
-from cuboid.launch.coordinator import Coordinator, Order, Rules, Status
-from cuboid.launch.coordinator_rpc import CoordinatorClient, CoordinatorServer
-from cuboid.launch.network import Endpoint, listen
+from cuboid.launch.coordinator import Order, Status
+from cuboid.launch.coordinator_rpc import CoordinatorClient
+from cuboid.launch.leadership import SOONER, Leadership, listens, secret_of
 from cuboid.launch.place import local_places
 from cuboid.launch.start import Nodes
-from cuboid.launch.supervisor import Restarts, launch, start_fork_server
+from cuboid.launch.store_tunnel import StoreTunnel
+from cuboid.launch.supervisor import launch, start_fork_server
 from cuboid.resilience.preemption import REQUEUE, Forwarder
-from cuboid.resilience.replan import Replanner
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run
-from cuboid.training.run_folder import forget_reports, newest_kept
+from cuboid.training.run_folder import newest_kept
 
 if TYPE_CHECKING:
     from cuboid.training.trainer import Outcome
 
-SOONER = 0.6
-"""Part of resilience.contact_seconds after which a node that hears nothing ends its ranks: before the others, which
-wait for the whole of it, start theirs."""
 
-
-def supervise_node(run: Run, nodes: Nodes, listener: socket.socket | None, quiet: bool) -> Outcome:
-    """Until the job ends everywhere. Who was given the rendezvous' `listener` leads."""
+def supervise_node(run: Run, nodes: Nodes, listener: socket.socket | None, quiet: bool) -> tuple[Outcome, bool]:
+    """Until the job ends everywhere; also says whether this node leads then. Who was given a `listener` leads first."""
     with Forwarder(run) as signals:
-        order = _supervise(run, nodes, listener, quiet, signals)
+        order, leads = _supervise(run, nodes, listener, quiet, signals)
     _leave(order)
     from cuboid.training.trainer import Outcome
 
-    return Outcome(float("nan"), preempted=order.status == REQUEUE, saved=newest_kept(run))
+    return Outcome(float("nan"), preempted=order.status == REQUEUE, saved=newest_kept(run)), leads
 
 
-def _supervise(run: Run, nodes: Nodes, listener: socket.socket | None, quiet: bool, signals: Forwarder) -> Order:
+def _supervise(
+    run: Run, nodes: Nodes, listener: socket.socket | None, quiet: bool, signals: Forwarder
+) -> tuple[Order, bool]:
     name = f"{nodes.interface.address}/{os.getpid()}"
     # Ranks inherit these. A user who knows the network (several cards, InfiniBand) has set them already.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", nodes.interface.name)
     os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={nodes.interface.name}")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else every rank warns of addresses that have no name
-    limit, desk, where, meeting = run.resilience.contact_seconds, None, nodes.endpoint, None
-    listens = (
-        f"ranks of this node listen on {nodes.interface.name} ({nodes.interface.address}), at ports the system gives"
-    )
+    leadership = Leadership(run, nodes, name, quiet)
     if listener is None:
-        _tell(f"joining the coordinator at {nodes.endpoint}; {listens}", quiet)
-    else:
-        where = Endpoint(*listener.getsockname()[:2])
-        meeting = listen(where.host, 0)
-        _tell(f"coordinator at {where}; ranks meet at {Endpoint(*meeting.getsockname()[:2])}; {listens}", quiet)
-        desk = _lead(run, nodes, name, listener, quiet)
-    contact = CoordinatorClient(where, name, nodes.fingerprint(run), SOONER * limit)
+        print(f"joining the coordinator at {nodes.endpoint}; {listens(nodes)}", file=_stream(quiet), flush=True)
+    elif not leadership.lead(listener):
+        raise RankError("another node took the lead of this run in this moment; start this one again")
+    limit = SOONER * run.resilience.contact_seconds
+    contact = CoordinatorClient(leadership.where, lambda: secret_of(run), name, nodes.fingerprint(run), limit)
+    leadership.stand_by(contact)
     start_fork_server(run, signals)
-    store = _serve(meeting, desk) if meeting is not None and desk is not None else None
+    if listener is not None:
+        leadership.serve_store()
     status, reason = 1, "the leading node failed"
     try:
-        order = _follow(run, name, contact, quiet, signals)
+        order = _follow(run, name, contact, quiet, signals, leadership)
         status, reason = order.status, order.reason
-        return order
+        return order, leadership.leads
     except SystemExit as leaving:
         status, reason = int(leaving.code or 0), "the leading node was stopped"
         raise
@@ -78,37 +72,12 @@ def _supervise(run: Run, nodes: Nodes, listener: socket.socket | None, quiet: bo
         raise
     finally:
         contact.close()
-        if desk is not None:
-            desk.end(status, reason, patience=limit)
-        del store  # which served the ranks until here
+        leadership.end(status, reason)
 
 
-def _lead(run: Run, nodes: Nodes, name: str, listener: socket.socket, quiet: bool) -> CoordinatorServer:
-    spec, restarts = run.resilience, Restarts(run)
-    rules = Rules(nodes.least, nodes.most, spec.contact_seconds, spec.gather_seconds, spec.rejoin_seconds)
-
-    def announce(order: Order) -> None:
-        if order.task == "train":
-            forget_reports(run)  # of ranks that have ended everywhere
-            _tell(order.reason, quiet)
-        elif order.task == "wait":
-            say(order.reason, as_warning=True)
-
-    choose = Replanner(run, nodes.ranks).choose
-    coordinator = Coordinator(name, rules, choose, restarts.failed, lambda: newest_kept(run), number=int(time.time()))
-    return CoordinatorServer(listener, coordinator, nodes.fingerprint(run), announce)
-
-
-def _serve(meeting: socket.socket, desk: CoordinatorServer) -> object:
-    from cuboid.launch.rendezvous import serve_store
-
-    address, port = meeting.getsockname()[:2]
-    store = serve_store(meeting)
-    desk.meet_at(address, port)
-    return store
-
-
-def _follow(run: Run, name: str, contact: CoordinatorClient, quiet: bool, signals: Forwarder) -> Order:
+def _follow(
+    run: Run, name: str, contact: CoordinatorClient, quiet: bool, signals: Forwarder, leadership: Leadership
+) -> Order:
     """Do what is ordered until the last word, which is returned."""
     status = Status()
 
@@ -119,7 +88,7 @@ def _follow(run: Run, name: str, contact: CoordinatorClient, quiet: bool, signal
     while True:
         order = contact.next(status.order, run.resilience.rejoin_seconds, may_leave)
         if contact.refused:
-            raise UserError(f"{contact.refused}; start all nodes with the same command")
+            raise UserError(contact.refused)
         if order is None and may_leave():
             raise SystemExit(signals.code or REQUEUE)
         if order is None:
@@ -130,14 +99,41 @@ def _follow(run: Run, name: str, contact: CoordinatorClient, quiet: bool, signal
         status = Status(order.number, "ready")
         if order.task == "train" and name in order.members:
             contact.tell(Status(order.number, "training"))
-            status = _attempt(run, name, order, contact, quiet, signals)
+            with _reached(run, order, leadership.store_port(order)) as port:
+                status = (
+                    _attempt(run, name, order, contact, quiet, signals, port)
+                    if port
+                    else Status(
+                        order.number, "failed", f"node {name} does not reach the store at {order.address}", "node"
+                    )
+                )
         contact.tell(status)
 
 
-def _attempt(run: Run, name: str, order: Order, contact: CoordinatorClient, quiet: bool, signals: Forwarder) -> Status:
+@contextmanager
+def _reached(run: Run, order: Order, store: int | None) -> Iterator[int | None]:
+    """The port of loopback where ranks of this node find the store; None: the leading node is not reached."""
+    if store is not None:
+        yield store
+        return
+    try:
+        tunnel = StoreTunnel(order.address, order.port, secret_of(run) or b"")
+    except OSError:
+        yield None
+        return
+    try:
+        yield tunnel.port
+    finally:
+        tunnel.close()
+
+
+def _attempt(
+    run: Run, name: str, order: Order, contact: CoordinatorClient, quiet: bool, signals: Forwarder, port: int
+) -> Status:
     """This node's part of one attempt, and how it ended."""
     first, world = order.members.index(name) * order.ranks, len(order.members) * order.ranks
-    places = local_places(order.ranks, first, world, order.address, order.port, f"order-{order.number}")
+    places = local_places(order.ranks, first, world, "127.0.0.1", port, f"order-{order.number}")
+    places = tuple(replace(place, term=order.term) for place in places)
     run = replace(run, layout=Layout.parse(order.layout))
     try:
         with _on_a_leash(contact, order.number) as cut:
@@ -175,9 +171,9 @@ def _on_a_leash(contact: CoordinatorClient, number: int) -> Iterator[list[bool]]
         watcher.join()
 
 
-def _tell(text: str, quiet: bool) -> None:
-    """Whoever wants one JSON object on the output finds this on the error stream."""
-    print(text, file=sys.stderr if quiet else sys.stdout, flush=True)
+def _stream(quiet: bool) -> TextIO:
+    """Whoever wants one JSON object on the output finds other lines on the error stream."""
+    return sys.stderr if quiet else sys.stdout
 
 
 def _leave(order: Order) -> None:

@@ -20,6 +20,8 @@ class Place:
     attempt: str = ""
     """Names this start of the ranks in the store that their supervisor serves at that address. Empty: somebody else
     started them, and PyTorch's own way to meet there is used."""
+    term: int = 0
+    """Of the node that leads the job, as `checkpoint.terms` counts them; 0: nobody else could."""
 
 
 def local_places(ranks: int, first: int, world_size: int, address: str, port: int, attempt: str) -> tuple[Place, ...]:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
+from cuboid.checkpoint.terms import FENCE
 from cuboid.console import say
 from cuboid.generate.samples import Sampler
 from cuboid.launch.backend import Joined, Wanted, join_world
@@ -154,6 +155,7 @@ def run_rank(run: Run, signals: Listener, quiet: bool = False, place: Place | No
     place = place or find_place(os.environ) or Place(0, 1, 0, 1, "127.0.0.1", 0)
     try:
         arm(HEARTBEAT, place.rank, run.output.folder)
+        FENCE.set(run.output.folder, place.term)
         torch.set_num_threads(run.training.threads_per_rank)
         if run.training.deterministic:  # cuBLAS reads this when it starts
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ from cuboid.launch.supervisor import check_machine, start_training
 from cuboid.resilience.replan import Replanner
 from cuboid.spec.layout import require_positive
 from cuboid.spec.run import Run, check_supported, dump_run
-from cuboid.training.run_folder import checkpoint_folder, claimed, prepare_folder
+from cuboid.training.run_folder import InUse, checkpoint_folder, claimed, prepare_folder
 from cuboid.training.trackers import check_trackers
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Role:
     place: Place | None = None
     nodes: Nodes | None = None
     listener: socket.socket | None = None
-    """Of the node that leads."""
+    """Of the node that leads first."""
 
     @property
     def speaks(self) -> bool:
@@ -136,9 +136,10 @@ class TrainingRole(Role):
             return self.nodes.least
         return max(1, self.place.world_size // self.place.local_world_size) if self.place else 1
 
-    def train(self, quiet: bool) -> Outcome:
+    def train(self, quiet: bool) -> tuple[Outcome, bool]:
+        """Also whether this process tells of the job at its end."""
         if self.nodes is None:
-            return start_training(self.run, quiet)
+            return start_training(self.run, quiet), self.speaks
         from cuboid.launch.node import supervise_node
 
         return supervise_node(self.run, self.nodes, self.listener, quiet)
@@ -151,7 +152,17 @@ def take_role(run: Run, options: NodeOptions) -> TrainingRole:
     if nodes is None:
         return TrainingRole(run, place=find_place(os.environ))
     os.environ.setdefault(NODE, nodes.interface.address)  # which stays the same when this process is started again
-    return TrainingRole(run, nodes=nodes, listener=listen_if_host(nodes.endpoint, nodes.interface))
+    listener = listen_if_host(nodes.endpoint, nodes.interface)
+    if listener is not None and _is_led(run):  # this node led, and another took over
+        listener.close()
+        listener = None
+    return TrainingRole(run, nodes=nodes, listener=listener)
+
+
+def _is_led(run: Run) -> bool:
+    from cuboid.launch.leadership import leader_answers
+
+    return leader_answers(run)
 
 
 # The training itself.
@@ -175,20 +186,47 @@ def train_run(
     check_machine(run, role.place)
     check_room(run, role.fewest_nodes)
     if not role.speaks:
-        return role.train(quiet=quiet)
+        outcome, tells = role.train(quiet=quiet)
+        if tells:
+            conclude(outcome)
+        return outcome
     check_data(run)
     if run.optimizer.is_own:
         from cuboid.training.own_optimizer import check_optimizer  # here, because it brings torch
 
         check_optimizer(run)
     notes = _check_start(run, overwrite)
+    try:
+        return _lead(role, notes, overwrite, quiet, conclude, announce)
+    except InUse:
+        if role.nodes is None or not _is_led(run):
+            raise
+        # Another node has taken over since this one looked.
+        assert role.listener is not None
+        role.listener.close()
+        outcome, tells = replace(role, listener=None).train(quiet=quiet)
+        if tells:
+            conclude(outcome)
+        return outcome
+
+
+def _lead(
+    role: TrainingRole,
+    notes: list[str],
+    overwrite: bool,
+    quiet: bool,
+    conclude: Callable[[Outcome], None],
+    announce: Callable[[str], None],
+) -> Outcome:
+    run = role.run
     with claimed(Path(run.output.folder)):
         past = prepare_folder(run, overwrite)
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
         announce(past)
-        outcome = role.train(quiet=quiet)
-        conclude(outcome)
+        outcome, tells = role.train(quiet=quiet)
+        if tells:
+            conclude(outcome)
         return outcome
 
 

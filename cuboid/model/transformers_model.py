@@ -7,7 +7,6 @@ tensor ranks: data parallelism, ZeRO and pipelines."""
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from cuboid.errors import UserError
 from cuboid.model.custom import Batch, Model
 from cuboid.model.transformer import summed_loss
+from cuboid.readers import open_safetensors, read_json
 from cuboid.spec.sharding import TIED
 
 NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
@@ -129,8 +129,6 @@ class Family:
         """With the folder's weights, where it has some."""
         module = make()
         if self._files and torch.get_default_device().type != "meta":
-            from safetensors import safe_open
-
             with torch.no_grad():
                 for name, parameter in module.named_parameters():
                     theirs = self.exported_name(f"{prefix}.{name}")
@@ -138,7 +136,7 @@ class Family:
                         theirs = self.exported_name(TIED)
                     if theirs not in self._files:
                         raise UserError(f"{self.folder} holds no {theirs}; use model.options.weights=false")
-                    with safe_open(self._files[theirs], framework="pt") as file:
+                    with open_safetensors(self._files[theirs]) as file:
                         parameter.copy_(file.get_tensor(theirs))
         return module
 
@@ -164,13 +162,14 @@ def _weight_files(folder: Path) -> dict[str, str]:
     """Tensor -> the file that holds it."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        return {name: str(folder / file) for name, file in json.loads(index.read_text())["weight_map"].items()}
+        table = read_json(index).get("weight_map")
+        if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
+            raise UserError(f"{index} is damaged: it has no weight_map; copy the model again")
+        return {name: str(folder / file) for name, file in table.items()}
     single = folder / "model.safetensors"
     if not single.is_file():
         return {}
-    from safetensors import safe_open
-
-    with safe_open(single, framework="pt") as file:
+    with open_safetensors(single) as file:
         return dict.fromkeys(file.keys(), str(single))
 
 

@@ -32,10 +32,10 @@ from cuboid.model.transformer import Block, Embedding, Head
 from cuboid.parallel.async_tp import compiler_options
 from cuboid.parallel.compiled import compiled_block, is_compiled
 from cuboid.parallel.context import ContextMix
+from cuboid.parallel.cross_entropy import fused_cross_entropy
 from cuboid.parallel.custom import Carrier, carry_buffers, initial_tensors, runner
 from cuboid.parallel.expert import join_sequences, make_balance, spread_experts, stay_on, watched
 from cuboid.parallel.fused_block import fuse_matmuls, fused_add_norm
-from cuboid.parallel.fused_cross_entropy import fused_cross_entropy
 from cuboid.parallel.groups import Groups, connect_groups, make_groups
 from cuboid.parallel.pipeline import DualPipePair, Pipeline
 from cuboid.parallel.rank_batch import BatchSharder, RankBatch

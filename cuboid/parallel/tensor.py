@@ -15,52 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cuboid.kernels.precision import wide
 from cuboid.model.attention import Attention
 from cuboid.model.custom import VocabularyLoss
 from cuboid.model.linear import ColumnLinear, RowLinear, VocabularyEmbedding
 from cuboid.model.moe import MoE
-from cuboid.model.transformer import IGNORED, Block, Embedding, Head
-from cuboid.parallel.collectives import all_gather, all_reduce, all_reduce_maximum
+from cuboid.model.transformer import Block, Embedding, Head
+from cuboid.parallel.collectives import all_gather
+from cuboid.parallel.cross_entropy import split_cross_entropy
 from cuboid.parallel.groups import Group
 from cuboid.parallel.tensor_region import Region
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.sharding import kv_head_of_query, vocabulary_rows
-
-
-class _SplitVocabularyLoss(torch.autograd.Function):
-    """Cross-entropy over logits whose columns are split; they are never gathered."""
-
-    @staticmethod
-    def forward(context: Any, logits: Tensor, labels: Tensor, first: int, rows: int, group: Group) -> Tensor:
-        logits = logits.to(wide(logits.dtype), copy=True)
-        logits[:, rows:] = -torch.inf  # columns that only pad the vocabulary
-        # (tokens,): the largest logit of all ranks, so that no exponential overflows.
-        peak = all_reduce_maximum(logits.amax(1), group)
-        exponentials = logits.sub_(peak.unsqueeze(1)).exp()
-        counted = labels != IGNORED
-        column = labels - first
-        held = counted & (column >= 0) & (column < rows)
-        column = column.where(held, 0).unsqueeze(1)
-        target = torch.where(held, logits.gather(1, column).squeeze(1), 0)
-        # One all-reduce for both: the sum of exponentials, and the target's logit, which one rank has and the others
-        # add 0 to.
-        total, target = all_reduce(torch.stack((exponentials.sum(1), target)), group).unbind()
-        losses = torch.where(counted, total.log() - target, 0)
-        context.save_for_backward(exponentials.div_(total.unsqueeze(1)), column, held, counted)
-        return losses.sum()
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        probabilities, column, held, counted = context.saved_tensors
-        result = probabilities.scatter_add(1, column, -held.to(probabilities.dtype).unsqueeze(1))
-        return result.mul_((counted * gradient).unsqueeze(1)), None, None, None, None
-
-
-def split_vocabulary_loss(logits: Tensor, labels: Tensor, first: int, rows: int, group: Group) -> Tensor:
-    """Summed cross-entropy over logits whose columns are split, of which this rank has `rows` from `first` on."""
-    loss: Tensor = _SplitVocabularyLoss.apply(logits, labels, first, rows, group)
-    return loss
 
 
 def connect_region(module: nn.Module, region: Region) -> None:
@@ -78,8 +43,7 @@ def connect_region(module: nn.Module, region: Region) -> None:
 
 
 def _loss_of(vocabulary: int, group: Group) -> Callable[[Tensor, Tensor], Tensor]:
-    first, rows = vocabulary_rows(vocabulary, group.size, group.index)
-    return lambda logits, labels: split_vocabulary_loss(logits, labels, first, rows, group)
+    return lambda logits, labels: split_cross_entropy(logits, labels, vocabulary, group)
 
 
 def split_embedding(embedding: Embedding, region: Region) -> None:

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field, replace
 from html import escape
 from math import ceil
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from cuboid.cost.estimate import Seen, seen
 from cuboid.errors import UserError
 from cuboid.planning.question import Question
 from cuboid.planning.refine import Refined
 from cuboid.spec.cluster import ClusterSpec, load_cluster
-from cuboid.spec.coding import decode, encode
+from cuboid.spec.coding import convert, decode, encode
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import OutputSpec, Run, dump_run, load_run
 from cuboid.spec.training import TrainingSpec
@@ -147,25 +147,28 @@ def plan_of(run: Run, where: str = "plan") -> Plan:
             cluster=_cluster(table["cluster"]),
             global_batch=run.training.global_batch,
             sequence=run.training.sequence,
-            precision=cast(str, table["precision"]),
-            engine=cast(str, table["engine"]),
+            precision=convert(table["precision"], str, "plan.precision"),
+            engine=convert(table["engine"], str, "plan.engine"),
         )
-        rows = cast(list[dict[str, float]], table["memory"])
+        rows = convert(table["memory"], list[dict[str, float]], "plan.memory")
+        parts = convert(table["step"], dict[str, float], "plan.step")
+        if not rows or sum(parts.values()) <= 0:
+            raise UserError(f"{where} predicts no memory or no time; write it anew with cuboid plan … -o")
         return Plan(
             question=question,
             layout=run.layout,
-            layers=tuple(cast(list[int], table["layers"])),
-            parts=dict(cast(dict[str, float], table["step"])),
+            layers=convert(table["layers"], tuple[int, ...], "plan.layers"),
+            parts=parts,
             memory=tuple({name: value for name, value in row.items() if name != "rank"} for row in rows),
-            bubble=cast(float, table["bubble"]),
-            host_memory=GIB * cast(float, table.get("host_memory_gib", 0.0)),
-            utilization=cast(float, table["mfu"]),
+            bubble=convert(table["bubble"], float, "plan.bubble"),
+            host_memory=GIB * convert(table.get("host_memory_gib", 0.0), float, "plan.host_memory_gib"),
+            utilization=convert(table["mfu"], float, "plan.mfu"),
             train_tokens=float(run.training.steps * run.training.global_batch * run.training.sequence),
-            reasons=tuple(cast(list[str], table.get("reasons", []))),
-            warnings=tuple(cast(list[str], table.get("warnings", []))),
+            reasons=convert(table.get("reasons", []), tuple[str, ...], "plan.reasons"),
+            warnings=convert(table.get("warnings", []), tuple[str, ...], "plan.warnings"),
             alternatives=tuple(
                 decode(Alternative, entry, "plan.alternatives")
-                for entry in cast(list[dict[str, Any]], table.get("alternatives", []))
+                for entry in convert(table.get("alternatives", []), list[dict[str, object]], "plan.alternatives")
             ),
         )
     except KeyError as missing:

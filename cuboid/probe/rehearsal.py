@@ -17,7 +17,7 @@ from statistics import median
 from cuboid.errors import UserError
 from cuboid.report.source import PROBE
 from cuboid.spec.run import CheckpointSpec, OutputSpec, Run, dump_run
-from cuboid.training.run_folder import whole_rows
+from cuboid.telemetry.rows import metric_rows
 
 STEPS, FIRST = 6, 3
 """Steps of a rehearsal, and which one counts first: those before pay for warming up."""
@@ -37,7 +37,7 @@ def rehearse(run: Run, folder: Path) -> float:
         file.write_text(dump_run(short), encoding="utf-8")
         words = [sys.executable, "-m", "cuboid.cli.main", "train", str(file), "--json"]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
-        rows = whole_rows(Path(place) / "run" / "metrics.jsonl")
+        rows = metric_rows(Path(place) / "run" / "metrics.jsonl")
     seconds = [float(row["seconds"]) for row in rows if row["step"] >= FIRST]
     if done.returncode or not seconds:
         why = (done.stderr.strip().splitlines() or ["no step was done"])[-1].removeprefix("error: ")

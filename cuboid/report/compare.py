@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cuboid.planning.plan import GIB
-from cuboid.report.source import Row, Source, finite
+from cuboid.readers import parse_toml
+from cuboid.report.source import Source, finite
 from cuboid.report.summary import measured
 from cuboid.spec.run import Run, dump_run
+from cuboid.telemetry.rows import Row
 
 NOT_COMPARED = ("plan", "output.folder")
 """What differs without making another training."""
@@ -94,5 +95,5 @@ def _flat(run: Run) -> dict[str, Any]:
             else:
                 found[key] = value
 
-    walk(tomllib.loads(dump_run(run)), "")
+    walk(parse_toml(dump_run(run)), "")
     return found

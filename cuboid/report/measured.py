@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,9 +10,11 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
+from cuboid.readers import Unreadable, is_finite, open_plain, parse_json
 from cuboid.report.source import Source
 from cuboid.schedule.simulate import StageCosts
 from cuboid.schedule.table import Action, Kind, Schedule, needed
+from cuboid.telemetry.rows import is_metric
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ def measure(source: Source, schedule: Schedule, ranks: list[int], step: int) -> 
         line = next((line for number, line in _lines(_path(source, rank)) if number == step), None)
         if line is None:
             return None
-        rows[rank] = json.loads(line)
+        rows[rank] = _row(_path(source, rank), line)
     lanes = {rank: [_done(entry) for entry in row["actions"]] for rank, row in rows.items()}
     if not all(lanes.values()):
         return None
@@ -184,6 +185,29 @@ def measure_all(source: Source, schedule: Schedule, step: int) -> MeasuredStep |
     return measure(source, schedule, list(range(source.run.layout.world_size)), step)
 
 
+def _row(path: Path | None, line: bytes) -> dict[str, Any]:
+    """A row of times, with the actions of the schedule as `_done` reads them."""
+    try:
+        row = parse_json(line)
+    except ValueError:
+        row = None
+    if isinstance(row, dict) and is_metric(row) and isinstance(row.get("host", ""), str):
+        actions, waits = row.get("actions"), row.get("collectives", [])
+        named = isinstance(actions, list) and all(_is_timed(each, 1) and NAME.fullmatch(each[0]) for each in actions)
+        if named and isinstance(waits, list) and all(_is_timed(each, 2) for each in waits):
+            return row
+    raise Unreadable(path, "is damaged: it holds a row that is none", "remove it")
+
+
+def _is_timed(entry: object, words: int) -> bool:
+    return (
+        isinstance(entry, list)
+        and len(entry) == 4
+        and all(isinstance(word, str) for word in entry[:words])
+        and all(map(is_finite, entry[words:]))
+    )
+
+
 def _stride(source: Source) -> int:
     """How far apart the ranks of a pipeline are."""
     return source.run.layout.world_size // source.run.layout.pp
@@ -197,7 +221,7 @@ def _path(source: Source, rank: int) -> Path | None:
 def _lines(path: Path | None) -> Iterator[tuple[int, bytes]]:
     if path is None:
         return
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         file.seek(0, 2)
         size = file.tell()
         file.seek(max(0, size - TAIL))

@@ -6,10 +6,11 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from cuboid.report.source import Row, Source, buckets, finite, short, thinned
+from cuboid.report.source import Source, buckets, finite, short, thinned
 from cuboid.resilience.bad_steps import FILE as BAD_STEPS
 from cuboid.spec.ranks import coordinates
 from cuboid.spec.run import Run
+from cuboid.telemetry.rows import Row
 from cuboid.training.run_folder import EXPERTS, layer_names
 
 SERIES = {

@@ -1,12 +1,17 @@
 """One page that holds its data, its style and its script, and asks nobody for anything; or, served while a run is
-running, only this server: read-only, two addresses, on loopback unless told otherwise."""
+running, only this server: read-only, two addresses, on loopback unless told otherwise. Elsewhere they begin with a
+token that only those have who were given the address."""
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
+import secrets
+import socket
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -127,23 +132,65 @@ class Fresh:
             return self._data
 
 
+MOST = 64
+"""Connections that have asked for nothing that is here; one more ends the oldest of them."""
+SECONDS = 10.0
+"""For a request to be heard, or an answer to be taken."""
+
+
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
+    request_queue_size = 128
     fresh: Fresh
     names: tuple[str, ...]
+    root: str
+    """What addresses begin with."""
+
+    def __init__(self, where: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._strangers: dict[socket.socket, None] = {}
+        self._lock = threading.Lock()
+        super().__init__(where, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._strangers[request] = None
+            if len(self._strangers) > MOST:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def know(self, request: Any) -> None:
+        with self._lock:
+            self._strangers.pop(request, None)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.know(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection that broke is nobody's news."""
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
+    timeout = SECONDS
 
     def do_GET(self) -> None:
         # A page elsewhere may have let its own name point here: only our names are answered.
         host = self.headers.get("Host", "").rsplit(":", 1)[0].strip("[]")
         if self.server.names and host not in self.server.names:
             return self._answer(403, "text/plain", "not a name of this server\n")
-        if self.path == "/":
+        if not hmac.compare_digest(self.path[: len(self.server.root)].encode(), self.server.root.encode()):
+            return self._answer(
+                404, "text/plain", "the address lacks its token; use the one that the command printed\n"
+            )
+        self.server.know(self.connection)
+        path = self.path[len(self.server.root) :]
+        if path == "":
             return self._answer(200, "text/html", page(self.server.fresh.data(), live=True))
-        if self.path == "/data.json":
+        if path == "data.json":
             return self._answer(200, "application/json", json.dumps(self.server.fresh.data(), allow_nan=False))
         return self._answer(404, "text/plain", "only / and /data.json are here\n")
 
@@ -154,6 +201,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(304 if unchanged else status)
         self.send_header("ETag", tag)
         self.send_header("Cache-Control", "no-cache")
+        self.send_header("Referrer-Policy", "no-referrer")  # the token is in the address
         self.send_header("X-Content-Type-Options", "nosniff")
         if not unchanged:
             self.send_header("Content-Type", f"{kind}; charset=utf-8")
@@ -169,7 +217,7 @@ class _Handler(BaseHTTPRequestHandler):
 def serve(
     path: Path, host: str, port: int, cluster: str = "", with_search: bool = True, ready: Callable[[str], None] = print
 ) -> None:
-    """Until the process is ended; `ready` is told the address."""
+    """Until the process is ended; `ready` is told the address, which has a token in it where others reach it."""
     fresh = Fresh(path, cluster, with_search)
     try:
         server = _Server((host, port), _Handler)
@@ -178,6 +226,7 @@ def serve(
         raise UserError(f"host={host} port={port} cannot be listened on: {reason}; use another --port") from None
     server.fresh = fresh
     server.names = LOOPBACK if host in LOOPBACK else ()
+    server.root = "/" if host in LOOPBACK else f"/{secrets.token_urlsafe(32)}/"
     with server:
-        ready(f"http://{host}:{server.server_address[1]}/")
+        ready(f"http://{host}:{server.server_address[1]}{server.root}")
         server.serve_forever()

@@ -10,11 +10,13 @@ from typing import Any
 from cuboid.planning.collectives import unforeseen
 from cuboid.planning.plan import GIB
 from cuboid.planning.traffic import moved
-from cuboid.report.source import Row, Source
+from cuboid.readers import read_rows
+from cuboid.report.source import Source
 from cuboid.spec.layout import Layout
 from cuboid.spec.placement import CARRIES, traffic
 from cuboid.spec.ranks import coordinates
 from cuboid.telemetry.communication_ledger import Ledger
+from cuboid.telemetry.rows import Row
 
 
 def ranks(source: Source) -> dict[str, Any]:
@@ -157,11 +159,11 @@ def _counted(source: Source) -> tuple[dict[str, int], int, list[str]]:
     surprises: list[str] = []
     ranks = 0
     for rank, path in source.rank_files("communication-*.jsonl"):
-        lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        if not lines:
+        rows = read_rows(path, Ledger.is_row)
+        if not rows:
             continue
         ranks += 1
-        ledger = Ledger.from_line(lines[-1])
+        ledger = Ledger.from_row(rows[-1])
         surprises += [f"rank {rank} {line}" for line in unforeseen(source.run, rank, ledger)]
         sums: dict[str, float] = {}
         for (dimension, _), entry in ledger.entries.items():

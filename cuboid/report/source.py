@@ -3,7 +3,6 @@ and the highest."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -17,11 +16,13 @@ from cuboid.errors import UserError
 from cuboid.planning.choose import predict
 from cuboid.planning.plan import Plan, plan_of
 from cuboid.planning.question import PRECISIONS, Question, resized
+from cuboid.readers import is_finite, read_json, read_rows
 from cuboid.resilience.goodput import FAILURES
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run, load_run
-from cuboid.training.run_folder import RUN_FILE, whole_rows
+from cuboid.telemetry.rows import Row, metric_rows
+from cuboid.training.run_folder import RUN_FILE
 
 SERIES_POINTS = 1500
 """More than a screen has columns for."""
@@ -59,7 +60,6 @@ def short(value: float) -> float:
     return value if isinstance(value, int) else float(f"{value:.6g}")
 
 
-Row = dict[str, Any]
 PROBE = "probe.json"
 """What `cuboid report --probe` found: how long this run's steps take on the machine of the report."""
 
@@ -83,7 +83,7 @@ class Source:
         return told(self.rows)
 
     def rows_of(self, name: str) -> list[Row]:
-        return whole_rows(self.folder / name) if self.folder is not None else []
+        return metric_rows(self.folder / name) if self.folder is not None else []
 
     @cached_property
     def failures(self) -> list[Row]:
@@ -91,17 +91,8 @@ class Source:
         return self.lines_of(FAILURES)
 
     def lines_of(self, name: str) -> list[Row]:
-        """Rows that belong to no step; what is no row, because its writer was killed, is skipped."""
-        path = self.folder / name if self.folder is not None else None
-        found = []
-        for line in path.read_text(errors="replace").splitlines() if path is not None and path.is_file() else ():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict):
-                found.append(row)
-        return found
+        """Rows that belong to no step."""
+        return read_rows(self.folder / name) if self.folder is not None else []
 
     def rank_files(self, pattern: str) -> Iterator[tuple[int, Path]]:
         """Files of the ranks that are: a wider layout that the run had before may have left others."""
@@ -113,7 +104,7 @@ class Source:
     @cached_property
     def memory(self) -> dict[int, Row]:
         """Rank -> its fullest moment, measured."""
-        found = {rank: whole_rows(path) for rank, path in self.rank_files("memory-*.jsonl")}
+        found = {rank: metric_rows(path) for rank, path in self.rank_files("memory-*.jsonl")}
         return {rank: rows[-1] for rank, rows in found.items() if rows}
 
     @cached_property
@@ -132,8 +123,8 @@ class Source:
         path = self.folder / PROBE if self.folder is not None else None
         if self.cluster_name or path is None or not path.is_file():
             return None
-        found: Row = json.loads(path.read_text(encoding="utf-8"))
-        return found if found["layout"] == str(self.run.layout) else None
+        found = read_json(path)
+        return found if found.get("layout") == str(self.run.layout) and is_finite(found.get("step_seconds")) else None
 
     @property
     def assumed(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import textwrap
 from collections.abc import Sequence
@@ -18,14 +17,16 @@ from rich.text import Text
 from cuboid.errors import UserError
 from cuboid.planning.choose import pipeline_seconds
 from cuboid.planning.plan import GIB
+from cuboid.readers import LARGEST, Missing, open_plain
 from cuboid.report.measured import MeasuredStep, kept_steps, measure
 from cuboid.report.metrics import busiest
-from cuboid.report.source import Row, Source, buckets, finite, open_source, thinned, told
+from cuboid.report.source import Source, buckets, finite, open_source, thinned, told
 from cuboid.report.summary import utilization
 from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import simulate
 from cuboid.schedule.table import Kind
 from cuboid.spec.ranks import coordinates
+from cuboid.telemetry.rows import Row, parse_metric_rows
 
 RECENT = 50
 """Steps from which speed and the time left are taken."""
@@ -53,18 +54,22 @@ class Watched:
     def refresh(self) -> int:
         """Reads on where it stopped; how many steps are new. A shorter file is one that a restart has begun anew."""
         path = self.folder / "metrics.jsonl"
-        size = path.stat().st_size if path.exists() else 0
+        try:
+            with open_plain(path) as file:
+                size = os.fstat(file.fileno()).st_size
+        except Missing:
+            size = 0
         if size < self._read or not self._continues(path):
             self.rows, self._read, self._last = [], 0, b""
         before = len(self.rows)
         if size > self._read:
-            with path.open("rb") as file:
+            with open_plain(path) as file:
                 file.seek(self._read)
-                text = file.read()
+                text = file.read(LARGEST)
             whole = text[: text.rfind(b"\n") + 1]
             lines = whole.splitlines(keepends=True)
             self._read, self._last = self._read + len(whole), (lines or [self._last])[-1]
-            self.rows += [json.loads(line) for line in lines]
+            self.rows += parse_metric_rows(path, whole)
         self.source = Source(self.source.run, self.folder, self.source.cluster_name)  # forgets what it has read
         return max(0, len(self.rows) - before)
 
@@ -72,7 +77,7 @@ class Watched:
         """Whether what was read is still there: a run that resumes from a checkpoint drops the rows it will redo."""
         if not self._read:
             return True
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             file.seek(self._read - len(self._last))
             return file.read(len(self._last)) == self._last
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from cuboid.console import say
 from cuboid.errors import UserError
+from cuboid.readers import read_rows
 from cuboid.spec.run import Run
 from cuboid.spec.train_state import Course
 
@@ -94,9 +95,7 @@ def note_bad_step(run: Run, row: dict[str, Any]) -> None:
 
 def bad_steps(folder: str | Path) -> list[dict[str, Any]]:
     """What a run's folder tells, oldest first."""
-    path = Path(folder) / FILE
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be half a line: it was killed
+    return read_rows(Path(folder) / FILE, lambda row: isinstance(row.get("step"), int))
 
 
 def number(value: float) -> float | str:

@@ -17,8 +17,12 @@ from statistics import median
 from typing import Any
 
 from cuboid.console import say
+from cuboid.errors import UserError
+from cuboid.readers import Unreadable, read_json, read_rows
+from cuboid.spec.coding import decode
 from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import PHASE, PHASE_SINCE, PHASES, SPENT, Heartbeat, Phase
+from cuboid.telemetry.rows import metric_rows
 
 # The failures of a run, one line each in `failures.jsonl`: when, what, and what it cost.
 
@@ -56,22 +60,18 @@ def note_failure(run: Run, failure: Failure) -> None:
 def failures(folder: str | Path) -> list[Failure]:
     """What a run's folder tells, oldest first."""
     path = Path(folder) / FAILURES
-    if not path.exists():
-        return []
-    # A supervisor that was killed while it wrote may have left half a line.
-    whole = (line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n"))
-    return [Failure(**json.loads(line)) for line in whole]
+    try:
+        return [decode(Failure, row) for row in read_rows(path)]
+    except Unreadable:
+        raise
+    except UserError as problem:
+        raise UserError(f"{path} is damaged: {problem}; remove that line, or copy the file again") from None
 
 
 def seconds_since(run: Run, step: int) -> float:
     """What the steps after this one took, as far as the run has told of them."""
-    path = Path(run.output.folder) / "metrics.jsonl"
-    seconds = 0.0
-    for line in path.read_text().splitlines(keepends=True) if path.exists() else ():
-        if line.endswith("\n"):  # who was killed may have left a part of one
-            row = json.loads(line)
-            seconds += row["seconds"] if row["step"] > step else 0.0
-    return round(seconds, 3)
+    rows = metric_rows(Path(run.output.folder) / "metrics.jsonl")
+    return round(float(sum(row.get("seconds", 0.0) for row in rows if row["step"] > step)), 3)
 
 
 FILE = "goodput.json"
@@ -136,7 +136,7 @@ def note_attempt(folder: Path, attempt: Attempt) -> None:
 def find_attempt(heartbeat: Heartbeat) -> Attempt:
     """Of ranks that nobody supervises their own start counts."""
     if heartbeat.folder is not None and (heartbeat.folder / ATTEMPT).exists():
-        return Attempt(**json.loads((heartbeat.folder / ATTEMPT).read_text()))
+        return Attempt(**read_json(heartbeat.folder / ATTEMPT))
     begun = time.time() - sum(spent(heartbeat).values())
     return Attempt(begun, begun)
 
@@ -151,8 +151,8 @@ def spent(heartbeat: Heartbeat) -> dict[Phase, float]:
 
 def read_spent(folder: str | Path) -> Spent | None:
     """As last written into a run's folder."""
-    with suppress(OSError, ValueError, TypeError):
-        return Spent(**json.loads((Path(folder) / FILE).read_text()))
+    with suppress(UserError):
+        return decode(Spent, read_json(Path(folder) / FILE))
     return None
 
 
@@ -261,12 +261,10 @@ class Measured:
 
 
 def measured(folder: str | Path) -> Measured:
-    try:
-        lines = (Path(folder) / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
-    except OSError:
+    rows = metric_rows(Path(folder) / "metrics.jsonl")
+    if not rows:
         return Measured()
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]  # the last may be a part of one
-    steps = [row["seconds"] for row in rows[1:] or rows] or [0.0]
+    steps = [row.get("seconds", 0.0) for row in rows[1:] or rows]
     saves = [save for row in rows for save in row.get("checkpoints", []) if not save.get("warning")]
     disk = [save for save in saves if save.get("place", "disk") == "disk"]
     memory = [save for save in saves if save not in disk]
@@ -278,7 +276,9 @@ def measured(folder: str | Path) -> Measured:
         saved=len(disk),
         stall=_usual(disk, "stall_seconds"),
         write=_usual(disk, "write_seconds"),
-        slowest_save=max((save["stall_seconds"] + save["write_seconds"] for save in disk), default=0.0),
+        slowest_save=max(
+            (save.get("stall_seconds", 0.0) + save.get("write_seconds", 0.0) for save in disk), default=0.0
+        ),
         copied=len(memory),
         copy_stall=_usual(memory, "stall_seconds"),
         copy_write=_usual(memory, "write_seconds"),
@@ -288,4 +288,4 @@ def measured(folder: str | Path) -> Measured:
 
 
 def _usual(saves: list[dict[str, float]], field: str) -> float:
-    return median(save[field] for save in saves) if saves else 0.0
+    return median(save.get(field, 0.0) for save in saves) if saves else 0.0

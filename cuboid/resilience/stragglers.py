@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any, Literal
 
 from cuboid.console import say
+from cuboid.readers import Unreadable, read_json
 from cuboid.spec.layout import Layout
 from cuboid.spec.ranks import coordinates
 from cuboid.telemetry.heartbeat import Reading
@@ -140,9 +141,8 @@ class Stragglers:
 def read_slowest(heartbeats: Path | None) -> dict[str, Any] | None:
     """As last written, for the rows of metrics.jsonl."""
     if heartbeats is not None:
-        with suppress(OSError, ValueError):
-            found: dict[str, Any] = json.loads((heartbeats / SLOWEST).read_text())
-            return found
+        with suppress(Unreadable):
+            return read_json(heartbeats / SLOWEST)
     return None
 
 

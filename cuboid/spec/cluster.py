@@ -13,7 +13,6 @@ latency = 3.0
 """
 
 import re
-import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,7 +20,10 @@ from importlib.resources import files
 from pathlib import Path
 
 from cuboid.errors import UserError, either, nearest_names, up_to
-from cuboid.spec.coding import Table, check_types, decode, field_types, read_toml, require_known
+from cuboid.readers import Table, parse_toml, read_toml
+from cuboid.spec.coding import check_types, decode, field_types, require_known
+
+MOST_ACCELERATORS = 10_000_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +76,10 @@ class ClusterSpec:
         for name in ("nodes", "accelerators_per_node", "memory_gib", "memory_bandwidth"):
             if getattr(self, name) <= 0:
                 raise UserError(f"cluster.{name}={getattr(self, name)} is not positive; use {name}=1 or more")
+        if self.accelerators > MOST_ACCELERATORS:
+            raise UserError(
+                f"cluster.nodes={self.nodes} makes {self.accelerators} accelerators; use {MOST_ACCELERATORS} or less"
+            )
         if self.host_memory_gib < 0:
             raise UserError(f"cluster.host_memory_gib={self.host_memory_gib} is negative; use 0 where it is not known")
         for precision, peak in self.peak_tflops.items():
@@ -172,7 +178,7 @@ def canonical_name(name: str) -> str:
 
 @cache
 def _catalog() -> Table:
-    return tomllib.loads((files("cuboid.spec.catalog") / "accelerators.toml").read_text(encoding="utf-8"))
+    return parse_toml((files("cuboid.spec.catalog") / "accelerators.toml").read_text(encoding="utf-8"))
 
 
 def _build(table: Table) -> ClusterSpec:

@@ -2,14 +2,13 @@
 
 import json
 import math
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from cuboid.errors import UserError, either, nearest_names
+from cuboid.readers import LARGEST_INTEGER, is_text
 
 T = TypeVar("T")
 
@@ -75,6 +74,8 @@ def convert(value: object, hint: Any, where: str) -> Any:
         if not isinstance(value, Mapping):
             raise UserError(f"{where}={show(value)} is {type_name(value)}; it must be a table")
         return {key: convert(item, get_args(hint)[1], f"{where}.{key}") for key, item in value.items()}
+    if isinstance(value, int) and abs(value) > LARGEST_INTEGER:
+        raise UserError(f"{where} is an integer of more than 64 bits; it must be {TYPE_NAMES.get(hint, 'smaller')}")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     # bool is a subclass of int, and `steps = true` is never meant as 1.
@@ -82,6 +83,8 @@ def convert(value: object, hint: Any, where: str) -> Any:
         raise UserError(f"{where}={show(value)} is {type_name(value)}; it must be {TYPE_NAMES[hint]}")
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{where}={value} is not finite; it must be a finite number")
+    if isinstance(value, str) and not is_text(value):
+        raise UserError(f"{where}={value!r} holds a NUL or half a character; it must be text")
     return value
 
 
@@ -129,6 +132,13 @@ def require_at_least(low: int, instance: object, where: str, names: Iterable[str
     for name in names:
         if getattr(instance, name) < low:
             raise UserError(f"{where}.{name}={getattr(instance, name)} is too small; use {name}={low} or more")
+
+
+def require_at_most(most: Mapping[str, int], instance: object, where: str) -> None:
+    """Refuses numbers that no machine has memory or time for, by name."""
+    for name, high in most.items():
+        if getattr(instance, name) > high:
+            raise UserError(f"{where}.{name}={getattr(instance, name)} is too large; use {name}={high} or less")
 
 
 def encode(instance: Any) -> dict[str, Any]:
@@ -180,36 +190,6 @@ def require_in_range(instance: object, where: str, names: Sequence[str], *, low:
             raise UserError(f"{where}.{name}={value} is too small; use {name}={low} or more")
         if high is not None and value > high:
             raise UserError(f"{where}.{name}={value} is too large; use {name}={high} or less")
-
-
-Table = dict[str, Any]
-
-
-def read_toml(path: Path) -> Table:
-    """A TOML file, or a sentence that says where it is broken."""
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; name an existing TOML file") from None
-    except OSError as problem:
-        raise UserError(f"{path} cannot be read: {problem.strerror}; name a readable TOML file") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as problem:
-        raise UserError(f"{path} is not TOML: {problem}") from None
-
-
-def read_json(path: Path) -> Table:
-    """A JSON object from a file, or a sentence that says where it is broken."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; name an existing JSON file") from None
-    except OSError as problem:
-        raise UserError(f"{path} cannot be read: {problem.strerror}; name a readable JSON file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as problem:
-        raise UserError(f"{path} is not JSON: {problem}") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path} does not hold a JSON object; write it as {{...}}")
-    return value
 
 
 def dumps(table: Mapping[str, Any]) -> str:

@@ -12,7 +12,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from cuboid.errors import UserError, either, nearest_names, nearest_numbers, use
-from cuboid.spec.coding import Table, convert, show
+from cuboid.readers import Table
+from cuboid.spec.coding import convert, show
 from cuboid.spec.layout import Layout, require_positive
 
 NEVER = 10**9

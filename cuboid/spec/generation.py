@@ -7,7 +7,7 @@ from math import prod
 from typing import Literal
 
 from cuboid.errors import UserError
-from cuboid.spec.coding import check_types, require_at_least
+from cuboid.spec.coding import check_types, require_at_least, require_at_most
 from cuboid.spec.fitting import check_model
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import ModelSpec
@@ -16,6 +16,12 @@ from cuboid.spec.sharding import kv_part_count
 
 DIMENSIONS = ("dp", "tp", "pp", "cp", "ep")
 """What a layout for generation can say; the rest belongs to training."""
+
+MOST_TOKENS = 1 << 24
+"""Of one text."""
+
+MOST_TOKENS = 1 << 24
+"""Of one text."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +48,7 @@ class SamplingSpec:
     def __post_init__(self) -> None:
         check_types(self, "sampling")
         require_at_least(1, self, "sampling", ("max_tokens",))
+        require_at_most({"max_tokens": MOST_TOKENS}, self, "sampling")
         require_at_least(0, self, "sampling", ("temperature", "top_k", "seed"))
         if self.repetition_penalty <= 0:
             raise UserError(f"repetition-penalty={self.repetition_penalty} is not positive; use 1.0 for none, or 1.1")
@@ -70,6 +77,9 @@ class SamplesSpec:
         check_types(self, "samples")
         require_at_least(0, self, "samples", ("every", "temperature"))
         require_at_least(1, self, "samples", ("max_tokens",))
+        require_at_most({"max_tokens": MOST_TOKENS}, self, "samples")
+        if self.every and not self.prompts:
+            raise UserError('samples.prompts=[] has nothing to continue; write prompts = ["def "], or use every=0')
         if self.every and not all(self.prompts):
             raise UserError("samples.prompts has an empty one; write at least one character in each")
 
@@ -100,6 +110,7 @@ class GenerationSpec:
     def __post_init__(self) -> None:
         check_types(self, "generation")
         require_at_least(1, self, "generation", ("slots", "length", "chunk"))
+        require_at_most({"slots": 1 << 20, "length": MOST_TOKENS, "chunk": MOST_TOKENS}, self, "generation")
         check_layout(self.layout, self.model)
 
     @property

@@ -1,13 +1,13 @@
 """Hugging Face's `config.json`: read into the table of a model, and written from a model."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cuboid.errors import UserError, either, nearest_names
-from cuboid.spec.coding import Table, show
+from cuboid.readers import Table, read_json
+from cuboid.spec.coding import show
 from cuboid.spec.model import BIAS_RATE, ROUTER_NOISE, ModelSpec
 from cuboid.spec.plugin import PythonModelSpec
 
@@ -421,5 +421,4 @@ def _own_config(model: PythonModelSpec) -> Config:
     path = Path(str(folder)) / "config.json"
     if folder is None or not path.is_file():
         raise UserError(f"model={model.name} is one's own: it has no config.json; read it with cuboid.load_checkpoint")
-    config: Config = json.loads(path.read_text(encoding="utf-8"))
-    return config
+    return read_json(path)

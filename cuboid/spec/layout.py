@@ -34,6 +34,9 @@ PLAIN = {"cp": 1, "cp_method": "ring", "schedule": "1f1b"}
 
 DERIVED: Any = None
 """Stands for a value that follows from the others; `Layout` replaces it at construction."""
+MOST_RANKS = 10_000_000
+MOST_PER_RANK = 1 << 20
+"""Sequences of a micro-batch, stages of a rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +83,10 @@ class Layout:
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "cp", "ep", "micro_batch"):
             require_positive(name, getattr(self, name))
+        if self.micro_batch > MOST_PER_RANK:
+            raise UserError(f"micro_batch={self.micro_batch} is too large; use micro_batch={MOST_PER_RANK} or less")
+        if self.world_size > MOST_RANKS:
+            raise UserError(f"world_size={self.world_size} is too large; use dp × cp × tp × pp = {MOST_RANKS} or less")
         self._resolve_schedule()
         for name, low, high in (("zero", 0, 3), ("shard", 0, self.dp)):
             value = convert(getattr(self, name), int, name)

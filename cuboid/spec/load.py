@@ -1,13 +1,13 @@
 """Models by name, from TOML, and from a Hugging Face `config.json`."""
 
-import tomllib
 from collections.abc import Mapping
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
 
 from cuboid.errors import UserError, either, nearest_names
-from cuboid.spec.coding import Table, decode, encode, field_types, read_json, read_toml, require_known
+from cuboid.readers import Table, parse_toml, read_json, read_toml
+from cuboid.spec.coding import decode, encode, field_types, require_known
 from cuboid.spec.huggingface import is_known, table_from_config
 from cuboid.spec.model import ModelSpec, with_balancing
 from cuboid.spec.plugin import PREFIX, PythonModelSpec, build_python_model, dump_python_model, is_plugin
@@ -100,17 +100,25 @@ def catalog_models() -> dict[str, Table]:
     """Name -> table of every model in the catalog, in the order of its files."""
     found: dict[str, Table] = {}
     for entry in sorted((files("cuboid.spec.catalog") / "models").iterdir(), key=lambda entry: entry.name):
-        found.update(tomllib.loads(entry.read_text(encoding="utf-8")))
+        found.update(parse_toml(entry.read_text(encoding="utf-8")))
     return found
 
 
-def _merge_base(table: Table, folder: Path) -> Table:
+MOST_BASES = 16
+"""Models that a model is based on, one on the other; a file that names itself has no end."""
+
+
+def _merge_base(table: Table, folder: Path, depth: int = 0) -> Table:
     base = table.pop("base", None)
     if base is None:
         return table
     if not isinstance(base, str):
         raise UserError(f"model.base={base} is not a string; name a catalog model or a file")
-    merged = _merge_base(model_table(base, folder), folder)
+    if depth == MOST_BASES:
+        raise UserError(
+            f"model.base={base} is based on itself, or on more than {MOST_BASES} others; name one with sizes"
+        )
+    merged = _merge_base(model_table(base, folder), folder, depth + 1)
     for key, value in table.items():
         require_known(key, field_types(PythonModelSpec if "python" in merged else ModelSpec), "model")
         old = merged.get(key)

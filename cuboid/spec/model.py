@@ -6,7 +6,20 @@ from pathlib import Path
 from typing import Literal
 
 from cuboid.errors import UserError, nearest_numbers, use
-from cuboid.spec.coding import check_types, require_at_least
+from cuboid.spec.coding import check_types, require_at_least, require_at_most
+
+MOST = {
+    "layers": 10_000,
+    "hidden": 1 << 20,
+    "heads": 1 << 16,
+    "kv_heads": 1 << 16,
+    "head_dim": 1 << 16,
+    "ffn": 1 << 24,
+    "vocab": 1 << 24,
+    "max_positions": 1 << 31,
+    "base_width": 1 << 24,
+}
+"""Sizes of a model a hundred times beyond any that was trained; above them memory and time of planning end too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +174,7 @@ class MixtureSpec:
         require_at_least(1, self, "mixture", ("experts", "top_k", "expert_ffn", "groups", "top_groups"))
         require_at_least(0, self, "mixture", ("shared_experts", "shared_ffn", "first_dense_layers", "capacity_factor"))
         require_at_least(0, self, "mixture", ("balance_coefficient", "z_coefficient", "router_noise", "bias_rate"))
+        require_at_most({"experts": 1 << 16, "expert_ffn": 1 << 24, "shared_experts": 1 << 10}, self, "mixture")
         if self.top_k > self.experts:
             raise UserError(
                 f"mixture.top_k={self.top_k} is more than experts={self.experts}; use top_k={self.experts} or less"
@@ -281,6 +295,7 @@ class ModelSpec:
         check_types(self, "model")
         require_at_least(1, self, "model", ("hidden", "layers", "heads", "ffn", "vocab", "max_positions", "base_width"))
         require_at_least(0, self, "model", ("kv_heads", "head_dim"))
+        require_at_most(MOST, self, "model")
         self._resolve_heads()
         for name in ("norm_epsilon", "rope_theta", "initial_std"):
             if getattr(self, name) <= 0:

@@ -7,13 +7,13 @@ layout = "dp=2,tp=2,pp=2"
 steps = 100
 """
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from cuboid.errors import UserError, either, nearest_names
+from cuboid.readers import parse_toml, read_toml
 from cuboid.spec.coding import (
     check_types,
     decode,
@@ -21,7 +21,7 @@ from cuboid.spec.coding import (
     encode,
     field_types,
     parse_text,
-    read_toml,
+    require_at_most,
     require_in_range,
     require_known,
     unwrap_optional,
@@ -44,6 +44,9 @@ from cuboid.spec.training import (
 
 TRACKERS = {"tensorboard": "tensorboard", "wandb": "wandb", "wandb-offline": "wandb", "trackio": "trackio", "jsonl": ""}
 """Name in `output.track` -> the package it needs, if any."""
+
+LONGEST_SECONDS = 10**9
+"""To wait for anything; clocks of sockets and locks hold no more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +118,7 @@ class CheckpointSpec:
         check_types(self, "checkpoint")
         require_in_range(self, "checkpoint", ("every", "keep_every", "memory_every"), low=0)
         require_in_range(self, "checkpoint", ("keep", "timeout_seconds"), low=1)
+        require_at_most({"timeout_seconds": LONGEST_SECONDS}, self, "checkpoint")
 
     def is_due(self, done: int, steps: int) -> bool:
         """Whether the state is kept after so many of the steps."""
@@ -186,7 +190,8 @@ class ResilienceSpec:
         counts = ("restarts", "hang_factor", "most_bad_steps", "spike_score", "check_replicas_every")
         require_in_range(self, "resilience", (*counts, *seconds), low=0)
         require_in_range(self, "resilience", ("contact_seconds",), low=3)
-        require_in_range(self, "resilience", ("spike_window",), low=4)
+        require_in_range(self, "resilience", ("spike_window",), low=4, high=1_000_000)
+        require_at_most(dict.fromkeys((*seconds, "contact_seconds"), LONGEST_SECONDS), self, "resilience")
 
     @property
     def goes_back(self) -> bool:
@@ -395,8 +400,8 @@ def _set(table: dict[str, Any], keys: list[str], text: str, types: Mapping[str, 
 def _literal(text: str) -> object:
     """A value as TOML reads it; a word that is none is a string."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"value = {text}")["value"]
+    except ValueError:
         return text
 
 

@@ -1,13 +1,17 @@
 """The tables of a run file that say what is computed, whatever the layout: [training], [optimizer], [learning_rate],
 [data], [evaluation] and [profile]."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
 from cuboid.errors import UserError, up_to
-from cuboid.spec.coding import check_types, require_in_range
+from cuboid.spec.coding import check_types, require_at_most, require_in_range
 from cuboid.spec.layout import Layout
 from cuboid.spec.plugin import is_plugin
+
+MOST = {"steps": 10**9, "global_batch": 1 << 24, "sequence": 1 << 28, "threads_per_rank": 1024}
+"""Above them no machine has the memory or the time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +89,7 @@ class TrainingSpec:
             low=1,
         )
         require_in_range(self, "training", ("seed", "gradient_clip"), low=0)
+        require_at_most(MOST, self, "training")
         if self.deterministic and self.compile == "on":
             raise UserError(
                 "training.compile=on takes whichever kernel is fastest as a run starts, and its last bits, but "
@@ -288,6 +293,7 @@ class EvaluationSpec:
             raise UserError(f"evaluation.every={self.every} is too small; use every=0 for never, or every=100")
         if self.batches < 1:
             raise UserError(f"evaluation.batches={self.batches} is too small; use batches=1 or more")
+        require_at_most({"batches": 1_000_000}, self, "evaluation")
 
 
 WARM_UP = 3
@@ -315,7 +321,7 @@ class ProfileSpec:
     def __post_init__(self) -> None:
         check_types(self, "profile")
         require_in_range(self, "profile", ("steps", "first"), low=0)
-        if not all(part.strip().isdecimal() for part in self.ranks.split(",")) and self.ranks:
+        if not all(re.fullmatch(r" *[0-9]{1,8} *", part) for part in self.ranks.split(",")) and self.ranks:
             raise UserError(f"profile.ranks={self.ranks} is no list of ranks; write it like 0,4,5")
 
     def check(self, world_size: int, steps: int) -> None:

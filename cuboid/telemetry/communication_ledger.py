@@ -88,10 +88,29 @@ class Ledger:
         return json.dumps({"step": step, "collectives": self.rows()}) + "\n"
 
     @classmethod
-    def from_line(cls, line: str) -> Ledger:
-        """The inverse of `as_line`; older runs wrote `exchanges`."""
-        told = json.loads(line)
-        return cls.from_rows(told["collectives"] if "collectives" in told else told["exchanges"])
+    def from_row(cls, told: dict[str, Any]) -> Ledger:
+        """The inverse of `as_line`, read."""
+        return cls.from_rows(_collectives(told))
+
+    @staticmethod
+    def is_row(told: dict[str, Any]) -> bool:
+        """Whether `from_row` can read it."""
+        rows = _collectives(told)
+        numbers, words = ("calls", "bytes", "ranks"), ("kind", "dimension")
+        return isinstance(rows, list) and all(
+            isinstance(row, dict)
+            and all(isinstance(row.get(name), int) for name in numbers)
+            and all(isinstance(row.get(name), str) for name in words)
+            for row in rows
+        )
+
+
+def _collectives(told: dict[str, Any]) -> Any:
+    """Of a row; older runs wrote `exchanges`."""
+    try:
+        return told["collectives"] if "collectives" in told else told["exchanges"]
+    except KeyError:
+        return None
 
 
 def differences(counted: Ledger, predicted: Ledger) -> list[str]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cuboid.planning.collectives import predicted_ledger, unforeseen
+from cuboid.readers import read_rows
 from cuboid.spec.run import Run
 from cuboid.telemetry.communication_ledger import FILES, Entry, Ledger
 
@@ -36,11 +37,11 @@ def summarize(run: Run) -> Summary:
     surprises: list[str] = []
     ranks = 0
     for path in paths:
-        rank, lines = _rank(path), path.read_text().splitlines()
-        if not lines:  # all steps had been done before
+        rank, rows = _rank(path), read_rows(path, Ledger.is_row)
+        if not rows:  # all steps had been done before
             continue
         ranks += 1
-        counted = Ledger.from_line(lines[-1])
+        counted = Ledger.from_row(rows[-1])
         predicted = predicted_ledger(run, rank)
         surprises += [f"rank {rank} {line}" for line in unforeseen(run, rank, counted)]
         # Either side may lack an entry: a collective nobody predicted, or one that never came.

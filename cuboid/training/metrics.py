@@ -21,9 +21,10 @@ from cuboid.resilience.goodput import Goodput
 from cuboid.resilience.stragglers import read_slowest
 from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import HEARTBEAT
+from cuboid.telemetry.rows import metric_rows
 from cuboid.training.health import Health
 from cuboid.training.routers import ExpertLoads, report
-from cuboid.training.run_folder import Rows, whole_rows
+from cuboid.training.run_folder import Rows
 from cuboid.training.step import StepResult
 from cuboid.training.trackers import Tracking
 
@@ -53,7 +54,7 @@ class Metrics:
         if self._rank == 0:
             path = folder / "metrics.jsonl"
             if self._done < self._run.training.steps:  # else it is written already, and nothing is spent
-                self._goodput = Goodput(folder, whole_rows(path), self._done, HEARTBEAT)
+                self._goodput = Goodput(folder, metric_rows(path), self._done, HEARTBEAT)
             self._rows = Rows(path, self._done)
             if self._run.model.mixture is not None:
                 self._loads = ExpertLoads(self._run, self._done)
@@ -161,7 +162,7 @@ class Metrics:
     def _read_past(self) -> None:
         """What the rows that are kept say of the run's health."""
         if self._run.output.health:
-            self._health = Health(self._run, whole_rows(Path(self._run.output.folder) / "metrics.jsonl"))
+            self._health = Health(self._run, metric_rows(Path(self._run.output.folder) / "metrics.jsonl"))
 
     def rewind(self, done: int) -> None:
         """The run went back: what comes after so many steps will be written again."""
@@ -171,7 +172,7 @@ class Metrics:
             self._rows.close()
             # Before the rows are cut: what the dropped steps took was lost, and counts as such.
             if self._goodput is not None:
-                self._goodput.rewind(whole_rows(folder / "metrics.jsonl"), done)
+                self._goodput.rewind(metric_rows(folder / "metrics.jsonl"), done)
             self._rows = Rows(folder / "metrics.jsonl", done)
         if self._loads is not None:
             self._loads.close()

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import time
-import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,10 +16,14 @@ from typing import Any
 from cuboid.checkpoint.folder import checkpoints, clear, newest_whole, step_of
 from cuboid.checkpoint.location import Location, locate
 from cuboid.checkpoint.memory.folder import IDENTITY, forget, newest_in_memory
+from cuboid.checkpoint.terms import PATTERN as LEADERS
 from cuboid.console import say
 from cuboid.data.opened import data_identity
 from cuboid.errors import UserError
+from cuboid.readers import parse_toml
+from cuboid.secure_channel import NAME as SECRET
 from cuboid.spec.run import Run, build_run, dump_run, load_run
+from cuboid.telemetry.rows import metric_rows
 
 RUN_FILE = "run.toml"
 BACKEND = "backend.json"
@@ -31,6 +34,8 @@ EXPERTS = "experts.jsonl"
 WRITTEN = (
     BACKEND,
     IDENTITY,
+    SECRET,
+    LEADERS,
     "metrics.jsonl",
     EXPERTS,
     "timing-*.jsonl",
@@ -126,13 +131,15 @@ def _check_past(run: Run, folder: Path) -> str:
     known = (folder / RUN_FILE).exists()
     if known:
         check_same_training(load_run(folder / RUN_FILE), run)
+        for name in ("metrics.jsonl", EXPERTS):
+            metric_rows(folder / name)  # ranks continue what is there: damage is said before they start
     # Names and sizes only: the ranks compare checksums as they read.
     _, manifest, _ = newest_whole(checkpoint_folder(run), contents=False)
     if manifest is None:
         if newest_in_memory(run):
             return ""
         return f"{folder} has no whole checkpoint: starting anew from step 0" if known else ""
-    check_same_training(build_run(tomllib.loads(manifest.run)), run)
+    check_same_training(build_run(parse_toml(manifest.run)), run)
     # The cursor in a checkpoint counts samples; of other data it would point at something else.
     if manifest.data != data_identity(run):
         sources = ", ".join(run.data.sources)
@@ -155,6 +162,24 @@ def _remove(folder: Path, pattern: str) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
+
+
+class InUse(UserError):
+    """Another process has claimed the folder."""
+
+
+def try_claim(folder: Path) -> int | None:
+    """The handle that holds the claim while it is open; None where the file system has no locks. `BlockingIOError`:
+    somebody else has it."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        if error.errno in HELD:
+            raise BlockingIOError(error.errno, "claimed") from None
+        return None
+    return handle
 
 
 @contextmanager
@@ -183,7 +208,7 @@ def _lock(handle: int, folder: Path, until: float) -> None:
             if error.errno not in HELD:
                 return None
         if time.monotonic() >= until:
-            raise UserError(f"output.folder={folder} is in use by another run; stop that one, or use another folder")
+            raise InUse(f"output.folder={folder} is in use by another run; stop that one, or use another folder")
         time.sleep(0.05)
 
 
@@ -195,7 +220,7 @@ class Rows:
         self._path = path
         self._waiting = b""
         self._warned = False
-        kept = [row for row in whole_rows(path) if row["step"] <= done] if done else []
+        kept = [row for row in metric_rows(path) if row["step"] <= done] if done else []
         _replace(path, kept)
         # Unbuffered: a row is in the file, or at least with the system, before the next step begins.
         self._file = path.open("ab", buffering=0)
@@ -214,7 +239,7 @@ class Rows:
         """More for a list of the last row, which stands in the file already."""
         # The whole file is written again: only the end of a run and a rollback come here.
         try:
-            rows = whole_rows(self._path)
+            rows = metric_rows(self._path)
             if rows:
                 rows[-1][name] = rows[-1].get(name, []) + values
                 _replace(self._path, rows)
@@ -233,23 +258,9 @@ class Rows:
         self._warned = True
 
 
-def whole_rows(path: Path) -> list[dict[str, Any]]:
-    """Up to the first that is no row: who is killed, or loses power, leaves a part of the last one, or zeros for it."""
-    rows: list[dict[str, Any]] = []
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            break
-        if not line.endswith(b"\n") or not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            break
-        rows.append(row)
-    return rows
-
-
 def last_step(path: Path) -> int:
     """Of the last whole row; 0 if there is none."""
-    rows = whole_rows(path)
+    rows = metric_rows(path)
     return int(rows[-1]["step"]) if rows else 0
 
 

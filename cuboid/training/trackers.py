@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import hashlib
 import sys
-import tomllib
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 
 from cuboid.console import say
 from cuboid.errors import UserError
+from cuboid.readers import parse_toml
 from cuboid.spec.run import TRACKERS, Run, dump_run
 from cuboid.training.run_folder import Rows, layer_names
 
@@ -159,7 +159,7 @@ def _identity(folder: Path) -> str:
 
 
 def _settings(run: Run) -> dict[str, Any]:
-    table = tomllib.loads(dump_run(run))
+    table = parse_toml(dump_run(run))
     # What was predicted is no setting, and too long for a table of them.
     table.pop("plan", None)
     return table

@@ -72,7 +72,7 @@ class Torture:
         arguments = (self.run(begin + 3), begin, deaths, str(mark))
         seen: list[Any] = []
         try:
-            seen = self.pool.run("tests.checkpoint.kill_jobs:life", arguments, ranks=RANKS, timeout=120)
+            seen = self.pool.run("tests.checkpoint.kill_jobs:life", arguments, ranks=RANKS, timeout=300)
         except RankError as error:
             assert mark.exists(), f"it ended otherwise: {error}"
         self.pool.close()  # processes that are watched already are used no more

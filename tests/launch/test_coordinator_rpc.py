@@ -10,9 +10,12 @@ from contextlib import suppress
 import pytest
 
 from cuboid.launch.coordinator import Coordinator, Order, Rules, Status
-from cuboid.launch.coordinator_rpc import LONGEST, CoordinatorClient, CoordinatorServer
+from cuboid.launch.coordinator_rpc import OTHER_RUN, CoordinatorClient, CoordinatorServer
 from cuboid.launch.network import Endpoint
 from cuboid.resilience.replan import Choice
+from cuboid.secure_channel import greet
+
+SECRET = b"what the supervisors of one job know"
 
 
 def choose(nodes: int) -> Choice:
@@ -26,12 +29,12 @@ class Office:
         self.endpoint = Endpoint(*listener.getsockname()[:2])
         rules = Rules(2, 2, lost_after=60.0, gather=60.0, patience=600.0)
         coordinator = Coordinator("a", rules, choose, lambda *_: "", lambda: 0, number=1)
-        self.desk = CoordinatorServer(listener, coordinator, "the run", self.said.append)
+        self.desk = CoordinatorServer(listener, SECRET, coordinator, "the run", self.said.append)
         self.desk.meet_at("127.0.0.1", 1)
         self.contacts: list[CoordinatorClient] = []
 
     def join(self, node: str, run: str = "the run") -> CoordinatorClient:
-        self.contacts.append(CoordinatorClient(self.endpoint, node, run, lost_after=60.0))
+        self.contacts.append(CoordinatorClient(lambda: [self.endpoint], lambda: SECRET, node, run, lost_after=60.0))
         return self.contacts[-1]
 
 
@@ -74,7 +77,7 @@ def test_a_contact_finds_its_way_back(office: Office) -> None:
     contact = office.join("b")
     wait(lambda: contact.order)
     for line in list(office.desk._lines.values()):
-        line.shutdown(socket.SHUT_RDWR)
+        line.hang_up()
     heard = contact._heard
     wait(lambda: contact._heard > heard + 0.5)
     assert not contact.lost and contact.silence < 60
@@ -83,8 +86,8 @@ def test_a_contact_finds_its_way_back(office: Office) -> None:
 def test_another_run_and_strangers_are_sent_away(office: Office) -> None:
     other = office.join("b", run="another run")
     assert other.next(None, 60.0, never) is None
-    assert other.refused == "this node has another run file, or other options, than the others"
-    for nonsense in (b"GET / HTTP/1.1\r\n\r\n", b"{}\n", b"[1]\n", b"null\n", b"x" * (2 * LONGEST)):
+    assert other.refused == OTHER_RUN
+    for nonsense in (b"GET / HTTP/1.1\r\n\r\n", b"{}\n" * 20, b"x" * (1 << 20)):
         with (
             suppress(ConnectionError),
             socket.create_connection((office.endpoint.host, office.endpoint.port)) as line,
@@ -92,12 +95,30 @@ def test_another_run_and_strangers_are_sent_away(office: Office) -> None:
             line.sendall(nonsense)
             while line.recv(1024):  # until it hangs up
                 pass
+    for message in (b"{}", b"[1]", b"null", b"\xff"):  # from one who knows the secret, and is broken
+        with socket.create_connection((office.endpoint.host, office.endpoint.port)) as line:
+            channel = greet(line, SECRET, "coordinator")
+            channel.send(message)
+            assert channel.receive() is None
     wait(lambda: office.join("c").next(None, 60.0, never))
+
+
+def test_a_node_that_has_another_secret_says_so(office: Office, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cuboid.launch.coordinator_rpc.UNTRUSTED", 0.5)
+    for secret, why in ((b"guessed" * 8, "has another job secret than this node"), (None, "and this node none")):
+        contact = CoordinatorClient(
+            lambda: [office.endpoint], lambda secret=secret: secret, "b", "the run", lost_after=60.0
+        )  # type: ignore[misc]
+        assert contact.next(None, 60.0, never) is None
+        assert why in contact.refused and "give all nodes the same CUBOID_SECRET" in contact.refused
+        contact.close()
+    assert office.desk._coordinator.nodes == ["a"], "nobody else was let in"
 
 
 def test_silence_and_a_wish_to_stop_end_the_waiting(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as nobody:
-        contact = CoordinatorClient(Endpoint(*nobody.getsockname()[:2]), "a", "the run", lost_after=0.2)
+        nowhere = Endpoint(*nobody.getsockname()[:2])
+        contact = CoordinatorClient(lambda: [nowhere], lambda: SECRET, "a", "the run", lost_after=0.2)
         assert contact.next(None, 0.5, never) is None and contact.lost
         wait(lambda: contact._noted)
         assert capsys.readouterr().err.startswith("warning: nothing is heard from the leading node at 127.0.0.1:")

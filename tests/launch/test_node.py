@@ -101,10 +101,14 @@ def test_a_job_survives_its_nodes(tmp_path: Path, pool: Pool, jobs: list[Job]) -
     job.wait_for_calls(leader, "2 nodes: the run's own layout dp=4", 3)
     job.wait_for_steps(3)
 
-    os.kill(leader.command.pid, signal.SIGKILL)  # the other one ends its ranks and waits
+    os.kill(leader.command.pid, signal.SIGKILL)  # the other one takes over
     leader.assert_nothing_is_left()
-    leader = job.start()
+    job.wait_for_calls(other, "coordinator at", 1)
     job.wait_for_steps(3)
+    leader = job.start()  # where the rendezvous is, and it follows
+    job.wait_for_calls(other, "2 nodes: the run's own layout dp=4", 1)
+    job.wait_for_steps(3)
+    assert "coordinator at" not in leader.log.read_text()
 
     other.command.send_signal(signal.SIGTERM)  # one node is wanted back: all save, and end with "requeue me"
     assert [leader.end()[0], other.end()[0]] == [75, 75]
@@ -121,6 +125,31 @@ def test_a_job_survives_its_nodes(tmp_path: Path, pool: Pool, jobs: list[Job]) -
     pool.run("tests.training.cases:train_rank", (build_run({"model": "tiny-llama"}, fields),), ranks=1)
     for row, whole in zip(survived, rows(alone / "metrics.jsonl"), strict=True):
         assert row["loss"] == pytest.approx(whole["loss"], rel=1e-9)
+
+
+@pytest.mark.thorough
+def test_a_leader_that_slept_follows_who_took_over(tmp_path: Path, jobs: list[Job]) -> None:
+    job = Job(tmp_path, "dp=6", "training.global_batch=12", options=("--nodes", "3", "--min-nodes", "1"))
+    jobs.append(job)
+    leader = job.start()
+    job.wait_for_lead()
+    others = [job.start(), job.start()]
+    job.wait_for_steps(4)
+    signal_all(leader, signal.SIGSTOP)  # with its ranks, as a machine that hangs
+    job._wait(lambda: any("coordinator at" in other.log.read_text() for other in others))
+    job.wait_for_steps(6)
+    new = next(other for other in others if "coordinator at" in other.log.read_text())
+    signal_all(leader, signal.SIGCONT)
+    job.wait_for_calls(new, "3 nodes: the run's own layout dp=6", 1)
+    job.wait_for_steps(3)
+    new.command.send_signal(signal.SIGTERM)
+    ends = [each.end() for each in (leader, *others)]
+    assert [code for code, _ in ends] == [75, 75, 75]
+    assert "another node leads now: this node leads no more, and ends its ranks" in ends[0][1]
+    found = failures(tmp_path / "runs/default")
+    assert [failure.reason.partition(": ")[2] for failure in found] == ["nothing was heard of it for 8 s"]
+    survived = [row["step"] for row in rows(tmp_path / "runs/default/metrics.jsonl")]
+    assert survived == list(range(1, len(survived) + 1))
 
 
 @pytest.mark.thorough

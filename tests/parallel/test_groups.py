@@ -25,7 +25,7 @@ def test_ranks_that_make_different_groups_agree_on_their_names(
     """Torch counts the groups of a process in their names: a rank that makes one less waits for ever."""
     ranks = Layout.parse(text).world_size
     found = pool.run(
-        "tests.parallel.group_jobs:use_all_groups", (text, kv_parts, tied, experts), ranks=ranks, timeout=60
+        "tests.parallel.group_jobs:use_all_groups", (text, kv_parts, tied, experts), ranks=ranks, timeout=300
     )
     assert all(right for _, right in found)
     assert len({made for made, _ in found}) == 1

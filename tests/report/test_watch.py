@@ -7,13 +7,14 @@ import json
 import os
 import pty
 import re
+import socket
 import subprocess
 import sys
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from queue import Queue
 
@@ -133,12 +134,16 @@ def test_a_plan_cannot_be_watched(tmp_path: Path) -> None:
         Watched.open(tmp_path / "plain.toml", "cpux1")
 
 
+def served(folder: Path, host: str) -> str:
+    said: Queue[str] = Queue()
+    arguments = (folder, host, 0, "cpux4", False, said.put)
+    threading.Thread(target=serve, args=arguments, daemon=True).start()
+    return said.get(timeout=120)
+
+
 @pytest.fixture
 def address(folder: Path) -> Iterator[str]:
-    said: Queue[str] = Queue()
-    arguments = (folder, "127.0.0.1", 0, "cpux4", False, said.put)
-    threading.Thread(target=serve, args=arguments, daemon=True).start()
-    yield said.get(timeout=120)
+    yield served(folder, "127.0.0.1")
 
 
 def get(address: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
@@ -169,3 +174,24 @@ def test_the_served_page_follows_the_run(folder: Path, address: str) -> None:
         urllib.request.urlopen(address, data=b"x", timeout=60)
     with pytest.raises(UserError, match="cannot be listened on"):
         serve(folder, "127.0.0.1", int(address.rsplit(":", 1)[1].strip("/")), with_search=False)
+
+
+def test_elsewhere_than_on_loopback_the_address_has_a_token(folder: Path) -> None:
+    address = served(folder, "0.0.0.0")
+    base, token = address.rstrip("/").rsplit("/", 1)
+    assert len(token) >= 40
+    assert get(address)[0] == get(f"{address}data.json")[0] == 200
+    for path in ("/", "/data.json", f"/{token[:-1]}/", f"/{token}", f"/{'x' * len(token)}/data.json"):
+        assert get(base + path)[0] == 404
+    assert get(f"{address}../run.toml")[0] == 404
+
+
+def test_strangers_do_not_keep_the_page_from_its_reader(folder: Path) -> None:
+    address = served(folder, "0.0.0.0")
+    port = int(address.split(":")[2].split("/")[0])
+    with ExitStack() as held:
+        for number in range(1000):
+            line = held.enter_context(socket.create_connection(("127.0.0.1", port)))
+            with suppress(ConnectionError):
+                line.sendall((b"", b"junk\r\n\r\n", b"GET / HTT", bytes(3000))[number % 4])
+        assert get(f"{address}data.json")[0] == 200

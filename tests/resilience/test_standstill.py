@@ -164,7 +164,7 @@ def test_nodes_of_which_one_still_works_wait() -> None:
 
 def test_what_a_rank_did_before_it_hung_does_not_count_for_long() -> None:
     worked = subprocess.Popen(
-        [sys.executable, "-c", "import time\nwhile time.process_time() < 0.4: pass\ntime.sleep(60)"]
+        [sys.executable, "-c", "import time\nwhile time.process_time() < 0.4: pass\ntime.sleep(600)"]
     )
     try:
         standstill = Standstill(ResilienceSpec(stuck_seconds=4))
@@ -173,7 +173,7 @@ def test_what_a_rank_did_before_it_hung_does_not_count_for_long() -> None:
         while core_seconds(worked.pid) < 0.3:  # type: ignore[operator]
             time.sleep(0.1)
         assert standstill.look(4.0, lambda: readings) is None, "it has worked in this silence"
-        until = time.monotonic() + 10
+        until = time.monotonic() + 50
         while standstill.look(8.0, lambda: readings) is None:
             assert time.monotonic() < until, "what it did would excuse it for more than a minute"
             time.sleep(0.2)

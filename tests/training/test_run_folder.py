@@ -9,7 +9,8 @@ import pytest
 
 from cuboid.errors import UserError
 from cuboid.spec.run import Run, build_run, load_run
-from cuboid.training.run_folder import Rows, last_step, layer_names, prepare_folder, whole_rows
+from cuboid.telemetry.rows import metric_rows
+from cuboid.training.run_folder import Rows, last_step, layer_names, prepare_folder
 
 
 def run_in(folder: Path, steps: int = 5) -> Run:
@@ -103,19 +104,20 @@ def test_rows_of_steps_that_will_be_done_again_are_dropped(tmp_path: Path) -> No
     second = Rows(path, done=2)
     second.append({"step": 3, "loss": 0.5})
     second.close()
-    assert [(row["step"], row["loss"]) for row in whole_rows(path)] == [(1, 1.0), (2, 1.0), (3, 0.5)]
+    assert [(row["step"], row["loss"]) for row in metric_rows(path)] == [(1, 1.0), (2, 1.0), (3, 0.5)]
     Rows(path).close()
     assert lines(path) == [], "a run that begins anew keeps none"
     assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"], "and nothing is left aside"
 
 
-@pytest.mark.parametrize(
-    "torn", [b'{"step": 3, "lo', b"\x00" * 20, b'{"step": 3}', b"[3]\n", b'{"loss": 1.0}\n', b'{"step": "3"}\n']
-)
+TORN = [b'{"step": 3, "lo', b"\x00" * 20, b'{"step": 3}', b"[3]\n", b'{"loss": 1.0}\n', b'{"step": "3"}\n']
+
+
+@pytest.mark.parametrize("torn", TORN)
 def test_what_a_killed_writer_left_half_is_no_row(tmp_path: Path, torn: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + torn + b'\n{"step": 9}\n' * torn.endswith(b"\n"))
-    assert [row["step"] for row in whole_rows(path)] == [1, 2]
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + torn)
+    assert [row["step"] for row in metric_rows(path)] == [1, 2]
     assert last_step(path) == 2
     rows = Rows(path, done=5)
     rows.append({"step": 3})
@@ -123,21 +125,29 @@ def test_what_a_killed_writer_left_half_is_no_row(tmp_path: Path, torn: bytes) -
     assert lines(path) == ['{"step": 1}', '{"step": 2}', '{"step": 3}']
 
 
+@pytest.mark.parametrize("torn", TORN[3:])
+def test_a_row_that_is_none_before_others_is_damage(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + torn + b'{"step": 3}\n')
+    with pytest.raises(UserError, match="line 2 is no row; remove that line"):
+        metric_rows(path)
+
+
 def test_there_may_be_no_rows_at_all(tmp_path: Path) -> None:
-    assert whole_rows(tmp_path / "nothing.jsonl") == [] and last_step(tmp_path / "nothing.jsonl") == 0
+    assert metric_rows(tmp_path / "nothing.jsonl") == [] and last_step(tmp_path / "nothing.jsonl") == 0
 
 
 def test_more_is_added_to_the_last_row_and_writing_continues_after_it(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     rows = Rows(path)
-    rows.add_to_last("checkpoints", [1])
+    rows.add_to_last("warnings", [{"text": "a"}])
     assert lines(path) == [], "there is no last one yet"
     rows.append({"step": 1})
-    rows.append({"step": 2, "checkpoints": [2]})
-    rows.add_to_last("checkpoints", [3, 4])
+    rows.append({"step": 2, "warnings": [{"text": "b"}]})
+    rows.add_to_last("warnings", [{"text": "c"}])
     rows.append({"step": 3})
     rows.close()
-    assert lines(path) == ['{"step": 1}', '{"step": 2, "checkpoints": [2, 3, 4]}', '{"step": 3}']
+    assert lines(path) == ['{"step": 1}', '{"step": 2, "warnings": [{"text": "b"}, {"text": "c"}]}', '{"step": 3}']
 
 
 def test_names_of_layers_in_a_row() -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from cuboid.data.store import TOKENIZER
 from cuboid.data.tokenizer import tokenizer_files
 from cuboid.errors import UserError
+from cuboid.readers import Unreadable, open_safetensors, read_bytes, read_json
 from cuboid.spec.huggingface import table_from_config
 from cuboid.spec.load import build_model
 from cuboid.spec.model import ModelSpec
@@ -61,13 +62,8 @@ class ModelFolder:
         return tensors
 
     def _open(self, name: str) -> Any:
-        from safetensors import SafetensorError, safe_open
-
         if name not in self._files:
-            try:
-                self._files[name] = safe_open(str(require_inside(self.folder, name)), framework="pt")
-            except (SafetensorError, OSError) as error:
-                raise damaged(self.folder / name, str(error)) from None
+            self._files[name] = open_safetensors(require_inside(self.folder, name))
         return self._files[name]
 
     def _tensors_of(self, name: str) -> dict[str, StoredTensor]:
@@ -125,16 +121,10 @@ def _weight_files(folder: Path) -> list[str]:
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
-    path = require_inside(folder, name)
-    if path.stat().st_size > LARGEST_JSON:
-        raise damaged(folder / name, f"its {path.stat().st_size:,} bytes are more than any such file has")
     try:
-        table = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise damaged(folder / name, f"it is not JSON ({error})") from None
-    if not isinstance(table, dict):
-        raise damaged(folder / name, "it is not a table")
-    return table
+        return read_json(require_inside(folder, name), LARGEST_JSON)
+    except Unreadable as error:
+        raise damaged(folder / name, f"it {error.reason}") from None
 
 
 def require_inside(folder: Path, name: str) -> Path:
@@ -185,7 +175,7 @@ def companions(run: Run) -> Companions:
     made = tokenizer_files(run.data)
     start = Path(run.training.start_from.removeprefix("hf:")) if run.training.start_from.startswith("hf:") else None
     if start is not None and (start / CONFIG).is_file():
-        files = {name: require_inside(start, name).read_bytes() for name in COPIED if (start / name).is_file()}
+        files = {name: read_bytes(require_inside(start, name)) for name in COPIED if (start / name).is_file()}
         if TOKENIZER in files and made.files.get(TOKENIZER, files[TOKENIZER]) == files[TOKENIZER]:
             config = read_config(start)
             return Companions(f"that of hf:{start}", files, {name: config.get(name) for name in TOKENS})

@@ -21,6 +21,7 @@ from pathlib import Path
 from cuboid.checkpoint.folder import checkpoints, step_of
 from cuboid.checkpoint.location import Location, locate
 from cuboid.errors import UserError
+from cuboid.readers import Missing, read_text
 from cuboid.spec.run import Run
 
 NODE = "CUBOID_NODE"
@@ -38,8 +39,8 @@ def node_name() -> str:
 def identity_of(run: Run, make: bool = False) -> str:
     """Empty if the run has none; `make`: give it one then."""
     path = Path(run.output.folder) / IDENTITY
-    with suppress(OSError):
-        if known := path.read_text().strip():
+    with suppress(Missing):
+        if known := read_text(path, 4096).strip():
             return known
     if not make:
         return ""
@@ -47,7 +48,7 @@ def identity_of(run: Run, make: bool = False) -> str:
     aside = path.with_name(f".{IDENTITY}.writing")
     aside.write_text(secrets.token_hex(8) + "\n")
     os.replace(aside, path)
-    return path.read_text().strip()
+    return read_text(path, 4096).strip()
 
 
 def node_folder(run: Run, node: str = "") -> Path:

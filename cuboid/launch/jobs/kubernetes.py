@@ -10,6 +10,7 @@ from textwrap import indent
 from cuboid.errors import UserError
 from cuboid.launch.jobs.job import REFUSED, Job
 from cuboid.resilience.preemption import REQUEUE
+from cuboid.secure_channel import VALUE
 from cuboid.spec.run import dump_run
 
 # The pod that holds a node's supervisor and its ranks, the same for a plain Job and for a TrainJob.
@@ -120,7 +121,7 @@ containers:
     image: {quoted(options.image)}
     workingDir: {quoted(options.mount)}
     command: {_command(job, host)}
-{indent(_ports(job) + _secret(options) + _resources(job, options), "    ")}    securityContext:
+{indent(_ports(job) + _secret(job, options) + _resources(job, options), "    ")}    securityContext:
       allowPrivilegeEscalation: false
       capabilities: {{drop: [ALL]}}
     volumeMounts:
@@ -153,11 +154,49 @@ def _ports(job: Job) -> str:
     return f"ports:\n  - {{name: rendezvous, containerPort: {job.port}}}\n"
 
 
-def _secret(options: PodOptions) -> str:
-    if not options.secret:
-        return ""
-    why = "# Only the name: what it holds stays in the cluster."
-    return f"{why}\nenvFrom:\n  - secretRef: {{name: {quoted(options.secret)}}}\n"
+def _secret(job: Job, options: PodOptions) -> str:
+    lines = []
+    if job.nodes > 1:
+        lines = [
+            "# What supervisors prove to each other that they know; without it they make one in the run's folder.",
+            "env:",
+            f"  - name: {VALUE}",
+            f"    valueFrom: {{secretKeyRef: {{name: {job.name}-secret, key: secret, optional: true}}}}",
+        ]
+    if options.secret:
+        lines += [
+            "# Only the name: what it holds stays in the cluster.",
+            "envFrom:",
+            f"  - secretRef: {{name: {quoted(options.secret)}}}",
+        ]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def network_policy(job: Job, options: PodOptions) -> str:
+    """Of a job on many nodes: NCCL, gloo and PyTorch's store believe whoever reaches them, so nobody else may."""
+    return f"""# Only pods of this job reach pods of this job, where the cluster's network enforces policies.
+apiVersion: networking.k8s.io/v1
+kind: NetworkPolicy
+metadata:
+{indent(metadata(job, options), "  ")}
+spec:
+  podSelector: {{matchLabels: {labels(job)}}}
+  policyTypes: [Ingress]
+  ingress:
+    - from:
+        - podSelector: {{matchLabels: {labels(job)}}}
+"""
+
+
+def _head(job: Job, options: PodOptions, written_by: str) -> str:
+    place = f"-n {options.namespace} " if options.namespace else ""
+    made = f"kubectl {place}create secret generic {job.name}-secret --from-literal=secret=$(openssl rand -hex 32)"
+    secret = f"# Make its secret once:  {made}\n" if job.nodes > 1 else ""
+    return f"""# {job.summary}
+# {job.placement}
+# Written by: {written_by}
+{secret}# Start it:  kubectl apply -f FILE     Stop it for good:  kubectl delete -f FILE
+"""
 
 
 def _resources(job: Job, options: PodOptions) -> str:
@@ -179,15 +218,10 @@ JOB_CONTAINER = "cuboid"
 
 
 def job_manifest(job: Job, options: PodOptions, written_by: str) -> str:
-    """The whole file: run file, Service, Job."""
+    """The whole file: run file, network policy, Service, Job."""
     job = in_pods(job)
-    parts = [configuration(job, options), *([_service(job, options)] if job.nodes > 1 else []), _job(job, options)]
-    head = f"""# {job.summary}
-# {job.placement}
-# Written by: {written_by}
-# Start it:  kubectl apply -f FILE     Stop it for good:  kubectl delete -f FILE
-"""
-    return head + "---\n".join(parts)
+    many = [network_policy(job, options), _service(job, options)] if job.nodes > 1 else []
+    return _head(job, options, written_by) + "---\n".join([configuration(job, options), *many, _job(job, options)])
 
 
 def _service(job: Job, options: PodOptions) -> str:
@@ -237,14 +271,11 @@ TRAIN_JOB_CONTAINER = "node"
 
 
 def train_job_manifest(job: Job, options: PodOptions, written_by: str) -> str:
-    """The whole file: run file, TrainingRuntime, TrainJob."""
+    """The whole file: run file, network policy, TrainingRuntime, TrainJob."""
     job = in_pods(job)
-    head = f"""# {job.summary}
-# {job.placement}
-# Written by: {written_by}
-# Start it:  kubectl apply -f FILE     Stop it for good:  kubectl delete -f FILE
-"""
-    return head + "---\n".join([configuration(job, options), _runtime(job, options), _train_job(job, options)])
+    policy = [network_policy(job, options)] if job.nodes > 1 else []
+    parts = [configuration(job, options), *policy, _runtime(job, options), _train_job(job, options)]
+    return _head(job, options, written_by) + "---\n".join(parts)
 
 
 def _runtime(job: Job, options: PodOptions) -> str:

@@ -50,11 +50,11 @@ or:  ray job submit -- python FILE
 
 Ray places one supervisor a node, each on a node of its own, and places it again when its node is gone and another is
 there. Supervisors start ranks, restart them, and continue without a lost node. When the first node is lost, all begin
-anew from the newest checkpoint, on as many nodes as there are, MIN_NODES at least. When Ray's own head is lost, this
-program ends with exit code 1: run it again where Ray is."""
+anew from the newest checkpoint, on as many nodes as there are, MIN_NODES at least."""
 
 import ctypes
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -87,8 +87,9 @@ class Node:
     def address(self):
         return ray.util.get_node_ip_address()
 
-    def train(self, head, waits):
-        """The supervisor of this node, until it ends; its exit code."""
+    def train(self, head, waits, secret):
+        """The supervisor of this node, until it ends; its exit code. Supervisors prove to each other that they know
+        the secret."""
         deadline = time.monotonic() + 60
         while waits and time.monotonic() < deadline:  # for the first node, which serves the others
             try:
@@ -97,7 +98,7 @@ class Node:
             except OSError:
                 time.sleep(0.2)
         words = [word.replace("HEAD:", head + ":") for word in COMMAND]
-        here = dict(os.environ)
+        here = {**os.environ, "CUBOID_SECRET": secret}
         if "GPU" not in BUNDLE:
             here.pop("CUDA_VISIBLE_DEVICES", None)
         command = [sys.executable, "-m", "cuboid.cli.main", *words]
@@ -140,7 +141,8 @@ def attempt():
         signal.signal(number, stop)
     try:
         head = ray.get(nodes[0].address.remote())
-        ends = [node.train.remote(head, i > 0) for i, node in enumerate(nodes)]
+        secret = secrets.token_hex(32)
+        ends = [node.train.remote(head, i > 0, secret) for i, node in enumerate(nodes)]
         code = ray.get(ends[0])
         ray.wait(ends, num_returns=len(ends), timeout=10)  # the others end when they are told so
         return code

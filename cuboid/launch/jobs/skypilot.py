@@ -10,6 +10,7 @@ from cuboid.errors import UserError
 from cuboid.launch.jobs.job import Job
 from cuboid.launch.jobs.kubernetes import GATHER, quoted
 from cuboid.resilience.preemption import REQUEUE
+from cuboid.secure_channel import VALUE
 
 NAMES = {
     "v100-16g": "V100",
@@ -50,7 +51,7 @@ def task(job: Job, options: SkyOptions, written_by: str) -> str:
     return f"""# {job.summary}
 # {job.placement}
 # Written by: {written_by}
-# Start it where the run file is:  sky jobs launch FILE
+# Start it where the run file is:  sky jobs launch FILE{_passed(job)}
 name: {job.name}
 num_nodes: {job.nodes}
 # The run file and what lies beside it; a machine's own disk goes with it, so checkpoints go to
@@ -63,11 +64,22 @@ resources:
     max_restarts_on_errors: {job.run.resilience.restarts}
     # Told to stop, saved: start me again, and do not count it.
     recover_on_exit_codes: [{REQUEUE}]
-setup: |
+{_secret(job)}setup: |
 {indent(setup, "  ")}
 run: |
 {indent(f"{meet}exec {job.shell_command}", "  ")}
 """
+
+
+def _passed(job: Job) -> str:
+    return f" --secret {VALUE}=$(openssl rand -hex 32)" if job.nodes > 1 else ""
+
+
+def _secret(job: Job) -> str:
+    if job.nodes == 1:
+        return ""
+    why = "# What supervisors prove to one another that they know; given when the job is started, and in no file."
+    return f"{why}\nsecrets:\n  {VALUE}: null\n"
 
 
 def _store(job: Job, options: SkyOptions) -> str:

@@ -6,8 +6,9 @@ import re
 from dataclasses import dataclass
 
 from cuboid.errors import UserError
-from cuboid.launch.jobs.job import Job
+from cuboid.launch.jobs.job import REFUSED, Job
 from cuboid.resilience.preemption import REQUEUE
+from cuboid.secure_channel import VALUE
 
 REJOIN = 300.0
 """Seconds that nodes wait for one that is gone: Slurm brings none back before the job is queued again."""
@@ -51,7 +52,7 @@ def _head(job: Job, written_by: str) -> str:
 
 def _directives(job: Job, options: SlurmOptions) -> str:
     named = {name: getattr(options, name) for name in ("partition", "account", "qos", "constraint")}
-    lost = "without its first" if job.min_nodes < job.nodes else "without a"
+    lost = "without enough of its nodes" if job.min_nodes < job.nodes else "without a node"
     lines = [
         f"#SBATCH --job-name={job.name}",
         *(f"#SBATCH --{name}={value}" for name, value in named.items() if value),
@@ -65,10 +66,10 @@ def _directives(job: Job, options: SlurmOptions) -> str:
         "#SBATCH --mem=0",
         f"# {job.notice_seconds} s before its time is over every process is told; the training saves and leaves.",
         f"#SBATCH --signal=USR1@{job.notice_seconds}",
-        f"# Preempted, or {lost} node, the job waits for its turn again and resumes from its checkpoint.",
+        f"# Preempted, or {lost}, the job waits for its turn again and resumes from its checkpoint.",
         "#SBATCH --requeue",
         *(
-            ["# Another lost node does not end the job: those that are left continue.", "#SBATCH --no-kill"]
+            ["# A lost node does not end the job: those that are left continue.", "#SBATCH --no-kill"]
             if job.min_nodes < job.nodes
             else []
         ),
@@ -82,6 +83,11 @@ def _directives(job: Job, options: SlurmOptions) -> str:
 def _body(job: Job, options: SlurmOptions) -> str:
     setup = f"{options.setup}\n" if options.setup else ""
     host = 'head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\n' if job.nodes > 1 else ""
+    if job.nodes > 1:
+        host += (
+            "# What supervisors prove to one another that they know; srun hands it to each of them.\n"
+            f"export {VALUE}=\"${{{VALUE}:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')}}\"\n"
+        )
     return f"""set -u
 cd "$SLURM_SUBMIT_DIR" || exit 1
 {setup}{host}
@@ -103,14 +109,17 @@ code=$?
 
 
 def _elastic_step(job: Job) -> str:
-    return f"""# The first node's supervisor leads and says how the job ended; srun would say how a lost one did.
+    return f"""# Supervisors that were not killed say how the job ended; srun would say how a lost one did.
 verdict="$PWD/.{job.name}-$SLURM_JOB_ID.code"
-rm -f "$verdict"
+rm -f "$verdict".*
 # shellcheck disable=SC2016  # the words in quotes are for the shell of each node
 srun --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none \\
-  bash -c 'trap : TERM USR1; "${{@:2}}"; code=$?; [ "$SLURM_NODEID" -gt 0 ] || echo "$code" >"$1"; exit "$code"' \\
+  bash -c 'trap : TERM USR1; "${{@:2}}"; c=$?; [ "$c" -gt 128 ] || echo "$c" >"$1.$SLURM_NODEID"; exit "$c"' \\
   supervisor "$verdict" \\
   {job.shell_command}
-code=$(cat "$verdict" || echo 1)
-rm -f "$verdict"
+code=1
+for ended in {REFUSED} {REQUEUE} 0; do  # a node that was cut off to the end failed; the job did not
+  grep -qxs "$ended" "$verdict".* && code=$ended
+done
+rm -f "$verdict".*
 """

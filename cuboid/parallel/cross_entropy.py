@@ -1,5 +1,7 @@
-"""Fused LM head and cross-entropy, where the compiler helps: the logits exist once, in the precision of the matmul, and
-are overwritten by their gradient. The vocabulary may be split over tensor ranks."""
+"""Cross-entropy, of logits whose vocabulary may be split over tensor ranks.
+
+Where the compiler helps, LM head and loss are fused: the logits exist once, in the precision of the matmul, and are
+overwritten by their gradient. Elsewhere the same steps run one by one on a copy in float32 or wider."""
 
 from __future__ import annotations
 
@@ -61,26 +63,35 @@ def _loss_of_whole_rows(logits: Tensor, labels: Tensor) -> Tensor:
     return loss
 
 
+def _without_padding(logits: Tensor, rows: int) -> Tensor:
+    """Columns that only pad the vocabulary weigh nothing; a rank may have no others."""
+    exact = _exact(logits)
+    if rows == exact.shape[1]:
+        return exact
+    return exact.masked_fill(torch.arange(exact.shape[1], device=exact.device) >= rows, -torch.inf)
+
+
 def _peaks(logits: Tensor, rows: int) -> Tensor:
-    return _exact(logits[:, :rows]).amax(1)
+    return _without_padding(logits, rows).amax(1)
 
 
 def _sums(logits: Tensor, labels: Tensor, peaks: Tensor, first: int, rows: int) -> Tensor:
     """Of the columns held here: sums of exponentials, and the labels' own logits, both beside the peaks."""
-    lowered = _exact(logits[:, :rows]) - peaks.unsqueeze(1)
+    lowered = _without_padding(logits, rows) - peaks.unsqueeze(1)
     columns = labels - first
     held = (labels != IGNORED) & (columns >= 0) & (columns < rows)
     target = lowered.gather(1, columns.where(held, 0).unsqueeze(1)).squeeze(1)
-    return torch.stack((lowered.exp().sum(1), torch.where(held, target, 0)))
+    return torch.stack((lowered.exp_().sum(1), torch.where(held, target, 0)))
 
 
 def _overwrite(logits: Tensor, labels: Tensor, peaks: Tensor, totals: Tensor, first: int, rows: int) -> None:
     """`logits` become the gradient, magnified; columns that only pad the vocabulary have none."""
     column = torch.arange(logits.shape[1], device=logits.device)
-    hit = column == (labels - first).unsqueeze(1)
-    probabilities = (_exact(logits) - peaks.unsqueeze(1)).exp() / totals.unsqueeze(1) - hit.to(peaks.dtype)
-    counts = (labels != IGNORED).unsqueeze(1) & (column < rows)
-    logits.copy_(torch.where(counts, probabilities, 0) * _magnifier(logits.dtype))
+    # In place: uncompiled, each operation would make another tensor as large as the logits.
+    gradient = _exact(logits).sub_(peaks.unsqueeze(1)).exp_().div_(totals.unsqueeze(1))
+    gradient.add_(column == (labels - first).unsqueeze(1), alpha=-1)
+    gradient.masked_fill_((labels == IGNORED).unsqueeze(1) | (column >= rows), 0)
+    logits.copy_(gradient.mul_(_magnifier(logits.dtype)))
 
 
 @cache
@@ -88,15 +99,42 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False, fullgraph=True)
 
 
-def _split_loss(logits: Tensor, labels: Tensor, vocabulary: int, group: Group) -> Tensor:
+def _unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+def _split_loss(
+    logits: Tensor, labels: Tensor, vocabulary: int, group: Group, compiled: Callable[..., Any] = _compiled
+) -> Tensor:
     """As `_loss_and_gradient`, of logits whose columns are split; they are never gathered."""
     first, rows = vocabulary_rows(vocabulary, group.size, group.index)
-    # Softmax over a split vocabulary: a maximum (tokens,), then sums of exponentials and the target's logit (2,
-    # tokens). No rank sees another's logits: 12 bytes a token travel, not vocabulary × 2.
-    peaks = all_reduce_maximum(_compiled(_peaks)(logits, rows), group)
-    totals, target = all_reduce(_compiled(_sums)(logits, labels, peaks, first, rows), group).unbind()
-    _compiled(_overwrite)(logits, labels, peaks, totals, first, rows)
+    # Softmax over a split vocabulary: a maximum (tokens,), so that no exponential overflows, then sums of exponentials
+    # and the target's logit (2, tokens), to which ranks without it add 0. No rank sees another's logits: 12 bytes a
+    # token travel, not vocabulary × 2.
+    peaks = all_reduce_maximum(compiled(_peaks)(logits, rows), group)
+    totals, target = all_reduce(compiled(_sums)(logits, labels, peaks, first, rows), group).unbind()
+    compiled(_overwrite)(logits, labels, peaks, totals, first, rows)
     return torch.where(labels != IGNORED, totals.log() - target, 0).sum()
+
+
+class _SplitCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, logits: Tensor, labels: Tensor, vocabulary: int, group: Group) -> Tensor:
+        exact = logits.to(wide(logits.dtype), copy=True)
+        loss = _split_loss(exact, labels, vocabulary, group, _unchanged)
+        context.save_for_backward(exact)  # which holds the gradient by now
+        return loss
+
+    @staticmethod
+    def backward(context: Any, scale: Tensor) -> tuple[Tensor, None, None, None]:
+        (gradient,) = context.saved_tensors
+        return gradient * scale, None, None, None
+
+
+def split_cross_entropy(logits: Tensor, labels: Tensor, vocabulary: int, group: Group) -> Tensor:
+    """Summed, over logits whose columns are split over the ranks of `group`."""
+    loss: Tensor = _SplitCrossEntropy.apply(logits, labels, vocabulary, group)
+    return loss
 
 
 class _FusedCrossEntropy(torch.autograd.Function):

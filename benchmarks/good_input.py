@@ -1,0 +1,214 @@
+"""Good input for `bad_input.py` to break: commands of every verb, and the folder of files that they read."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shlex
+import shutil
+import sys
+import traceback
+import types
+from pathlib import Path
+
+from cuboid.cli.main import main
+
+RUN = """
+layout = "dp=1"
+[model]
+base = "model.toml"
+[training]
+steps = 4
+global_batch = 4
+sequence = 32
+device = "cpu"
+[checkpoint]
+every = 2
+[evaluation]
+every = 2
+batches = 1
+[data]
+validation_fraction = 0.1
+[output]
+folder = "runs/seed"
+keep_timing = true
+count_communication = true
+"""
+MODEL = """
+base = "tiny-llama"
+layers = 2
+hidden = 32
+heads = 2
+kv_heads = 2
+head_dim = 16
+ffn = 64
+"""
+CLUSTER = 'accelerator = "cpu"\nnodes = 1\naccelerators_per_node = 4\n'
+DEEPSPEED = {
+    "train_batch_size": 16,
+    "train_micro_batch_size_per_gpu": 2,
+    "zero_optimization": {"stage": 2},
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+    "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 100, "warmup_num_steps": 10}},
+    "gradient_clipping": 1.0,
+}
+FAILURE = {"time": "2026-01-01T00:00:00", "reason": "rank 0 was killed", "checkpoint": 2, "restarted": True}
+
+SEED_RUN = "runs/seed/*"
+CHECKPOINTS = "runs/seed/checkpoints/*/*"
+SCENARIOS: list[tuple[str, tuple[str, ...]]] = [
+    ("plan model.toml cluster.toml --global-batch 8 --seq 64 -o out.toml", ("model.toml", "cluster.toml")),
+    ("plan hf/config.json h100x16 --global-batch 64 --seq 64", ("hf/config.json",)),
+    ("plan tiny-mixtral h100x8 --global-batch 64 --seq 64 --for generate", ()),
+    ("explain plan.toml", ("plan.toml",)),
+    ("explain tiny-llama cluster.toml --layout dp=4 --global-batch 8 --seq 64", ("cluster.toml",)),
+    ("simulate plan.toml --trace out.json --picture out.svg", ("plan.toml",)),
+    ("map plan.toml", ("plan.toml",)),
+    ("map --layout dp=2,tp=2 --cluster cluster.toml --model model.toml", ("cluster.toml", "model.toml")),
+    ("goodput run.toml", ("run.toml", "runs/seed/metrics.jsonl", "runs/seed/failures.jsonl", "runs/seed/goodput.json")),
+    ("goodput --gpus 1024 --failures llama3", ()),
+    ("probe --rank 0 --layout dp=1 --model model.toml --seq 16 --global-batch 2 --cluster cluster.toml", ("*l.toml",)),
+    ("probe --rank 1 --layout dp=2,tp=2 --model hf/config.json --seq 16 --global-batch 2", ("hf/config.json",)),
+    ("estimate --rows rows.csv -o out.csv", ("rows.csv",)),
+    ("models", ()),
+    ("train run.toml --overwrite", ("run.toml", "model.toml")),
+    ("train run.toml --set training.steps=6", ("run.toml", SEED_RUN, SEED_RUN, CHECKPOINTS, CHECKPOINTS)),
+    ("train stored.toml", ("stored.toml", "store/*", "store/*")),
+    ("train tune.toml", ("tune.toml", "hf/*", "hf/*")),
+    ("launch slurm run.toml --gpus-per-node 1", ("run.toml",)),
+    ("launch kubernetes plan.toml --image x --claim y -o out.yaml", ("plan.toml",)),
+    ("data build corpus -o built --tokenizer hf/tokenizer.json", ("corpus/*", "corpus/*", "hf/tokenizer*.json")),
+    ("data build corpus/b.jsonl corpus/c.jsonl.gz -o built --workers 1", ("corpus/b.jsonl", "corpus/c.jsonl.gz")),
+    ("data build chats.jsonl -o built --completions --workers 1", ("chats.jsonl",)),
+    ("data build dataset -o built --workers 1", ("dataset/*",)),
+    ("data show store", ("store/*",)),
+    ("data verify store", ("store/*",)),
+    ("checkpoint ls runs/seed --deep", ("runs/seed/run.toml", CHECKPOINTS)),
+    ("checkpoint verify runs/seed", (CHECKPOINTS,)),
+    ("checkpoint show runs/seed", (CHECKPOINTS,)),
+    ("checkpoint copy runs/seed copied", (CHECKPOINTS,)),
+    ("checkpoint prune runs/seed --keep 1", (CHECKPOINTS,)),
+    ("import hf:hf -o out.toml", ("hf/*",)),
+    ("import-deepspeed ds.json --model model.toml --world-size 4 -o out.toml", ("ds.json", "ds.json", "model.toml")),
+    ("verify --layout dp=1 --model model.toml --steps 1", ("model.toml",)),
+    ("replay runs/seed --step 3", (SEED_RUN, "runs/seed/metrics.jsonl", "runs/seed/bad_steps.jsonl", CHECKPOINTS)),
+    ("report runs/seed --no-search -o out.html", (SEED_RUN,)),
+    ("report plan.toml -o out.html --no-search", ("plan.toml",)),
+    ("watch runs/seed --once", (SEED_RUN, "runs/seed/metrics.jsonl")),
+    ("watch runs/seed --json", (SEED_RUN, "runs/seed/metrics.jsonl")),
+    ("compare runs/seed runs/other", (SEED_RUN, "runs/seed/metrics.jsonl")),
+    ("generate runs/seed --prompt a --max-tokens 2", ("runs/seed/run.toml", CHECKPOINTS)),
+    ("generate hf:hf --prompts prompts.jsonl --max-tokens 2 -o out.jsonl", ("hf/*", "hf/*", "prompts.jsonl")),
+    ("generate hf:hf --prompts prompts.txt --max-tokens 2 --tokenizer hf/tokenizer.json", ("hf/tok*", "prompts.txt")),
+    ("generate runs/seed --prompts prompts.txt --max-tokens 2 -o done.jsonl", ("done.jsonl",)),
+    ("evaluate runs/seed --data corpus/a.txt --tokens 64", ("corpus/a.txt", CHECKPOINTS)),
+    ("evaluate runs/seed --data store --tokens 64", ("store/*",)),
+    ("evaluate hf:hf --choices choices.jsonl", ("choices.jsonl", "hf/*")),
+    ("export runs/seed --to hf:out", ("runs/seed/run.toml", CHECKPOINTS, CHECKPOINTS)),
+    ("export plan.toml --to megatron", ("plan.toml",)),
+    ("export plan.toml --to torchtitan -o out.toml", ("plan.toml",)),
+]
+"""A good command, and patterns of the files it reads; a pattern that is there twice is broken twice as often."""
+
+
+def make_good(folder: Path) -> None:
+    import pyarrow
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    os.chdir(folder)
+    files = {
+        "run.toml": RUN,
+        "model.toml": MODEL,
+        "cluster.toml": CLUSTER,
+        "ds.json": json.dumps(DEEPSPEED),
+        "prompts.txt": "def main(\nimport os\n",
+        "prompts.jsonl": '{"prompt": "def main("}\n{"prompt": "x", "seed": 1}\n',
+        "choices.jsonl": '{"prompt": "a", "choices": ["b", "c"], "answer": 0}\n' * 2,
+        "chats.jsonl": '{"prompt": "a", "completion": "b"}\n{"messages": [{"role": "assistant", "content": "c"}]}\n',
+        "corpus/a.txt": "A text of a few words, to be tokenised.\n" * 20,
+        "corpus/b.jsonl": '{"text": "one row"}\n{"text": "another row"}\n' * 5,
+    }
+    for name, text in files.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(text)
+    import pyarrow.parquet as parquet
+    import zstandard
+
+    rows = Path("corpus/b.jsonl").read_bytes()
+    Path("corpus/c.jsonl.gz").write_bytes(gzip.compress(rows))
+    Path("corpus/d.jsonl.zst").write_bytes(zstandard.compress(rows))
+    table = pyarrow.table({"text": ["a row of a table", "another"] * 10})
+    parquet.write_table(table, "corpus/e.parquet")
+    Path("dataset").mkdir()
+    with (
+        pyarrow.OSFile("dataset/data-00000-of-00001.arrow", "wb") as sink,
+        pyarrow.ipc.new_stream(sink, table.schema) as out,
+    ):
+        out.write_table(table)
+    Path("dataset/state.json").write_text('{"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}')
+    Path("dataset/dataset_info.json").write_text("{}")
+    published = (Path(__file__).parent / "published/runs.csv").read_text().splitlines()
+    Path("rows.csv").write_text("\n".join(published[:6]))
+    for command in (
+        "train run.toml",
+        "export runs/seed --to hf:hf",
+        "plan tiny-llama cpux8 --global-batch 8 --seq 64 -o plan.toml",
+        "import hf:hf -o tune.toml --set training.steps=2 --set training.global_batch=2 --set training.sequence=16",
+        "generate runs/seed --prompts prompts.txt --max-tokens 2 -o done.jsonl",
+    ):
+        assert quietly(command) == 0, command
+    small = Tokenizer(models.BPE())
+    small.pre_tokenizer, small.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    small.train_from_iterator(
+        files["corpus/a.txt"].splitlines(),
+        trainers.BpeTrainer(
+            vocab_size=258, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    small.save("hf/tokenizer.json")
+    assert quietly("data build corpus/a.txt -o store --tokenizer hf/tokenizer.json --workers 1") == 0
+    stored = RUN.replace("[data]", '[data]\nsource = "store"').replace("runs/seed", "runs/stored")
+    Path("stored.toml").write_text(
+        stored.replace("sequence = 32", "sequence = 8")
+        .replace("validation_fraction = 0.1", "")
+        .replace("every = 2\nbatches = 1", "")
+    )
+    Path("runs/seed/failures.jsonl").write_text(json.dumps(FAILURE) + "\n")
+    Path("runs/seed/bad_steps.jsonl").write_text(json.dumps({"step": 2, "reason": "a spike", "loss": 1.0}) + "\n")
+    shutil.copytree("runs/seed", "runs/other")
+
+
+def quietly(command: str) -> int:
+    """The exit code of a command in a process of its own, which leaves nothing behind in this one."""
+    child = os.fork()
+    if not child:
+        os.dup2(os.open("good.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
+        os.dup2(1, 2)
+        os._exit(status_of(shlex.split(command)))
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code:
+        print(Path("good.log").read_text()[-3000:], file=sys.stderr)
+    Path("good.log").unlink()
+    return code
+
+
+def status_of(arguments: list[str]) -> int:
+    """As a process of its own would end."""
+    sys.argv = ["cuboid", *arguments]
+    # Processes that this one starts import the main module; that of a command is the program, not this file.
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        status = main(arguments)
+    except BaseException:
+        traceback.print_exc()
+        status = 70
+    try:
+        sys.stdout.flush()
+    except Exception:
+        traceback.print_exc()
+        status = 71
+    sys.stderr.flush()
+    return status

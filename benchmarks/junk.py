@@ -1,0 +1,375 @@
+"""Junk of every kind for `bad_input.py`: values, and files of every format the program reads, broken in one place."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import socket
+import struct
+import tomllib
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from cuboid.spec.coding import dumps
+
+HUGE = 8 << 30
+"""Bytes of a file of holes."""
+RAW = "@@raw@@"
+"""Stands in a table for text that no writer would write."""
+
+NUMBERS = (
+    *("0", "-1", "1", "-0.0", "0.5", "1e-320", "1e308", "1e309", "-1e309", "nan", "inf", "-inf", "NaN", "Infinity"),
+    *(str(2**31), str(2**63), str(2**64), "-" + str(2**63), "10" * 40, "9" * 400, "9" * 5000, "1e999999999"),
+    *("1_000", "0x10", "1e3", "½", "٣", "1000000", "1000000000", "1000000000000", "99999999999999999999"),
+)
+WORDS = (
+    *("", " ", "\t", "none", "null", "true", "false", "[]", "{}", "[[", "]", "=", "a=b", "a.b.c", ".", "..", "-", "--"),
+    *("../../../../etc/passwd", "/dev/zero", "/dev/stdin", "/proc/self/mem", "/", "~", "nothing", "café", "日本", "🙂"),
+    *("x" * 300, "x" * 5000, "a/" * 2000, "%s%n", "{0}", "{{", "$HOME", "`id`", "a\nb", "a\rb", "\x1b[31m", "\x7f"),
+    *("[" * 3000, "{a=" * 2000, "'" * 3, '"', "\\", "\\u0000", "\\ud800", "\u202e", "\ufeff", "byte", "cpux1", "dp=1"),
+    *("dp=0", "dp=-1", "dp=99999999999", "tp=" + "9" * 5000, "dp=1,dp=1", "pp=1000000", "dp=1000000000,tp=1000000000"),
+)
+URLS = (
+    *("s3://", "s3://bucket/x", "gs://b/x", "http://127.0.0.1:1/x", "https://127.0.0.1:1/x", "ftp://127.0.0.1:1/x"),
+    *("memory://x", "github://a:b@c/d", "zip://a::file://b", "tar://x", "simplecache::file:///tmp/x", "foo://x"),
+    *("://", "file://", "file:///dev/zero", "hdfs://x/y", "ssh://127.0.0.1/x", "data://x", "reference://x", "dir://x"),
+    *("blockcache::memory://x", "filecache::http://127.0.0.1:1/x", "git://x", "jupyter://x", "libarchive://x"),
+    *("hf:nothing", "hf:", "hf:/dev/zero", "dask://x", "webhdfs://127.0.0.1:1/x", "smb://127.0.0.1:1/x", "local://x"),
+    *(
+        "dbfs://x",
+        "arrow_hdfs://x",
+        "wandb://x",
+        "oss://x/y",
+        "box://x",
+        "generic://x",
+        "async_wrapper://x",
+        "lakefs://",
+    ),
+    *("ftp://h/x", "hf://x/y", "http://[::1/x", "http://127.0.0.1:99999/x", "sftp://127.0.0.1:1/x", "root://x"),
+)
+NOT_TEXT = (os.fsdecode(b"\xff\xfe"), os.fsdecode(b"a\x80b"), "\udc80", "caf\udce9")
+"""As bytes that are no UTF-8 come from a command line."""
+
+
+def word(random: Random) -> str:
+    return random.choice(random.choice((NUMBERS, NUMBERS, WORDS, WORDS, URLS, NOT_TEXT)))
+
+
+# A junk value of a JSON or TOML table, as text.
+
+
+def _deep(random: Random) -> str:
+    depth = random.choice((50, 500, 5000, 100_000))
+    return random.choice(("[" * depth + "]" * depth, '{"a":' * depth + "1" + "}" * depth))
+
+
+def _json_value(random: Random) -> str:
+    text = random.choice(
+        ("", "\0", "x" * 2000, "../x", "/dev/zero", "日本", "nothing", "-1", "1e9", "dp=2", "s3://x/y")
+    )
+    plain = (
+        "null",
+        "true",
+        "false",
+        "[]",
+        "{}",
+        '""',
+        "[null]",
+        "[[]]",
+        '{"a": 1}',
+        "[1, 2]",
+        '"\\ud800"',
+        '"\\u0000"',
+    )
+    return random.choice((json.dumps(text), random.choice(plain), random.choice(NUMBERS[:25]), _deep(random)))
+
+
+def _toml_value(random: Random) -> str:
+    strings = ('""', '"\\u0000"', '"x"', "'/dev/zero'", '"../x"', f'"{"x" * 5000}"', '"nothing"', '"s3://x"', "'[['")
+    numbers = ("0", "-1", "1", "0.5", "1e308", "1e309", "nan", "inf", "-inf", str(2**63), "9" * 400, "9" * 5000)
+    odd = ("true", "[]", "{}", "[[]]", "1979-05-27", "07:32:00", "[1, 'a']", "{a = 1}", "1000000000", "999999999999999")
+    deep = ("[" * 2000 + "]" * 2000, "{a=" * 500 + "1" + "}" * 500, "[" * 100_000)
+    return random.choice(random.choice((strings, numbers, odd, odd, deep)))
+
+
+def _nodes(table: Any) -> list[tuple[Any, Any]]:
+    """Every place in a table: the container and its key."""
+    found: list[tuple[Any, Any]] = []
+    items = table.items() if isinstance(table, dict) else enumerate(table) if isinstance(table, list) else ()
+    for key, value in items:
+        found += [(table, key), *_nodes(value)]
+    return found
+
+
+def _break(table: Any, random: Random) -> None:
+    """One place of a table: another value, none, or another name."""
+    places = _nodes(table)
+    if not places:
+        return
+    holder, key = random.choice(places)
+    kind = random.random()
+    if kind < 0.7:
+        holder[key] = RAW
+    elif kind < 0.85 or isinstance(holder, list):
+        del holder[key]
+    else:
+        holder[random.choice((f"{key}x", "", "\0", "a.b", "日", "base", "x" * 1000))] = holder.pop(key)
+
+
+def broken_json(content: bytes, random: Random) -> bytes:
+    table = json.loads(content)
+    if random.random() < 0.1:
+        return _json_value(random).encode(errors="surrogatepass")
+    _break(table, random)
+    return json.dumps(table).replace(f'"{RAW}"', _json_value(random)).encode()
+
+
+def broken_toml(content: bytes, random: Random) -> bytes:
+    kind = random.random()
+    if kind < 0.25:
+        text = content.decode()
+        added = (
+            "[a" + ".a" * 20_000 + "]\n",
+            "x = " + _toml_value(random) + "\n",
+            "".join(f"[[a]]\nb = {n}\n" for n in range(20_000)),
+            "a" + ".b" * 5000 + " = 1\n",
+            "\n[plan]\nx = 1\n",
+            'base = "run.toml"\n',
+            "model = 'model.toml'\n",
+            "\0",
+            "[model]\nbase = 'model.toml'\n",
+            "# " + "x" * 3_000_000 + "\n",
+        )
+        return random.choice((random.choice(added) + text, text + random.choice(added))).encode()
+    table = tomllib.loads(content.decode())
+    _break(table, random)
+    return dumps(table).replace(f'"{RAW}"', _toml_value(random)).encode()
+
+
+def broken_rows(content: bytes, random: Random) -> bytes:
+    """JSON lines: one row broken, cut off, twice, out of order, or no row at all."""
+    rows = content.splitlines(keepends=True)
+    if not rows:
+        return _json_value(random).encode(errors="surrogatepass") + b"\n"
+    place = random.randrange(len(rows))
+    odd = (
+        b"\n",
+        b"null\n",
+        b"[]\n",
+        b"1\n",
+        b"{}\n",
+        b'{"step": 1}\n',
+        b"\xff\xfe\n",
+        b"\0\0\0\n",
+        b'{"step"',
+        b"x" * 10**6,
+    )
+    kind = random.random()
+    if kind < 0.6:
+        rows[place] = broken_json(rows[place], random) + b"\n"
+    elif kind < 0.75:
+        rows[place] = rows[place][: random.randrange(len(rows[place]))] + random.choice((b"", b"\n"))
+    elif kind < 0.9:
+        rows.insert(place, random.choice(odd))
+    else:
+        random.shuffle(rows)
+        rows.append(rows[place])
+    return b"".join(rows)
+
+
+def broken_tokenizer(content: bytes, random: Random) -> bytes:
+    table = json.loads(content)
+    model = table["model"]
+    runaway = {"type": "Split", "pattern": {"Regex": random.choice(("(a+)+$", "(.*)*x", "(?:(?:a|a)*)*b", "("))}}
+    kind = random.randrange(12)
+    if kind == 0:
+        del table["model"]
+    elif kind == 1:
+        model["vocab"] = {}
+    elif kind == 2:
+        model["vocab"][next(iter(model["vocab"]))] = random.choice((2**31 - 1, 2**32 - 1, 2**33, -1, 10**9))
+    elif kind == 3:
+        table["pre_tokenizer"] = {**runaway, "behavior": "Isolated", "invert": False}
+    elif kind == 4:
+        table["normalizer"] = {"type": "Replace", "pattern": {"Regex": "(a*)*b"}, "content": "x" * 1000}
+    elif kind == 5:
+        model["merges"] = [["no", "such"], "a", 1]
+    elif kind == 6:
+        table["added_tokens"] = [{**(table["added_tokens"] or [{}])[0], "id": random.choice((2**31, 10**9, -1, 2**40))}]
+    elif kind == 7:
+        table["model"] = {
+            "type": random.choice(("WordLevel", "Unigram", "WordPiece", "BPE")),
+            "vocab": {},
+            "unk_token": "?",
+        }
+    elif kind == 8:
+        table["truncation"] = {
+            "max_length": 2**63 - 1,
+            "strategy": "LongestFirst",
+            "stride": 2**62,
+            "direction": "Right",
+        }
+    elif kind == 9:
+        table["normalizer"] = {"type": "Prepend", "prepend": "x" * 10_000_000}
+    else:
+        return broken_json(content, random)
+    return json.dumps(table).encode()
+
+
+def broken_safetensors(content: bytes, random: Random) -> bytes:
+    (size,) = struct.unpack("<Q", content[:8])
+    header, data = content[8 : 8 + size], content[8 + size :]
+    kind = random.randrange(5)
+    if kind == 0:
+        return struct.pack("<Q", random.choice((0, 1, size * 2, 2**40, 2**63, 2**64 - 1))) + header + data
+    if kind == 1:
+        return content[: random.randrange(len(content))]
+    if kind == 2:
+        return broken_bytes(content, random)
+    table = json.loads(header)
+    entry = table[random.choice([name for name in table if name != "__metadata__"])]
+    if kind == 3:
+        entry[random.choice(("dtype", "shape", "data_offsets"))] = random.choice(
+            ("F4", [], [2**62, 4], [-1], [0, 2**63], [8, 4], None, "I64", [0, 0], {"a": 1}, [1.5, 2.5])
+        )
+        header = json.dumps(table).encode()
+    else:
+        header = broken_json(header, random)
+    return struct.pack("<Q", len(header)) + header + data
+
+
+def broken_gzip(content: bytes, random: Random) -> bytes:
+    kind = random.randrange(4)
+    if kind == 0:
+        return _bomb(random.choice((b"\0", b"a", b"\n", b'{"text": "a"}\n')))
+    if kind == 1:
+        return gzip.compress(broken_rows(gzip.decompress(content), random))
+    return broken_bytes(content, random)
+
+
+_bombs: dict[bytes, bytes] = {}
+
+
+def _bomb(block: bytes) -> bytes:
+    """4 GiB in a few MB: members of a gzip file follow each other."""
+    if block not in _bombs:
+        _bombs[block] = gzip.compress(block * ((64 << 20) // len(block))) * 64
+    return _bombs[block]
+
+
+def broken_parquet(content: bytes, random: Random) -> bytes:
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    kind = random.randrange(6)
+    if kind > 3:
+        return broken_bytes(content, random)
+    not_text = pyarrow.array([b"\xff\xfe", b"a"], type=pyarrow.binary()).view(pyarrow.string())
+    columns = {
+        0: not_text,
+        1: pyarrow.array([1, 2]),
+        2: pyarrow.array([None, None], type=pyarrow.string()),
+        3: pyarrow.array([["a"], ["b"]]),
+    }
+    stream = BytesIO()
+    parquet.write_table(pyarrow.table({"text": columns[kind]}), stream)
+    return stream.getvalue()
+
+
+def broken_csv(content: bytes, random: Random) -> bytes:
+    rows = [line.split(",") for line in content.decode().splitlines()]
+    row = rows[random.randrange(len(rows))]
+    row[random.randrange(len(row))] = random.choice((random.choice(NUMBERS), random.choice(WORDS)))
+    return "\n".join(",".join(row) for row in rows).encode(errors="surrogateescape")
+
+
+def broken_bytes(content: bytes, random: Random) -> bytes:
+    """Any file: a few bytes flipped, cut, doubled, put in between."""
+    if not content:
+        return random.randbytes(100)
+    place, length = random.randrange(len(content)), random.choice((1, 2, 8, 100))
+    kind = random.randrange(8)
+    junk = random.choice(
+        (b"\0", b"\xff", b"\xed\xa0\x80", b"\n", b"[" * 5000, b"\xef\xbb\xbf", random.randbytes(length))
+    )
+    if kind <= 2:
+        edited = bytearray(content)
+        for _ in range(random.choice((1, 1, 4, 32))):
+            edited[random.randrange(len(edited))] ^= 1 << random.randrange(8)
+        return bytes(edited)
+    if kind == 3:
+        return content[:place]
+    if kind == 4:
+        return content[:place] + content[place + length :]
+    if kind == 5:
+        return content[:place] + content[place : place + length] * 3 + content[place + length :]
+    return content[:place] + junk + content[place:]
+
+
+FORMATS: dict[str, Callable[[bytes, Random], bytes]] = {
+    "json": broken_json,
+    "toml": broken_toml,
+    "rows": broken_rows,
+    "tokenizer": broken_tokenizer,
+    "safetensors": broken_safetensors,
+    "gzip": broken_gzip,
+    "parquet": broken_parquet,
+    "csv": broken_csv,
+    "bytes": broken_bytes,
+}
+
+
+def format_of(path: Path) -> str:
+    if path.name == "tokenizer.json":
+        return "tokenizer"
+    endings = {".json": "json", ".toml": "toml", ".jsonl": "rows", ".safetensors": "safetensors", ".gz": "gzip"}
+    return {**endings, ".parquet": "parquet", ".csv": "csv"}.get(path.suffix, "bytes")
+
+
+# Things in place of a file that are no such file.
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        here = Path.cwd()
+        os.chdir(path.parent)  # its address is short
+        made.bind(path.name)
+        os.chdir(here)
+
+
+PLACED: dict[str, Callable[[Path], object]] = {
+    "fifo": os.mkfifo,
+    "folder": os.mkdir,
+    "socket": _socket,
+    "device": lambda path: path.symlink_to("/dev/zero"),
+    "terminal": lambda path: path.symlink_to("/dev/tty"),
+    "dangling": lambda path: path.symlink_to("nothing"),
+    "loop": lambda path: path.symlink_to(path.name),
+    "empty": lambda path: path.write_bytes(b""),
+    "blank": lambda path: path.write_bytes(b" \n\n"),
+    "holes": lambda path: (path.touch(), os.truncate(path, HUGE)),
+    "utf16": lambda path: path.write_text("model = 'tiny-llama'\n{}\n", encoding="utf-16"),
+    "missing": lambda path: None,
+    "noise": lambda path: path.write_bytes(Random(str(path.name)).randbytes(5000)),
+    "digits": lambda path: path.write_text("9" * 100_000),
+    "brackets": lambda path: path.write_text("[" * 1_000_000),
+    "line": lambda path: path.write_bytes(b"a" * (50 << 20)),
+}
+
+
+def damage(path: Path, random: Random) -> str:
+    """Breaks one file; what was done to it, in a word."""
+    if random.random() < 0.25:
+        name = random.choice(list(PLACED))
+        path.unlink()
+        PLACED[name](path)
+        return name
+    content, kind = path.read_bytes(), format_of(path)
+    if random.random() < 0.3:
+        kind = "bytes"
+    path.write_bytes(FORMATS[kind](content, random))
+    return kind

@@ -1,0 +1,138 @@
+"""Bad input on the command line: one sentence, exit code 2, nothing written, within seconds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cuboid.cli.main import main
+from cuboid.spec.run import build_run, dump_run
+
+ROWS = [{"step": step, "loss": 6.0, "gradient_norm": 1.0, "seconds": 0.1, "tokens": 64} for step in (1, 2, 3)]
+SIZES = {"steps": 4, "global_batch": 2, "sequence": 32, "device": "cpu"}
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run that was interrupted, as its folder tells of it; the command runs beside it."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    run = build_run({"model": "tiny-llama", "training": SIZES, "output": {"folder": "run"}})
+    (folder / "run.toml").write_text(dump_run(run))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return folder
+
+
+def listing(folder: Path) -> dict[str, str]:
+    return {
+        str(path): hashlib.sha1(path.read_bytes()).hexdigest() if path.is_file() else oct(path.lstat().st_mode)
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The sentence; nothing beside it has changed."""
+    before = listing(Path())
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1 and len(said) < 700, said
+    assert listing(Path()) == before
+    return said
+
+
+VERBS = {
+    "watch": ["watch", "run", "--once"],
+    "report": ["report", "run", "--no-search"],
+    "compare": ["compare", "run", "run"],
+    "replay": ["replay", "run", "--step", "3"],
+    "goodput": ["goodput", "run/run.toml"],
+    "train": ["train", "run/run.toml"],
+}
+DAMAGE = {
+    "not JSON": b'{"step": 2, "loss"\n',
+    "not a table": b"[]\n",
+    "no step": b'{"loss": 1.0}\n',
+    "wrong type": b'{"step": 2, "loss": "low", "seconds": []}\n',
+    "not text": b"\xff\xfe\n",
+    "zeros": b"\0" * 100 + b"\n",
+    "deep": b"[" * 100_000 + b"\n",
+    "digits": b'{"step": ' + b"9" * 5000 + b"}\n",
+    "infinite": b'{"step": 2, "loss": 1e999}\n',
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("kind", ["wrong type", "zeros"])
+def test_damaged_metrics_are_refused(
+    run_folder: Path, verb: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = (run_folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+    (run_folder / "metrics.jsonl").write_bytes(b"".join([lines[0], DAMAGE[kind], lines[2]]))
+    assert "metrics.jsonl is damaged: its line 2 is no row; remove that line" in refusal(VERBS[verb], capsys)
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_the_last_row_may_be_cut_off_and_no_other(
+    run_folder: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run_folder / "metrics.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole + DAMAGE[kind])
+    assert main(["watch", "run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 3
+    path.write_bytes(DAMAGE[kind] + whole)
+    assert "line 1 is no row" in refusal(VERBS["watch"], capsys)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_fifo_in_the_place_of_a_file_is_refused(
+    run_folder: Path, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run_folder / "metrics.jsonl").unlink()
+    os.mkfifo(run_folder / "metrics.jsonl")
+    assert "metrics.jsonl is a FIFO, not a file" in refusal(VERBS[verb], capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("goodput --mtbf-hours inf", "is no time a training has"),
+        ("goodput --mtbf-hours 1e300", "is no time a training has"),
+        ("goodput --mtbf-hours 0.001", "leaves no time to train"),
+        ("goodput --gpus 1 --interval 1", "times between two failures; use interval="),
+        ("goodput --stall nan", "stall"),
+        ("goodput --gpus 99999999999", "gpus"),
+        ("data build run -o built --workers 1000000", "workers"),
+        ("data build run -o built --workers -1", "workers"),
+        ("probe --rank 0 --layout dp=1 --model tiny-llama --global-batch 1000000000", "global-batch"),
+        ("checkpoint ls memory::x://y", "is no store of files"),
+        ("checkpoint ls simplecache::file:///tmp/x", "is no store of files"),
+        ("checkpoint ls reference://x", "is no store of files"),
+        ("checkpoint ls foo://x", "cannot be reached"),
+        ("checkpoint ls http://127.0.0.1:1/x", "cannot be reached"),
+        ("plan tiny-llama h100x80000000000 --global-batch 8 --seq 64", "10000000 or less"),
+        ("plan tiny-llama h100x8 --global-batch 8 --seq 99999999999999999999", "seq"),
+        (f"plan {'x' * 5000} h100x8 --global-batch 8 --seq 64", "File name too long"),
+        (f"compare {'x' * 5000} run", "File name too long"),
+        ("generate run --prompt \udc80", "run"),
+        ("models \udcff", "unexpected"),
+    ],
+)
+def test_absurd_options_are_refused(
+    run_folder: Path, arguments: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sentence in refusal(arguments.split(), capsys)
+
+
+@pytest.mark.thorough
+def test_hundreds_of_bad_inputs_do_no_harm() -> None:
+    campaign = Path(__file__).parents[2] / "benchmarks" / "bad_input.py"
+    done = subprocess.run([sys.executable, campaign, "--cases", "400"], capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

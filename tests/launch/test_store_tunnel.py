@@ -1,0 +1,103 @@
+"""A real store of PyTorch behind a gate: ranks of another node use it as their own, strangers do not reach it."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from cuboid.launch.rendezvous import reach_store, serve_store
+from cuboid.launch.store_tunnel import StoreGate, StoreTunnel
+from cuboid.secure_channel import Stranger
+
+SECRET = b"what the supervisors of one job know"
+
+
+class Served:
+    def __init__(self) -> None:
+        listener, meeting = (socket.create_server(("127.0.0.1", 0), backlog=1024) for _ in range(2))
+        self.port, self.where = listener.getsockname()[1], meeting.getsockname()
+        self.store = serve_store(listener)
+        self.gate = StoreGate(meeting, SECRET, self.port)
+
+    def tunnel(self) -> StoreTunnel:
+        return StoreTunnel(*self.where, SECRET)
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    made = Served()
+    yield made
+    made.gate.close()
+
+
+def reach(port: int) -> Any:
+    return reach_store("127.0.0.1", port, "test", timedelta(seconds=20))
+
+
+def test_ranks_of_two_nodes_meet_in_one_store(served: Served) -> None:
+    tunnels = [served.tunnel(), served.tunnel()]
+    here, there = reach(served.port), [reach(tunnel.port) for tunnel in tunnels for _ in range(4)]
+    here.set("large", bytes(3 << 20))
+    assert all(store.get("large") == bytes(3 << 20) for store in there)
+    found: list[bytes] = []
+    copies = [store.clone() for store in there]  # a connection waits for one answer at a time
+    waiting = [threading.Thread(target=lambda store=store: found.append(store.get("later"))) for store in copies]
+    for thread in waiting:
+        thread.start()
+    assert [store.add("count", 1) for store in there] == list(range(1, 9)) and not found
+    there[0].clone().set("later", b"yes")
+    for thread in waiting:
+        thread.join(20)
+    assert found == [b"yes"] * 8
+    for tunnel in tunnels:
+        tunnel.close()
+
+
+def test_a_store_through_the_tunnel_answers_soon(served: Served) -> None:
+    tunnel = served.tunnel()
+    store = reach(tunnel.port)
+    began = time.monotonic()
+    for number in range(200):
+        store.set(str(number), b"x")
+        store.get(str(number))
+    assert time.monotonic() - began < 10
+    tunnel.close()
+
+
+def test_ranks_learn_at_once_that_the_leading_node_is_gone(served: Served) -> None:
+    tunnel = served.tunnel()
+    store = reach(tunnel.port)
+    store.set("a", b"b")
+    began = time.monotonic()
+    threading.Timer(0.2, served.gate.close).start()
+    with pytest.raises(RuntimeError):
+        store.get("never")
+    assert time.monotonic() - began < 10
+    with pytest.raises(OSError), socket.create_connection(("127.0.0.1", tunnel.port), timeout=2) as line:
+        while line.recv(1024):
+            pass
+        raise ConnectionError
+
+
+def test_strangers_do_not_reach_the_store(served: Served) -> None:
+    with pytest.raises(Stranger):
+        StoreTunnel(*served.where, b"another secret of a stranger")
+    with pytest.raises(RuntimeError):
+        TCPStore(*served.where, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2))
+    for junk in (b"junk" * 100, bytes(1000), b""):
+        with suppress(OSError), socket.create_connection(served.where) as line:
+            line.sendall(junk)
+            line.shutdown(socket.SHUT_WR)
+            while line.recv(1024):
+                pass
+    tunnel = served.tunnel()
+    assert reach(tunnel.port).add("count", 1) == 1
+    tunnel.close()

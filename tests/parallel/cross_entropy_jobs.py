@@ -1,0 +1,45 @@
+"""Jobs for the tests of the vocabulary-parallel loss: what each rank gets of logits whose columns are split."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from cuboid.model.split_backward import Deferral
+from cuboid.parallel import cross_entropy
+from cuboid.spec.sharding import vocabulary_rows
+from tests.parallel.collective_jobs import world
+
+TOKENS, HIDDEN = 6, 4
+LABELS = torch.tensor([0, 8, -100, 3, 1, 5])
+
+
+def whole(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The input of the head, and its weight: the same on every rank."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    x = torch.randn(TOKENS, HIDDEN, generator=generator, dtype=torch.float64)
+    return x, 30 * torch.randn(vocabulary, HIDDEN, generator=generator, dtype=torch.float64)
+
+
+def split(rank: int, vocabulary: int, fused: bool) -> tuple[float, torch.Tensor]:
+    """The loss, and the gradient of this rank's rows of the weight without those that pad it."""
+    group = world(None, local=False)
+    x, weight = whole(vocabulary)
+    first, rows = vocabulary_rows(vocabulary, group.size, rank)
+    own = torch.zeros(-(-vocabulary // group.size), HIDDEN, dtype=torch.float64)
+    own[:rows] = weight[first : first + rows]
+    own.requires_grad_()
+    if fused:
+        head = nn.Module()
+        head.norm, head.output = nn.Identity(), nn.Module()
+        head.output.weight = nn.Parameter(own.detach())
+        own = head.output.weight
+        with torch.compiler.set_stance("default", force_backend="eager"):
+            # As traced for the compiler: making kernels takes long.
+            loss = cross_entropy.fused_cross_entropy(head, x, LABELS, vocabulary, group, None, Deferral())  # type: ignore[arg-type]
+    else:
+        loss = cross_entropy.split_cross_entropy(x @ own.t(), LABELS, vocabulary, group)
+    (2 * loss).backward()
+    assert own.grad is not None
+    assert not own.grad[rows:].any(), "what pads the vocabulary has no gradient"
+    return loss.item(), own.grad[:rows]

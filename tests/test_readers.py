@@ -1,0 +1,378 @@
+"""Whatever is read comes through the guarded readers, and each kind of bad input ends in one sentence."""
+
+from __future__ import annotations
+
+import ast
+import gzip
+import json
+import os
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from cuboid.data.documents import find_inputs, read_rows
+from cuboid.data.tokenizer import byte_tokenizer, load_tokenizer
+from cuboid.errors import LONGEST, UserError, one_sentence
+from cuboid.readers import (
+    LARGEST_LINE,
+    Missing,
+    Unreadable,
+    open_inflated,
+    open_plain,
+    open_safetensors,
+    parse_json,
+    parse_toml,
+    read_bytes,
+    read_json,
+    read_line,
+    read_text,
+    read_toml,
+)
+from cuboid.spec.load import build_model
+from cuboid.spec.run import build_run
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+import junk  # noqa: E402
+
+# Every way to read a file, by the name of the call.
+READS = {
+    *(
+        "read_text",
+        "read_bytes",
+        "safe_open",
+        "memmap",
+        "fromfile",
+        "from_file",
+        "memory_map",
+        "ParquetFile",
+        "GzipFile",
+    ),
+    *("mmap", "cat_file", "OSFile"),
+}
+ELSEWHERE = {
+    "checkpoint/location.py": "the files of checkpoints, here and in stores: whoever reads asks for the size first",
+    "checkpoint/memory/node_state.py": "memory of this node that the job itself has made",
+    "checkpoint/memory/restore.py": "the same",
+    "cli/main.py": "the null device",
+    "cost/constants.py": "a file of the package",
+    "cost/estimate.py": "a file of the package",
+    "cost/published.py": "a file of the package",
+    "data/build.py": "a folder, to bring its names to the disk",
+    "generate/kernels.py": "a file of the package",
+    "kernels/pinned_memory.py": "memory without a file",
+    "launch/oom.py": "what the system says of this process",
+    "launch/rank.py": "what the system says of its cores",
+    "launch/supervisor.py": "what a rank of this job wrote as it ended",
+    "parallel/shm_collectives.py": "memory that ranks of this job share",
+    "probe/one_rank.py": "what the system says of this process",
+    "report/page.py": "a file of the package",
+    "report/watch.py": "a folder, to ask who holds it",
+    "secure_channel.py": "the job's secret, a file that its user alone may read",
+    "resilience/hang_dumps.py": "what ranks of this job wrote, and what the system says of them",
+    "resilience/replan.py": "what the system says of its GPUs",
+    "resilience/watchdog.py": "heartbeats of this job's ranks",
+    "spec/cluster.py": "a file of the package",
+    "spec/load.py": "files of the package",
+    "telemetry/heartbeat.py": "the heartbeat itself, and what the system says of a process",
+    "training/run_folder.py": "a folder, to hold it",
+}
+"""Files that read by other means -> what they read, none of which comes from a user."""
+PARSES = {"cli/evaluate.py", "launch/coordinator_rpc.py", "launch/watched.py", "telemetry/heartbeat.py"}
+PARSES |= {"checkpoint/memory/node_state.py"}
+"""Files that parse JSON by other means: messages of this job's processes."""
+
+
+def calls(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            owner = ast.unparse(node.func.value) if isinstance(node.func, ast.Attribute) else ""
+            modes = [each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+            reads = any(mode in ("r", "rb", "r+b", "rt") for mode in modes)
+            if owner in ("json", "tomllib", "gzip", "tarfile", "zipfile", "pickle") and name in (
+                "load",
+                "loads",
+                "open",
+            ):
+                found.add(f"{owner}.{name}")
+            elif (name in READS and isinstance(node.func, ast.Attribute)) or (name == "safe_open"):
+                found.add(name)
+            elif name == "open" and (reads or owner == "os"):
+                found.add("open")
+    return found
+
+
+def test_nothing_reads_files_but_the_readers() -> None:
+    wrong, unused = [], set(ELSEWHERE)
+    for path in sorted((ROOT / "cuboid").rglob("*.py")):
+        name = str(path.relative_to(ROOT / "cuboid"))
+        found = calls(path) if name != "readers.py" else set()
+        unused -= {name} if found else set()
+        parses = {each for each in found if each.startswith(("json.", "tomllib."))}
+        if (parses and name not in PARSES) or (found - parses - {"pickle.loads"} and name not in ELSEWHERE):
+            wrong.append(f"{name}: {', '.join(sorted(found))}")
+    assert not wrong, "\n".join(("read these through cuboid/readers.py:", *wrong))
+    assert not unused, f"these no longer read anything: {unused}"
+
+
+# Files that are none.
+
+PLACES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "fifo": (os.mkfifo, "is a FIFO, not a file"),
+    "folder": (os.mkdir, "is a folder, not a file"),
+    "socket": (lambda path: _bind(path), "cannot be read|is a socket, not a file"),
+    "device": (lambda path: path.symlink_to("/dev/zero"), "is a device, not a file"),
+    "loop": (lambda path: path.symlink_to(path.name), "cannot be read: Too many levels of symbolic links"),
+    "missing": (lambda path: None, "does not exist"),
+}
+
+
+def _bind(path: Path) -> None:
+    here = os.getcwd()
+    os.chdir(path.parent)
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(path.name)
+    os.chdir(here)
+
+
+@pytest.mark.parametrize("kind", PLACES)
+@pytest.mark.parametrize("read", [open_plain, read_bytes, read_text, read_toml, read_json, open_safetensors])
+def test_only_plain_files_are_read(tmp_path: Path, kind: str, read: Callable[[Path], object]) -> None:
+    make, reason = PLACES[kind]
+    make(tmp_path / "file")
+    with pytest.raises(Unreadable, match=reason):
+        read(tmp_path / "file")
+
+
+def test_a_path_with_a_nul_is_missing_and_a_huge_file_is_not_read(tmp_path: Path) -> None:
+    with pytest.raises(Missing, match="holds a NUL"):
+        read_bytes("a\0b")
+    (tmp_path / "holes").touch()
+    os.truncate(tmp_path / "holes", 1 << 40)
+    for read in (read_bytes, read_text, read_toml, read_json):
+        with pytest.raises(Unreadable, match="has 1,099,511,627,776 bytes, more than"):
+            read(tmp_path / "holes")
+
+
+# Tables.
+
+TOML = {
+    "a = " + "[" * 5000: "nested too deeply",
+    "a = " + "[" * 100 + "]" * 100: "nested more than 64 deep|nested too deeply",
+    "[" + "a." * 100 + "a]": "nested more than 64 deep",
+    "a = " + "9" * 5000: "thousands of digits",
+    "a = 99999999999999999999": "more than 64 bits",
+    'a = "\\u0000"': "holds a NUL",
+    '"\\u0000" = 1': "the key .* holds a NUL",
+    "a = \0": "at line 1",
+}
+JSON = {
+    "[" * 100_000: "nested too deeply",
+    "[" * 100 + "]" * 100: "nested more than 64 deep",
+    "9" * 5000: "thousands of digits",
+    "[99999999999999999999]": "more than 64 bits",
+    "NaN": "NaN is no number",
+    "-Infinity": "Infinity is no number",
+    "[1e999]": "larger than a float can be",
+    '"\\ud800"': "half a character",
+    '{"\\u0000": 1}': "the key .* holds a NUL",
+    b"\xff\xfe{": "utf-16|utf-8",
+}
+
+
+@pytest.mark.parametrize("text", TOML, ids=range(len(TOML)))
+def test_toml_beyond_bounds_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=TOML[text]):
+        parse_toml(text)
+
+
+@pytest.mark.parametrize("text", JSON, ids=range(len(JSON)))
+def test_json_beyond_bounds_is_refused(text: str | bytes) -> None:
+    with pytest.raises(ValueError, match=JSON[text]):
+        parse_json(text)
+
+
+@pytest.mark.parametrize("kind", ["toml", "json"])
+def test_broken_tables_are_read_or_refused(tmp_path: Path, kind: str) -> None:
+    """Hundreds of mutated ones: nothing but a sentence comes out."""
+    good = {"toml": b'model = "tiny-llama"\n[training]\nsteps = 4\n', "json": b'{"a": [1, {"b": "c"}], "d": 1.5}'}[kind]
+    read = {"toml": read_toml, "json": read_json}[kind]
+    random, refused = Random(0), 0
+    for _ in range(150):
+        (tmp_path / "file").write_bytes(random.choice((junk.FORMATS[kind], junk.broken_bytes))(good, random))
+        try:
+            table = read(tmp_path / "file")
+            assert isinstance(table, dict)
+            if kind == "toml":
+                build_run(table)
+        except UserError as error:
+            refused += 1
+            assert len(one_sentence(str(error))) <= LONGEST + 3
+    assert refused > 50
+
+
+def test_a_model_that_is_based_on_itself_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text('base = "b.toml"')
+    (tmp_path / "b.toml").write_text('base = "a.toml"')
+    with pytest.raises(UserError, match="based on itself"):
+        build_model({"base": "a.toml"}, tmp_path)
+
+
+def test_an_error_is_one_line_of_a_readable_length() -> None:
+    assert one_sentence("a\nb\0c\x1b") == "a\\nb\\x00c\\x1b"
+    long = one_sentence("field=" + "9" * 5000 + "; use field=1")
+    assert len(long) < 700 and long.startswith("field=9") and long.endswith("; use field=1")
+
+
+# Sizes that no memory holds, numbers that are none.
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *("model.layers=1000000000", "model.hidden=1099511627776", "model.vocab=99999999999", "model.heads=1000000"),
+        *("training.global_batch=1000000000000", "training.threads_per_rank=1000000", "training.sequence=99999999999"),
+        *("evaluation.batches=1000000000000", "layout.dp=1000000000", "layout.micro_batch=1000000000"),
+        *("training.steps=" + "9" * 400, "training.steps=" + "9" * 5000, "learning_rate.peak=" + "9" * 400),
+        *("checkpoint.timeout_seconds=1e308", "resilience.setup_seconds=1e300", "learning_rate.peak=1e999"),
+        *("resilience.spike_window=1000000000000", "samples.max_tokens=1000000000000", "profile.ranks=" + "9" * 5000),
+        *("output.folder=a\0b", "output.folder=\udc80", "data.source=\ud800"),
+    ],
+    ids=lambda text: str(text)[:30].encode("unicode_escape").decode(),
+)
+def test_absurd_values_are_refused_at_once(setting: str) -> None:
+    begun = time.monotonic()
+    with pytest.raises(
+        UserError, match=setting.partition("=")[0].replace("layout.", "").rpartition(".")[2] + "|world_size"
+    ):
+        build_run({"model": "tiny-llama", "evaluation": {}, "samples": {}}, [setting])
+    assert time.monotonic() - begun < 5
+
+
+def test_samples_without_prompts_are_refused() -> None:
+    with pytest.raises(UserError, match=r"samples.prompts=\[\] has nothing to continue"):
+        build_run({"model": "tiny-llama", "samples": {"every": 1, "prompts": []}})
+
+
+# Compressed files, columns, tensors, tokenizers.
+
+
+@pytest.mark.parametrize(
+    ("name", "block"),
+    [("bomb.jsonl.gz", b"a"), ("bomb.jsonl.gz", b"\n"), ("bomb.txt.gz", b"\0"), ("bomb.jsonl.zst", b"a")],
+)
+def test_a_bomb_is_refused_before_it_grows(tmp_path: Path, name: str, block: bytes) -> None:
+    path, begun = tmp_path / name, time.monotonic()
+    if name.endswith(".gz"):
+        path.write_bytes(gzip.compress(block * (4 << 20)) * 500)  # 2 GB in 2 MB
+    else:
+        zstandard = pytest.importorskip("zstandard")
+        path.write_bytes(zstandard.compress(block * (4 << 20)) * 500)
+    with pytest.raises(UserError, match=r"bomb.* (holds more than|has more than|has 1,000,001 empty lines)"):
+        list(read_rows(find_inputs([str(path)])[0], ["text"]))
+    assert time.monotonic() - begun < 20
+
+
+def test_a_line_has_a_limit(tmp_path: Path) -> None:
+    path = tmp_path / "line.jsonl"
+    path.touch()
+    os.truncate(path, LARGEST_LINE + 10)
+    _, stream = open_inflated(path)
+    with stream, pytest.raises(UserError, match="line 1 has more than the 67,108,864 bytes"):
+        read_line(stream, path, 0)
+
+
+def test_columns_that_are_no_text_and_damaged_files_are_refused(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    not_text = pyarrow.array([b"\xff\xfe", b"a"], type=pyarrow.binary()).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": not_text}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=r"a\.parquet is damaged"):
+        list(read_rows(find_inputs([str(tmp_path / "a.parquet")])[0], ["text"]))
+    good = pyarrow.table({"text": ["a row", "another row"] * 20})
+    parquet.write_table(good, tmp_path / "good.parquet")
+    with pyarrow.OSFile(str(tmp_path / "good.arrow"), "wb") as sink, pyarrow.ipc.new_stream(sink, good.schema) as out:
+        out.write_table(good)
+    random, refused = Random(0), 0
+    for number in range(120):
+        name = ("good.parquet", "good.arrow")[number % 2]
+        path = tmp_path / f"bad{Path(name).suffix}"
+        path.write_bytes(junk.broken_bytes((tmp_path / name).read_bytes(), random))
+        try:
+            list(read_rows(find_inputs([str(path)])[0], ["text"]))
+        except UserError:
+            refused += 1
+    assert refused > 40
+
+
+def test_broken_tensors_are_read_or_refused(tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    path, random, refused = tmp_path / "x.safetensors", Random(0), 0
+    save_file({"a": torch.zeros(4, 4), "b": torch.ones(3)}, path)
+    good = path.read_bytes()
+    for _ in range(60):
+        path.write_bytes(junk.broken_safetensors(good, random))
+        try:
+            open_safetensors(path)
+        except UserError:
+            refused += 1
+    assert refused > 20
+    path.write_bytes(struct.pack("<Q", 2**63) + b"{}")
+    with pytest.raises(UserError, match="do not hold the header they begin with"):
+        open_safetensors(path)
+
+
+def _tokenizer(**changes: Any) -> dict[str, Any]:
+    return {**byte_tokenizer(), **changes}
+
+
+RUNAWAY = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+TOKENIZERS = {
+    "no model": ({"version": "1.0"}, "is not a tokenizer.json"),
+    "no vocabulary": (
+        _tokenizer(model={"type": "BPE", "vocab": {}, "merges": []}, added_tokens=[]),
+        "vocabulary is empty",
+    ),
+    "huge ids": (_tokenizer(model={"type": "BPE", "vocab": {"a": 2**31}, "merges": []}), "has a token 2147483648"),
+    "nested": (_tokenizer(normalizer=json.loads("[" * 90 + "]" * 90)), "nested more than 64 deep"),
+}
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_tokenizers_that_are_none_are_refused(tmp_path: Path, kind: str) -> None:
+    table, reason = TOKENIZERS[kind]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(table))
+    with pytest.raises(UserError, match=reason):
+        load_tokenizer(str(tmp_path / "tokenizer.json"))
+
+
+def test_a_tokenizer_whose_pattern_runs_away_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(_tokenizer(pre_tokenizer=RUNAWAY)))
+    monkeypatch.setattr("cuboid.data.tokenizer.TRIAL_SECONDS", 3.0)
+    begun = time.monotonic()
+    try:
+        load_tokenizer(str(path)).encode(["a" * 40 + "!"])  # a library that ends such a search may be there
+    except UserError as error:
+        assert "takes for ever on some texts" in str(error)
+    assert time.monotonic() - begun < 30
+
+
+def test_half_a_character_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
+    for name in ("byte", str(tmp_path / "tokenizer.json")):
+        with pytest.raises(UserError, match=r"half a character|cannot encode"):
+            load_tokenizer(name).encode(["a\ud800"])
