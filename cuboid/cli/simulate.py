@@ -7,10 +7,9 @@ from typing import Annotated
 import typer
 
 from cuboid.cli.explain import asked
-from cuboid.planning.choose import predict
+from cuboid.planning.choose import pipeline_seconds, predict
 from cuboid.planning.picture import chrome_trace, svg
 from cuboid.planning.plan import Plan, load_plan
-from cuboid.planning.refine import stage_seconds
 from cuboid.readers import check_output, write_output
 from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import Timeline, draw, simulate
@@ -50,7 +49,7 @@ def command(
     else:
         loaded = predict(*asked("simulate", plan, cluster, layout, global_batch, seq, precision, engine))
     used, every = loaded.layout, loaded.micro_batches
-    seconds = stage_seconds(loaded.question, used)
+    seconds = pipeline_seconds(loaded.question, used)
     name = f"{loaded.question.model.name} on {loaded.question.cluster.name}: {used}"
 
     def timeline(count: int) -> Timeline:
