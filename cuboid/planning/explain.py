@@ -234,9 +234,7 @@ def memory_lines(explanation: Explanation) -> list[str]:
 def rank_held(plan: Plan, rank: int) -> tuple[float, float]:
     """Parameters of a pipeline rank, all but experts and those of experts, before ZeRO splits them."""
     layout, question = plan.layout, plan.question
-    if isinstance(
-        question.model, PythonModelSpec
-    ):  # counted from the module itself; which are experts' it does not say
+    if isinstance(question.model, PythonModelSpec):  # counted from the module, which names no experts
         split = layout.shard_size * layout.cp if layout.zero >= 3 else 1
         return plan.memory[rank]["weights"] / question.profile.weight_bytes * split, 0.0
     part = held(question.model, layout.schedule, layout.pp, layout.vpp, question.sequence)
