@@ -234,3 +234,7 @@ def test_a_plan_is_explained_and_simulated(tmp_path: Path, capsys: pytest.Captur
     assert main(["simulate", str(tmp_path / "plan.toml"), "--json"]) == 0
     seen = json.loads(capsys.readouterr().out)
     assert seen["makespan_seconds"] <= plan.seconds and seen["bubble"] == plan.bubble > 0
+    assert main(["report", str(tmp_path / "plan.toml"), "-o", str(tmp_path / "plan.html")]) == 0
+    assert f'"step_seconds":{plan.seconds}' in (tmp_path / "plan.html").read_text()
+    assert main(["export", str(tmp_path / "plan.toml"), "--to", "megatron"]) == 2
+    assert "is one's own, which megatron does not have" in capsys.readouterr().err

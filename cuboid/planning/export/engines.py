@@ -14,6 +14,7 @@ from cuboid.errors import UserError, either, nearest_names
 from cuboid.planning.plan import Plan
 from cuboid.spec.layout import CONTEXT_METHODS, RECOMPUTE, SCHEDULES
 from cuboid.spec.model import ModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,9 @@ def export(plan: Plan, target: str) -> str:
     if target not in TARGETS:
         near = either(f"--to {name}" for name in nearest_names(target, TARGETS, count=4))
         raise UserError(f"unknown target to={target}; use {near}, or --to hf:FOLDER for a trained model")
+    model = plan.question.model
+    if isinstance(model, PythonModelSpec) and target != "deepspeed":  # whose files describe no model
+        raise UserError(f"model={model.name} is one's own, which {target} does not have; train it with cuboid train")
     return writers[target](plan)
 
 
