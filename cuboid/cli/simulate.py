@@ -8,10 +8,9 @@ import typer
 
 from cuboid.cli.explain import asked
 from cuboid.errors import UserError
-from cuboid.planning.choose import predict
+from cuboid.planning.choose import pipeline_seconds, predict
 from cuboid.planning.picture import chrome_trace, svg
 from cuboid.planning.plan import Plan, load_plan
-from cuboid.planning.refine import stage_seconds
 from cuboid.readers import check_output, write_output
 from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import Timeline, draw, simulate
@@ -59,7 +58,7 @@ def command(
             f"micro-batches={every} on {used.stages} stages are too many to simulate one by one; use a --global-batch "
             f"that makes {MOST_ACTIONS // used.stages} or less"
         )
-    seconds = stage_seconds(loaded.question, used)
+    seconds = pipeline_seconds(loaded.question, used)
     name = f"{loaded.question.model.name} on {loaded.question.cluster.name}: {used}"
 
     def timeline(count: int) -> Timeline:
@@ -81,7 +80,7 @@ def command(
         print(json.dumps(_as_json(full, loaded)))
         return
     print(name)
-    print(draw(drawn, width))
+    print(draw(drawn, width).rpartition("\n")[0])  # without the bubble of those that are drawn: one is said, of all
     print(f"{subtitle}; the pipeline takes {full.makespan:.4g} s of a step of {loaded.seconds:.4g} s")
     for what, written in (("trace", trace), ("picture", picture)):
         if written is not None:

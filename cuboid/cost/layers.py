@@ -271,14 +271,20 @@ def layer_times(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts:
 
 def _alike(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts: Kernels, precision: str) -> LayerTimes:
     """Where all layers are recomputed alike."""
+    columns = decides_layers(jobs, fabric, engine)
+    return each_once(
+        shape, jobs, columns, lambda some, rows: _each(shape, some, fabric, engine, rows(parts), precision)
+    )
+
+
+def decides_layers(jobs: Jobs, fabric: Fabric, engine: Engine) -> list[Array]:
+    """All that the seconds of a layer depend on, where all layers are recomputed alike."""
     columns = [jobs.tp, jobs.cp, jobs.cp_method, jobs.cp_inner, jobs.ep, jobs.micro_batch, jobs.recompute]
     columns += [jobs.sequence_parallel, adds_nothing(jobs), _crosses(jobs, fabric), number(splits_backward(jobs))]
     if engine.expert_paired:
         pairs = (jobs.schedule == DUAL_PIPE_V) & (jobs.pp > 1)
         columns += [pairs * jobs.pp, pairs * jobs.dp]
-    return each_once(
-        shape, jobs, columns, lambda some, rows: _each(shape, some, fabric, engine, rows(parts), precision)
-    )
+    return columns
 
 
 def _crosses(jobs: Jobs, fabric: Fabric) -> Array:

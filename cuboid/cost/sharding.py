@@ -11,6 +11,7 @@ from cuboid.cost.constants import Chip, Engine, Fabric
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.layers import LayerTimes
 from cuboid.cost.pipeline import is_v_shaped, partition
+from cuboid.cost.reuse import Taking, each_once
 
 
 @dataclass(frozen=True)
@@ -59,21 +60,17 @@ def keeps_gradients(jobs: Jobs, engine: Engine) -> NDArray[np.bool_]:
 
 
 def reduction(
-    jobs: Jobs, fabric: Fabric, engine: Engine, held: RankParameters, forward: Array, backward: Array
+    shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, held: RankParameters, forward: Array, backward: Array
 ) -> Array:
     """Seconds of gradient reduction and parameter gathering that nothing hides, with ZeRO 0 to 2. `forward`,
     `backward`: of one micro-batch."""
     # The profiles of others were fitted as if all replicas shared shards, and gathering hid behind anything.
-    shard, most = (jobs.shard, forward) if engine.own_collectives else (jobs.dp, np.asarray(np.inf))
-    copies = np.maximum(jobs.dp * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1), 1)
-    shards = np.maximum(shard * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1), 1)
-    plain = _Sums(fabric, engine, held.plain, jobs.dp * jobs.cp, shard * jobs.cp, jobs.tp)
-    routed = _Sums(fabric, engine, held.routed, copies, shards, np.maximum(jobs.ep, 1))
-    # Halves, and not one sum, because few engines join the reductions of experts.
-    whole = plain.whole() + 2 * routed.scattered(copies)
-    scatter = np.where(jobs.zero > 0, plain.scattered() + routed.scattered(), whole)
-    replicas = np.where(jobs.zero > 0, plain.replicated() + routed.replicated(), 0.0)
-    gather = np.where(jobs.zero > 0, plain.gathered() + routed.gathered(), 0.0)
+    most = forward if engine.own_collectives else np.asarray(np.inf)
+
+    def sums(some: Jobs, rows: Taking) -> tuple[Array, Array, Array]:
+        return _summed(some, fabric, engine, rows(held))
+
+    scatter, replicas, gather = each_once(shape, jobs, _decides_sums(jobs), sums)
     every = (jobs.zero == 2) & ~keeps_gradients(jobs, engine)
     times = np.where(every | engine.reduce_every_micro_batch, jobs.micro_batches, 1.0)
 
@@ -89,6 +86,27 @@ def reduction(
         gathered = often * np.maximum(gather - engine.shard_overlap * forward, 0.05 * gather)
         waits = np.where(jobs.zero == 2, reduced + gathered, waits)
     return np.where(jobs.zero < 3, waits, 0.0)
+
+
+def _decides_sums(jobs: Jobs) -> tuple[Array, ...]:
+    """All that the parameters of a rank and their groups depend on, for one model."""
+    split = np.asarray(jobs.zero > 0, dtype=np.float64)
+    return jobs.dp, jobs.tp, jobs.pp, jobs.cp, jobs.ep, jobs.dp / jobs.shard, split, is_v_shaped(jobs)
+
+
+def _summed(jobs: Jobs, fabric: Fabric, engine: Engine, held: RankParameters) -> tuple[Array, Array, Array]:
+    """Seconds to scatter gradients, to sum those of the replicas of a shard, and to gather parameters."""
+    shard = jobs.shard if engine.own_collectives else jobs.dp
+    copies = np.maximum(jobs.dp * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1), 1)
+    shards = np.maximum(shard * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1), 1)
+    plain = _Sums(fabric, engine, held.plain, jobs.dp * jobs.cp, shard * jobs.cp, jobs.tp)
+    routed = _Sums(fabric, engine, held.routed, copies, shards, np.maximum(jobs.ep, 1))
+    # Halves, and not one sum, because few engines join the reductions of experts.
+    whole = plain.whole() + 2 * routed.scattered(copies)
+    scatter = np.where(jobs.zero > 0, plain.scattered() + routed.scattered(), whole)
+    replicas = np.where(jobs.zero > 0, plain.replicated() + routed.replicated(), 0.0)
+    gather = np.where(jobs.zero > 0, plain.gathered() + routed.gathered(), 0.0)
+    return scatter, replicas, gather
 
 
 def free_time(jobs: Jobs, fabric: Fabric, times: LayerTimes, way: int) -> Array:
@@ -136,20 +154,13 @@ def fully_sharded(
     summed with every micro-batch, or, by this program, with the last. `head`: its seconds forward and backward."""
     if not np.any(jobs.zero == 3):
         return np.zeros(())
-    each = layer_parameters(shape, jobs.tp)
-    dense = times.dense_fraction * each.dense + (1 - times.dense_fraction) * each.mixture
-    experts = (1 - times.dense_fraction) * each.routed / np.maximum(jobs.ep, 1)
-    copies = np.maximum(jobs.dp * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1), 1)
-    shards = np.maximum(jobs.shard * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1), 1)
-    plain = _Sums(fabric, engine, dense, jobs.dp * jobs.cp, jobs.shard * jobs.cp, jobs.tp)
-    # Experts have holders of their own: every ep-th rank, and so fewer ports of a node.
-    routed = _Sums(fabric, engine, experts, copies, shards, np.maximum(jobs.ep, 1))
-    gather = plain.gathered(engine.shard_wire) + routed.gathered()
-    scatter = plain.scattered() + routed.scattered()
-    replicated = plain.replicated() + routed.replicated()
-    members = group(fabric, jobs.shard * jobs.cp, jobs.tp)
-    slowed = np.maximum(members.nodes / 2, 1.0) ** engine.shard_decay
-    gather, scatter, replicated = gather * slowed, scatter * slowed, replicated * slowed
+    fraction = times.dense_fraction
+
+    def sums(some: Jobs, rows: Taking) -> tuple[_ShardSeconds, _ShardSeconds]:
+        return _sharded(shape, some, fabric, engine, rows(fraction))
+
+    layer, tables = each_once(shape, jobs, _decides_sums(jobs), sums)
+    gather, scatter, replicated = layer.gather, layer.scatter, layer.replicated
     forward, backward = (free_time(jobs, fabric, times, way) for way in (0, 1))
 
     def waits(reduced: Array) -> Array:
@@ -164,13 +175,45 @@ def fully_sharded(
     often = 1.0 if engine.own_collectives else jobs.micro_batches
     step = (jobs.micro_batches - often) * waits(scatter) + often * waits(scatter + replicated)
     if engine.own_collectives:
-        held = _tables(shape, jobs) * table_parameters(shape, jobs.tp)
-        tables = _Sums(fabric, engine, held, jobs.dp * jobs.cp, jobs.shard * jobs.cp, jobs.tp)
-        step = step + jobs.micro_batches * np.maximum(tables.gathered() - engine.shard_overlap * head[0], 0.0)
-        back = tables.gathered() + tables.scattered()
+        step = step + jobs.micro_batches * np.maximum(tables.gather - engine.shard_overlap * head[0], 0.0)
+        back = tables.gather + tables.scatter
         step = step + jobs.micro_batches * np.maximum(back - engine.shard_overlap * head[1], 0.0)
-        step = step + tables.replicated()
+        step = step + tables.replicated
     return np.where(jobs.zero == 3, step, 0.0)
+
+
+@dataclass(frozen=True)
+class _ShardSeconds:
+    """Seconds to gather parameters, to scatter their gradients, and to sum those of the replicas of a shard."""
+
+    gather: Array
+    scatter: Array
+    replicated: Array
+
+
+def _sharded(
+    shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, dense_fraction: Array
+) -> tuple[_ShardSeconds, _ShardSeconds]:
+    """Those of a layer, and of the vocabulary tables."""
+    each = layer_parameters(shape, jobs.tp)
+    dense = dense_fraction * each.dense + (1 - dense_fraction) * each.mixture
+    experts = (1 - dense_fraction) * each.routed / np.maximum(jobs.ep, 1)
+    copies = np.maximum(jobs.dp * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1), 1)
+    shards = np.maximum(jobs.shard * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1), 1)
+    plain = _Sums(fabric, engine, dense, jobs.dp * jobs.cp, jobs.shard * jobs.cp, jobs.tp)
+    # Experts have holders of their own: every ep-th rank, and so fewer ports of a node.
+    routed = _Sums(fabric, engine, experts, copies, shards, np.maximum(jobs.ep, 1))
+    gather = plain.gathered(engine.shard_wire) + routed.gathered()
+    scatter = plain.scattered() + routed.scattered()
+    replicated = plain.replicated() + routed.replicated()
+    members = group(fabric, jobs.shard * jobs.cp, jobs.tp)
+    slowed = np.maximum(members.nodes / 2, 1.0) ** engine.shard_decay
+    held = _tables(shape, jobs) * table_parameters(shape, jobs.tp)
+    tables = _Sums(fabric, engine, held, jobs.dp * jobs.cp, jobs.shard * jobs.cp, jobs.tp)
+    return (
+        _ShardSeconds(gather * slowed, scatter * slowed, replicated * slowed),
+        _ShardSeconds(tables.gathered(), tables.scattered(), tables.replicated()),
+    )
 
 
 def _tables(shape: Shape, jobs: Jobs) -> Array:

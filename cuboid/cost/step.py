@@ -105,11 +105,11 @@ def replica_time(
     """Seconds of a step in which ranks wait for gradients to be summed and parameters to be gathered."""
     free = [stage.first * free_time(jobs, fabric, times, way) for way in (0, 1)]
     head = parts.head_forward, parts.head_backward
-    data = reduction(jobs, fabric, engine, held, *free)
+    data = reduction(shape, jobs, fabric, engine, held, *free)
     if np.any((shape.dense_layers > 0) & (shape.experts > 0) & (jobs.pp > 1)):
         # The first rank holds the leading layers without experts: others may have more to sum.
         between = rank_parameters(shape, jobs, stage.middle, 0 * ONE, 0 * ONE)
-        data = np.where(jobs.pp > 2, np.maximum(data, reduction(jobs, fabric, engine, between, *free)), data)
+        data = np.where(jobs.pp > 2, np.maximum(data, reduction(shape, jobs, fabric, engine, between, *free)), data)
     data = data + fully_sharded(shape, jobs, fabric, engine, times, head)
     if engine.own_collectives:  # in the rows of others it is part of what was fitted
         data = data + tied_sum(shape, jobs, fabric, engine)

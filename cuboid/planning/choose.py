@@ -14,10 +14,10 @@ from cuboid.cost.estimate import doubt
 from cuboid.cost.inputs import Shape
 from cuboid.errors import UserError, either
 from cuboid.planning.export.engines import FIXED, refuse_model
-from cuboid.planning.own_models import own_plan, own_plans
+from cuboid.planning.own_models import own_plan, own_plans, own_stage_seconds
 from cuboid.planning.plan import GIB, Plan, make_plan, reasons, with_notes
 from cuboid.planning.question import MEMORY_FRACTION, Question, every_size, resized, rounder_sizes, sizes
-from cuboid.planning.refine import Refined, actions, fitted, may_mix, refine
+from cuboid.planning.refine import Refined, StageSeconds, actions, fitted, may_mix, refine, stage_seconds
 from cuboid.planning.score import Scores, least_seconds, score
 from cuboid.planning.search import emptiest, sayable_layouts, search
 from cuboid.planning.space import DEGREES, Space, degrees, divisors, shapes, with_context
@@ -59,7 +59,7 @@ def plans(question: Question, *, top: int = 5, objective: str = "time") -> list[
 
     first, *others = sorted(found, key=order)
     if objective == "time":
-        without = [plan for plan in _without(question, first) if order(plan) >= order(first)]
+        without = [plan for plan in _without(question, scores, first) if order(plan) >= order(first)]
         without = sorted(without, key=order)[: top // 2]
         others = [plan for plan in others if all(plan.layout != other.layout for other in without)]
         others = sorted([*without, *others[: max(top - 1, 2) - len(without)]], key=order)
@@ -67,16 +67,19 @@ def plans(question: Question, *, top: int = 5, objective: str = "time") -> list[
     return [with_notes(first, reasons(first), notes, others[: max(top - 1, 2)]), *others[: top - 1]]
 
 
-def _without(question: Question, best: Plan) -> Iterator[Plan]:
-    """The best plans that do without the pipeline or the tensor parallelism of another."""
-    fixed = question.fixed
+def _without(question: Question, scores: Scores, best: Plan) -> Iterator[Plan]:
+    """The best plans that do without the pipeline or the tensor parallelism of another. `scores`: some that are known;
+    none without is slower than the first of these without."""
+    fixed, alike = question.fixed, scores.space.columns["recompute_layers"] == 0
     for name in ("pp", "tp"):
         if getattr(best.layout, name) == 1 or fixed.keys() & {name, "schedule", "vpp", "sequence_parallel"}:
             continue
         other = replace(question, fixed={**fixed, name: 1})
-        scores = search(other, question.cluster.accelerators, keep=1, slowest=2 * best.seconds, mixes=False)
-        if len(scores.space):
-            entry = refine(other, scores, 0)
+        known = scores.seconds[alike & (scores.space.columns[name] == 1)]
+        slowest = min([2 * best.seconds, *(known[:1] * (1 + 1e-8)).tolist()])
+        found = search(other, question.cluster.accelerators, keep=1, slowest=slowest, mixes=False)
+        if len(found.space):
+            entry = refine(other, found, 0)
             if entry.peak <= question.limit:
                 yield planned(question, entry)
 
@@ -100,16 +103,21 @@ def fastest_part(plan: Plan) -> Plan | None:
         return None
     work = NOT_FASTER * _work(question)
     candidates = rounder_sizes(question.cluster, question.global_batch)
+    # The simulation of what is best in closed form may be faster or slower by a few percent.
+    slowest = 1.05 * plan.seconds
     sooner: list[tuple[float, Question]] = []
-    for accelerators in candidates[:20] if plan.layout.world_size <= 1024 else candidates[:1]:
-        if work / accelerators > plan.seconds:
+    candidates = candidates[:20] if plan.layout.world_size <= 1024 else candidates[:1]
+    parts = [resized(question, each) for each in candidates if work / each <= plan.seconds]
+    for smaller in parts:
+        if len(parts) == 1:
+            sooner = [(0.0, smaller)]  # nothing to choose from
             break
-        smaller = resized(question, accelerators)
-        # The simulation of what is best in closed form may be faster or slower by a few percent.
-        scores = search(smaller, accelerators, keep=1, slowest=1.05 * plan.seconds)
+        limit = sooner[1][0] * (1 + 1e-8) if len(sooner) > 1 else slowest  # only the best two are looked at
+        scores = search(smaller, smaller.cluster.accelerators, keep=1, slowest=limit)
         sooner += [(float(scores.seconds[0]), smaller)] if len(scores.space) else []
-    for _, smaller in sorted(sooner, key=lambda each: each[0])[:2]:
-        scores = search(smaller, smaller.cluster.accelerators, keep=SCORED, distinct=True, slowest=1.05 * plan.seconds)
+        sooner.sort(key=lambda each: each[0])
+    for _, smaller in sooner[:2]:
+        scores = search(smaller, smaller.cluster.accelerators, keep=SCORED, distinct=True, slowest=slowest)
         for entry in finalists(smaller, scores, 1):
             part = planned(smaller, entry)
             if part.seconds < min(0.99 * plan.seconds, best.seconds if best else float("inf")):
@@ -157,6 +165,12 @@ def predict(question: Question, layout: Layout) -> Plan:
     scores = score(question, Space.of([layout], question))
     found = planned(question, refine(question, scores, 0))
     return with_notes(found, reasons(found), warnings(found), [])
+
+
+def pipeline_seconds(question: Question, layout: Layout) -> StageSeconds:
+    """Seconds of every stage for one micro-batch."""
+    own = isinstance(question.model, PythonModelSpec)
+    return own_stage_seconds(question, layout) if own else stage_seconds(question, layout)
 
 
 def planned(question: Question, refined: Refined) -> Plan:
@@ -273,7 +287,7 @@ def _unsayable(question: Question, world_size: int) -> UserError | None:
     target = question.target
     if not target or len(sayable_layouts(question, world_size)):
         return None
-    decided = {name: value for name, value in question.fixed.items() if name not in FIXED[target]}
+    decided = _decided(question)
     # A degree is what the user wants most.
     names = sorted(decided, key=lambda name: name in DEGREES)
     for dropped in (dropped for count in (1, 2) for dropped in combinations(names, count)):
@@ -313,7 +327,7 @@ def _no_degrees(question: Question, world_size: int) -> UserError:
     below = [batch // dp * dp for dp in replicas if batch >= dp]
     near |= {max(below)} if below else set()
     near.add(min(-(-batch // dp) * dp for dp in replicas))
-    given = f" with {_fixed(question)}" if question.fixed else ""
+    given = f" with {_fixed(question)}" if _decided(question) else ""
     return UserError(
         f"global_batch={batch} divides over no layout of {model.name} on {world_size} accelerators{given}; "
         f"use {either(f'global_batch={number}' for number in sorted(near))}"
@@ -331,7 +345,8 @@ def _replicas(question: Question, world_size: int) -> set[int]:
 
 
 def _too_small(question: Question, world_size: int) -> UserError:
-    kept = f" with {_fixed(question)}" if question.fixed else ""
+    kept = f" in {question.target}" if question.target else ""
+    kept += f" with {_fixed(question)}" if _decided(question) else ""
     limit = f"{question.limit / 2**30:.4g} GiB a rank"
     needed = _enough(question, world_size)
     least = emptiest(question, world_size)
@@ -371,8 +386,13 @@ def _holds(question: Question) -> bool:
     return len(search(question, question.cluster.accelerators, keep=1).space) > 0
 
 
+def _decided(question: Question) -> dict[str, Any]:
+    """What the user fixed, without what the target leaves no choice of."""
+    return {name: value for name, value in question.fixed.items() if name not in FIXED.get(question.target, {})}
+
+
 def _fixed(question: Question) -> str:
-    return _named(question.fixed) or "these sizes"
+    return _named(_decided(question)) or "these sizes"
 
 
 def _named(fields: Mapping[str, Any]) -> str:

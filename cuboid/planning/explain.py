@@ -2,23 +2,30 @@
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from cuboid.cost.inputs import Jobs, Shape
 from cuboid.cost.memory import kept_per_layer
+from cuboid.cost.sharding import rank_parameters
 from cuboid.errors import UserError
 from cuboid.planning.choose import plans, predict
+from cuboid.planning.own_models import largest_kept
 from cuboid.planning.plan import GIB, WORDS, Plan, error_line, losses, recomputation
 from cuboid.planning.question import Question
-from cuboid.planning.traffic import Moved, moved, parameters_held, sent
+from cuboid.planning.space import Space
+from cuboid.planning.stages import held
+from cuboid.planning.traffic import Moved, moved, sent
 from cuboid.spec.layout import Layout
+from cuboid.spec.plugin import PythonModelSpec
 
 # The decision framework, computed: does a layer fit an accelerator, does the model fit a node, what is left for data.
 #
 # States by the textbook rule for Adam in mixed precision: 2 B of weights, 2 B of gradients and 12 B of optimizer state
-# per parameter. Gigabytes are decimal here, as in the papers.
+# per parameter; a line says so where the engine keeps others. Gigabytes are decimal here, as in the papers.
 
 
-WEIGHTS, GRADIENTS, OPTIMIZER = 2, 2, 12
-STATES = WEIGHTS + GRADIENTS + OPTIMIZER
+TEXTBOOK = (2.0, 2.0, 12.0)
+STATES = sum(TEXTBOOK)
 GB = 1e9
 
 
@@ -43,6 +50,8 @@ class Framework:
     replica: int
     """Accelerators of one replica: tp × pp × cp."""
     replicas: int
+    each: tuple[float, float, float]
+    """Bytes of a parameter's weight, gradient and optimizer state as the engine keeps them."""
     weights: float
     """Per rank, after tp × pp."""
     gradients: float
@@ -64,12 +73,17 @@ def framework(question: Question, layout: Layout) -> Framework:
     model, cluster = question.model, question.cluster
     memory = cluster.memory_gib * 2**30
     layer = max(model.layer_parameters(index) for index in (0, model.layers - 1))
-    jobs = Jobs.make(global_batch=1, sequence=question.sequence, sequence_parallel=0)
-    kept = max(float(value) for value in kept_per_layer(Shape.of(model), jobs, question.profile))
+    if isinstance(model, PythonModelSpec):
+        layer, kept = max(map(model.layer_parameters, range(model.layers))), largest_kept(question)
+    else:
+        jobs = Jobs.make(global_batch=1, sequence=question.sequence, sequence_parallel=0)
+        kept = max(float(value) for value in kept_per_layer(Shape.of(model), jobs, question.profile))
+    engine = question.profile
     layer_bytes = STATES * layer + kept
     rank = layout.tp * layout.pp
     node = min(cluster.tiers[0].size, cluster.accelerators)
     states = STATES * model.parameters
+    weights, gradients, optimizer = (each * model.parameters / rank for each in TEXTBOOK)
     return Framework(
         accelerator=memory,
         node_size=node,
@@ -82,9 +96,10 @@ def framework(question: Question, layout: Layout) -> Framework:
         nodes_needed=_least(states, node * memory),
         replica=rank * layout.cp,
         replicas=layout.dp,
-        weights=WEIGHTS * model.parameters / rank,
-        gradients=GRADIENTS * model.parameters / rank,
-        optimizer=OPTIMIZER * model.parameters / rank,
+        each=(engine.weight_bytes, engine.gradient_bytes, engine.optimizer_bytes),
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
     )
 
 
@@ -95,7 +110,7 @@ def _least(needed: float, available: float) -> int:
 def decision_lines(found: Framework, layout: Layout, cluster: str) -> list[str]:
     """The three steps as sentences a reader can check by hand."""
     layer = (
-        f"1. One layer: {STATES} bytes × {found.layer_parameters / GB:.4g} billion parameters = "
+        f"1. One layer: {STATES:g} bytes × {found.layer_parameters / GB:.4g} billion parameters = "
         f"{found.layer_states / GB:.4g} GB of states + {found.layer_activations / GB:.3g} GB of activations for one "
         f"sequence, on {found.accelerator / GB:.4g} GB: "
     )
@@ -105,7 +120,7 @@ def decision_lines(found: Framework, layout: Layout, cluster: str) -> list[str]:
         else f"does not fit, so tensor parallelism must split it at least {found.tensor_needed} ways"
     )
     node = (
-        f"2. The model: {STATES} bytes × {found.parameters / GB:.4g} billion parameters = "
+        f"2. The model: {STATES:g} bytes × {found.parameters / GB:.4g} billion parameters = "
         f"{found.states / 1e12:.4g} TB of states, on a node of {found.node_size} × {found.accelerator / GB:.4g} GB = "
         f"{found.node_size * found.accelerator / 1e12:.4g} TB: "
     )
@@ -119,12 +134,15 @@ def decision_lines(found: Framework, layout: Layout, cluster: str) -> list[str]:
         f"3. The rest: tp={layout.tp} × pp={layout.pp}{context} = {found.replica} accelerators hold one replica, and "
         f"{cluster} has room for {found.replicas}, so dp={layout.dp}"
     )
-    over = layout.tp * layout.pp
+    textbook, own = ("{:g}, {:g} and {:g}".format(*each) for each in (TEXTBOOK, found.each))
+    later = f"ZeRO, ep={layout.ep}" if layout.ep > 1 else "ZeRO"
     states = (
-        f"States per rank: {WEIGHTS}, {GRADIENTS} and {OPTIMIZER} bytes × {found.parameters / GB:.4g} billion / {over} "
+        f"States per rank: {textbook} bytes × {found.parameters / GB:.4g} billion / {layout.tp * layout.pp} "
         f"= {found.weights / GB:.1f} GB of weights + {found.gradients / GB:.1f} GB of gradients + "
-        f"{found.optimizer / GB:.1f} GB of optimizer state (before ZeRO and rounding up of stages)"
+        f"{found.optimizer / GB:.1f} GB of optimizer state (before {later} and rounding up of stages)"
     )
+    if own != textbook:
+        states += f"; this engine keeps {own} bytes, which the memory below is made of"
     return [layer, node, data, states]
 
 
@@ -184,17 +202,19 @@ def memory_lines(explanation: Explanation) -> list[str]:
     plan = explanation.plan
     layout, engine = plan.layout, plan.question.profile
     rank = plan.totals.index(plan.peak)
-    row, held = plan.memory[rank], parameters_held(plan)
-    shard = layout.shard_size * layout.cp
-    lines = [f"The fullest is pipeline rank {rank}, where the widest rank holds {held / 1e9:.4g} billion parameters:"]
+    row, parameters = plan.memory[rank], rank_held(plan, rank)
+    of_experts = f", {parameters[1] / GB:.4g} of them of experts" if parameters[1] else ""
+    lines = [f"The fullest is pipeline rank {rank}, with {sum(parameters) / GB:.4g} billion parameters{of_experts}:"]
     states = (("weights", engine.weight_bytes, 3), ("gradients", engine.gradient_bytes, 2))
     for name, each, stage in (*states, ("optimizer", engine.optimizer_bytes, 1)):
-        split = f" / {shard} (zero={layout.zero})" if layout.zero >= stage and shard > 1 else ""
+        count, formula = after_zero(layout, parameters, stage)
         if name == "optimizer" and plan.host_memory:
-            lines.append(f"optimizer: {each:g} bytes a parameter{split}, in CPU memory (offload=true)")
+            lines.append(f"optimizer: {each:g} bytes × {formula}, in CPU memory (offload=true)")
             continue
-        count = row[name] / each * (shard if split else 1)
-        lines.append(f"{name}: {each:g} bytes × {count / 1e9:.4g} billion{split} = {row[name] / GIB:.2f} GiB")
+        more = row[name] - each * count
+        beside = f" + {more / GIB:.2f} GiB not yet summed" if more > 0.01 * row[name] else ""
+        beside = " of which none is kept" if more < -0.01 * each * count else beside
+        lines.append(f"{name}: {each:g} bytes × {formula}{beside} = {row[name] / GIB:.2f} GiB")
     own = sum(plan.layers[stage] for stage in layout.stages_of(rank))
     kept = "boundaries of its layers" if layout.recompute == "full" else "what its layers keep for backward"
     if layout.recompute_layers:
@@ -209,6 +229,33 @@ def memory_lines(explanation: Explanation) -> list[str]:
         f"together {plan.peak / GIB:.2f} GiB of {plan.question.cluster.memory_gib:.1f} GiB, {plan.memory_fraction:.0%}"
     )
     return lines
+
+
+def rank_held(plan: Plan, rank: int) -> tuple[float, float]:
+    """Parameters of a pipeline rank, all but experts and those of experts, before ZeRO splits them."""
+    layout, question = plan.layout, plan.question
+    if isinstance(
+        question.model, PythonModelSpec
+    ):  # counted from the module itself; which are experts' it does not say
+        split = layout.shard_size * layout.cp if layout.zero >= 3 else 1
+        return plan.memory[rank]["weights"] / question.profile.weight_bytes * split, 0.0
+    part = held(question.model, layout.schedule, layout.pp, layout.vpp, question.sequence)
+    jobs = Space.of([layout], question).jobs
+    found = rank_parameters(Shape.of(question.model), jobs, part.layers, *part.ends())
+    plain, routed = (np.broadcast_to(each, layout.pp)[rank] for each in (found.plain, found.routed))
+    return float(plain), float(routed)
+
+
+def after_zero(layout: Layout, held: tuple[float, float], stage: int) -> tuple[float, str]:
+    """How many parameters a rank keeps something of that ZeRO splits from a stage on, and the formula."""
+    shard = layout.shard_size * layout.cp
+    if layout.zero < stage or shard * layout.tp == 1:
+        return sum(held), f"{sum(held) / GB:.4g} billion"
+    experts = max(shard * layout.tp // layout.ep, 1)
+    kept = held[0] / shard + held[1] / experts
+    if not held[1]:
+        return kept, f"{held[0] / GB:.4g} billion / {shard} (zero={layout.zero})"
+    return kept, f"({held[0] / GB:.4g} / {shard} + {held[1] / GB:.4g} / {experts}) billion (zero={layout.zero})"
 
 
 def bubble_line(explanation: Explanation) -> str:

@@ -16,7 +16,8 @@ from cuboid.planning.score import BUSY, Scores, memory_of, score, score_all
 from cuboid.planning.space import Column, Space
 from cuboid.planning.stages import Held, held, stage_costs
 from cuboid.schedule.schedules import make_schedule
-from cuboid.schedule.simulate import StageCosts, peak_activations, simulate
+from cuboid.schedule.simulate import StageCosts, peak_activations
+from cuboid.schedule.simulate import makespans as simulated
 from cuboid.spec.layout import RECOMPUTE, Layout
 from cuboid.spec.partition import longest_stage
 
@@ -96,10 +97,10 @@ def makespans(layout: Layout, seconds: StageSeconds, micro_batches: int, busiest
     `busiest` are the seconds of one micro-batch on the slowest rank."""
     low, high = short_counts(layout.pp, micro_batches, layout.schedule == "gpipe")
     short, long = (make_schedule(layout.schedule, layout.pp, count, layout.vpp) for count in (low, high))
-    alone = simulate(long, seconds.costs).makespan + busiest * (micro_batches - high)
-    delayed = simulate(long, seconds.costs, seconds.message).makespan
+    alone, delayed = simulated(long, seconds.costs, seconds.message)
+    alone += busiest * (micro_batches - high)
     if high > low:
-        slope = (delayed - simulate(short, seconds.costs, seconds.message).makespan) / (high - low)
+        slope = (delayed - simulated(short, seconds.costs, seconds.message)[1]) / (high - low)
         # A short run may not have met its bottleneck yet: the slowest rank, which no schedule is faster than.
         delayed += max(slope, busiest) * (micro_batches - high)
     return alone, delayed

@@ -9,15 +9,17 @@ from numpy.typing import NDArray
 
 from cuboid.cost.constants import Engine
 from cuboid.cost.estimate import Estimates, estimate_many
-from cuboid.cost.inputs import Array, Jobs, Shape, number
-from cuboid.cost.layers import LayerTimes, Pass
-from cuboid.cost.memory import peak_memory
+from cuboid.cost.inputs import Array, Jobs, Shape, mixes, number
+from cuboid.cost.layers import LayerTimes, Pass, decides_layers
+from cuboid.cost.memory import first_memory, peak_memory
 from cuboid.cost.pipeline import DUAL_PIPE_V, idle_by_schedule, in_flight, paired_fraction, partition, waited_transfers
+from cuboid.cost.reuse import each_once
 from cuboid.cost.sharding import rank_parameters, reduction
 from cuboid.cost.step import PARTS, first_parameters, replica_time
 from cuboid.planning.question import Question
 from cuboid.planning.space import DEGREES, Space
 from cuboid.planning.stages import LayerSeconds, assumed_slowest, real_slowest
+from cuboid.spec.layout import RECOMPUTE
 
 BUSY = ("compute", "tensor", "context", "expert", "host")
 """Parts of the step that grow with the layers of the slowest rank."""
@@ -119,7 +121,10 @@ def memory_of(question: Question, space: Space, cost: Memory = peak_memory) -> A
 
 def chunks(space: Space) -> Iterator[Space]:
     """Chunks small enough for the processor's caches."""
-    for start in range(0, max(len(space), 1), CHUNK):
+    if len(space) <= CHUNK:
+        yield space  # with what is known of it
+        return
+    for start in range(0, len(space), CHUNK):
         yield space.take(np.arange(start, min(start + CHUNK, len(space))))
 
 
@@ -142,42 +147,102 @@ def concatenated(scores: list[Scores]) -> Scores:
 # at any closer.
 
 
+@dataclass(frozen=True)
+class Passes:
+    """Seconds of one micro-batch on all ranks together."""
+
+    forward: Array
+    backward: Array
+    weight: Array
+    """What a schedule may put off of the backward pass."""
+    paired: Array
+    """Most that the pairs of DualPipeV hide of the layers with experts, where 1F1B waits."""
+
+    @classmethod
+    def of(cls, question: Question, seconds: LayerSeconds, layer: Callable[[Pass], Array]) -> "Passes":
+        """`layer`: the seconds of a layer in one direction."""
+        shape, parts, times = Shape.of(question.model), seconds.parts, seconds.times
+        leading, routed = shape.dense_layers, shape.layers - shape.dense_layers
+        forward, backward = (
+            leading * layer(dense) + routed * layer(mixture)
+            for dense, mixture in zip(times.dense, times.mixture, strict=True)
+        )
+        weight = shape.layers * (times.mean("compute", 0) - parts.attention_forward) + parts.head_forward
+        return cls(
+            forward + parts.head_forward + 0.3 * parts.embedding,
+            backward + parts.head_backward + 0.7 * parts.embedding,
+            weight,
+            routed * _paired(question, times),
+        )
+
+    @classmethod
+    def each_once(cls, question: Question, jobs: Jobs, layer: Callable[[Pass], Array]) -> "Passes":
+        """The same, asked once of all layouts whose layers are alike: there are many more layouts."""
+
+        def asked(some: Jobs, _: object = None) -> Passes:
+            return cls.of(question, LayerSeconds.of(question, some), layer)
+
+        if mixes(jobs):
+            return asked(jobs)
+        columns = decides_layers(jobs, question.machine.fabric, question.profile)
+        return each_once(Shape.of(question.model), jobs, columns, asked)
+
+
+def _total(each: Pass) -> Array:
+    return each.total
+
+
 def least_seconds(question: Question, space: Space, context: bool) -> Array:
     """Seconds of a step with equal stages, the schedule that waits least, and nothing else to wait for but what is
     inside layers. `context`: also for the keys of other ranks."""
-    jobs = space.jobs
-    seconds = LayerSeconds.of(question, jobs)
 
     def alone(each: Pass) -> Array:
         waits = each.tensor + each.expert + (each.context if context else 0.0)
         return np.maximum(each.compute + waits, each.floor)
 
-    passes = [
-        (alone(dense), alone(mixture))
-        for dense, mixture in zip(seconds.times.dense, seconds.times.mixture, strict=True)
-    ]
-    return np.broadcast_to(_least(question, space, seconds, passes), len(space))
+    return _least(question, space, Passes.each_once(question, space.jobs, alone))
+
+
+LIKELY = (("selective", 1, 0.0), ("selective", 3, 0.25), ("full", 1, 1.0), ("full", 3, 1.25))
+"""Recomputation and ZeRO that a layout needs for its memory, the cheapest first, and forward passes that this takes."""
+UNLIKELY = 3.0
+"""Forward passes that stand for what takes still less memory."""
 
 
 def likely_seconds(question: Question, space: Space) -> Array:
-    """The same with the sums of gradients under ZeRO 1: no bound, but close to what is best."""
+    """The same with the sums of gradients under ZeRO 1, and with what its memory asks for: no bound, but close to what
+    is best."""
     shape, jobs, engine = Shape.of(question.model), space.jobs, question.profile
     least = least_seconds(question, space, True)
     layers, times = partition(shape, jobs, engine).first, LayerSeconds.of(question, jobs).times
     held = rank_parameters(shape, jobs, layers, np.ones(()), np.zeros(()))
-    passes = (layers * times.mean("total", way) for way in (0, 1))
-    return least + reduction(replace(jobs, zero=number(1)), question.machine.fabric, engine, held, *passes)
+    forward, backward = (layers * times.mean("total", way) for way in (0, 1))
+    split = replace(jobs, zero=number(1))
+    sums = reduction(shape, split, question.machine.fabric, engine, held, forward, backward)
+    return least + sums + _likely_passes(question, space) * jobs.micro_batches * forward
+
+
+def _likely_passes(question: Question, space: Space) -> Array:
+    """Forward passes that fitting into the memory takes."""
+    passes, left = np.full(len(space), UNLIKELY), np.arange(len(space))
+    for recompute, zero, more in LIKELY:
+        some = space.take(left)
+        ones = np.ones(len(left), dtype=np.int64)
+        columns = {**some.columns, "recompute": RECOMPUTE.index(recompute) * ones, "zero": zero * ones}
+        fits = memory_of(question, Space(columns, space.global_batch, space.sequence), first_memory) <= question.limit
+        passes[left[fits]] = more
+        left = left[~fits]
+    return passes
 
 
 def least_busy(question: Question, space: Space, seconds: LayerSeconds) -> Array:
     """The same of layouts whose layers are known: seconds that no schedule and no partition takes away."""
-    pairs = zip(seconds.times.dense, seconds.times.mixture, strict=True)
-    return _least(question, space, seconds, [(dense.total, mixture.total) for dense, mixture in pairs])
+    return _least(question, space, Passes.of(question, seconds, _total))
 
 
 def least_in_layers(question: Question, space: Space) -> Array:
-    """The same, one for each layout."""
-    return np.broadcast_to(least_busy(question, space, LayerSeconds.of(question, space.jobs)), len(space))
+    """The same, where they are not."""
+    return _least(question, space, Passes.each_once(question, space.jobs, _total))
 
 
 def least_with_sums(question: Question, space: Space) -> Array:
@@ -186,40 +251,34 @@ def least_with_sums(question: Question, space: Space) -> Array:
     seconds, stage = LayerSeconds.of(question, jobs), partition(shape, jobs, engine)
     held = first_parameters(shape, jobs, stage)
     waits = replica_time(shape, jobs, fabric, engine, stage, held, seconds.times, seconds.parts)
-    return np.broadcast_to(least_busy(question, space, seconds) + waits, len(space))
+    return least_busy(question, space, seconds) + waits
 
 
-def _least(question: Question, space: Space, seconds: LayerSeconds, passes: list[tuple[Array, Array]]) -> Array:
-    """`passes`: forward and backward the seconds of a layer without and with experts."""
-    shape, jobs, parts = Shape.of(question.model), space.jobs, seconds.parts
-    leading, routed = shape.dense_layers, shape.layers - shape.dense_layers
-    forward, backward = (leading * dense + routed * mixture for dense, mixture in passes)
-    relief = routed * paired_relief(question, space, seconds.times)
-    forward = (forward + parts.head_forward + 0.3 * parts.embedding) / jobs.pp
-    backward = (backward + parts.head_backward + 0.7 * parts.embedding) / jobs.pp
-    weight = shape.layers * (seconds.times.mean("compute", 0) - parts.attention_forward) + parts.head_forward
-    weight = np.minimum(weight / jobs.pp, backward / 2)
+def _least(question: Question, space: Space, passes: Passes) -> Array:
+    shape, jobs = Shape.of(question.model), space.jobs
+    forward, backward = passes.forward / jobs.pp, passes.backward / jobs.pp
+    weight = np.minimum(passes.weight / jobs.pp, backward / 2)
     deepest = replace(jobs, vpp=np.maximum(np.floor(shape.layers / jobs.pp), 1.0))
     others = np.maximum(jobs.pp - 1, 0) * (forward + backward)
     idle = idle_by_schedule(deepest, forward, backward, weight, others)
-    paired = idle.pop(DUAL_PIPE_V)
+    pairs = idle.pop(DUAL_PIPE_V)
     busy = jobs.micro_batches * (forward + backward)
     if question.machine.chip.together < 1:  # ranks that share cores wait less than their own seconds say
-        return busy
+        return np.broadcast_to(busy, len(space))
     least = busy + reduce(np.minimum, idle.values())
-    return np.minimum(least, busy + paired - (jobs.micro_batches + jobs.pp) * relief / jobs.pp)
+    dual = replace(jobs, schedule=number(DUAL_PIPE_V))
+    relief = np.where(jobs.pp > 1, paired_fraction(dual) * passes.paired, 0.0)
+    least = np.minimum(least, busy + pairs - (jobs.micro_batches + jobs.pp) * relief / jobs.pp)
+    return np.broadcast_to(least, len(space))
 
 
-def paired_relief(question: Question, space: Space, times: LayerTimes) -> Array:
-    """Most seconds of a layer with experts that the pairs of DualPipeV hide, where 1F1B waits."""
-    engine, jobs = question.profile, space.jobs
+def _paired(question: Question, times: LayerTimes) -> Array:
+    engine = question.profile
     if not engine.expert_paired or question.model.mixture is None:
         return np.zeros(())
-    dual = Space({**space.columns, "schedule": np.full(len(space), DUAL_PIPE_V)}, space.global_batch, space.sequence)
     forward, backward = times.mixture
     hidden = np.minimum(forward.expert, engine.expert_paired * backward.compute)
-    hidden = hidden + np.minimum(backward.expert, engine.expert_paired * forward.compute)
-    return np.where(jobs.pp > 1, paired_fraction(dual.jobs) * hidden, 0.0)
+    return hidden + np.minimum(backward.expert, engine.expert_paired * forward.compute)
 
 
 def least_transfer(question: Question, space: Space) -> Array:
@@ -230,16 +289,15 @@ def least_transfer(question: Question, space: Space) -> Array:
     return np.maximum(jobs.pp - 2, 0.0) / np.maximum(waited_transfers(jobs, question.profile), 1.0)
 
 
-def least_memory(question: Question, space: Space) -> Array:
-    """Bytes of the first pipeline rank with everything split and recomputed."""
+def least_memory(question: Question, space: Space, split: bool = True) -> Array:
+    """Bytes of the first pipeline rank with everything recomputed; `split`: and split, whatever ZeRO says."""
     shape, jobs, engine = Shape.of(question.model), space.jobs, question.profile
     layers = partition(shape, jobs, engine).first
     held = rank_parameters(shape, jobs, layers, np.ones(()), np.zeros(()))
-    each = engine.weight_bytes + engine.gradient_bytes
-    if not question.tries_offload and not question.fixed_offload:
-        each += engine.optimizer_bytes
-    split = question.fixed.get("shard", 0) or jobs.dp
-    experts = np.maximum(split * jobs.cp * jobs.tp / jobs.ep, 1.0)
-    states = each * (held.plain / (split * jobs.cp) + held.routed / experts)
+    parts = (question.fixed.get("shard", 0) or jobs.dp) * jobs.cp
+    owned = held.plain / parts + held.routed / np.maximum(parts * jobs.tp / jobs.ep, 1.0)
+    offloads = question.tries_offload or question.fixed_offload
+    kinds = (engine.weight_bytes, 3), (engine.gradient_bytes, 2), (0.0 if offloads else engine.optimizer_bytes, 1)
+    states = sum(each * (owned if split else np.where(jobs.zero >= stage, owned, held.total)) for each, stage in kinds)
     boundary = engine.kept_boundary * jobs.tokens * shape.hidden / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
     return np.broadcast_to(states + layers * boundary * in_flight(jobs, np.zeros(())), len(space))

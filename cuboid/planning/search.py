@@ -7,7 +7,7 @@ perfectly even stages is out too. The rest is tried with every schedule, and wit
 memory asks for.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
@@ -51,6 +51,10 @@ GUESSED = 10_000
 Possible = Callable[[Question, Space], NDArray[np.bool_]]
 FIRST, AT_ONCE = 4_000, 250_000
 """Layouts looked at before anything is known of what is good, and together at most."""
+KINDS = 12
+"""Of recomputation and ZeRO together."""
+BOUNDED = 3_000_000
+"""Layouts whose bounds are compared together with what is known to be good: few of them are looked at."""
 
 
 def search(
@@ -77,13 +81,14 @@ def search(
     best = score(question, every.take(order[:0]))
     batch, limit = 0, slowest
     while len(order):
-        room = min(FIRST * 8**batch, AT_ONCE)
+        few = batch <= int(keep > 1 and slowest == float("inf")) or not np.isfinite(limit)
+        room = min(FIRST * 8**batch, AT_ONCE) if few else BOUNDED
         stop = max(int(np.searchsorted(np.cumsum(sizes[order]), room)), 1)
-        some = every.take(order[:stop])
-        found = _search_some(question, some, keep, objective, distinct, slowest, limit, mixes)
-        best = concatenated([best, found]).best(keep, objective, distinct)
-        if objective != "memory" and len(best.space) == keep:
-            limit = min(slowest, float(best.seconds[-1]))
+        for some in _with_contexts(question, every.take(order[:stop]), limit):
+            found = _search_some(question, some, keep, objective, distinct, slowest, limit, mixes)
+            best = concatenated([best, found]).best(keep, objective, distinct)
+            if objective != "memory" and len(best.space) == keep:
+                limit = min(slowest, float(best.seconds[-1]))
         order, batch = order[stop:], batch + 1
         order = order[bound[order] <= limit * (1 + 1e-8)]
     return best
@@ -132,11 +137,22 @@ def _likely_first(question: Question, every: Space, order: NDArray[np.intp]) -> 
 
 def _sizes(question: Question, every: Space) -> Array:
     """How many layouts each shape has, nearly."""
-    kinds = 12 if not {"zero", "recompute"} & question.fixed.keys() else 4
+    kinds = KINDS if not {"zero", "recompute"} & question.fixed.keys() else 4
     pairs = every.columns["tp"] * 2**32 + every.columns["cp"]
     known = sorted(set(pairs.tolist()))
     ways = [kinds * len(context_ways(question, *divmod(pair, 2**32))) for pair in known]
     return np.array(ways, dtype=np.float64)[np.searchsorted(known, pairs)]
+
+
+def _with_contexts(question: Question, some: Space, limit: float) -> Iterator[Space]:
+    """Shapes with every way to bring keys and queries together that might be within the limit, some at a time."""
+    some = with_context(question, some)
+    if np.isfinite(limit):
+        least = np.concatenate([least_seconds(question, part, True) for part in chunks(some)])
+        some = some.take(np.flatnonzero(least <= limit * (1 + 1e-8)))
+    each = AT_ONCE // KINDS
+    for start in range(0, len(some), each):
+        yield some.take(np.arange(start, min(start + each, len(some))))
 
 
 def _search_some(
@@ -150,10 +166,6 @@ def _search_some(
     mixes: bool,
 ) -> Scores:
     """The best of some shapes. `limit`: seconds above which nothing is among the best of all."""
-    some = with_context(question, some)
-    if np.isfinite(limit):
-        least = np.concatenate([least_seconds(question, part, True) for part in chunks(some)])
-        some = some.take(np.flatnonzero(least <= limit * (1 + 1e-8)))
     states = _sayable(question, with_states(question, some))
     space, memory = _fitting(question, _within(question, states, limit, mixes))
     if not len(space):
@@ -183,7 +195,8 @@ def _search_some(
 def _within(question: Question, space: Space, limit: float, mixes: bool) -> Space:
     """Those that might fit and take no longer than `limit`, also with only some of their layers recomputed: what is
     quickly said of them is asked first."""
-    for possible in (_soon(limit, mixes, least_in_layers), _may_fit, _soon(limit, mixes, least_with_sums)):
+    in_layers, with_sums = (_soon(limit, mixes, least) for least in (least_in_layers, least_with_sums))
+    for possible in (_states_fit, in_layers, _may_fit, with_sums):
         space = space.take(np.flatnonzero(possible(question, space)))
     return space
 
@@ -206,13 +219,15 @@ def _soon(limit: float, mixes: bool, least: Callable[[Question, Space], Array]) 
     return possible
 
 
+def _states_fit(question: Question, space: Space) -> NDArray[np.bool_]:
+    """Whether what ZeRO splits fits, and what is kept with everything recomputed."""
+    return np.concatenate([least_memory(question, part, split=False) <= question.limit for part in chunks(space)])
+
+
 def _may_fit(question: Question, space: Space) -> NDArray[np.bool_]:
-    """Whether the first pipeline rank fits."""
-    found = memory_of(question, space, first_memory) <= question.limit
-    if question.tries_offload:
-        others = np.flatnonzero(~found)
-        found[others] = memory_of(question, space.take(others).offloaded(), first_memory) <= question.limit
-    return found
+    """Whether the first pipeline rank fits, with the optimizer's state offloaded where that may be."""
+    space = space.offloaded() if question.tries_offload else space
+    return memory_of(question, space, first_memory) <= question.limit
 
 
 def _sayable(question: Question, space: Space) -> Space:

@@ -152,15 +152,16 @@ def shapes(question: Question, world_size: int) -> Space:
 
 def _micro_batches(question: Question, dp: int, tp: int, cp: int) -> NDArray[np.int64]:
     """Every (micro-batch, sequence parallelism) that some ranks allow."""
-    fixed, found = question.fixed, []
-    for micro_batch in divisors(question.global_batch // dp):
-        if fixed.get("micro_batch", micro_batch) != micro_batch:
-            continue
-        splits = micro_batch * question.sequence // cp % tp == 0
-        sequence_parallel = tp > 1 and fixed.get("sequence_parallel", splits)
-        if splits or not sequence_parallel:
-            found.append((micro_batch, sequence_parallel))
-    return np.array(found, dtype=np.int64).reshape(-1, 2)
+    fixed = question.fixed
+    sizes = np.array(divisors(question.global_batch // dp), dtype=np.int64)
+    if "micro_batch" in fixed:
+        sizes = sizes[sizes == fixed["micro_batch"]]
+    splits = sizes * question.sequence // cp % tp == 0
+    if tp == 1 or not fixed.get("sequence_parallel", True):
+        return np.stack([sizes, np.zeros_like(sizes)], axis=1)
+    if "sequence_parallel" in fixed:
+        return np.stack([sizes[splits], np.ones_like(sizes[splits])], axis=1)
+    return np.stack([sizes, splits], axis=1)
 
 
 def with_context(question: Question, space: Space) -> Space:

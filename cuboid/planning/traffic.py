@@ -163,10 +163,3 @@ def _stride(layout: Layout, dimension: str) -> int:
         "expert_shard": layout.ep,
         "expert_replicate": layout.ep * layout.expert_shard_size,
     }.get(dimension, 1)
-
-
-def parameters_held(plan: Plan) -> float:
-    """Parameters of the fullest pipeline rank by its weights, before ZeRO splits them."""
-    layout = plan.layout
-    split = layout.shard_size * layout.cp if layout.zero >= 3 else 1
-    return max(row["weights"] for row in plan.memory) / plan.question.profile.weight_bytes * split

@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from cuboid.errors import UserError
-from cuboid.schedule.table import Action, Kind, Schedule
+from cuboid.schedule.table import Action, Kind, Schedule, uncollected
 
 # 1F1B: after a short warm-up every forward is followed by a backward (Narayanan et al. 2019, PipeDream-Flush).
 #
@@ -261,6 +261,7 @@ FAMILIES: dict[str, Family] = {
 
 
 @lru_cache(maxsize=256)
+@uncollected()
 def make_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: int = 1) -> Schedule:
     """The named schedule for any number of ranks and micro-batches, also fewer micro-batches than stages."""
     family = _family(name)
@@ -285,10 +286,10 @@ def _join_halves(actions: list[Action], stage_rank: tuple[int, ...]) -> list[Act
     """Make I followed at once by its W a whole B where no other rank waits for I: splitting would bring nothing."""
     merged: list[Action] = []
     for action in actions:
-        if action.kind is Kind.WEIGHT:
-            stage, batch = action.stage, action.micro_batch
+        kind, stage, batch = action
+        if kind is Kind.WEIGHT:
             local = stage == 0 or stage_rank[stage - 1] == stage_rank[stage]
-            if local and merged[-1] == Action(Kind.INPUT, stage, batch):
+            if local and merged[-1] == (Kind.INPUT, stage, batch):
                 merged[-1] = Action(Kind.BACKWARD, stage, batch)
                 continue
         merged.append(action)

@@ -37,9 +37,10 @@ def peak_activations(
 
 def _peak(actions: Sequence[Action], change: dict[Kind, list[float]]) -> float:
     now = most = 0.0
-    for action in actions:
-        now += change[action.kind][action.stage]
-        most = max(most, now)
+    for kind, stage, _ in actions:
+        now += change[kind][stage]
+        if now > most:
+            most = now
     return most
 
 
@@ -151,6 +152,24 @@ def simulate(schedule: Schedule, costs: StageCosts, transfer: float | Sequence[f
         starts.append(start)
         ends.append(end)
     return Timeline(schedule, max(clock), _busy(schedule, cost), starts, ends[1:])
+
+
+def makespans(schedule: Schedule, costs: StageCosts, transfer: float) -> tuple[float, float]:
+    """Seconds of the schedule if messages took no time, and with the time they take; in one pass, as a planner asks
+    for both of many schedules."""
+    cost = costs.by_kind()
+    delay = _delays(schedule, transfer)
+    clock, delayed = [0.0] * schedule.ranks, [0.0] * schedule.ranks
+    ends, delayed_ends = [0.0], [0.0]
+    for rank, kind, after, boundary in program_of(schedule).steps:
+        seconds = cost[kind]
+        ready, free = ends[after], clock[rank]
+        clock[rank] = end = (free if free > ready else ready) + seconds
+        ends.append(end)
+        ready, free = delayed_ends[after] + delay[boundary], delayed[rank]
+        delayed[rank] = end = (free if free > ready else ready) + seconds
+        delayed_ends.append(end)
+    return max(clock), max(delayed)
 
 
 def _busy(schedule: Schedule, cost: list[float]) -> tuple[float, ...]:

@@ -8,13 +8,29 @@ says how ranks issue them all the same, and proves it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 from cuboid.errors import UserError
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Without looking for cycles: a table of a hundred thousand actions has none, and looking takes as long as making
+    it does."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Kind(Enum):
@@ -32,8 +48,7 @@ class Kind(Enum):
     __hash__ = object.__hash__
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One unit of work of a schedule, written `F3.0`: forward of stage 3 for micro-batch 0."""
 
     kind: Kind
@@ -123,6 +138,7 @@ class Program:
 
 
 @lru_cache(maxsize=256)
+@uncollected()
 def program_of(schedule: Schedule) -> Program:
     """Run the schedule once without a clock; an error says who waits for whom when it cannot finish."""
     ports = _ports(schedule)
@@ -134,31 +150,32 @@ def program_of(schedule: Schedule) -> Program:
     runnable = list(range(schedule.ranks))
     while runnable:
         rank = runnable.pop()
-        row = schedule.actions[rank]
-        while position[rank] < len(row):
-            action = row[position[rank]]
-            port = ports[action.kind][action.stage]
+        row, index = schedule.actions[rank], position[rank]
+        while index < len(row):
+            action = row[index]
+            kind, stage, micro_batch = action
+            cost, boundary, receives, sends = ports[kind][stage]
             after = 0
-            if port.receives is not None:
-                message = port.receives + action.micro_batch
+            if receives is not None:
+                message = receives + micro_batch
                 after = sent_by[message]
                 if after == 0:
                     waiting[message] = rank
                     break
-            position[rank] += 1
+            index += 1
             actions.append(action)
-            steps.append((rank, port.cost, after, port.boundary))
-            if port.sends is not None:
-                message = port.sends + action.micro_batch
+            steps.append((rank, cost, after, boundary))
+            if sends is not None:
+                message = sends + micro_batch
                 sent_by[message] = len(steps)
                 if message in waiting:
                     runnable.append(waiting.pop(message))
+        position[rank] = index
     _refuse_deadlock(schedule, position)
     return Program(tuple(actions), tuple(steps))
 
 
-@dataclass(frozen=True, slots=True)
-class _Port:
+class _Port(NamedTuple):
     """What all actions of one kind on one stage share. A message's number is that of its port plus its micro-batch."""
 
     cost: int

@@ -40,7 +40,9 @@ def test_fewer_micro_batches_are_drawn_when_asked(tmp_path: Path, capsys: pytest
     file = planned(tmp_path, "llama3-8b", "h100x4", "--global-batch", "32", "--seq", "1024", "--fix", fix)
     capsys.readouterr()
     assert main(["simulate", file, "--micro-batches", "3"]) == 0
-    assert "3 of 16 micro-batches" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "3 of 16 micro-batches" in shown
+    assert shown.count("bubble") == 1
     assert main(["simulate", file, "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
     assert answer["micro_batches"] == 16

@@ -48,7 +48,7 @@ OWN = Engine(name="own", own_collectives=True)
 
 
 def exposed(engine: Engine = BARE, backward: float = 0.0, forward: float = 0.0, **values: object) -> float:
-    return float(reduction(made(**values), FABRIC, engine, HELD, number(forward), number(backward)))
+    return float(reduction(LLAMA, made(**values), FABRIC, engine, HELD, number(forward), number(backward)))
 
 
 def given(model: ModelSpec, tp: int, ep: int = 1, *, first: bool = True, last: bool = True) -> int:
@@ -201,7 +201,7 @@ def test_the_gradient_of_a_tied_embedding_crosses_the_pipeline() -> None:
 
 def test_everything_broadcasts_over_layouts() -> None:
     jobs = made(dp=number([1, 8, 64]), zero=number([0, 1, 2]))
-    times = reduction(jobs, FABRIC, BARE, HELD, number(0), number(0))
+    times = reduction(LLAMA, jobs, FABRIC, BARE, HELD, number(0), number(0))
     assert times.shape == (3,)
     assert np.all(np.diff(times) > 0)
 

@@ -196,3 +196,10 @@ def test_words() -> None:
     assert amount(12) == "12"
     lost = losses({"compute": 1.0, "bubble": 0.5}, {"compute": 1.5, "bubble": 0.25})
     assert lost == "+0.5 s computing"
+
+
+def test_too_small_names_what_the_user_fixed_and_not_what_the_engine_does(ask: Callable[..., Question]) -> None:
+    fixed = {**FIXED["deepspeed"], "tp": 1}
+    question = ask("deepseek-v2", "h100x8", sequence=4096, engine="deepspeed", target="deepspeed", fixed=fixed)
+    with pytest.raises(UserError, match=r"too small for deepseek-v2 in deepspeed with tp=1 at global_batch=8 and"):
+        plans(question)

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cuboid.planning.explain import decision_lines, explain, framework, sections
+from cuboid.planning.explain import after_zero, decision_lines, explain, framework, memory_lines, rank_held, sections
 from cuboid.planning.question import Question
 from cuboid.planning.traffic import sent
 from cuboid.spec.layout import Layout
@@ -58,6 +58,32 @@ def test_512_gpus_at_8_8_8(ask: Callable[..., Question]) -> None:
     assert found.framework.replica == 64
     assert set(found.plan.layers) == {12}
     assert found.plan.peak < question.limit
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [("mixtral-8x7b", "dp=4,tp=2,pp=4,ep=8"), ("mixtral-8x7b", "dp=8,pp=4,ep=4"), ("llama3-8b", "dp=4,tp=2,pp=4")],
+)
+def test_states_by_formula_are_those_of_the_memory(
+    ask: Callable[..., Question], model: str, layout: str, zero: int
+) -> None:
+    """Of the fullest rank, not of the one with most parameters; experts are split over their own ranks."""
+    found = explain(ask(model, "h100x32", global_batch=64, sequence=4096), Layout.parse(f"{layout},zero={zero}"))
+    plan, engine = found.plan, found.plan.question.profile
+    fullest = plan.totals.index(plan.peak)
+    for name, each, stage in (("weights", engine.weight_bytes, 3), ("optimizer", engine.optimizer_bytes, 1)):
+        count, formula = after_zero(plan.layout, rank_held(plan, fullest), stage)
+        assert plan.memory[fullest][name] == pytest.approx(each * count, rel=1e-6)
+        assert f"{name}: {each:g} bytes × {formula} = " in "\n".join(memory_lines(found))
+
+
+def test_the_textbook_and_the_engine_are_told_apart(gpt3: Question) -> None:
+    layout = Layout.parse("dp=8,tp=8,pp=16")
+    assert gpt3.profile.gradient_bytes == 4
+    *_, states = decision_lines(framework(gpt3, layout), layout, "cluster")
+    assert "2, 2 and 12 bytes" in states
+    assert states.endswith("; this engine keeps 2, 4 and 10 bytes, which the memory below is made of")
 
 
 def test_bytes_by_hand(gpt3: Question) -> None:
