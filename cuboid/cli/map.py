@@ -20,6 +20,8 @@ from cuboid.spec.model import load_model
 from cuboid.spec.placement import TensorRow, Traffic, node_rows, stage_nodes, traffic
 from cuboid.spec.ranks import coordinates
 
+MOST_RANKS = 1 << 18
+
 
 def command(
     plan: Annotated[
@@ -54,6 +56,8 @@ def command(
         if not given and not loaded:
             raise UserError(f"--{name} is missing; name a plan file, or --layout and --cluster")
     parsed = loaded.layout if loaded and not layout else Layout.parse(layout or "")
+    if parsed.world_size > MOST_RANKS:
+        raise UserError(f"layout={parsed} has {parsed.world_size} ranks, too many to map; use {MOST_RANKS} or less")
     where = loaded.question.cluster if loaded and not cluster else load_cluster(cluster or "")
     spec = load_model(model) if model else loaded.question.model if loaded else None
     if spec:

@@ -7,12 +7,16 @@ from typing import Annotated
 import typer
 
 from cuboid.cli.explain import asked
+from cuboid.errors import UserError
 from cuboid.planning.choose import pipeline_seconds, predict
 from cuboid.planning.picture import chrome_trace, svg
 from cuboid.planning.plan import Plan, load_plan
 from cuboid.readers import check_output, write_output
 from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import Timeline, draw, simulate
+
+MOST_ACTIONS = 500_000
+"""Forward passes of a simulated step: more take minutes and gigabytes."""
 
 
 def command(
@@ -49,6 +53,11 @@ def command(
     else:
         loaded = predict(*asked("simulate", plan, cluster, layout, global_batch, seq, precision, engine))
     used, every = loaded.layout, loaded.micro_batches
+    if every * used.stages > MOST_ACTIONS:
+        raise UserError(
+            f"micro-batches={every} on {used.stages} stages are too many to simulate one by one; use a --global-batch "
+            f"that makes {MOST_ACTIONS // used.stages} or less"
+        )
     seconds = pipeline_seconds(loaded.question, used)
     name = f"{loaded.question.model.name} on {loaded.question.cluster.name}: {used}"
 

@@ -121,6 +121,8 @@ def test_a_fifo_in_the_place_of_a_file_is_refused(
         ("plan tiny-llama h100x8 --global-batch 8 --seq 99999999999999999999", "seq"),
         (f"plan {'x' * 5000} h100x8 --global-batch 8 --seq 64", "File name too long"),
         (f"compare {'x' * 5000} run", "File name too long"),
+        ("simulate tiny-llama h100x8 --layout pp=8 --global-batch 10000000 --seq 64", "too many to simulate"),
+        ("map tiny-llama h100x8000000 --layout dp=8000000", "too many to map; use 262144 or less"),
         ("generate run --prompt \udc80", "run"),
         ("models \udcff", "unexpected"),
     ],
