@@ -19,7 +19,7 @@ import cuboid.model.moe as mixture_module
 from cuboid.model import router as routing
 from cuboid.model.moe import GroupedMatmul, MoE, grouped_matmul
 from cuboid.model.rope import Positions
-from cuboid.parallel.split_backward import Deferral, deferrable_grouped_matmul
+from cuboid.model.split_backward import Deferral, deferrable_grouped_matmul
 from cuboid.spec.model import MixtureSpec, ModelSpec
 
 DEVICE = torch.device("cuda")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import secrets
 import statistics
 import subprocess
 import sys
@@ -146,6 +147,7 @@ def ranked(seconds: dict[str, float]) -> str:
 
 
 def main() -> None:
+    os.environ.setdefault("CUBOID_SECRET", secrets.token_hex(32))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", nargs="+", default=["50mbit", "4gbit"], help="of every host's link, as tc writes it")
     parser.add_argument("--seconds", type=float, default=60, help="of the probe")

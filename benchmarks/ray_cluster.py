@@ -3,6 +3,7 @@ continues on the others.
 
     pip install ray
     python benchmarks/ray_cluster.py            # about two minutes on two cores
+    python benchmarks/ray_cluster.py first      # loses the node that the others report to: all begin anew
 
 Ray is no dependency of the tests."""
 
@@ -37,8 +38,10 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def trial(folder: Path, port: int) -> None:
+def trial(folder: Path, port: int, lost: str) -> None:
+    import ray  # type: ignore[import-not-found]
     from ray.cluster_utils import Cluster  # type: ignore[import-not-found]
+    from ray.util import placement_group_table  # type: ignore[import-not-found]
 
     from cuboid.cli.main import main
 
@@ -46,14 +49,17 @@ def trial(folder: Path, port: int) -> None:
     os.chdir(folder)
     options = ["--gpus-per-node", "2", "--min-nodes", "2", "--port", str(port), "--cpus", "2"]
     assert main(["launch", "ray", "run.toml", *options, "-o", "on_ray.py"]) == 0
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
-    nodes = [cluster.add_node(num_cpus=2) for _ in range(2)]
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    nodes = {node.node_id: node for node in (cluster.add_node(num_cpus=2) for _ in range(3))}
     try:
         job = subprocess.Popen([sys.executable, "on_ray.py"], env={**os.environ, "RAY_ADDRESS": cluster.address})
         while job.poll() is None and len(rows(folder)) < ENOUGH:
             time.sleep(0.2)
         assert job.poll() is None, "it ended before a node was lost"
-        cluster.remove_node(nodes[-1], allow_graceful=False)
+        ray.init(address=cluster.address, log_to_driver=False)
+        (placed,) = [table for table in placement_group_table().values() if table["state"] == "CREATED"]
+        ray.shutdown()
+        cluster.remove_node(nodes[placed["bundles_to_node_id"][0 if lost == "first" else 2]], allow_graceful=False)
         assert job.wait() == 0
     finally:
         cluster.shutdown()
@@ -65,4 +71,4 @@ def trial(folder: Path, port: int) -> None:
 
 if __name__ == "__main__":
     with TemporaryDirectory(prefix="cuboid-ray-") as place:
-        trial(Path(place), 29500 + os.getpid() % 400)
+        trial(Path(place), 29500 + os.getpid() % 400, sys.argv[1] if len(sys.argv) > 1 else "last")

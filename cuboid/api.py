@@ -109,15 +109,16 @@ class Trained:
 def _script_not_run_again() -> Iterator[None]:
     """Processes that multiprocessing starts run the script of the one that starts them again, up to its guard, because
     functions might lie there. Those of ranks do not; a script without a guard may call `train` as well."""
-    main = sys.modules["__main__"]
-    kept = {name: getattr(main, name) for name in ("__file__", "__spec__") if hasattr(main, name)}
-    for name in kept:
-        setattr(main, name, None)
+    # A module without a file is one that `inspect` passes over; one whose file is None it would stumble over.
+    main = vars(sys.modules["__main__"])
+    file, described = main.pop("__file__", None), main.get("__spec__")
+    main["__spec__"] = None
     try:
         yield
     finally:
-        for name, value in kept.items():
-            setattr(main, name, value)
+        main["__spec__"] = described
+        if file is not None:
+            main["__file__"] = file
 
 
 def train(run: RunLike, *changes: str, overwrite: bool = False, quiet: bool = False) -> Trained:

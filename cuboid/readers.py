@@ -1,7 +1,8 @@
 """The one way in: whatever file the program reads comes through here, with bounds on its size, depth, numbers and text.
 
 A reader takes plain files only: a FIFO never ends, a device has no size. What is wrong is an `Unreadable`, one sentence
-with the file and what would work. Who knows better words says `problem.reason` in them."""
+with the file and what would work. Who knows better words says `problem.reason` in them. The one way out that users
+name, the file of `--output`, is at the end."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import re
 import stat
 import tomllib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import date
 from datetime import time as clock
 from functools import partial
@@ -383,3 +385,30 @@ def checked_batches(batches: Iterator[Any]) -> Iterator[Any]:
 def is_finite(value: object) -> bool:
     """Whether it is a number, and one to compute with."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+# The file that `--output` names.
+
+
+def check_output(output: Path) -> None:
+    """Refuse what `write_output` would refuse, before the work whose result it is; nothing is left behind."""
+    from tempfile import TemporaryFile
+
+    with _refused(output), output.open("ab") if output.exists() else TemporaryFile(dir=output.parent):
+        pass
+
+
+def write_output(output: Path, text: str) -> None:
+    """Write the file of `--output`."""
+    with _refused(output):
+        output.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def _refused(output: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as problem:
+        raise UserError(
+            f"output={output} cannot be written: {problem.strerror}; name a file in a folder that exists"
+        ) from None

@@ -63,6 +63,12 @@ def given_secret(environment: Mapping[str, str]) -> bytes | None:
     return None
 
 
+def found_secret(environment: Mapping[str, str], folder: Path) -> bytes | None:
+    """What a launcher passed, or what the leading node made in the run's folder; None: there is none yet."""
+    path = folder / NAME
+    return given_secret(environment) or (read_secret(path) if path.exists() else None)
+
+
 def read_secret(path: Path) -> bytes:
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -110,20 +116,29 @@ def make_secret(folder: Path) -> bytes:
 class Channel:
     """Messages over a connection whose ends have proved themselves. Several threads may send, one may receive."""
 
+    covers_content = True
+    """Whether tags cover the content too. Both ends may agree that they do not, for gigabytes that are compared by a
+    checksum which travels elsewhere: SHA-256 takes longer than the network where the processor has no help for it."""
+
     def __init__(self, line: socket.socket, sending: bytes, receiving: bytes, longest: int) -> None:
         self._line, self._longest = line, longest
         self._keys, self._numbers = (sending, receiving), [0, 0]
         self._buffer = bytearray()
         self._lock = threading.Lock()
 
-    def send(self, content: bytes) -> None:
+    def send(self, content: bytes | memoryview) -> None:
         """A message that was sent in part only could not be told from the next: the connection ends."""
         if len(content) > self._longest:
             raise ValueError(f"a message of {len(content)} bytes is longer than {self._longest}")
         try:
             with self._lock:
                 size = len(content).to_bytes(4, "little")
-                self._line.sendall(size + self._tag(0, size, content) + content)
+                head = size + self._tag(0, size, content)
+                if len(content) > 1 << 16:  # not worth a copy
+                    self._line.sendall(head)
+                    self._line.sendall(content)
+                else:
+                    self._line.sendall(head + content)
         except OSError:
             self.hang_up()
             raise
@@ -145,6 +160,25 @@ class Channel:
         del self._buffer[: 4 + TAG + size]
         return content
 
+    def receive_into(self, content: memoryview) -> None:
+        """A message of exactly this size, without a copy. `ConnectionError`: the other end has left."""
+        if not self._fill(4 + TAG):
+            raise ConnectionError("the other end has left")
+        size, tag = bytes(self._buffer[:4]), bytes(self._buffer[4 : 4 + TAG])
+        if (announced := int.from_bytes(size, "little")) != len(content):
+            self.hang_up()
+            raise Stranger(f"a message of {announced} bytes came, and {len(content)} were expected")
+        have = min(len(content), len(self._buffer) - 4 - TAG)
+        content[:have] = self._buffer[4 + TAG : 4 + TAG + have]
+        del self._buffer[: 4 + TAG + have]
+        while have < len(content):
+            if not (count := self._line.recv_into(content[have:])):
+                raise ConnectionError("the other end has left")
+            have += count
+        if not hmac.compare_digest(self._tag(1, size, content), tag):
+            self.hang_up()
+            raise Stranger("a message is not what was sent")
+
     def wait_no_longer_than(self, seconds: float | None) -> None:
         """For what is to be received or sent."""
         self._line.settimeout(seconds)
@@ -160,11 +194,12 @@ class Channel:
     def close(self) -> None:
         self._line.close()
 
-    def _tag(self, direction: int, size: bytes | bytearray, content: bytes) -> bytes:
+    def _tag(self, direction: int, size: bytes | bytearray, content: bytes | memoryview) -> bytes:
         number = self._numbers[direction].to_bytes(8, "little")
         self._numbers[direction] += 1
         made = hmac.new(self._keys[direction], number + size, "sha256")
-        made.update(content)
+        if self.covers_content:
+            made.update(content)
         return made.digest()
 
     def _fill(self, size: int) -> bool:

@@ -14,7 +14,6 @@ from cuboid.spec.cluster import load_cluster
 from cuboid.spec.fitting import check_world_size
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model
-from cuboid.spec.plugin import PythonModelSpec
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -83,11 +82,6 @@ def asked(
     question, chosen = _asked(verb, plan, cluster, layout, global_batch, seq)
     kept = None if cluster else question.precision
     chosen_precision = precision_on(question.cluster, precision or kept)
-    if isinstance(question.model, PythonModelSpec):
-        raise UserError(
-            f"cuboid {verb} knows formulas of models in the catalog only, not {question.model.name}; use cuboid plan, "
-            "with --fix for a layout of your own"
-        )
     check_world_size(chosen, question.cluster.accelerators)
     return replace(question, precision=chosen_precision, engine=engine or question.engine), chosen
 

@@ -12,7 +12,6 @@ from xml.sax.saxutils import escape
 
 import typer
 
-from cuboid.cli.options import write_output
 from cuboid.cost.goodput import (
     HOUR,
     MOST_SAVES,
@@ -28,6 +27,7 @@ from cuboid.cost.goodput import (
     young_daly,
 )
 from cuboid.errors import UserError, either
+from cuboid.readers import write_output
 from cuboid.resilience.goodput import Measured, measured
 from cuboid.spec.run import Run, load_run
 

@@ -9,8 +9,8 @@ import typer
 
 from cuboid.checkpoint.huggingface.folder import ModelFolder, model_of
 from cuboid.checkpoint.weights import PREFIX, check_weights
-from cuboid.cli.options import write_output
 from cuboid.errors import UserError
+from cuboid.readers import write_output
 from cuboid.spec.load import dump_model
 from cuboid.spec.run import build_run, dump_run
 

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from cuboid.cli.options import write_output
-from cuboid.readers import read_json
+from cuboid.readers import read_json, write_output
 from cuboid.spec.deepspeed import notes_from_deepspeed, run_table_from_deepspeed
 from cuboid.spec.run import build_run, dump_run
 

@@ -9,11 +9,12 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from cuboid.cli.options import given_options, write_output
+from cuboid.cli.options import given_options
 from cuboid.errors import UserError
 from cuboid.launch.jobs import ray, skypilot, slurm
 from cuboid.launch.jobs.job import PORT, Job, grace_seconds, make_job, one_line
 from cuboid.launch.jobs.kubernetes import PodOptions, job_manifest, train_job_manifest
+from cuboid.readers import write_output
 from cuboid.spec.run import load_run
 
 Scheduler = Literal["slurm", "kubernetes", "skypilot", "ray"]

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cuboid.cli.options import write_output
 from cuboid.errors import UserError, nearest_names
 from cuboid.planning.choose import cheapest, fewest, plans
 from cuboid.planning.export.engines import FIXED, export
 from cuboid.planning.plan import GIB, Plan, amount, dump_plan, error_line, losses
 from cuboid.planning.question import Question, parse_fixed, parse_memory, precision_on
+from cuboid.readers import write_output
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.model import ModelSpec, load_model
 

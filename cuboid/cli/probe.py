@@ -14,8 +14,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cuboid.cli.options import check_output, given_options, write_output
+from cuboid.cli.options import given_options
 from cuboid.errors import UserError
+from cuboid.readers import check_output, write_output
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.run import Run, build_run
 

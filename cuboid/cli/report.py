@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from cuboid.cli.options import write_output
 from cuboid.errors import UserError
+from cuboid.readers import write_output
 from cuboid.report.page import collect, page, serve
 from cuboid.report.source import Source, open_source
 from cuboid.report.timeline import merged_trace

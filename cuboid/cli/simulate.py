@@ -7,10 +7,10 @@ from typing import Annotated
 import typer
 
 from cuboid.cli.explain import asked
-from cuboid.planning.choose import predict
+from cuboid.planning.choose import pipeline_seconds, predict
 from cuboid.planning.picture import chrome_trace, svg
 from cuboid.planning.plan import Plan, load_plan
-from cuboid.planning.refine import stage_seconds
+from cuboid.readers import check_output, write_output
 from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import Timeline, draw, simulate
 
@@ -49,30 +49,33 @@ def command(
     else:
         loaded = predict(*asked("simulate", plan, cluster, layout, global_batch, seq, precision, engine))
     used, every = loaded.layout, loaded.micro_batches
-    seconds = stage_seconds(loaded.question, used)
+    seconds = pipeline_seconds(loaded.question, used)
     name = f"{loaded.question.model.name} on {loaded.question.cluster.name}: {used}"
 
     def timeline(count: int) -> Timeline:
         schedule = make_schedule(used.schedule, used.pp, count, used.vpp)
         return simulate(schedule, seconds.costs, seconds.message)
 
+    for path in (trace, picture):
+        if path is not None:
+            check_output(path)
     full = timeline(every)
     if trace is not None:
-        trace.write_text(json.dumps(chrome_trace(full, name)), encoding="utf-8")
+        write_output(trace, json.dumps(chrome_trace(full, name)))
     shown = min(every, micro_batches or max(2 * used.pp, 4))
     drawn = timeline(shown)
     subtitle = f"{shown} of {every} micro-batches, bubble {loaded.bubble:.1%} with all of them"
     if picture is not None:
-        picture.write_text(svg(drawn, name, subtitle), encoding="utf-8")
+        write_output(picture, svg(drawn, name, subtitle))
     if as_json:
         print(json.dumps(_as_json(full, loaded)))
         return
     print(name)
     print(draw(drawn, width).rpartition("\n")[0])  # without the bubble of those that are drawn: one is said, of all
     print(f"{subtitle}; the pipeline takes {full.makespan:.4g} s of a step of {loaded.seconds:.4g} s")
-    for what, path in (("trace", trace), ("picture", picture)):
-        if path is not None:
-            print(f"{what}: {path}")
+    for what, written in (("trace", trace), ("picture", picture)):
+        if written is not None:
+            print(f"{what}: {written}")
 
 
 def _as_json(full: Timeline, plan: Plan) -> dict[str, object]:

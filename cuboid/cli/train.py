@@ -130,7 +130,8 @@ def _announce(run: Run) -> None:
     if run.layout.stages > 1:
         print(f"layers per stage: {' '.join(str(len(layers)) for layers in stages)}")
     print(
-        f"{tokens:,} tokens a step in {run.micro_batches} micro-batches per replica; {run.output.folder}/metrics.jsonl"
+        f"{tokens:,} {run.counts} a step in {run.micro_batches} micro-batches per replica; "
+        f"{run.output.folder}/metrics.jsonl"
     )
 
 

@@ -29,7 +29,7 @@ from cuboid.parallel.parallelize import DTYPES, set_parameter
 from cuboid.parallel.tensor import connect_region, split_block, split_embedding
 from cuboid.parallel.tensor_region import Region
 from cuboid.spec.generation import GenerationSpec, cache_shape
-from cuboid.spec.sharding import BALANCE, TIED, Part, ShardingRank, kv_part_count, unit_of
+from cuboid.spec.sharding import BALANCE, TIED, Part, ShardingRank, kv_part_count
 
 # Fused QKV and fused gate-up: matmuls of the same rows made into one, because a decoding step has few rows, and takes
 # as long as it takes to begin each operation. Queries and keys are rotated (RoPE) together too, where they have no
@@ -236,7 +236,7 @@ class Builder:
                 assert split is not None, name
                 part = Part(name, shape, split.slice_of(name, shape, place), 0)
                 wide = self.dtype if self.dtype == torch.float64 else torch.float32
-                dtype = wide if unit_of(prefix, name).endswith(BALANCE) else self.dtype
+                dtype = wide if split == BALANCE else self.dtype
                 self.parameters[name] = part, nn.Parameter(self._memory(part, dtype), requires_grad=False)
             set_parameter(module, inner, self.parameters[name][1])
 

@@ -28,8 +28,7 @@ from cuboid.launch.start import Nodes
 from cuboid.launch.store_tunnel import StoreGate
 from cuboid.launch.supervisor import Restarts
 from cuboid.resilience.replan import Replanner
-from cuboid.secure_channel import NAME as SECRET
-from cuboid.secure_channel import given_secret, greet, make_secret, read_secret
+from cuboid.secure_channel import found_secret, given_secret, greet, make_secret
 from cuboid.spec.run import Run
 from cuboid.training.run_folder import forget_reports, newest_kept, try_claim
 
@@ -39,9 +38,8 @@ wait for the whole of it, start theirs."""
 
 
 def secret_of(run: Run) -> bytes | None:
-    """What a launcher passed, or what the leading node made in the run's folder; None: it has made none yet."""
-    path = Path(run.output.folder) / SECRET
-    return given_secret(os.environ) or (read_secret(path) if path.exists() else None)
+    """None: the leading node has made none yet."""
+    return found_secret(os.environ, Path(run.output.folder))
 
 
 def leader_answers(run: Run) -> bool:

@@ -70,7 +70,7 @@ def _own_address(endpoint: Endpoint) -> str:
     own = next(filter(None, map(_sends_from, found)), None)
     if own is None:
         raise UserError(f"rendezvous={endpoint} cannot be reached from here; check the host's name, or say --interface")
-    if _is_loopback(own) and not _is_loopback(endpoint.host):  # it calls itself so, and others must call it otherwise
+    if is_loopback(own) and not is_loopback(endpoint.host):  # it calls itself so, and others must call it otherwise
         own = _sends_from("192.0.2.1") or own
     return own
 
@@ -83,7 +83,7 @@ def _sends_from(address: str) -> str | None:
     return None
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     return host == "localhost" or host == "::1" or host.startswith("127.")
 
 
@@ -101,9 +101,9 @@ def _resolve(endpoint: Endpoint) -> list[str]:
 def reachable(host: str, addresses: list[str], interface: Interface) -> list[str]:
     """Of the addresses that a host's name has here, those that other machines reach: many a machine knows itself by a
     loopback address, and some not at all."""
-    if _is_loopback(host):
+    if is_loopback(host):
         return addresses
-    outward = [address for address in addresses if not _is_loopback(address)]
+    outward = [address for address in addresses if not is_loopback(address)]
     return outward if outward or not addresses else [interface.address]
 
 

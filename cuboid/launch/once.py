@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
@@ -25,10 +26,12 @@ from cuboid.launch.network import Endpoint, listen_if_host
 from cuboid.launch.place import Place, find_place, local_places
 from cuboid.launch.pool import Pool, Watch
 from cuboid.launch.start import NodeOptions, Nodes, Role, find_nodes
+from cuboid.launch.store_tunnel import MeetingStore
 from cuboid.launch.supervisor import check_machine
 from cuboid.launch.watched import beside, watched, watched_by_the_first
 from cuboid.resilience.faults import arm
 from cuboid.resilience.hang_dumps import offer_record
+from cuboid.secure_channel import found_secret
 from cuboid.spec.run import Run, dump_run
 from cuboid.telemetry.heartbeat import HEARTBEAT
 
@@ -152,15 +155,17 @@ class Node:
     def _meet(self, listener: socket.socket | None) -> Any:
         from torch.distributed import DistNetworkError, DistStoreError, PrefixStore  # type: ignore[attr-defined]
 
-        from cuboid.launch.rendezvous import reach_store, serve_store
+        from cuboid.launch.rendezvous import reach_store
 
+        secret = found_secret(os.environ, Path(self._run.output.folder))
+        self._meeting = MeetingStore(listener, self._where, secret, PATIENCE)
         if listener is not None:
             print(f"{self._nodes.most} nodes meet at {self._where}", file=sys.stderr, flush=True)
-            store = PrefixStore("nodes", serve_store(listener))
+            store = PrefixStore("nodes", self._meeting.served)
             store.set("command", self._command)
             return store
         try:
-            store = reach_store(self._where.host, self._where.port, "nodes", timedelta(seconds=PATIENCE))
+            store = reach_store(self._meeting.host, self._meeting.port, "nodes", timedelta(seconds=PATIENCE))
             same = store.get("command").decode() == self._command
         except (DistNetworkError, DistStoreError):
             raise RankError(f"rendezvous={self._where} did not answer within {PATIENCE:g} s") from None
@@ -172,7 +177,7 @@ class Node:
         return store
 
     def call(self, function: str, arguments: tuple[Any, ...], joined: Heard) -> Any:
-        nodes, where = self._nodes, self._where
+        nodes, where = self._nodes, self._meeting
         number = 0 if self._serves else self._store.add("came", 1)
         if number >= nodes.most:
             raise UserError(f"nodes={nodes.most} have come already; start {nodes.most}, or use --nodes {number + 1}")
@@ -190,6 +195,7 @@ class Node:
                     raise
         finally:
             self._leave()
+            self._meeting.close()
 
     @contextmanager
     def _ended_with_the_others(self) -> Iterator[list[str]]:

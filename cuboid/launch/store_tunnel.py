@@ -11,10 +11,14 @@ from __future__ import annotations
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
-from cuboid.secure_channel import Channel, Door, greet
+from cuboid.errors import RankError, UserError
+from cuboid.launch.network import Endpoint, is_loopback, listen
+from cuboid.secure_channel import VALUE, Channel, Door, Stranger, greet
 
 PURPOSE = "store"
 PART = 1 << 18
@@ -152,3 +156,48 @@ class StoreTunnel:
                 line, _ = self._listener.accept()
                 number += 1
                 self._bundle.add(number, line)
+
+
+class MeetingStore:
+    """Where the nodes of a job that is done once meet, and their ranks: at `host`, `port`, as this node reaches it."""
+
+    def __init__(self, listener: socket.socket | None, where: Endpoint, secret: bytes | None, patience: float) -> None:
+        """`listener`: at `where`, on the node that serves the store. On loopback a job needs no secret."""
+        from cuboid.launch.rendezvous import serve_store
+
+        self.host, self.port = where.host, where.port
+        self.served: Any = None
+        self._end: StoreGate | StoreTunnel | None = None
+        if secret is None and not is_loopback(where.host):
+            raise UserError(
+                f"rendezvous={where} is open to others, and this node knows no job secret; set {VALUE} to the same "
+                "value on every node, such as `openssl rand -hex 32` makes"
+            )
+        if secret is None:
+            self.served = serve_store(listener) if listener is not None else None
+        elif listener is not None:
+            inside = listen("127.0.0.1", 0)
+            self.host, self.port = "127.0.0.1", inside.getsockname()[1]
+            self.served = serve_store(inside)
+            self._end = StoreGate(listener, secret, self.port)
+        else:
+            self._end = _reach(where, secret, time.monotonic() + patience)
+            self.host, self.port = "127.0.0.1", self._end.port
+
+    def close(self) -> None:
+        if self._end is not None:
+            self._end.close()
+        self.served = None
+
+
+def _reach(where: Endpoint, secret: bytes, until: float) -> StoreTunnel:
+    """The node that serves the store may be the last to start."""
+    while True:
+        try:
+            return StoreTunnel(where.host, where.port, secret)
+        except Stranger:
+            raise UserError(f"rendezvous={where} has another job secret; set the same {VALUE} on every node") from None
+        except OSError:
+            if time.monotonic() > until:
+                raise RankError(f"rendezvous={where} did not answer in time; start that node too") from None
+            time.sleep(0.2)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from cuboid.errors import UserError
 from cuboid.model.linear import ColumnLinear, declared_split
 from cuboid.model.transformer import IGNORED, summed_loss
-from cuboid.spec.sharding import TIED, VOCABULARY, ShardingRank, Split
+from cuboid.spec.plugin import SegmentRun
+from cuboid.spec.sharding import REPLICATED, TIED, VOCABULARY, Declared, ShardingRank, Split
 
 if TYPE_CHECKING:
     from cuboid.model.segment_costs import SegmentCosts
@@ -60,6 +61,15 @@ class VocabularyLoss(ColumnLinear):
 def counted_labels(batch: Batch) -> Tensor:
     """How many labels count: the default of `Model.count`."""
     return (batch["labels"] != IGNORED).sum()
+
+
+def _told(value: Any) -> str:
+    """An attribute in words. Functions are told by their names and what they close over, other objects by their
+    type."""
+    if isinstance(value, str | int | float | bool | tuple | list | dict | torch.dtype | None):
+        return repr(value)
+    held = [_told(cell.cell_contents) for cell in getattr(value, "__closure__", None) or ()]
+    return f"{getattr(value, '__qualname__', type(value).__qualname__)} {held}"
 
 
 @dataclass(frozen=True)
@@ -97,6 +107,11 @@ class Model:
     @property
     def tie_embeddings(self) -> bool:
         return self.tied is not None
+
+    @property
+    def has_sequence(self) -> bool:
+        """Whether `training.sequence` says how long its samples are."""
+        return self.flow_shapes(1, 1) != self.flow_shapes(1, 2) or self.data is None
 
     def called(self, name: str) -> str:
         """The name by which engine and checkpoints know a parameter."""
@@ -165,6 +180,13 @@ class Model:
         for name, parameter in module.named_parameters():
             yield name, tuple(parameter.shape), declared_split(module, name)
 
+    def declared(self, prefix: str) -> dict[str, Declared]:
+        """The parameters of a segment by the name in the whole model; what says nothing is whole on every rank."""
+        return {
+            self.called(f"{prefix}.{name}"): Declared(shape, split or REPLICATED)
+            for name, shape, split in self._declarations[prefix]
+        }
+
     def segment_parameters(self, prefix: str) -> int:
         """How many there are in a segment."""
         return sum(torch.Size(shape).numel() for shape in self.shapes[prefix].values())
@@ -175,8 +197,8 @@ class Model:
             for name, shape, declared in self._declarations[prefix]:
                 if declared is None:
                     raise UserError(
-                        f"tp={ranks} needs to know how {prefix}.{name} is split; say so in the `sharding` of its "
-                        "module, or use tp=1"
+                        f"tp={ranks} needs to know how {prefix}.{name} is split; say so in the `sharding` of a module "
+                        f'around it, as {{"{name}": REPLICATED}}, or use tp=1'
                     )
                 if declared.kind == "heads" and declared.heads % ranks:
                     raise UserError(
@@ -184,27 +206,26 @@ class Model:
                     )
                 declared.slice_of(f"{prefix}.{name}", shape, ShardingRank(ranks))
 
-    def costs(self, prefix: str, ranks: int, micro_batch: int, sequence: int, precision: str) -> SegmentCosts:
-        """Of a segment on one of so many tensor ranks. Blocks that print alike and have the same parameters cost
-        the same."""
-        key = (self._descriptions[prefix], ranks, micro_batch, sequence, precision)
+    def costs(self, prefix: str, run: SegmentRun) -> SegmentCosts:
+        """Of a segment. Those cost the same whose modules, their parameters and plain attributes are alike."""
+        key = (self._descriptions[prefix], run)
         if key not in self._known_costs:
             from cuboid.model.segment_costs import segment_costs
 
-            self._known_costs[key] = segment_costs(self, prefix, ranks, micro_batch, sequence, precision)
+            self._known_costs[key] = segment_costs(self, prefix, run)
         return self._known_costs[key]
 
-    def estimated_costs(self, prefix: str, ranks: int, micro_batch: int, sequence: int, precision: str) -> SegmentCosts:
+    def estimated_costs(self, prefix: str, run: SegmentRun) -> SegmentCosts:
         """As `costs`; of large micro-batches what follows from those of small ones, so that a search is quick."""
         from cuboid.model.segment_costs import MEASURED
 
         small, large = MEASURED
-        if micro_batch <= large:
-            return self.costs(prefix, ranks, micro_batch, sequence, precision)
-        one, two = (self.costs(prefix, ranks, size, sequence, precision) for size in MEASURED)
-        if (len(one.forward), len(one.backward)) != (len(two.forward), len(two.backward)):
-            return self.costs(prefix, ranks, micro_batch, sequence, precision)
-        return one.grown(two, (micro_batch - large) / (large - small))
+        if run.micro_batch <= large:
+            return self.costs(prefix, run)
+        one, two = (self.costs(prefix, replace(run, micro_batch=size)) for size in MEASURED)
+        if one.shape != two.shape:
+            return self.costs(prefix, run)
+        return one.grown(two, (run.micro_batch - large) / (large - small))
 
     @cached_property
     def _descriptions(self) -> dict[str, str]:
@@ -212,7 +233,14 @@ class Model:
         found = {}
         for prefix in self.prefixes:
             with torch.device("meta"):
-                found[prefix] = f"{self.make(prefix)!r} {self.shapes[prefix]}"
+                module = self.make(prefix)
+            attributes = {
+                (path, name): _told(value)
+                for path, child in module.named_modules()
+                for name, value in vars(child).items()
+                if not name.startswith("_")
+            }
+            found[prefix] = f"{module!r} {self.shapes[prefix]} {attributes}"
         return found
 
     @cached_property

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cuboid.kernels.precision import wide
 from cuboid.model.load_balancing import Balance, Tokens, counted
 from cuboid.spec.model import MixtureSpec
-from cuboid.spec.sharding import PARTIAL, Split
+from cuboid.spec.sharding import BALANCE, PARTIAL, Split
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Routing:
 
 class Router(nn.Module):
     # Each tensor rank routes its part of the tokens.
-    sharding: Mapping[str, Split] = {"weight": PARTIAL, "bias": PARTIAL}
+    sharding: Mapping[str, Split] = {"weight": PARTIAL, "bias": BALANCE}
 
     def __init__(self, hidden: int, mixture: MixtureSpec) -> None:
         super().__init__()

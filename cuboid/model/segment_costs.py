@@ -1,5 +1,7 @@
 """What a module of one's own costs, found by running it on tensors without contents: its parameters on a tensor rank,
-every operation's arithmetic and bytes, and the bytes alive at each moment of its forward and backward pass."""
+every operation's arithmetic and bytes, what tensor ranks sum, and the bytes alive at each moment of its passes.
+
+It is run as the engine runs it: with the same recomputation, and the same postponed weight gradients."""
 
 from __future__ import annotations
 
@@ -16,13 +18,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cuboid.errors import UserError, either
+from cuboid.kernels.recompute import with_recompute
 from cuboid.model.linear import ColumnLinear, Linear, RowLinear, VocabularyEmbedding, declared_split
+from cuboid.model.split_backward import Deferral, defer_matmuls
+from cuboid.model.transformer import Head, summed_loss
+from cuboid.spec.plugin import SegmentRun
 from cuboid.spec.sharding import ShardingRank
 
 if TYPE_CHECKING:
     from cuboid.model.custom import Model
 
-DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.bfloat16,
+}
 
 Work = list[tuple[float, float]]
 """FLOPs, and bytes read and written, of every operation in its order."""
@@ -37,53 +49,104 @@ class SegmentCosts:
     parameters: int
     kept: int
     """Bytes alive between forward and backward, the input among them if it is needed."""
+    postponed: int
+    """Bytes alive between the backward pass and that of weight gradients, where the schedule splits them."""
     forward_peak: int
     """Most bytes alive in the forward pass, input and output among them."""
     backward_peak: int
     """… in the backward pass, with what was kept and, where they are not added in place, gradients of parameters."""
-    backward_peak_in_place: int
-    """… where gradients are added to those of earlier micro-batches."""
+    input_peak: int
+    """… in a backward pass that postpones weight gradients."""
+    weight_peak: int
+    """… in the pass of postponed ones."""
     flow: int
     """Bytes of its output."""
     forward: Work
     backward: Work
-    summed_forward: int
-    """Bytes that tensor ranks sum forward."""
-    summed_backward: int
+    """With what is computed again, and all gradients."""
+    weight: Work
+    """Of it what can be postponed."""
+    repeated: float
+    """FLOPs of what is computed again."""
+    forward_sums: list[int]
+    """Bytes of every all-reduce of tensor ranks."""
+    backward_sums: list[int]
+
+    @property
+    def flops(self) -> float:
+        """What the model itself takes, without recomputation."""
+        return sum(flops for work in (self.forward, self.backward) for flops, _ in work) - self.repeated
+
+    @property
+    def shape(self) -> list[int]:
+        """Of two that have the same, what a third costs follows (`grown`)."""
+        return [len(each) for each in vars(self).values() if isinstance(each, list)]
 
     def grown(self, other: SegmentCosts, steps: float) -> SegmentCosts:
         """As much more than `other` costs as that costs more than this, so many times."""
 
         def line(one: Any, two: Any) -> Any:
-            if isinstance(one, list):
-                return [tuple(map(line, *pair)) for pair in zip(one, two, strict=True)]
+            if isinstance(one, list | tuple):
+                return type(one)(map(line, one, two))
             return two + (two - one) * steps
 
         return SegmentCosts(**{name: line(one, getattr(other, name)) for name, one in vars(self).items()})
 
 
-@dataclass
-class _Uncommunicating:
-    """In place of a `Region`: counts what would be summed."""
+class _Sum(torch.autograd.Function):
+    """Counts what tensor ranks would sum, forward or of gradients, and copies as their sum does."""
 
-    forward: int = 0
-    backward: int = 0
+    @staticmethod
+    def forward(context: Any, x: Tensor, region: _Uncommunicating, leaves: bool) -> Tensor:
+        context.region, context.leaves = region, leaves
+        return region.add(x.contiguous().clone()) if leaves else x.view_as(x)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if not context.leaves:
+            # Where nothing is postponed the sum overlaps with weight gradients, in the memory of the gradient.
+            region = context.region
+            gradient = region.add(gradient.contiguous().clone() if region.copies else gradient)
+        return gradient, None, None
+
+
+class _Uncommunicating:
+    """In place of a `Region`."""
+
+    def __init__(self, copies: bool) -> None:
+        self.copies = copies
+        self.sums: list[int] = []
+
+    def add(self, x: Tensor) -> Tensor:
+        self.sums.append(x.numel() * x.element_size())
+        return x
+
+    def taken(self) -> list[int]:
+        taken, self.sums = self.sums, []
+        return taken
 
     def enter(self, x: Tensor) -> Tensor:
-        self.backward += x.numel() * x.element_size()
-        return x
+        entered: Tensor = _Sum.apply(x, self, False)
+        return entered
 
     def leave(self, x: Tensor) -> Tensor:
-        self.forward += x.numel() * x.element_size()
-        return x
+        left: Tensor = _Sum.apply(x, self, True)
+        return left
 
     def columns(self, x: Tensor, linears: Sequence[Linear]) -> Sequence[Tensor]:
         x = self.enter(x)
         return [linear.matmul(x, linear.weight, linear.bias) for linear in linears]
 
     def sliced_columns(self, inputs: Sequence[Tensor], linears: Sequence[Linear | None]) -> Sequence[Tensor]:
-        pairs = zip(map(self.enter, inputs), linears, strict=True)
+        x = self.enter(torch.cat([*inputs], -1)).split([each.shape[-1] for each in inputs], -1)
+        pairs = zip(x, linears, strict=True)
         return [x if linear is None else linear.matmul(x, linear.weight, linear.bias) for x, linear in pairs]
+
+    def summed_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """The largest logit of all ranks, then two sums at once, in float32 at least."""
+        exact = max(logits.element_size(), 4) * logits.shape[0]
+        self.sums += [exact, 2 * exact]
+        return summed_loss(logits, labels)
 
 
 @dataclass
@@ -92,6 +155,7 @@ class _Moment:
 
     peak: int = 0
     work: Work = field(default_factory=list)
+    repeated: float = 0.0
 
 
 class _Watch(TorchDispatchMode):
@@ -120,8 +184,11 @@ class _Watch(TorchDispatchMode):
         if fresh or in_place:  # a view costs nothing
             count = self._flops.get(function._overloadpacket)
             flops = float(count(*arguments, **options, out_val=result)) if count is not None else 0.0
-            moved = sum(each.numel() * each.element_size() for each in (*given, *made))
+            # What is expanded is read once.
+            moved = sum(min(each.nbytes, each.untyped_storage().nbytes()) for each in (*given, *made))
             self.moment.work.append((flops, float(moved)))
+            # A backward pass records no gradients, but what it computes again does.
+            self.moment.repeated += flops * torch.is_grad_enabled()
         self.moment.peak = max(self.moment.peak, self.bytes)
         return result
 
@@ -145,27 +212,27 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def segment_costs(
-    model: Model, prefix: str, ranks: int, micro_batch: int, sequence: int, precision: str
-) -> SegmentCosts:
-    """`ranks`: tensor ranks."""
+def segment_costs(model: Model, prefix: str, run: SegmentRun) -> SegmentCosts:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    dtype = DTYPES[precision]
+    dtype = DTYPES[run.precision]
     with torch.device("meta"):
         module = model.make(prefix)
     with FakeTensorMode():
-        local = _localize(module, prefix, ranks, dtype)
-        region = _Uncommunicating()
-        for child in module.modules():
-            if isinstance(child, ColumnLinear | RowLinear | VocabularyEmbedding) and ranks > 1:
-                child.region = region
-        batch = _batch(model, micro_batch, sequence, dtype)
-        shapes = model.flow_shapes(micro_batch, sequence)
+        local = _localize(module, prefix, run.tensor, dtype)
+        region, deferral = _Uncommunicating(run.splits_backward), Deferral()
+        if run.tensor > 1:
+            _connect(module, region)
+        if run.splits_backward:
+            defer_matmuls(module, deferral)
+        batch = _batch(model, run.micro_batch, run.sequence, dtype)
+        shapes = model.flow_shapes(run.micro_batch, run.sequence)
         try:
-            kept, forward, backward = _run(module, prefix, shapes, batch, dtype, in_place=False)
-            added = region.forward, region.backward
-            *_, in_place = _run(module, prefix, shapes, batch, dtype, in_place=True)
+            seen = _run(module, prefix, shapes, batch, run, region, deferral)
+            split = {"postponed": 0, "backward_peak": 0, "weight_peak": 0, "weight": []}
+            if run.splits_backward:
+                deferral.active = True
+                split = _run(module, prefix, shapes, batch, run, region, deferral)
         except KeyError as missing:
             told = either(map(repr, batch))
             raise UserError(
@@ -178,18 +245,19 @@ def segment_costs(
                 f"{prefix} cannot be planned: on tensors without contents it fails ({first}); it must not look at "
                 "values"
             ) from problem
-    return SegmentCosts(
-        parameters=local,
-        kept=kept,
-        forward_peak=forward.peak,
-        backward_peak=backward.peak,
-        backward_peak_in_place=in_place.peak,
-        flow=sum(math.prod(shape) for shape in shapes) * dtype.itemsize,
-        forward=forward.work,
-        backward=backward.work,
-        summed_forward=added[0],
-        summed_backward=added[1],
-    )
+    flow = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
+    later = {name: split[name] for name in ("postponed", "weight_peak", "weight")}
+    return SegmentCosts(**{**seen, **later, "input_peak": split["backward_peak"]}, parameters=local, flow=flow)
+
+
+def _connect(module: nn.Module, region: _Uncommunicating) -> None:
+    from cuboid.model.custom import VocabularyLoss
+
+    for child in module.modules():
+        if isinstance(child, ColumnLinear | RowLinear | VocabularyEmbedding):
+            child.region = region
+        if isinstance(child, VocabularyLoss | Head):
+            child.summed_loss = region.summed_loss
 
 
 def _localize(module: nn.Module, prefix: str, ranks: int, dtype: torch.dtype) -> int:
@@ -236,21 +304,28 @@ def _run(
     prefix: str,
     shapes: list[tuple[int, ...]],
     batch: Mapping[str, Tensor],
-    dtype: torch.dtype,
-    in_place: bool,
-) -> tuple[int, _Moment, _Moment]:
-    """Forward and backward once. `in_place`: gradients of parameters are added to what is there."""
-    for parameter in module.parameters():
-        parameter.grad = torch.zeros_like(parameter) if in_place else None
+    run: SegmentRun,
+    region: _Uncommunicating,
+    deferral: Deferral,
+) -> dict[str, Any]:
+    """Forward and backward once: what is seen of them, by the names of `SegmentCosts`."""
+    parameters = [*module.parameters()]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter) if run.adds_in_place else None
+    call = with_recompute(module, run.recompute if prefix.startswith("layers.") else "none")
     watch = _Watch()
+    inputs: list[weakref.ref[Tensor]] = []
     with watch:
         with watch.watching() as forward:
             if prefix == "embedding":
-                y = module(batch)
+                y = call(batch)
             else:
+                dtype = DTYPES[run.precision]
                 given = [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in shapes]
-                y = module(given[0] if len(given) == 1 else tuple(given), batch)
+                y = call(given[0] if len(given) == 1 else tuple(given), batch)
+                inputs = [weakref.ref(each) for each in given]
                 del given
+        forward_sums = region.taken()
         outputs = list(y) if isinstance(y, tuple) else [y]
         edges = [torch.autograd.graph.get_gradient_edge(each) for each in outputs if each.requires_grad]
         like = [(tuple(each.shape), each.dtype) for each in outputs if each.requires_grad]
@@ -259,5 +334,28 @@ def _run(
         with watch.watching() as backward:
             gradients = [torch.zeros(shape, dtype=kind) for shape, kind in like]
             torch.autograd.backward(edges, gradients)
-            del gradients
-    return kept, forward, backward
+            del gradients, edges
+        for each in inputs:  # what is postponed holds them, but not their gradients, which have left
+            if (held := each()) is not None:
+                held.grad = None
+                del held
+        gradients_held = 0
+        if not run.adds_in_place:
+            gradients_held = sum(each.grad.nbytes for each in parameters if each.grad is not None)
+        postponed = watch.bytes - gradients_held
+        with watch.watching() as weight, torch.no_grad():
+            for work in (work for works in deferral.take().values() for work in works):
+                work()
+    return {
+        "kept": kept,
+        "postponed": postponed,
+        "forward_peak": forward.peak,
+        "backward_peak": backward.peak,
+        "weight_peak": weight.peak,
+        "forward": forward.work,
+        "backward": backward.work,
+        "weight": weight.work,
+        "repeated": backward.repeated,
+        "forward_sums": forward_sums,
+        "backward_sums": region.taken(),
+    }

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from cuboid.kernels.compiler import tell_compiler
+from cuboid.kernels.recompute import with_recompute
 from cuboid.model.rope import Positions
 from cuboid.model.transformer import Block
-from cuboid.parallel.recompute import with_recompute
 from cuboid.spec.layout import Recompute
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cuboid.kernels.compiler import operation, uncompiled
+from cuboid.kernels.recompute import SAVED
 from cuboid.model.attention import causal_mix
 from cuboid.model.batch import Documents
 from cuboid.model.flash_attention import Attended, Gradients, attend, attend_backward
@@ -173,8 +174,7 @@ def _all_to_all_heads(tensors: list[Tensor], back: bool, call: int) -> list[Tens
     return [torch.cat(tuple(x), dim=2) if back else in_order(x) for x in shaped]
 
 
-KEPT = (torch.ops.cuboid.context_attention.default, torch.ops.cuboid.all_to_all_heads.default)
-"""What selective recomputation keeps of context parallelism."""
+SAVED.update((_context_attention, _all_to_all_heads))
 
 
 def _with(call: Any, operation: Any, *arguments: Any) -> Any:
@@ -189,7 +189,7 @@ class _OuterAttention(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, query: Tensor, key: Tensor, value: Tensor, outer: Ring | Gathering) -> Tensor:
         context.outer = outer
-        seen, sums = _with(outer, KEPT[0], query, key, value)
+        seen, sums = _with(outer, _context_attention, query, key, value)
         context.save_for_backward(query, key, value, seen, sums)
         return seen
 
@@ -204,11 +204,11 @@ class _AllToAllHeads(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, group: Group, back: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         context.group, context.back = group, back
-        return tuple(_with(group, KEPT[1], list(tensors), back))
+        return tuple(_with(group, _all_to_all_heads, list(tensors), back))
 
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, None, *_with(context.group, KEPT[1], list(gradients), not context.back)
+        return None, None, *_with(context.group, _all_to_all_heads, list(gradients), not context.back)
 
 
 # Attention of a context-parallel rank as blocks of queries × keys: only those that the causal mask, and documents, do

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from cuboid.kernels.precision import wide
+from cuboid.model.split_backward import Deferral, accumulate
 from cuboid.model.transformer import IGNORED, Head
 from cuboid.parallel.collectives import all_reduce, all_reduce_maximum
 from cuboid.parallel.groups import Group
-from cuboid.parallel.split_backward import Deferral, accumulate
 from cuboid.parallel.tensor_region import Region
 from cuboid.spec.sharding import vocabulary_rows
 

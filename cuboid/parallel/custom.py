@@ -1,10 +1,9 @@
-"""Modules of one's own made ready for a rank: split backward, buffers, what flows between stages."""
+"""Modules of one's own made ready for a rank: buffers, what flows between stages."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import cast
 
 import torch
@@ -12,27 +11,9 @@ from torch import Tensor, nn
 
 from cuboid.errors import UserError
 from cuboid.model.custom import Batch, Flow, Model
-from cuboid.model.linear import Linear, Matmul
-from cuboid.parallel.split_backward import Deferral, deferrable_matmul
 from cuboid.spec.run import Run
 
 Shapes = list[tuple[int, ...]]
-
-
-def defer_matmuls(module: nn.Module, deferral: Deferral) -> None:
-    """Weight gradients of linears wait until the schedule has time for them. Those of other layers are computed with
-    the input gradient: right as well, only earlier."""
-    matmul = deferrable_matmul(deferral)
-    for child in module.modules():
-        if isinstance(child, Linear):
-            child.matmul = matmul
-        # Exactly nn.Linear: a subclass may compute something else with its weight.
-        elif type(child) is nn.Linear:
-            child.forward = partial(_linear, child, matmul)  # type: ignore[method-assign]
-
-
-def _linear(linear: nn.Linear, matmul: Matmul, x: Tensor) -> Tensor:
-    return matmul(x, linear.weight, linear.bias)
 
 
 def carry_buffers(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:

@@ -18,11 +18,11 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from cuboid.kernels.pinned_memory import HostCopy
+from cuboid.kernels.recompute import remembered
 from cuboid.model.load_balancing import Balance, Tokens
 from cuboid.model.moe import MoE
 from cuboid.parallel.collectives import Pending, all_gather, all_reduce, start_all_to_all
 from cuboid.parallel.groups import Group, Groups
-from cuboid.parallel.recompute import remembered
 from cuboid.spec.run import Run
 from cuboid.spec.sharding import places_of
 

@@ -19,7 +19,7 @@ from cuboid.model.attention import Attention
 from cuboid.model.feed_forward import FeedForward
 from cuboid.model.linear import Linear, Norm
 from cuboid.model.rope import Positions, rotated
-from cuboid.parallel.split_backward import Deferral, split_fused_matmul
+from cuboid.model.split_backward import Deferral, split_fused_matmul
 from cuboid.parallel.tensor_region import Region, fused_columns
 from cuboid.parallel.zero import Unit
 

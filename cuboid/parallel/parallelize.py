@@ -13,31 +13,32 @@ from torch import Tensor, nn
 from cuboid.errors import UserError
 from cuboid.kernels.cpu_16bit import fast_matmuls
 from cuboid.kernels.precision import LossScale, wide
+from cuboid.kernels.recompute import Memory, with_recompute
 from cuboid.model.custom import Model
 from cuboid.model.fp8 import Fp8Matmul, require_fp8
 from cuboid.model.initialize import initial_tensor, learning_rate_factor
 from cuboid.model.linear import Linear, declared_split
 from cuboid.model.load_balancing import Balance
 from cuboid.model.moe import Experts, MoE
+from cuboid.model.split_backward import (
+    UNTOUCHED,
+    Deferral,
+    defer_matmuls,
+    deferrable_grouped_matmul,
+    deferrable_matmul,
+    split_matmul,
+)
 from cuboid.model.transformer import Block, Embedding, Head
 from cuboid.parallel.async_tp import compiler_options
 from cuboid.parallel.compiled import compiled_block, is_compiled
 from cuboid.parallel.context import ContextMix
 from cuboid.parallel.cross_entropy import fused_cross_entropy
-from cuboid.parallel.custom import Carrier, carry_buffers, defer_matmuls, initial_tensors, runner
+from cuboid.parallel.custom import Carrier, carry_buffers, initial_tensors, runner
 from cuboid.parallel.expert import join_sequences, make_balance, spread_experts, stay_on, watched
 from cuboid.parallel.fused_block import fuse_matmuls, fused_add_norm
 from cuboid.parallel.groups import Groups, connect_groups, make_groups
 from cuboid.parallel.pipeline import DualPipePair, Pipeline
 from cuboid.parallel.rank_batch import BatchSharder, RankBatch
-from cuboid.parallel.recompute import Memory, with_recompute
-from cuboid.parallel.split_backward import (
-    UNTOUCHED,
-    Deferral,
-    deferrable_grouped_matmul,
-    deferrable_matmul,
-    split_matmul,
-)
 from cuboid.parallel.stage import Activations, Reduction, Segment, Stage
 from cuboid.parallel.tensor import connect_region, split_block, split_embedding
 from cuboid.parallel.tensor_region import Region
@@ -50,7 +51,7 @@ from cuboid.spec.partition import partition
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
 from cuboid.spec.sharding import (
-    BALANCE,
+    BALANCES,
     EXPERTS,
     REPLICATED,
     TIED,
@@ -356,21 +357,21 @@ class _Builder:
             if split is None and self.region is not None:
                 raise UserError(f"{name} does not say how it is split; declare it in the `sharding` of its module")
             declared = Declared(tuple(parameter.shape), split or REPLICATED)
-            members.setdefault(unit_of(prefix, name), {})[name] = declared
+            members.setdefault(unit_of(prefix, name, declared.split), {})[name] = declared
         used = []
         for unit_name, table in members.items():
             unit = self._unit(unit_name, table)
             for name in table:
                 for path in inside[name]:
                     set_parameter(module, path, unit.parameters[name])
-            if not unit_name.endswith(BALANCE):  # always whole, and no gradient ever comes to it
+            if not unit_name.endswith(BALANCES):  # always whole, and no gradient ever comes to it
                 used.append(unit)
         return Segment(prefix, run, used, self.deferral, self.reduction)
 
     def _unit(self, name: str, table: dict[str, Declared]) -> Unit:
         if name not in self.units:
             one_scale = self.fp8_rows is False
-            experts, balance = name.endswith(EXPERTS), name.endswith(BALANCE)
+            experts, balance = name.endswith(EXPERTS), name.endswith(BALANCES)
             self.units[name] = Unit(
                 name,
                 [
@@ -381,7 +382,7 @@ class _Builder:
                 self.groups.routed if experts else self.groups,
                 wide(self.dtype) if balance else self.dtype,
                 self.device,
-                [part for part, (shape, _) in table.items() if one_scale and is_block_linear(name, part, shape)],
+                [part for part, declared in table.items() if one_scale and is_block_linear(name, declared)],
             )
         return self.units[name]
 

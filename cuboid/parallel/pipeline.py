@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from cuboid.kernels.precision import wide
+from cuboid.model.split_backward import Deferral
 from cuboid.parallel.groups import Groups
 from cuboid.parallel.p2p import PeerToPeer
 from cuboid.parallel.rank_batch import RankBatch
-from cuboid.parallel.split_backward import Deferral
 from cuboid.parallel.stage import Entrance, Stage
 from cuboid.schedule.order import UNITS, Receive, Send, instructions
 from cuboid.schedule.table import Action, Kind, Message, Schedule

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.profiler import record_function
 
+from cuboid.model.split_backward import Deferral
 from cuboid.parallel.groups import Groups
 from cuboid.parallel.rank_batch import RankBatch
-from cuboid.parallel.split_backward import Deferral
 from cuboid.parallel.zero import Unit
 from cuboid.spec.run import Run
 from cuboid.telemetry.profiler_regions import NOTHING, REGIONS, close

@@ -17,6 +17,7 @@ from torch.distributed._functional_collectives import (
 )
 
 from cuboid.kernels.compiler import operation, uncompiled
+from cuboid.kernels.recompute import SAVED
 from cuboid.model.fp8 import Fp8Matmul, input_gradient_factors, multiply, output_of
 from cuboid.model.linear import Linear
 from cuboid.parallel.collectives import (
@@ -407,6 +408,10 @@ def fake_scatter(x: Tensor, ranks: int) -> Tensor:
 @torch.library.register_fake("cuboid::fake_scatter")  # type: ignore[untyped-decorator]
 def _(x: Tensor, ranks: int) -> Tensor:
     return x.new_empty(x.shape[0] // ranks, x.shape[1])
+
+
+# A compiled block then keeps these sums and not the matmuls they come of, tp times as large.
+SAVED.update((torch.ops._c10d_functional.reduce_scatter_tensor.default, fake_scatter))
 
 
 def _remember(ctx: Any, inputs: tuple[Tensor, int], output: Tensor) -> None:

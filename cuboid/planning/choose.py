@@ -14,10 +14,10 @@ from cuboid.cost.estimate import doubt
 from cuboid.cost.inputs import Shape
 from cuboid.errors import UserError, either
 from cuboid.planning.export.engines import FIXED, refuse_model
-from cuboid.planning.own_models import own_plan, own_plans
+from cuboid.planning.own_models import own_plan, own_plans, own_stage_seconds
 from cuboid.planning.plan import GIB, Plan, make_plan, reasons, with_notes
 from cuboid.planning.question import MEMORY_FRACTION, Question, every_size, resized, rounder_sizes, sizes
-from cuboid.planning.refine import Refined, actions, fitted, may_mix, refine
+from cuboid.planning.refine import Refined, StageSeconds, actions, fitted, may_mix, refine, stage_seconds
 from cuboid.planning.score import Scores, least_seconds, score
 from cuboid.planning.search import emptiest, sayable_layouts, search
 from cuboid.planning.space import DEGREES, Space, degrees, divisors, shapes, with_context
@@ -165,6 +165,12 @@ def predict(question: Question, layout: Layout) -> Plan:
     scores = score(question, Space.of([layout], question))
     found = planned(question, refine(question, scores, 0))
     return with_notes(found, reasons(found), warnings(found), [])
+
+
+def pipeline_seconds(question: Question, layout: Layout) -> StageSeconds:
+    """Seconds of every stage for one micro-batch."""
+    own = isinstance(question.model, PythonModelSpec)
+    return own_stage_seconds(question, layout) if own else stage_seconds(question, layout)
 
 
 def planned(question: Question, refined: Refined) -> Plan:

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import lcm
+from math import lcm, prod
 
 from cuboid.spec.layout import V_SHAPED, Recompute
 from cuboid.spec.partition import partition
+from cuboid.spec.plugin import PythonModelSpec, SegmentRun
 from cuboid.spec.ranks import coordinates
 from cuboid.spec.run import Run
 from cuboid.spec.sharding import (
@@ -64,6 +65,8 @@ class HeldUnit:
     shard: int
     """How many it keeps, padding included."""
     shards: int
+    linears: list[Part]
+    """Those of its parts that fp8 multiplies."""
 
     @property
     def flat(self) -> int:
@@ -101,14 +104,16 @@ class RankStep:
         if not layout.zero or not unit.uses:  # what no micro-batch uses is never split
             shards = 1
         shard = -(-(parts[-1].offset + parts[-1].size) // shards)
-        return HeldUnit(unit.name, parts, unit.uses, unit.routed, index % shards * shard, shard, shards)
+        begin = index % shards * shard
+        linears = [part for part in parts if is_block_linear(unit.name, unit.parameters[part.name])]
+        return HeldUnit(unit.name, parts, unit.uses, unit.routed, begin, shard, shards, linears)
 
     def fp8_parts(self, unit: HeldUnit) -> list[Part]:
         """What of a unit ZeRO 3 gathers in fp8: the rest travels with their scales."""
         training = self.run.training
         if training.precision != "fp8" or training.fp8_scaling != "tensor" or self.layout.zero < 3:
             return []
-        return [part for part in unit.parts if is_block_linear(unit.name, part.name, part.full_shape)]
+        return unit.linears
 
 
 # What the layers of a rank communicate while micro-batches pass through them.
@@ -266,19 +271,38 @@ def step_collectives(run: Run, rank: int) -> list[Collective]:
     """All of a step; those that do not happen are omitted."""
     step = RankStep(run, rank)
     made = (
-        *(
-            collective
-            for routed in ((False, True) if run.model.mixture is not None else (False,))
-            for recompute in dict.fromkeys(step.recompute.values())
-            for collective in LayerCollectives(step, routed, recompute).all()
-        ),
-        *_ends(step),
+        *(_own(step, run.model) if isinstance(run.model, PythonModelSpec) else _passes(step)),
         *_data(step),
         *_partial_gradients(step),
         *_pipeline(step),
         *_control(step),
     )
     return [collective for collective in made if collective.ranks > 1 and collective.calls]
+
+
+def _passes(step: RankStep) -> Iterator[Collective]:
+    """Of all micro-batches."""
+    for routed in (False, True) if step.model.mixture is not None else (False,):
+        for recompute in dict.fromkeys(step.recompute.values()):
+            yield from LayerCollectives(step, routed, recompute).all()
+    yield from _ends(step)
+
+
+def _own(step: RankStep, model: PythonModelSpec) -> Iterator[Collective]:
+    """As the modules of a model of one's own do it, run on tensors without contents."""
+    layout = step.layout
+    if layout.tp == 1:
+        return
+    recomputed: dict[str, Recompute] = {f"layers.{layer}": step.recompute[layer] for layer in step.layers}
+    recomputed |= {name: "none" for name, held in (("embedding", step.first), ("head", step.last)) if held}
+    for prefix, recompute in recomputed.items():
+        segment = SegmentRun(
+            layout.tp, layout.micro_batch, step.run.training.sequence, step.run.training.weights, recompute
+        )
+        costs = model.built.costs(prefix, segment)
+        for size in (*costs.forward_sums, *costs.backward_sums):
+            what = f"{_words(prefix)}: {size:,} bytes"
+            yield Collective("tp", "all-reduce", layout.tp, step.micro_batches, size, what)
 
 
 def _data(step: RankStep) -> Iterator[Collective]:
@@ -363,9 +387,12 @@ def _pipeline(step: RankStep) -> Iterator[Collective]:
     neighbours = [stage + side for stage in step.stages for side in (1, -1) if 0 <= stage + side < layout.stages]
     away = sum(holder(stage) != step.place.pp for stage in neighbours)
     tokens = step.tokens // (layout.tp if layout.sequence_parallel else 1)
-    what = f"activations and gradients: {step.element} bytes × {tokens:,} tokens × {step.model.hidden:,} hidden"
-    calls, size = step.micro_batches * away, step.element * tokens * step.model.hidden
-    yield Collective("pp", "send", layout.pp, calls, size, what)
+    numbers, what = tokens * step.model.hidden, f"{tokens:,} tokens × {step.model.hidden:,} hidden"
+    if isinstance(step.model, PythonModelSpec):
+        shapes = step.model.built.flow_shapes(layout.micro_batch, step.run.training.sequence)
+        numbers, what = sum(map(prod, shapes)), " + ".join(" × ".join(map(str, shape)) for shape in shapes)
+    what = f"activations and gradients: {step.element} bytes × {what}"
+    yield Collective("pp", "send", layout.pp, step.micro_batches * away, step.element * numbers, what)
 
 
 def _control(step: RankStep) -> Iterator[Collective]:

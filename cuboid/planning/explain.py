@@ -9,12 +9,14 @@ from cuboid.cost.memory import kept_per_layer
 from cuboid.cost.sharding import rank_parameters
 from cuboid.errors import UserError
 from cuboid.planning.choose import plans, predict
+from cuboid.planning.own_models import largest_kept
 from cuboid.planning.plan import GIB, WORDS, Plan, error_line, losses, recomputation
 from cuboid.planning.question import Question
 from cuboid.planning.space import Space
 from cuboid.planning.stages import held
 from cuboid.planning.traffic import Moved, moved, sent
 from cuboid.spec.layout import Layout
+from cuboid.spec.plugin import PythonModelSpec
 
 # The decision framework, computed: does a layer fit an accelerator, does the model fit a node, what is left for data.
 #
@@ -71,8 +73,11 @@ def framework(question: Question, layout: Layout) -> Framework:
     model, cluster = question.model, question.cluster
     memory = cluster.memory_gib * 2**30
     layer = max(model.layer_parameters(index) for index in (0, model.layers - 1))
-    jobs = Jobs.make(global_batch=1, sequence=question.sequence, sequence_parallel=0)
-    kept = max(float(value) for value in kept_per_layer(Shape.of(model), jobs, question.profile))
+    if isinstance(model, PythonModelSpec):
+        layer, kept = max(map(model.layer_parameters, range(model.layers))), largest_kept(question)
+    else:
+        jobs = Jobs.make(global_batch=1, sequence=question.sequence, sequence_parallel=0)
+        kept = max(float(value) for value in kept_per_layer(Shape.of(model), jobs, question.profile))
     engine = question.profile
     layer_bytes = STATES * layer + kept
     rank = layout.tp * layout.pp
@@ -229,6 +234,11 @@ def memory_lines(explanation: Explanation) -> list[str]:
 def rank_held(plan: Plan, rank: int) -> tuple[float, float]:
     """Parameters of a pipeline rank, all but experts and those of experts, before ZeRO splits them."""
     layout, question = plan.layout, plan.question
+    if isinstance(
+        question.model, PythonModelSpec
+    ):  # counted from the module itself; which are experts' it does not say
+        split = layout.shard_size * layout.cp if layout.zero >= 3 else 1
+        return plan.memory[rank]["weights"] / question.profile.weight_bytes * split, 0.0
     part = held(question.model, layout.schedule, layout.pp, layout.vpp, question.sequence)
     jobs = Space.of([layout], question).jobs
     found = rank_parameters(Shape.of(question.model), jobs, part.layers, *part.ends())

@@ -3,12 +3,12 @@ tensors without contents (`model.segment_costs`): operations, bytes kept and ali
 
 Memory follows the schedule's own list of actions, segment by segment, as the engine runs them. Seconds are those of
 each operation at the rate of the accelerator or of its memory, whichever is slower, and of collectives as for any
-model; nobody has compared them with runs."""
+model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import log
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from cuboid.cost.communication import ONE, all_gather, all_reduce, group, reduce_scatter, stage_transfer
-from cuboid.cost.inputs import Jobs, single
+from cuboid.cost.inputs import Array, Jobs, single
 from cuboid.cost.step import PARTS
 from cuboid.errors import UserError
 from cuboid.planning.plan import Plan, reasons, with_notes
@@ -27,8 +27,8 @@ from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import StageCosts
 from cuboid.schedule.table import Kind
 from cuboid.spec.fitting import check
-from cuboid.spec.layout import Layout
-from cuboid.spec.plugin import PythonModelSpec
+from cuboid.spec.layout import RECOMPUTE, Layout, Recompute
+from cuboid.spec.plugin import PythonModelSpec, SegmentRun
 
 LARGEST_MICRO_BATCH = 64
 SLOWER = 1.5
@@ -39,10 +39,15 @@ def own_plans(question: Question, top: int, objective: str) -> list[Plan]:
     """The best plans of the whole cluster, best first."""
     estimates = []
     refused: set[int] = set()
+    enough: set[Layout] = set()
     for layout in _layouts(question):
+        plain = replace(layout, recompute="none")
+        if objective == "time" and plain in enough:
+            continue  # it fits with less recomputed, which is faster
         try:
             if layout.tp not in refused:
                 estimates.append(_Costs(question, layout, estimated=True).plan())
+                enough |= {plain} if estimates[-1].peak <= question.limit else set()
         except UserError:
             if layout.tp == 1:
                 raise
@@ -82,20 +87,28 @@ def _order(plan: Plan) -> tuple[float, ...]:
 def own_plan(question: Question, layout: Layout) -> Plan:
     """The plan of one given layout, whether or not it fits."""
     check(layout, question.model, global_batch=question.global_batch, sequence=question.sequence)
-    if layout.recompute == "selective" or layout.recompute_layers:
-        raise UserError(
-            f"recompute={layout.recompute} of a model of one's own cannot be planned; use recompute=none or full for "
-            "all layers"
-        )
     plan = _Costs(question, layout).plan()
     return with_notes(plan, reasons(plan), [], [])
+
+
+def own_stage_seconds(question: Question, layout: Layout) -> StageSeconds:
+    """Seconds of every stage for one micro-batch."""
+    return _Costs(question, layout).stage_seconds
+
+
+def largest_kept(question: Question) -> float:
+    """Bytes that a layer keeps of one sequence for its backward pass, of the one that keeps most."""
+    model = question.model
+    assert isinstance(model, PythonModelSpec)
+    run = SegmentRun(1, 1, question.sequence, question.precision)
+    return float(max(model.built.costs(f"layers.{layer}", run).kept for layer in range(model.layers)))
 
 
 def _layouts(question: Question) -> Iterator[Layout]:
     """All that the engine can train on the whole cluster, as far as the user has left them open."""
     world, fixed = question.cluster.accelerators, dict(question.fixed)
 
-    def options(name: str, usual: list[Any]) -> list[Any]:
+    def options(name: str, usual: Sequence[Any]) -> Sequence[Any]:
         return [fixed[name]] if name in fixed else usual
 
     divisors = [size for size in range(1, world + 1) if world % size == 0]
@@ -107,7 +120,7 @@ def _layouts(question: Question) -> Iterator[Layout]:
             dp = world // (tp * pp)
             for zero in options("zero", [0, 1, 2, 3] if dp > 1 else [0]):
                 for micro_batch in options("micro_batch", _micro_batches(question, dp)):
-                    for recompute in options("recompute", ["none", "full"]):
+                    for recompute in options("recompute", RECOMPUTE):
                         chosen = {"tp": tp, "pp": pp, "dp": dp, "zero": zero, "micro_batch": micro_batch}
                         try:
                             chosen |= {"recompute": recompute, "sequence_parallel": False}
@@ -174,26 +187,42 @@ class _Costs:
         found[-1].append("head")
         return found
 
+    @cached_property
+    def _recompute(self) -> dict[str, Recompute]:
+        """Of every layer."""
+        return {
+            prefix: self._layout.recompute_at(place)
+            for stage in self._stages
+            for place, prefix in enumerate(each for each in stage if each.startswith("layers."))
+        }
+
+    @cached_property
+    def _splits_backward(self) -> bool:
+        layout = self._layout
+        return make_schedule(layout.schedule, layout.pp, self._counted, layout.vpp).splits_backward
+
     def _of(self, prefix: str) -> Any:
         if prefix not in self._known:
             model, layout, question = self._question.model, self._layout, self._question
             assert isinstance(model, PythonModelSpec)
-            sizes = (layout.tp, layout.micro_batch, question.sequence, question.precision)
+            run = SegmentRun(
+                layout.tp,
+                layout.micro_batch,
+                question.sequence,
+                question.precision,
+                self._recompute.get(prefix, "none"),
+                self._splits_backward,
+                adds_in_place=layout.zero < 2 and question.precision == "float32",
+            )
             find = model.built.estimated_costs if self._estimated else model.built.costs
-            self._known[prefix] = find(prefix, *sizes)
+            self._known[prefix] = find(prefix, run)
         return self._known[prefix]
 
     def plan(self) -> Plan:
         parts, bubble = self._parts()
         memory = tuple(self._memory(rank) for rank in range(self._layout.pp))
         layout, question = self._layout, self._question
-        flops = sum(
-            flops
-            for stage in self._stages
-            for prefix in stage
-            for work in (self._of(prefix).forward, self._of(prefix).backward)
-            for flops, _ in work
-        )
+        flops = sum(self._of(prefix).flops for stage in self._stages for prefix in stage)
         peak = question.machine.chip.peak["float32" if question.precision == "float32" else "bf16"]
         whole = flops * self._micro_batches * layout.dp * layout.tp
         used = whole / (sum(parts.values()) * layout.world_size * peak)
@@ -209,35 +238,46 @@ class _Costs:
 
     # Seconds.
 
-    def _parts(self) -> tuple[dict[str, float], float]:
-        layout, count, fabric = self._layout, self._micro_batches, self._question.machine.fabric
-        again = layout.recompute == "full"
+    @cached_property
+    def _passes(self) -> tuple[Array, Array]:
+        """Seconds of the forward and backward pass of each stage, and those of them that wait for tensor ranks:
+        (2, stages)."""
+        layout, fabric = self._layout, self._question.machine.fabric
         members = group(fabric, np.asarray(float(layout.tp)), ONE)
         compute, waits = np.zeros((2, layout.stages)), np.zeros((2, layout.stages))
         for stage, prefixes in enumerate(self._stages):
-            for prefix in prefixes:
-                costs = self._of(prefix)
-                repeats = float(again and prefix.startswith("layers."))
-                ahead, back = self._rates.seconds(costs.forward), self._rates.seconds(costs.backward)
-                compute[:, stage] += ahead, back + repeats * ahead
-                sums = [
-                    single(all_reduce(fabric, np.asarray(float(size)), members))
-                    for size in (costs.summed_forward, costs.summed_backward)
-                ]
-                waits[:, stage] += sums[0], sums[1] + repeats * sums[0]
-        forward, backward = compute + waits
-        costs_of_stages = StageCosts(
-            forward=tuple(forward),
-            input_backward=tuple(backward / 2),
-            weight_backward=tuple(backward / 2),
-        )
+            for costs in map(self._of, prefixes):
+                compute[:, stage] += self._rates.seconds(costs.forward), self._rates.seconds(costs.backward)
+                for place, sums in enumerate((costs.forward_sums, costs.backward_sums)):
+                    waits[place, stage] += sum(
+                        single(all_reduce(fabric, np.asarray(float(size)), members)) for size in sums
+                    )
+        return compute + waits, waits
+
+    @cached_property
+    def stage_seconds(self) -> StageSeconds:
+        layout, fabric = self._layout, self._question.machine.fabric
+        forward, backward = self._passes[0]
+        weight = backward / 2  # of one pass, whose halves the simulator adds
+        if self._splits_backward:
+            weight = np.array(
+                [sum(self._rates.seconds(self._of(each).weight) for each in stage) for stage in self._stages]
+            )
         jobs = Jobs.of([layout], global_batch=self._question.global_batch, sequence=self._question.sequence)
         message = single(stage_transfer(fabric, np.asarray(float(self._of("layers.0").flow)), jobs))
-        busy = self._part.by_rank(list(forward + backward)) * count
+        costs = StageCosts(
+            forward=tuple(forward), input_backward=tuple(backward - weight), weight_backward=tuple(weight)
+        )
+        return StageSeconds(costs, message if layout.pp > 1 else 0.0)
+
+    def _parts(self) -> tuple[dict[str, float], float]:
+        layout, count = self._layout, self._micro_batches
+        seconds, waits = self._passes
+        busy = self._part.by_rank(list(seconds.sum(axis=0))) * count
         slowest = int(busy.argmax())
         alone = delayed = float(busy.max())
         if layout.pp > 1:
-            alone, delayed = makespans(layout, StageSeconds(costs_of_stages, message), count, alone / count)
+            alone, delayed = makespans(layout, self.stage_seconds, count, alone / count)
         waiting = float(self._part.by_rank(list(waits.sum(axis=0)))[slowest]) * count
         parts = dict.fromkeys(PARTS, 0.0)
         parts["compute"] = float(busy.max()) - waiting
@@ -287,12 +327,12 @@ class _Costs:
             return each * size / (self._shards if layout.zero >= stage else 1)
 
         kept, more = self._fullest(rank)
-        # From both neighbours one message is received ahead; on a GPU one is also on its way to the next.
-        first, last = (rank == self._part.rank[0]), (rank == self._part.rank[-1])
-        messages = self._flow * ((not first) + (1 if self._question.on_cpu else 2) * (not last))
-        if self._question.on_cpu:  # of micro-batches beyond those that `_fullest` follows
-            messages += self._flow * (self._micro_batches - self._counted) * ((not first) + (not last))
+        # From each neighbour one message is received ahead; on a GPU one is also on its way to the next.
         on_cpu = self._question.on_cpu
+        after, before = (self._neighbours(rank, side) for side in (1, -1))
+        messages = self._flow * (after + before + (0 if on_cpu else after))
+        if on_cpu:  # of micro-batches beyond those that `_fullest` follows
+            messages += self._flow * (self._micro_batches - self._counted) * (after + before)
         row = {
             "weights": split(engine.weight_bytes, 3),
             "gradients": split(engine.gradient_bytes, 2),
@@ -304,6 +344,12 @@ class _Costs:
         }
         reserve = 1.0 if on_cpu else engine.reserve
         return {**row, "reserve": (reserve - 1) * sum(row.values())}
+
+    def _neighbours(self, rank: int, side: int) -> int:
+        """Stages before or after one of this rank's that are on another one."""
+        where = self._part.rank
+        beside = [stage + side for stage, holder in enumerate(where) if holder == rank]
+        return sum(0 <= stage < len(where) and where[stage] != rank for stage in beside)
 
     def _fullest(self, rank: int) -> tuple[float, float]:
         """Bytes that are kept, and that are there for a moment, when they are most together."""
@@ -319,11 +365,21 @@ class _Costs:
             if live + more > sum(most):
                 most = live, more
 
+        def reduce(prefix: str, before: list[str], micro_batch: int) -> None:
+            """Its gradients are whole."""
+            nonlocal live, sent
+            size = self._of(prefix).parameters
+            if layout.zero >= 2:
+                see(size * (self._element + 4) + self._gathered(before))
+                sent = size * 4 * (whole + 1 / self._shards)
+            elif micro_batch == last and layout.dp > 1:
+                copies = 1 + self._question.on_cpu  # of a sum through shared memory
+                see(size * 4 * copies / self._shards)
+                live += size * 4 / self._shards * (layout.zero == 1)
+
         for action in schedule.actions[rank]:
-            prefixes, neighbour = (
-                self._stages[action.stage],
-                action.stage + (-1 if action.kind is not Kind.FORWARD else 1),
-            )
+            prefixes = self._stages[action.stage]
+            neighbour = action.stage + (1 if action.kind is Kind.FORWARD else -1)
             if self._question.on_cpu and action.kind is not Kind.WEIGHT and 0 <= neighbour < layout.stages:
                 # Gloo says of a message only at the end of the step that it has left.
                 live += self._flow * (self._part.rank[neighbour] != rank)
@@ -331,28 +387,23 @@ class _Costs:
                 for place, prefix in enumerate(prefixes):
                     following = prefixes[place + 1 : place + 2]
                     see(self._of(prefix).forward_peak + self._gathered([prefix, *following]))
-                    live += self._kept(prefix)
-                continue
-            if action.kind is Kind.WEIGHT:
-                live -= sum(map(self._kept, prefixes))
+                    live += self._of(prefix).kept
                 continue
             for place in reversed(range(len(prefixes))):
                 prefix, before = prefixes[place], prefixes[max(place - 1, 0) : place]
                 costs = self._of(prefix)
-                live -= self._kept(prefix)
-                peak = costs.backward_peak_in_place if self._adds_in_place else costs.backward_peak
-                if layout.recompute == "full" and prefix.startswith("layers."):
-                    peak = max(peak, costs.forward_peak)
-                see(peak + sent + self._gathered([prefix, *before]))
-                if layout.zero >= 2:
-                    see(costs.parameters * (self._element + 4) + self._gathered(before))
-                    sent = costs.parameters * 4 * (whole + 1 / self._shards)
-                elif action.micro_batch == last and layout.dp > 1:
-                    copies = 1 + self._question.on_cpu  # of a sum through shared memory
-                    see(costs.parameters * 4 * (copies if layout.zero == 0 else 1 / self._shards))
-                    live += costs.parameters * 4 / self._shards * (layout.zero == 1)
-            if action.kind is Kind.INPUT:
-                live += sum(map(self._kept, prefixes))
+                if action.kind is Kind.WEIGHT:
+                    see(costs.weight_peak - costs.postponed + sent)
+                else:
+                    live -= costs.kept
+                    peak = costs.input_peak if action.kind is Kind.INPUT else costs.backward_peak
+                    see(peak + sent + self._gathered([prefix, *before]))
+                if action.kind is Kind.INPUT:
+                    live += costs.postponed
+                else:
+                    reduce(prefix, before, action.micro_batch)
+            if action.kind is Kind.WEIGHT:  # all of a stage is let go of at once
+                live -= sum(self._of(prefix).postponed for prefix in prefixes)
         if layout.zero in (1, 2):  # what was updated is copied, to be sent to all
             live = self._parameters(rank) * self._element / self._shards
             see(max(self._of(prefix).parameters for prefix in self._prefixes(rank)) * self._element / self._shards)
@@ -367,15 +418,6 @@ class _Costs:
     def _flow(self) -> float:
         """Bytes of a message between stages."""
         return float(self._of("layers.0").flow) if self._layout.pp > 1 else 0.0
-
-    @property
-    def _adds_in_place(self) -> bool:
-        return self._layout.zero < 2 and self._question.precision == "float32"
-
-    def _kept(self, prefix: str) -> float:
-        costs = self._of(prefix)
-        is_input = self._layout.recompute == "full" and prefix.startswith("layers.")
-        return float(costs.flow if is_input else costs.kept)
 
     def _gathered(self, prefixes: list[str]) -> float:
         if self._layout.zero < 3:

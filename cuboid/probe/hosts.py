@@ -19,9 +19,12 @@ from typing import Any
 
 from cuboid.errors import RankError, UserError, either
 from cuboid.launch.backend import Wanted
+from cuboid.launch.network import Endpoint
 from cuboid.launch.pool import follow_parent, fork_server
+from cuboid.launch.store_tunnel import MeetingStore
 from cuboid.probe.samples import Sample
 from cuboid.probe.session import RankPlace, measure
+from cuboid.secure_channel import given_secret
 
 PATIENCE = 300.0
 """Seconds to wait for the other hosts."""
@@ -109,27 +112,30 @@ def run_probe(
         os.environ.setdefault("NCCL_SOCKET_IFNAME", meeting.interface)
         wanted = {"ranks": ranks, "nodes": meeting.nodes, "seconds": seconds, "device": device, "backend": backend}
         tell(f"{meeting.nodes} hosts meet at {meeting.host}:{meeting.port}")
-        store, node = _meet(meeting, wanted)
+        met, store, node = _meet(meeting, wanted)
         tell(f"host {node + 1} of {meeting.nodes}, {ranks} ranks, over {meeting.interface}")
-        where = (meeting.host, meeting.port)
-        found = _run_ranks(ranks, node, meeting.nodes, seconds, device, where, tell, backend)
-        del store  # the leader's server, which the ranks needed until now
+        found = _run_ranks(ranks, node, meeting.nodes, seconds, device, (met.host, met.port), tell, backend)
+        del store
+        met.close()  # the leader's server, which the ranks needed until now
         return found
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
     with tempfile.TemporaryDirectory(prefix="cuboid-") as folder:
         return _run_ranks(ranks, 0, 1, seconds, device, folder, tell, backend)
 
 
-def _meet(meeting: Meeting, settings: Mapping[str, object]) -> tuple[Any, int]:
-    """The store all hosts share, and this host's number. `settings`: options that must be the same on all."""
-    from cuboid.launch.rendezvous import reach_store, serve_store
+def _meet(meeting: Meeting, settings: Mapping[str, object]) -> tuple[MeetingStore, Any, int]:
+    """How the store that all hosts share is reached, the store, and this host's number. `settings`: options that must
+    be the same on all."""
+    from cuboid.launch.rendezvous import reach_store
 
-    where = f"{meeting.host}:{meeting.port}"
+    where = Endpoint(meeting.host, meeting.port)
+    secret = given_secret(os.environ)
     if is_here(meeting.host):
         try:
-            store = serve_store(socket.create_server((meeting.host, meeting.port)))
+            met = MeetingStore(socket.create_server((meeting.host, meeting.port)), where, secret, PATIENCE)
         except OSError as problem:
             raise UserError(f"rendezvous={where} cannot be opened: {problem.strerror}; use another port") from None
+        store = met.served
         for name, value in settings.items():
             store.set(f"{MARK}/{name}", str(value))
         until = time.monotonic() + PATIENCE
@@ -140,9 +146,10 @@ def _meet(meeting: Meeting, settings: Mapping[str, object]) -> tuple[Any, int]:
                     "start cuboid probe on the others too, or use fewer --nodes"
                 )
             time.sleep(0.05)
-        return store, 0
+        return met, store, 0
+    met = MeetingStore(None, where, secret, PATIENCE)
     try:
-        store = reach_store(meeting.host, meeting.port, MARK, timedelta(seconds=PATIENCE))
+        store = reach_store(met.host, met.port, MARK, timedelta(seconds=PATIENCE))
         leading = {name: store.get(name).decode() for name in settings}
         for name, value in settings.items():
             if str(value) != leading[name]:
@@ -154,7 +161,7 @@ def _meet(meeting: Meeting, settings: Mapping[str, object]) -> tuple[Any, int]:
         raise UserError(f"rendezvous={where} does not answer; start cuboid probe on that host too") from None
     if number >= meeting.nodes:
         raise UserError(f"nodes={meeting.nodes} hosts are there already; start no more, or use --nodes {number + 1}")
-    return store, number
+    return met, store, number
 
 
 def _run_ranks(

@@ -16,6 +16,7 @@ from cuboid.planning.score import Scores, score
 from cuboid.planning.space import Space, bases, scheduled
 from cuboid.report.source import Source, short
 from cuboid.spec.layout import RECOMPUTE, SCHEDULES, Layout
+from cuboid.spec.plugin import PythonModelSpec
 
 POINTS = 900
 FAR, SLOW = 3, 30
@@ -27,7 +28,7 @@ CANDIDATES = 40_000
 def considered(source: Source) -> dict[str, Any] | None:
     """Best layouts first: of the fastest all, of the rest a sample that reaches to the slowest."""
     plan = source.plan
-    if plan is None:
+    if plan is None or isinstance(plan.question.model, PythonModelSpec):  # of which running it alone tells the costs
         return None
     question = plan.question
     space = bases(question, question.cluster.accelerators)
@@ -90,7 +91,7 @@ def explorer(source: Source) -> dict[str, Any] | None:
     """Context and expert parallelism stay as they are in the plan; everything else takes every value that the model,
     the batch and the cluster allow, stages per rank in powers of two."""
     plan = source.plan
-    if plan is None:
+    if plan is None or isinstance(plan.question.model, PythonModelSpec):  # of which running it alone tells the costs
         return None
     layout, world = plan.layout, plan.question.cluster.accelerators
     kept = {name: getattr(layout, name) for name in ("cp", "ep")}

@@ -134,7 +134,7 @@ class Source:
     @cached_property
     def plan(self) -> Plan | None:
         """What the planner says of the layout that the run has now, which may not be the one it was planned for."""
-        if self.cluster is None or isinstance(self.run.model, PythonModelSpec):  # its costs take seconds to find
+        if self.cluster is None:
             return None
         run, asked = self.run, self.run.plan.get("precision", self.run.training.precision)
         question = Question(
@@ -147,7 +147,12 @@ class Source:
         )
         if question.cluster.accelerators != run.layout.world_size:
             question = resized(question, run.layout.world_size)
-        plan = predict(question, run.layout)
+        try:
+            plan = predict(question, run.layout)
+        except UserError:
+            if isinstance(run.model, PythonModelSpec):  # not every module can be run on tensors without contents
+                return None
+            raise
         if self.probed is None:
             return plan
         factor = float(self.probed["step_seconds"]) / plan.seconds

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from cuboid.cost.compute import model_flops_per_token
-from cuboid.cost.inputs import Shape
 from cuboid.planning.plan import GIB, WORDS
 from cuboid.report.source import Source, finite
 
@@ -105,7 +101,4 @@ def utilization(source: Source, tokens_per_second: float) -> float | None:
     plan = source.plan
     if plan is None:
         return None
-    question = plan.question
-    each = float(model_flops_per_token(Shape.of(question.model), np.array(question.sequence)))
-    peak = question.machine.chip.peak["float32" if question.precision == "float32" else "bf16"]
-    return tokens_per_second / source.run.layout.world_size * each / peak
+    return plan.utilization * tokens_per_second / (plan.tokens * source.run.layout.world_size)

@@ -8,8 +8,8 @@ from statistics import median_low
 from typing import Any
 
 from cuboid.errors import UserError
+from cuboid.planning.choose import pipeline_seconds
 from cuboid.planning.picture import NAMES
-from cuboid.planning.refine import stage_seconds
 from cuboid.report.measured import MeasuredStep, kept_steps, measure, measure_all, stage_costs
 from cuboid.report.source import Source, finite
 from cuboid.schedule.schedules import make_schedule
@@ -31,7 +31,7 @@ def timeline(source: Source) -> dict[str, Any]:
     notes: list[str] = []
     plan = source.plan
     if plan is not None:
-        seconds = stage_seconds(plan.question, layout)
+        seconds = pipeline_seconds(plan.question, layout)
         name = f"predicted for {plan.question.cluster.name}"
         track = _simulated("predicted", name, schedule, seconds.costs, seconds.message)
         tracks.append({**track, "bubble": plan.bubble})  # ranks that share cores wait less than the picture shows
@@ -177,7 +177,7 @@ def merged_trace(source: Source, steps: int = STEPS) -> dict[str, Any]:
         simulated = simulate(schedule, *stage_costs(schedule, first))
         events += _simulated_events(simulated, SIMULATED, f"simulated from the times of step {first.step}")
     if source.plan is not None:
-        seconds = stage_seconds(source.plan.question, layout)
+        seconds = pipeline_seconds(source.plan.question, layout)
         name = f"predicted for {source.plan.question.cluster.name}"
         events += _simulated_events(simulate(schedule, seconds.costs, seconds.message), PREDICTED, name)
     told = {"steps": [step.step for step in found], "clocks_uncertain_us": [_uncertain(step) for step in found]}

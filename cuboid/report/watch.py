@@ -15,8 +15,8 @@ from typing import Any
 from rich.text import Text
 
 from cuboid.errors import UserError
+from cuboid.planning.choose import pipeline_seconds
 from cuboid.planning.plan import GIB
-from cuboid.planning.refine import stage_seconds
 from cuboid.readers import LARGEST, Missing, open_plain
 from cuboid.report.measured import MeasuredStep, kept_steps, measure
 from cuboid.report.metrics import busiest
@@ -262,7 +262,7 @@ def _pipeline(watched: Watched) -> tuple[dict[int, Lane], str]:
     run, plan = watched.source.run, watched.source.plan
     if plan is None or run.layout.pp == 1:
         return {}, ""
-    seconds = stage_seconds(plan.question, run.layout)
+    seconds = pipeline_seconds(plan.question, run.layout)
     schedule = make_schedule(run.layout.schedule, run.layout.pp, run.micro_batches, run.layout.vpp)
     timeline = simulate(schedule, seconds.costs, seconds.message)
     stride = run.layout.world_size // run.layout.pp

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from cuboid.errors import UserError, either, nearest_names
 from cuboid.spec.coding import check_types
+from cuboid.spec.layout import Recompute
 from cuboid.spec.model import Initialization, ModelSpec
 
 PREFIX = "python:"
@@ -76,6 +77,22 @@ def _from_package(source: str, text: str, where: str) -> ModuleType:
         raise UserError(f"{where}={text}: {problem}; name an installed module or a .py file") from None
 
 
+@dataclass(frozen=True)
+class SegmentRun:
+    """How the engine runs a segment of a model of one's own: what its costs depend on."""
+
+    tensor: int
+    """Ranks it is split over."""
+    micro_batch: int
+    sequence: int
+    precision: str
+    recompute: Recompute = "none"
+    splits_backward: bool = False
+    """Whether the schedule computes weight gradients later."""
+    adds_in_place: bool = False
+    """Whether gradients are added to those of earlier micro-batches where they lie."""
+
+
 class BuiltModel(Protocol):
     """What `build` returns, as far as it can be spoken of without torch (`cuboid.model.custom.Model`)."""
 
@@ -88,15 +105,22 @@ class BuiltModel(Protocol):
     def tie_embeddings(self) -> bool: ...
 
     @property
+    def has_sequence(self) -> bool: ...
+
+    @property
     def parameters(self) -> int: ...
 
     def segment_parameters(self, prefix: str) -> int: ...
 
     def check_tensor_parallel(self, ranks: int) -> None: ...
 
-    def costs(self, prefix: str, ranks: int, micro_batch: int, sequence: int, precision: str) -> Any: ...
+    def declared(self, prefix: str) -> dict[str, Any]: ...
 
-    def estimated_costs(self, prefix: str, ranks: int, micro_batch: int, sequence: int, precision: str) -> Any: ...
+    def flow_shapes(self, micro_batch: int, sequence: int) -> list[tuple[int, ...]]: ...
+
+    def costs(self, prefix: str, run: SegmentRun) -> Any: ...
+
+    def estimated_costs(self, prefix: str, run: SegmentRun) -> Any: ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -252,7 +252,6 @@ class Run:
         refused = {
             "training.precision=fp8": (self.training.precision == "fp8", "precision=bf16"),
             f"samples.every={self.samples.every}": (self.samples.every > 0, "every=0"),
-            "output.count_communication=true": (self.output.count_communication, "count_communication=false"),
         }
         for setting, (asked, instead) in refused.items():
             if asked:
@@ -292,6 +291,12 @@ class Run:
         """Micro-batches each replica accumulates per optimizer step."""
         return self.training.global_batch // (self.layout.dp * self.layout.micro_batch)
 
+    @property
+    def counts(self) -> str:
+        """What a batch is counted in."""
+        own = self.model if isinstance(self.model, PythonModelSpec) else None
+        return "samples" if own is not None and not own.built.has_sequence else "tokens"
+
 
 def load_run(path: str | Path, overrides: Sequence[str] = ()) -> Run:
     """A run from its TOML file, with overrides such as `training.steps=20`; models are found beside the file."""
@@ -322,7 +327,8 @@ def build_run(table: Mapping[str, object], overrides: Sequence[str] = (), *, fol
 
 
 def _default_to_own(values: dict[str, Any], given: Mapping[str, Any], folder: Path) -> None:
-    """What is not given follows a model of one's own: its data, and no sequence parallelism, which it has not."""
+    """What is not given follows a model of one's own: its data, the length of its samples, and no sequence parallelism,
+    which it has not."""
     layout: Layout = values.get("layout", Layout())
     if "sequence_parallel" not in given.get("layout", {}):
         values["layout"] = replace(layout, sequence_parallel=False)
@@ -330,6 +336,8 @@ def _default_to_own(values: dict[str, Any], given: Mapping[str, Any], folder: Pa
     if "source" not in given.get("data", {}) and values["model"].built.data is not None:
         data = replace(data, source=OWN_DATA)
     values["data"] = data
+    if "sequence" not in given.get("training", {}) and not values["model"].built.has_sequence:
+        values["training"] = replace(values.get("training", TrainingSpec()), sequence=1)
 
 
 def dump_run(run: Run) -> str:

@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from cuboid.errors import UserError
 from cuboid.spec.model import LatentAttentionSpec, MixtureSpec, ModelSpec
+from cuboid.spec.plugin import PythonModelSpec
 
 Sharing = Literal["own", "tensor", "kv"]
 
@@ -96,7 +97,7 @@ class ShardingRank:
 class Split:
     """How a parameter lies on ranks: what a module declares in `sharding`."""
 
-    kind: Literal["even", "heads", "vocabulary", "expert", "replicated", "partial"]
+    kind: Literal["even", "heads", "vocabulary", "expert", "replicated", "partial", "balance"]
     dimension: int = 0
     heads: int = 0
     """Of `heads`: how many there are. They are split as far as they go, and replicated beyond."""
@@ -123,7 +124,7 @@ class Split:
         # Whole on every rank. The gradient is a part where a rank sees a part of the tokens (sequence parallelism), and
         # of what is partial always.
         rows = shape[0] if shape else 1
-        partial = ranks > 1 and (rank.sequence_parallel or self.kind == "partial")
+        partial = ranks > 1 and (rank.sequence_parallel or self.kind in ("partial", "balance"))
         return Slice(0, 0, rows, rows, "tensor", partial)
 
 
@@ -143,6 +144,9 @@ REPLICATED = Split("replicated")
 PARTIAL = Split("partial")
 """Every tensor rank holds all of it, but sees its own part of the heads, channels or tokens only: gradients are
 summed."""
+
+BALANCE = Split("balance")
+"""Every rank holds all of it. No gradient changes it, but the load of experts; it keeps its precision."""
 
 
 def heads(count: int) -> Split:
@@ -184,7 +188,8 @@ TIED = "embedding.tokens.weight"
 """The unit, and the parameter in it, that the embedding and a tied head share."""
 
 EXPERTS = ".experts"
-BALANCE = ".balance"
+BALANCES = ".balance"
+"""How the names of units end that hold such parameters."""
 
 Table = dict[str, Declared]
 
@@ -200,18 +205,17 @@ class DeclaredUnit:
     routed: bool = False
 
 
-def unit_of(prefix: str, name: str) -> str:
+def unit_of(prefix: str, name: str, split: Split) -> str:
     """The unit of a parameter under `prefix`: a block, the embedding or the head."""
     if name == TIED:
         return TIED
-    if EXPERTS in name:
-        return prefix + EXPERTS
-    return prefix + BALANCE if name.endswith("router.bias") else prefix
+    return prefix + {"expert": EXPERTS, "balance": BALANCES}.get(split.kind, "")
 
 
-def is_block_linear(unit: str, name: str, shape: tuple[int, ...]) -> bool:
-    """Whether it is the weight of a linear in a block: what `training.precision=fp8` multiplies in fp8."""
-    return unit.startswith("layers.") and EXPERTS not in name and "router" not in name and len(shape) == 2
+def is_block_linear(unit: str, declared: Declared) -> bool:
+    """Whether it is the weight of a linear in a block: what `training.precision=fp8` multiplies in fp8. A router's is
+    not: each rank routes tokens of its own (partial), in float32."""
+    return unit.startswith("layers.") and len(declared.shape) == 2 and declared.split.kind not in ("expert", "partial")
 
 
 def _norm(model: ModelSpec, name: str, size: int, split: Split = REPLICATED) -> Table:
@@ -266,7 +270,9 @@ def _feed_forward(model: ModelSpec, name: str, width: int) -> Table:
 
 
 def _mixture(model: ModelSpec, mixture: MixtureSpec, name: str) -> Table:
-    table = _linear(f"{name}.router", model.hidden, mixture.experts, mixture.router_bias, PARTIAL)
+    table = _linear(f"{name}.router", model.hidden, mixture.experts, False, PARTIAL)
+    if mixture.router_bias:
+        table[f"{name}.router.bias"] = Declared((mixture.experts,), BALANCE)
     for matrix in _inner(model):
         table[f"{name}.experts.{matrix}"] = Declared((mixture.experts, mixture.expert_ffn, model.hidden), EXPERT)
     table[f"{name}.experts.down"] = Declared((mixture.experts, model.hidden, mixture.expert_ffn), EXPERT)
@@ -303,19 +309,26 @@ def head_parameters(model: ModelSpec) -> Table:
 
 def units(model: ModelSpec, layers: Iterable[int], first: bool, last: bool) -> list[DeclaredUnit]:
     """The units of a rank with these layers, with the embedding (`first`) and the head (`last`) or without."""
-    segments = [("embedding", embedding_parameters(model))] if first else []
-    segments += [(f"layers.{layer}", block_parameters(model, layer)) for layer in layers]
-    segments += [("head", head_parameters(model))] if last else []
+    prefixes = [*["embedding"] * first, *(f"layers.{layer}" for layer in layers), *["head"] * last]
     found: dict[str, Table] = {}
     uses: dict[str, int] = {}
-    for prefix, table in segments:
+    for prefix in prefixes:
         members: dict[str, Table] = {}
-        for name, declared in table.items():
-            members.setdefault(unit_of(prefix, name), {})[name] = declared
+        for name, declared in segment_parameters(model, prefix).items():
+            members.setdefault(unit_of(prefix, name, declared.split), {})[name] = declared
         for unit, held in members.items():
             found[unit] = held
-            uses[unit] = 0 if unit.endswith(BALANCE) else uses.get(unit, 0) + 1
+            uses[unit] = 0 if unit.endswith(BALANCES) else uses.get(unit, 0) + 1
     return [DeclaredUnit(name, held, uses[name], name.endswith(EXPERTS)) for name, held in found.items()]
+
+
+def segment_parameters(model: ModelSpec, prefix: str) -> Table:
+    """Of the embedding, a block or the head."""
+    if isinstance(model, PythonModelSpec):
+        return model.built.declared(prefix)
+    if prefix == "embedding":
+        return embedding_parameters(model)
+    return head_parameters(model) if prefix == "head" else block_parameters(model, int(prefix.partition(".")[2]))
 
 
 # Which part of a sequence each context-parallel rank holds.

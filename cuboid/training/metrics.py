@@ -195,7 +195,8 @@ class Metrics:
         step, steps = row["step"], self._run.training.steps
         line = (
             f"step {step:>{len(str(steps))}}/{steps}  loss {row['loss']:.4f}  "
-            f"norm {row['gradient_norm']:.3f}  lr {row['learning_rate']:.2e}  {row['tokens_per_second']:,.0f} tokens/s"
+            f"norm {row['gradient_norm']:.3f}  lr {row['learning_rate']:.2e}  "
+            f"{row['tokens_per_second']:,.0f} {self._run.counts}/s"
         )
         if "largest_load" in row:
             line += f"  busiest expert {row['largest_load']:.2f}×"

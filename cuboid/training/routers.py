@@ -17,7 +17,7 @@ from cuboid.model.load_balancing import moved_bias
 from cuboid.parallel.collectives import all_reduce
 from cuboid.parallel.parallelize import Engine
 from cuboid.spec.run import Run
-from cuboid.spec.sharding import BALANCE
+from cuboid.spec.sharding import BALANCES
 from cuboid.training.run_folder import EXPERTS, Rows
 
 WINDOWS = 200
@@ -45,7 +45,7 @@ def rebalance(engine: Engine, statistics: Tensor, finite: Tensor) -> None:
     if not mixture.bias_rate:
         return
     for unit in engine.units:
-        if unit.name.endswith(BALANCE):
+        if unit.name.endswith(BALANCES):
             layer = int(unit.name.split(".")[1])
             # (experts,): assignments in the global batch. Times 0, where a step is skipped, all are at the mean.
             asked = statistics[layer - mixture.first_dense_layers, : mixture.experts]

@@ -20,7 +20,7 @@ from cuboid.checkpoint.terms import PATTERN as LEADERS
 from cuboid.console import say
 from cuboid.data.opened import data_identity
 from cuboid.errors import UserError
-from cuboid.readers import parse_toml
+from cuboid.readers import Unreadable, parse_toml
 from cuboid.secure_channel import NAME as SECRET
 from cuboid.spec.run import Run, build_run, dump_run, load_run
 from cuboid.telemetry.rows import metric_rows
@@ -245,16 +245,17 @@ class Rows:
                 _replace(self._path, rows)
                 self._file.close()
                 self._file = self._path.open("ab", buffering=0)
-        except OSError as error:
+        except (OSError, Unreadable) as error:
             self._warn(error)
 
     def close(self) -> None:
         with suppress(OSError):
             self._file.close()
 
-    def _warn(self, error: OSError) -> None:
+    def _warn(self, error: OSError | Unreadable) -> None:
         if not self._warned:
-            say(f"{self._path} cannot be written: {error.strerror or error}; the training continues", as_warning=True)
+            why = error.reason if isinstance(error, Unreadable) else error.strerror or error
+            say(f"{self._path} cannot be written: {why}; the training continues", as_warning=True)
         self._warned = True
 
 

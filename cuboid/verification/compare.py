@@ -52,8 +52,9 @@ def observed_trace(run: Run, rank: int) -> Trace | None:
     """The trace on rank 0, None elsewhere. Every rank calls this."""
     device = joined_device(run.training.device)
     # Counting takes collectives out of compiled graphs, which would then not be the graphs that train.
-    # What modules of one's own communicate is not predicted.
-    counted = not is_compiled(run, device) and not isinstance(run.model, PythonModelSpec)
+    # What tensor ranks of one's own modules sum is found by running these; it would take every rank seconds.
+    slow = isinstance(run.model, PythonModelSpec) and run.layout.tp > 1
+    counted = not is_compiled(run, device) and not slow
     run = replace(run, output=replace(run.output, count_communication=counted))
     engine = build_engine(run, rank, device)
     optimizer = Optimizer(engine, run.optimizer)

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from uuid import uuid4
@@ -100,15 +100,23 @@ class Training:
 
     def listening(self) -> set[str]:
         """Addresses, as the system writes them in hexadecimal, on which any process of the training listens."""
+        return {place.partition(":")[0] for place in self._listening(self.processes())}
+
+    def listening_ports(self, of_ranks: bool = True) -> set[int]:
+        """`of_ranks`: also those of its ranks."""
+        processes = self.processes() if of_ranks else [self.command.pid]
+        return {int(place.partition(":")[2], 16) for place in self._listening(processes)}
+
+    def _listening(self, processes: Iterable[int]) -> set[str]:
         sockets = set()
-        for process in self.processes():
+        for process in processes:
             for handle in Path(f"/proc/{process}/fd").glob("*"):
                 with suppress(OSError):
                     sockets.add(os.readlink(handle))
         lines = [
             line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()
         ]
-        return {line[1].partition(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets}
+        return {line[1] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in sockets}
 
     def end(self) -> tuple[int, str]:
         """Its exit code and what it said, but for slow ranks: what else the machine does decides which are."""

@@ -25,6 +25,10 @@ FIELDS = (
 )
 
 
+LEADS = "; other nodes reach the ranks' store at "
+"""What who leads says."""
+
+
 class Job:
     """Supervisors of one job; the first of them leads."""
 
@@ -38,7 +42,7 @@ class Job:
         return self.started[-1]
 
     def wait_for_lead(self) -> None:
-        self._wait(lambda: "coordinator at" in self.started[0].log.read_text())
+        self._wait(lambda: LEADS in self.started[0].log.read_text())
 
     def steps(self) -> int:
         path = self.folder / "runs/default/metrics.jsonl"
@@ -103,12 +107,12 @@ def test_a_job_survives_its_nodes(tmp_path: Path, pool: Pool, jobs: list[Job]) -
 
     os.kill(leader.command.pid, signal.SIGKILL)  # the other one takes over
     leader.assert_nothing_is_left()
-    job.wait_for_calls(other, "coordinator at", 1)
+    job.wait_for_calls(other, LEADS, 1)
     job.wait_for_steps(3)
     leader = job.start()  # where the rendezvous is, and it follows
     job.wait_for_calls(other, "2 nodes: the run's own layout dp=4", 1)
     job.wait_for_steps(3)
-    assert "coordinator at" not in leader.log.read_text()
+    assert LEADS not in leader.log.read_text()
 
     other.command.send_signal(signal.SIGTERM)  # one node is wanted back: all save, and end with "requeue me"
     assert [leader.end()[0], other.end()[0]] == [75, 75]
@@ -136,9 +140,9 @@ def test_a_leader_that_slept_follows_who_took_over(tmp_path: Path, jobs: list[Jo
     others = [job.start(), job.start()]
     job.wait_for_steps(4)
     signal_all(leader, signal.SIGSTOP)  # with its ranks, as a machine that hangs
-    job._wait(lambda: any("coordinator at" in other.log.read_text() for other in others))
+    job._wait(lambda: any(LEADS in other.log.read_text() for other in others))
     job.wait_for_steps(6)
-    new = next(other for other in others if "coordinator at" in other.log.read_text())
+    new = next(other for other in others if LEADS in other.log.read_text())
     signal_all(leader, signal.SIGCONT)
     job.wait_for_calls(new, "3 nodes: the run's own layout dp=6", 1)
     job.wait_for_steps(3)

@@ -128,7 +128,10 @@ def test_tasks_that_srun_started_through_shells_meet_in_one_folder(tmp_path: Pat
     Path(folders[0]).rmdir()
 
 
-def test_two_nodes_prove_a_layout_and_refuse_one_with_another_command(processes: Processes) -> None:
+def test_two_nodes_prove_a_layout_and_refuse_one_with_another_command(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUBOID_SECRET", "s" * 64)
     meeting = ["--nodes", "2", "--rendezvous", f"127.0.0.1:{free_port()}"]
     leading = processes.start(*VERIFY, *FOUR, *meeting, "--json")
     assert leading.stderr is not None and leading.stderr.readline().startswith("2 nodes meet at 127.0.0.1:")

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from cuboid.errors import RankError, UserError
+from cuboid.launch.network import Endpoint
 from cuboid.launch.rendezvous import reach_store, serve_store
-from cuboid.launch.store_tunnel import StoreGate, StoreTunnel
+from cuboid.launch.store_tunnel import MeetingStore, StoreGate, StoreTunnel
 from cuboid.secure_channel import Stranger
 
 SECRET = b"what the supervisors of one job know"
@@ -101,3 +103,23 @@ def test_strangers_do_not_reach_the_store(served: Served) -> None:
     tunnel = served.tunnel()
     assert reach(tunnel.port).add("count", 1) == 1
     tunnel.close()
+
+
+def test_nodes_that_meet_once_need_a_secret_off_loopback() -> None:
+    with pytest.raises(
+        UserError, match=r"^rendezvous=10.0.0.1:29400 is open to others, and this node knows no job secr"
+    ):
+        MeetingStore(None, Endpoint("10.0.0.1", 29400), None, 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        where = Endpoint(*listener.getsockname()[:2])
+        serving = MeetingStore(listener, where, SECRET, 1.0)
+        meeting = MeetingStore(None, where, SECRET, 1.0)
+        assert (meeting.host, serving.host) == ("127.0.0.1", "127.0.0.1") and meeting.port != where.port
+        serving.served.set("test/a", b"b")
+        assert reach(meeting.port).get("a") == b"b"
+        with pytest.raises(UserError, match="has another job secret; set the same CUBOID_SECRET on every node"):
+            MeetingStore(None, where, b"guessed by a stranger", 1.0)
+        meeting.close()
+        serving.close()
+    with pytest.raises(RankError, match="did not answer in time; start that node too"):
+        MeetingStore(None, where, SECRET, 0.5)

@@ -17,9 +17,9 @@ from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.launch.pool import Pool
 from cuboid.model.initialize import RECIPES, initialize
+from cuboid.model.split_backward import Deferral
 from cuboid.model.transformer import Transformer
 from cuboid.parallel.parallelize import build_engine, draw_weights
-from cuboid.parallel.split_backward import Deferral
 from cuboid.parallel.stage import Segment
 from cuboid.planning import collectives as step_collectives
 from cuboid.spec.run import Run

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from cuboid.model.split_backward import Deferral
 from cuboid.parallel import cross_entropy
-from cuboid.parallel.split_backward import Deferral
 from cuboid.spec.sharding import vocabulary_rows
 from tests.parallel.collective_jobs import world
 

@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cuboid.model.split_backward import Deferral
 from cuboid.parallel.groups import Group, Groups
 from cuboid.parallel.pipeline import DualPipePair, Pipeline
 from cuboid.parallel.rank_batch import RankBatch
-from cuboid.parallel.split_backward import Deferral
 from cuboid.parallel.stage import Entrance, Reduction, Segment, Stage
 from cuboid.schedule.table import Schedule
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -174,7 +175,38 @@ def test_names_that_lead_nowhere_are_refused(model: str, reason: str) -> None:
         load_model(model)
 
 
-@pytest.mark.parametrize("setting", ["training.precision=fp8", "samples.every=5", "output.count_communication=true"])
+@pytest.mark.parametrize("setting", ["training.precision=fp8", "samples.every=5"])
 def test_settings_that_cannot_work_are_refused(setting: str) -> None:
     with pytest.raises(UserError, match=f"{setting} is not for a model of one's own"):
         build_run({"model": own("own_attention")}, [setting])
+
+
+class Experts(nn.Module):
+    """A mixture of one's own, under names that mean something in models of the catalog."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.router = nn.Linear(hidden, 2)
+        self.experts = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(2))
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        weights = self.router(x).softmax(-1).unbind(-1)
+        return x + sum(weight[..., None] * expert(x) for weight, expert in zip(weights, self.experts, strict=True))
+
+
+def experts() -> Model:
+    def initial(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+        return 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(seed + len(name)))
+
+    return replace(family("tiny-llama"), block=lambda layer: Experts(64), layers=2, initial=initial)
+
+
+def test_nothing_is_guessed_from_the_name_of_a_parameter(pool: Pool) -> None:
+    assert_equal(pool, verification_run("dp=2,zero=1", f"python:{__file__}:experts", SHORT, steps=2))
+
+
+def test_samples_without_a_sequence_are_counted_as_such() -> None:
+    pictures = build_run({"model": own("vision_transformer")})
+    assert (pictures.training.sequence, pictures.counts) == (1, "samples")
+    words = build_run({"model": own("state_space")})
+    assert words.counts == "tokens" and words.training.sequence > 1

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cuboid.model.linear import Linear
-from cuboid.parallel.split_backward import UNTOUCHED, Deferral, split_matmul
+from cuboid.model.split_backward import UNTOUCHED, Deferral, split_matmul
 
 
 def test_compiled_graphs_do_not_write_to_what_waits() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 
 import cuboid
 from cuboid import Batch, Model
+from cuboid.cli.main import main
 from cuboid.errors import UserError
 from cuboid.launch.pool import Pool
 from cuboid.model.custom import counted_labels
@@ -18,8 +21,9 @@ from cuboid.planning.choose import predict
 from cuboid.planning.plan import dump_plan, load_plan
 from cuboid.planning.question import Question
 from cuboid.spec.cluster import load_cluster
-from cuboid.spec.layout import Layout
+from cuboid.spec.plugin import PythonModelSpec, SegmentRun
 from cuboid.spec.run import build_run
+from cuboid.training.communication import summarize
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SIZES = {
@@ -36,11 +40,20 @@ LAYOUTS = [
     "dp=1,recompute=full",
     "pp=4,micro_batch=2",
     "dp=2,tp=2,pp=2",
+    "dp=4,zero=1",
+    "dp=1,recompute=selective",
+    "tp=2,recompute=selective",
+    "pp=2,recompute=full,recompute_layers=1",
+    "pp=2,schedule=interleaved,vpp=2",
+    "pp=2,schedule=zb1p",
+    "pp=2,schedule=zbv",
+    "dp=2,pp=2,zero=1,schedule=zb1p",
+    "dp=2,pp=2,zero=2,schedule=zbv",
 ]
 
 USUAL = [
-    *(("state_space", layout) for layout in ("dp=2,zero=3", "dp=2,tp=2,pp=2")),
-    ("vision_transformer", "dp=2,tp=2,pp=2"),
+    *(("state_space", layout) for layout in ("dp=2,tp=2,pp=2", "pp=2,schedule=zbv")),
+    *(("vision_transformer", layout) for layout in ("dp=2,pp=2,zero=1,schedule=zb1p", "tp=2,recompute=selective")),
 ]
 """What is measured in every run of the tests."""
 
@@ -124,7 +137,8 @@ def build(hidden: int = 16, looks: bool = False, field: str = "labels") -> Model
 
 
 def test_arithmetic_and_bytes_are_those_counted_by_hand() -> None:
-    costs = build().costs("layers.1", 1, 2, 8, "float32")
+    run = SegmentRun(tensor=1, micro_batch=2, sequence=8, precision="float32")
+    costs = build().costs("layers.1", run)
     tokens, hidden = 2 * 8, 16
     matmuls = 2 * 2 * tokens * 3 * hidden * hidden
     assert sum(flops for flops, _ in costs.forward) == matmuls
@@ -135,12 +149,21 @@ def test_arithmetic_and_bytes_are_those_counted_by_hand() -> None:
     assert costs.kept == 4 * tokens * (hidden + 3 * hidden)
     # Input, both sides of ReLU, which are alive at once.
     assert costs.forward_peak == 4 * tokens * (hidden + 2 * 3 * hidden)
+    again = build().costs("layers.1", replace(run, recompute="full"))
+    assert again.kept == 4 * tokens * hidden
+    # Up to what ReLU gave: nobody needs the second matmul again.
+    assert again.repeated == matmuls / 2 and again.flops == costs.flops == 3 * matmuls
+    split = build().costs("layers.1", replace(run, splits_backward=True, adds_in_place=True))
+    assert sum(flops for flops, _ in split.weight) == matmuls
+    # Of each matmul its input and the gradient of its output.
+    assert split.postponed == 4 * tokens * (hidden + 3 * hidden + 3 * hidden + hidden)
 
 
 def test_costs_of_large_micro_batches_are_estimated_from_small_ones() -> None:
     model = build()
     for prefix in model.prefixes:
-        estimate, real = (find(prefix, 1, 16, 8, "float32") for find in (model.estimated_costs, model.costs))
+        run = SegmentRun(tensor=1, micro_batch=16, sequence=8, precision="float32")
+        estimate, real = (find(prefix, run) for find in (model.estimated_costs, model.costs))
         assert (estimate.forward, estimate.backward, estimate.kept) == (real.forward, real.backward, real.kept)
         assert estimate.backward_peak == pytest.approx(real.backward_peak, rel=0.1)
 
@@ -164,23 +187,50 @@ def test_what_needs_too_much_is_refused_with_the_least_it_needs() -> None:
         sequence=16,
         precision="float32",
         memory_limit=1e5,
+        fixed={"micro_batch": 1},
     )
     from cuboid.planning.choose import plans
 
     with pytest.raises(UserError, match=r"does not fit cpux2: dp=1,tp=2,.* needs least"):
         plans(question)
-    with pytest.raises(UserError, match="recompute=selective of a model of one's own cannot be planned"):
-        predict(question, Layout.parse("dp=2,recompute=selective"))
 
 
 def test_modules_that_cannot_be_run_without_contents_are_refused_by_name() -> None:
     with pytest.raises(UserError, match=r"layers\.0 cannot be planned: on tensors without contents it fails"):
-        build(looks=True).costs("layers.0", 1, 1, 8, "float32")
+        build(looks=True).costs("layers.0", SegmentRun(1, 1, 8, "float32"))
     with pytest.raises(UserError, match="head asks for 'targets' of a batch that has 'tokens' or 'labels'"):
-        build(field="targets").costs("head", 1, 1, 8, "float32")
+        build(field="targets").costs("head", SegmentRun(1, 1, 8, "float32"))
 
 
 def test_a_utilization_is_flops_over_the_peak() -> None:
     plan = cuboid.plan(own("own_attention"), "h100x1", global_batch=4, sequence=64)
     assert 0 < plan.utilization < 1 and math.isfinite(plan.seconds)
     assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("layout", ["dp=2,tp=2,pp=2,zero=1", "tp=2,pp=2,recompute=selective", "dp=2,zero=3"])
+@pytest.mark.parametrize("name", ["encoder_decoder", "sliding_window"])
+def test_collectives_are_those_that_ranks_count(tmp_path: Path, name: str, layout: str) -> None:
+    table = {"model": own(name), "layout": layout, "output": {"folder": str(tmp_path), "count_communication": True}}
+    cuboid.train(table, "training.steps=1", "training.global_batch=4", "training.sequence=16", quiet=True)
+    found = summarize(cuboid.make_run(table, "training.global_batch=4", "training.sequence=16"))
+    assert found.ranks == cuboid.make_run(table).layout.world_size and found.rows and not found.unforeseen
+
+
+def test_layers_that_print_alike_and_compute_differently_cost_differently() -> None:
+    model = cuboid.make_run({"model": own("sliding_window")}).model
+    assert isinstance(model, PythonModelSpec)
+    run = SegmentRun(tensor=1, micro_batch=1, sequence=64, precision="float32")
+    first, other, last = (model.built.costs(f"layers.{layer}", run) for layer in (0, 1, 3))
+    assert first is other and first.kept != last.kept
+
+
+def test_a_plan_is_explained_and_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = cuboid.plan(own("own_attention"), "h100x4", global_batch=8, sequence=16, fixed={"tp": 2, "pp": 2})
+    (tmp_path / "plan.toml").write_text(dump_plan(plan))
+    assert main(["explain", str(tmp_path / "plan.toml")]) == 0
+    told = capsys.readouterr().out
+    assert "tp over nvlink" in told and "Rivals" in told
+    assert main(["simulate", str(tmp_path / "plan.toml"), "--json"]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert seen["makespan_seconds"] <= plan.seconds and seen["bubble"] == plan.bubble > 0

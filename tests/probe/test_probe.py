@@ -125,7 +125,7 @@ def test_hosts_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     meeting = Meeting(2, "127.0.0.1", port, "lo")
     with pytest.raises(UserError, match=r"seconds=10\.0 is not what the leading host has; use --seconds 60.0"):
         _meet(meeting, {"seconds": 10.0})
-    _, number = _meet(meeting, {"seconds": 60.0})
+    _, _, number = _meet(meeting, {"seconds": 60.0})
     assert number == 1
     with pytest.raises(UserError, match="use --nodes 3"):
         _meet(meeting, {"seconds": 60.0})

@@ -10,7 +10,7 @@ import torch
 
 from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run
-from cuboid.spec.sharding import BALANCE
+from cuboid.spec.sharding import BALANCES
 from cuboid.training.routers import DEAD_STEPS, WINDOWS, DeadExperts, ExpertLoads, rebalance, report, summed_statistics
 from tests.parallel.cases import CPU, small_run
 from tests.training.cases import short_run
@@ -69,7 +69,7 @@ def test_biases_move_towards_experts_that_lack_tokens_and_not_in_a_skipped_step(
     assert mixture is not None and engine.balance is not None
     busy = [8.0, *[4.0] * (mixture.experts - 2), 0.0]
     told = statistics(run, [busy] * run.model.layers)
-    biases = [unit.master for unit in engine.units if unit.name.endswith(BALANCE)]
+    biases = [unit.master for unit in engine.units if unit.name.endswith(BALANCES)]
     assert len(biases) == run.model.layers
     rebalance(engine, told, torch.tensor(False))
     assert not any(bias.any() for bias in biases)

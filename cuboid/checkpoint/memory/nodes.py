@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, NamedTuple
-from zlib import crc32
-
-import torch.distributed as dist
-from torch import Tensor
+from pathlib import Path
+from typing import NamedTuple
 
 from cuboid.checkpoint.location import Location
 from cuboid.checkpoint.manifest import data_file
 from cuboid.checkpoint.memory.folder import identity_of, node_name, open_folder
 from cuboid.parallel.coordination import Coordination
+from cuboid.secure_channel import found_secret
 from cuboid.spec.run import Run
 
 # Who keeps a copy of whose part, and what can be restored from the nodes that are left: pure rules.
@@ -145,6 +143,8 @@ class Memory:
     nodes: tuple[str, ...]
     """The node of each rank: on rank 0 alone, which plans for all; told to every rank it would grow with the square of
     the ranks."""
+    secret: bytes = b""
+    """The job's; empty: it has none."""
 
     @property
     def leads(self) -> bool:
@@ -157,47 +157,12 @@ def open_memory(run: Run, rank: int, group: Coordination, node: str = "") -> Mem
     own = node or node_name()
     identity = group.broadcast(identity_of(run, make=True) if rank == 0 else "")
     folder = open_folder(run, identity, own)
-    return join_nodes(folder, own, group)
+    secret = found_secret(os.environ, Path(run.output.folder))
+    return join_nodes(folder, own, group, secret or b"")
 
 
-def join_nodes(folder: Location, node: str, group: Coordination) -> Memory:
+def join_nodes(folder: Location, node: str, group: Coordination, secret: bytes = b"") -> Memory:
     """Every rank calls this with its own node and that node's folder."""
     nodes = tuple(group.gather(node))
     together = {name: tuple(ranks) for name, ranks in ranks_by_node(nodes).items()}
-    return Memory(folder, node, group.scatter([together[name] for name in nodes]), group.rank, nodes)
-
-
-# Connections between two ranks that copy parts of the state to each other: gloo, as large as needed and no larger.
-
-
-class Pairs:
-    """A rank is connected to those it has called `connect` for, which call it too."""
-
-    def __init__(self, group: Coordination) -> None:
-        self._group = group
-        self._links: dict[int, Any] = {}
-        self._number = 0
-
-    def connect(self, others: Sequence[int]) -> None:
-        """In one order of all pairs, so that no ranks wait in a circle. The order looks random: in that of the ranks
-        each node would wait for the one before it."""
-        own = self._group.rank
-        names = {f"{min(own, other)}-{max(own, other)}": other for other in others}
-        for name in sorted(names, key=lambda name: (crc32(name.encode()), name)):
-            other = names[name]
-            if other not in self._links:
-                store = dist.PrefixStore(f"pair/{self._number}/{name}", self._group.store)  # type: ignore[attr-defined]
-                limit = timedelta(seconds=self._group.seconds)
-                self._links[other] = dist.ProcessGroupGloo(store, int(own > other), 2, limit)
-
-    def break_off(self) -> None:
-        """After a failure all ranks connect anew."""
-        self._links.clear()
-        self._number += 1
-
-    def send(self, content: Tensor, other: int) -> Any:
-        """Work to wait for."""
-        return self._links[other].send([content], int(self._group.rank < other), 0)
-
-    def receive(self, content: Tensor, other: int) -> Any:
-        return self._links[other].recv([content], int(self._group.rank < other), 0)
+    return Memory(folder, node, group.scatter([together[name] for name in nodes]), group.rank, nodes, secret)

@@ -28,7 +28,6 @@ from cuboid.checkpoint.memory.nodes import (
     Held,
     Holdings,
     Memory,
-    Pairs,
     Transfer,
     holders,
     known,
@@ -36,6 +35,7 @@ from cuboid.checkpoint.memory.nodes import (
     ranks_by_node,
     transfers,
 )
+from cuboid.checkpoint.memory.pairs import Pairs
 from cuboid.checkpoint.shards import Index, Wishes
 from cuboid.checkpoint.storage import as_bytes
 from cuboid.checkpoint.verify import check_entries, check_file
@@ -200,7 +200,7 @@ class MemoryRestore:
         """`newest`: the last step that the run's own rows tell of, as rank 0 sees it; a state of a later one belongs to
         a past that was given up."""
         self._memory, self._group = memory, group
-        self._pairs = Pairs(group)
+        self._pairs = Pairs(group, memory.secret)
         if memory.leads:
             sweep_all_but(memory.folder, map(step_of, checkpoints(memory.folder)))
         self._here = _held_here(memory.folder) if memory.leads else {}

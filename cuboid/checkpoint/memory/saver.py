@@ -7,7 +7,8 @@ from typing import Any
 from cuboid.checkpoint.folder import checkpoints, step_of
 from cuboid.checkpoint.manifest import FAST, PLAIN, Manifest, StoredFile, checksum_of_bytes, kind_here
 from cuboid.checkpoint.memory.node_state import Slot, assign_copies, chunks, node_index, node_manifest
-from cuboid.checkpoint.memory.nodes import Memory, Pairs
+from cuboid.checkpoint.memory.nodes import Memory
+from cuboid.checkpoint.memory.pairs import Pairs
 from cuboid.checkpoint.save import BackgroundSaver, GivenUp, kept_state
 from cuboid.checkpoint.state import Moments
 from cuboid.checkpoint.storage import Staging, as_bytes, staged_bytes
@@ -35,7 +36,7 @@ class MemorySaver(BackgroundSaver):
         """Of checksums, which all nodes must be able to compute."""
         self._peer, self._copies = assign_copies(sizes, memory.nodes, self._group)
         """The rank that keeps a copy of this one's part; ranks whose parts are copied here, and their sizes."""
-        self._pairs = Pairs(self._group)
+        self._pairs = Pairs(self._group, memory.secret)
         self._copied = True
         """Whether the last collective went well here."""
         self._slots: list[Slot | None] = [None, None]

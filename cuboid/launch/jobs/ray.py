@@ -34,6 +34,7 @@ def program(job: Job, options: RayOptions, written_by: str) -> str:
     settings = {
         "ADDRESS": options.address,
         "NODES": job.nodes,
+        "MIN_NODES": job.min_nodes,
         "BUNDLE": bundle,
         "COMMAND": words,
         "PORT": job.port,
@@ -49,7 +50,7 @@ or:  ray job submit -- python FILE
 
 Ray places one supervisor a node, each on a node of its own, and places it again when its node is gone and another is
 there. Supervisors start ranks, restart them, and continue without a lost node. When the first node is lost, all begin
-anew from the newest checkpoint."""
+anew from the newest checkpoint, on as many nodes as there are, MIN_NODES at least."""
 
 import ctypes
 import os
@@ -69,6 +70,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 @SETTINGS@
+PATIENCE = 60  # seconds that a placement is waited for before one with a node less is tried
 
 
 def die_with_parent():
@@ -108,13 +110,21 @@ class Node:
             self.process.send_signal(signal.SIGTERM)
 
 
+def reserve():
+    """A bundle on each node, and how many they are."""
+    while True:
+        for count in range(NODES, MIN_NODES - 1, -1):
+            group = placement_group([BUNDLE] * count, strategy="STRICT_SPREAD")
+            if group.wait(PATIENCE):
+                return group, count
+            remove_placement_group(group)
+            print(f"there are no {count} Ray nodes with {BUNDLE} each; waiting, {MIN_NODES} would do", flush=True)
+
+
 def attempt():
     """The exit code of the job; None when its first node was lost."""
-    group = placement_group([BUNDLE] * NODES, strategy="STRICT_SPREAD")
-    if not group.wait(60):
-        print(f"waiting for {NODES} Ray nodes with {BUNDLE} each", flush=True)
-    ray.get(group.ready())
-    where = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(NODES)]
+    group, count = reserve()
+    where = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=i) for i in range(count)]
     nodes = [
         Node.options(scheduling_strategy=place, num_gpus=BUNDLE.get("GPU", 0), max_restarts=-1 if i else 0).remote(
             os.getcwd()

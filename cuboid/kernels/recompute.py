@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import cuboid.parallel.tensor_region  # noqa: F401, what `_DEAR` names
-from cuboid.parallel.context import KEPT
 from cuboid.spec.layout import Recompute
 
-_DEAR = {
+SAVED = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_mm.default,
@@ -30,15 +28,12 @@ _DEAR = {
     torch.ops.aten._flash_attention_forward.default,
     torch.ops.aten.bmm.default,
     torch.ops.aten._grouped_mm.default,
-    # In a compiled block, which then keeps these sums and not the matmuls they come of, tp times as large.
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    torch.ops.cuboid.fake_scatter.default,
-    *KEPT,
 }
+"""What selective recomputation keeps the results of. Who defines an operation that is dear adds it here."""
 
 
 def _policy(_: Any, operation: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operation in _DEAR else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if operation in SAVED else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class Memory:

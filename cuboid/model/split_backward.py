@@ -6,13 +6,14 @@ schedules)."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as functional
-from torch import Tensor
+from torch import Tensor, nn
 
 from cuboid.kernels.compiler import operation
 from cuboid.model.fp8 import input_gradient_factors, input_gradient_of, multiply, output_of
@@ -115,6 +116,22 @@ def deferrable_matmul(deferral: Deferral, fp8_rows: bool | None = None) -> Matmu
         return _DeferrableFp8Matmul.apply(x, weight, bias, fp8_rows, deferral)
 
     return matmul
+
+
+def defer_matmuls(module: nn.Module, deferral: Deferral) -> None:
+    """Weight gradients of linears wait until the schedule has time for them. Those of other layers are computed with
+    the input gradient: right as well, only earlier."""
+    matmul = deferrable_matmul(deferral)
+    for child in module.modules():
+        if isinstance(child, Linear):
+            child.matmul = matmul
+        # Exactly nn.Linear: a subclass may compute something else with its weight.
+        elif type(child) is nn.Linear:
+            child.forward = partial(_linear, child, matmul)  # type: ignore[method-assign]
+
+
+def _linear(linear: nn.Linear, matmul: Matmul, x: Tensor) -> Tensor:
+    return matmul(x, linear.weight, linear.bias)
 
 
 class _DeferrableGroupedMatmul(torch.autograd.Function):

@@ -1,0 +1,41 @@
+"""What two ranks do in tests of the connections between them."""
+
+from __future__ import annotations
+
+import socket
+
+import torch
+
+from cuboid.checkpoint.memory.pairs import PURPOSE, Pairs
+from cuboid.parallel.coordination import open_coordination
+from cuboid.secure_channel import Stranger, greet
+
+
+def copy(rank: int, secrets: list[bytes]) -> str:
+    """Twice, with a failure in between; what the other sent, or why nothing came. A stranger tries before and after."""
+    pairs = Pairs(open_coordination(5), secrets[rank])
+    try:
+        for attempt in range(2):
+            pairs.connect([1 - rank, 1 - rank])
+            if rank:
+                _try(pairs)
+            own, other = torch.full((300_000,), rank + 1, dtype=torch.uint8), torch.zeros(300_000, dtype=torch.uint8)
+            works = [pairs.receive(other, 1 - rank), pairs.send(own, 1 - rank)]
+            for work in works:
+                work.wait()
+            assert (other == 2 - rank).all()
+            if attempt == 0:
+                pairs.break_off()
+    except OSError as error:
+        return type(error).__name__
+    return "copied"
+
+
+def _try(pairs: Pairs) -> None:
+    address, port = pairs._group.store.get(f"{pairs._place}/0").decode().split()
+    with socket.create_connection((address, int(port))) as line:
+        try:
+            greet(line, b"a guess", PURPOSE)
+        except Stranger:
+            return
+    raise AssertionError("a stranger was let in")
