@@ -7,7 +7,8 @@ field it states is compared with the plan. A field may differ only where the fil
 of Megatron-LM (any number of versions) and nanotron, which are no packages, and a Python with
 
     pip install torch deepspeed transformers dacite six packaging typing_extensions tensorboard pillow
-    pip install --no-deps torchtitan==0.2.2 tyro docstring_parser typeguard torchdata datasets
+    pip install multiprocess dill xxhash pyarrow pandas httpx
+    pip install --no-deps torchtitan==0.2.2 tyro docstring_parser typeguard torchdata datasets triton
 
 which take more room than a test suite should ask for, so this is no test. `--only megatron` looks at one engine. Fails
 where anything fails.
