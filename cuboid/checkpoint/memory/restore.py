@@ -295,8 +295,8 @@ class MemoryRestore:
     def _send(self, place: Location, facts: StoredFile, target: int) -> None:
         content = torch.from_file(place.path, shared=False, size=facts.bytes, dtype=torch.uint8)
         self._pairs.connect([target])
-        for optimizer_shard in chunks(content):
-            self._pairs.send(optimizer_shard, target).wait()
+        for chunk in chunks(content):
+            self._pairs.send(chunk, target).wait()
 
     def _receive(self, place: Location, facts: StoredFile, source: int) -> str:
         """Published under its name when it is whole; a sentence if it is not. All of it is taken in any case, because
@@ -309,8 +309,8 @@ class MemoryRestore:
             problem = f"node {self._memory.node} has no room for {part(place.name)} ({error.strerror})"
             content = torch.empty(facts.bytes, dtype=torch.uint8)
         self._pairs.connect([source])
-        for optimizer_shard in chunks(content):
-            self._pairs.receive(optimizer_shard, source).wait()
+        for chunk in chunks(content):
+            self._pairs.receive(chunk, source).wait()
         if not problem and checksum_of_bytes(as_bytes(content), kind_of(facts.checksum)) != facts.checksum:
             problem = f"{part(place.name)} sent by rank {source} does not match its checksum"
         if not problem:
