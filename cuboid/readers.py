@@ -37,6 +37,8 @@ DEEPEST = 64
 """Tables in tables."""
 LARGEST_INTEGER = 2**63 - 1
 """As TOML says; longer ones are no counts, and cost time to read and to write."""
+NO_LONGEST = int(1e30)
+"""What transformers writes into tokenizer_config.json as the longest text of a tokenizer that has no longest."""
 INFLATED = 200
 """Times its own size that a compressed file may hold, once it holds more than LARGEST_LINE: text has less than 30."""
 
@@ -176,7 +178,7 @@ def _check_scalar(value: object, finite: bool) -> None:
         if not is_text(value):
             raise ValueError(f"the text {value[:40]!r} holds a NUL or half a character")
     elif isinstance(value, int):
-        if abs(value) > LARGEST_INTEGER:
+        if abs(value) > LARGEST_INTEGER and value != NO_LONGEST:
             raise ValueError("an integer needs more than 64 bits")
     elif isinstance(value, float):
         if finite and not math.isfinite(value):

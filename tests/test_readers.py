@@ -376,3 +376,8 @@ def test_half_a_character_is_no_text(tmp_path: Path) -> None:
     for name in ("byte", str(tmp_path / "tokenizer.json")):
         with pytest.raises(UserError, match=r"half a character|cannot encode"):
             load_tokenizer(name).encode(["a\ud800"])
+
+
+def test_the_longest_text_of_a_tokenizer_that_has_no_longest() -> None:
+    """As transformers writes it into every tokenizer_config.json."""
+    assert parse_json('{"model_max_length": 1000000000000000019884624838656}')["model_max_length"] > 2**63

@@ -35,6 +35,8 @@ NOT_FASTER = 0.9
 """Least fraction of one accelerator's time for the whole batch that many take together."""
 BUDGET = 40_000
 """Actions of schedules simulated in all: what keeps an answer within a second."""
+SIMULATED = 1.05
+"""The simulation of what is best in closed form may be faster or slower by a few percent."""
 
 
 def plans(question: Question, *, top: int = 5, objective: str = "time") -> list[Plan]:
@@ -103,8 +105,7 @@ def fastest_part(plan: Plan) -> Plan | None:
         return None
     work = NOT_FASTER * _work(question)
     candidates = rounder_sizes(question.cluster, question.global_batch)
-    # The simulation of what is best in closed form may be faster or slower by a few percent.
-    slowest = 1.05 * plan.seconds
+    slowest = SIMULATED * plan.seconds
     sooner: list[tuple[float, Question]] = []
     candidates = candidates[:20] if plan.layout.world_size <= 1024 else candidates[:1]
     parts = [resized(question, each) for each in candidates if work / each <= plan.seconds]
@@ -239,20 +240,21 @@ def fewest(question: Question, *, tokens: float, days: float, top: int = 5) -> l
         if work / accelerators > seconds:
             continue
         smaller = resized(question, accelerators)
-        if len(search(smaller, accelerators, keep=1, slowest=seconds).space):
+        if len(search(smaller, accelerators, keep=1, slowest=SIMULATED * seconds).space):
             found = plans(smaller, top=top)
             if found[0].seconds <= seconds:
                 return found
-    quickest = float("inf")
+    quickest: list[tuple[float, Question]] = []
     for accelerators in sizes(question.cluster):
         smaller = resized(question, accelerators)
         scores = search(smaller, accelerators, keep=1)
-        quickest = min([quickest, *map(float, scores.seconds)])
-    if quickest == float("inf"):
+        quickest += [(float(each), smaller) for each in scores.seconds]
+    if not quickest:
         raise explain_nothing(question)
+    best = plans(min(quickest, key=lambda each: each[0])[1], top=1)[0]
     raise UserError(
         f"days={days:g} is too short for tokens={tokens:.4g} on {question.cluster.name}; "
-        f"use days={steps * quickest / 86400:.4g} or more accelerators"
+        f"use days={1.001 * steps * best.seconds / 86400:.4g} or more accelerators"
     )
 
 

@@ -197,7 +197,7 @@ def test_one_node_keeps_no_copies_elsewhere(pool: Pool, tmp_path: Path) -> None:
 
 
 def test_too_little_room_is_refused_by_name(tmp_path: Path) -> None:
-    run = run_in(tmp_path, "dp=2", "model.layers=100000", "model.hidden=8192", "model.ffn=8192")
+    run = run_in(tmp_path, "dp=2", "model.layers=10000", "model.hidden=8192", "model.ffn=8192")
     assert bytes_per_node(run, 1) == 2 * 24 * run.model.parameters == bytes_per_node(run, 2)
     with pytest.raises(UserError, match=r"^checkpoint.memory_every=1 needs .* GB in checkpoint.memory_folder=.*; use "):
         check_room(run, 1)

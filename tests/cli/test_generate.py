@@ -72,7 +72,7 @@ def test_what_cannot_work_is_refused_in_one_sentence(
         ("--prompt", "x" * 64): "prompt 0 has 64 tokens and max_positions=64 of llama leaves no room behind it",
         ("--prompts", str(tmp_path / "empty.txt")): "holds no prompt; write one on each line",
         ("--prompts", str(tmp_path / "broken.jsonl")): "line 1 of prompts=",
-        ("--prompts", str(tmp_path / "nowhere")): "cannot be read: No such file",
+        ("--prompts", str(tmp_path / "nowhere")): "does not exist; name a file of text or JSON Lines",
         ("--prompt", ""): "prompt 0 is empty",
         (): "there is no prompt; use --prompt",
         ("--prompt", "x", "--layout", "tp=3"): "tp=3 does not divide heads=4; use tp=2 or tp=4",

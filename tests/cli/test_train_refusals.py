@@ -99,7 +99,7 @@ def overrides(*fields: str) -> list[str]:
             "use training.sequence=6",
         ),
         (["absent.toml"], "absent.toml does not exist; name an existing TOML file"),
-        (["."], ". cannot be read: Is a directory; name a readable TOML file"),
+        (["."], ". is a folder, not a file; name an existing TOML file"),
         (["--stps", "3"], "No such option: --stps"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
@@ -131,7 +131,7 @@ def test_bad_run_files(text: str, sentence: str, capsys: pytest.CaptureFixture[s
 
 def test_a_run_file_that_is_no_text(capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.toml").write_bytes(b"\xff\xfe\x00")
-    assert refused(capsys, "run.toml").startswith("run.toml is not TOML: ")
+    assert refused(capsys, "run.toml").startswith("run.toml is not UTF-8 text at byte 0")
 
 
 @pytest.mark.parametrize("rank", ["0", "3"])

@@ -105,11 +105,11 @@ def test_a_rank_that_does_not_fit_says_so_in_one_sentence(
     monkeypatch.setattr("cuboid.launch.oom.HEARTBEAT", fresh)
     monkeypatch.setattr("cuboid.probe.one_rank.HEARTBEAT", fresh)
     model = tmp_path / "huge.toml"
-    sizes = {"hidden": 64, "layers": 1, "heads": 8, "kv_heads": 4, "ffn": 192, "vocab": 2**44}
+    sizes = {"hidden": 2**20, "layers": 1, "heads": 8, "kv_heads": 4, "ffn": 192, "vocab": 2**24}
     model.write_text("\n".join(['family = "llama"', *(f"{name} = {size}" for name, size in sizes.items())]))
     assert main(["probe", "--rank", "0", "--layout", "dp=2", *JOB, "--model", str(model)]) == 2
     told = capsys.readouterr().err
-    assert told.startswith("error: rank 0 of dp=2,tp=1,pp=1 ran out of memory in set-up: it wanted 4194304.00 GiB more")
+    assert told.startswith("error: rank 0 of dp=2,tp=1,pp=1 ran out of memory in set-up: it wanted 65536.00 GiB more")
     assert told.count("\n") == 1
 
 
