@@ -35,7 +35,7 @@ WORDS = (
 )
 URLS = (
     *("s3://", "s3://bucket/x", "gs://b/x", "http://127.0.0.1:1/x", "https://127.0.0.1:1/x", "ftp://127.0.0.1:1/x"),
-    *("memory://x", "github://a:b@c/d", "zip://a::file://b", "tar://x", "simplecache::file:///tmp/x", "foo://x"),
+    *("memory://x", "github://a:b@c/d", "zip://a::file://b", "tar://x", "simplecache::file:///x", "foo://x"),
     *("://", "file://", "file:///dev/zero", "hdfs://x/y", "ssh://127.0.0.1/x", "data://x", "reference://x", "dir://x"),
     *("blockcache::memory://x", "filecache::http://127.0.0.1:1/x", "git://x", "jupyter://x", "libarchive://x"),
     *("hf:nothing", "hf:", "hf:/dev/zero", "dask://x", "webhdfs://127.0.0.1:1/x", "smb://127.0.0.1:1/x", "local://x"),

@@ -63,7 +63,7 @@ class CoordinatorServer:
         self._open = False
         self._door.close()
 
-    def abdicate(self) -> None:
+    def stop_leading(self) -> None:
         """Another leads: nothing more is said, and everybody looks for it."""
         self._open = False
         self._door.close()

@@ -79,7 +79,7 @@ class Leadership:
         self._terms = Terms(Path(run.output.folder))
         self._limit = run.resilience.contact_seconds
         self._term: Term | None = None
-        self._desk: CoordinatorServer | None = None
+        self._server: CoordinatorServer | None = None
         self._store: _Store | None = None
         self._claim: int | None = None
         self._contact: CoordinatorClient | None = None
@@ -88,7 +88,7 @@ class Leadership:
 
     @property
     def leads(self) -> bool:
-        return self._desk is not None
+        return self._server is not None
 
     def where(self) -> list[Endpoint]:
         """Where the leader may be: who took the newest term, and the rendezvous."""
@@ -124,16 +124,16 @@ class Leadership:
         if verdict:
             coordinator.end(1, verdict)
         known = self._nodes.fingerprint(self._run)
-        self._desk = CoordinatorServer(listener, secret, coordinator, known, self._announce, self._certain)
-        threading.Thread(target=self._reign, args=(term,), daemon=True).start()
+        self._server = CoordinatorServer(listener, secret, coordinator, known, self._announce, self._certain)
+        threading.Thread(target=self._renew, args=(term,), daemon=True).start()
         self._meeting, self._secret = meeting, secret
         return True
 
     def serve_store(self) -> None:
         """Apart from `lead`, because it imports torch, which takes seconds."""
-        assert self._desk is not None
+        assert self._server is not None
         self._store = _Store(self._meeting, self._secret)
-        self._desk.meet_at(self._store.gate.host, self._store.gate.port)
+        self._server.meet_at(self._store.gate.host, self._store.gate.port)
 
     def stand_by(self, contact: CoordinatorClient) -> None:
         self._contact = contact
@@ -141,8 +141,8 @@ class Leadership:
 
     def end(self, status: int, reason: str) -> None:
         self._over.set()
-        if self._desk is not None:
-            self._desk.end(status, reason, patience=self._limit)
+        if self._server is not None:
+            self._server.end(status, reason, patience=self._limit)
         if self._store is not None:
             self._store.close()
         if self._claim is not None:
@@ -170,7 +170,7 @@ class Leadership:
         elif order.task == "wait":
             say(order.reason, as_warning=True)
 
-    def _reign(self, term: Term) -> None:
+    def _renew(self, term: Term) -> None:
         """Raise the number in the folder, until a newer term is found there or the folder cannot be reached."""
         own = term
         while not self._over.wait(BEAT):
@@ -191,12 +191,12 @@ class Leadership:
 
     def _step_down(self, why: str) -> None:
         say(f"{why}: this node leads no more, and ends its ranks", as_warning=True)
-        desk, store = self._desk, self._store
-        self._desk = self._store = None
+        server, store = self._server, self._store
+        self._server = self._store = None
         if self._contact is not None:
             self._contact.forget()
-        if desk is not None:
-            desk.abdicate()
+        if server is not None:
+            server.stop_leading()
         if store is not None:
             store.close()
 

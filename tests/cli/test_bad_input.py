@@ -113,7 +113,7 @@ def test_a_fifo_in_the_place_of_a_file_is_refused(
         ("data build run -o built --workers -1", "workers"),
         ("probe --rank 0 --layout dp=1 --model tiny-llama --global-batch 1000000000", "global-batch"),
         ("checkpoint ls memory::x://y", "is no store of files"),
-        ("checkpoint ls simplecache::file:///tmp/x", "is no store of files"),
+        ("checkpoint ls simplecache::file:///x", "is no store of files"),
         ("checkpoint ls reference://x", "is no store of files"),
         ("checkpoint ls foo://x", "cannot be reached"),
         ("checkpoint ls http://127.0.0.1:1/x", "cannot be reached"),

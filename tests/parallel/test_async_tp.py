@@ -26,7 +26,7 @@ ALL = {"fused_all_gather_matmul": 2, "fused_matmul_reduce_scatter": 2}
     [("tiny-llama", "none", {}), ("tiny-gpt2", "selective", {"all_gather_into_tensor": 2})],
     ids=["llama", "gpt2 recomputed"],
 )
-def test_every_exchange_of_a_block_goes_under_a_matmul(
+def test_every_collective_of_a_block_overlaps_a_matmul(
     pool: Pool, model: str, recompute: str, again: dict[str, int]
 ) -> None:
     """`again`: what is gathered once more for the weight gradients, which can begin with no part of it."""
