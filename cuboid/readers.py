@@ -45,6 +45,7 @@ INFLATED = 200
 PART = r"""(?:"[^"\n]*+"|'[^'\n]*+'|[\w-]++)[ \t]*+\.[ \t]*+"""
 DOTTED = re.compile(rf"""(?<![\w'"-])(?:{PART}){{{DEEPEST + 1}}}""")
 """A key of so many parts, which Python's reader takes in the square of the time."""
+HALVES = re.compile("[\ud800-\udfff]")
 NOT_TEXT = re.compile("[\0\ud800-\udfff]")
 
 Table = dict[str, Any]
@@ -109,9 +110,12 @@ def read_text(path: str | Path, most: int = LARGEST, instead: str = "name a file
         raise Unreadable(path, f"is not UTF-8 text at byte {problem.start}", instead) from None
 
 
-def is_text(text: str) -> bool:
-    """Whether it has neither NULs, which end a path, nor halves of characters, which no file takes."""
-    return not ("\0" in text if text.isascii() else NOT_TEXT.search(text))
+def is_text(text: str, nul: bool = False) -> bool:
+    """Whether it has neither NULs, which end a path, unless they may be, nor halves of characters, which no file
+    takes."""
+    if text.isascii():
+        return nul or "\0" not in text
+    return not (HALVES if nul else NOT_TEXT).search(text)
 
 
 # Tables: TOML and JSON.
@@ -131,8 +135,9 @@ def parse_toml(text: str) -> Table:
     return table
 
 
-def parse_json(content: str | bytes, finite: bool = True) -> Any:
-    """A ValueError says what is wrong; `finite`: numbers must be, and text must be text."""
+def parse_json(content: str | bytes, finite: bool = True, nul: bool = False) -> Any:
+    """A ValueError says what is wrong; `finite`: numbers must be, and text must be text. `nul`: text may hold NULs, as
+    tokens and what a model writes do."""
     try:
         value = json.loads(content, parse_constant=_refuse_constant if finite else None)
     except RecursionError:
@@ -140,7 +145,7 @@ def parse_json(content: str | bytes, finite: bool = True) -> Any:
     except ValueError as problem:
         raise ValueError(_without_advice(problem)) from None
     if finite:
-        require_sane(value, finite=True)
+        require_sane(value, finite=True, nul=nul)
     return value
 
 
@@ -154,9 +159,9 @@ def _refuse_constant(word: str) -> None:
     raise ValueError(f"{word} is no number")
 
 
-def require_sane(value: object, finite: bool = False) -> None:
+def require_sane(value: object, finite: bool = False, nul: bool = False) -> None:
     """Depth, integers and text within their bounds; `finite`: floats too. TOML has nan and inf, which fields refuse."""
-    _check_scalar(value, finite)
+    _check_scalar(value, finite, nul)
     waiting = [(value, 1)] if isinstance(value, dict | list) else []
     while waiting:
         each, depth = waiting.pop()
@@ -164,18 +169,18 @@ def require_sane(value: object, finite: bool = False) -> None:
             raise ValueError(f"it is nested more than {DEEPEST} deep")
         if isinstance(each, dict):
             for key in each:
-                if not is_text(key):
+                if not is_text(key, nul):
                     raise ValueError(f"the key {key[:40]!r} holds a NUL or half a character")
         for inner in each.values() if isinstance(each, dict) else each:
             if isinstance(inner, dict | list):
                 waiting.append((inner, depth + 1))
             else:
-                _check_scalar(inner, finite)
+                _check_scalar(inner, finite, nul)
 
 
-def _check_scalar(value: object, finite: bool) -> None:
+def _check_scalar(value: object, finite: bool, nul: bool) -> None:
     if isinstance(value, str):
-        if not is_text(value):
+        if not is_text(value, nul):
             raise ValueError(f"the text {value[:40]!r} holds a NUL or half a character")
     elif isinstance(value, int):
         if abs(value) > LARGEST_INTEGER and value != NO_LONGEST:
@@ -197,11 +202,11 @@ def read_toml(path: str | Path) -> Table:
         raise Unreadable(path, f"is not TOML: {problem}", "mend it") from None
 
 
-def read_json(path: str | Path, most: int = LARGEST_TABLE) -> Table:
+def read_json(path: str | Path, most: int = LARGEST_TABLE, nul: bool = False) -> Table:
     """A JSON object from a file, or a sentence that says where it is broken."""
     content = read_bytes(path, most, "name an existing JSON file")
     try:
-        value = parse_json(content)
+        value = parse_json(content, nul=nul)
     except ValueError as problem:
         raise Unreadable(path, f"is not JSON: {problem}", "mend it") from None
     if not isinstance(value, dict):
@@ -235,7 +240,7 @@ def _rows(path: str | Path, lines: Iterator[bytes], needs: Callable[[Table], boo
             reason = f"is damaged: its line {none or number} is no row"
             raise Unreadable(path, reason, "remove that line, or copy the file again")
         try:
-            row = parse_json(line) if line.endswith(b"\n") else None
+            row = parse_json(line, nul=True) if line.endswith(b"\n") else None
         except ValueError:
             row = None
         if isinstance(row, dict) and needs(row):

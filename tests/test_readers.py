@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from cuboid import readers
 from cuboid.data.documents import find_inputs, read_rows
 from cuboid.data.tokenizer import byte_tokenizer, load_tokenizer
 from cuboid.errors import LONGEST, UserError, one_sentence
@@ -381,3 +382,15 @@ def test_half_a_character_is_no_text(tmp_path: Path) -> None:
 def test_the_longest_text_of_a_tokenizer_that_has_no_longest() -> None:
     """As transformers writes it into every tokenizer_config.json."""
     assert parse_json('{"model_max_length": 1000000000000000019884624838656}')["model_max_length"] > 2**63
+
+
+def test_tokens_and_what_a_model_writes_may_hold_nuls(tmp_path: Path) -> None:
+    table = byte_tokenizer()
+    table["model"]["vocab"]["\0"] = 300
+    (tmp_path / "tokenizer.json").write_text(json.dumps(table))
+    assert load_tokenizer(str(tmp_path / "tokenizer.json")).vocabulary == 301
+    (tmp_path / "samples.jsonl").write_text('{"step": 1, "text": "a\\u0000b"}\n{"step": 2, "text": "\\ud800"}\n\n')
+    with pytest.raises(UserError, match="its line 2 is no row"):
+        readers.read_rows(tmp_path / "samples.jsonl")
+    (tmp_path / "samples.jsonl").write_text('{"step": 1, "text": "a\\u0000b"}\n')
+    assert readers.read_rows(tmp_path / "samples.jsonl") == [{"step": 1, "text": "a\0b"}]

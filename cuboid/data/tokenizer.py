@@ -72,7 +72,7 @@ def open_tokenizer(text: str, where: str) -> Any:
     except ImportError:
         raise UserError(f"{where} needs a package that is not installed; pip install tokenizers") from None
     try:
-        table = parse_json(text)
+        table = parse_json(text, nul=True)
         found = tokenizers.Tokenizer.from_str(text)
         ids = found.get_vocab(with_added_tokens=True).values()
     # The library raises plain Exception for what it cannot parse, and panics, which are no Exception.
@@ -226,7 +226,7 @@ def tokenizer_files(data: DataSpec) -> TokenizerFiles:
         if TOKENIZER not in manifest.files:
             return _bytes(source)
         text = read_bytes(path / TOKENIZER)
-        config = _config(_token(read_json(path / TOKENIZER), manifest.end_of_document))
+        config = _config(_token(read_json(path / TOKENIZER, nul=True), manifest.end_of_document))
         return TokenizerFiles(f"the tokenizer.json of {source}", {TOKENIZER: text, **config}, manifest.end_of_document)
     return TokenizerFiles(f"none, because {reasons[0]}")
 

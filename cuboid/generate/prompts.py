@@ -88,7 +88,7 @@ class Results:
             content = read_bytes(path) if path.exists() else b""
             whole = content[: content.rfind(b"\n") + 1]
             for line in whole.splitlines():
-                row = parse_json(line)
+                row = parse_json(line, nul=True)
                 self._check(row, prompts)
                 self.done[row["index"]] = row
             self._file = path.open("ab", buffering=0)
