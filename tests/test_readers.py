@@ -364,12 +364,8 @@ def test_a_tokenizer_whose_pattern_runs_away_is_refused(tmp_path: Path, monkeypa
     path = tmp_path / "tokenizer.json"
     path.write_text(json.dumps(_tokenizer(pre_tokenizer=RUNAWAY)))
     monkeypatch.setattr("cuboid.data.tokenizer.TRIAL_SECONDS", 3.0)
-    begun = time.monotonic()
-    try:
-        load_tokenizer(str(path)).encode(["a" * 40 + "!"])  # a library that ends such a search may be there
-    except UserError as error:
-        assert "takes for ever on some texts" in str(error)
-    assert time.monotonic() - begun < 30
+    with pytest.raises(UserError, match="takes for ever on some texts"):  # whether the library gives up or is ended
+        load_tokenizer(str(path))
 
 
 def test_half_a_character_is_no_text(tmp_path: Path) -> None:
