@@ -1,10 +1,10 @@
 """What `output.layer_norms` costs: steps of one shape with it and without it, in turn, in one process on one GPU.
 
-    python benchmarks/gpu_layer_norms.py 1B:2               # shape:micro-batch[:sequence], as h200.py names them
-    python benchmarks/gpu_layer_norms.py 8B-16L:1 --every 1
+    python benchmarks/gpu_layer_norms.py 1B:1               # shape:micro-batch[:sequence], as h200.py names them
+    python benchmarks/gpu_layer_norms.py 8B-16L:1 --every 10
 
-`--every`: steps between two logged ones (`output.log_every`). Activations are measured in every step, the other norms
-in logged ones. Ten rounds of as many steps on each side; the ratio is of the medians over rounds."""
+`--every`: steps between two measurements (`output.layer_norms_every`). Activations are measured in every step. Steps
+without, with activations alone and with all norms follow each other in rounds; the ratio is of medians over rounds."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cuboid.training.layer_norms import LayerNorms
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.step import start_step
 
-ROUNDS, SETTLED = 10, 2
+ROUNDS, SETTLED, STEPS = 7, 2, 5
 
 
 def measure(case: str, every: int) -> None:
@@ -36,17 +36,21 @@ def measure(case: str, every: int) -> None:
         run = benchmark_run(shape, int(micro_batch), sequence, store, ["output.layer_norms=true"])
         engine = build_engine(run, 0, device)
         optimizer, source, norms = Optimizer(engine, run.optimizer), make_source(run), LayerNorms(engine)
-        seconds: dict[bool, list[float]] = {False: [], True: []}
+        # A run without layer norms measures the activations of its last layer.
+        modes: dict[str, tuple[int, LayerNorms | None]] = {
+            "off": (run.model.layers - 1, None),
+            "activations": (0, None),
+            "measured": (0, norms),
+        }
+        seconds: dict[str, list[float]] = {mode: [] for mode in modes}
         step = 0
-        for number in range(SETTLED + ROUNDS):
-            for measured in (False, True):
-                engine.activations._first = 0 if measured else run.model.layers - 1
+        for number in range(ROUNDS):
+            for mode, (engine.activations._first, asked) in modes.items():
                 torch.cuda.synchronize()
                 begin = time.perf_counter()
                 pending = []
-                for _ in range(max(every, 5)):
+                for _ in range(STEPS):
                     step += 1
-                    asked = norms if measured and step % every == 0 else None
                     batches = micro_batches(source, run, step, 0, device)
                     pending.append(start_step(engine, optimizer, batches, 1e-4, norms=asked))
                     if len(pending) > 1:
@@ -54,23 +58,23 @@ def measure(case: str, every: int) -> None:
                 pending[-1].result()
                 torch.cuda.synchronize()
                 if number >= SETTLED:
-                    seconds[measured].append((time.perf_counter() - begin) / max(every, 5))
-    without, with_norms = (statistics.median(seconds[measured]) for measured in (False, True))
+                    seconds[mode].append((time.perf_counter() - begin) / STEPS)
+    off, activations, measured = (1000 * statistics.median(seconds[mode]) for mode in modes)
+    mean = activations + (measured - activations) / every
     print(
-        f"{case}, logged every {every}: {1000 * without:.1f} ms a step without, {1000 * with_norms:.1f} ms with layer "
-        f"norms: {with_norms / without - 1:+.2%}",
+        f"{case}: {off:.1f} ms a step without, {activations:.1f} ms with activations, {measured:.1f} ms when measured; "
+        f"{mean / off - 1:+.2%} with one measurement in {every} steps",
         flush=True,
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="*", default=["1B:2"])
-    parser.add_argument("--every", type=int, nargs="+", default=[10, 1])
+    parser.add_argument("cases", nargs="*", default=["1B:1"])
+    parser.add_argument("--every", type=int, default=50)
     options = parser.parse_args()
     for case in options.cases:
-        for every in options.every:
-            measure(case, every)
+        measure(case, options.every)
 
 
 if __name__ == "__main__":

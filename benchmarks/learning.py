@@ -118,7 +118,7 @@ def train(
     if options.even:
         _even_loads()
     engine = None
-    for number in range(options.seeds):
+    for number in range(options.first_seed, options.seeds):
         run = build_run(table, [*changes, f"training.seed={number}", *options.set])
         if engine is None:
             engine = build_engine(run, 0, device)
@@ -201,7 +201,8 @@ def run_side(case: str, side: str, options: argparse.Namespace) -> None:
 
         sequence = CASES[case][3]
         settled = _settled(len(rates))
-        learning_peer.train(case, batches, range(options.seeds), rates, sequence, settled, options.even, report)
+        seeds = range(options.first_seed, options.seeds)
+        learning_peer.train(case, batches, seeds, rates, sequence, settled, options.even, report)
         sys.stdout.flush()
         os._exit(0)  # the peer's threads would keep the process
     train(case, options, batches, rates, report)
@@ -287,6 +288,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", help=", ".join(CASES))
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0, help="of those that are trained; each keeps its text")
     parser.add_argument("--rate", type=float, default=3e-4)
     parser.add_argument("--warmup", type=int, default=20)
     parser.add_argument("--decay", action="store_true", help="fall to zero in a line after the warm-up")
@@ -321,7 +323,7 @@ def _start(case: str, side: str, options: argparse.Namespace) -> list[dict[str, 
     environment = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ}
     ended = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     rows = [json.loads(line[4:]) for line in ended.stdout.splitlines() if line.startswith("ROW ")]
-    if len(rows) < options.seeds:
+    if len(rows) < options.seeds - options.first_seed:
         print(f"{case} {side}: exit code {ended.returncode}\n" + "\n".join(ended.stdout.splitlines()[-25:]))
     if options.json:
         with open(options.json, "a") as file:

@@ -121,7 +121,7 @@ def train(
         return updated(*arguments, **more)
 
     trainer.optimizers.step = counted
-    for number, seed in enumerate(seeds):
+    for seed in seeds:
         torch.manual_seed(seed)
         with torch.no_grad():
             for part in trainer.model_parts:
@@ -141,7 +141,7 @@ def train(
             schedule = SimpleNamespace(get_last_lr=lambda rate=rate: [rate])
             trainer.lr_schedulers = SimpleNamespace(schedulers=[schedule], step=lambda: None)
             trainer.step = step + 1
-            both = batches[number * steps + step]
+            both = batches[seed * steps + step]
             trainer.train_step(iter([({"input": both[:, :-1]}, both[:, 1:].contiguous())]))
         torch.cuda.synchronize()
         seconds = time.perf_counter() - begin

@@ -2,10 +2,10 @@
 routers' biases move.
 
 **Noise.** A router that always takes the best experts can send all tokens to the same few of them while its scores are
-all but equal: what decides is an order, and the loss below sees scores. Gumbel noise on the logits draws a token's
-experts in proportion to its scores instead (exactly so at scale 1), so the load of an expert follows its mean score,
-and the gradient of the load-balancing loss moves loads. The noise is a function of seed, step, layer, position and
-expert, so any layout chooses the same. Evaluation and generation take the best experts.
+all but equal: what decides is an order, and the loss below sees scores. Gumbel noise on the logarithms of scores draws
+a token's experts in proportion to its scores instead (exactly so at scale 1), so the load of an expert follows its mean
+score, and the gradient of the load-balancing loss moves loads. The noise is a function of seed, step, layer, position
+and expert, so any layout chooses the same. Evaluation and generation take the best experts.
 
 **Losses.**
 Both are sums over tokens whose divisors are known beforehand (sequences and tokens of the global batch), so
@@ -146,12 +146,13 @@ class Balance:
 
     @torch.no_grad()
     def noise(self, row: int, tokens: Tokens, logits: Tensor) -> Tensor:
-        """(tokens, experts)"""
+        """(tokens, experts): what multiplies scores. The largest of scores times such factors are a draw in proportion
+        to the scores: Gumbel noise on their logarithms."""
         rows, experts = self.counts.shape
         places = (tokens.places(logits) * experts).unsqueeze(1) + torch.arange(experts, device=logits.device)
         bits = shifted(hashes(self.key, places + ((self.step * rows + row) << 34)), 41)
         uniform = (bits.float() + 0.5) * 2.0**-23  # neither 0 nor 1, all bits exact in float32
-        return -self.mixture.router_noise * (-uniform.log()).log()
+        return (-uniform.log()) ** -self.mixture.router_noise
 
     def attach(
         self,

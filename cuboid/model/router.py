@@ -51,7 +51,7 @@ class Router(nn.Module):
         scores = self._scores(logits)
         ranked = scores.detach()
         if self.balance is not None and self.balance.is_noisy:
-            ranked = self._scores(logits.detach() + self.balance.noise(self.row, tokens, logits))
+            ranked = ranked * self.balance.noise(self.row, tokens, logits)
         chosen = self.choose(ranked)
         weights = scores.gather(1, chosen)
         if self.mixture.normalized:

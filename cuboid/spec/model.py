@@ -161,8 +161,8 @@ class MixtureSpec:
     """Of the router z-loss: the square of the log-sum-exp of a token's logits, averaged over the tokens of the global
     batch and summed over layers."""
     router_noise: float = 0.0
-    """Scale of the Gumbel noise that is added to logits when experts are chosen in training. With 1 a token's experts
-    are drawn in proportion to its scores; 0 always takes the best, as evaluation and generation do."""
+    """Scale of the Gumbel noise that is added to the logarithms of scores when experts are chosen in training. With 1 a
+    token's experts are drawn in proportion to its scores; 0 always takes the best, as evaluation and generation do."""
     bias_rate: float = 0.0
     """By how much `router_bias` moves after each step: up for experts with fewer tokens of the global batch than the
     mean, down for those with more."""

@@ -62,8 +62,10 @@ class OutputSpec:
     count_communication: bool = False
     """Count what every rank communicates in each step, beside what the planner predicts."""
     layer_norms: bool = False
-    """Measure activations, gradients, updates and weights by layer, at the steps that `log_every` shows: about the time
-    of one more update each, and the memory of one layer."""
+    """Measure activations, gradients, updates and weights by layer."""
+    layer_norms_every: int = 50
+    """Steps between two such measurements; the first and the last step have one too. Each takes the time of two to
+    four optimizer updates, and the memory of one layer."""
     health: bool = True
     """Warn, once for each kind, when a run goes wrong: its first loss, gradient norm, later losses, activations or
     experts."""
@@ -77,6 +79,10 @@ class OutputSpec:
         """Whether a step, counted from 1, has a line on the screen whatever happens in it."""
         return step % self.log_every == 0 or step == steps
 
+    def measures_layers(self, step: int, steps: int) -> bool:
+        """Whether a step, counted from 1, has norms by layer."""
+        return self.layer_norms and (step % self.layer_norms_every == 0 or step in (1, steps))
+
     @property
     def trackers(self) -> tuple[str, ...]:
         """Those of `track`."""
@@ -87,7 +93,7 @@ class OutputSpec:
         for name in self.trackers:
             if name not in TRACKERS:
                 raise UserError(f"output.track={name} is unknown; use {either(nearest_names(name, TRACKERS))}")
-        require_in_range(self, "output", ("log_every",), low=1)
+        require_in_range(self, "output", ("log_every", "layer_norms_every"), low=1)
         if not self.folder:
             raise UserError('output.folder="" names no folder; use folder="runs/default"')
 

@@ -1,9 +1,9 @@
 """Norms by layer, on request (`output.layer_norms`): of activations, gradients, updates and weights.
 
-Activations are measured in every step, as `parallel.stage` does it. The rest is measured around the update of
-logged steps, unit by unit: master weights are copied, and compared with what they have become. That takes memory of one
-unit, and the time of about one more update. Every element counts once in the job, on the rank that answers for it, so a
-single sum gives the same norms on any layout."""
+Activations are measured in every step, as `parallel.stage` does it. The rest is measured around the update of some
+steps (`output.layer_norms_every`), unit by unit: master weights are copied, and compared with what they have become.
+That takes memory of one unit, and the time of two to four updates. Every element counts once in the job, on the rank
+that answers for it, so a single sum gives the same norms on any layout."""
 
 from __future__ import annotations
 

@@ -202,7 +202,7 @@ class Trainer:
         batches = micro_batches(self.source, self.run, batch, self._replica, self.device)
         HEARTBEAT.do("")
         judge = self.bad_steps.before_update(self.done)
-        norms = self._norms if self.run.output.is_logged(self.done + 1, self.run.training.steps) else None
+        norms = self._norms if self.run.output.measures_layers(self.done + 1, self.run.training.steps) else None
         before, passes = self.checkpointer.before_update, self._passes
         pending = start_step(self.engine, self.optimizer, batches, rate, before, self._asked(), judge, passes, norms)
         self._under_way.append(Started(self.done, rate, pending))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -247,11 +248,13 @@ def test_the_host_never_asks_the_device(monkeypatch: pytest.MonkeyPatch, capacit
         assert layer.experts.up.grad is not None and x.grad is not None
 
 
-def test_noise_draws_experts_in_proportion_to_their_scores() -> None:
-    router = make_router(router_noise=1.0, experts=4, top_k=1)
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_noise_draws_experts_in_proportion_to_their_scores(scoring: Literal["softmax", "sigmoid"]) -> None:
+    router = make_router(router_noise=1.0, experts=4, top_k=1, scoring=scoring)
     scores = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
+    logits = scores.log() if scoring == "softmax" else scores.logit()
     with torch.no_grad():
-        router.weight.copy_(scores.log().unsqueeze(1).expand(4, router.weight.shape[1]) / router.weight.shape[1])
+        router.weight.copy_(logits.unsqueeze(1).expand(4, router.weight.shape[1]) / router.weight.shape[1])
     x = torch.ones(20_000, router.weight.shape[1], dtype=torch.float64)
     balance = router.balance = Balance(router.mixture, 1, 1, 20_000, CPU)
     balance.begin_step()

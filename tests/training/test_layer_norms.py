@@ -87,13 +87,13 @@ def test_state_in_the_hosts_memory() -> None:
     assert all(values == pytest.approx(resident[kind], rel=1e-5) for kind, values in offloaded.items())
 
 
-def test_logged_steps_of_a_run(pool: Pool, tmp_path: Path) -> None:
-    overrides = ["training.steps=5", "output.log_every=2", "output.track=jsonl", "model.layers=2", ON]
+def test_measured_steps_of_a_run(pool: Pool, tmp_path: Path) -> None:
+    overrides = ["training.steps=5", "output.layer_norms_every=2", "output.track=jsonl", "model.layers=2", ON]
     run = short_run("dp=1", str(tmp_path), *overrides)
     (tmp_path / "run.toml").write_text(dump_run(run))
     pool.run("tests.training.cases:train_rank", (run,), ranks=1)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if "layers" in row] == [2, 4, 5]
+    assert [row["step"] for row in rows if "layers" in row] == [1, 2, 4, 5]
     measured = rows[-1]["layers"]
     assert {kind: len(values) for kind, values in measured.items()} == {
         "activation_rms": 2,
@@ -106,8 +106,8 @@ def test_logged_steps_of_a_run(pool: Pool, tmp_path: Path) -> None:
     tracked = [json.loads(line) for line in (tmp_path / "tracked.jsonl").read_text().splitlines()]
     assert tracked[-1]["layers/gradient_norm/head"] == measured["gradient_norm"][-1]
     assert tracked[-1]["layers/activation_rms/0"] == measured["activation_rms"][0]
-    assert not any(name.startswith("layers/") for name in tracked[0])
+    assert not any(name.startswith("layers/") for name in tracked[2])
     shown = collect(open_source(tmp_path, "cpux1"), False)["layers"]
-    assert (shown["steps"], shown["measured"]) == ([2, 4, 5], 3)
+    assert (shown["steps"], shown["measured"]) == ([1, 2, 4, 5], 4)
     assert shown["kinds"][1]["places"] == ["embedding", "0", "1", "head"]
     assert shown["kinds"][1]["values"][-1] == measured["gradient_norm"]
