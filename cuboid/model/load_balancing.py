@@ -146,13 +146,12 @@ class Balance:
 
     @torch.no_grad()
     def noise(self, row: int, tokens: Tokens, logits: Tensor) -> Tensor:
-        """(tokens, experts): what multiplies scores. The largest of scores times such factors are a draw in proportion
-        to the scores: Gumbel noise on their logarithms."""
+        """(tokens, experts)"""
         rows, experts = self.counts.shape
         places = (tokens.places(logits) * experts).unsqueeze(1) + torch.arange(experts, device=logits.device)
         bits = shifted(hashes(self.key, places + ((self.step * rows + row) << 34)), 41)
         uniform = (bits.float() + 0.5) * 2.0**-23  # neither 0 nor 1, all bits exact in float32
-        return (-uniform.log()) ** -self.mixture.router_noise
+        return -self.mixture.router_noise * (-uniform.log()).log()
 
     def attach(
         self,

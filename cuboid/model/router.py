@@ -51,7 +51,7 @@ class Router(nn.Module):
         scores = self._scores(logits)
         ranked = scores.detach()
         if self.balance is not None and self.balance.is_noisy:
-            ranked = ranked * self.balance.noise(self.row, tokens, logits)
+            ranked = self._noisy(logits.detach(), ranked, self.balance.noise(self.row, tokens, logits))
         chosen = self.choose(ranked)
         weights = scores.gather(1, chosen)
         if self.mixture.normalized:
@@ -64,6 +64,11 @@ class Router(nn.Module):
 
     def _scores(self, logits: Tensor) -> Tensor:
         return logits.softmax(-1) if self.mixture.scoring == "softmax" else logits.sigmoid()
+
+    def _noisy(self, logits: Tensor, scores: Tensor, noise: Tensor) -> Tensor:
+        """Scores with noise on their logarithms. Of softmax that is noise on logits; of sigmoid it is not, and noise on
+        logits would choose the same experts for all tokens once their scores are all but 1."""
+        return self._scores(logits + noise) if self.mixture.scoring == "softmax" else scores * noise.exp()
 
     @torch.no_grad()
     def choose(self, scores: Tensor) -> Tensor:
