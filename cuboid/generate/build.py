@@ -26,7 +26,7 @@ from cuboid.parallel.coordination import open_coordination
 from cuboid.parallel.expert import spread_experts
 from cuboid.parallel.groups import Group, Groups, make_groups
 from cuboid.parallel.parallelize import DTYPES, set_parameter
-from cuboid.parallel.tensor import connect_region, split_block, split_embedding
+from cuboid.parallel.tensor import make_block, make_embedding, make_head
 from cuboid.parallel.tensor_region import Region
 from cuboid.spec.generation import GenerationSpec, cache_shape
 from cuboid.spec.sharding import BALANCE, TIED, Part, ShardingRank, kv_part_count
@@ -175,18 +175,12 @@ class Builder:
         return Stage(embedding, blocks, head, caches, self.groups.tensor, self.model.vocab)
 
     def _embedding(self) -> Embedding:
-        with torch.device("meta"):
-            embedding = Embedding(self.model)
-            if self.region is not None:
-                split_embedding(embedding, self.region)
+        embedding = make_embedding(self.model, self.region)
         self._materialize(embedding, "embedding")
         return embedding
 
     def _block(self, layer: int) -> tuple[Block, Cache]:
-        with torch.device("meta"):
-            block = Block(self.model, layer)
-            if self.region is not None:
-                split_block(block, self.model, self.region, self.device)
+        block = make_block(self.model, layer, self.region, self.device)
         if isinstance(block.feed_forward, MoE):
             spread_experts(block.feed_forward, self.groups.expert)
         self._materialize(block, f"layers.{layer}")
@@ -214,10 +208,7 @@ class Builder:
             whole.shared = fused_feed_forward(whole.shared)  # type: ignore[assignment]
 
     def _head(self) -> Head:
-        with torch.device("meta"):
-            head = Head(self.model)
-            if self.region is not None:
-                connect_region(head, self.region)
+        head = make_head(self.model, self.region)
         self._materialize(head, "head")
         return head
 

@@ -28,7 +28,7 @@ from cuboid.model.split_backward import (
     deferrable_matmul,
     split_matmul,
 )
-from cuboid.model.transformer import Block, Embedding, Head
+from cuboid.model.transformer import Block
 from cuboid.parallel.async_tp import compiler_options
 from cuboid.parallel.compiled import compiled_block, is_compiled
 from cuboid.parallel.context import ContextMix
@@ -40,7 +40,7 @@ from cuboid.parallel.groups import Groups, connect_groups, make_groups
 from cuboid.parallel.pipeline import DualPipePair, Pipeline
 from cuboid.parallel.rank_batch import BatchSharder, RankBatch
 from cuboid.parallel.stage import Activations, Reduction, Segment, Stage
-from cuboid.parallel.tensor import connect_region, split_block, split_embedding
+from cuboid.parallel.tensor import connect_region, make_block, make_embedding, make_head
 from cuboid.parallel.tensor_region import Region
 from cuboid.parallel.zero import Unit
 from cuboid.schedule.order import pairs_overlap
@@ -262,21 +262,14 @@ class _Builder:
     def _embedding(self) -> Segment:
         if self.custom is not None:
             return self._custom("embedding")
-        with torch.device("meta"):
-            embedding = Embedding(self.model)
-            if self.region is not None:
-                split_embedding(embedding, self.region)
+        embedding = make_embedding(self.model, self.region)
         return self._segment(embedding, "embedding", lambda x, batch: embedding(x, batch.positions))
 
     def _block(self, layer: int, recompute: Recompute) -> Segment:
         if self.custom is not None:
             return self._custom(f"layers.{layer}", recompute)
-        # Built without memory, and split while there are only shapes: `_segment` puts views of the unit's buffer in
-        # place.
-        with torch.device("meta"):
-            block = Block(self.model, layer)
-            if self.region is not None:
-                split_block(block, self.model, self.region, self.device)
+        # Without memory: `_segment` puts views of the unit's buffer in place.
+        block = make_block(self.model, layer, self.region, self.device)
         if self.fp8_rows is not None:
             for child in block.modules():
                 if isinstance(child, Linear):
@@ -318,10 +311,7 @@ class _Builder:
     def _head(self) -> Segment:
         if self.custom is not None:
             return self._custom("head")
-        with torch.device("meta"):
-            head = Head(self.model)
-            if self.region is not None:
-                connect_region(head, self.region)
+        head = make_head(self.model, self.region)
         if self.compiled:
             group, region = self.groups.tensor, self.region
             vocabulary = self.model.vocab

@@ -46,14 +46,6 @@ def _loss_of(vocabulary: int, group: Group) -> Callable[[Tensor, Tensor], Tensor
     return lambda logits, labels: split_cross_entropy(logits, labels, vocabulary, group)
 
 
-def split_embedding(embedding: Embedding, region: Region) -> None:
-    connect_region(embedding, region)
-    if region.sequence_parallel and embedding.positions is not None:
-        embedding.positions.register_forward_pre_hook(
-            lambda _, arguments: (arguments[0].chunk(region.group.size)[region.group.index],)
-        )
-
-
 class _LocalPart(torch.autograd.Function):
     """Whole → this rank's part of the tokens; the gradient is gathered."""
 
@@ -80,16 +72,6 @@ class _GatherParts(torch.autograd.Function):
         return gradient.chunk(context.group.size)[context.group.index], None
 
 
-def split_block(block: Block, model: ModelSpec, region: Region, device: torch.device) -> None:
-    connect_region(block, region)
-    if isinstance(block.attention, Attention):
-        served = kv_head_of_query(model, region.group.size, region.group.index)
-        if served is not None:
-            block.attention.kv_head_of_query = torch.tensor(served, device=device)
-    if isinstance(block.feed_forward, MoE):
-        _split_tokens(block.feed_forward, region)
-
-
 def _split_tokens(mixture: MoE, region: Region) -> None:
     """Routed experts are not split: each tensor rank routes its part of the tokens."""
     group = region.group
@@ -99,3 +81,42 @@ def _split_tokens(mixture: MoE, region: Region) -> None:
         # gathered.
         mixture.take_part = lambda x: _LocalPart.apply(x, group)
         mixture.put_together = lambda x: _GatherParts.apply(x, group)
+
+
+# The modules of a model without memory, split while there are only shapes. Who trains and who generates puts parameters
+# of this rank's part in place. `region`: None without tensor parallelism.
+
+
+def make_embedding(model: ModelSpec, region: Region | None) -> Embedding:
+    with torch.device("meta"):
+        embedding = Embedding(model)
+    if region is not None:
+        connect_region(embedding, region)
+        if region.sequence_parallel and embedding.positions is not None:
+            embedding.positions.register_forward_pre_hook(
+                lambda _, arguments: (arguments[0].chunk(region.group.size)[region.group.index],)
+            )
+    return embedding
+
+
+def make_block(model: ModelSpec, layer: int, region: Region | None, device: torch.device) -> Block:
+    with torch.device("meta"):
+        block = Block(model, layer)
+    if region is None:
+        return block
+    connect_region(block, region)
+    if isinstance(block.attention, Attention):
+        served = kv_head_of_query(model, region.group.size, region.group.index)
+        if served is not None:
+            block.attention.kv_head_of_query = torch.tensor(served, device=device)
+    if isinstance(block.feed_forward, MoE):
+        _split_tokens(block.feed_forward, region)
+    return block
+
+
+def make_head(model: ModelSpec, region: Region | None) -> Head:
+    with torch.device("meta"):
+        head = Head(model)
+    if region is not None:
+        connect_region(head, region)
+    return head

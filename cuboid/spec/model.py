@@ -360,57 +360,39 @@ class ModelSpec:
         """Whether a layer routes its tokens to experts."""
         return self.mixture is not None and layer >= self.mixture.first_dense_layers
 
+    # Counts come from the tables of `spec.sharding`, which build on this file: hence imported where they are used.
+
     @property
     def parameters(self) -> int:
         """Exact number of parameters, learned positions included, a tied embedding counted once."""
-        return self._outside_parameters() + sum(self.layer_parameters(layer) for layer in range(self.layers))
+        from cuboid.spec.sharding import count, embedding_parameters, head_parameters
+
+        layers = sum(self.layer_parameters(layer) for layer in range(self.layers))
+        return layers + count(embedding_parameters(self) | head_parameters(self))
 
     @property
     def active_parameters(self) -> int:
         """Parameters that touch one token: as `parameters`, with only the experts a token goes to."""
         if self.mixture is None:
             return self.parameters
-        idle = (self.mixture.experts - self.mixture.top_k) * self._feed_forward_parameters(self.mixture.expert_ffn)
-        return self.parameters - (self.layers - self.mixture.first_dense_layers) * idle
+        from cuboid.spec.sharding import block_parameters, count
+
+        last = block_parameters(self, self.layers - 1)
+        routed = count({name: declared for name, declared in last.items() if declared.split.kind == "expert"})
+        idle = routed // self.mixture.experts * (self.mixture.experts - self.mixture.top_k)
+        return self.parameters - sum(map(self.has_experts, range(self.layers))) * idle
 
     def layer_parameters(self, layer: int) -> int:
         """Parameters of one transformer layer; they differ where leading layers of a mixture are dense."""
-        mixture = self.mixture
-        if mixture is None or not self.has_experts(layer):
-            feed_forward = self._feed_forward_parameters(self.ffn)
-        else:
-            feed_forward = mixture.experts * self._feed_forward_parameters(mixture.expert_ffn)
-            feed_forward += self._feed_forward_parameters(mixture.shared_ffn) if mixture.shared_ffn else 0
-            feed_forward += self.hidden * mixture.experts + (mixture.experts if mixture.router_bias else 0)
-        return 2 * self._norm_parameters() + self.attention_parameters() + feed_forward
+        from cuboid.spec.sharding import block_parameters, count
+
+        return count(block_parameters(self, layer))
 
     def attention_parameters(self) -> int:
         """Parameters of one attention block, without the norm before it."""
-        if self.latent:
-            return self._latent_parameters(self.latent)
-        query, key_value = self.heads * self.head_dim, 2 * self.kv_heads * self.head_dim
-        matrices = self.hidden * (query + key_value) + query * self.hidden
-        biases = (query + key_value if self.qkv_bias else 0) + (self.hidden if self.output_bias else 0)
-        return matrices + biases + (2 * self.head_dim if self.qk_norm else 0)
+        from cuboid.spec.sharding import attention_parameters, count
 
-    def _latent_parameters(self, latent: LatentAttentionSpec) -> int:
-        query_width = self.heads * (latent.qk_nope_dim + latent.qk_rope_dim)
-        query = (self.hidden + 1 + query_width) * latent.q_rank if latent.q_rank else self.hidden * query_width
-        down = self.hidden * (latent.kv_rank + latent.qk_rope_dim) + latent.kv_rank
-        up = latent.kv_rank * self.heads * (latent.qk_nope_dim + latent.v_dim)
-        return query + down + up + self.heads * latent.v_dim * self.hidden
-
-    def _feed_forward_parameters(self, width: int) -> int:
-        inner = 2 * width if self.activation == "swiglu" else width
-        return self.hidden * (inner + width) + (inner + self.hidden if self.mlp_bias else 0)
-
-    def _norm_parameters(self) -> int:
-        return self.hidden * (2 if self.norm == "layernorm" else 1)
-
-    def _outside_parameters(self) -> int:
-        tables = self.vocab * (1 if self.tie_embeddings else 2)
-        tables += self.max_positions if self.positions == "learned" else 0
-        return self.hidden * tables + self._norm_parameters()
+        return count(attention_parameters(self, "attention"))
 
 
 def load_model(text: str, folder: Path = Path()) -> ModelSpec:

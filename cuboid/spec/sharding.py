@@ -244,7 +244,7 @@ def _latent_attention(model: ModelSpec, latent: LatentAttentionSpec, name: str) 
     return table | _linear(f"{name}.output", model.heads * latent.v_dim, model.hidden, False, ROW)
 
 
-def _attention(model: ModelSpec, name: str) -> Table:
+def attention_parameters(model: ModelSpec, name: str) -> Table:
     if model.latent is not None:
         return _latent_attention(model, model.latent, name)
     query, key_value = model.heads * model.head_dim, model.kv_heads * model.head_dim
@@ -284,7 +284,7 @@ def block_parameters(model: ModelSpec, layer: int) -> Table:
     feed_forward = f"{name}.feed_forward"
     return {
         **_norm(model, f"{name}.attention_norm", model.hidden),
-        **_attention(model, f"{name}.attention"),
+        **attention_parameters(model, f"{name}.attention"),
         **_norm(model, f"{name}.feed_forward_norm", model.hidden),
         **(
             _mixture(model, model.mixture, feed_forward)
@@ -320,6 +320,11 @@ def units(model: ModelSpec, layers: Iterable[int], first: bool, last: bool) -> l
             found[unit] = held
             uses[unit] = 0 if unit.endswith(BALANCES) else uses.get(unit, 0) + 1
     return [DeclaredUnit(name, held, uses[name], name.endswith(EXPERTS)) for name, held in found.items()]
+
+
+def count(table: Table) -> int:
+    """Numbers in all of its parameters."""
+    return sum(math.prod(declared.shape) for declared in table.values())
 
 
 def segment_parameters(model: ModelSpec, prefix: str) -> Table:
