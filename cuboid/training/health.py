@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cuboid.spec.model import MixtureSpec, ModelSpec
@@ -42,11 +43,11 @@ STILL = 1.2
 STILL_STEPS = 20
 FP16_ACTIVATION = 655.0
 """Root mean square of activations in fp16: single ones are a hundred times larger, and 65,504 is the largest number."""
-COLLAPSED = 0.95
-"""Share of a layer's assignments that its `top_k` busiest experts have if it has collapsed. A single expert that nearly
-all tokens choose is met in good runs too, and then leaves them the others to differ in."""
+COLLAPSED = 0.9
+"""How far the `top_k` busiest experts of a collapsed layer are from even loads (0) to all of its assignments (1). A
+single expert that nearly all tokens choose is met in good runs too, and then leaves them the others to differ in."""
 COLLAPSED_STEPS = 20
-"""Routers of young models come back from less."""
+"""Over which that is averaged. Routers of young models come back from less."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Health:
         self._jumps: deque[bool] = deque(maxlen=WINDOW)
         self._first_activations: list[float] = []
         self._activations: deque[float] = deque(maxlen=STILL_STEPS + 1)
-        self._collapsed: dict[int, int] = {}
+        self._fractions: deque[Tensor] = deque(maxlen=COLLAPSED_STEPS)
         for row in past:
             self._told |= {trouble["kind"] for trouble in row.get("warnings", ())}
         # How it began and what is usual now; a run may have a million rows between.
@@ -169,20 +170,20 @@ class Health:
         asked = routers[:, : mixture.experts]
         if mixture.experts == mixture.top_k or not asked.sum():
             return
-        # A token's top_k assignments go to different experts, so the busiest top_k can have all of them: 1 is collapse.
-        fractions = asked.topk(mixture.top_k, 1).values.sum(1) / asked.sum(1)
-        now = (fractions >= COLLAPSED).nonzero().flatten().tolist()
-        self._collapsed = {layer: self._collapsed.get(layer, 0) + 1 for layer in now}
-        collapsed = [layer for layer, steps in self._collapsed.items() if steps >= COLLAPSED_STEPS]
-        if collapsed:
+        # A token's top_k assignments go to different experts, so the busiest top_k can have all of them.
+        self._fractions.append(asked.topk(mixture.top_k, 1).values.sum(1) / asked.sum(1))
+        even = mixture.top_k / mixture.experts
+        lately = torch.stack(list(self._fractions)).mean(0)
+        collapsed = (lately >= even + COLLAPSED * (1 - even)).nonzero().flatten().tolist()
+        if collapsed and len(self._fractions) == COLLAPSED_STEPS:
             yield (
                 "collapsed routers",
                 f"routers of {_layers(collapsed, mixture)} have collapsed: {mixture.top_k} of {mixture.experts} "
-                f"experts had over {COLLAPSED:.0%} of the tokens for {COLLAPSED_STEPS} steps; "
-                f"{_balance(mixture)}",
+                f"experts had {lately[collapsed].min():.0%} or more of the assignments of the last {COLLAPSED_STEPS} "
+                f"steps; {_balance(mixture)}",
             )
         # Of a collapsed layer there is more to say than that.
-        layers = [layer for layer in dead.any(1).nonzero().flatten().tolist() if layer not in self._collapsed]
+        layers = [layer for layer in dead.any(1).nonzero().flatten().tolist() if layer not in collapsed]
         if layers:
             number = int(dead[layers].sum())
             some = f"{number} expert{'s have' if number > 1 else ' has'}"
