@@ -34,7 +34,9 @@ def command(
     layout: Annotated[str | None, typer.Option(help="Layout in place of the run file's, e.g. dp=2,tp=2,pp=2.")] = None,
     model: Annotated[str | None, typer.Option(help="Model in place of the run file's: a name or a TOML file.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="Change one field: training.steps=20.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start anew in a folder that holds a run.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Start anew in a folder that holds a run, also a finished one.")
+    ] = False,
     count_communication: Annotated[
         bool, typer.Option("--count-communication", help="Count what ranks communicate, beside what is predicted.")
     ] = False,

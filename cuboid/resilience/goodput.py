@@ -130,7 +130,10 @@ class Attempt:
 
 
 def note_attempt(folder: Path, attempt: Attempt) -> None:
-    (folder / ATTEMPT).write_text(json.dumps(asdict(attempt)))
+    """By a rename: ranks that torchrun started may read it at this very moment."""
+    aside = folder / f".{ATTEMPT}.writing"
+    aside.write_text(json.dumps(asdict(attempt)))
+    os.replace(aside, folder / ATTEMPT)
 
 
 def find_attempt(heartbeat: Heartbeat) -> Attempt:

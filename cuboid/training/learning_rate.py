@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from cuboid.spec.plugin import load_plugin, resolve_here
+from cuboid.spec.run import Run
 from cuboid.spec.training import LearningRateSpec
 
 
@@ -26,3 +27,27 @@ def learning_rate(spec: LearningRateSpec, step: int, steps: int) -> float:
         progress = (step + 1 - (steps - decay)) / decay
         return spec.peak - (spec.peak - minimum) * min(1.0, max(0.0, progress))
     return spec.peak
+
+
+def tell_change(old: Run, new: Run, done: int) -> str:
+    """What becomes of the learning rate where a run resumes after `done` steps with more steps, or another schedule,
+    than it was saved with; empty: nothing changes."""
+    before, after = vars(old.learning_rate), vars(new.learning_rate)
+    changed = [
+        f"learning_rate.{name}={after[name]} (was {before[name]})" for name in after if after[name] != before[name]
+    ]
+    if new.training.steps != old.training.steps:
+        changed.insert(0, f"training.steps={new.training.steps} (was {old.training.steps})")
+    if not changed or done >= new.training.steps:
+        return ""
+    spec = new.learning_rate
+    ways = {
+        "cosine": "the cosine schedule ends at the last step as it is now",
+        "wsd": "the decay ends at the last step as it is now",
+        "constant": "the schedule is constant",
+    }
+    way = f"{spec.python} decides" if spec.python else ways[spec.schedule]
+    last = learning_rate(old.learning_rate, done - 1, old.training.steps)
+    now = learning_rate(spec, done, new.training.steps)
+    told = f"the learning rate of step {done} was {last:.3g}, of step {done + 1} it is {now:.3g}"
+    return f"{', '.join(changed)}: {way}; {told}"

@@ -24,6 +24,7 @@ from cuboid.readers import Unreadable, parse_toml
 from cuboid.secure_channel import NAME as SECRET
 from cuboid.spec.run import Run, build_run, dump_run, load_run
 from cuboid.telemetry.rows import metric_rows
+from cuboid.training.learning_rate import tell_change
 
 RUN_FILE = "run.toml"
 BACKEND = "backend.json"
@@ -136,10 +137,12 @@ def _check_past(run: Run, folder: Path) -> str:
     # Names and sizes only: the ranks compare checksums as they read.
     _, manifest, _ = newest_whole(checkpoint_folder(run), contents=False)
     if manifest is None:
-        if newest_in_memory(run):
+        if newest_in_memory(run) or not known:
             return ""
-        return f"{folder} has no whole checkpoint: starting anew from step 0" if known else ""
-    check_same_training(build_run(parse_toml(manifest.run)), run)
+        _keep_finished(load_run(folder / RUN_FILE), run)
+        return f"{folder} has no whole checkpoint: starting anew from step 0"
+    saved = build_run(parse_toml(manifest.run))
+    check_same_training(saved, run)
     # The cursor in a checkpoint counts samples; of other data it would point at something else.
     if manifest.data != data_identity(run):
         sources = ", ".join(run.data.sources)
@@ -147,7 +150,17 @@ def _check_past(run: Run, folder: Path) -> str:
             f"data.source={sources} holds other samples than it did when step {manifest.step} was saved in "
             f"{checkpoint_folder(run)}; use the same data, another output.folder, or --overwrite"
         )
-    return ""
+    return tell_change(saved, run, manifest.step)
+
+
+def _keep_finished(old: Run, new: Run) -> None:
+    """Of a finished run whose folder has nothing to resume from, training again would drop every row."""
+    done = last_row(new)
+    if done >= old.training.steps:
+        raise UserError(
+            f"output.folder={new.output.folder} holds a run that finished its {done} steps, and no checkpoint to "
+            f"resume from; use another output.folder, or --overwrite to train it anew"
+        )
 
 
 def _clear(run: Run, folder: Path) -> None:

@@ -107,3 +107,12 @@ def test_damaged_books_are_no_reason_to_stop(tmp_path: Path) -> None:
     assert read_spent(tmp_path) is None
     Goodput(tmp_path, [{"step": 1}, {"step": 2, "spent": {"unknown": 1}}], 2, Heartbeat())
     assert read_spent(tmp_path) is not None
+
+
+def test_who_reads_an_attempt_while_it_is_noted_finds_the_old_one_or_the_new(tmp_path: Path) -> None:
+    """Ranks that torchrun started read it while the first of them writes it."""
+    note_attempt(tmp_path, Attempt(1.0, 1.0))
+    with (tmp_path / "attempt.json").open() as old:
+        note_attempt(tmp_path, Attempt(2.0, 2.0))
+        assert json.loads(old.read()) == {"command": 1.0, "ranks": 1.0}
+    assert [path.name for path in tmp_path.iterdir()] == ["attempt.json"]

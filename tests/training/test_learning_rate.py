@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cuboid.spec.run import Run, build_run
 from cuboid.spec.training import LearningRateSpec
-from cuboid.training.learning_rate import learning_rate
+from cuboid.training.learning_rate import learning_rate, tell_change
 
 SCHEDULES = ("cosine", "wsd", "constant")
 
@@ -83,3 +84,33 @@ def test_rates_rise_to_the_peak_and_fall_to_the_minimum(
     assert all(after <= before + 1e-12 for before, after in pairwise(falling))
     if warmup <= steps - 2:
         assert found[-1] == pytest.approx(ratio, abs=1e-12)
+
+
+def saved_and_resumed(before: list[str], now: list[str]) -> tuple[Run, Run]:
+    return tuple(build_run({"model": "tiny-llama"}, overrides) for overrides in (before, now))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "way"),
+    [
+        ("cosine", "the cosine schedule ends at the last step as it is now"),
+        ("wsd", "the decay ends at the last step as it is now"),
+        ("constant", "the schedule is constant"),
+    ],
+)
+def test_more_steps_say_what_becomes_of_the_learning_rate(schedule: str, way: str) -> None:
+    same = f"learning_rate.schedule={schedule}"
+    old, new = saved_and_resumed([same, "training.steps=100"], [same, "training.steps=200"])
+    last = learning_rate(old.learning_rate, 99, 100)
+    following = learning_rate(new.learning_rate, 100, 200)
+    assert tell_change(old, new, 100) == (
+        f"training.steps=200 (was 100): {way}; the learning rate of step 100 was {last:.3g}, "
+        f"of step 101 it is {following:.3g}"
+    )
+
+
+def test_another_peak_is_said_and_nothing_is_said_of_what_stays() -> None:
+    old, new = saved_and_resumed(["learning_rate.peak=1e-3"], ["learning_rate.peak=1e-2", "layout=dp=2"])
+    assert tell_change(old, new, 50).startswith("learning_rate.peak=0.01 (was 0.001): the cosine")
+    assert tell_change(old, old, 50) == ""
+    assert tell_change(old, new, 100) == "", "all steps are done"

@@ -153,3 +153,18 @@ def test_more_is_added_to_the_last_row_and_writing_continues_after_it(tmp_path: 
 def test_names_of_layers_in_a_row() -> None:
     assert layer_names("activation_rms", 3) == ["0", "1", "2"]
     assert layer_names("gradient_norm", 4) == ["embedding", "0", "1", "head"]
+
+
+def test_a_finished_run_without_checkpoints_is_not_written_over(tmp_path: Path) -> None:
+    prepare_folder(run_in(tmp_path, steps=2))
+    rows = '{"step": 1, "loss": 5.0}\n{"step": 2, "loss": 4.0}\n'
+    (tmp_path / "metrics.jsonl").write_text(rows[: rows.index("\n") + 1])
+    assert "starting anew" in prepare_folder(run_in(tmp_path, steps=2)), "one step is missing: it may start again"
+    (tmp_path / "metrics.jsonl").write_text(rows)
+    for steps in (2, 9):
+        with pytest.raises(UserError, match=r"holds a run that finished its 2 steps, and no checkpoint .*--overwrite"):
+            prepare_folder(run_in(tmp_path, steps=steps))
+        assert (tmp_path / "metrics.jsonl").read_text() == rows
+        assert load_run(tmp_path / "run.toml").training.steps == 2
+    prepare_folder(run_in(tmp_path), overwrite=True)
+    assert not (tmp_path / "metrics.jsonl").exists()
