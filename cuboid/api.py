@@ -121,14 +121,17 @@ def _script_not_run_again() -> Iterator[None]:
             main["__file__"] = file
 
 
-def train(run: RunLike, *changes: str, overwrite: bool = False, quiet: bool = False) -> Trained:
+def train(
+    run: RunLike, *changes: str, overwrite: bool = False, quiet: bool = False, oversubscribe: bool = False
+) -> Trained:
     """Train to the last step, from the newest checkpoint of the run's folder if there is one. Under torchrun every
-    process calls it, and returns when the training has ended."""
+    process calls it, and returns when the training has ended. `oversubscribe`: start also where less memory is free
+    than ranks seem to take."""
     from cuboid.launch.start import train_run
 
     made = make_run(run, *changes)
     with _script_not_run_again():
-        outcome = train_run(made, overwrite=overwrite, quiet=quiet)
+        outcome = train_run(made, overwrite=overwrite, quiet=quiet, oversubscribe=oversubscribe)
     return Trained(made, Path(made.output.folder), outcome.preempted)
 
 

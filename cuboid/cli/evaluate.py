@@ -43,6 +43,9 @@ def command(
         str, typer.Option(help="nccl, gloo or auto: NCCL on GPUs, also where ranks share one.")
     ] = "auto",
     tokenizer: Annotated[str | None, typer.Option(help="byte, or a tokenizer.json in place of the model's.")] = None,
+    oversubscribe: Annotated[
+        bool, typer.Option("--oversubscribe", help="Start also where less memory is free than ranks seem to take.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Evaluate a trained model: perplexity and bits per byte of text, or choices by their likelihood.
@@ -103,7 +106,7 @@ def command(
         if not as_json:
             print(told["sentence"], file=sys.stderr, flush=True)
 
-    scores = start_scoring(spec, requests, joined)
+    scores = start_scoring(spec, requests, joined, oversubscribe)
     said["seconds"] = time.perf_counter() - start
     if choices is not None:
         accuracy = judge(questions, [score.likelihood for score in scores])

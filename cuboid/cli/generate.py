@@ -47,6 +47,9 @@ def command(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Add results as JSON Lines; a second run continues with it.")
     ] = None,
+    oversubscribe: Annotated[
+        bool, typer.Option("--oversubscribe", help="Start also where less memory is free than ranks seem to take.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, at the end.")] = False,
 ) -> None:
     """Generate text with a trained model. Seed and prompt decide the text, the layout only how fast it comes.
@@ -102,7 +105,9 @@ def command(
             print(told["sentence"], file=sys.stderr, flush=True)
 
     if left:
-        start_generation(spec, [requests[each.number] for each in left], sampling, found.words, texts.hear, joined)
+        start_generation(
+            spec, [requests[each.number] for each in left], sampling, found.words, texts.hear, joined, oversubscribe
+        )
     _conclude(rows, texts, len(given) - len(left), output, as_json, backend_used)
 
 

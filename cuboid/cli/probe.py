@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cuboid.probe.expected import Expected
     from cuboid.probe.samples import Sample
 
-OF_A_MEASUREMENT = ("output", "ranks", "seconds", "nodes", "rendezvous", "interface", "backend")
+OF_A_MEASUREMENT = ("output", "ranks", "seconds", "nodes", "rendezvous", "interface", "backend", "oversubscribe")
 OF_A_JOB = ("layout", "model", "sequence", "micro_batch", "global_batch", "precision", "cluster")
 DAY = 86400.0
 
@@ -53,6 +53,9 @@ def command(
     cluster: Annotated[
         str | None, typer.Option(help="Of the job, for the prediction: a profile or a name such as h100x8.")
     ] = None,
+    oversubscribe: Annotated[
+        bool, typer.Option("--oversubscribe", help="Start also where less memory is free than ranks seem to take.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure matmuls, attention, memory and collectives with all ranks busy, and write a profile for the planner.
@@ -82,7 +85,7 @@ def command(
         table = {"model": model, "layout": wanted, "training": training, "data": {"source": "synthetic"}}
         _one_rank(build_run(table), rank, cluster, kind, as_json)
         return
-    _probe(output, ranks, seconds, nodes, rendezvous, interface, device, backend, as_json)
+    _probe(output, ranks, seconds, nodes, rendezvous, interface, device, backend, as_json, oversubscribe)
 
 
 def _device_type(device: str) -> str:
@@ -90,7 +93,7 @@ def _device_type(device: str) -> str:
 
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"device={device} is unknown; use auto, cpu or cuda")
-    return choose_device(device, 0).type
+    return choose_device(device, 0, "device").type
 
 
 def _probe(
@@ -103,7 +106,9 @@ def _probe(
     device: str,
     backend: Literal["auto", "nccl", "gloo"],
     as_json: bool,
+    oversubscribe: bool,
 ) -> None:
+    from cuboid.launch.capacity import check_ranks
     from cuboid.probe.hosts import Meeting, check_interface, interface_to, is_here, parse_rendezvous, run_probe
 
     meeting = None
@@ -126,6 +131,7 @@ def _probe(
     if backend == "nccl" and kind != "cuda":
         raise UserError("backend=nccl needs a GPU for every rank, and this host has none; use --backend auto or gloo")
     count = ranks or _default_ranks(kind)
+    check_ranks(count, f"ranks={count}", oversubscribe=oversubscribe)
 
     def tell(text: str) -> None:
         print(f"probe: {text}", file=sys.stderr, flush=True)

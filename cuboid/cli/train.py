@@ -58,6 +58,9 @@ def command(
     interface: Annotated[
         str | None, typer.Option(help="Where this node listens: an interface or address; default: towards HOST.")
     ] = None,
+    oversubscribe: Annotated[
+        bool, typer.Option("--oversubscribe", help="Start also where less memory is free than ranks seem to take.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print only one JSON object, at the end.")] = False,
 ) -> None:
     """Train a model on a layout. Ranks of this machine are started here; under torchrun or Slurm this process joins.
@@ -101,7 +104,7 @@ def command(
         else:
             _conclude(run, as_json)
 
-    if train_run(run, options, overwrite, as_json, conclude, announce).preempted:
+    if train_run(run, options, overwrite, as_json, conclude, announce, oversubscribe).preempted:
         raise SystemExit(REQUEUE)
 
 

@@ -11,7 +11,7 @@ import typer
 
 from cuboid.data.opened import check_data
 from cuboid.errors import UserError
-from cuboid.launch.once import Heard, Post, call_here, take_post
+from cuboid.launch.once import Heard, call_here, take_post
 from cuboid.launch.place import find_place, local_places
 from cuboid.launch.start import NodeOptions
 from cuboid.spec.layout import Layout
@@ -76,6 +76,9 @@ def command(
     interface: Annotated[
         str | None, typer.Option(help="Interface or address of this node; default: the one towards HOST.")
     ] = None,
+    oversubscribe: Annotated[
+        bool, typer.Option("--oversubscribe", help="Start also where less memory is free than ranks seem to take.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
     """Prove a layout: the loss, every gradient, the gradient norm and the parameters after clipped optimizer steps
@@ -96,12 +99,12 @@ def command(
             raise UserError(
                 "--resume starts other ranks for each layout; use it on one machine, without --nodes, torchrun or srun"
             )
-        return _verify_chain(chain_runs(resume, model, changed, steps, dtype, seed), as_json)
+        return _verify_chain(chain_runs(resume, model, changed, steps, dtype, seed), as_json, oversubscribe)
     run = verification_run(layout or "dp=2,tp=2,pp=2", model, changed, steps, dtype, seed)
     check_supported(run)
     check_provable(run)
     check_data(run)
-    post = take_post(run, options)
+    post = take_post(run, options, oversubscribe)
     heard = Heard(silent=as_json or not post.speaks)
     if not heard.silent:
         processes = f"{run.layout.world_size} processes"
@@ -116,19 +119,20 @@ def command(
     return 0 if verdict["passed"] else 1
 
 
-def _verify_chain(runs: list[Run], as_json: bool) -> int:
+def _verify_chain(runs: list[Run], as_json: bool, oversubscribe: bool) -> int:
     """Each layout in its own ranks; nothing passes from one to the next but what is on disk."""
     check_provable(runs[0], chain=True)
     check_data(runs[0])
+    posts = [take_post(run, NodeOptions(), oversubscribe) for run in runs]
     steps = runs[0].training.steps // len(runs)
     if not as_json:
         dtype = runs[0].training.precision
         print(f"{runs[0].model.name}, {steps} steps on each layout, against one uninterrupted process, {dtype}")
     losses, heard = [], Heard(silent=as_json)
     with TemporaryDirectory(prefix="cuboid-") as folder:
-        for index, run in enumerate(runs):
+        for index, (run, post) in enumerate(zip(runs, posts, strict=True)):
             leg = (run, folder, index * steps, (index + 1) * steps)
-            losses.append(Post(run).call("cuboid.verification.resume:train_leg", leg, heard))
+            losses.append(post.call("cuboid.verification.resume:train_leg", leg, heard))
         alone = local_places(1, 0, 1, "", 0, "")
         verdict = call_here(runs[0], alone, "cuboid.verification.resume:judge_chain", (runs, folder, losses))
     if as_json:

@@ -10,6 +10,7 @@ from cuboid.errors import UserError
 from cuboid.generate.batch import Event, Request
 from cuboid.generate.detokenizer import Words
 from cuboid.generate.evaluation import Score
+from cuboid.launch.capacity import check_generation
 from cuboid.launch.place import find_place
 from cuboid.launch.pool import Pool
 from cuboid.spec.generation import GenerationSpec, SamplingSpec
@@ -26,9 +27,11 @@ def start_generation(
     words: Words,
     heard: Callable[[list[Event]], None],
     joined: Callable[[dict[str, Any]], None] | None = None,
+    oversubscribe: bool = False,
 ) -> None:
-    """Returns when every request has its text. `joined`: as `Pool.run` has it."""
-    run_ranks("generate_rank", spec, (list(requests), sampling, words), heard, joined)
+    """Returns when every request has its text. `joined`: as `Pool.run` has it. `oversubscribe`: start also where less
+    memory is free than ranks seem to take."""
+    run_ranks("generate_rank", spec, (list(requests), sampling, words), heard, joined, oversubscribe)
 
 
 def run_ranks(
@@ -37,16 +40,18 @@ def run_ranks(
     arguments: tuple[Any, ...],
     heard: Callable[[Any], None],
     joined: Callable[[dict[str, Any]], None] | None = None,
+    oversubscribe: bool = False,
 ) -> None:
     """`name`, a function of this file, on every rank of the layout: here where that is one."""
     ranks = spec.layout.world_size
     if find_place(os.environ) is not None:
         raise UserError("torchrun or Slurm started this process as a rank, and generation starts its own; run it alone")
-    if spec.backend == "nccl":
+    if spec.backend == "nccl" or spec.device == "cuda":
         from cuboid.launch.backend import refuse_backend
         from cuboid.parallel.device import choose_device
 
-        refuse_backend(spec.backend, choose_device(spec.device, 0), "backend")
+        refuse_backend(spec.backend, choose_device(spec.device, 0, "device"), "backend")
+    check_generation(spec, oversubscribe)
     if ranks == 1:
         globals()[name](0, heard, spec, *arguments)
         return
@@ -91,7 +96,10 @@ def generate_rank(
 
 
 def start_scoring(
-    spec: GenerationSpec, requests: Sequence[Request], joined: Callable[[dict[str, Any]], None] | None = None
+    spec: GenerationSpec,
+    requests: Sequence[Request],
+    joined: Callable[[dict[str, Any]], None] | None = None,
+    oversubscribe: bool = False,
 ) -> list[Score]:
     """How likely the labels of each request are, in order. `joined`: as `Pool.run` has it."""
     found: dict[int, Score] = {}
@@ -100,7 +108,7 @@ def start_scoring(
         for score in scores:
             found[score.number] = found[score.number] + score if score.number in found else score
 
-    run_ranks("score_rank", spec, (list(requests),), heard, joined)
+    run_ranks("score_rank", spec, (list(requests),), heard, joined, oversubscribe)
     return [found[request.number] for request in requests]
 
 

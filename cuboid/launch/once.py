@@ -72,11 +72,12 @@ class Post(Role):
         return call_here(self.run, local_places(ranks, 0, ranks, "", 0, ""), function, arguments, joined)
 
 
-def take_post(run: Run, options: NodeOptions) -> Post:
+def take_post(run: Run, options: NodeOptions, oversubscribe: bool = False) -> Post:
     """Refuses what cannot work. The node at the rendezvous listens there when this returns."""
     nodes = find_nodes(run, options)
     place = find_place(os.environ) if nodes is None else None
     check_machine(run, place)
+    Post(run, place=place, nodes=nodes).check_room(oversubscribe)
     if nodes is None:
         return Post(run, place=place)
     return Post(run, nodes=nodes, listener=listen_if_host(nodes.endpoint, nodes.interface))

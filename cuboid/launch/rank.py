@@ -20,10 +20,11 @@ from cuboid.checkpoint.terms import FENCE
 from cuboid.console import say
 from cuboid.generate.samples import Sampler
 from cuboid.launch.backend import Joined, Wanted, join_world
+from cuboid.launch.capacity import allow_many_files
 from cuboid.launch.oom import told_when_short
 from cuboid.launch.place import Place, find_place
 from cuboid.launch.pool import follow_parent
-from cuboid.launch.rendezvous import allow_many_connections, reach_store
+from cuboid.launch.rendezvous import reach_store
 from cuboid.launch.watched import attempt, show, watched_by_the_first
 from cuboid.parallel.device import choose_device
 from cuboid.resilience.diagnosis import spans
@@ -119,7 +120,7 @@ def store_of(place: Place) -> Any:
     # torchrun's agent already listens there; else rank 0 does.
     serves = place.rank == 0 and not os.environ.get("TORCHELASTIC_RUN_ID")
     if serves:
-        allow_many_connections()
+        allow_many_files()
     store = TCPStore(place.master_address, place.master_port, place.world_size, serves, wait_for_workers=False)
     return PrefixStore(attempt(), store)
 

@@ -4,9 +4,7 @@ PyTorch's elastic agent runs the ranks of its own machine; which machines take p
 
 from __future__ import annotations
 
-import resource
 import socket
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +17,8 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
+from cuboid.launch.capacity import allow_many_files
+
 BACKEND = "cuboid"
 PATIENCE = timedelta(minutes=30)
 """How long a rank waits there for what others have to say, as PyTorch's groups do."""
@@ -27,18 +27,9 @@ PATIENCE = timedelta(minutes=30)
 def serve_store(listener: socket.socket) -> Any:
     """A store behind a socket that listens already: left to itself it would listen on every interface. It is gone when
     nobody refers to it any more."""
-    allow_many_connections()
+    allow_many_files()
     address, port = listener.getsockname()[:2]
     return TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-
-
-def allow_many_connections() -> None:
-    """Every rank connects to who serves the store, for its process groups and again for its checkpoints: 1,024 open
-    files, a usual limit, are used up by a few hundred ranks. The system's own limit is what may be asked for."""
-    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit != most:
-        with suppress(ValueError, OSError):  # some systems name a limit that they do not give
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def reach_store(address: str, port: int, attempt: str, patience: timedelta = PATIENCE) -> Any:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from cuboid.checkpoint.memory.folder import NODE, check_room
 from cuboid.data.opened import check_data
 from cuboid.errors import UserError, nearest_numbers, use
+from cuboid.launch.capacity import check_run
 from cuboid.launch.network import Endpoint, Interface, find_interface, listen_if_host, parse_endpoint
 from cuboid.launch.place import Place, find_place
 from cuboid.launch.supervisor import check_machine, start_training
@@ -119,6 +120,13 @@ class Role:
     listener: socket.socket | None = None
     """Of the node that leads first."""
 
+    def check_room(self, oversubscribe: bool) -> None:
+        """Refuse what this machine cannot start. Of ranks that somebody else started, that one has decided."""
+        if self.place is None:
+            check_run(
+                self.run, self.nodes.ranks if self.nodes is not None else self.run.layout.world_size, oversubscribe
+            )
+
     @property
     def speaks(self) -> bool:
         """Whether this process tells of the job, and prepares what it writes. Rank 0 belongs to it."""
@@ -175,15 +183,18 @@ def train_run(
     quiet: bool = False,
     conclude: Callable[[Outcome], None] = lambda outcome: None,
     announce: Callable[[str], None] = lambda past: None,
+    oversubscribe: bool = False,
 ) -> Outcome:
     """What cannot work is refused before any process starts and anything is written. Of the processes of a job, those
-    that speak for it check data and folder; `announce` is told there what the folder held, `conclude` how it ended."""
+    that speak for it check data and folder; `announce` is told there what the folder held, `conclude` how it ended.
+    `oversubscribe`: start also where less memory is free than ranks seem to take."""
     check_supported(run)
     check_trackers(run)
     if run.profile.steps:  # read as torch is loaded, here and in ranks: the profiler says when it starts and stops
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     role = take_role(run, options or NodeOptions())
     check_machine(run, role.place)
+    role.check_room(oversubscribe)
     check_room(run, role.fewest_nodes)
     if not role.speaks:
         outcome, tells = role.train(quiet=quiet)

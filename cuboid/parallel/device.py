@@ -12,10 +12,11 @@ from cuboid.errors import UserError
 warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there was no current CUDA context")
 
 
-def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """`auto` is a GPU where there is one; ranks share GPUs in turn where there are more ranks."""
+def choose_device(wanted: str, local_rank: int, field: str = "training.device") -> torch.device:
+    """`auto` is a GPU where there is one; ranks share GPUs in turn where there are more ranks. `field`: as
+    the user has named it."""
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise UserError("training.device=cuda but this machine has no usable GPU; use device=cpu or device=auto")
+        raise UserError(f"{field}=cuda but this machine has no usable GPU; use device=cpu or device=auto")
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank % torch.cuda.device_count())

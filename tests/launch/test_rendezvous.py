@@ -10,7 +10,8 @@ import pytest
 from torch.distributed import DistNetworkError, DistStoreError  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
 
-from cuboid.launch.rendezvous import BACKEND, allow_many_connections, reach_store, serve_store
+from cuboid.launch.capacity import allow_many_files
+from cuboid.launch.rendezvous import BACKEND, reach_store, serve_store
 
 SOON = timedelta(seconds=2)
 
@@ -57,7 +58,7 @@ def test_as_many_connections_as_the_system_allows() -> None:
     few = min(limit, 512)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
-        allow_many_connections()
+        allow_many_files()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, most))

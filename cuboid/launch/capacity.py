@@ -1,0 +1,174 @@
+"""Whether this machine can start so many ranks: refused in one sentence before the first of them is started.
+
+What a rank takes was measured with `cuboid train` on CPUs: 2 to 32 ranks of a tiny model, layouts of dp, tp and pp. The
+numbers are the least that was seen, so that nothing is refused that would have run."""
+
+from __future__ import annotations
+
+import os
+import resource
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from cuboid.errors import UserError
+from cuboid.spec.generation import GenerationSpec
+from cuboid.spec.run import Run
+
+PROCESS_BYTES = 69 << 20
+"""Memory that a rank has to itself (USS): 69 to 72 MiB."""
+SLOT_BYTES = 8 << 20
+"""What a rank of several adds to the shared memory of its machine's collectives: two slots of 4 MiB."""
+TASKS = 8
+"""Threads of a rank: 8 with one process group, 17 with three."""
+FILES, FILES_PER_RANK = 19, 7
+"""Open files of the process that starts ranks: 33 for two of them, 243 for 32. A rank has 22 and 5 for each rank."""
+WIDTHS = {"float64": 8, "float32": 4}
+"""Bytes of a number; others have two."""
+GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+ROOT = Path("/")
+UNLIMITED = 1 << 62
+
+
+@dataclass(frozen=True)
+class Room:
+    """What this machine still has."""
+
+    memory: int
+    """Bytes that processes may take."""
+    tasks: int
+    """Processes and threads."""
+    files: int
+    """Of one process."""
+
+
+def room_here(root: Path = ROOT) -> Room:
+    """`root`: where `proc` and `sys` are found."""
+    groups = [*_control_groups(root, "memory"), *_control_groups(root, "pids")]
+    memory, tasks = psutil.virtual_memory().available, _tasks_of_user()
+    for folder in groups:
+        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            # What files keep in memory is given back to who needs it.
+            free = _number(folder / limit) - _number(folder / used, 0) + _cached(folder)
+            memory = min(memory, max(0, free))
+        tasks = min(tasks, _number(folder / "pids.max") - _number(folder / "pids.current", 0))
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return Room(memory, tasks, UNLIMITED if files == resource.RLIM_INFINITY else files)
+
+
+def _control_groups(root: Path, kind: str) -> list[Path]:
+    """The folders of this process's control groups that may limit it, the outer ones too."""
+    found: list[Path] = []
+    with suppress(OSError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, kinds, name = line.split(":", 2)
+            if kinds and kind not in kinds.split(","):
+                continue
+            top = root / "sys/fs/cgroup" / (kind if kinds else "")
+            own = top / name.lstrip("/")
+            # A container sees its own group as the top one, whatever the name says.
+            found += [folder for folder in (own, *own.parents) if folder.is_relative_to(top)]
+    return list(dict.fromkeys(found))
+
+
+def _number(path: Path, missing: int = UNLIMITED) -> int:
+    """`max` and what is not there limit nothing."""
+    with suppress(OSError, ValueError):
+        return int(path.read_text())
+    return missing
+
+
+def _cached(folder: Path) -> int:
+    with suppress(OSError, ValueError):
+        facts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return int(facts.get("total_inactive_file") or facts.get("inactive_file") or 0)
+    return 0
+
+
+def _tasks_of_user() -> int:
+    """How many more this user may start; the system does not count those of root."""
+    limit = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+    if limit == resource.RLIM_INFINITY or not os.getuid():
+        return UNLIMITED
+    used = 0
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.uids().real == os.getuid():
+                used += process.num_threads()
+    return max(0, limit - used)
+
+
+def allow_many_files() -> None:
+    """Every rank connects to who serves the store, for its process groups and again for its checkpoints, and to the
+    ranks of its groups: 1,024 open files, a usual limit, are used up by a few hundred ranks. The system's own limit is
+    what may be asked for. Processes that are started later have it too."""
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != most:
+        with suppress(ValueError, OSError):  # some systems name a limit that they do not give
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def has_gpu() -> bool:
+    """Without torch, which takes seconds to import: whether there is a driver's device."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(Path(device).exists() for device in GPU_DEVICES)
+
+
+def state_bytes(run: Run) -> int:
+    """The least that weights, gradients and optimizer of all ranks take in host memory."""
+    layout, on_gpu = run.layout, run.training.device != "cpu" and has_gpu()
+    replicas = max(1, layout.dp * layout.cp // layout.ep)
+    width = WIDTHS.get(run.training.precision, 2)
+    # 16-bit weights come with the other 16 bits of their float32 master; moments are float32 then too.
+    wide = max(4, width)
+    weights = 0 if on_gpu else wide * (1 if layout.zero >= 3 else replicas)
+    gradients = 0 if on_gpu else width * (1 if layout.zero >= 2 else replicas)
+    moments = 2 * wide * (1 if layout.zero >= 1 else replicas)
+    if run.optimizer.is_own or (on_gpu and not layout.offload):
+        moments = 0
+    return run.model.parameters * (weights + gradients + moments)
+
+
+def check_run(run: Run, ranks: int, oversubscribe: bool = False) -> None:
+    """Refuse a training, or a proof, of which `ranks` ranks would start here. `oversubscribe`: try it with less memory
+    than it seems to take."""
+    held = state_bytes(run) * ranks // run.layout.world_size
+    check_ranks(ranks, f"layout={run.layout}", held, "weights, gradients and optimizer state", oversubscribe)
+
+
+def check_generation(spec: GenerationSpec, oversubscribe: bool = False) -> None:
+    held = spec.model.parameters * WIDTHS.get(spec.precision, 2) * max(1, spec.layout.dp // spec.layout.ep)
+    held = 0 if spec.device != "cpu" and has_gpu() else held
+    check_ranks(spec.layout.world_size, f"layout={spec.layout}", held, "weights", oversubscribe)
+
+
+def check_ranks(
+    ranks: int, called: str, held: int = 0, holding: str = "", oversubscribe: bool = False, room: Room | None = None
+) -> None:
+    """`called`: what asks for them, as the user wrote it. `held`: bytes that they hold beside their processes."""
+    allow_many_files()
+    room = room or room_here()
+    each = PROCESS_BYTES + (SLOT_BYTES if ranks > 1 else 0)
+    begins = f"{called} starts {ranks} rank{'s' if ranks > 1 else ''} on this machine"
+    least = (room.files - FILES) // FILES_PER_RANK
+    if ranks > 1 and ranks > least:
+        raise UserError(
+            f"{begins}, for which one process opens {FILES + FILES_PER_RANK * ranks} files and may open {room.files}; "
+            f"use at most {max(1, least)} ranks, more nodes, or a higher limit (ulimit -Hn)"
+        )
+    least = room.tasks // TASKS
+    if ranks > 1 and ranks > least:
+        raise UserError(
+            f"{begins}, which are {TASKS * ranks} processes and threads, and {max(0, room.tasks)} more may be started; "
+            f"use at most {max(1, least)} ranks, more nodes, or a higher limit (ulimit -u, pids.max)"
+        )
+    if oversubscribe or ranks * each + held <= room.memory:
+        return
+    parts = f"{each / 1e9:.2g} GB for each process" + (f" and {held / 1e9:.3g} GB of {holding}" if held else "")
+    fewer = (room.memory - held) // each
+    works = f"at most {fewer} ranks, " if 0 < fewer < ranks else "a smaller model, "
+    raise UserError(
+        f"{begins}, which take at least {(ranks * each + held) / 1e9:.3g} GB of memory ({parts}), and "
+        f"{room.memory / 1e9:.3g} GB are free; use {works}more nodes, or --oversubscribe to try it all the same"
+    )
