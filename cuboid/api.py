@@ -122,16 +122,21 @@ def _script_not_run_again() -> Iterator[None]:
 
 
 def train(
-    run: RunLike, *changes: str, overwrite: bool = False, quiet: bool = False, oversubscribe: bool = False
+    run: RunLike,
+    *changes: str,
+    overwrite: bool = False,
+    quiet: bool = False,
+    oversubscribe: bool = False,
+    take_over: bool = False,
 ) -> Trained:
     """Train to the last step, from the newest checkpoint of the run's folder if there is one. Under torchrun every
     process calls it, and returns when the training has ended. `oversubscribe`: start also where less memory is free
-    than ranks seem to take."""
+    than ranks seem to take. `take_over`: resume the checkpoints of another run in `checkpoint.folder` as this one's."""
     from cuboid.launch.start import train_run
 
     made = make_run(run, *changes)
     with _script_not_run_again():
-        outcome = train_run(made, overwrite=overwrite, quiet=quiet, oversubscribe=oversubscribe)
+        outcome = train_run(made, overwrite=overwrite, quiet=quiet, oversubscribe=oversubscribe, take_over=take_over)
     return Trained(made, Path(made.output.folder), outcome.preempted)
 
 

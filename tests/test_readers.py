@@ -70,6 +70,7 @@ ELSEWHERE = {
     "data/build.py": "a folder, to bring its names to the disk",
     "generate/kernels.py": "a file of the package",
     "kernels/pinned_memory.py": "memory without a file",
+    "launch/capacity.py": "what the system says of its limits",
     "launch/oom.py": "what the system says of this process",
     "launch/rank.py": "what the system says of its cores",
     "launch/supervisor.py": "what a rank of this job wrote as it ended",

@@ -15,6 +15,7 @@ import torch
 from cuboid.checkpoint.folder import checkpoint_path, prune, sweep
 from cuboid.checkpoint.location import Location
 from cuboid.checkpoint.manifest import Manifest, Place, StoredFile, data_file, read_manifest
+from cuboid.checkpoint.owner import Ownership
 from cuboid.checkpoint.shards import ShardedTensor
 from cuboid.checkpoint.state import Moments, generators, restore_generators, state_to_load, state_to_save
 from cuboid.checkpoint.storage import Reader, Staging, Writer, index_part, whole_index
@@ -63,9 +64,16 @@ def gather_index(staging: Staging, group: Coordination) -> bytes:
     return whole_index(group.gather(index_part(staging, group.rank)))
 
 
-def write(staging: Staging, target: Location, manifest: Manifest, index: bytes, group: Coordination) -> None:
+def write(
+    staging: Staging,
+    target: Location,
+    manifest: Manifest,
+    index: bytes,
+    group: Coordination,
+    ownership: Ownership | None = None,
+) -> None:
     """Every rank calls this with its state staged; when it returns the checkpoint is published. `index`: of all ranks,
-    on rank 0."""
+    on rank 0. `ownership`: of the folder it is published in."""
     writer = Writer(target, group.rank, manifest, staging)
     problem = group.broadcast(_problem(writer.open) if group.rank == 0 else "")
     if not problem:
@@ -75,7 +83,8 @@ def write(staging: Staging, target: Location, manifest: Manifest, index: bytes, 
         if group.rank == 0:
             files = {data_file(rank): file for rank, (_, file) in enumerate(told) if file is not None}
             first = next((said for said, _ in told if said), "")
-            problem = first or _problem(FENCE.check) or _problem(lambda: writer.publish(index, files))
+            problem = first or _problem(FENCE.check) or (_problem(ownership.check) if ownership else "")
+            problem = problem or _problem(lambda: writer.publish(index, files))
         problem = group.broadcast(problem)
     if problem:
         raise GivenUp(problem)
@@ -313,9 +322,16 @@ class BackgroundSaver(ABC):
 class Saver(BackgroundSaver):
     """The training waits for a save that takes longer than the steps between two."""
 
-    def __init__(self, engine: Engine, optimizer: Moments, folder: Location, group: Coordination) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        optimizer: Moments,
+        folder: Location,
+        group: Coordination,
+        ownership: Ownership | None = None,
+    ) -> None:
         super().__init__(engine, optimizer, group)
-        self._folder = folder
+        self._folder, self._ownership = folder, ownership
         self._own = Staging(kept_state(engine, optimizer), engine.device)
         self._bytes = self._sum_of_all(self._own.content.nbytes)
         self._index = gather_index(self._own, group)
@@ -335,7 +351,7 @@ class Saver(BackgroundSaver):
     def _keep(self, staging: Staging, manifest: Manifest) -> str:
         target = checkpoint_path(self._folder, manifest.step)
         try:
-            write(staging, target, manifest, self._index, self._group)
+            write(staging, target, manifest, self._index, self._group, self._ownership)
         except GivenUp:  # on all ranks
             if self._rank == 0:
                 with suppress(OSError):  # no rank writes any more, and a full disk needs the room

@@ -37,6 +37,9 @@ def command(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Start anew in a folder that holds a run, also a finished one.")
     ] = False,
+    take_over: Annotated[
+        bool, typer.Option("--take-over", help="Resume another run's checkpoints in checkpoint.folder as this run's.")
+    ] = False,
     count_communication: Annotated[
         bool, typer.Option("--count-communication", help="Count what ranks communicate, beside what is predicted.")
     ] = False,
@@ -104,7 +107,7 @@ def command(
         else:
             _conclude(run, as_json)
 
-    if train_run(run, options, overwrite, as_json, conclude, announce, oversubscribe).preempted:
+    if train_run(run, options, overwrite, as_json, conclude, announce, oversubscribe, take_over).preempted:
         raise SystemExit(REQUEUE)
 
 

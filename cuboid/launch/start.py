@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -184,10 +185,12 @@ def train_run(
     conclude: Callable[[Outcome], None] = lambda outcome: None,
     announce: Callable[[str], None] = lambda past: None,
     oversubscribe: bool = False,
+    take_over: bool = False,
 ) -> Outcome:
     """What cannot work is refused before any process starts and anything is written. Of the processes of a job, those
     that speak for it check data and folder; `announce` is told there what the folder held, `conclude` how it ended.
-    `oversubscribe`: start also where less memory is free than ranks seem to take."""
+    `oversubscribe`: start also where less memory is free than ranks seem to take. `take_over`: resume the
+    checkpoints of another run in `checkpoint.folder` as this one's."""
     check_supported(run)
     check_trackers(run)
     if run.profile.steps:  # read as torch is loaded, here and in ranks: the profiler says when it starts and stops
@@ -208,7 +211,7 @@ def train_run(
         check_optimizer(run)
     notes = _check_start(run, overwrite)
     try:
-        return _lead(role, notes, overwrite, quiet, conclude, announce)
+        return _lead(role, notes, overwrite, take_over, quiet, conclude, announce)
     except InUse:
         if role.nodes is None or not _is_led(run):
             raise
@@ -225,13 +228,22 @@ def _lead(
     role: TrainingRole,
     notes: list[str],
     overwrite: bool,
+    take_over: bool,
     quiet: bool,
     conclude: Callable[[Outcome], None],
     announce: Callable[[str], None],
 ) -> Outcome:
     run = role.run
-    with claimed(Path(run.output.folder)):
-        past = prepare_folder(run, overwrite)
+    with ExitStack() as claims:
+        claims.enter_context(claimed(Path(run.output.folder)))
+        # Stores have no locks: there the file that names the owner decides.
+        checkpoints = Path(run.checkpoint.folder) if "://" not in run.checkpoint.folder else Path()
+        known = run.checkpoint.folder and checkpoints.is_dir()
+        if known:
+            claims.enter_context(claimed(checkpoints, field="checkpoint.folder"))
+        past = prepare_folder(run, overwrite, take_over)
+        if not known and checkpoints.name:  # which is there now
+            claims.enter_context(claimed(checkpoints, field="checkpoint.folder"))
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
         announce(past)

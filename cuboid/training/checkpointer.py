@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from cuboid.checkpoint.memory.nodes import open_memory
 from cuboid.checkpoint.memory.restore import MemoryRestore
 from cuboid.checkpoint.memory.saver import MemorySaver
+from cuboid.checkpoint.owner import Ownership
 from cuboid.checkpoint.resume import begin_anew, resume
 from cuboid.checkpoint.save import Saver, SaveReport
 from cuboid.checkpoint.weights import start
@@ -25,11 +26,15 @@ class Checkpointer:
         self._engine, self._optimizer, self._quiet = engine, optimizer, quiet
         self._folder = checkpoint_folder(run)
         self._group = open_coordination(run.checkpoint.timeout_seconds)
+        self._ownership = Ownership(run, self._folder) if rank == 0 else None
+        self._check_ownership()
         nodes = open_memory(run, rank, self._group) if run.checkpoint.memory_every else None
         # Before the savers are made: reading ends with sweeping this node's memory, where they then make their slots.
         self.found = self._resume(MemoryRestore(nodes, self._group, last_row(run)) if nodes else None)
         """Steps done, as the run begins or continues."""
-        self.saver = Saver(engine, optimizer, self._folder, self._group) if run.checkpoint.every else None
+        self.saver: Saver | None = None
+        if run.checkpoint.every:
+            self.saver = Saver(engine, optimizer, self._folder, self._group, self._ownership)
         self.copies = MemorySaver(engine, optimizer, nodes, quiet) if nodes else None
         if not self.found:
             self._begin()
@@ -39,6 +44,11 @@ class Checkpointer:
         self.can_go_back = self.found > 0
         self._longest_step = 0.0
         self._warned = False
+
+    def _check_ownership(self) -> None:
+        """Rank 0 alone asks: where it ends, all end."""
+        if self._ownership is not None:
+            self._ownership.check()
 
     def _resume(self, in_memory: MemoryRestore | None = None) -> int:
         return resume(self._engine, self._optimizer, self._folder, self._group, self._quiet, in_memory)
@@ -69,6 +79,7 @@ class Checkpointer:
 
     def save(self, step: int) -> None:
         assert self.saver is not None
+        self._check_ownership()
         self.last_save = step
         self.saver.save(step)
 
@@ -84,6 +95,8 @@ class Checkpointer:
         reports = self.saver.finish() if self.saver is not None else []
         self._note(reports)
         kept = not any(report.warning for report in reports)
+        if not kept:
+            self._check_ownership()
         return reports + (self.copies.finish() if self.copies is not None else []), kept
 
     def _note(self, saves: Sequence[SaveReport]) -> None:

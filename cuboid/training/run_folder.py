@@ -15,7 +15,8 @@ from typing import Any
 
 from cuboid.checkpoint.folder import checkpoints, clear, newest_whole, step_of
 from cuboid.checkpoint.location import Location, locate
-from cuboid.checkpoint.memory.folder import IDENTITY, forget, newest_in_memory
+from cuboid.checkpoint.memory.folder import IDENTITY, forget, identity_of, newest_in_memory
+from cuboid.checkpoint.owner import Owner, own, read_owner
 from cuboid.checkpoint.terms import PATTERN as LEADERS
 from cuboid.console import say
 from cuboid.data.opened import data_identity
@@ -74,8 +75,9 @@ def last_row(run: Run) -> int:
     return last_step(Path(run.output.folder) / "metrics.jsonl")
 
 
-def check_same_training(old: Run, new: Run) -> None:
-    """To continue, layout, length, learning rate and output may change; what decides the numbers computed may not."""
+def check_same_training(old: Run, new: Run, owner: str = "") -> None:
+    """To continue, layout, length, learning rate and output may change; what decides the numbers computed may not.
+    `owner`: another run, of which this is the training only if the learning rate is the same too."""
     fixed = {
         "training.global_batch": (old.training.global_batch, new.training.global_batch),
         "training.sequence": (old.training.sequence, new.training.sequence),
@@ -86,28 +88,40 @@ def check_same_training(old: Run, new: Run) -> None:
         "data": (old.data, new.data),
         "optimizer": (old.optimizer, new.optimizer),
     }
+    if owner:
+        rates = (vars(old.learning_rate), vars(new.learning_rate))
+        fixed |= {f"learning_rate.{name}": (rates[0][name], rates[1][name]) for name in rates[1]}
+        fixed["training.gradient_clip"] = (old.training.gradient_clip, new.training.gradient_clip)
     # The first that differs is refused: one sentence, one setting to change.
     for name, (before, now) in fixed.items():
         if before != now:
-            pair = f"{name}={now} is not {before}," if isinstance(now, int | str) else f"{name} is not that"
+            simple = isinstance(now, float | int | str)
+            if owner:
+                pair = f"{name}={now} is not its {before}" if simple else f"{name} is not its"
+                raise UserError(
+                    f"checkpoint.folder={checkpoint_folder(new)} is that of {owner}, and {pair}; use "
+                    "another checkpoint.folder, the output.folder of that run to change it, training.start_from for "
+                    "its weights alone, or --take-over to resume it as it is given here"
+                )
+            pair = f"{name}={now} is not {before}," if simple else f"{name} is not that"
             raise UserError(
                 f"{pair} of the run in {new.output.folder}; use the same {name}, another output.folder, or --overwrite "
                 f"to start anew"
             )
 
 
-def prepare_folder(run: Run, overwrite: bool = False) -> str:
+def prepare_folder(run: Run, overwrite: bool = False, take_over: bool = False) -> str:
     """Claim the run's folder before any process starts. Another training there is refused by name, the same one goes
-    on; returns what there is to say of its past."""
+    on; returns what there is to say of its past. `take_over`: checkpoints of another run become this one's."""
     folder = Path(run.output.folder)
     said = ""
     try:
         if folder.exists() and not folder.is_dir():
             raise UserError(f"output.folder={folder} is a file; use the name of a folder")
         if overwrite:
-            _clear(run, folder)
+            _clear(run, folder, take_over)
         else:
-            said = _check_past(run, folder)
+            said = _check_past(run, folder, take_over)
             forget_reports(run)
         # Copies in memory of an earlier run would never be read again, and nobody else gives them back.
         if overwrite or not run.checkpoint.memory_every:
@@ -117,6 +131,7 @@ def prepare_folder(run: Run, overwrite: bool = False) -> str:
         aside = folder / f".{RUN_FILE}.{os.getpid()}"
         aside.write_text(dump_run(run))
         shutil.move(aside, folder / RUN_FILE)
+        own(run, checkpoint_folder(run))
     except OSError as error:
         raise UserError(f"output.folder={folder} cannot be written: {error.strerror}; use another folder") from None
     return said
@@ -127,13 +142,30 @@ def forget_reports(run: Run) -> None:
     _remove(Path(run.output.folder), REPORTS)
 
 
-def _check_past(run: Run, folder: Path) -> str:
+def _other_owner(run: Run) -> Owner | None:
+    """The run whose checkpoints lie in this one's folder, if it is another; with checkpoints from before runs said
+    so, one with another output folder."""
+    place = checkpoint_folder(run)
+    owner = read_owner(place)
+    if owner is not None:
+        return owner if owner.identity != identity_of(run) else None
+    _, manifest, _ = newest_whole(place, contents=False)
+    wrote = build_run(parse_toml(manifest.run)).output.folder if manifest is not None else run.output.folder
+    if manifest is None or wrote == run.output.folder or not run.checkpoint.folder:
+        return None
+    return Owner("", wrote, "", manifest.run)
+
+
+def _check_past(run: Run, folder: Path, take_over: bool = False) -> str:
     """Refuse what the folder, or the checkpoints there are, cannot continue with."""
     known = (folder / RUN_FILE).exists()
     if known:
         check_same_training(load_run(folder / RUN_FILE), run)
         for name in ("metrics.jsonl", EXPERTS):
             metric_rows(folder / name)  # ranks continue what is there: damage is said before they start
+    other = None if take_over else _other_owner(run)
+    if other is not None:
+        check_same_training(build_run(parse_toml(other.run)), run, other.named)
     # Names and sizes only: the ranks compare checksums as they read.
     _, manifest, _ = newest_whole(checkpoint_folder(run), contents=False)
     if manifest is None:
@@ -150,7 +182,8 @@ def _check_past(run: Run, folder: Path) -> str:
             f"data.source={sources} holds other samples than it did when step {manifest.step} was saved in "
             f"{checkpoint_folder(run)}; use the same data, another output.folder, or --overwrite"
         )
-    return tell_change(saved, run, manifest.step)
+    told = [f"resuming {other.named}"] if other is not None else []
+    return "; ".join([*told, *filter(None, [tell_change(saved, run, manifest.step)])])
 
 
 def _keep_finished(old: Run, new: Run) -> None:
@@ -163,10 +196,18 @@ def _keep_finished(old: Run, new: Run) -> None:
         )
 
 
-def _clear(run: Run, folder: Path) -> None:
+def _clear(run: Run, folder: Path, take_over: bool) -> None:
+    place = checkpoint_folder(run)
+    other = None if take_over else _other_owner(run)
+    if other is not None and checkpoints(place) and other.folder != os.path.abspath(run.output.folder):
+        raise UserError(
+            f"checkpoint.folder={place} is that of {other.named}, whose checkpoints --overwrite would remove; use "
+            "another checkpoint.folder, or --take-over too"
+        )
     for pattern in (*WRITTEN, REPORTS):
         _remove(folder, pattern)
-    clear(checkpoint_folder(run))
+    own(run, place)  # first, so that the folder of which the lock is held is not removed
+    clear(place)
 
 
 def _remove(folder: Path, pattern: str) -> None:
@@ -196,7 +237,7 @@ def try_claim(folder: Path) -> int | None:
 
 
 @contextmanager
-def claimed(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
+def claimed(folder: Path, patience: float = PATIENCE, field: str = "output.folder") -> Iterator[None]:
     """One run at a time in a folder: two that write the same checkpoints would each sweep away what the other writes.
     The system gives the claim back when this process ends, however it ends; file systems without locks have none."""
     handle: int | None = None
@@ -205,14 +246,14 @@ def claimed(folder: Path, patience: float = PATIENCE) -> Iterator[None]:
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         if handle is not None:
-            _lock(handle, folder, time.monotonic() + patience)
+            _lock(handle, folder, time.monotonic() + patience, field)
         yield
     finally:
         if handle is not None:
             os.close(handle)
 
 
-def _lock(handle: int, folder: Path, until: float) -> None:
+def _lock(handle: int, folder: Path, until: float, field: str) -> None:
     while True:
         # On the folder itself: no lock file stays behind, and the lock ends with the process.
         try:
@@ -221,7 +262,7 @@ def _lock(handle: int, folder: Path, until: float) -> None:
             if error.errno not in HELD:
                 return None
         if time.monotonic() >= until:
-            raise InUse(f"output.folder={folder} is in use by another run; stop that one, or use another folder")
+            raise InUse(f"{field}={folder} is in use by another run; stop that one, or use another folder")
         time.sleep(0.05)
 
 

@@ -1,0 +1,169 @@
+"""Two runs that name one `checkpoint.folder` never mix their checkpoints there, whatever kind of store it is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+
+from cuboid.checkpoint.folder import checkpoints, step_of
+from cuboid.checkpoint.location import Location, locate
+from cuboid.checkpoint.manifest import read_manifest
+from cuboid.checkpoint.owner import FILE, own, read_owner
+from cuboid.cli.main import main
+from cuboid.errors import UserError
+from cuboid.launch.pool import Pool
+from cuboid.readers import parse_toml
+from cuboid.spec.run import Run, build_run, dump_run
+from cuboid.training.run_folder import claimed, prepare_folder
+from tests.training.cases import short_run, train_rank
+
+
+@pytest.fixture(params=["path", "file", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    kinds = {"path": str(tmp_path / "kept"), "file": f"file://{tmp_path}/kept", "memory": f"memory://{uuid4().hex}"}
+    return kinds[request.param]
+
+
+def made(tmp_path: Path, name: str, store: str, *fields: str, layout: str = "dp=1") -> Run:
+    common = ("training.steps=4", "checkpoint.every=2", f"checkpoint.folder={store}")
+    return short_run(layout, str(tmp_path / name), *common, *fields)
+
+
+def held(store: str) -> list[tuple[int, float]]:
+    """Steps, and the learning rate of the run that saved each."""
+    found: list[Location] = checkpoints(locate(store))
+    runs = [build_run(parse_toml(read_manifest(each).run)) for each in found]
+    return [(step_of(each), run.learning_rate.peak) for each, run in zip(found, runs, strict=True)]
+
+
+def test_another_run_is_refused_and_the_first_unharmed(tmp_path: Path, store: str) -> None:
+    first = made(tmp_path, "first", store)
+    prepare_folder(first)
+    train_rank(0, first)
+    second = made(tmp_path, "second", store, "learning_rate.peak=1e-2", "training.steps=6")
+    sentence = r"is that of the run in .*/first of host .*, and learning_rate.peak=0.01 is not its 0.002; use another"
+    with pytest.raises(UserError, match=sentence):
+        prepare_folder(second)
+    assert not (tmp_path / "second" / "run.toml").exists()
+    with pytest.raises(UserError, match="whose checkpoints --overwrite would remove; use another"):
+        prepare_folder(second, overwrite=True)
+    assert held(store) == [(2, 0.002), (4, 0.002)]
+
+
+def test_who_has_saved_nothing_yet_is_not_mixed_with_either(tmp_path: Path, store: str) -> None:
+    first = made(tmp_path, "first", store)
+    prepare_folder(first)
+    second = made(tmp_path, "second", store, "learning_rate.peak=1e-2")
+    with pytest.raises(UserError, match="is that of the run in"):
+        prepare_folder(second)
+    # Both looked at the same moment, found nobody, and the second wrote last.
+    own(second, locate(store))
+    with pytest.raises(UserError, match=r"was taken over by the run in .*/second of host .*: this run ends"):
+        train_rank(0, first)
+    train_rank(0, second)
+    assert held(store) == [(2, 0.01), (4, 0.01)]
+
+
+TAKES_OVER = """
+from cuboid.spec.run import load_run
+from cuboid.checkpoint.location import locate
+from cuboid.checkpoint.owner import own
+from cuboid.training.callbacks import Callback
+
+class Other(Callback):
+    def on_step(self, trainer, step, result):
+        if step == 3:
+            own(load_run({file!r}), locate({store!r}))
+"""
+
+
+def test_a_run_that_is_taken_over_ends_at_its_next_save(tmp_path: Path, store: str) -> None:
+    second = made(tmp_path, "second", store)
+    file = tmp_path / "second.toml"
+    file.write_text(dump_run(second))
+    (tmp_path / "watch.py").write_text(TAKES_OVER.format(file=str(file), store=store))
+    first = made(tmp_path, "first", store, f"training.callbacks=python:{tmp_path}/watch.py:Other", "training.steps=8")
+    prepare_folder(first)
+    with pytest.raises(UserError, match=r"was taken over by the run in .*/second"):
+        train_rank(0, first)
+    assert held(store) == [(2, 0.002)], "nothing of the first beside what the second writes"
+
+
+def test_a_run_resumes_on_another_layout_and_from_another_output_folder(tmp_path: Path, pool: Pool) -> None:
+    store = f"file://{tmp_path}/kept"
+    first = made(tmp_path, "first", store)
+    prepare_folder(first)
+    train_rank(0, first)
+    second = made(tmp_path, "second", store, "training.steps=6", layout="dp=2")
+    said = prepare_folder(second)
+    assert said.startswith(f"resuming the run in {tmp_path}/first of host ") and "training.steps=6 (was 4)" in said
+    pool.run("tests.training.cases:train_rank", (second,), ranks=2)
+    assert [step for step, _ in held(store)] == [4, 6]
+    rows = [json.loads(line) for line in (tmp_path / "second/metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [5, 6]
+
+
+def test_its_own_run_may_change_its_learning_rate(tmp_path: Path, store: str) -> None:
+    first = made(tmp_path, "first", store)
+    prepare_folder(first)
+    train_rank(0, first)
+    changed = made(tmp_path, "first", store, "learning_rate.peak=1e-2", "training.steps=6")
+    assert "learning_rate.peak=0.01 (was 0.002)" in prepare_folder(changed)
+    train_rank(0, changed)
+    assert held(store) == [(4, 0.002), (6, 0.01)]
+    prepare_folder(changed, overwrite=True)
+    assert held(store) == [] and read_owner(locate(store)) is not None
+
+
+def test_a_person_may_take_over(tmp_path: Path, store: str) -> None:
+    first = made(tmp_path, "first", store)
+    prepare_folder(first)
+    train_rank(0, first)
+    second = made(tmp_path, "second", store, "learning_rate.peak=1e-2", "training.steps=6")
+    assert "learning_rate.peak=0.01 (was 0.002)" in prepare_folder(second, take_over=True)
+    train_rank(0, second)
+    assert held(store) == [(4, 0.002), (6, 0.01)]
+    third = made(tmp_path, "third", store)
+    prepare_folder(third, overwrite=True, take_over=True)
+    assert held(store) == []
+
+
+def test_checkpoints_of_runs_that_did_not_say_whose_they_are(tmp_path: Path, store: str) -> None:
+    first = made(tmp_path, "first", store)
+    train_rank(0, first)  # nobody prepared its folder
+    assert read_owner(locate(store)) is None
+    with pytest.raises(
+        UserError, match=r"is that of the run in .*/first, and learning_rate.peak=0.01 is not its 0.002"
+    ):
+        prepare_folder(made(tmp_path, "second", store, "learning_rate.peak=1e-2"))
+    assert prepare_folder(made(tmp_path, "third", store, "training.steps=6")).startswith("resuming the run in")
+
+
+def test_checkpoints_within_the_output_folder_need_no_word(tmp_path: Path) -> None:
+    run = short_run("dp=1", str(tmp_path / "run"), "training.steps=2", "checkpoint.every=2")
+    prepare_folder(run)
+    train_rank(0, run)
+    assert not (tmp_path / "run/checkpoints" / FILE).exists() and not (tmp_path / "run/identity").exists()
+
+
+def test_a_word_that_is_none(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text('{"identity": 3}')
+    with pytest.raises(UserError, match=r"owner.json does not say whose checkpoints these are .*; remove it"):
+        read_owner(locate(tmp_path))
+
+
+def test_two_at_once_on_one_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same settings, so that nothing but the lock tells them apart."""
+    monkeypatch.chdir(tmp_path)
+    fields = ["training.steps=1", "training.sequence=8", "training.device=cpu", "checkpoint.folder=kept"]
+    with claimed(tmp_path / "kept"):
+        assert main(["train", *(word for field in fields for word in ("--set", field))]) == 2
+    assert capsys.readouterr().err == (
+        "error: checkpoint.folder=kept is in use by another run; stop that one, or use another folder\n"
+    )
+    assert not list((tmp_path / "kept").iterdir())
