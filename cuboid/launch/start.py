@@ -237,13 +237,13 @@ def _lead(
     with ExitStack() as claims:
         claims.enter_context(claimed(Path(run.output.folder)))
         # Stores have no locks: there the file that names the owner decides.
-        checkpoints = Path(run.checkpoint.folder) if "://" not in run.checkpoint.folder else Path()
-        known = run.checkpoint.folder and checkpoints.is_dir()
+        named = run.checkpoint.folder if "://" not in run.checkpoint.folder else ""
+        known = named and Path(named).is_dir()
         if known:
-            claims.enter_context(claimed(checkpoints, field="checkpoint.folder"))
+            claims.enter_context(claimed(Path(named), field="checkpoint.folder"))
         past = prepare_folder(run, overwrite, take_over)
-        if not known and checkpoints.name:  # which is there now
-            claims.enter_context(claimed(checkpoints, field="checkpoint.folder"))
+        if named and not known:  # which is there now
+            claims.enter_context(claimed(Path(named), field="checkpoint.folder"))
         for note in notes:
             print(f"note: {note}", file=sys.stderr)
         announce(past)

@@ -167,3 +167,14 @@ def test_two_at_once_on_one_machine(
         "error: checkpoint.folder=kept is in use by another run; stop that one, or use another folder\n"
     )
     assert not list((tmp_path / "kept").iterdir())
+
+
+def test_stores_have_no_locks_and_nothing_else_is_locked_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    fields = ["training.steps=1", "training.sequence=8", "training.device=cpu", "checkpoint.every=1"]
+    fields.append(f"checkpoint.folder=file://{tmp_path}/kept")
+    with claimed(tmp_path), claimed(tmp_path / "kept"):
+        assert main(["train", *(word for field in fields for word in ("--set", field))]) == 0
+    assert [step for step, _ in held(f"file://{tmp_path}/kept")] == [1]
