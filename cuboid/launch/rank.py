@@ -179,9 +179,10 @@ def run_rank(run: Run, signals: Listener, quiet: bool = False, place: Place | No
         return outcome
     except Exception as error:
         folder = Path(run.output.folder)
-        folder.mkdir(parents=True, exist_ok=True)
         report = f"{what_went_wrong(error)}\n\n{traceback.format_exc()}"
-        (folder / f"failure-{place.rank:05d}.txt").write_text(report)
+        with suppress(OSError):  # what went wrong may be the folder
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"failure-{place.rank:05d}.txt").write_text(report)
         if place.world_size > 1:
             time.sleep(LINGER)
         raise

@@ -274,6 +274,7 @@ class Rows:
         self._path = path
         self._waiting = b""
         self._warned = False
+        self._of_a_run = (path.parent / RUN_FILE).exists()
         kept = [row for row in metric_rows(path) if row["step"] <= done] if done else []
         _replace(path, kept)
         # Unbuffered: a row is in the file, or at least with the system, before the next step begins.
@@ -285,9 +286,27 @@ class Rows:
         try:
             while self._waiting:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]
-            self._warned = False
+            if self._is_gone(row["step"]):
+                self._file.close()
+                self._file = self._path.open("ab", buffering=0)
+                self._warn(FileNotFoundError(errno.ENOENT, "it was removed, with its rows"))
+            else:
+                self._warned = False
         except OSError as error:
             self._warn(error)
+
+    def _is_gone(self, step: int) -> bool:
+        """Whether the file was removed. Without its folder a run ends: what it writes would be nowhere, or in a new
+        folder that does not say what run it is of."""
+        if _is_there(self._path):
+            return False
+        folder = self._path.parent
+        if not _is_there(folder) or (self._of_a_run and not _is_there(folder / RUN_FILE)):
+            raise UserError(
+                f"output.folder={folder} was removed, or unmounted, while the run trained, which ends after step "
+                f"{step}; use a folder that stays"
+            )
+        return True
 
     def add_to_last(self, name: str, values: list[Any]) -> None:
         """More for a list of the last row, which stands in the file already."""
@@ -311,6 +330,15 @@ class Rows:
             why = error.reason if isinstance(error, Unreadable) else error.strerror or error
             say(f"{self._path} cannot be written: {why}; the training continues", as_warning=True)
         self._warned = True
+
+
+def _is_there(path: Path) -> bool:
+    """An OSError if the file system does not say: it may come back."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def last_step(path: Path) -> int:

@@ -192,3 +192,19 @@ def test_communication_is_counted_beside_the_prediction(tmp_path: Path) -> None:
         steps = rows(folder / f"communication-{rank:05d}.jsonl")
         assert [row["step"] for row in steps] == [1, 2, 3]
         assert steps[0]["collectives"] == steps[1]["collectives"] == steps[2]["collectives"]
+
+
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2"])
+def test_a_run_whose_folder_vanishes_ends_with_a_sentence(tmp_path: Path, layout: str) -> None:
+    training = Training(tmp_path, layout, "checkpoint.every=5")
+    training.wait_for_a_step(3)
+    shutil.rmtree(tmp_path / "runs", ignore_errors=True)  # what is written at this moment may stay
+    shutil.rmtree(tmp_path / "runs", ignore_errors=True)
+    code, errors = training.end()
+    assert code == 2
+    assert re.fullmatch(
+        r"(warning: .*\n)*error: output.folder=runs/default was removed, or unmounted, while the run trained, "
+        r"which ends after step \d+; use a folder that stays\n",
+        errors,
+    ), errors
+    training.assert_nothing_is_left()

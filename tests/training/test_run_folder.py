@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -168,3 +169,31 @@ def test_a_finished_run_without_checkpoints_is_not_written_over(tmp_path: Path) 
         assert load_run(tmp_path / "run.toml").training.steps == 2
     prepare_folder(run_in(tmp_path), overwrite=True)
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_file_of_rows_that_is_removed_is_begun_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rows = Rows(path)
+    rows.append({"step": 1})
+    path.unlink()
+    rows.append({"step": 2})
+    rows.append({"step": 3})
+    rows.close()
+    assert [row["step"] for row in metric_rows(path)] == [3]
+    assert capsys.readouterr().err.count("it was removed, with its rows; the training continues") == 1
+
+
+@pytest.mark.parametrize("made_again", [False, True])
+def test_without_its_folder_a_run_ends(tmp_path: Path, made_again: bool) -> None:
+    """A save that is written meanwhile may make the folder again; the run file does not come back."""
+    folder = tmp_path / "run"
+    prepare_folder(run_in(folder))
+    rows = Rows(folder / "metrics.jsonl")
+    rows.append({"step": 1})
+    shutil.rmtree(folder)
+    if made_again:
+        (folder / "checkpoints").mkdir(parents=True)
+    with pytest.raises(
+        UserError, match=r"run was removed, or unmounted, while the run trained, which ends after step 2"
+    ):
+        rows.append({"step": 2})
