@@ -15,7 +15,7 @@ from cuboid.launch.jobs import ray, skypilot, slurm
 from cuboid.launch.jobs.job import PORT, Job, grace_seconds, make_job, one_line
 from cuboid.launch.jobs.kubernetes import PodOptions, job_manifest, train_job_manifest
 from cuboid.readers import write_output
-from cuboid.spec.run import load_run
+from cuboid.spec.run import check_chosen, load_run
 
 Scheduler = Literal["slurm", "kubernetes", "skypilot", "ray"]
 
@@ -105,6 +105,7 @@ def command(
     options = _options(scheduler, {option: value for option, value in said.items() if option in BELONGS})
     changes = tuple(overrides or ())
     run = load_run(file, changes)
+    check_chosen(run)
     seconds, why = (grace, "as asked") if grace is not None else grace_seconds(run)
     job = make_job(
         run,

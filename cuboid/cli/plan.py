@@ -183,7 +183,10 @@ def show(console: Console, plans: list[Plan], written: Path | None = None, token
         console.print(f"! {warning}", style="yellow")
     if written is not None:
         console.print(f"written: {written} (cuboid explain, simulate, export or train it)")
-        console.print("before you train it, choose data.source, training.steps and the others its first lines name")
+        console.print(
+            "before you train it, choose the data (data.source), the steps (training.steps), when to save "
+            "(checkpoint.every) and the others its first lines name"
+        )
 
 
 def answer_generation(

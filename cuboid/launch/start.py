@@ -22,7 +22,7 @@ from cuboid.launch.place import Place, find_place
 from cuboid.launch.supervisor import check_machine, start_training
 from cuboid.resilience.replan import Replanner
 from cuboid.spec.layout import require_positive
-from cuboid.spec.run import Run, check_supported, dump_run
+from cuboid.spec.run import Run, check_chosen, check_supported, dump_run
 from cuboid.training.run_folder import InUse, checkpoint_folder, claimed, prepare_folder
 from cuboid.training.trackers import check_trackers
 
@@ -191,6 +191,7 @@ def train_run(
     that speak for it check data and folder; `announce` is told there what the folder held, `conclude` how it ended.
     `oversubscribe`: start also where less memory is free than ranks seem to take. `take_over`: resume the
     checkpoints of another run in `checkpoint.folder` as this one's."""
+    check_chosen(run)
     check_supported(run)
     check_trackers(run)
     if run.profile.steps:  # read as torch is loaded, here and in ranks: the profiler says when it starts and stops

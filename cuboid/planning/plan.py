@@ -21,8 +21,9 @@ from cuboid.planning.refine import Refined
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.coding import convert, decode, encode
 from cuboid.spec.layout import Layout
+from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import OutputSpec, Run, dump_run, load_run
-from cuboid.spec.training import TrainingSpec
+from cuboid.spec.training import OWN_DATA, TO_CHOOSE, DataSpec, TrainingSpec
 
 GIB = 2**30
 
@@ -111,8 +112,10 @@ class Plan(Refined):
         )
         if self.train_tokens:
             training = replace(training, steps=ceil(self.train_tokens / (question.global_batch * question.sequence)))
-        output = OutputSpec(folder=f"runs/{question.model.name}")
-        return Run(model=question.model, layout=self.layout, training=training, output=output, plan=_table(self))
+        own = question.model if isinstance(question.model, PythonModelSpec) else None
+        data = DataSpec(source=OWN_DATA if own is not None and own.built.data is not None else TO_CHOOSE)
+        output, table = OutputSpec(folder=f"runs/{question.model.name}"), _table(self)
+        return Run(model=question.model, layout=self.layout, training=training, data=data, output=output, plan=table)
 
 
 def dump_plan(plan: Plan) -> str:
@@ -124,9 +127,9 @@ def to_choose(run: Run) -> list[str]:
     """What a person decides before training: these values are only defaults."""
     return [
         f"Choose before you train: data.source (now {run.data.source}), training.steps (now {run.training.steps:,}), "
-        f"learning_rate.peak (now {run.learning_rate.peak:g}),",
-        f"learning_rate.warmup_steps (now {run.learning_rate.warmup_steps}), when to save ([checkpoint]) and "
-        f"output.folder (now {run.output.folder}).",
+        f"checkpoint.every (now {run.checkpoint.every}: nothing is saved),",
+        f"learning_rate.peak (now {run.learning_rate.peak:g}), learning_rate.warmup_steps (now "
+        f"{run.learning_rate.warmup_steps}) and output.folder (now {run.output.folder}).",
     ]
 
 

@@ -34,6 +34,7 @@ from cuboid.spec.model import ModelSpec
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.training import (
     OWN_DATA,
+    TO_CHOOSE,
     DataSpec,
     EvaluationSpec,
     LearningRateSpec,
@@ -409,6 +410,16 @@ def _literal(text: str) -> object:
         return parse_toml(f"value = {text}")["value"]
     except ValueError:
         return text
+
+
+def check_chosen(run: Run) -> None:
+    """A plan knows nothing of the data: what it left to choose is not guessed."""
+    if TO_CHOOSE in run.data.sources:
+        raise UserError(
+            f"data.source={TO_CHOOSE} is no data: a plan chooses the layout alone; use --set data.source=STORE (cuboid "
+            f"data build makes one, and python-stdlib is on every machine), and choose training.steps (now "
+            f"{run.training.steps:,}) and checkpoint.every (now {run.checkpoint.every})"
+        )
 
 
 def check_supported(run: Run) -> None:

@@ -197,6 +197,8 @@ class LearningRateSpec:
 
 OWN_DATA = "model"
 """The source of a model of one's own that brings its data set."""
+TO_CHOOSE = "to-choose"
+"""The source of a plan, which chooses a layout and no data: a person decides, and until then it does not train."""
 BUILT_IN = ("python-stdlib", "synthetic")
 """Sources that need no file: bytes of the standard library's own source; random tokens with masked labels."""
 
@@ -252,7 +254,7 @@ class DataSpec:
             raise UserError(
                 'data.mixture={} names no source; write mixture = { "stores/web" = 0.7, "stores/code" = 0.3 }'
             )
-        if self.source != "python-stdlib":
+        if self.source not in ("python-stdlib", TO_CHOOSE):
             raise UserError(f"data.source={self.source} and data.mixture both name sources; use one of them")
         for name, weight in mixture.items():
             if weight <= 0:

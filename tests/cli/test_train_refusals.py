@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cuboid.cli.main import main
+from cuboid.spec.training import DataSpec
 
 MIXTURE = [f"model.mixture.{field}" for field in ("experts=4", "top_k=2", "expert_ffn=64")]
 
@@ -27,6 +28,22 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     assert shown.err.startswith("error: ") and shown.err.count("\n") == 1
     assert sorted(Path().rglob("*")) == before
     return shown.err.removeprefix("error: ").strip()
+
+
+def test_a_plan_is_not_trained_on_data_that_nobody_chose(capsys: pytest.CaptureFixture[str]) -> None:
+    question = ["tiny-llama", "cpux2", "--global-batch", "4", "--seq", "16", "--precision", "float32"]
+    assert main(["plan", *question, "-o", "plan.toml"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "choose the data (data.source), the steps (training.steps), when to save (checkpoint.every)" in told
+    assert "python-stdlib" not in Path("plan.toml").read_text()
+    assert refused(capsys, "plan.toml") == (
+        "data.source=to-choose is no data: a plan chooses the layout alone; use --set data.source=STORE (cuboid data "
+        "build makes one, and python-stdlib is on every machine), and choose training.steps (now 100) and "
+        "checkpoint.every (now 0)"
+    )
+    assert DataSpec(source="to-choose", mixture={"synthetic": 1.0}).sources == ("synthetic",), "a mixture is a choice"
+    chosen = overrides("data.source=synthetic", "training.steps=1", "training.device=cpu")
+    assert main(["train", "plan.toml", "--layout", "dp=1", *chosen]) == 0
 
 
 def overrides(*fields: str) -> list[str]:

@@ -232,12 +232,15 @@ def test_a_plan_knows_its_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[st
     plan = tmp_path / "plan.toml"
     assert main(["plan", "llama3-8b", "h100x64", "--global-batch", "128", "--seq", "4096", "-o", str(plan)]) == 0
     capsys.readouterr()
-    assert main(["launch", "skypilot", str(plan), "--bucket", "gs://b/r", "--json"]) == 0
+    assert main(["launch", "skypilot", str(plan), "--bucket", "gs://b/r", "--json"]) == 2
+    assert "data.source=to-choose is no data: a plan chooses the layout alone; use --set" in capsys.readouterr().err
+    data = ["--set", "data.source=stores/web"]
+    assert main(["launch", "skypilot", str(plan), "--bucket", "gs://b/r", "--json", *data]) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["nodes"], said["ranks_per_node"]) == (8, 8)
     assert "H100:8" in said["text"]
     assert "gcsfs" in said["text"]
-    assert main(["launch", "slurm", str(plan), "--time", "60", "--min-nodes", "5"]) == 0
+    assert main(["launch", "slurm", str(plan), "--time", "60", "--min-nodes", "5", *data]) == 0
     assert re.search(r"# Ranks .* With 5 of the nodes: dp=\d+", capsys.readouterr().out)
 
 

@@ -41,7 +41,12 @@ def run_page(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = ("--global-batch", 16, "--seq", 64, "--precision", "float32")
     made("plan", "tiny-llama", "cpux4", *sizes, "--fix", "dp=2,pp=2,schedule=1f1b", "-o", plan)
     fields = ("training.steps=16", "training.device=cpu", "output.keep_timing=true", f"output.folder={run}")
-    fields += ("checkpoint.every=8", "learning_rate.warmup_steps=5", "learning_rate.peak=0.003")
+    fields += (
+        "data.source=python-stdlib",
+        "checkpoint.every=8",
+        "learning_rate.warmup_steps=5",
+        "learning_rate.peak=0.003",
+    )
     made("train", plan, "--count-communication", *(word for field in fields for word in ("--set", field)))
     made("report", run, "-o", page)
     return page
