@@ -15,6 +15,7 @@ from cuboid.planning.export.engines import FIXED, export
 from cuboid.planning.plan import GIB, Plan, amount, dump_plan, error_line, losses
 from cuboid.planning.question import Question, parse_fixed, parse_memory, precision_on
 from cuboid.readers import write_output
+from cuboid.schedule.table import uncollected
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.model import ModelSpec, load_model
 
@@ -109,6 +110,7 @@ def _fixed(target: str | None, decided: dict[str, Any]) -> dict[str, Any]:
     return {**FIXED[target], **decided}
 
 
+@uncollected()
 def _answer(question: Question, objective: str, top: int, tokens: float | None, days: float | None) -> list[Plan]:
     if objective not in OBJECTIVES:
         raise UserError(f"unknown objective={objective}; use {' or '.join(nearest_names(objective, OBJECTIVES, 4))}")

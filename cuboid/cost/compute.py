@@ -246,8 +246,13 @@ def _attention(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine) -> tuple[Ar
 @recent
 def kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: str) -> Kernels:
     """Seconds of every part of one micro-batch on one rank."""
-    columns = (jobs.tp, jobs.cp, jobs.ep, jobs.micro_batch, jobs.sequence_parallel, adds_nothing(jobs))
+    columns = (jobs.tp, jobs.ep, *_decides_tokens(jobs), jobs.sequence_parallel, adds_nothing(jobs))
     return each_once(shape, jobs, columns, lambda some, _: _kernels(shape, some, chip, engine, precision))
+
+
+def _decides_tokens(jobs: Jobs) -> tuple[Array, ...]:
+    """The tokens of a micro-batch on a rank, or, where they are no whole number, what they follow from."""
+    return (jobs.cp, jobs.micro_batch) if np.any(jobs.tokens % 1) else (jobs.tokens,)
 
 
 def _kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: str) -> Kernels:

@@ -120,8 +120,8 @@ def fastest_part(plan: Plan) -> Plan | None:
     for _, smaller in sooner[:2]:
         scores = search(smaller, smaller.cluster.accelerators, keep=SCORED, distinct=True, slowest=slowest)
         for entry in finalists(smaller, scores, 1):
-            part = planned(smaller, entry)
-            if part.seconds < min(0.99 * plan.seconds, best.seconds if best else float("inf")):
+            soon = min(0.99 * plan.seconds, best.seconds if best else float("inf"))
+            if entry.seconds < soon and (part := planned(smaller, entry)).seconds < soon:
                 best = part
     return best
 

@@ -49,8 +49,9 @@ EMPTY = 1_000
 GUESSED = 10_000
 """Shapes that are brought into the order of what they are likely to take."""
 Possible = Callable[[Question, Space], NDArray[np.bool_]]
-FIRST, AT_ONCE = 4_000, 250_000
-"""Layouts looked at before anything is known of what is good, and together at most."""
+FIRST, FEWER, AT_ONCE = 4_000, 1_000, 250_000
+"""Layouts looked at before anything is known of what is good, where many are kept and where but the best is, and
+together at most."""
 KINDS = 12
 """Of recomputation and ZeRO together."""
 BOUNDED = 3_000_000
@@ -76,13 +77,16 @@ def search(
     every = every.take(np.flatnonzero(least_memory(question, every) <= question.limit))
     bound = np.concatenate([least_seconds(question, part, False) for part in chunks(every)])
     order = np.argsort(bound, kind="stable")
-    order = _likely_first(question, every, order[bound[order] <= slowest])
+    order = order[bound[order] <= slowest]
     sizes = _sizes(question, every)
+    first = FIRST if keep > 1 else FEWER
+    if np.sum(sizes[order]) > first:
+        order = _likely_first(question, every, order)
     best = score(question, every.take(order[:0]))
     batch, limit = 0, slowest
     while len(order):
         few = batch <= int(keep > 1 and slowest == float("inf")) or not np.isfinite(limit)
-        room = min(FIRST * 8**batch, AT_ONCE) if few else BOUNDED
+        room = min(first * 8**batch, AT_ONCE) if few else BOUNDED
         stop = max(int(np.searchsorted(np.cumsum(sizes[order]), room)), 1)
         for some in _with_contexts(question, every.take(order[:stop]), limit):
             found = _search_some(question, some, keep, objective, distinct, slowest, limit, mixes)
@@ -204,16 +208,14 @@ def _within(question: Question, space: Space, limit: float, mixes: bool) -> Spac
 def _soon(limit: float, mixes: bool, least: Callable[[Question, Space], Array]) -> Possible:
     """Whether so many seconds at least are within a limit."""
 
-    def soon(question: Question, space: Space) -> NDArray[np.bool_]:
+    def possible(question: Question, space: Space) -> NDArray[np.bool_]:
         if not np.isfinite(limit):
             return np.ones(len(space), dtype=bool)
-        return np.concatenate([least(question, part) <= limit * (1 + 1e-8) for part in chunks(space)])
-
-    def possible(question: Question, space: Space) -> NDArray[np.bool_]:
-        found = soon(question, space)
-        if mixes:
-            others = np.flatnonzero(~found & (space.columns["recompute"] >= least_kind(question)))
-            found[others] = soon(question, lighter(space.take(others)))
+        heavy = np.flatnonzero((space.columns["recompute"] >= least_kind(question)) & mixes)
+        both = space.concatenated(lighter(space.take(heavy)))  # asked at once: most of the time goes to asking
+        soon = np.concatenate([least(question, part) <= limit * (1 + 1e-8) for part in chunks(both)])
+        found = soon[: len(space)]
+        found[heavy] |= soon[len(space) :]
         return found
 
     return possible

@@ -15,6 +15,8 @@ from itertools import pairwise
 from cuboid.errors import UserError
 from cuboid.schedule.table import Action, Kind, Schedule, uncollected
 
+FORWARD, BACKWARD, INPUT, WEIGHT = Kind  # by name, because looking one up in the enumeration takes longer
+
 # 1F1B: after a short warm-up every forward is followed by a backward (Narayanan et al. 2019, PipeDream-Flush).
 #
 # Rank i of p warms up with p - i - 1 forwards, so at most min(m, p - i) micro-batches are in flight on it.
@@ -25,8 +27,8 @@ def one_forward_one_backward(ranks: int, micro_batches: int) -> list[list[Action
 
 
 def _one_forward_one_backward_actions(rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    forwards = [Action(Kind.FORWARD, rank, batch) for batch in range(micro_batches)]
-    backwards = [Action(Kind.BACKWARD, rank, batch) for batch in range(micro_batches)]
+    forwards = [Action(FORWARD, rank, batch) for batch in range(micro_batches)]
+    backwards = [Action(BACKWARD, rank, batch) for batch in range(micro_batches)]
     return warm_up_then_alternate(forwards, backwards, warm_up=ranks - rank - 1)
 
 
@@ -61,8 +63,8 @@ def _rounds(ranks: int, micro_batches: int) -> list[range]:
 
 def _interleaved_actions(rank: int, ranks: int, rounds: list[range], stages_per_rank: int) -> list[Action]:
     stages = [rank + chunk * ranks for chunk in range(stages_per_rank)]
-    forwards = [Action(Kind.FORWARD, s, batch) for batches in rounds for s in stages for batch in batches]
-    backwards = [Action(Kind.BACKWARD, s, batch) for batches in rounds for s in reversed(stages) for batch in batches]
+    forwards = [Action(FORWARD, s, batch) for batches in rounds for s in stages for batch in batches]
+    backwards = [Action(BACKWARD, s, batch) for batches in rounds for s in reversed(stages) for batch in batches]
     return warm_up_then_alternate(forwards, backwards, 2 * (ranks - rank - 1) + (stages_per_rank - 1) * len(rounds[0]))
 
 
@@ -80,15 +82,15 @@ def zero_bubble_h1(ranks: int, micro_batches: int) -> list[list[Action]]:
 
 def _h1_actions(rank: int, ranks: int, micro_batches: int) -> list[Action]:
     warm_up = ranks - rank - 1
-    actions = [Action(Kind.FORWARD, rank, batch) for batch in range(min(warm_up, micro_batches))]
+    actions = [Action(FORWARD, rank, batch) for batch in range(min(warm_up, micro_batches))]
     for batch in range(micro_batches):
         if batch + warm_up < micro_batches:
-            actions.append(Action(Kind.FORWARD, rank, batch + warm_up))
-        actions.append(Action(Kind.INPUT, rank, batch))
+            actions.append(Action(FORWARD, rank, batch + warm_up))
+        actions.append(Action(INPUT, rank, batch))
         if batch >= rank:
-            actions.append(Action(Kind.WEIGHT, rank, batch - rank))
+            actions.append(Action(WEIGHT, rank, batch - rank))
     put_off = range(max(0, micro_batches - rank), micro_batches)
-    return actions + [Action(Kind.WEIGHT, rank, batch) for batch in put_off]
+    return actions + [Action(WEIGHT, rank, batch) for batch in put_off]
 
 
 # Write one rank's list of a V-shaped schedule by rules like "forward the first half, then the second".
@@ -105,27 +107,28 @@ class RankWriter:
         self._stages = (rank, 2 * ranks - 1 - rank)
         self._forwards = [0, 0]
         self._backwards = [0, 0]
-        self._weights_due: deque[tuple[int, int]] = deque()
+        self._weights_due: deque[Action] = deque()
 
     def forward(self, half: int) -> None:
-        self.actions.append(Action(Kind.FORWARD, self._stages[half], self._forwards[half]))
-        self._forwards[half] += 1
+        batch = self._forwards[half]
+        self.actions.append(Action(FORWARD, self._stages[half], batch))
+        self._forwards[half] = batch + 1
 
-    def backward(self, half: int, kind: Kind = Kind.BACKWARD) -> None:
+    def backward(self, half: int, kind: Kind = BACKWARD) -> None:
         """A whole backward, or only its input half; the weight half then waits for `weight`."""
         stage, batch = self._stages[half], self._backwards[half]
         self.actions.append(Action(kind, stage, batch))
-        self._backwards[half] += 1
-        if kind is Kind.INPUT:
-            self._weights_due.append((stage, batch))
+        self._backwards[half] = batch + 1
+        if kind is INPUT:
+            self._weights_due.append(Action(WEIGHT, stage, batch))
 
     def weight(self) -> None:
         """The weight half that has waited longest."""
-        self.actions.append(Action(Kind.WEIGHT, *self._weights_due.popleft()))
+        self.actions.append(self._weights_due.popleft())
 
     def split_backward(self, half: int) -> None:
         """Both halves, one after the other: the previous stage gets its gradient before the weight half runs."""
-        self.backward(half, Kind.INPUT)
+        self.backward(half, INPUT)
         self.weight()
 
     def remaining_weights(self) -> None:
@@ -164,10 +167,10 @@ def _v_actions(rank: int, ranks: int, micro_batches: int) -> list[Action]:
         write.forward(1)
         write.split_backward(1)
     for _ in range(rank):
-        write.backward(0, Kind.INPUT)
-        write.backward(1, Kind.INPUT)
+        write.backward(0, INPUT)
+        write.backward(1, INPUT)
     for _ in range(ranks - rank):
-        write.backward(0, Kind.INPUT)
+        write.backward(0, INPUT)
         write.weight()
     write.remaining_weights()
     return write.actions
@@ -206,10 +209,10 @@ def _dual_pipe_actions(rank: int, ranks: int, micro_batches: int) -> list[Action
         write.forward(1)
         write.backward(0)
     for number in range(2 * (rank + 1)):  # step 6: the second half of these backwards is split
-        write.backward(1 - number % 2, Kind.INPUT if number > rank else Kind.BACKWARD)
+        write.backward(1 - number % 2, INPUT if number > rank else BACKWARD)
     for _ in range(after):  # step 7
         write.weight()
-        write.backward(0, Kind.INPUT)
+        write.backward(0, INPUT)
     write.remaining_weights()  # step 8
     return write.actions
 
@@ -219,7 +222,7 @@ def _dual_pipe_actions(rank: int, ranks: int, micro_batches: int) -> list[Action
 
 def gpipe(ranks: int, micro_batches: int) -> list[list[Action]]:
     return [
-        [Action(kind, rank, batch) for kind in (Kind.FORWARD, Kind.BACKWARD) for batch in range(micro_batches)]
+        [Action(kind, rank, batch) for kind in (FORWARD, BACKWARD) for batch in range(micro_batches)]
         for rank in range(ranks)
     ]
 
@@ -232,6 +235,10 @@ def looped_placement(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
 def v_placement(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
     """Stages go down the ranks and come back: 0 1 2 3 3 2 1 0. The first and the last stage share a rank."""
     return tuple(min(stage, 2 * ranks - 1 - stage) for stage in range(ranks * stages_per_rank))
+
+
+MOST_PLANNED = 2
+"""Micro-batches a rank that a pattern needs at most, and is made for where there are fewer."""
 
 
 @dataclass(frozen=True)
@@ -275,23 +282,25 @@ def make_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: in
         )
     stage_rank = family.place(ranks, stages_per_rank)
     planned = family.generate(ranks, micro_batches, stages_per_rank)
-    # Micro-batches depend on each other only through the order of a rank's list, so a valid schedule
-    # stays valid when all actions of some micro-batches are taken out.
-    existing = ([action for action in row if action.micro_batch < micro_batches] for row in planned)
-    actions = tuple(tuple(_join_halves(row, stage_rank)) for row in existing)
-    return Schedule(name, ranks, micro_batches, stage_rank, actions)
+    if micro_batches < MOST_PLANNED * ranks:
+        # Micro-batches depend on each other only through the order of a rank's list, so a valid schedule
+        # stays valid when all actions of some micro-batches are taken out.
+        planned = [[action for action in row if action.micro_batch < micro_batches] for row in planned]
+    # Stages whose input gradient no other rank waits for.
+    local = {stage for stage in range(len(stage_rank)) if not stage or stage_rank[stage - 1] == stage_rank[stage]}
+    holders = {stage_rank[stage] for stage in local}
+    rows = (_join_halves(row, local) if rank in holders else row for rank, row in enumerate(planned))
+    return Schedule(name, ranks, micro_batches, stage_rank, tuple(map(tuple, rows)))
 
 
-def _join_halves(actions: list[Action], stage_rank: tuple[int, ...]) -> list[Action]:
+def _join_halves(actions: list[Action], local: set[int]) -> list[Action]:
     """Make I followed at once by its W a whole B where no other rank waits for I: splitting would bring nothing."""
     merged: list[Action] = []
     for action in actions:
         kind, stage, batch = action
-        if kind is Kind.WEIGHT:
-            local = stage == 0 or stage_rank[stage - 1] == stage_rank[stage]
-            if local and merged[-1] == (Kind.INPUT, stage, batch):
-                merged[-1] = Action(Kind.BACKWARD, stage, batch)
-                continue
+        if kind is WEIGHT and stage in local and merged[-1] == (INPUT, stage, batch):
+            merged[-1] = Action(BACKWARD, stage, batch)
+            continue
         merged.append(action)
     return merged
 

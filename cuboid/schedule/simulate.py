@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 import numpy
 from numpy.typing import NDArray
 
-from cuboid.schedule.table import Action, Kind, Schedule, program_of
+from cuboid.schedule.table import Action, Kind, Schedule, program_of, refuse_deadlock, timed_ports
 
 # How much a rank holds at its fullest moment. It follows from the order of its list alone, not from any timing.
 
@@ -155,20 +156,45 @@ def simulate(schedule: Schedule, costs: StageCosts, transfer: float | Sequence[f
 
 
 def makespans(schedule: Schedule, costs: StageCosts, transfer: float) -> tuple[float, float]:
-    """Seconds of the schedule if messages took no time, and with the time they take; in one pass, as a planner asks
-    for both of many schedules."""
-    cost = costs.by_kind()
-    delay = _delays(schedule, transfer)
+    """Seconds of the schedule if messages took no time, and with the time they take. Both in one pass, which walks the
+    ranks' lists as `program_of` does and keeps no program: a planner asks once of each of many schedules."""
+    ports = timed_ports(schedule, costs.by_kind())
     clock, delayed = [0.0] * schedule.ranks, [0.0] * schedule.ranks
-    ends, delayed_ends = [0.0], [0.0]
-    for rank, kind, after, boundary in program_of(schedule).steps:
-        seconds = cost[kind]
-        ready, free = ends[after], clock[rank]
-        clock[rank] = end = (free if free > ready else ready) + seconds
-        ends.append(end)
-        ready, free = delayed_ends[after] + delay[boundary], delayed[rank]
-        delayed[rank] = end = (free if free > ready else ready) + seconds
-        delayed_ends.append(end)
+    messages = 2 * schedule.stages * schedule.micro_batches
+    sent, delayed_sent = [-1.0] * messages, [0.0] * messages  # message -> when it was sent; negative: not yet
+    waiting: dict[int, int] = {}  # message -> the rank that waits for it
+    left = [iter(actions) for actions in schedule.actions]
+    stopped: list[Action | None] = [None] * schedule.ranks
+    runnable = list(range(schedule.ranks))
+    while runnable:
+        rank = runnable.pop()
+        free, delayed_free = clock[rank], delayed[rank]
+        row, action = left[rank], stopped[rank]
+        for kind, stage, micro_batch in row if action is None else chain((action,), row):
+            seconds, receives, sends = ports[kind][stage]
+            if receives is not None:
+                message = receives + micro_batch
+                ready = sent[message]
+                if ready < 0:
+                    waiting[message], stopped[rank] = rank, Action(kind, stage, micro_batch)
+                    break
+                # Calling max() here would take a third of the pass.
+                if ready > free:
+                    free = ready
+                ready = delayed_sent[message] + transfer
+                if ready > delayed_free:
+                    delayed_free = ready
+            free += seconds
+            delayed_free += seconds
+            if sends is not None:
+                message = sends + micro_batch
+                sent[message], delayed_sent[message] = free, delayed_free
+                if message in waiting:
+                    runnable.append(waiting.pop(message))
+        else:
+            stopped[rank] = None
+        clock[rank], delayed[rank] = free, delayed_free
+    refuse_deadlock(schedule, stopped)
     return max(clock), max(delayed)
 
 

@@ -9,7 +9,7 @@ says how ranks issue them all the same, and proves it.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -171,7 +171,8 @@ def program_of(schedule: Schedule) -> Program:
                 if message in waiting:
                     runnable.append(waiting.pop(message))
         position[rank] = index
-    _refuse_deadlock(schedule, position)
+    rows = zip(schedule.actions, position, strict=True)
+    refuse_deadlock(schedule, [row[index] if index < len(row) else None for row, index in rows])
     return Program(tuple(actions), tuple(steps))
 
 
@@ -206,11 +207,15 @@ def _ports(schedule: Schedule) -> dict[Kind, list[_Port]]:
     return ports
 
 
-def _refuse_deadlock(schedule: Schedule, position: list[int]) -> None:
-    stuck = [
-        f"rank {rank} waits at {row[index]}"
-        for rank, (row, index) in enumerate(zip(schedule.actions, position, strict=True))
-        if index < len(row)
-    ]
+def timed_ports(schedule: Schedule, cost: list[float]) -> dict[Kind, list[tuple[float, int | None, int | None]]]:
+    """For every kind and stage its seconds (of `cost`, at the place of its port), and the first message that it
+    receives and sends."""
+    ports = _ports(schedule)
+    return {kind: [(cost[port.cost], port.receives, port.sends) for port in row] for kind, row in ports.items()}
+
+
+def refuse_deadlock(schedule: Schedule, stopped: Sequence[Action | None]) -> None:
+    """An error where a rank never came past an action."""
+    stuck = [f"rank {rank} waits at {action}" for rank, action in enumerate(stopped) if action is not None]
     if stuck:
         raise UserError(f"schedule {schedule.name} deadlocks: {', '.join(stuck)}")
