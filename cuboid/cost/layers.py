@@ -219,6 +219,8 @@ class LayerTimes:
     def mean(self, name: str, direction: int) -> Array:
         """Seconds of one kind in one direction, averaged over the layers."""
         known = self._means.get((name, direction))
+        if known is None and self.mixture is self.dense:
+            known = self._means[name, direction] = getattr(self.dense[direction], name)
         if known is None:
             dense, mixture = getattr(self.dense[direction], name), getattr(self.mixture[direction], name)
             known = np.asarray(self.dense_fraction * dense + (1 - self.dense_fraction) * mixture)
@@ -253,9 +255,9 @@ def _host(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs, crosses: Arr
 @recent
 def layer_times(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts: Kernels, precision: str) -> LayerTimes:
     """Seconds of one layer of one micro-batch, by kind of layer; the mean where not all are recomputed alike."""
-    more = _alike(shape, heavier(jobs), fabric, engine, parts, precision)
     if not mixes(jobs):
-        return more
+        return _alike(shape, jobs, fabric, engine, parts, precision)
+    more = _alike(shape, heavier(jobs), fabric, engine, parts, precision)
     less = _alike(shape, lighter(jobs), fabric, engine, parts, precision)
 
     def mean(one: Pass, other: Pass) -> Pass:
@@ -328,9 +330,12 @@ def _each(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts: Kerne
         return one(forward, tensor[0], context, ahead_waits, ahead, links[0]), behind
 
     routing = np.where(shape.experts > 0, engine.host_mixture, 0.0)
+    dense = both(parts.dense_forward, parts.dense_backward, tensor.dense, (ZERO, Links(ZERO, ZERO)), ZERO)
+    if not np.any(shape.experts > 0):
+        return LayerTimes(dense, dense, np.ones(()), crosses)
     expert = _expert(engine, fabric, shape, jobs)
     return LayerTimes(
-        both(parts.dense_forward, parts.dense_backward, tensor.dense, (ZERO, Links(ZERO, ZERO)), ZERO),
+        dense,
         both(parts.mixture_forward, parts.mixture_backward, tensor.mixture, expert, routing),
         np.where(shape.experts > 0, shape.dense_layers / shape.layers, 1.0),
         crosses,

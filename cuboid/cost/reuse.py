@@ -73,7 +73,8 @@ def _rows(value: Given, which: Rows, size: int) -> Given:
         taken = tuple(_rows(each, which, size) for each in value)
     elif is_dataclass(value) and not isinstance(value, type):
         given = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
-        taken = replace(value, **{name: _rows(each, which, size) for name, each in given.items()})
+        once = {id(each): _rows(each, which, size) for each in given.values()}  # what is the same stays the same
+        taken = replace(value, **{name: once[id(each)] for name, each in given.items()})
     return cast(Given, taken)
 
 

@@ -19,7 +19,7 @@ from cuboid.planning.plan import GIB, Plan, make_plan, reasons, with_notes
 from cuboid.planning.question import MEMORY_FRACTION, Question, every_size, resized, rounder_sizes, sizes
 from cuboid.planning.refine import Refined, StageSeconds, actions, fitted, may_mix, refine, stage_seconds
 from cuboid.planning.score import Scores, least_seconds, score
-from cuboid.planning.search import emptiest, sayable_layouts, search
+from cuboid.planning.search import Shapes, emptiest, sayable_layouts, search, shapes_within
 from cuboid.planning.space import DEGREES, Space, degrees, divisors, shapes, with_context
 from cuboid.planning.traffic import bound, moved
 from cuboid.spec.fitting import check, check_model
@@ -77,9 +77,13 @@ def _without(question: Question, scores: Scores, best: Plan) -> Iterator[Plan]:
         if getattr(best.layout, name) == 1 or fixed.keys() & {name, "schedule", "vpp", "sequence_parallel"}:
             continue
         other = replace(question, fixed={**fixed, name: 1})
-        known = scores.seconds[alike & (scores.space.columns[name] == 1)]
-        slowest = min([2 * best.seconds, *(known[:1] * (1 + 1e-8)).tolist()])
-        found = search(other, question.cluster.accelerators, keep=1, slowest=slowest, mixes=False)
+        known = np.flatnonzero(scores.space.columns[name] == 1)
+        if len(known) and alike[known[0]] and scores.seconds[known[0]] <= 2 * best.seconds:
+            found = scores.take(known[:1])  # the best of all that do without
+        else:
+            reached = scores.seconds[known[alike[known]]][:1] * (1 + 1e-8)
+            slowest = min([2 * best.seconds, *reached.tolist()])
+            found = search(other, question.cluster.accelerators, keep=1, slowest=slowest, mixes=False)
         if len(found.space):
             entry = refine(other, found, 0)
             if entry.peak <= question.limit:
@@ -106,24 +110,34 @@ def fastest_part(plan: Plan) -> Plan | None:
     work = NOT_FASTER * _work(question)
     candidates = rounder_sizes(question.cluster, question.global_batch)
     slowest = SIMULATED * plan.seconds
-    sooner: list[tuple[float, Question]] = []
     candidates = candidates[:20] if plan.layout.world_size <= 1024 else candidates[:1]
     parts = [resized(question, each) for each in candidates if work / each <= plan.seconds]
-    for smaller in parts:
-        if len(parts) == 1:
-            sooner = [(0.0, smaller)]  # nothing to choose from
-            break
-        limit = sooner[1][0] * (1 + 1e-8) if len(sooner) > 1 else slowest  # only the best two are looked at
-        scores = search(smaller, smaller.cluster.accelerators, keep=1, slowest=limit)
-        sooner += [(float(scores.seconds[0]), smaller)] if len(scores.space) else []
-        sooner.sort(key=lambda each: each[0])
-    for _, smaller in sooner[:2]:
-        scores = search(smaller, smaller.cluster.accelerators, keep=SCORED, distinct=True, slowest=slowest)
+    among = [(part, shapes_within(part, part.cluster.accelerators, slowest)) for part in parts]
+    for smaller, known, reached in _soonest(among, slowest):
+        size = smaller.cluster.accelerators
+        scores = search(smaller, size, keep=SCORED, distinct=True, slowest=reached, among=known)
         for entry in finalists(smaller, scores, 1):
             soon = min(0.99 * plan.seconds, best.seconds if best else float("inf"))
             if entry.seconds < soon and (part := planned(smaller, entry)).seconds < soon:
                 best = part
     return best
+
+
+def _soonest(among: list[tuple[Question, Shapes]], slowest: float) -> Iterator[tuple[Question, Shapes, float]]:
+    """The two of some questions whose best layouts take least, in closed form, and the seconds within which those lie
+    that simulation may bring before it."""
+    if len(among) == 1:  # nothing to choose from
+        yield *among[0], slowest
+        return
+    sooner: list[tuple[float, int]] = []
+    # The likely best first, so that the others are soon known to be worse.
+    for place in sorted(range(len(among)), key=lambda place: among[place][1].likely):
+        limit = sooner[1][0] * (1 + 1e-8) if len(sooner) > 1 else slowest
+        part, known = among[place]
+        scores = search(part, part.cluster.accelerators, keep=1, slowest=limit, among=known)
+        sooner = sorted([*sooner, *((seconds, place) for seconds in scores.seconds.tolist())])[:2]
+    for seconds, place in sooner:
+        yield *among[place], min(slowest, SIMULATED**2 * seconds)
 
 
 def finalists(question: Question, scores: Scores, top: int, objective: str = "time") -> list[Refined]:

@@ -12,7 +12,15 @@ from cuboid.cost.estimate import Estimates, estimate_many
 from cuboid.cost.inputs import Array, Jobs, Shape, mixes, number
 from cuboid.cost.layers import LayerTimes, Pass, decides_layers
 from cuboid.cost.memory import first_memory, peak_memory
-from cuboid.cost.pipeline import DUAL_PIPE_V, idle_by_schedule, in_flight, paired_fraction, partition, waited_transfers
+from cuboid.cost.pipeline import (
+    DUAL_PIPE_V,
+    bubble,
+    idle_by_schedule,
+    in_flight,
+    paired_fraction,
+    partition,
+    waited_transfers,
+)
 from cuboid.cost.reuse import each_once
 from cuboid.cost.sharding import rank_parameters, reduction
 from cuboid.cost.step import PARTS, first_parameters, replica_time
@@ -243,6 +251,18 @@ def least_busy(question: Question, space: Space, seconds: LayerSeconds) -> Array
 def least_in_layers(question: Question, space: Space) -> Array:
     """The same, where they are not."""
     return _least(question, space, Passes.each_once(question, space.jobs, _total))
+
+
+def least_scheduled(question: Question, space: Space) -> Array:
+    """… with the waiting of the schedule that each has, which equal stages leave."""
+    jobs, passes = space.jobs, Passes.each_once(question, space.jobs, _total)
+    forward, backward = passes.forward / jobs.pp, passes.backward / jobs.pp
+    busy = jobs.micro_batches * (forward + backward)
+    if question.machine.chip.together < 1:  # as in `_least`
+        return np.broadcast_to(busy, len(space))
+    others = np.maximum(jobs.pp - 1, 0) * (forward + backward)
+    idle = bubble(jobs, forward, backward, np.minimum(passes.weight / jobs.pp, backward / 2), others)
+    return np.broadcast_to(busy + idle, len(space))
 
 
 def least_with_sums(question: Question, space: Space) -> Array:

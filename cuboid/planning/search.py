@@ -8,6 +8,7 @@ memory asks for.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +18,14 @@ from cuboid.cost.memory import first_memory
 from cuboid.cost.sharding import host_bytes
 from cuboid.planning.export.engines import sayable
 from cuboid.planning.question import Question
-from cuboid.planning.refine import PLACES, least_kind, lighter, may_mix, mixable, mixed, promising
+from cuboid.planning.refine import LEAST_LEFT, PLACES, least_kind, lighter, may_mix, mixable, mixed, promising
 from cuboid.planning.score import (
     Scores,
     chunks,
     concatenated,
     least_in_layers,
     least_memory,
+    least_scheduled,
     least_seconds,
     least_with_sums,
     likely_seconds,
@@ -36,6 +38,7 @@ from cuboid.planning.space import (
     PLAIN,
     Space,
     context_ways,
+    each_pair,
     scheduled,
     schedules,
     shapes,
@@ -58,6 +61,34 @@ BOUNDED = 3_000_000
 """Layouts whose bounds are compared together with what is known to be good: few of them are looked at."""
 
 
+@dataclass(frozen=True)
+class Shapes:
+    """Every way to divide ranks and batch, and what is known of it before any layout is looked at."""
+
+    every: Space
+    bound: Array
+    """Seconds that no layout of each undercuts."""
+    order: NDArray[np.intp]
+    """Those that may be within memory and time, the likely best first."""
+    likely: float
+    """Seconds that the first of them is likely to take."""
+
+
+def shapes_within(question: Question, world_size: int, slowest: float = float("inf")) -> Shapes:
+    """The shapes of which a step may take no longer than `slowest`."""
+    every = shapes(question, world_size)
+    bound = np.concatenate([least_seconds(question, part, False) for part in chunks(every)])
+    order = np.argsort(bound, kind="stable")
+    order = order[bound[order] <= slowest]
+    order = order[least_memory(question, every.take(order)) <= question.limit]
+    if not len(order):
+        return Shapes(every, bound, order, float("inf"))
+    # The sooner a good layout is known, the fewer are looked at.
+    likely = likely_seconds(question, every.take(order[:GUESSED]))
+    order = np.concatenate([order[np.argsort(likely, kind="stable")], order[GUESSED:]])
+    return Shapes(every, bound, order, float(likely.min()))
+
+
 def search(
     question: Question,
     world_size: int,
@@ -67,26 +98,23 @@ def search(
     distinct: bool = False,
     slowest: float = float("inf"),
     mixes: bool = True,
+    among: Shapes | None = None,
 ) -> Scores:
     """The `keep` best layouts that fit, best first; none when none fits.
 
     `distinct`: of layouts with the same ranks, micro-batch and schedule only the best counts. `slowest`: seconds that a
-    step may take. `mixes`: also layouts that recompute some layers more than others."""
+    step may take. `mixes`: also layouts that recompute some layers more than others. `among`: the shapes within that
+    time or a longer one, where they are known."""
     mixes = mixes and may_mix(question, objective)
-    every = shapes(question, world_size)
-    every = every.take(np.flatnonzero(least_memory(question, every) <= question.limit))
-    bound = np.concatenate([least_seconds(question, part, False) for part in chunks(every)])
-    order = np.argsort(bound, kind="stable")
-    order = order[bound[order] <= slowest]
+    among = among or shapes_within(question, world_size, slowest)
+    every, bound = among.every, among.bound
+    order = among.order[bound[among.order] <= slowest]
     sizes = _sizes(question, every)
-    first = FIRST if keep > 1 else FEWER
-    if np.sum(sizes[order]) > first:
-        order = _likely_first(question, every, order)
     best = score(question, every.take(order[:0]))
     batch, limit = 0, slowest
     while len(order):
         few = batch <= int(keep > 1 and slowest == float("inf")) or not np.isfinite(limit)
-        room = min(first * 8**batch, AT_ONCE) if few else BOUNDED
+        room = min((FIRST if keep > 1 else FEWER) * 8**batch, AT_ONCE) if few else BOUNDED
         stop = max(int(np.searchsorted(np.cumsum(sizes[order]), room)), 1)
         for some in _with_contexts(question, every.take(order[:stop]), limit):
             found = _search_some(question, some, keep, objective, distinct, slowest, limit, mixes)
@@ -132,20 +160,11 @@ def sayable_layouts(question: Question, world_size: int) -> Space:
     return _scheduled(question, _sayable(question, with_states(question, with_context(question, some))))
 
 
-def _likely_first(question: Question, every: Space, order: NDArray[np.intp]) -> NDArray[np.intp]:
-    """Shapes in the order of their bounds, the first of them in that of what they are likely to take: the sooner a
-    good layout is known, the fewer are looked at."""
-    first = every.take(order[:GUESSED])
-    return np.concatenate([order[np.argsort(likely_seconds(question, first), kind="stable")], order[GUESSED:]])
-
-
 def _sizes(question: Question, every: Space) -> Array:
     """How many layouts each shape has, nearly."""
     kinds = KINDS if not {"zero", "recompute"} & question.fixed.keys() else 4
-    pairs = every.columns["tp"] * 2**32 + every.columns["cp"]
-    known = sorted(set(pairs.tolist()))
-    ways = [kinds * len(context_ways(question, *divmod(pair, 2**32))) for pair in known]
-    return np.array(ways, dtype=np.float64)[np.searchsorted(known, pairs)]
+    pairs, place = each_pair(every)
+    return np.array([kinds * len(context_ways(question, *pair)) for pair in pairs], dtype=np.float64)[place]
 
 
 def _with_contexts(question: Question, some: Space, limit: float) -> Iterator[Space]:
@@ -186,7 +205,10 @@ def _search_some(
     else:
         # A layout that is worse than so many others even at its best cannot be among those kept.
         good = plain.even <= reached * (1 + 1e-8)
-    found = score_all(question, _scheduled(question, space.take(np.flatnonzero(good)))).within(slowest)
+    tried = _scheduled(question, space.take(np.flatnonzero(good)))
+    if objective != "memory":
+        tried = _soon_scheduled(question, tried, reached, mixes)
+    found = score_all(question, tried).within(slowest)
     best = found.best(keep, objective, distinct)
     if mixes:
         best = _with_mixes(question, best, found, keep, distinct, limit)
@@ -194,6 +216,15 @@ def _search_some(
         found = score_all(question, scheduled(question, space.take(np.flatnonzero(others)))).within(slowest)
         best = _with_mixes(question, best, found, keep, distinct, limit)
     return best
+
+
+def _soon_scheduled(question: Question, space: Space, limit: float, mixes: bool) -> Space:
+    """Those that might take no longer than `limit` under their own schedule, or with fewer layers recomputed."""
+    if not np.isfinite(limit) or len(space) <= FIRST:  # few are scored sooner than they are bounded
+        return space
+    least = np.concatenate([least_scheduled(question, part) for part in chunks(space)])
+    heavy = mixes & (space.columns["recompute"] >= least_kind(question))
+    return space.take(np.flatnonzero(np.where(heavy, LEAST_LEFT, 1.0) * least <= limit * (1 + 1e-8)))
 
 
 def _within(question: Question, space: Space, limit: float, mixes: bool) -> Space:

@@ -164,14 +164,25 @@ def _micro_batches(question: Question, dp: int, tp: int, cp: int) -> NDArray[np.
     return np.stack([sizes, splits], axis=1)
 
 
+def each_pair(space: Space) -> tuple[list[tuple[int, int]], NDArray[np.intp]]:
+    """The different (tp, cp) of a space, and for every layout the place of its own."""
+    keys = space.columns["tp"] * 2**32 + space.columns["cp"]
+    ordered = np.sort(keys)
+    known = ordered[np.diff(ordered, prepend=-1) > 0]
+    return [divmod(key, 2**32) for key in known.tolist()], np.searchsorted(known, keys)
+
+
 def with_context(question: Question, space: Space) -> Space:
     """Every shape with every way to bring keys and queries together."""
-    pairs = list(zip(space.columns["tp"].tolist(), space.columns["cp"].tolist(), strict=True))
-    known = {pair: np.array(context_ways(question, *pair), dtype=np.int64).reshape(-1, 2) for pair in set(pairs)}
-    ways = [known[pair] for pair in pairs]
-    chosen = space.take(np.repeat(np.arange(len(space)), [len(each) for each in ways]))
-    flat = np.concatenate([*ways, np.empty((0, 2), dtype=np.int64)])
-    columns = {**chosen.columns, "cp_method": flat[:, 0], "cp_inner": flat[:, 1]}
+    pairs, place = each_pair(space)
+    ways = [np.array(context_ways(question, *pair), dtype=np.int64).reshape(-1, 2) for pair in pairs]
+    counts = np.array([len(each) for each in ways], dtype=np.intp)
+    number = counts[place]
+    row = np.repeat(np.arange(len(space)), number)
+    # Of a row's ways the first stands where those of its pair begin.
+    begin = (np.cumsum(counts) - counts)[place] - (np.cumsum(number) - number)
+    flat = np.concatenate([*ways, np.empty((0, 2), dtype=np.int64)])[begin[row] + np.arange(len(row))]
+    columns = {**space.take(row).columns, "cp_method": flat[:, 0], "cp_inner": flat[:, 1]}
     return Space(columns, space.global_batch, space.sequence)
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from cuboid.cost.estimate import estimate
 from cuboid.planning.question import Question
-from cuboid.planning.score import BUSY, score
-from cuboid.planning.space import Space
+from cuboid.planning.score import BUSY, least_scheduled, score
+from cuboid.planning.space import Space, bases, scheduled
 from cuboid.planning.stages import LayerSeconds, assumed_slowest, everything, held, real_slowest
 from cuboid.schedule.schedules import make_schedule
 from cuboid.spec.layout import SCHEDULES, Layout
@@ -108,3 +108,15 @@ def test_no_schedule_takes_less_than_the_bound(ask: Callable[..., Question]) -> 
         scores = score(question, Space.of(variants, question))
         assert np.all(scores.seconds >= scores.even[0] * (1 - 1e-9))
         assert np.all(scores.memory >= scores.memory[0] * (1 - 1e-9))
+
+
+@pytest.mark.parametrize("model", ["gpt3-175b", "deepseek-v3", "qwen3-30b-a3b"])
+def test_no_layout_takes_less_than_the_bound_of_its_schedule(ask: Callable[..., Question], model: str) -> None:
+    question = ask(model, "h100x256", global_batch=480, sequence=2048)
+    space = bases(question, 256)
+    some = space.take(np.random.default_rng(3).choice(len(space), 300))
+    space = scheduled(question, some)
+    seconds, least = score(question, space).seconds, least_scheduled(question, space)
+    assert np.all(least <= seconds * (1 + 1e-9))
+    # It knows more than that no stage is idle: what 1F1B waits for, say.
+    assert np.any(least > 0.9 * seconds)
