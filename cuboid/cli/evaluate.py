@@ -22,7 +22,9 @@ from cuboid.spec.model import ModelSpec
 
 def command(
     target: Annotated[str, typer.Argument(help="A run's folder, a checkpoint, or hf:FOLDER.")],
-    data: Annotated[str | None, typer.Option(help="python-stdlib, a store, a Megatron pair, or a text file.")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="held-out (of the run), a store, a Megatron pair, a text file or python-stdlib.")
+    ] = None,
     choices: Annotated[Path | None, typer.Option(help="JSON Lines of prompt, choices and answer.")] = None,
     harness: Annotated[
         str | None, typer.Option(help="Tasks of lm-evaluation-harness, e.g. hellaswag,arc_easy; an extra package.")
@@ -35,7 +37,9 @@ def command(
         int | None, typer.Option("--seq", "--sequence", min=1, help="Tokens at a time; default: as in training.")
     ] = None,
     overlap: Annotated[int, typer.Option(min=0, help="Tokens before them that are seen but not counted.")] = 0,
-    tokens: Annotated[int, typer.Option(min=2, help="How many tokens of the data, from its beginning.")] = 1 << 17,
+    tokens: Annotated[
+        float | None, typer.Option(min=2, help="How many tokens of the data, from its beginning; default: 131072.")
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at a time on each replica.")] = 8,
     precision: Annotated[str | None, typer.Option(help="float32, bf16 or float64; default: as trained.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -50,11 +54,11 @@ def command(
 ) -> None:
     """Evaluate a trained model: perplexity and bits per byte of text, or choices by their likelihood.
 
-    Example: cuboid evaluate runs/demo --data python-stdlib --tokens 20000 --layout tp=2,pp=2
+    Example: cuboid evaluate runs/demo --data held-out --tokens 20000 --layout tp=2,pp=2
     """
     if [data, choices, harness].count(None) != 2:
         raise UserError(
-            "evaluate needs one thing to measure; use --data python-stdlib, --choices FILE or --harness TASKS"
+            "evaluate needs one thing to measure; use --data held-out, --data STORE, --choices FILE or --harness TASKS"
         )
     wanted = parse_layout(layout)
     from cuboid.generate.target import find_target  # here, because it brings torch, for which the rest need not wait
@@ -84,7 +88,11 @@ def command(
         from cuboid.generate.evaluation import read_tokens
 
         assert data is not None
-        held = read_tokens(data, tokens, found.words, found.model.vocab)
+        if tokens is not None and not tokens.is_integer():
+            raise UserError(f"tokens={tokens:g} is no number of tokens; use --tokens 20000 or --tokens 1e6")
+        count = None if tokens is None else int(tokens)
+        read = read_tokens(data, count, found.words, found.model.vocab, found.run)
+        held = read.tokens
         trained = found.run.training.sequence if found.run is not None else 2048
         requests = windows(held, sequence or min(trained, found.model.max_positions), overlap)
     _check_length(requests, found.model)
@@ -118,20 +126,27 @@ def command(
         }
         text = f"{accuracy.right} of {accuracy.questions} right, {accuracy.right_by_byte} by likelihood per byte"
     else:
-        count = sum(score.tokens for score in scores)
-        loss = -sum(score.likelihood for score in scores) / count
-        size = len(found.words.decode(held[1 : count + 1]).encode())
-        measured = Perplexity(count, loss, size)
+        counted = sum(score.tokens for score in scores)
+        loss = -sum(score.likelihood for score in scores) / counted
+        size = len(found.words.decode(held[1 : counted + 1]).encode())
+        measured = Perplexity(counted, loss, size)
         said |= {
-            "tokens": count,
+            "tokens": counted,
+            "trained_on": read.trained_on,
             "loss": loss,
             "perplexity": measured.perplexity,
             "bytes": size,
             "bits_per_byte": measured.bits_per_byte,
         }
-        text = f"{count:,} tokens: loss {loss:.6f}, perplexity {measured.perplexity:.4f}"
+        text = f"{counted:,} tokens: loss {loss:.6f}, perplexity {measured.perplexity:.4f}"
         text += f", {measured.bits_per_byte:.4f} bits per byte" if measured.bits_per_byte is not None else ""
     print(json.dumps(said) if as_json else f"{text} ({said['seconds']:.1f} s)")
+    if data is not None and read.trained_on:
+        print(
+            f"warning: the model was trained on data={data}, so this says how well it remembers; use --data held-out, "
+            "or data it has not seen",
+            file=sys.stderr,
+        )
     for note in found.notes:
         print(f"warning: {note}", file=sys.stderr)
 

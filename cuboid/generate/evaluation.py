@@ -10,12 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+from numpy.typing import NDArray
+
 from cuboid.data.indexed import pair_paths
-from cuboid.data.opened import open_source
+from cuboid.data.opened import is_own, open_source, split_documents
 from cuboid.errors import UserError
 from cuboid.generate.batch import Request
 from cuboid.generate.detokenizer import Words
 from cuboid.readers import Unreadable, parse_json, read_text
+from cuboid.spec.run import Run
 
 
 @dataclass(frozen=True)
@@ -144,23 +148,107 @@ def judge(questions: Sequence[Question], likelihoods: Sequence[float]) -> Accura
 # The tokens of data that a model is measured on: of any source a training can have, or of a file of text.
 
 
-def read_tokens(source: str, count: int, words: Words, vocabulary: int) -> list[int]:
-    """The first `count` of them."""
+HELD_OUT = "held-out"
+"""The data that the run itself held out."""
+USUAL = 1 << 17
+"""Tokens that are measured where nobody says how many."""
+BYTES = 100
+"""Of this process's memory for each token: the number, and its places in a window and in the labels."""
+
+
+@dataclass(frozen=True)
+class MeasuredData:
+    tokens: list[int]
+    trained_on: bool | None
+    """Whether the model learned from them; None where nobody knows."""
+
+
+def read_tokens(source: str, count: int | None, words: Words, vocabulary: int, run: Run | None = None) -> MeasuredData:
+    """The first `count` of them, which the data must hold; None: as many as are usual, or all where there are fewer.
+    `run`: that trained the model."""
     path = Path(source)
     if path.is_file() and not any(half.is_file() for half in pair_paths(path)):
-        if not words.tokenizer:
-            raise UserError(f"data={source} is text and the model has no tokenizer; use --tokenizer byte or FOLDER")
-        try:
-            text = read_text(path, instead="name a file of text, or a store")
-        except Unreadable as error:
-            raise UserError(f"data={error}") from None
-        found = list(words.encode(text))[:count]
+        found, held, trained_on = *_text(path, words, USUAL if count is None else count), None
+    elif source == HELD_OUT:
+        found, held, trained_on = _held_out(run, USUAL if count is None else count)
     else:
         if source == "synthetic":
             raise UserError("data=synthetic is no text; use python-stdlib, a store or a file of text")
-        found = open_source(source).tokens.tokens[:count].tolist()
+        tokens = open_source(source).tokens.tokens
+        held, trained_on = len(tokens), _is_trained_on(source, run)
+        found = some_tokens(tokens, held, USUAL if count is None else count)
+    if count is not None and count > held:
+        raise UserError(f"tokens={count:,} is more than the {held:,} of data={source}; use --tokens {held} or less")
     if len(found) < 2:
         raise UserError(f"data={source} has {len(found)} tokens, of which none follows another; use longer text")
     if max(found) >= vocabulary:
         raise UserError(f"data={source} holds token {max(found)}, not below the model's vocab={vocabulary}")
-    return found
+    return MeasuredData(found, trained_on)
+
+
+def some_tokens(tokens: Sequence[Any] | NDArray[Any], held: int, count: int) -> list[int]:
+    """The first of them; none where there are not so many that they could be had."""
+    free = psutil.virtual_memory().available
+    if min(count, held) * BYTES > free:
+        raise UserError(
+            f"tokens={min(count, held):,} take about {min(count, held) * BYTES / 1e9:.3g} GB of memory, and "
+            f"{free / 1e9:.3g} GB are free; use --tokens {free // BYTES // 1000 * 1000} or less"
+        )
+    return [int(token) for token in tokens[:count]]
+
+
+def _text(path: Path, words: Words, count: int) -> tuple[list[int], int]:
+    if not words.tokenizer:
+        raise UserError(f"data={path} is text and the model has no tokenizer; use --tokenizer byte or FOLDER")
+    try:
+        text = read_text(path, instead="name a file of text, or a store")
+    except Unreadable as error:
+        raise UserError(f"data={error}") from None
+    found = words.encode(text)
+    return some_tokens(found, len(found), count), len(found)
+
+
+def _held_out(run: Run | None, count: int) -> tuple[list[int], int, bool]:
+    """Of a mixture each source gives its weight of them."""
+    if run is None or not run.data.holds_out:
+        raise UserError(
+            f"data={HELD_OUT} needs a run that held data out, with data.validation or data.validation_fraction; use "
+            "--data and a source it was not trained on"
+        )
+    data = run.data
+    if is_own(data.validation) or any(is_own(name) for name in data.sources):
+        raise UserError(
+            f"data={HELD_OUT} of this run is a data set of one's own; use --data and a store or a text file"
+        )
+    if data.validation:
+        tokens = open_source(data.validation).tokens.tokens
+        return some_tokens(tokens, len(tokens), count), len(tokens), _is_trained_on(data.validation, run) is True
+    found: list[int] = []
+    held, total = 0, sum(data.weights.values())
+    for name, weight in data.weights.items():
+        opened = open_source(name).tokens
+        start = opened.document_start
+        split = split_documents(opened.documents, data.validation_fraction, name)
+        ranges = [(start(first), start(last)) for first, last in split.held_out]
+        left = -int(-count * weight // total)
+        for first, last in ranges:
+            taken = some_tokens(opened.tokens[first:last], last - first, left)
+            found, left = found + taken, left - len(taken)
+        held += sum(last - first for first, last in ranges)
+    return found[:count], held, False
+
+
+def _is_trained_on(source: str, run: Run | None) -> bool | None:
+    """By what the data is, not by its name: a store may have been moved."""
+    if run is None:
+        return None
+    measured = open_source(source).identity
+    return any(name == source or (not is_own(name) and _identity(name) == measured) for name in run.data.sources)
+
+
+def _identity(source: str) -> str | None:
+    """None: what a run was trained on may be gone."""
+    try:
+        return open_source(source).identity
+    except UserError:
+        return None
