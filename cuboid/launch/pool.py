@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from cuboid.errors import RankError, UserError
 from cuboid.launch.place import Place, local_places
+from cuboid.telemetry.shared_memory import name_semaphores, sweep
 
 # A rank process ends with the process that asked for it, however that one ends.
 
@@ -79,6 +80,8 @@ def fork_server() -> Any:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Of what a rank that was ended leaves behind, Python's tracker clears what it warns of.
     os.environ.setdefault("PYTHONWARNINGS", "ignore:resource_tracker:UserWarning")
+    sweep()
+    name_semaphores()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context

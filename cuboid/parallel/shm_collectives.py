@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cuboid.kernels.precision import wide
+from cuboid.telemetry.shared_memory import MEMORY, prefix_of
 
 DEADLINE = 600.0
 """Seconds to wait for the other ranks."""
@@ -161,7 +162,7 @@ class SharedMemoryGroup:
 
 def _reserve(total: int, name: str) -> str | None:
     """The folder in which a file of this size could be made: memory if there is room, else the temporary one."""
-    for folder in ("/dev/shm", tempfile.gettempdir()):
+    for folder in (MEMORY, tempfile.gettempdir()):
         path = os.path.join(folder, name)
         try:
             with open(path, "xb") as file:
@@ -177,7 +178,7 @@ def connect(handle: dist.ProcessGroup, index: int, size: int, slot_bytes: int = 
     if dist.get_backend(handle) == "fake":  # there are no others
         return None
     slot_bytes = max(1, slot_bytes // (8 * size)) * 8 * size
-    name = f"cuboid-{uuid4().hex}"
+    name = f"{prefix_of('slots')}{uuid4().hex}"
     folder = _reserve(size * 2 * slot_bytes, name) if index == 0 else None
     known: list[Any] = [None] * size
     dist.all_gather_object(known, (machine_identity(), folder, name), group=handle)

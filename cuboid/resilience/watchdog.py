@@ -35,16 +35,15 @@ from cuboid.telemetry.heartbeat import (
     VERSION,
     Reading,
     heartbeat_path,
-    process_state,
     ranks_in,
     read_heartbeat,
 )
+from cuboid.telemetry.shared_memory import memory_folder, prefix_of, sweep
 
 STARTED = time.time()
 """When this command began, or near enough."""
 TICK = 0.2
 """Seconds between two looks at the heartbeats."""
-PREFIX = "cuboid-heartbeats-"
 REPORTS = "hang-*"
 
 
@@ -82,8 +81,8 @@ class Watchdog:
         self.hang: Hang | None = None
 
     def __enter__(self) -> Watchdog:
-        _sweep()
-        self.folder = self._given or Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=_memory()))
+        sweep()
+        self.folder = self._given or Path(tempfile.mkdtemp(prefix=prefix_of("heartbeats"), dir=memory_folder()))
         note_attempt(self.folder, Attempt(STARTED, time.time()))
         self._thread.start()
         return self
@@ -201,14 +200,9 @@ def _next_report(folder: Path) -> Path:
     return folder / f"hang-{number:05d}"
 
 
-def _memory() -> str:
-    """A folder that is never written to a disk, if there is one."""
-    return "/dev/shm" if os.access("/dev/shm", os.W_OK) else tempfile.gettempdir()
-
-
 def shared_folder(attempt: str) -> Path:
     """The same for all ranks of this node that one launcher started, for one attempt of theirs."""
-    folder = Path(_memory()) / f"{PREFIX}{_launcher()}-{attempt}"
+    folder = Path(memory_folder()) / f"{prefix_of('heartbeats', _launcher())}{attempt}"
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
 
@@ -220,11 +214,3 @@ def _launcher() -> int:
             if parent.name() == "slurmstepd":
                 return int(parent.pid)
     return os.getppid()
-
-
-def _sweep() -> None:
-    """What supervisors that were killed left behind."""
-    for path in Path(_memory()).glob(f"{PREFIX}*"):
-        pid = path.name.removeprefix(PREFIX).partition("-")[0]
-        if pid.isdigit() and not process_state(int(pid)):
-            shutil.rmtree(path, ignore_errors=True)
