@@ -126,7 +126,7 @@ def make_good(folder: Path) -> None:
         "prompts.txt": "def main(\nimport os\n",
         "prompts.jsonl": '{"prompt": "def main("}\n{"prompt": "x", "seed": 1}\n',
         "choices.jsonl": '{"prompt": "a", "choices": ["b", "c"], "answer": 0}\n' * 2,
-        "chats.jsonl": '{"prompt": "a", "completion": "b"}\n{"messages": [{"role": "assistant", "content": "c"}]}\n',
+        "chats.jsonl": '{"prompt": "a", "completion": "b"}\n{"prompt": "c", "completion": "d"}\n',
         "corpus/a.txt": "A text of a few words, to be tokenised.\n" * 20,
         "corpus/b.jsonl": '{"text": "one row"}\n{"text": "another row"}\n' * 5,
     }

@@ -29,7 +29,7 @@ def command(
     ] = None,
     field: Annotated[str, typer.Option(help="build: where JSON Lines, Parquet and datasets hold the text.")] = "text",
     completions: Annotated[
-        bool, typer.Option("--completions", help="build: prompts and completions; only completions are learned.")
+        bool, typer.Option("--completions", help="build: prompts and completions, or messages by the chat template.")
     ] = False,
     workers: Annotated[int, typer.Option(min=0, max=1024, help="build: at work together; 0 is one per core.")] = 0,
     restart: Annotated[

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cuboid.data.chat import find_template
 from cuboid.data.documents import Chunk, InputFile, Kind, find_inputs, read_chunks
 from cuboid.data.indexed import HashingFile, merge_pairs, token_type
 from cuboid.data.store import (
@@ -95,7 +96,9 @@ def build(request: BuildRequest, report: Callable[[Progress], None] = lambda pro
 def _plan(request: BuildRequest, tokenizer: Tokenizer, files: list[InputFile]) -> dict[str, Any]:
     """What parts must have in common to be merged."""
     total = sum(file.size for file in files)
+    chat = find_template(request.tokenizer) if request.kind == "completions" else None
     return {
+        **({"chat": hashlib.sha256(f"{chat.source}{chat.tokens}".encode()).hexdigest()} if chat else {}),
         "kind": request.kind,
         "field": request.field,
         "tokenizer": tokenizer.fingerprint,
@@ -128,6 +131,7 @@ def _complete(
     report: Callable[[Progress], None],
 ) -> None:
     """Adds to `parts` those that are missing."""
+    chat = find_template(request.tokenizer) if request.kind == "completions" else None
     total = sum(file.size for file in files)
     tokens = sum(part.tokens for part in parts.values())
     first = 0
@@ -137,7 +141,7 @@ def _complete(
     read = parts[first - 1].read if first else 0
 
     def missing() -> Iterator[Chunk]:
-        for chunk in read_chunks(files, request.kind, request.field, size, (file, row), first):
+        for chunk in read_chunks(files, request.kind, request.field, size, (file, row), first, chat):
             if chunk.number not in parts:
                 yield chunk
 

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from cuboid.data.chat import INSTEAD, ChatTemplate
 from cuboid.errors import UserError, either
 from cuboid.readers import (
     LARGEST,
@@ -276,16 +277,23 @@ class Chunk:
 
 
 def read_chunks(
-    files: Sequence[InputFile], kind: Kind, column: str, size: int, start: tuple[int, int] = (0, 0), number: int = 0
+    files: Sequence[InputFile],
+    kind: Kind,
+    column: str,
+    size: int,
+    start: tuple[int, int] = (0, 0),
+    number: int = 0,
+    chat: ChatTemplate | None = None,
 ) -> Iterator[Chunk]:
-    """Chunks of at least `size` characters, from a place where a chunk begins; the same whenever they are read."""
+    """Chunks of at least `size` characters, from a place where a chunk begins; the same whenever they are read.
+    `chat`: how messages are written."""
     columns = (column,) if kind == "text" else COMPLETION_FIELDS
     chunk, held = Chunk(number), 0
     before = sum(file.size for file in files[: start[0]])
     for index in range(start[0], len(files)):
         file = files[index]
         for row in read_rows(file, columns, start[1] if index == start[0] else 0):
-            document = (_field(file, row, column),) if kind == "text" else _turns(file, row)
+            document = (_field(file, row, column),) if kind == "text" else _turns(file, row, chat)
             length = sum(map(len, document))
             if length:
                 chunk.documents.append(document)
@@ -301,29 +309,24 @@ def read_chunks(
         yield chunk
 
 
-def _turns(file: InputFile, row: Row) -> Document:
+def _turns(file: InputFile, row: Row, chat: ChatTemplate | None) -> Document:
     if row.values.get("messages") is not None:
-        return _conversation(file, row)
+        return _conversation(file, row, chat)
     if file.format == "text":
         raise UserError(f"{file.path} is text without prompts; use JSON Lines with the fields prompt and completion")
     return _field(file, row, "prompt"), _field(file, row, "completion")
 
 
-def _conversation(file: InputFile, row: Row) -> Document:
-    """Messages in the form of ChatML; what the assistant says, and the mark that ends it, is to be learned."""
-    texts, prompt = [], ""
+def _conversation(file: InputFile, row: Row, chat: ChatTemplate | None) -> Document:
+    """What the assistant says, and the mark that ends it, is to be learned."""
     messages = row.values["messages"]
     for message in messages if isinstance(messages, list) else [None]:
         role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
         if not isinstance(role, str) or not isinstance(content, str):
             raise UserError(f"{_place(file, row)} has messages without role and content; write both as strings")
-        if role == "assistant":
-            texts += [f"{prompt}<|im_start|>assistant\n", f"{content}<|im_end|>\n"]
-            prompt = ""
-        else:
-            prompt += f"<|im_start|>{role}\n{content}<|im_end|>\n"
-    # A last question without answer teaches nothing.
-    return tuple(texts)
+    if chat is None:
+        raise UserError(f"{_place(file, row)} has messages, and the tokenizer has no chat template; {INSTEAD}")
+    return chat.turns(messages, _place(file, row))
 
 
 def _field(file: InputFile, row: Row, name: str) -> str:

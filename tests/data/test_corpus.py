@@ -117,25 +117,6 @@ def test_only_completions_are_learned_packed(tmp_path: Path) -> None:
     check_data(run)
 
 
-def test_conversations_teach_what_the_assistant_says(tmp_path: Path) -> None:
-    messages = [
-        {"role": "system", "content": "be brief"},
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "HELLO"},
-        {"role": "user", "content": "bye"},
-        {"role": "assistant", "content": "CIAO"},
-        {"role": "user", "content": "still there?"},
-    ]
-    store = make_completions(tmp_path / "store", [{"messages": messages}])
-    run = make_run(store.folder, "data.packing=padded", "training.sequence=400")
-    assert learned(run, 1) == ["HELLO<|im_end|>\nCIAO<|im_end|>\n$"]
-    text = bytes(token for token in store.tokens.tokens.tolist() if token < 256).decode()
-    assert text.startswith(
-        "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert "still there" not in text
-
-
 @pytest.mark.parametrize(
     ("row", "sentence"),
     [
@@ -143,6 +124,10 @@ def test_conversations_teach_what_the_assistant_says(tmp_path: Path) -> None:
         ({"prompt": "p", "completion": None}, "row 1 has field completion of type NoneType; it must be a string"),
         ({"messages": "hi"}, "row 1 has messages without role and content"),
         ({"messages": [{"role": "user"}]}, "row 1 has messages without role and content"),
+        (
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+            "row 1 has messages, and the tokenizer has no chat template; use rows with prompt and completion, or",
+        ),
     ],
 )
 def test_rows_without_completions_are_named(row: dict[str, object], sentence: str, tmp_path: Path) -> None:
