@@ -27,7 +27,7 @@ FILES, FILES_PER_RANK = 19, 7
 """Open files of the process that starts ranks: 33 for two of them, 243 for 32. A rank has 22 and 5 for each rank."""
 WIDTHS = {"float64": 8, "float32": 4}
 """Bytes of a number; others have two."""
-GPU_DEVICES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+GPU_SIGNS = ("/dev/nvidiactl", "/dev/nvidia0", "/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg")
 ROOT = Path("/")
 UNLIMITED = 1 << 62
 
@@ -110,14 +110,17 @@ def allow_many_files() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def has_gpu() -> bool:
-    """Without torch, which takes seconds to import: whether there is a driver's device."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(Path(device).exists() for device in GPU_DEVICES)
+def may_use_gpu(device: str) -> bool:
+    """Whether a run on this device may find a GPU here; without torch, which takes seconds to import. `cuda` without a
+    GPU is refused elsewhere."""
+    if device != "auto":
+        return device == "cuda"
+    return os.environ.get("CUDA_VISIBLE_DEVICES") != "" and any(Path(sign).exists() for sign in GPU_SIGNS)
 
 
 def state_bytes(run: Run) -> int:
     """The least that weights, gradients and optimizer of all ranks take in host memory."""
-    layout, on_gpu = run.layout, run.training.device != "cpu" and has_gpu()
+    layout, on_gpu = run.layout, may_use_gpu(run.training.device)
     replicas = max(1, layout.dp * layout.cp // layout.ep)
     width = WIDTHS.get(run.training.precision, 2)
     # 16-bit weights come with the other 16 bits of their float32 master; moments are float32 then too.
@@ -139,7 +142,7 @@ def check_run(run: Run, ranks: int, oversubscribe: bool = False) -> None:
 
 def check_generation(spec: GenerationSpec, oversubscribe: bool = False) -> None:
     held = spec.model.parameters * WIDTHS.get(spec.precision, 2) * max(1, spec.layout.dp // spec.layout.ep)
-    held = 0 if spec.device != "cpu" and has_gpu() else held
+    held = 0 if may_use_gpu(spec.device) else held
     check_ranks(spec.layout.world_size, f"layout={spec.layout}", held, "weights", oversubscribe)
 
 
