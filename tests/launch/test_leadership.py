@@ -1,0 +1,138 @@
+"""Who leads a job on many nodes: over real connections and a real folder, without any ranks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cuboid.checkpoint.terms import Term, Terms
+from cuboid.launch.coordinator import Status
+from cuboid.launch.coordinator_rpc import CoordinatorClient
+from cuboid.launch.leadership import Leadership, leader_answers, secret_of
+from cuboid.launch.network import Endpoint, Interface, listen
+from cuboid.launch.start import Nodes
+from cuboid.spec.run import Run, build_run
+from cuboid.training.run_folder import try_claim
+from tests.launch.ports import free_port
+
+
+class Node:
+    """A supervisor's part in it, with a lock of its own on the run's folder."""
+
+    def __init__(self, run: Run, nodes: Nodes, name: str) -> None:
+        self.run, self.nodes, self.name = run, nodes, name
+        self.leadership = Leadership(run, nodes, name, quiet=True)
+        self.lock: int | None = None
+        self.contact: CoordinatorClient | None = None
+
+    def lead(self) -> bool:
+        self.lock = try_claim(Path(self.run.output.folder))
+        return self.leadership.lead(listen(self.nodes.endpoint.host, self.nodes.endpoint.port))
+
+    def follow(self) -> CoordinatorClient:
+        self.contact = CoordinatorClient(
+            self.leadership.where,
+            lambda: secret_of(self.run),
+            self.name,
+            self.nodes.fingerprint(self.run),
+            lost_after=self.run.resilience.contact_seconds,
+        )
+        self.leadership.stand_by(self.contact)
+        return self.contact
+
+    def close(self) -> None:
+        if self.contact is not None:
+            self.contact.close()
+        self.leadership.end(0, "the test is over")
+        if self.lock is not None:
+            os.close(self.lock)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str], Node]]:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    settings = ["training.global_batch=8", f"output.folder={folder}", "resilience.contact_seconds=5"]
+    run = build_run({"model": "tiny-llama", "layout": "dp=2"}, [*settings, "checkpoint.every=1"])
+    nodes = Nodes(Endpoint("127.0.0.1", free_port()), Interface("lo", "127.0.0.1"), 1, 2, 1)
+    made: list[Node] = []
+
+    def start(name: str) -> Node:
+        made.append(Node(run, nodes, name))
+        return made[-1]
+
+    yield start
+    for node in reversed(made):
+        node.close()
+
+
+def wait(happened: Callable[[], object]) -> None:
+    limit = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def test_who_leads_is_found_by_the_folder_and_answers_who_knows_the_secret(
+    start: Callable[[str], Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = start("a"), start("b")
+    assert not leader_answers(first.run), "nobody leads yet"
+    assert second.leadership.where() == [first.nodes.endpoint], "the rendezvous is all that is known"
+    assert first.lead() and first.leadership.leads and not second.leadership.leads
+    assert leader_answers(second.run)
+    terms = Terms(Path(first.run.output.folder))
+    wait(lambda: (terms.newest() or Term(0)).beat > 1)
+    monkeypatch.setenv("CUBOID_SECRET", "0" * 64)
+    assert not leader_answers(second.run), "one who has another secret is not answered"
+
+
+def test_of_two_who_take_the_same_term_one_leads(start: Callable[[str], Node], monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = start("a"), start("b")
+    looked = Terms.newest
+    # Both look before either takes the term: what the second sees is the folder of before.
+    assert first.lead()
+    monkeypatch.setattr(Terms, "newest", lambda terms: None)
+    assert not second.leadership.lead(listen("127.0.0.1", 0)) and not second.leadership.leads
+    monkeypatch.setattr(Terms, "newest", looked)
+    assert (Terms(Path(first.run.output.folder)).newest() or Term(0)).leader == "a"
+
+
+def test_who_led_follows_a_newer_term(start: Callable[[str], Node], capsys: pytest.CaptureFixture[str]) -> None:
+    first = start("a")
+    assert first.lead()
+    assert Terms(Path(first.run.output.folder)).take(Term(2, "b", "127.0.0.1", 1))
+    wait(lambda: not first.leadership.leads)
+    assert "another node leads now: this node leads no more, and ends its ranks" in capsys.readouterr().err
+    assert first.leadership.where()[0] == Endpoint("127.0.0.1", 1), "who took the newest term is asked first"
+
+
+def test_who_cannot_reach_the_folder_leads_no_more(
+    start: Callable[[str], Node], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = start("a")
+    assert first.lead()
+    shutil.move(tmp_path / "run", tmp_path / "elsewhere")
+    wait(lambda: not first.leadership.leads)
+    assert "this node leads no more" in capsys.readouterr().err
+    shutil.move(tmp_path / "elsewhere", tmp_path / "run")
+
+
+def test_a_folder_that_is_locked_and_alive_is_not_taken_over(start: Callable[[str], Node]) -> None:
+    first, second = start("a"), start("b")
+    assert first.lead()
+    first.leadership.serve_store()
+    contacts = [first.follow(), second.follow()]
+    waits = [contact.next(None, 60.0, lambda: False) for contact in contacts]
+    for contact, order in zip(contacts, waits, strict=True):
+        assert order is not None
+        contact.tell(Status(order.number, "ready"))
+    wait(lambda: all(contact.order is not None and contact.order.task == "train" for contact in contacts))
+    time.sleep(3)  # more beats than a node that hears nothing waits for
+    assert first.leadership.leads and not second.leadership.leads
+    assert (Terms(Path(first.run.output.folder)).newest() or Term(0)).number == 1
