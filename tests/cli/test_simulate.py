@@ -68,7 +68,8 @@ def test_a_plan_trains(tmp_path: Path) -> None:
     fix = "dp=1,pp=2,schedule=1f1b,micro_batch=2"
     sizes = ["--global-batch", "4", "--seq", "32", "--precision", "float32"]
     file = planned(tmp_path, "tiny-llama", "cpux2", *sizes, "--fix", fix)
-    assert main(["train", file, "--set", "training.steps=2", "--set", f"output.folder={tmp_path / 'run'}"]) == 0
+    chosen = ["data.source=python-stdlib", "training.steps=2", f"output.folder={tmp_path / 'run'}"]
+    assert main(["train", file, *(word for each in chosen for word in ("--set", each))]) == 0
     assert [row["step"] for row in rows(tmp_path / "run/metrics.jsonl")] == [1, 2]
     trained = load_run(tmp_path / "run/run.toml").layout
     assert trained == load_run(file).layout and (trained.world_size, trained.pp) == (2, 2)

@@ -79,6 +79,10 @@ def test_a_foreign_file_and_no_whole_one_at_all(
     (checkpoints / NEWEST / ".metadata").write_bytes(b"a pickle, perhaps")
     shutil.rmtree(checkpoints / "step-00000002")
     (checkpoints / "step-00000002").write_text("no folder")
+    rows = (folder / "metrics.jsonl").read_text()
+    assert main(command(folder)) == 2 and "finished its 4 steps" in capsys.readouterr().err
+    assert (folder / "metrics.jsonl").read_text() == rows, "of a finished run nothing is dropped unasked"
+    (folder / "metrics.jsonl").write_text("".join(rows.splitlines(keepends=True)[:-1]))  # as if killed in its last step
     assert main(command(folder)) == 0
     shown = capsys.readouterr()
     assert f"{checkpoints / NEWEST} is damaged: .metadata is not one of its files" in shown.err
