@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cuboid.cli.options import Oversubscribe
 from cuboid.errors import UserError
 from cuboid.generate.batch import Request
 from cuboid.generate.detokenizer import Words
@@ -47,9 +48,7 @@ def command(
         str, typer.Option(help="nccl, gloo or auto: NCCL on GPUs, also where ranks share one.")
     ] = "auto",
     tokenizer: Annotated[str | None, typer.Option(help="byte, or a tokenizer.json in place of the model's.")] = None,
-    oversubscribe: Annotated[
-        bool, typer.Option("--oversubscribe", help="Start also where less memory is free than ranks seem to take.")
-    ] = False,
+    oversubscribe: Oversubscribe = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Evaluate a trained model: perplexity and bits per byte of text, or choices by their likelihood.

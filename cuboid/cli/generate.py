@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cuboid.cli.options import Oversubscribe
 from cuboid.errors import UserError
 from cuboid.generate.detokenizer import Words
 from cuboid.generate.prompts import (
@@ -47,9 +48,7 @@ def command(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Add results as JSON Lines; a second run continues with it.")
     ] = None,
-    oversubscribe: Annotated[
-        bool, typer.Option("--oversubscribe", help="Start also where less memory is free than ranks seem to take.")
-    ] = False,
+    oversubscribe: Oversubscribe = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, at the end.")] = False,
 ) -> None:
     """Generate text with a trained model. Seed and prompt decide the text, the layout only how fast it comes.

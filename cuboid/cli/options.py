@@ -1,10 +1,14 @@
-"""What commands have in common: which options the user has given."""
+"""What commands have in common: options of several of them, and which ones the user has given."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import typer
+
+Oversubscribe = Annotated[
+    bool, typer.Option("--oversubscribe", help="Start even if the free memory looks too small for the ranks.")
+]
 
 
 def given_options(context: typer.Context) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from cuboid.cli.options import given_options
+from cuboid.cli.options import Oversubscribe, given_options
 from cuboid.errors import UserError
 from cuboid.readers import check_output, write_output
 from cuboid.spec.cluster import ClusterSpec, load_cluster
@@ -53,9 +53,7 @@ def command(
     cluster: Annotated[
         str | None, typer.Option(help="Of the job, for the prediction: a profile or a name such as h100x8.")
     ] = None,
-    oversubscribe: Annotated[
-        bool, typer.Option("--oversubscribe", help="Start also where less memory is free than ranks seem to take.")
-    ] = False,
+    oversubscribe: Oversubscribe = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure matmuls, attention, memory and collectives with all ranks busy, and write a profile for the planner.

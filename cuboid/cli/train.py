@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cuboid.cli.options import Oversubscribe
 from cuboid.errors import UserError, up_to
 from cuboid.launch.start import NodeOptions, train_run
 from cuboid.readers import read_json, read_toml
@@ -61,9 +62,7 @@ def command(
     interface: Annotated[
         str | None, typer.Option(help="Where this node listens: an interface or address; default: towards HOST.")
     ] = None,
-    oversubscribe: Annotated[
-        bool, typer.Option("--oversubscribe", help="Start also where less memory is free than ranks seem to take.")
-    ] = False,
+    oversubscribe: Oversubscribe = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print only one JSON object, at the end.")] = False,
 ) -> None:
     """Train a model on a layout. Ranks of this machine are started here; under torchrun or Slurm this process joins.

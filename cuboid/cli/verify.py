@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from cuboid.cli.options import Oversubscribe
 from cuboid.data.opened import check_data
 from cuboid.errors import UserError
 from cuboid.launch.once import Heard, call_here, take_post
@@ -76,9 +77,7 @@ def command(
     interface: Annotated[
         str | None, typer.Option(help="Interface or address of this node; default: the one towards HOST.")
     ] = None,
-    oversubscribe: Annotated[
-        bool, typer.Option("--oversubscribe", help="Start also where less memory is free than ranks seem to take.")
-    ] = False,
+    oversubscribe: Oversubscribe = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
     """Prove a layout: the loss, every gradient, the gradient norm and the parameters after clipped optimizer steps
