@@ -13,6 +13,7 @@ import random
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -136,7 +137,9 @@ def steps_of(rank: int, run: Run) -> tuple[int, float]:
     from cuboid.training.trainer import Trainer
 
     trainer = Trainer(run, rank, torch.device("cpu"), True)
-    with trainer.metrics, trainer.communication, trainer.memory:
+    with ExitStack() as stack:
+        for callback in trainer.callbacks:
+            stack.enter_context(callback)
         for _ in range(5):
             trainer._start_step()
         notes, begin = HEARTBEAT.words[CHANGES], time.perf_counter()

@@ -13,10 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, TextIO
-
-from cuboid.spec.run import Run
+from typing import Any, Literal
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send"]
 
@@ -124,28 +121,3 @@ def differences(counted: Ledger, predicted: Ledger) -> list[str]:
         if seen != expected:
             found.append(f"{key[0]} {key[1]}: counted {seen}, predicted {expected}")
     return found
-
-
-class CommunicationLog:
-    """One line a step in this rank's own file; nothing where nothing is counted."""
-
-    def __init__(self, run: Run, rank: int, ledger: Ledger | None) -> None:
-        self._ledger = ledger
-        self._path = Path(run.output.folder) / FILES.replace("*", f"{rank:05d}")
-        self._file: TextIO | None = None
-
-    def __enter__(self) -> CommunicationLog:
-        if self._ledger is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self._path.open("w")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def record(self, step: int) -> None:
-        """Write down what was communicated since the last call."""
-        if self._ledger is not None and self._file is not None:
-            self._file.write(self._ledger.take().as_line(step + 1))
-            self._file.flush()

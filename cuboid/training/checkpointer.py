@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from cuboid.checkpoint.memory.nodes import open_memory
 from cuboid.checkpoint.memory.restore import MemoryRestore
@@ -14,11 +15,15 @@ from cuboid.checkpoint.weights import start
 from cuboid.console import say
 from cuboid.parallel.coordination import open_coordination
 from cuboid.parallel.parallelize import Engine, draw_weights
+from cuboid.training.callbacks import Callback
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.run_folder import checkpoint_folder, last_row
 
+if TYPE_CHECKING:
+    from cuboid.training.trainer import Trainer
 
-class Checkpointer:
+
+class Checkpointer(Callback):
     """Every rank makes one, which fills the engine, and calls the same methods in the same order."""
 
     def __init__(self, engine: Engine, optimizer: Optimizer, rank: int, quiet: bool) -> None:
@@ -71,6 +76,26 @@ class Checkpointer:
             begin_anew(self._engine, self._optimizer)
             self._begin()
         return self.last_save
+
+    def is_due(self, step: int) -> bool:
+        run = self._engine.run
+        return self.saver is not None and run.checkpoint.is_due(step, run.training.steps)
+
+    def _is_due_in_memory(self, step: int) -> bool:
+        run = self._engine.run
+        return run.checkpoint.is_due_in_memory(step, run.training.steps)
+
+    def waits_for(self, trainer: Trainer, step: int) -> bool:
+        return self.is_due(step) or self._is_due_in_memory(step)
+
+    def on_step_end(self, trainer: Trainer, step: int) -> None:
+        if self.copies is not None and self._is_due_in_memory(step):
+            self.copies.save(step)  # a moment of its step: short saves would teach that all are
+            if self._engine.ledger is not None:
+                self._engine.ledger.take()  # no part of a step
+            trainer.start_clock()
+        if self.is_due(step):
+            trainer.save()
 
     def before_update(self) -> None:
         for saver in (self.saver, self.copies):

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,8 +22,13 @@ from torch.utils._pytree import tree_leaves
 from cuboid.parallel.parallelize import Engine
 from cuboid.parallel.zero import Unit
 from cuboid.spec.run import Run
+from cuboid.training.callbacks import Callback
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.run_folder import Rows
+
+if TYPE_CHECKING:
+    from cuboid.training.step import StepResult
+    from cuboid.training.trainer import Trainer
 
 KINDS = ("parameters", "master weights", "optimizer", "gradients")
 FILES = "memory-*.jsonl"
@@ -138,7 +143,7 @@ def exhaust(device: torch.device) -> None:
     torch.empty(torch.cuda.mem_get_info(device)[1] if on_gpu else 1 << 62, dtype=torch.uint8, device=device)
 
 
-class MemoryLog:
+class MemoryLog(Callback):
     """`memory-RANK.jsonl`: a row whenever the peak has grown."""
 
     def __init__(self, run: Run, rank: int, device: torch.device) -> None:
@@ -149,12 +154,12 @@ class MemoryLog:
         self._told = 0.0
         self._rows: Rows | None = None
 
-    def __enter__(self) -> MemoryLog:
-        return self
-
     def __exit__(self, *_: object) -> None:
         if self._rows is not None:
             self._rows.close()
+
+    def on_step(self, trainer: Trainer, step: int, result: StepResult) -> None:
+        self.record(step, trainer.engine, trainer.optimizer)
 
     def record(self, step: int, engine: Engine, optimizer: Optimizer) -> None:
         on_gpu = self._device.type == "cuda"
@@ -165,7 +170,7 @@ class MemoryLog:
         self._told = peak
         held = [unit.held_bytes() for unit in engine.units]
         row = {
-            "step": step + 1,
+            "step": step,
             "measured": "allocated" if on_gpu else "resident",
             "device": torch.cuda.get_device_name(self._device) if on_gpu else "cpu",
             "host": socket.gethostname(),

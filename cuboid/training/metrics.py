@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -22,14 +22,18 @@ from cuboid.resilience.stragglers import read_slowest
 from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.telemetry.rows import metric_rows
+from cuboid.training.callbacks import Callback
 from cuboid.training.health import Health
 from cuboid.training.routers import ExpertLoads, report
 from cuboid.training.run_folder import Rows
 from cuboid.training.step import StepResult
 from cuboid.training.trackers import Tracking
 
+if TYPE_CHECKING:
+    from cuboid.training.trainer import Trainer
 
-class Metrics:
+
+class Metrics(Callback):
     """Rank 0 speaks for all, because every rank knows the loss; timings are kept by every rank that was asked to."""
 
     def __init__(self, run: Run, rank: int, quiet: bool = False, done: int = 0) -> None:
@@ -44,6 +48,8 @@ class Metrics:
         self._timing: Rows | None = None
         self._loads: ExpertLoads | None = None
         self._progress: Progress | None = None
+        self._saves: list[SaveReport] = []
+        """Ended, and in no row yet."""
 
     def __enter__(self) -> Metrics:
         folder = Path(self._run.output.folder)
@@ -69,6 +75,7 @@ class Metrics:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._add_saves()
         if self._progress is not None:
             self._progress.stop()
         if self._goodput is not None:
@@ -80,39 +87,35 @@ class Metrics:
         if self._rows is not None:
             self._tracking.close()
 
-    def record(
-        self,
-        step: int,
-        result: StepResult,
-        learning_rate: float,
-        seconds: float,
-        timing: list[TimedAction],
-        held_out: float | None = None,
-        saves: Sequence[SaveReport] = (),
-    ) -> None:
-        """`held_out`: the loss on validation data, where this step was followed by an evaluation. `saves`: those that
-        ended since the last step."""
+    def on_saved(self, trainer: Trainer, saves: Sequence[SaveReport]) -> None:
+        self._saves += saves
+
+    def on_step(self, trainer: Trainer, step: int, result: StepResult) -> None:
+        self.record(step, result, trainer.engine.pipeline.timing)
+
+    def record(self, step: int, result: StepResult, timing: list[TimedAction]) -> None:
+        saves, self._saves = self._saves, []
         # On every rank that was asked to keep its times, not on rank 0 alone.
         if self._timing is not None:
             actions = [[str(timed.action), timed.start, timed.ready, timed.end] for timed in timing]
             # Clocks of one host agree; those of several are brought together by the time of day and by messages.
             clock = {"host": socket.gethostname(), "clock": time.time() - time.perf_counter()}
             waits = [list(wait) for wait in HEARTBEAT.take_waits() if wait[0] not in ("message", "device")]
-            told = {"step": step + 1, "seconds": seconds, **clock, "actions": actions, "collectives": waits}
+            told = {"step": step, "seconds": result.seconds, **clock, "actions": actions, "collectives": waits}
             self._timing.append(told)
         if self._rows is None:
             return
         training = self._run.training
         row: dict[str, Any] = {
-            "step": step + 1,
+            "step": step,
             "loss": result.loss,
             "gradient_norm": result.gradient_norm,
-            "learning_rate": learning_rate,
+            "learning_rate": result.learning_rate,
             # All positions of the batch, as throughput is told everywhere; the loss is a mean over those with labels.
             "tokens": training.global_batch * training.sequence,
             "labelled_tokens": result.tokens,
-            "seconds": seconds,
-            "tokens_per_second": training.global_batch * training.sequence / seconds,
+            "seconds": result.seconds,
+            "tokens_per_second": training.global_batch * training.sequence / result.seconds,
             "finite": result.is_finite,
             "activation_rms": result.activation,
             "time": round(time.time(), 3),
@@ -120,8 +123,8 @@ class Metrics:
         if result.loss_scale:
             # `row` is what the console shows; `kept`, made of it below, is what the file and trackers get.
             row |= {"loss_scale": result.loss_scale, "overflows": result.overflows}
-        if held_out is not None:
-            row["validation_loss"] = held_out
+        if result.validation_loss is not None:
+            row["validation_loss"] = result.validation_loss
         # JSON has no word for what is not a number.
         kept: dict[str, Any] = {key: value if math.isfinite(value) else None for key, value in row.items()}
         if self._goodput is not None:
@@ -137,7 +140,7 @@ class Metrics:
             kept["left_out"] = row["left_out"] = result.left_out
         tracked, dead = kept, None
         if result.routers is not None and self._loads is not None:
-            dead = self._loads.add(step + 1, result.routers)
+            dead = self._loads.add(step, result.routers)
             routing = report(result.routers, self._run, int(dead.sum()))
             tracked = {**kept, **routing.numbers}
             kept["routers"] = asdict(routing)
@@ -152,17 +155,21 @@ class Metrics:
         if found:
             kept["warnings"] = [asdict(trouble) for trouble in found]
         self._rows.append(kept)
-        self._tracking.log(step + 1, tracked)
+        self._tracking.log(step, tracked)
         _warn_of(saves)
         if not self._quiet:
             self._show(row, saves)
         for trouble in found:
-            say(f"step {step + 1}: {trouble.text}", as_warning=True)
+            say(f"step {step}: {trouble.text}", as_warning=True)
 
     def _read_past(self) -> None:
         """What the rows that are kept say of the run's health."""
         if self._run.output.health:
             self._health = Health(self._run, metric_rows(Path(self._run.output.folder) / "metrics.jsonl"))
+
+    def on_rollback(self, trainer: Trainer, step: int) -> None:
+        self._add_saves()
+        self.rewind(step)
 
     def rewind(self, done: int) -> None:
         """The run went back: what comes after so many steps will be written again."""
@@ -182,8 +189,9 @@ class Metrics:
             self._timing.close()
             self._timing = Rows(folder / f"timing-{self._rank:05d}.jsonl", done)
 
-    def add_saves(self, saves: Sequence[SaveReport]) -> None:
+    def _add_saves(self) -> None:
         """Those that ended after the last row, which stands in the file already: a published checkpoint has its row."""
+        saves, self._saves = self._saves, []
         if self._rows is None or not saves:
             return
         _warn_of(saves)

@@ -13,17 +13,20 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from cuboid.console import say
-from cuboid.parallel.parallelize import Engine
 from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.telemetry.profiler_regions import REGIONS
+from cuboid.training.callbacks import Callback
 from cuboid.training.memory import Tally, held, left_by_autograd, resident_peak, storages
-from cuboid.training.optimizer import Optimizer
+
+if TYPE_CHECKING:
+    from cuboid.training.trainer import Trainer
 
 FOLDER = "profile"
 TRACES, SNAPSHOTS, MEMORY = "trace-*.json.gz", "snapshot-*.pickle", "memory-*.json"
@@ -33,8 +36,8 @@ MOST_ALLOCATIONS = 200_000
 """In a snapshot: the latest ones."""
 
 
-class Profile:
-    """Told of every step; does something in those that are traced."""
+class Profile(Callback):
+    """Does something in those that are traced."""
 
     def __init__(self, run: Run, rank: int, device: torch.device) -> None:
         """Made before the model, whose allocations a snapshot shows too."""
@@ -48,9 +51,6 @@ class Profile:
             # looking at Python's frames then loses the exception.
             torch.cuda.memory._record_memory_history(context="alloc", max_entries=MOST_ALLOCATIONS, stacks="python")
 
-    def __enter__(self) -> Profile:
-        return self
-
     def __exit__(self, *_: object) -> None:
         """A training that fails in a traced step leaves what it traced: a profiler must not outlive it."""
         if self._profiler is not None:
@@ -59,24 +59,22 @@ class Profile:
                 self._profiler.stop()
             self._profiler = None
 
-    def plan(self, done: int, engine: Engine, optimizer: Optimizer) -> None:
-        """Once it is known after how many steps this process continues."""
+    def on_start(self, trainer: Trainer) -> None:
         if not self._run.profile.traces(self._rank):
             return
-        self._engine, self._optimizer = engine, optimizer
-        layers = sum(len(stage.segments) for stage in engine.pipeline.stages.values())
+        self._engine, self._optimizer = trainer.engine, trainer.optimizer
+        layers = sum(len(stage.segments) for stage in self._engine.pipeline.stages.values())
         # Events of a trace grow with layers × micro-batches; viewers fail before disks do.
         most = max(1, MOST_PASSES // (layers * self._run.micro_batches))
-        self._window = self._run.profile.window(done, self._run.training.steps, most)
+        self._window = self._run.profile.window(trainer.done, self._run.training.steps, most)
         if self._window and most < self._run.profile.steps and self._rank == 0:
             say(f"note: {len(self._window)} of profile.steps={self._run.profile.steps} are traced, to keep files small")
 
-    def closes_after(self, done: int) -> bool:
-        """Whether the trace ends with that step: it is waited for."""
-        return bool(self._window) and done == self._window[-1]
+    def waits_for(self, trainer: Trainer, step: int) -> bool:
+        """Whether the trace ends with that step."""
+        return bool(self._window) and step == self._window[-1]
 
-    def begin_step(self, step: int) -> AbstractContextManager[object]:
-        """Before step `step`, counted from one; what it returns is entered while the step is computed."""
+    def around_step(self, trainer: Trainer, step: int) -> AbstractContextManager[object]:
         if not self._window or step not in range(self._window[0] - 1, self._window[-1] + 1):
             return nullcontext()
         if self._profiler is None:
@@ -88,22 +86,21 @@ class Profile:
             return self._tally
         return REGIONS.step(step) if step in self._window else nullcontext()
 
-    def end_step(self, done: int) -> bool:
-        """After step `done` was started, and waited for if the trace closes with it. Whether the trace was written."""
+    def on_step_end(self, trainer: Trainer, step: int) -> None:
         if self._profiler is None:
-            return False
-        closes = self.closes_after(done)
+            return
+        closes = self.waits_for(trainer, step)
         if closes:
             HEARTBEAT.enter("set-up")  # no step waits for this as long as for a step
             REGIONS.end()
             self._profiler.add_metadata("cuboid", f"{self._run.model.name}, rank {self._rank} of {self._run.layout}")
         self._profiler.step()  # which writes the trace after the last one
-        if done + 1 == self._window[0]:
+        if step + 1 == self._window[0]:
             REGIONS.begin()
         if closes:
             self._profiler = None
             self._write_memory()
-        return closes
+            trainer.start_clock()
 
     def _start(self, warm_up: int) -> None:
         activities = [ProfilerActivity.CPU]
@@ -114,7 +111,7 @@ class Profile:
             steps = schedule(wait=0, warmup=warm_up, active=len(self._window), repeat=1)
         self._profiler = profile(activities=activities, schedule=steps, on_trace_ready=self._write_trace)
         self._profiler.start()
-        # Else `end_step` begins them, after the steps in which the profiler warms up.
+        # Else `on_step_end` begins them, after the steps in which the profiler warms up.
         if not warm_up:
             REGIONS.begin()
 

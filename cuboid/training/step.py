@@ -29,7 +29,7 @@ from cuboid.training.routers import rebalance, summed_statistics
 
 @dataclass(frozen=True)
 class StepResult:
-    """The same on every rank."""
+    """The same on every rank, but for the seconds."""
 
     loss: float
     """Sum of token losses / tokens with labels, over the global batch."""
@@ -51,6 +51,11 @@ class StepResult:
     """Root mean square of the residual stream as the head reads it, over the global batch."""
     layers: Norms | None = None
     """By layer, where they were asked for."""
+    learning_rate: float = 0.0
+    seconds: float = 0.0
+    """From the end of the step before."""
+    validation_loss: float | None = None
+    """Where an evaluation followed."""
 
     @property
     def is_finite(self) -> bool:

@@ -5,26 +5,27 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 import torch
 
+from cuboid.checkpoint.save import SaveReport
 from cuboid.checkpoint.state import seed_generators
 from cuboid.console import say
 from cuboid.data.loader import evaluation_batches, micro_batches
 from cuboid.data.source import make_source, make_validation_source
 from cuboid.errors import RankError, UserError
 from cuboid.parallel.collectives import all_reduce
-from cuboid.parallel.parallelize import Engine, build_engine
+from cuboid.parallel.parallelize import build_engine
 from cuboid.resilience.faults import strikes
 from cuboid.spec.run import Run
-from cuboid.telemetry.communication_ledger import CommunicationLog
 from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.training.bad_steps import BadSteps
-from cuboid.training.callbacks import load_callbacks
+from cuboid.training.callbacks import Callback, load_callbacks
 from cuboid.training.checkpointer import Checkpointer
+from cuboid.training.communication_log import CommunicationLog
 from cuboid.training.cuda_graphs import make_passes
 from cuboid.training.device_progress import device_progress
 from cuboid.training.layer_norms import LayerNorms
@@ -34,7 +35,8 @@ from cuboid.training.metrics import Metrics
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.profile import Profile
 from cuboid.training.replicas import flip_bit
-from cuboid.training.step import PendingStep, evaluate, run_passes, start_step
+from cuboid.training.samples import MakeSampler, Samples
+from cuboid.training.step import LeavesOut, PendingStep, evaluate, run_passes, start_step
 
 
 @dataclass(frozen=True)
@@ -49,18 +51,6 @@ class Outcome:
     """Steps of the newest checkpoint."""
     seconds: float = 0.0
     """How long it took to save what was done, once all ranks knew that they are to stop."""
-
-
-class Sampler(Protocol):
-    """Writes text with the weights as they are (`samples.every`)."""
-
-    def write(self, step: int) -> None:
-        """Every rank calls it, after the same steps."""
-
-
-MakeSampler = Callable[[Engine, bool], Sampler]
-"""From the engine that trains and whether to be quiet. Who starts a rank passes it, so that a training knows nothing of
-generation."""
 
 
 def train(
@@ -107,10 +97,9 @@ class Trainer:
             torch.use_deterministic_algorithms(run.training.deterministic)
         seed_generators(run.training.seed, rank)
         self.run, self.rank, self.device = run, rank, device
-        self.callbacks = load_callbacks(run.training.callbacks)
+        own = load_callbacks(run.training.callbacks)
         # Before the engine: one notes what memory held without the model, the other records its allocations.
-        self.memory = MemoryLog(run, rank, device)
-        self.profile = Profile(run, rank, device)
+        memory, profile = MemoryLog(run, rank, device), Profile(run, rank, device)
         # Without weights: the checkpointer reads them, or draws them where there is nothing to read.
         self.engine = build_engine(run, rank, device, draw=False)
         self.optimizer = Optimizer(self.engine, run.optimizer)
@@ -122,46 +111,55 @@ class Trainer:
         self.validation = make_validation_source(run) if run.evaluation.every else None
         self.checkpointer = Checkpointer(self.engine, self.optimizer, rank, quiet)
         self.done = self.checkpointer.found
-        # After the checkpointer: rows of steps that will be done again are dropped.
-        self.metrics = Metrics(run, rank, quiet, self.done)
-        self.communication = CommunicationLog(run, rank, self.engine.ledger)
-        self.sampler = make_sampler(self.engine, quiet) if make_sampler and run.samples.every else None
-        self.bad_steps = BadSteps(self.engine, self.source, self.done)
-        self.profile.plan(self.done, self.engine, self.optimizer)
+        # Those that others rely on come first: a row is written before a checkpoint, which a resumed run continues
+        # from without writing that row again, and nothing is kept of replicas that differ.
+        self.callbacks: list[Callback] = [
+            Metrics(run, rank, quiet, self.done),
+            CommunicationLog(run, rank, self.engine.ledger),
+            memory,
+            profile,
+            BadSteps(self.engine, self.source, self.done),
+            self.checkpointer,
+        ]
+        if make_sampler and run.samples.every:
+            self.callbacks.append(Samples(make_sampler(self.engine, quiet)))
+        self.callbacks += own
         self.loss = float("nan")
         self._under_way: deque[Started] = deque()
         self._clock = 0.0
         self._before: PendingStep | None = None
         self._asked = asked
-        self._stops = False
-        self._retried: set[int] = set()
+        self.stops = False
+        """Whether all ranks are to stop."""
 
     def train(self) -> Outcome:
-        with self.metrics, self.communication, self.memory, self.profile:
+        with ExitStack() as stack:
+            for callback in self.callbacks:
+                stack.enter_context(callback)
             # Somebody may have asked to stop during set-up, which takes minutes for a large model.
             self._agree()
             if self.run.resilience.goes_back and not self.done:
-                self._save()  # so that there is something to go back to
+                self.save()  # so that there is something to go back to
             for callback in self.callbacks:
                 callback.on_start(self)
-            self._start_clock()
-            while self.done < self.run.training.steps and not self._stops:
-                with self.profile.begin_step(self.done + 1):
+            self.start_clock()
+            while self.done < self.run.training.steps and not self.stops:
+                with ExitStack() as around:
+                    for callback in self.callbacks:
+                        around.enter_context(callback.around_step(self, self.done + 1))
                     self._start_step()
                 self.done += 1
                 # A GPU computes a step while the host prepares the next, and waits for nothing between them. Whatever
                 # reads or changes the state after this very step waits for it.
-                at_once = self.device.type == "cpu" or self._evaluates or self._saves or self._copies or self._is_last
-                at_once = at_once or self._compares or self.run.samples.is_due(self.done)
-                at_once = at_once or self.profile.closes_after(self.done)
+                at_once = self.device.type == "cpu" or self._evaluates or self._is_last
+                at_once = at_once or any(callback.waits_for(self, self.done) for callback in self.callbacks)
                 at_once = at_once or self.run.output.keep_timing  # the next step writes over the times of this one
                 while len(self._under_way) > (0 if at_once else 1):
                     if not self._finish_step(self._under_way.popleft()):
                         break
                 else:
-                    if self.profile.end_step(self.done):
-                        self._start_clock()
-                    self._keep()  # after the row of this step, which a resumed run will not write again
+                    for callback in self.callbacks:
+                        callback.on_step_end(self, self.done)
             return self._finish()
 
     @property
@@ -171,19 +169,6 @@ class Trainer:
     @property
     def _evaluates(self) -> bool:
         return self.validation is not None and self.done % self.run.evaluation.every == 0
-
-    @property
-    def _saves(self) -> bool:
-        return self.checkpointer.saver is not None and self.run.checkpoint.is_due(self.done, self.run.training.steps)
-
-    @property
-    def _copies(self) -> bool:
-        return self.run.checkpoint.is_due_in_memory(self.done, self.run.training.steps)
-
-    @property
-    def _compares(self) -> bool:
-        every = self.run.resilience.check_replicas_every
-        return every > 0 and (self.done % every == 0 or self._saves)
 
     @property
     def _replica(self) -> int:
@@ -201,119 +186,86 @@ class Trainer:
         batch = self.engine.course.batch(self.done)
         batches = micro_batches(self.source, self.run, batch, self._replica, self.device)
         HEARTBEAT.do("")
-        judge = self.bad_steps.before_update(self.done)
+        judges = [judge for callback in self.callbacks if (judge := callback.judge(self, self.done + 1))]
         norms = self._norms if self.run.output.measures_layers(self.done + 1, self.run.training.steps) else None
         before, passes = self.checkpointer.before_update, self._passes
+        judge = _first_reason(judges) if judges else None
         pending = start_step(self.engine, self.optimizer, batches, rate, before, self._asked(), judge, passes, norms)
         self._under_way.append(Started(self.done, rate, pending))
-        self.communication.record(self.done)
 
     def _finish_step(self, started: Started) -> bool:
         """Wait for a step's numbers and write them down, with those of an evaluation that follows it. False if the run
         goes back instead."""
         # Waits for the device. On a GPU the next step is usually queued behind this one, so the device does not.
-        result = started.pending.result()
+        result, step = started.pending.result(), started.step + 1
         seconds = started.pending.seconds_after(self._before) or time.perf_counter() - self._clock
-        self._stops = self._stops or result.stops
-        result = self.bad_steps.judged(started.step, started.pending, result)
-        if result.left_out and self.run.resilience.goes_back and self._may_go_back(started.step):
-            self._roll_back(started.step)
-            return False
-        self.loss = result.loss
-        evaluates = self._evaluates and started.step + 1 == self.done
-        held_out = self._evaluate() if evaluates else None
-        reports = self.checkpointer.reports(seconds)
-        timing = self.engine.pipeline.timing
-        self.metrics.record(started.step, result, started.learning_rate, seconds, timing, held_out, reports)
-        self.memory.record(started.step, self.engine, self.optimizer)
+        self.stops = self.stops or result.stops
         for callback in self.callbacks:
-            callback.on_step(self, started.step + 1, result)
+            judged = callback.on_result(self, step, result, started.pending)
+            if judged is None:
+                return False
+            result = judged
+        self.loss = result.loss
+        evaluates = self._evaluates and step == self.done
+        held_out = self._evaluate() if evaluates else None
+        self._tell_saved(self.checkpointer.reports(seconds))
+        rate = started.learning_rate
+        result = replace(result, learning_rate=rate, seconds=seconds, validation_loss=held_out)
+        for callback in self.callbacks:
+            callback.on_step(self, step, result)
             if held_out is not None:
-                callback.on_evaluation(self, started.step + 1, held_out)
-        self._start_clock()
+                callback.on_evaluation(self, step, held_out)
+        self.start_clock()
         # A step's time runs from the end of the one before, unless something else came between.
         self._before = None if evaluates else started.pending
         return True
 
-    def _start_clock(self) -> None:
+    def start_clock(self) -> None:
         """What comes now is no part of a step before."""
         self._clock = time.perf_counter()
         self._before = None
 
-    def _may_go_back(self, step: int) -> bool:
-        """To retry a batch that was retried already is no use: it is bad itself, and skipped like a skipped one."""
-        return self.run.resilience.bad_steps == "rollback" or self.engine.course.batch(step) not in self._retried
-
-    def _roll_back(self, step: int) -> None:
-        """To the newest checkpoint, from which the run resumes: without the batch of that step, or trying it again."""
+    def roll_back(self, step: int) -> None:
+        """To the newest checkpoint, from which the run resumes. `step`: which made that necessary."""
         HEARTBEAT.enter("set-up")
-        batch = self.engine.course.batch(step)
         # Steps queued behind the bad one read weights that are about to be replaced: wait for them, use none of them.
         for started in self._under_way:
             started.pending.result()
         self._under_way.clear()
         self._settle_saves()  # the save in flight may become the newest checkpoint
         if not self.checkpointer.can_go_back:
-            raise RankError(f"step {step + 1} is bad and no checkpoint could be written to go back to")
-        skipped = self.engine.course.skipped
+            raise RankError(f"step {step} is bad and no checkpoint could be written to go back to")
         self.done = self.checkpointer.go_back()
-        if self.run.resilience.bad_steps == "retry":
-            self._retried.add(batch)
-            again = f"to try batch {batch + 1} of the data again"
-        else:
-            skipped = [*skipped, batch]
-            again = f"without batch {batch + 1} of the data"
-        # Loading restored the skipped batches as they were then; those found bad since must stay skipped.
-        for each in skipped:
-            self.engine.course.skip(each)
-        self.metrics.rewind(self.done)
-        if self.engine.groups.world.index == 0:
-            say(f"step {step + 1} is bad: back to step {self.done}, {again}", True)
-        self._start_clock()
+        for callback in self.callbacks:
+            callback.on_rollback(self, self.done)
+        self.start_clock()
 
     def _evaluate(self) -> float | None:
         """None if it was cut short, or did not begin, because all are to stop."""
         assert self.validation is not None
-        if self._stops:
+        if self.stops:
             return None
         HEARTBEAT.enter("evaluation")
         batches = evaluation_batches(*self.validation, self.run, self._replica, self.device)
         return evaluate(self.engine, batches, self._agree)
 
-    def _keep(self) -> None:
-        """What is due after a step: compared first, so that nothing is kept of copies that differ."""
-        if self._compares:
-            self.bad_steps.compare_replicas(self.done, self.optimizer)
-            self._start_clock()
-        if self._copies and self.checkpointer.copies is not None:
-            self.checkpointer.copies.save(self.done)  # a moment of its step: short saves would teach that all are
-            if self.engine.ledger is not None:
-                self.engine.ledger.take()  # no part of a step
-            self._start_clock()
-        if self._saves:
-            self._save()
-        if self.sampler is not None and self.run.samples.is_due(self.done) and not self._stops:
-            HEARTBEAT.enter("evaluation")
-            self.sampler.write(self.done)
-            self._start_clock()
-
-    def _save(self) -> None:
+    def save(self) -> None:
         HEARTBEAT.enter("save")
         self.checkpointer.save(self.done)
         for callback in self.callbacks:
             callback.on_save(self, self.done)
         self._agree()
-        self._start_clock()
+        self.start_clock()
 
     def _agree(self) -> bool:
         """Whether some rank was asked to stop. Every rank calls this, where the next step's own sum is far."""
-        if self.checkpointer.saver is not None and not self._stops:
+        if self.checkpointer.saver is not None and not self.stops:
             # A signal may reach some ranks only. A sum tells all of them at one place, so that all stop at one step.
             ranks = torch.tensor(float(self._asked()), device=self.device)
-            self._stops = all_reduce(ranks, self.engine.groups.world).item() > 0
+            self.stops = all_reduce(ranks, self.engine.groups.world).item() > 0
             if self.engine.ledger is not None:
                 self.engine.ledger.take()  # no part of a step
-        return self._stops
+        return self.stops
 
     def _finish(self) -> Outcome:
         """What was done is kept: all steps, or as many as were done when somebody asked to stop."""
@@ -323,7 +275,7 @@ class Trainer:
         preempted = self.done < self.run.training.steps
         # What was saved at this step already need not be saved twice within the grace period.
         if preempted and self.checkpointer.last_save != self.done:
-            self._save()
+            self.save()
         HEARTBEAT.enter("finish")
         kept = self._settle_saves()
         if self.checkpointer.copies is not None:
@@ -335,5 +287,14 @@ class Trainer:
     def _settle_saves(self) -> bool:
         """Wait for what is being saved; whether all of it is."""
         reports, kept = self.checkpointer.settle()
-        self.metrics.add_saves(reports)
+        self._tell_saved(reports)
         return kept
+
+    def _tell_saved(self, saves: list[SaveReport]) -> None:
+        if saves:
+            for callback in self.callbacks:
+                callback.on_saved(self, saves)
+
+
+def _first_reason(judges: list[LeavesOut]) -> LeavesOut:
+    return lambda result: next((reason for judge in judges if (reason := judge(result))), "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,4 +56,5 @@ def slowed_steps(rank: int, run: Run, factor: float) -> None:
             start = time.perf_counter()
             batches = micro_batches(source, run, step, engine.groups.coordinates.dp, device)
             result = train_step(engine, optimizer, batches, 1e-3)
-            metrics.record(step, result, 1e-3, time.perf_counter() - start, engine.pipeline.timing)
+            told = replace(result, learning_rate=1e-3, seconds=time.perf_counter() - start)
+            metrics.record(step + 1, told, engine.pipeline.timing)

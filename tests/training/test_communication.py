@@ -7,8 +7,9 @@ from pathlib import Path
 
 from cuboid.planning.collectives import predicted_ledger
 from cuboid.spec.run import Run, build_run
-from cuboid.telemetry.communication_ledger import CommunicationLog, Ledger
+from cuboid.telemetry.communication_ledger import Ledger
 from cuboid.training.communication import summarize
+from cuboid.training.communication_log import CommunicationLog
 
 
 def counted_run(folder: Path, layout: str = "dp=2,pp=2") -> Run:
@@ -17,7 +18,7 @@ def counted_run(folder: Path, layout: str = "dp=2,pp=2") -> Run:
 
 def write(run: Run, rank: int, ledger: Ledger) -> None:
     with CommunicationLog(run, rank, ledger) as log:
-        log.record(0)
+        log.record(1)
 
 
 def test_as_predicted(tmp_path: Path) -> None:
@@ -54,14 +55,14 @@ def test_files_of_ranks_that_are_no_more_are_left_out(tmp_path: Path) -> None:
 
 def test_nothing_is_written_where_nothing_is_counted(tmp_path: Path) -> None:
     with CommunicationLog(counted_run(tmp_path), 0, None) as log:
-        log.record(0)
+        log.record(1)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_line_is_a_step(tmp_path: Path) -> None:
     run, ledger = counted_run(tmp_path), Ledger()
     with CommunicationLog(run, 3, ledger) as log:
-        for step in range(2):
+        for step in (1, 2):
             ledger.add("pp", "send", 2, 10)
             log.record(step)
     lines = [json.loads(line) for line in (tmp_path / "communication-00003.jsonl").read_text().splitlines()]

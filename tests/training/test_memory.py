@@ -98,11 +98,11 @@ def test_a_row_whenever_the_peak_has_grown(tmp_path: Path) -> None:
     log = MemoryLog(run, 3, CPU)
     engine, optimizer = trained()
     with log:
-        log.record(0, engine, optimizer)
         log.record(1, engine, optimizer)
+        log.record(2, engine, optimizer)
         peak = resident_peak()
         ballast = torch.ones(max(peak // 20, 2**26), dtype=torch.uint8)
-        log.record(2, engine, optimizer)
+        log.record(3, engine, optimizer)
     rows = [json.loads(line) for line in (tmp_path / "memory-00003.jsonl").read_text().splitlines()]
     assert rows[0]["step"] == 1 and 2 not in [row["step"] for row in rows], "nothing had grown by then"
     assert rows[-1]["step"] == 3 or resident_peak() < 1.01 * peak, "unless the pages were there all along"

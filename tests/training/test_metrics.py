@@ -10,6 +10,7 @@ import pty
 import sys
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,8 @@ def record(folder: Path, *results: StepResult, rank: int = 0, quiet: bool = Fals
     settings = [f"output.{key}={str(value).lower()}" for key, value in output.items()]
     run = short_run("dp=2", str(folder), f"training.steps={len(results)}", *settings)
     with Metrics(run, rank, quiet) as metrics:
-        for step, result in enumerate(results):
-            metrics.record(step, result, 1e-3, 0.5, TIMING)
+        for step, result in enumerate(results, 1):
+            metrics.record(step, replace(result, learning_rate=1e-3, seconds=0.5), TIMING)
 
 
 def rows(folder: Path) -> list[dict[str, object]]:
@@ -68,7 +69,7 @@ def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_rows_are_there_while_training_goes_on(tmp_path: Path) -> None:
     run = short_run("dp=2", str(tmp_path))
     with Metrics(run, 0, quiet=True) as metrics:
-        metrics.record(0, StepResult(5.0, 1.0, 1), 1e-3, 0.5, [])
+        metrics.record(1, StepResult(5.0, 1.0, 1, seconds=0.5), [])
         assert len(rows(tmp_path)) == 1
 
 
@@ -76,16 +77,17 @@ def test_loads_of_experts_are_kept_in_few_rows(tmp_path: Path, capsys: pytest.Ca
     """Summed over windows; an expert that got no token for long is dead, and comes back with its first."""
 
     def routed(*asked: int) -> StepResult:
-        return StepResult(5.0, 1.0, 1, routers=torch.tensor([[*asked, 2.0, 0, 0], [4.0, 4, 4, 4, 2, 0, 0]]).double())
+        loads = torch.tensor([[*asked, 2.0, 0, 0], [4.0, 4, 4, 4, 2, 0, 0]]).double()
+        return StepResult(5.0, 1.0, 1, routers=loads, seconds=0.5)
 
     mixture = ("model=tiny-mixtral", "model.layers=2", "model.mixture.experts=4", "model.mixture.top_k=1")
     run = short_run("dp=2", str(tmp_path), f"training.steps={WINDOWS * 3}", "output.track=jsonl", *mixture)
     with Metrics(run, 0) as metrics:
         for step in range(DEAD_STEPS + 1):
-            metrics.record(step, routed(16, 0, 0, 0) if step == 1 else routed(8, 7, 1, 0), 1e-3, 0.5, [])
-        metrics.record(DEAD_STEPS + 1, routed(8, 6, 1, 1), 1e-3, 0.5, [])
+            metrics.record(step + 1, routed(16, 0, 0, 0) if step == 1 else routed(8, 7, 1, 0), [])
+        metrics.record(DEAD_STEPS + 2, routed(8, 6, 1, 1), [])
         metrics.rewind(3)
-        metrics.record(3, routed(8, 6, 1, 1), 1e-3, 0.5, [])
+        metrics.record(4, routed(8, 6, 1, 1), [])
     kept = [json.loads(line) for line in (tmp_path / "experts.jsonl").read_text().splitlines()]
     assert kept == [{"step": 3, "first": 1, "loads": [[267, 117, 17, 0], [100] * 4]}], "in percent, rounded up"
     routers = [row["routers"] for row in rows(tmp_path)]

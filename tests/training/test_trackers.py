@@ -22,7 +22,7 @@ def record(folder: Path, track: str, steps: range, done: int = 0) -> None:
     run = short_run("dp=2", str(folder), "training.steps=5", f"output.track={track}")
     with Metrics(run, 0, quiet=True, done=done) as metrics:
         for step in steps:
-            metrics.record(step, StepResult(5.0 - step, 1.0, 8), 1e-3, 0.5, [])
+            metrics.record(step + 1, StepResult(5.0 - step, 1.0, 8, learning_rate=1e-3, seconds=0.5), [])
 
 
 def test_json_lines_hold_numbers_and_go_on(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_other_trackers_keep_what_they_are_told(
 def test_a_loss_that_is_no_number_is_left_out(tmp_path: Path) -> None:
     run = short_run("dp=2", str(tmp_path), "output.track=jsonl")
     with Metrics(run, 0, quiet=True) as metrics:
-        metrics.record(0, StepResult(float("nan"), 1.0, 8), 1e-3, 0.5, [])
+        metrics.record(1, StepResult(float("nan"), 1.0, 8, seconds=0.5), [])
     (row,) = [json.loads(line) for line in (tmp_path / "tracked.jsonl").read_text().splitlines()]
     assert "loss" not in row and row["gradient_norm"] == 1.0
 
