@@ -14,7 +14,11 @@ __version__ = "0.1.0"
 _PLACES = {
     **dict.fromkeys(("Batch", "Flow", "Model", "VocabularyLoss"), "cuboid.model.custom"),
     **dict.fromkeys(("ColumnLinear", "RowLinear", "VocabularyEmbedding"), "cuboid.model.linear"),
-    **dict.fromkeys(("PARTIAL", "REPLICATED", "VOCABULARY", "split"), "cuboid.spec.sharding"),
+    **dict.fromkeys(("EXPERT", "PARTIAL", "REPLICATED", "VOCABULARY", "split"), "cuboid.spec.sharding"),
+    "RoutedExperts": "cuboid.model.moe",
+    **dict.fromkeys(("Router", "Routing"), "cuboid.model.router"),
+    "Tokens": "cuboid.model.load_balancing",
+    "MixtureSpec": "cuboid.spec.model",
     "family": "cuboid.model.family",
     "Callback": "cuboid.training.callbacks",
     "UserError": "cuboid.errors",
@@ -29,10 +33,15 @@ if TYPE_CHECKING:
     from cuboid.model.custom import Batch, Flow, Model, VocabularyLoss
     from cuboid.model.family import family
     from cuboid.model.linear import ColumnLinear, RowLinear, VocabularyEmbedding
-    from cuboid.spec.sharding import PARTIAL, REPLICATED, VOCABULARY, split
+    from cuboid.model.load_balancing import Tokens
+    from cuboid.model.moe import RoutedExperts
+    from cuboid.model.router import Router, Routing
+    from cuboid.spec.model import MixtureSpec
+    from cuboid.spec.sharding import EXPERT, PARTIAL, REPLICATED, VOCABULARY, split
     from cuboid.training.callbacks import Callback
 
 __all__ = [
+    "EXPERT",
     "PARTIAL",
     "REPLICATED",
     "VOCABULARY",
@@ -40,8 +49,13 @@ __all__ = [
     "Callback",
     "ColumnLinear",
     "Flow",
+    "MixtureSpec",
     "Model",
+    "RoutedExperts",
+    "Router",
+    "Routing",
     "RowLinear",
+    "Tokens",
     "Trained",
     "UserError",
     "VocabularyEmbedding",

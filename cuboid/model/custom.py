@@ -25,9 +25,12 @@ from torch import Tensor, nn
 
 from cuboid.errors import UserError
 from cuboid.model.linear import ColumnLinear, declared_split
+from cuboid.model.load_balancing import Balance
+from cuboid.model.router import Router
 from cuboid.model.transformer import IGNORED, summed_loss
+from cuboid.spec.model import MixtureSpec
 from cuboid.spec.plugin import SegmentRun
-from cuboid.spec.sharding import REPLICATED, TIED, VOCABULARY, Declared, ShardingRank, Split
+from cuboid.spec.sharding import EXPERT, REPLICATED, TIED, VOCABULARY, Declared, ShardingRank, Split
 
 if TYPE_CHECKING:
     from cuboid.model.segment_costs import SegmentCosts
@@ -191,6 +194,41 @@ class Model:
         """How many there are in a segment."""
         return sum(torch.Size(shape).numel() for shape in self.shapes[prefix].values())
 
+    @property
+    def experts(self) -> dict[str, int]:
+        """Parameters that are declared as EXPERT, and how many experts each holds."""
+        return {
+            f"{prefix}.{name}": shape[0]
+            for prefix, declared in self._declarations.items()
+            for name, shape, split in declared
+            if split == EXPERT
+        }
+
+    @cached_property
+    def mixture(self) -> MixtureSpec | None:
+        """What its routers say, where it has some: layers before the first one are without, the others all alike."""
+        found = [self._mixture_of(layer) for layer in range(self.layers)]
+        first = next((layer for layer, mixture in enumerate(found) if mixture is not None), self.layers)
+        if first == self.layers:
+            return None
+        for layer in range(first + 1, self.layers):
+            if found[layer] != found[first]:
+                raise UserError(
+                    f"layers.{layer} has another Router than layers.{first}, or none; use the same in every layer from "
+                    "the first that has one"
+                )
+        mixture = found[first]
+        assert mixture is not None
+        return replace(mixture, first_dense_layers=first)
+
+    def _mixture_of(self, layer: int) -> MixtureSpec | None:
+        with torch.device("meta"):
+            module = self.make(f"layers.{layer}")
+        routers = [child for child in module.modules() if isinstance(child, Router)]
+        if len(routers) > 1:
+            raise UserError(f"layers.{layer} has {len(routers)} Routers; use one in a block")
+        return routers[0].mixture if routers else None
+
     def check_tensor_parallel(self, ranks: int) -> None:
         """Every parameter says how it is split, and can be."""
         for prefix in self.prefixes:
@@ -274,6 +312,13 @@ class WholeModel(nn.Module):
         """By the names that the engine knows."""
         for name, parameter in super().named_parameters(*given, **options):
             yield self.model.called(name), parameter
+
+    def balance_with(self, balance: Balance) -> None:
+        """Let the routers' auxiliary losses take part in every backward pass, and count what they do."""
+        for layer, block in self.layers.items():
+            for child in block.modules():
+                if isinstance(child, Router):
+                    child.balance, child.row = balance, int(layer) - balance.mixture.first_dense_layers
 
     def forward(self, batch: Batch) -> Tensor:
         """The sum of losses."""

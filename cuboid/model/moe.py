@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,7 @@ from cuboid.kernels.compiler import uncompiled
 from cuboid.model.feed_forward import FeedForward
 from cuboid.model.load_balancing import Tokens
 from cuboid.model.rope import Positions
-from cuboid.model.router import Router, fuses, permutation_of
+from cuboid.model.router import Router, Routing, fuses, permutation_of
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.sharding import EXPERT, Split
 
@@ -138,14 +139,15 @@ class LocalDispatch:
         return rows
 
 
-class MoE(nn.Module):
-    def __init__(self, model: ModelSpec) -> None:
+class RoutedExperts(nn.Module):
+    """Sends each token to some of its experts and back, over the ranks that hold them. What derives from it declares
+    parameters of shape (experts, …) as EXPERT, and says in `route` where tokens go and in `compute` what experts do."""
+
+    def __init__(self, experts: int) -> None:
         super().__init__()
-        assert model.mixture is not None
-        mixture = model.mixture
-        self.router = Router(model.hidden, mixture)
-        self.experts = Experts(model, mixture.experts, mixture.expert_ffn)
-        self.shared = FeedForward(model, mixture.shared_ffn) if mixture.shared_ffn else None
+        self.count = experts
+        self.matmul: GroupedMatmul = grouped_matmul
+        """(rows, weight of shape (experts, out, in), counts) -> rows"""
         self.depart: Callable[[Tensor], TokenDispatch] = LocalDispatch
         self.take_part: Callable[[Tensor], Tensor] = _itself
         """The tokens that this rank routes, of those it holds."""
@@ -153,19 +155,54 @@ class MoE(nn.Module):
         self.part = (0, 1)
         """Index and number of the parts in which tokens of whole sequences are routed."""
 
+    def route(self, x: Tensor, tokens: Tokens) -> Routing:
+        """x: (tokens, hidden), the part of them that this rank routes: what is used here is PARTIAL."""
+        raise NotImplementedError
+
+    def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """rows: in the order of the experts held here, `counts` of each."""
+        raise NotImplementedError
+
     @uncompiled
-    def forward(self, x: Tensor, positions: Positions) -> Tensor:
-        """Not for the compiler: how many rows each expert gets is another number every time."""
+    def forward(self, x: Tensor) -> Tensor:
+        """x: (sequences, length, hidden)"""
+        return self.routed(x.flatten(0, 1), Tokens(x.shape[1], *self.part)).view_as(x)
+
+    def routed(self, x: Tensor, tokens: Tokens, shared: Callable[[], Tensor] | None = None) -> Tensor:
+        """`shared`: computed while rows travel, and added."""
         mine = self.take_part(x)
-        routing = self.router(mine, Tokens(positions.length, *self.part, positions.index))
-        permutation = permutation_of(routing, self.router.mixture.experts)
+        routing = self.route(mine, tokens)
+        permutation = permutation_of(routing, self.count)
         journey = self.depart(permutation.counts)
         journey.leave(permutation.permute(mine))
-        shared = None if self.shared is None else self.shared(x, positions)  # while rows travel
+        beside = None if shared is None else shared()
         rows, counts = journey.arrive()
-        rows = journey.go_back(self.experts(rows, counts))
-        routed = self.put_together(permutation.unpermute(rows, routing.weights))
-        return routed if shared is None else routed + shared
+        rows = journey.go_back(self.compute(rows, counts))
+        result = self.put_together(permutation.unpermute(rows, routing.weights))
+        return result if beside is None else result + beside
+
+
+class MoE(RoutedExperts):
+    def __init__(self, model: ModelSpec) -> None:
+        assert model.mixture is not None
+        mixture = model.mixture
+        super().__init__(mixture.experts)
+        self.router = Router(model.hidden, mixture)
+        self.experts = Experts(model, mixture.experts, mixture.expert_ffn)
+        self.shared = FeedForward(model, mixture.shared_ffn) if mixture.shared_ffn else None
+
+    def route(self, x: Tensor, tokens: Tokens) -> Routing:
+        routing: Routing = self.router(x, tokens)
+        return routing
+
+    def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
+        return self.experts(rows, counts)
+
+    @uncompiled
+    def forward(self, x: Tensor, positions: Positions) -> Tensor:  # type: ignore[override]
+        """Not for the compiler: how many rows each expert gets is another number every time."""
+        shared = None if self.shared is None else partial(self.shared, x, positions)
+        return self.routed(x, Tokens(positions.length, *self.part, positions.index), shared)
 
 
 def _itself(x: Tensor) -> Tensor:

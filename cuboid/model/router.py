@@ -25,7 +25,7 @@ class Routing:
     """(tokens, top_k): the experts of each token."""
     weights: Tensor
     """(tokens, top_k)"""
-    kept: Tensor | None
+    kept: Tensor | None = None
     """(tokens, top_k): False where an expert had no room left for a token; None: all are kept."""
 
 
@@ -44,6 +44,10 @@ class Router(nn.Module):
         self.row = 0
         """This layer's row in the statistics."""
         self.whole_sequences: Callable[[Tensor, Tokens], tuple[Tensor, Tensor]] = _already_whole
+        if not self.weight.is_meta:
+            nn.init.normal_(self.weight, std=hidden**-0.5)
+            if self.bias is not None:
+                nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:
         dtype = wide(x.dtype)

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from cuboid.errors import UserError, either
 from cuboid.kernels.recompute import with_recompute
 from cuboid.model.linear import ColumnLinear, Linear, RowLinear, VocabularyEmbedding, declared_split
+from cuboid.model.moe import RoutedExperts
 from cuboid.model.split_backward import Deferral, defer_matmuls
 from cuboid.model.transformer import Head, summed_loss
 from cuboid.spec.plugin import SegmentRun
@@ -218,6 +219,11 @@ def segment_costs(model: Model, prefix: str, run: SegmentRun) -> SegmentCosts:
     dtype = DTYPES[run.precision]
     with torch.device("meta"):
         module = model.make(prefix)
+    if any(isinstance(child, RoutedExperts) for child in module.modules()):
+        raise UserError(
+            f"{prefix} routes tokens to experts, and what that costs is known of models of the catalog only; choose a "
+            "layout without a plan"
+        )
     with FakeTensorMode():
         local = _localize(module, prefix, run.tensor, dtype)
         region, deferral = _Uncommunicating(run.splits_backward), Deferral()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from cuboid.kernels.compiler import operation
 from cuboid.model.fp8 import input_gradient_factors, input_gradient_of, multiply, output_of
 from cuboid.model.linear import Linear, Matmul
-from cuboid.model.moe import GroupedMatmul, grouped_matmul, grouped_outer
+from cuboid.model.moe import Experts, GroupedMatmul, RoutedExperts, grouped_matmul, grouped_outer
 
 
 class Deferral:
@@ -121,8 +121,10 @@ def deferrable_matmul(deferral: Deferral, fp8_rows: bool | None = None) -> Matmu
 def defer_matmuls(module: nn.Module, deferral: Deferral) -> None:
     """Weight gradients of linears wait until the schedule has time for them. Those of other layers are computed with
     the input gradient: right as well, only earlier."""
-    matmul = deferrable_matmul(deferral)
+    matmul, grouped = deferrable_matmul(deferral), deferrable_grouped_matmul(deferral)
     for child in module.modules():
+        if isinstance(child, Experts | RoutedExperts):
+            child.matmul = grouped
         if isinstance(child, Linear):
             child.matmul = matmul
         # Exactly nn.Linear: a subclass may compute something else with its weight.

@@ -20,7 +20,8 @@ from torch import Tensor
 from cuboid.kernels.pinned_memory import HostCopy
 from cuboid.kernels.recompute import remembered
 from cuboid.model.load_balancing import Balance, Tokens
-from cuboid.model.moe import MoE
+from cuboid.model.moe import RoutedExperts
+from cuboid.model.router import Router
 from cuboid.parallel.collectives import Pending, all_gather, all_reduce, start_all_to_all
 from cuboid.parallel.groups import Group, Groups
 from cuboid.spec.run import Run
@@ -181,7 +182,7 @@ class AllToAllDispatch:
         return functional.pad(rows, (0, 0, 0, self._stay)) if self._stay else rows
 
 
-def spread_experts(mixture: MoE, group: Group, hand_over: HandOver = stay_on) -> None:
+def spread_experts(mixture: RoutedExperts, group: Group, hand_over: HandOver = stay_on) -> None:
     """`hand_over`: called where a pass would wait for rows, so that another pass may compute meanwhile."""
     if group.size > 1:
         mixture.depart = partial(AllToAllDispatch, group, hand_over)
@@ -194,11 +195,10 @@ def make_balance(run: Run, device: torch.device) -> Balance:
     return Balance(mixture, layers, batch, batch * run.training.sequence, device, run.training.seed)
 
 
-def watched(mixture: MoE, balance: Balance, layer: int, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def watched(router: Router, balance: Balance, layer: int, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`run`, a block's forward pass, with its router's losses; statistics count it once, however often it is computed
     again."""
-    router = mixture.router
-    router.balance, router.row = balance, layer - router.mixture.first_dense_layers
+    router.balance, router.row = balance, layer - balance.mixture.first_dense_layers
     balance.recording = False
 
     def recorded(*arguments: Any) -> Tensor:
@@ -210,8 +210,8 @@ def watched(mixture: MoE, balance: Balance, layer: int, run: Callable[..., Tenso
     return recorded
 
 
-def join_sequences(mixture: MoE, balance: Balance, groups: Groups, run: Run) -> None:
-    """Let routers see what concerns whole sequences, of which each context and each tensor rank holds a part."""
+def join_sequences(router: Router, balance: Balance, groups: Groups, run: Run) -> None:
+    """Let a router see what concerns whole sequences, of which each context and each tensor rank holds a part."""
     group, length = groups.sequence, run.training.sequence
     if group.size == 1:
         return
@@ -227,4 +227,4 @@ def join_sequences(mixture: MoE, balance: Balance, groups: Groups, run: Run) -> 
         whole[both[:, 0]] = both[:, 1:]
         return whole.unflatten(0, (-1, length)), place
 
-    mixture.router.whole_sequences = whole_sequences
+    router.whole_sequences = whole_sequences

@@ -19,7 +19,8 @@ from cuboid.model.fp8 import Fp8Matmul, require_fp8
 from cuboid.model.initialize import initial_tensor, learning_rate_factor
 from cuboid.model.linear import Linear, declared_split
 from cuboid.model.load_balancing import Balance
-from cuboid.model.moe import Experts, MoE
+from cuboid.model.moe import Experts, MoE, RoutedExperts
+from cuboid.model.router import Router
 from cuboid.model.split_backward import (
     UNTOUCHED,
     Deferral,
@@ -112,7 +113,7 @@ def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -
     layers = partition(model, layout.stages, run.training.sequence)
     tied_apart = model.tie_embeddings and schedule.stage_rank[0] != schedule.stage_rank[-1]
     groups = make_groups(
-        layout, rank, kv_part_count(model, layout.tp), tied_apart, model.mixture is not None, device.type == "cpu"
+        layout, rank, kv_part_count(model, layout.tp), tied_apart, model.is_routed, device.type == "cpu"
     )
     connect_groups(groups, device)
     ledger = Ledger() if run.output.count_communication else None
@@ -219,7 +220,9 @@ class _Builder:
         # Without experts elsewhere nothing in a pass would hand over.
         self.pair = DualPipePair() if self.layout.ep > 1 and pairs_overlap(schedule) else None
         if self.pair is not None:
-            self.pair.carried = [(self.balance, "recording"), (Memory, "current")]
+            self.pair.carried = [(Memory, "current")]
+            if self.balance is not None:
+                self.pair.carried.append((self.balance, "recording"))
 
     @property
     def flow(self) -> tuple[int, ...]:
@@ -254,6 +257,7 @@ class _Builder:
         if self.compiled and prefix.startswith("layers."):
             module.compile(dynamic=False)
         run = with_recompute(runner(module, prefix, self.carrier, wide(self.dtype)), recompute)
+        run = self._routed(module, prefix, run)
         if prefix.startswith("layers."):
             measured = partial(self.activations.add, int(prefix.partition(".")[2]))
             return self._segment(module, prefix, lambda x, batch: measured(run(x, batch.fields)))
@@ -285,16 +289,23 @@ class _Builder:
             run = compiled_block(block, recompute, whole, self.options)
         else:
             run = with_recompute(block, recompute)
-        if isinstance(block.feed_forward, MoE) and self.balance is not None:
-            spread_experts(block.feed_forward, self.groups.expert, self.pair.hand_over if self.pair else stay_on)
-            join_sequences(block.feed_forward, self.balance, self.groups, self.run)
-            run = watched(block.feed_forward, self.balance, layer, run)
+        run = self._routed(block, f"layers.{layer}", run)
         measured = partial(self.activations.add, layer)
         segment = self._segment(block, f"layers.{layer}", lambda x, batch: measured(run(x, batch.positions)))
         # After the unit exists: fused weights are views of its buffer.
         if self.compiled:
             self._rework(block, self.units[f"layers.{layer}"])
         return segment
+
+    def _routed(self, module: nn.Module, prefix: str, run: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`run`, the forward pass of `module`, with its experts spread over ranks and its router's losses."""
+        for child in module.modules():
+            if isinstance(child, RoutedExperts):
+                spread_experts(child, self.groups.expert, self.pair.hand_over if self.pair else stay_on)
+            if isinstance(child, Router) and self.balance is not None:
+                join_sequences(child, self.balance, self.groups, self.run)
+                run = watched(child, self.balance, int(prefix.partition(".")[2]), run)
+        return run
 
     def _rework(self, block: Block, unit: Unit) -> None:
         """Of a block that is compiled: what the compiler does not find."""

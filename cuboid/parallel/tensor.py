@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from cuboid.model.attention import Attention
 from cuboid.model.custom import VocabularyLoss
 from cuboid.model.linear import ColumnLinear, RowLinear, VocabularyEmbedding
-from cuboid.model.moe import MoE
+from cuboid.model.moe import RoutedExperts
 from cuboid.model.transformer import Block, Embedding, Head
 from cuboid.parallel.collectives import all_gather
 from cuboid.parallel.cross_entropy import split_cross_entropy
@@ -40,6 +40,8 @@ def connect_region(module: nn.Module, region: Region) -> None:
             child.summed_loss = _loss_of(child.out_features, region.group)
         if isinstance(child, Head):
             child.summed_loss = _loss_of(child.output.out_features, region.group)
+        if isinstance(child, RoutedExperts):
+            _split_tokens(child, region)
 
 
 def _loss_of(vocabulary: int, group: Group) -> Callable[[Tensor, Tensor], Tensor]:
@@ -72,7 +74,7 @@ class _GatherParts(torch.autograd.Function):
         return gradient.chunk(context.group.size)[context.group.index], None
 
 
-def _split_tokens(mixture: MoE, region: Region) -> None:
+def _split_tokens(mixture: RoutedExperts, region: Region) -> None:
     """Routed experts are not split: each tensor rank routes its part of the tokens."""
     group = region.group
     mixture.part = (group.index, group.size)
@@ -109,8 +111,6 @@ def make_block(model: ModelSpec, layer: int, region: Region | None, device: torc
         served = kv_head_of_query(model, region.group.size, region.group.index)
         if served is not None:
             block.attention.kv_head_of_query = torch.tensor(served, device=device)
-    if isinstance(block.feed_forward, MoE):
-        _split_tokens(block.feed_forward, region)
     return block
 
 

@@ -43,14 +43,17 @@ def check_model(layout: Layout, model: ModelSpec) -> None:
 
 
 def _check_python(layout: Layout, model: PythonModelSpec) -> None:
-    for name in ("cp", "ep"):
-        if getattr(layout, name) > 1:
-            raise UserError(f"{name}={getattr(layout, name)} is not for a model of one's own; use {name}=1")
+    if layout.cp > 1:
+        raise UserError(f"cp={layout.cp} is not for a model of one's own; use cp=1")
     if layout.sequence_parallel:
         raise UserError("sequence_parallel=true is not for a model of one's own; use sequence_parallel=false")
     _check_stages(layout, model)
     if layout.tp > 1:
         model.built.check_tensor_parallel(layout.tp)
+    if layout.ep > 1 and not model.is_routed:
+        raise UserError(f"ep={layout.ep} needs parameters declared as EXPERT and {model.name} has none; use ep=1")
+    for name, experts in model.built.experts.items():
+        _check_divides(layout, experts, f"the first dimension of {name}, ")
 
 
 def check_world_size(layout: Layout, world_size: int) -> None:
@@ -127,13 +130,13 @@ def _check_sequence(layout: Layout, model: ModelSpec, sequence: int, name: str) 
             f"{use(name, near)}"
         )
     tokens = layout.micro_batch * sequence // layout.cp
-    if (layout.sequence_parallel or model.mixture is not None) and tokens % layout.tp:
+    if (layout.sequence_parallel or model.is_routed) and tokens % layout.tp:
 
         def works(number: int) -> bool:
             return number % chunks == 0 and layout.micro_batch * number // layout.cp % layout.tp == 0
 
         near = nearest_numbers(sequence, works, 1, sequence + chunks * layout.tp)
-        dense = model.mixture is None
+        dense = not model.is_routed
         values = either([f"{name}={number}" for number in near] + ["sequence_parallel=false"] * dense)
         raise UserError(
             f"micro_batch={layout.micro_batch} × {name}={sequence} tokens do not divide by tp={layout.tp} "
@@ -206,7 +209,10 @@ def _check_experts(layout: Layout, model: ModelSpec) -> None:
         return
     if model.mixture is None:
         raise UserError(f"ep={layout.ep} needs experts and {model.name} has none; use ep=1")
-    experts = model.mixture.experts
+    _check_divides(layout, model.mixture.experts, "experts=")
+
+
+def _check_divides(layout: Layout, experts: int, what: str) -> None:
     if experts % layout.ep:
         near = nearest_numbers(layout.ep, lambda number: experts % number == 0, 1, experts)
-        raise UserError(f"ep={layout.ep} does not divide experts={experts}; {use('ep', near)}")
+        raise UserError(f"ep={layout.ep} does not divide {what}{experts}; {use('ep', near)}")

@@ -356,6 +356,11 @@ class ModelSpec:
         """Numbers of a head that RoPE rotates."""
         return self.latent.qk_rope_dim if self.latent else self.head_dim
 
+    @property
+    def is_routed(self) -> bool:
+        """Whether some layers have experts that can be spread over ranks."""
+        return self.mixture is not None
+
     def has_experts(self, layer: int) -> bool:
         """Whether a layer routes its tokens to experts."""
         return self.mixture is not None and layer >= self.mixture.first_dense_layers

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from cuboid.errors import UserError, either, nearest_names
 from cuboid.spec.coding import check_types
 from cuboid.spec.layout import Recompute
-from cuboid.spec.model import Initialization, ModelSpec
+from cuboid.spec.model import Initialization, MixtureSpec, ModelSpec
 
 PREFIX = "python:"
 
@@ -112,6 +112,12 @@ class BuiltModel(Protocol):
 
     def segment_parameters(self, prefix: str) -> int: ...
 
+    @property
+    def mixture(self) -> MixtureSpec | None: ...
+
+    @property
+    def experts(self) -> dict[str, int]: ...
+
     def check_tensor_parallel(self, ranks: int) -> None: ...
 
     def declared(self, prefix: str) -> dict[str, Any]: ...
@@ -152,6 +158,10 @@ class PythonModelSpec(ModelSpec):
     @property
     def active_parameters(self) -> int:
         return self.parameters
+
+    @property
+    def is_routed(self) -> bool:
+        return bool(self.built.experts)
 
     def layer_parameters(self, layer: int) -> int:
         return self.built.segment_parameters(f"layers.{layer}")
@@ -204,6 +214,7 @@ def build_python_model(table: Mapping[str, Any], folder: Path) -> PythonModelSpe
         layers=built.layers,
         vocab=max(built.vocab, 1),
         tie_embeddings=built.tie_embeddings,
+        mixture=built.mixture,
     )
 
 

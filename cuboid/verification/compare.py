@@ -53,7 +53,7 @@ def observed_trace(run: Run, rank: int) -> Trace | None:
     device = joined_device(run.training.device)
     # Counting takes collectives out of compiled graphs, which would then not be the graphs that train.
     # What tensor ranks of one's own modules sum is found by running these; it would take every rank seconds.
-    slow = isinstance(run.model, PythonModelSpec) and run.layout.tp > 1
+    slow = isinstance(run.model, PythonModelSpec) and run.layout.tp * run.layout.ep > 1
     counted = not is_compiled(run, device) and not slow
     run = replace(run, output=replace(run.output, count_communication=counted))
     engine = build_engine(run, rank, device)

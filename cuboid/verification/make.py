@@ -33,7 +33,8 @@ def verification_run(
     shapes = [Layout.parse(each) for each in chain or [layout]]
     described = load_model(model)
     if described.mixture is not None:
-        overrides = (*BALANCED, *overrides)
+        if not isinstance(described, PythonModelSpec):  # whose modules say themselves how they are balanced
+            overrides = (*BALANCED, *overrides)
         steps = 1 if dtype in ROUNDED else steps  # after which rounding sends tokens to other experts
     table: dict[str, Any] = {
         "model": model,

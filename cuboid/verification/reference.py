@@ -318,7 +318,7 @@ class Computing:
 
 def _balance(run: Run, model: Transformer | WholeModel, device: torch.device) -> Balance | None:
     mixture, batch = run.model.mixture, run.training.global_batch
-    if mixture is None or not isinstance(model, Transformer):
+    if mixture is None:
         return None
     layers = run.model.layers - mixture.first_dense_layers
     balance = Balance(mixture, layers, batch, batch * run.training.sequence, device, run.training.seed)

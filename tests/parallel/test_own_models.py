@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,14 +10,29 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cuboid import REPLICATED, Batch, ColumnLinear, Model, RowLinear, family
+import cuboid
+from cuboid import (
+    EXPERT,
+    PARTIAL,
+    REPLICATED,
+    Batch,
+    ColumnLinear,
+    MixtureSpec,
+    Model,
+    RoutedExperts,
+    Router,
+    Routing,
+    RowLinear,
+    Tokens,
+    family,
+)
 from cuboid.cli.verify import verification_run
 from cuboid.errors import UserError
 from cuboid.launch.pool import Pool
 from cuboid.spec.model import load_model
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import build_run, dump_run, load_run
-from cuboid.spec.sharding import ShardingRank
+from cuboid.spec.sharding import ShardingRank, Split
 from tests.parallel.cases import assert_equal
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -57,7 +73,35 @@ def test_examples_equal_one_process_on_any_layout(pool: Pool, name: str, layout:
     assert_equal(pool, verification_run(layout, own(name), ("training.sequence=8",), steps=2))
 
 
-@pytest.mark.parametrize(("name", "layout"), [("tiny-llama", "dp=1"), ("tiny-gpt2", "pp=2"), ("tiny-qwen3", "tp=2")])
+ROUTED = [
+    "dp=2,ep=2",
+    "tp=2,ep=2",
+    "dp=2,pp=2,ep=2,zero=1,schedule=zb1p,recompute=full",
+    "dp=2,tp=2,ep=4,zero=3",
+    "dp=2,pp=2,ep=2,schedule=dualpipev,recompute=selective",
+    "dp=4,ep=2,zero=2,micro_batch=2",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *((own("mixture"), layout) for layout in ROUTED),
+        *(
+            pytest.param(name, layout, marks=() if place in (1, 2) else pytest.mark.thorough)
+            for name in (f"python:{__file__}:routed_alone", f"python:{__file__}:deepseek")
+            for place, layout in enumerate(ROUTED)
+        ),
+    ],
+)
+def test_experts_of_ones_own_equal_one_process_on_any_layout(pool: Pool, name: str, layout: str) -> None:
+    assert_equal(pool, verification_run(layout, name, ("training.sequence=8",), steps=2))
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("tiny-llama", "dp=1"), ("tiny-gpt2", "pp=2"), ("tiny-qwen3", "tp=2"), ("tiny-mixtral", "dp=2,ep=2")],
+)
 def test_an_unchanged_model_of_the_catalog_computes_the_same_losses(
     pool: Pool, tmp_path: Path, name: str, layout: str
 ) -> None:
@@ -65,20 +109,21 @@ def test_an_unchanged_model_of_the_catalog_computes_the_same_losses(
     (tmp_path / "same.py").write_text(f"from cuboid import family\n\n\ndef build():\n    return family('{name}')\n")
     layout += ",sequence_parallel=false" if "tp" in layout else ""
     ranks = 1 if layout == "dp=1" else 2
+    # A mixture of the catalog is proved with every way of balancing; here both have its own.
+    mixture, fields = load_model(name).mixture, ("balance_coefficient", "z_coefficient", "router_bias", "bias_rate")
+    balanced = [f"model.mixture.{field}={str(getattr(mixture, field)).lower()}" for field in fields if mixture]
     losses = [
         pool.run(
             "tests.parallel.cases:losses",
-            (verification_run(layout, model, SHORT, steps=2),),
+            (verification_run(layout, model, (*SHORT, *changes), steps=2),),
             ranks=ranks,
         )
-        for model in (name, f"python:{tmp_path}/same.py:build")
+        for model, changes in ((name, balanced), (f"python:{tmp_path}/same.py:build", ()))
     ]
     assert losses[0] == losses[1]
 
 
 def test_what_a_family_cannot_do_is_refused() -> None:
-    with pytest.raises(UserError, match=r"family\(tiny-mixtral\) has experts"):
-        family("tiny-mixtral")
     with pytest.raises(UserError, match="initialization=mup"):
         family({"base": "tiny-llama", "initialization": "mup"})
     with pytest.raises(UserError, match=r"tp=8 does not divide the 4 heads of layers\.0\.attention\.key\.weight"):
@@ -149,7 +194,7 @@ def test_a_segment_begins_alike_wherever_it_is_built() -> None:
     ("layout", "reason"),
     [
         ("cp=2", "cp=2 is not for a model of one's own; use cp=1"),
-        ("dp=2,ep=2", "ep=2 is not for a model of one's own; use ep=1"),
+        ("dp=2,ep=2", "ep=2 needs parameters declared as EXPERT and own_attention has none; use ep=1"),
         ("tp=2,sequence_parallel=true", "sequence_parallel=true is not for a model of one's own"),
         ("tp=3", "tp=3 does not divide"),
         ("pp=8", "pp=8 makes more stages than layers=4"),
@@ -194,11 +239,52 @@ class Experts(nn.Module):
         return x + sum(weight[..., None] * expert(x) for weight, expert in zip(weights, self.experts, strict=True))
 
 
-def experts() -> Model:
-    def initial(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
-        return 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(seed + len(name)))
+def initial(name: str, shape: tuple[int, ...], seed: int) -> Tensor:
+    return 0.1 * torch.randn(shape, generator=torch.Generator().manual_seed(seed + len(name)))
 
+
+def experts() -> Model:
     return replace(family("tiny-llama"), block=lambda layer: Experts(64), layers=2, initial=initial)
+
+
+class RoutedAlone(RoutedExperts):
+    """A router of its own, without load balancing; each token has one expert, weighed by a sigmoid."""
+
+    sharding: Mapping[str, Split] = {"router.weight": PARTIAL, "inner": EXPERT}
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__(4)
+        self.router = nn.Linear(hidden, 4, bias=False)
+        self.inner = nn.Parameter(torch.randn(4, hidden, hidden) * 0.1)
+
+    def route(self, x: Tensor, tokens: Tokens) -> Routing:
+        scores, chosen = self.router(x).sigmoid().max(-1, keepdim=True)
+        return Routing(chosen, scores)
+
+    def compute(self, rows: Tensor, counts: Tensor) -> Tensor:
+        return self.matmul(rows, self.inner, counts).tanh()
+
+
+def routed_alone() -> Model:
+    return replace(family("tiny-llama"), block=lambda layer: Plain(RoutedAlone(64)), layers=4, initial=initial)
+
+
+def deepseek() -> Model:
+    return family({"base": "tiny-deepseek", "layers": 4})
+
+
+def test_experts_that_do_not_divide_and_routers_that_differ_are_refused() -> None:
+    with pytest.raises(UserError, match=r"ep=3 does not divide the first dimension of layers\.0\.experts\.up, 8"):
+        verification_run("dp=3,ep=3", own("mixture"))
+    mixtures = [MixtureSpec(experts=4, top_k=top_k, expert_ffn=8) for top_k in (1, 2)]
+    with pytest.raises(UserError, match=r"layers\.1 has another Router than layers\.0, or none"):
+        print(replace(plain(nn.Identity()), block=lambda layer: Router(6, mixtures[layer])).mixture)
+    with pytest.raises(UserError, match=r"count_communication=true with experts .* is not for a model of one's own"):
+        build_run({"model": own("mixture"), "layout": "dp=2,ep=2"}, ["output.count_communication=true"])
+    with pytest.raises(UserError, match=r"layers\.0 routes tokens to experts.*choose a layout without a plan"):
+        cuboid.plan(own("mixture"), "h100x8", global_batch=64, sequence=64)
+    dense_first = replace(plain(nn.Identity()), block=lambda layer: Router(6, mixtures[0]) if layer else nn.Identity())
+    assert dense_first.mixture == replace(mixtures[0], first_dense_layers=1)
 
 
 def test_nothing_is_guessed_from_the_name_of_a_parameter(pool: Pool) -> None:
