@@ -253,6 +253,15 @@ class Model:
             self._known_costs[key] = segment_costs(self, prefix, run)
         return self._known_costs[key]
 
+    def loops(self, prefix: str) -> bool:
+        """Whether a segment does more operations, not larger ones, for a longer sequence. False also where it cannot be
+        run on tensors without contents."""
+        try:
+            short, long = (self.costs(prefix, SegmentRun(1, 1, length, "float32")) for length in (8, 16))
+        except UserError:
+            return False
+        return len(long.forward) > len(short.forward)
+
     def estimated_costs(self, prefix: str, run: SegmentRun) -> SegmentCosts:
         """As `costs`; of large micro-batches what follows from those of small ones, so that a search is quick."""
         from cuboid.model.segment_costs import MEASURED

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from cuboid.console import say
 from cuboid.errors import UserError
 from cuboid.kernels.cpu_16bit import fast_matmuls
 from cuboid.kernels.precision import LossScale, wide
@@ -255,6 +256,12 @@ class _Builder:
             defer_matmuls(module, self.deferral)
         carry_buffers(module, self.dtype, self.device)
         if self.compiled and prefix.startswith("layers."):
+            if prefix == "layers.0" and self.groups.world.index == 0 and self.custom.loops(prefix):
+                say(
+                    f"{prefix} loops over the sequence, which the compiler unrolls: compiling takes long; use "
+                    "training.compile=off",
+                    as_warning=True,
+                )
             module.compile(dynamic=False)
         run = with_recompute(runner(module, prefix, self.carrier, wide(self.dtype)), recompute)
         run = self._routed(module, prefix, run)

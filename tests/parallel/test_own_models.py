@@ -158,6 +158,16 @@ def plain(inner: nn.Module) -> Model:
     return Model(lambda: nn.Embedding(9, 6), lambda layer: Plain(inner), 2, lambda: nn.Linear(6, 9), ("batch", 4, 6))
 
 
+def test_a_loop_over_the_sequence_is_seen() -> None:
+    """Which a compiler would unroll."""
+    seen = {}
+    for name in ("state_space", "own_attention"):
+        model = load_model(own(name))
+        assert isinstance(model, PythonModelSpec) and isinstance(model.built, Model)
+        seen[name] = model.built.loops("layers.0")
+    assert seen == {"state_space": True, "own_attention": False}
+
+
 def test_what_is_not_declared_is_refused_by_name() -> None:
     with pytest.raises(UserError, match=r"tp=2 needs to know how embedding\.weight is split"):
         plain(nn.Linear(6, 6)).check_tensor_parallel(2)
