@@ -1,14 +1,16 @@
 """Any causal language model of `transformers`, from its folder, as a `Model`: its own modules, cut between layers.
 
-A block is the family's own base model with one layer in it, so masks, rotary embeddings and whatever else its forward
-pass prepares are the family's. The head is the family's own model around a base that only norms. Nothing is split over
-tensor ranks: data parallelism, ZeRO and pipelines."""
+A block is the family's own base model around one layer, so masks, rotary embeddings and whatever else its forward pass
+prepares are the family's. The embedding is the same up to what the first layer would get, the head from what the last
+one has given. Which modules act before the layers and which after is found by calling the base model once. Nothing is
+split over tensor ranks: data parallelism, ZeRO and pipelines."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,6 @@ from cuboid.model.custom import Batch, Model
 from cuboid.model.transformer import summed_loss
 from cuboid.readers import open_safetensors, read_json
 from cuboid.spec.sharding import TIED
-
-NORMS = ("norm", "final_layernorm", "final_layer_norm", "ln_f", "final_norm")
 
 
 def build(folder: str, weights: bool | None = None) -> Model:
@@ -43,87 +43,126 @@ class Family:
     def __init__(self, folder: Path, weights: bool | None) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        self._make: Callable[[Any], Any] = AutoModelForCausalLM.from_config
+        self._auto: Any = AutoModelForCausalLM
         self.folder = folder
         self.config = AutoConfig.from_pretrained(str(folder))
+        self._refuse_dropout()
         self.layers = int(self.config.num_hidden_layers)
         files = _weight_files(folder)
         if weights and not files:
             raise UserError(f"model.options.weights=true: {folder} holds no safetensors; use weights=false")
         self._files = files if weights is not False else {}
-        with torch.device("meta"):
-            self._whole = self._make(self.config)
-        self._base_name = str(self._whole.base_model_prefix)
-        base = self._whole.base_model
+        with _parameters_without_memory():
+            self._bare = self._auto.from_config(copy.deepcopy(self.config))
+        self._base_name = str(self._bare.base_model_prefix)
+        base = self._bare.base_model
         lists = [name for name, child in base.named_modules() if _holds_layers(child, self.layers)]
-        norms = [name for name, _ in base.named_children() if name in NORMS]
-        if len(lists) != 1 or len(norms) != 1:
-            raise UserError(
-                f"model={folder}: {type(base).__name__} is not made of layers and a norm; use another model"
-            )
-        self._layers_name, self._norm_name = lists[0], norms[0]
+        if len(lists) != 1 or any(True for _ in base.parameters(recurse=False)):
+            raise UserError(f"model={folder}: {type(base).__name__} is not made of layers; use another model")
+        self._layers_name = lists[0]
+        self._layers = list(base.get_submodule(lists[0]))
+        """Parameters have no memory, buffers have."""
+        self._set_layers(base, [])
+        self._owners = [name for name, child in base.named_modules() if any(True for _ in child.parameters(False))]
+        """Modules of the base model with parameters, outside of the layers."""
+
+    def _refuse_dropout(self) -> None:
+        for name, value in vars(self.config).items():
+            elsewhere = name.startswith(("classifier", "summary"))  # of other heads than that of a language model
+            if "drop" in name and not elsewhere and isinstance(value, float) and value > 0:
+                raise UserError(
+                    f"model={self.folder}: {name}={value:g} of its config.json draws random numbers, which differ with "
+                    f"the layout; use {name}=0.0"
+                )
+
+    def _set_layers(self, base: nn.Module, layers: list[nn.Module]) -> None:
+        parent, _, name = self._layers_name.rpartition(".")
+        setattr(base.get_submodule(parent), name, nn.ModuleList(layers))
 
     @property
     def tied(self) -> tuple[str, str] | None:
         if not self.config.tie_word_embeddings:
             return None
-        names = {id(module): name for name, module in self._whole.named_modules()}
-        embedded = names[id(self._whole.get_input_embeddings())].removeprefix(f"{self._base_name}.")
-        output = names[id(self._whole.get_output_embeddings())]
+        names = {id(module): name for name, module in self._bare.named_modules()}
+        embedded = names[id(self._bare.get_input_embeddings())].removeprefix(f"{self._base_name}.")
+        output = names[id(self._bare.get_output_embeddings())]
         return f"embedding.base.{embedded}.weight", f"head.model.{output}.weight"
 
-    def _shell(self, layer: int | None = None) -> Any:
-        """The whole model on the CPU with no layers, and with hardly any vocabulary if it is for a layer."""
-        config = copy.deepcopy(self.config)
+    @cached_property
+    def _after(self) -> tuple[set[str], bool]:
+        """Modules that act after the layers, and whether a layer returns a tuple. Found by calling the base model
+        without any of its weights."""
+        x = torch.zeros(2, 2, self.config.hidden_size, device="cpu")
+        problem: Exception | None = None
+        for in_tuple in (False, True):
+            called: list[str] = []
+            stub = _Stub(self._layers[0], in_tuple)
+            stub.register_forward_pre_hook(_noting("", called))
+            base = self._around(stub, 0, set()).base_model
+            for name in self._owners:
+                base.get_submodule(name).register_forward_pre_hook(_noting(name, called))
+            try:
+                with torch.device("cpu"):
+                    fits = base(inputs_embeds=x, use_cache=False)[0].shape == x.shape
+            except (RuntimeError, ValueError, IndexError, TypeError, AttributeError) as found:
+                fits, problem = False, problem or found
+            if fits:
+                return set(called[called.index("") + 1 :]), in_tuple
+        first = (str(problem).strip().splitlines() or [""])[0]
+        raise UserError(
+            f"model={self.folder}: {type(self._bare.base_model).__name__} cannot be cut between layers ({first}); use "
+            "another model"
+        )
+
+    def _around(self, layer: nn.Module, number: int, kept: set[str]) -> Any:
+        """The whole model around one layer, with those of its modules that are `kept`."""
+        model = copy.deepcopy(self._bare)
+        base = model.base_model
         for name, value in vars(self.config).items():
             if isinstance(value, list) and len(value) == self.layers:
-                setattr(config, name, [] if layer is None else [value[layer]])
-        config.num_hidden_layers = 0
-        if layer is not None:
-            config.vocab_size, config.pad_token_id = 1, None
-        return self._make(config)
+                setattr(model.config, name, [value[number]])
+        model.config.num_hidden_layers = 1
+        for name in self._owners:
+            if name not in kept:
+                parent, _, inside = name.rpartition(".")
+                absent = _Nothing() if isinstance(base.get_submodule(name), nn.Embedding) else _Itself()
+                setattr(base.get_submodule(parent), inside, absent)
+        self._set_layers(base, [layer])
+        return model
 
-    def embedding(self) -> nn.Module:
-        base = self._shell().base_model
-        setattr(base, self._norm_name, nn.Identity())
-        return _Embedding(base)
-
-    def block(self, layer: int) -> nn.Module:
-        base = self._shell(layer).base_model
-        for name, child in list(base.named_children()):
-            if any(True for _ in child.parameters()):
-                setattr(base, name, nn.Identity())
-        self._refuse_inputs_changed(base)
-        source = self._whole.base_model.get_submodule(self._layers_name)[layer]
-        held = [name for name, _ in source.named_buffers()]
-        if held:
-            raise UserError(f"model={self.folder}: its layers hold buffers ({held[0]}), which is not supported")
-        own = copy.deepcopy(source)
-        if torch.get_default_device().type != "meta":
-            own = own.to_empty(device="cpu")
-            with torch.no_grad():
-                for child in own.modules():
-                    self._whole._init_weights(child)
-        parent, _, name = self._layers_name.rpartition(".")
-        setattr(base.get_submodule(parent), name, nn.ModuleList([own]))
-        base.config.num_hidden_layers = 1
-        return _Block(base)
-
-    def _refuse_inputs_changed(self, base: nn.Module) -> None:
-        """Some scale what they embed in the forward pass of all layers; a block would do so again."""
+    def _with_memory(self, module: nn.Module) -> None:
+        """On the CPU, initialised as the family does where no weights are to come."""
         if torch.get_default_device().type == "meta":
             return
-        x = torch.linspace(-1, 1, 2 * self.config.hidden_size).view(1, 2, -1)
+        for child in module.modules():
+            for name, parameter in child.named_parameters(recurse=False):
+                setattr(child, name, nn.Parameter(torch.empty_like(parameter, device="cpu"), parameter.requires_grad))
+        if self._files:
+            return
         with torch.no_grad():
-            same = torch.equal(base(inputs_embeds=x, use_cache=False).last_hidden_state, x)
-        if not same:
-            raise UserError(f"model={self.folder}: {type(base).__name__} changes what is embedded; use another model")
+            for parameter in module.parameters():
+                parameter.normal_(std=0.02)  # of what the family forgets
+            for child in module.modules():
+                self._bare._init_weights(child)
+
+    def embedding(self) -> nn.Module:
+        after, in_tuple = self._after
+        stub = _Stub(self._layers[0], in_tuple)
+        base = self._around(stub, 0, set(self._owners) - after).base_model
+        self._with_memory(base)
+        return _Embedding(base, stub)
+
+    def block(self, layer: int) -> nn.Module:
+        own = copy.deepcopy(self._layers[layer])
+        self._with_memory(own)
+        return _Block(self._around(own, layer, set()).base_model, own)
 
     def head(self) -> nn.Module:
-        model = self._shell()
-        norm = model.base_model.get_submodule(self._norm_name)
-        setattr(model, self._base_name, _Normed(norm))
-        return _Head(model)
+        after, in_tuple = self._after
+        stub = _Stub(self._layers[-1], in_tuple)
+        model = self._around(stub, self.layers - 1, after)
+        self._with_memory(model)
+        return _Head(model, stub)
 
     def made(self, prefix: str, make: Callable[[], nn.Module]) -> nn.Module:
         """With the folder's weights, where it has some."""
@@ -134,11 +173,29 @@ class Family:
                     theirs = self.exported_name(f"{prefix}.{name}")
                     if self.tied is not None and f"{prefix}.{name}" == self.tied[1]:
                         theirs = self.exported_name(TIED)
-                    if theirs not in self._files:
-                        raise UserError(f"{self.folder} holds no {theirs}; use model.options.weights=false")
-                    with open_safetensors(self._files[theirs]) as file:
-                        parameter.copy_(file.get_tensor(theirs))
+                    parameter.copy_(self._weight(theirs))
+                for name, buffer in module.named_buffers():
+                    theirs = self.exported_name(f"{prefix}.{name}")
+                    if theirs in self._files:
+                        buffer.copy_(self._weight(theirs))
         return module
+
+    def _weight(self, name: str) -> Tensor:
+        if name in self._files:
+            with open_safetensors(self._files[name]) as file:
+                found: Tensor = file.get_tensor(name)
+                return found
+        # `transformers` renames some as it loads them, or stacks several to one.
+        if name not in self._loaded:
+            raise UserError(f"{self.folder} holds no {name}; use model.options.weights=false")
+        return self._loaded[name]
+
+    @cached_property
+    def _loaded(self) -> dict[str, Tensor]:
+        """All weights, by the names of the family's own modules."""
+        model, told = self._auto.from_pretrained(str(self.folder), output_loading_info=True)
+        missing = set(told["missing_keys"])
+        return {name: tensor for name, tensor in model.state_dict().items() if name not in missing}
 
     def exported_name(self, name: str) -> str:
         """What `transformers` calls a parameter of ours."""
@@ -149,13 +206,33 @@ class Family:
             inside = rest.removeprefix(f"{self._layers_name}.0.")
             return f"{self._base_name}.{self._layers_name}.{layer}.{inside}"
         rest = name.partition(".")[2].partition(".")[2]  # embedding.base.<inside>, head.model.<inside>
-        if name.startswith("embedding."):
-            return f"{self._base_name}.{rest}"
-        return rest.replace(f"{self._base_name}.norm.", f"{self._base_name}.{self._norm_name}.", 1)
+        return f"{self._base_name}.{rest}" if name.startswith("embedding.") else rest
+
+
+@contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """While modules are made: their buffers hold numbers that no checkpoint brings."""
+    register = nn.Module.register_parameter
+
+    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None:
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = without_memory  # type: ignore[method-assign, assignment]
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _noting(name: str, called: list[str]) -> Callable[..., None]:
+    return lambda *_: called.append(name)
 
 
 def _holds_layers(module: nn.Module, layers: int) -> bool:
-    return isinstance(module, nn.ModuleList) and len(module) == layers
+    return isinstance(module, nn.ModuleList) and len(module) == layers and any(True for _ in module.parameters())
 
 
 def _weight_files(folder: Path) -> dict[str, str]:
@@ -173,44 +250,87 @@ def _weight_files(folder: Path) -> dict[str, str]:
         return dict.fromkeys(file.keys(), str(single))
 
 
+class _Nothing(nn.Module):
+    """In place of embeddings: adds nothing."""
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        return torch.zeros(())
+
+
+class _Itself(nn.Module):
+    """In place of a norm or a projection."""
+
+    def forward(self, x: Tensor, *_: Any, **__: Any) -> Tensor:
+        return x
+
+
+class _Stub(nn.Module):
+    """In place of all layers: notes what the first would get, and returns what the last has given."""
+
+    def __init__(self, layer: nn.Module, in_tuple: bool) -> None:
+        super().__init__()
+        self.__dict__["layer"] = layer  # whose attributes some families look at; no module of this one
+        self.in_tuple = in_tuple
+        self.seen: Tensor | None = None
+        self.given: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["layer"], name)
+
+    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Any:
+        self.seen = hidden_states
+        result = hidden_states if self.given is None else self.given
+        return (result,) if self.in_tuple else result
+
+
 class _Embedding(nn.Module):
-    def __init__(self, base: nn.Module) -> None:
+    def __init__(self, base: nn.Module, stub: _Stub) -> None:
         super().__init__()
         self.base = base
+        self.stub = stub
 
     def forward(self, batch: Batch) -> Tensor:
-        return self.base(input_ids=batch["tokens"], use_cache=False).last_hidden_state
+        self.base(input_ids=batch["tokens"], use_cache=False)
+        x, self.stub.seen = self.stub.seen, None
+        assert x is not None
+        return x
 
 
 class _Block(nn.Module):
-    def __init__(self, base: nn.Module) -> None:
+    def __init__(self, base: nn.Module, layer: nn.Module) -> None:
         super().__init__()
         self.base = base
+        self.x: Tensor | None = None
+        self.result: Any = None
+        layer.register_forward_pre_hook(self._enter, with_kwargs=True)
+        layer.register_forward_hook(self._leave)
+
+    def _enter(self, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return ((self.x, *given[1:]), named) if given else ((), {**named, "hidden_states": self.x})
+
+    def _leave(self, _: nn.Module, given: Any, result: Any) -> None:
+        self.result = result[0] if isinstance(result, tuple | list) else result
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.base(inputs_embeds=x, use_cache=False).last_hidden_state
-
-
-class _Normed(nn.Module):
-    """In place of the base model: its last norm."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, *_: Any, inputs_embeds: Tensor, **options: Any) -> Any:
-        from transformers.modeling_outputs import BaseModelOutputWithPast
-
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(inputs_embeds))
+        self.x = x
+        # What the family makes of what it takes for embeddings is not used: the layer gets x itself. Some scale them in
+        # place, so it is not x.
+        self.base(inputs_embeds=torch.zeros_like(x), use_cache=False)
+        result, self.x, self.result = self.result, None, None
+        return result
 
 
 class _Head(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, stub: _Stub) -> None:
         super().__init__()
         self.model = model
+        self.stub = stub
 
     def logits(self, x: Tensor, batch: Batch) -> Tensor:
-        return self.model(inputs_embeds=x, use_cache=False).logits
+        self.stub.given = x
+        logits: Tensor = self.model(inputs_embeds=torch.zeros_like(x), use_cache=False).logits
+        self.stub.given = self.stub.seen = None
+        return logits
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
         return summed_loss(self.logits(x, batch).flatten(0, 1), batch["labels"].flatten())

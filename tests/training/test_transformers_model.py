@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as functional
+from safetensors.torch import save_file
 
 from cuboid import load_checkpoint
 from cuboid.checkpoint.huggingface.export import export_model
@@ -16,6 +17,8 @@ from cuboid.cli.verify import verification_run
 from cuboid.data.source import make_source
 from cuboid.errors import UserError
 from cuboid.launch.pool import Pool
+from cuboid.model.custom import WholeModel
+from cuboid.model.transformers_model import build
 from cuboid.spec.model import load_model
 from cuboid.spec.run import Run, build_run
 from cuboid.training.learning_rate import learning_rate
@@ -36,20 +39,46 @@ SIZES: dict[str, Any] = {
 }
 
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "olmo2": {},
+    "gemma2": {},
+    "phi3": {},
+    # Weights that are renamed as they are loaded; its own sizes are those of SIZES.
+    "gpt_neox": {},
+    # Layers of a decoder inside of the base model, learned positions.
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+    # Embeddings are scaled inside the forward pass of all layers, logits after it.
+    "granite": {"embedding_multiplier": 2.0, "residual_multiplier": 0.5, "logits_scaling": 3.0},
+    # No norm is called norm; positions by attention biases, a layer returns a tuple.
+    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 4, "max_seq_len": 64, "expansion_ratio": 2},
+    # Layers hold buffers.
+    "gpt_neo": {
+        "num_layers": 4,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 2]],
+        **dict.fromkeys(("attention_dropout", "embed_dropout", "resid_dropout"), 0.0),
+    },
+    # Scales its embeddings in place.
+    "ctrl": {"n_embd": 32, "n_head": 4, "n_layer": 4, "dff": 48, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+    "olmoe": {},
+}
+LAYOUTS = ("dp=2,zero=3", "pp=2", "dp=2,pp=2,schedule=zb1p")
+
+
 def made(folder: Path, family: str, **more: Any) -> Any:
     """A folder with random weights; its module."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(1)
-    module = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES | more))
+    module = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES | FAMILIES[family] | more))
     module.save_pretrained(folder)
     return module
 
 
-@pytest.mark.parametrize("family", ["olmo2", "gemma2", "phi3"])
+@pytest.mark.parametrize("family", ["olmo2", "gemma2", "opt"])
 def test_layouts_equal_one_process(pool: Pool, tmp_path: Path, family: str) -> None:
     made(tmp_path / family, family)
-    for layout in ("dp=2,zero=3", "pp=2", "dp=2,pp=2,schedule=zb1p"):
+    for layout in LAYOUTS:
         assert_equal(pool, verification_run(layout, str(tmp_path / family), ("training.sequence=8",), steps=2))
 
 
@@ -79,14 +108,24 @@ def losses_of_transformers(module: Any, run: Run) -> list[float]:
     return losses
 
 
-def test_losses_are_those_of_transformers_and_the_export_loads(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [
+        pytest.param(family, layout, marks=() if place % 3 == number else pytest.mark.thorough)
+        for place, family in enumerate([name for name in FAMILIES if name != "olmoe"])
+        for number, layout in enumerate(LAYOUTS)
+    ],
+)
+def test_losses_are_those_of_transformers_and_the_export_loads(
+    pool: Pool, tmp_path: Path, family: str, layout: str
+) -> None:
     from transformers import AutoModelForCausalLM
 
-    module = made(tmp_path / "olmo2", "olmo2")
+    module = made(tmp_path / family, family)
     run = build_run(
         {
-            "model": str(tmp_path / "olmo2"),
-            "layout": "dp=2,pp=2,schedule=zb1p",
+            "model": str(tmp_path / family),
+            "layout": layout,
             "training": {
                 "steps": 4,
                 "global_batch": 4,
@@ -98,22 +137,49 @@ def test_losses_are_those_of_transformers_and_the_export_loads(pool: Pool, tmp_p
             "output": {"folder": str(tmp_path / "run")},
         }
     )
-    pool.run("tests.training.cases:train_rank", (run,), ranks=4)
+    pool.run("tests.training.cases:train_rank", (run,), ranks=run.layout.world_size)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     expected = losses_of_transformers(module, run)
     assert [row["loss"] for row in rows] == pytest.approx(expected, rel=1e-9)
-    weights = load_checkpoint(tmp_path / "run")
-    assert torch.allclose(weights["head.model.model.norm.weight"].double(), module.model.norm.weight)
+    if family == "olmo2":
+        weights = load_checkpoint(tmp_path / "run")
+        assert torch.allclose(weights["head.model.model.norm.weight"].double(), module.model.norm.weight)
     export_model(tmp_path / "run", tmp_path / "exported")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     for (name, ours), (_, theirs) in zip(loaded.named_parameters(), module.named_parameters(), strict=True):
         assert torch.allclose(ours.double(), theirs, rtol=1e-5, atol=1e-7), name
 
 
+def test_experts_stacked_as_they_are_loaded(tmp_path: Path) -> None:
+    """In float32: torch has no grouped matmul in float64."""
+    module = made(tmp_path / "olmoe", "olmoe", num_experts=4, num_experts_per_tok=2)
+    built = load_model(str(tmp_path / "olmoe")).built  # type: ignore[attr-defined]
+    tokens, labels = torch.randint(3, 259, (2, 2, 8))
+    loss = WholeModel(built, 0)({"tokens": tokens, "labels": labels})
+    theirs = functional.cross_entropy(module(input_ids=tokens).logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    assert loss.item() == pytest.approx(theirs.item(), rel=1e-6)
+
+
+def test_weights_are_drawn_where_none_are_asked_for(tmp_path: Path) -> None:
+    made(tmp_path / "opt", "opt")
+    built = load_model(str(tmp_path / "opt")).built  # type: ignore[attr-defined]
+    drawn = build(str(tmp_path / "opt"), weights=False)
+    for prefix in built.prefixes:
+        given, fresh = (model.segment(prefix, 0).state_dict() for model in (built, drawn))
+        assert given.keys() == fresh.keys()
+        for name in (name for name in given if name.endswith("weight") and given[name].ndim > 1):
+            assert not torch.equal(given[name], fresh[name]) and 0.01 < fresh[name].std() < 0.03, name
+
+
 def test_what_cannot_be_cut_is_refused(tmp_path: Path) -> None:
-    made(tmp_path / "granite", "granite", embedding_multiplier=2.0)
-    model = load_model(str(tmp_path / "granite"))
-    with pytest.raises(UserError, match="GraniteModel changes what is embedded"):
-        model.built.segment("layers.0", 0)  # type: ignore[attr-defined]
+    made(tmp_path / "opt", "opt", dropout=0.1)
+    with pytest.raises(UserError, match=r"dropout=0\.1 of its config\.json draws random numbers.*use dropout=0\.0"):
+        load_model(str(tmp_path / "opt"))
+    made(tmp_path / "granite", "granite")
     with pytest.raises(UserError, match=r"tp=2 needs to know how embedding\.base\.embed_tokens\.weight is split"):
         verification_run("tp=2", str(tmp_path / "granite"))
+    made(tmp_path / "other", "granite")
+    save_file({"something": torch.zeros(1)}, tmp_path / "other" / "model.safetensors", {"format": "pt"})
+    model = load_model(str(tmp_path / "other"))
+    with pytest.raises(UserError, match=r"holds no model\.layers\.0\..*; use model\.options\.weights=false"):
+        model.built.segment("layers.0", 0)  # type: ignore[attr-defined]
