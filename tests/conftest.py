@@ -27,7 +27,8 @@ settings.register_profile("certain", deadline=None, suppress_health_check=slow, 
 settings.register_profile("thorough", deadline=None, suppress_health_check=slow)
 
 LONGEST = """
-checkpoint/test_kill planning/test_search docs/test_tutorial parallel/test_equality parallel/test_precision
+launch/test_ray_cluster checkpoint/test_kill planning/test_search docs/test_tutorial parallel/test_equality
+parallel/test_precision
 cli/test_train parallel/test_experts parallel/test_compiled planning/test_explain checkpoint/test_huggingface_export
 launch/test_once launch/test_oom parallel/test_context resilience/test_preemption parallel/test_overlap
 docs/test_commands report/test_browser training/test_killed_chain launch/test_node resilience/test_standstill

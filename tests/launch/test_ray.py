@@ -1,5 +1,5 @@
 """Programs for a Ray cluster: valid Python with the run's own settings; what is wrong is one sentence. On a cluster
-`benchmarks/ray_cluster.py` tries them."""
+`test_ray_cluster.py` tries them."""
 
 from __future__ import annotations
 

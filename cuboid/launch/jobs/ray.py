@@ -144,7 +144,7 @@ def attempt():
         secret = secrets.token_hex(32)
         ends = [node.train.remote(head, i > 0, secret) for i, node in enumerate(nodes)]
         code = ray.get(ends[0])
-        ray.wait(ends, num_returns=len(ends), timeout=10)  # the others end when they are told so
+        ray.wait(ends, num_returns=len(ends), timeout=5)  # the others end when they are told so; a lost one does not
         return code
     except ray.exceptions.RayActorError:
         return None
