@@ -98,8 +98,9 @@ class Model:
     tied: tuple[str, str] | None = None
     """A parameter of the embedding and one of the head that are one: ("embedding.tokens.weight",
     "head.output.weight"). It is called `embedding.tokens.weight` in checkpoints, whatever its names are."""
-    initial: Callable[[str, tuple[int, ...], int], Tensor] | None = None
-    """(name, full shape, seed) -> the first weights of a parameter; without it modules initialise themselves."""
+    initial: Callable[[str, tuple[int, ...], int], Tensor | None] | None = None
+    """(name, full shape, seed) -> the first weights of a parameter; without it, and where it returns None, modules
+    initialise themselves."""
     exported_name: Callable[[str], str] | None = None
     """A parameter's name -> its name in a Hugging Face folder, for a model that has one."""
 
@@ -135,7 +136,9 @@ class Model:
         if self.initial is not None:
             with torch.no_grad():
                 for name, parameter in module.named_parameters():
-                    parameter.copy_(self.initial(self.called(f"{prefix}.{name}"), tuple(parameter.shape), seed))
+                    drawn = self.initial(self.called(f"{prefix}.{name}"), tuple(parameter.shape), seed)
+                    if drawn is not None:
+                        parameter.copy_(drawn)
         return module
 
     def _refuse(self, prefix: str, module: nn.Module) -> None:

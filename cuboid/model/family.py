@@ -3,7 +3,8 @@
     def build() -> Model:
         return family("llama3-8b", lambda block, layer: setattr(block.attention, "mix", my_attention))
 
-Names, shapes, splits and first weights are those of the catalog's model: unchanged, it computes the same losses."""
+Names, shapes, splits and first weights are those of the catalog's model: unchanged, it computes the same losses. A
+parameter of another name or shape is what its module made it."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from cuboid.model.rope import Positions, make_positions
 from cuboid.model.transformer import Block, Embedding, Head
 from cuboid.spec.load import build_model, model_table
 from cuboid.spec.model import ModelSpec
-from cuboid.spec.sharding import TIED
+from cuboid.spec.sharding import TIED, segment_parameters
 
 Change = Callable[[Block, int], None]
 
@@ -40,6 +41,12 @@ def family(model: str | Mapping[str, object], change: Change | None = None) -> M
             change(made, layer)
         return made
 
+    prefixes = ["embedding", *(f"layers.{layer}" for layer in range(spec.layers)), "head"]
+    shapes = {name: held.shape for prefix in prefixes for name, held in segment_parameters(spec, prefix).items()}
+
+    def initial(name: str, shape: tuple[int, ...], seed: int) -> Tensor | None:
+        return initial_tensor(spec, name, shape, seed) if shapes.get(name) == shape else None
+
     return Model(
         embedding=lambda: _Embedding(spec),
         block=block,
@@ -48,7 +55,7 @@ def family(model: str | Mapping[str, object], change: Change | None = None) -> M
         flow=("batch", "sequence", spec.hidden),
         vocab=spec.vocab,
         tied=(TIED, "head.output.weight") if spec.tie_embeddings else None,
-        initial=lambda name, shape, seed: initial_tensor(spec, name, shape, seed),
+        initial=initial,
     )
 
 

@@ -59,7 +59,8 @@ def own(name: str) -> str:
     [
         *(("own_attention", layout) for layout in LAYOUTS),
         *(
-            pytest.param("sliding_window", layout, marks=() if place in (0, 4) else pytest.mark.thorough)
+            pytest.param(name, layout, marks=() if place in (0, 4) else pytest.mark.thorough)
+            for name in ("sliding_window", "latent_attention")
             for place, layout in enumerate(LAYOUTS)
         ),
         *(
@@ -121,6 +122,16 @@ def test_an_unchanged_model_of_the_catalog_computes_the_same_losses(
         for model, changes in ((name, balanced), (f"python:{tmp_path}/same.py:build", ()))
     ]
     assert losses[0] == losses[1]
+
+
+def test_what_a_family_does_not_have_is_initialised_by_its_module() -> None:
+    model = load_model(own("latent_attention"))
+    assert isinstance(model, PythonModelSpec) and isinstance(model.built, Model)
+    changed, plain_block = (each.segment("layers.1", 3) for each in (model.built, family("tiny-llama")))
+    same = ("attention.query.weight", "feed_forward.up.weight")
+    assert all(torch.equal(changed.get_parameter(name), plain_block.get_parameter(name)) for name in same)
+    assert 0.05 < changed.get_parameter("attention.down.weight").std() < 0.1, "as nn.Linear does"
+    assert torch.equal(changed.get_parameter("attention.norm.weight"), torch.ones(24))
 
 
 def test_what_a_family_cannot_do_is_refused() -> None:
