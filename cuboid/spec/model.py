@@ -168,8 +168,9 @@ class MixtureSpec:
     """Scale of the Gumbel noise that is added to the logarithms of scores when experts are chosen in training. With 1 a
     token's experts are drawn in proportion to its scores; 0 always takes the best, as evaluation and generation do."""
     noise_on: Literal["scores", "logits"] = "scores"
-    """Where that noise is added: to the logarithms of scores, or to logits. Of softmax scores both are the same. Of sigmoid
-    scores that are all but 1, noise on logits chooses the same experts for all tokens; runs that began with it keep it."""
+    """Where that noise is added: to the logarithms of scores, or to logits. Of softmax scores both are the same. Of
+    sigmoid scores that are all but 1, noise on logits chooses the same experts for all tokens; runs that began with it
+    keep it."""
     bias_rate: float = 0.0
     """By how much `router_bias` moves after each step: up for experts with fewer tokens of the global batch than the
     mean, down for those with more."""

@@ -112,8 +112,8 @@ def check_same_training(old: Run, new: Run, owner: str = "") -> None:
 
 
 def as_begun(run: Run) -> tuple[Run, str]:
-    """The run with router noise where the training it continues has it, and what there is to say of it. Runs from before
-    `noise_on` have noise on logits, and their files need not say so."""
+    """The run with router noise where the training that it continues has it, and what there is to say of it. Runs from
+    before `noise_on` have noise on logits, and their files need not say so."""
     mixture = run.model.mixture
     if mixture is None or mixture.scoring == "softmax" or not mixture.router_noise:
         return run, ""
