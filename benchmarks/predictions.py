@@ -103,6 +103,18 @@ CASES = (
     Case("deepseek-v3", "dp=64,ep=64,pp=8,zero=1,recompute=selective", 4096, micro_batches=8, rank=511),
     Case("qwen3-30b-a3b", "dp=8,ep=8,zero=1,micro_batch=2,recompute=selective", 2048),
     Case("mixtral-8x7b", "dp=16,ep=8,zero=3,recompute=full", 8192),
+    Case("mixtral-8x7b", "dp=8,ep=8,pp=2,zero=1,recompute=selective", 8192, micro_batches=4),
+    Case("mixtral-8x22b", "dp=16,ep=8,pp=8,zero=2,recompute=full", 4096, micro_batches=8, rank=64),
+    Case("mixtral-8x22b", "dp=8,ep=8,tp=4,pp=4,zero=1", 8192, micro_batches=4, rank=127),
+    Case("deepseek-v3", "dp=32,ep=32,tp=2,pp=8,zero=1,recompute=full", 8192, micro_batches=8, rank=100),
+    Case("deepseek-v3", "dp=128,ep=64,pp=16,zero=2,recompute=selective", 4096, micro_batches=16, rank=500),
+    Case("deepseek-v2", "dp=16,ep=16,pp=4,zero=1,recompute=full", 4096, micro_batches=4, rank=20),
+    Case("deepseek-v2", "dp=32,ep=32,pp=4,zero=1,recompute=selective", 4096, micro_batches=4, rank=127),
+    Case("moe-1t", "dp=64,ep=64,pp=16,zero=1,recompute=full", 4096, micro_batches=16, rank=300),
+    Case("qwen3-235b-a22b", "dp=32,ep=32,pp=8,zero=1,recompute=full", 8192, micro_batches=8, rank=70),
+    Case("qwen3-235b-a22b", "dp=16,ep=16,tp=2,pp=8,zero=1,recompute=full", 16384, micro_batches=4, rank=1),
+    Case("qwen3-30b-a3b", "dp=8,ep=8,zero=1,recompute=full", 16384),
+    Case("qwen3-30b-a3b", "dp=8,ep=4,pp=2,zero=2", 8192, micro_batches=4, rank=5),
 )
 
 

@@ -127,6 +127,8 @@ class Kernels:
     attention_backward: Array
     light_forward: Array
     """What lies between multiplications and attention, which this program's selective recomputation repeats."""
+    light_mixture: Array
+    """… in a layer with experts."""
     embedding: Array
     """The input embedding, forward and backward."""
     head_forward: Array
@@ -247,6 +249,7 @@ def _attention(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine) -> tuple[Ar
 def kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: str) -> Kernels:
     """Seconds of every part of one micro-batch on one rank."""
     columns = (jobs.tp, jobs.ep, *_decides_tokens(jobs), jobs.sequence_parallel, adds_nothing(jobs))
+    columns += (adds_nothing(jobs, routed=True),)
     return each_once(shape, jobs, columns, lambda some, _: _kernels(shape, some, chip, engine, precision))
 
 
@@ -269,7 +272,7 @@ def _kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: st
     linear = _heated(engine, linear, attention_forward + attention_backward + 2.6 * rest + whole)
     dense_forward = linear + attention_forward + rest
     dense_backward = 2 * linear + attention_backward + 1.6 * rest + whole
-    mixture_forward, mixture_backward = dense_forward, dense_backward
+    mixture_forward, mixture_backward, light_mixture = dense_forward, dense_backward, rest
     if np.any(shape.experts > 0):
         routed = rows * shape.top_k
         local = np.maximum(shape.experts / jobs.ep, 1)
@@ -286,6 +289,7 @@ def _kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: st
         width = copies * shape.expert_ffn + rows * shape.shared_ffn / tp
         rest = element + engine.ffn_traffic * (1 + shape.gated) * width / rates.bandwidth
         rest = rest + engine.routing_traffic * copies * shape.hidden / rates.bandwidth
+        light_mixture = rest
         mixture_forward = np.where(shape.experts > 0, linear + attention_forward + rest, dense_forward)
         backward = 2 * linear + attention_backward + 1.6 * rest + whole
         mixture_backward = np.where(shape.experts > 0, backward, dense_backward)
@@ -303,6 +307,7 @@ def _kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: st
         attention_forward,
         attention_backward,
         element + inner,
+        light_mixture,
         embedding,
         head + 0.5 * loss,
         2 * head + 0.5 * loss + table,
@@ -310,9 +315,11 @@ def _kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: st
     )
 
 
-def adds_nothing(jobs: Jobs) -> Array:
-    """1 where gradients stay as the one backward pass leaves them."""
-    return np.asarray((jobs.dp * jobs.cp * jobs.tp == 1) & (jobs.micro_batches == 1), dtype=np.float64)
+def adds_nothing(jobs: Jobs, routed: bool = False) -> Array:
+    """1 where gradients stay as the one backward pass leaves them. `routed`: those of routed experts, which so many
+    ranks hold as are left of the others."""
+    holders = jobs.dp * jobs.cp * jobs.tp / (np.maximum(jobs.ep, 1) if routed else 1)
+    return np.asarray((holders <= 1) & (jobs.micro_batches == 1), dtype=np.float64)
 
 
 def _columns(rates: _Rates, shape: Shape, rows: Array, tp: Array) -> tuple[Array, Array, Array]:
@@ -336,5 +343,6 @@ def _with_gradients(
     """Backward passes of layers with their gradients added to others, and what that takes for the head."""
     each, table = layer_parameters(shape, jobs.tp), table_parameters(shape, jobs.tp)
     moved = np.where(adds_nothing(jobs), 0.0, engine.accumulate_traffic / rates.bandwidth)
-    routed = each.mixture + each.routed / np.maximum(jobs.ep, 1)
-    return dense + moved * each.dense, mixture + moved * routed, moved * table
+    moved_routed = np.where(adds_nothing(jobs, routed=True), 0.0, engine.accumulate_traffic / rates.bandwidth)
+    routed = moved * each.mixture + moved_routed * each.routed / np.maximum(jobs.ep, 1)
+    return dense + moved * each.dense, mixture + routed, moved * table

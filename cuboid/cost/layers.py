@@ -282,7 +282,13 @@ def _alike(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts: Kern
 def decides_layers(jobs: Jobs, fabric: Fabric, engine: Engine) -> list[Array]:
     """All that the seconds of a layer depend on, where all layers are recomputed alike."""
     columns = [jobs.tp, jobs.cp, jobs.cp_method, jobs.cp_inner, jobs.ep, jobs.micro_batch, jobs.recompute]
-    columns += [jobs.sequence_parallel, adds_nothing(jobs), _crosses(jobs, fabric), number(splits_backward(jobs))]
+    columns += [
+        jobs.sequence_parallel,
+        adds_nothing(jobs),
+        adds_nothing(jobs, routed=True),
+        _crosses(jobs, fabric),
+        number(splits_backward(jobs)),
+    ]
     if engine.expert_paired:
         pairs = (jobs.schedule == DUAL_PIPE_V) & (jobs.pp > 1)
         columns += [pairs * jobs.pp, pairs * jobs.dp]
@@ -314,12 +320,19 @@ def _each(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts: Kerne
         return Pass(compute, tensor, context, expert, host, floor, inside, outside)
 
     def both(
-        forward: Array, backward: Array, tensor: tuple[Array, Array], experts: tuple[Array, Links], more: Array
+        forward: Array,
+        backward: Array,
+        light: Array,
+        tensor: tuple[Array, Array],
+        experts: tuple[Array, Links],
+        more: Array,
     ) -> tuple[Pass, Pass]:
         expert, travels = experts
         ahead = engine.host_forward + added + more + blocks
-        back = engine.host_backward + added + more + 2 * blocks + np.where(full, ahead, 0.0)
-        again_light = parts.light_forward if engine.compiled else parts.attention_forward
+        # Selective recomputation, too, sends tokens to their experts again.
+        once_more = np.where(full, ahead, np.where(selective & engine.compiled, more, 0.0))
+        back = engine.host_backward + added + more + 2 * blocks + once_more
+        again_light = light if engine.compiled else parts.attention_forward
         repeated = np.where(full, forward, np.where(selective, again_light, 0.0))
         backward = backward + repeated
         # In a pair each pass computes while the tokens of the other travel.
@@ -330,13 +343,14 @@ def _each(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts: Kerne
         return one(forward, tensor[0], context, ahead_waits, ahead, links[0]), behind
 
     routing = np.where(shape.experts > 0, engine.host_mixture, 0.0)
-    dense = both(parts.dense_forward, parts.dense_backward, tensor.dense, (ZERO, Links(ZERO, ZERO)), ZERO)
+    nowhere = (ZERO, Links(ZERO, ZERO))
+    dense = both(parts.dense_forward, parts.dense_backward, parts.light_forward, tensor.dense, nowhere, ZERO)
     if not np.any(shape.experts > 0):
         return LayerTimes(dense, dense, np.ones(()), crosses)
     expert = _expert(engine, fabric, shape, jobs)
     return LayerTimes(
         dense,
-        both(parts.mixture_forward, parts.mixture_backward, tensor.mixture, expert, routing),
+        both(parts.mixture_forward, parts.mixture_backward, parts.light_mixture, tensor.mixture, expert, routing),
         np.where(shape.experts > 0, shape.dense_layers / shape.layers, 1.0),
         crosses,
     )

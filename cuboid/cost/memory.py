@@ -4,8 +4,9 @@ from dataclasses import dataclass, fields
 from functools import reduce
 
 import numpy as np
+from numpy.typing import NDArray
 
-from cuboid.cost.compute import layer_parameters, table_parameters
+from cuboid.cost.compute import adds_nothing, layer_parameters, table_parameters
 from cuboid.cost.constants import Engine
 from cuboid.cost.inputs import Array, Jobs, Kept, Shape, heavier, lighter, mixes, recomputed, single
 from cuboid.cost.layers import gathered_bytes
@@ -111,9 +112,14 @@ def compiled_kept(shape: Shape, jobs: Jobs, engine: Engine) -> tuple[Array, Arra
     each = each + (inputs * seen / jobs.tp if engine.fp8_activations else 0.0)
     each = each + np.where(shape.latent > 0, element * (2 * shape.q_rank + 2 * shape.kv_rank + shape.rope_dim), 0.0)
     inner = (element * (1 + shape.gated) + inputs) / jobs.tp
-    routed = shape.top_k / jobs.tp * (inner * jobs.tp * shape.expert_ffn + engine.kept_routed * shape.hidden)
+    # Of experts selective recomputation keeps what every matmul gives, the last one too, and the input of all; else the
+    # input is among those of matmuls.
+    selective = jobs.recompute == 1
+    rows = np.where(selective, element, engine.kept_routed) * shape.hidden
+    routed = shape.top_k / jobs.tp * (inner * jobs.tp * shape.expert_ffn + rows)
+    again = np.where(selective, element * shape.hidden * ((shape.shared_ffn > 0) + 1) / split, 0.0)
     dense = jobs.tokens * (each + inner * shape.ffn)
-    mixture = jobs.tokens * (each + inner * shape.shared_ffn + routed)
+    mixture = jobs.tokens * (each + inner * shape.shared_ffn + routed + again)
     return dense, np.where(shape.experts > 0, mixture, dense)
 
 
@@ -126,6 +132,11 @@ class Fullest:
     activations: Array
     logits: Array
     transient: Array
+
+
+def keeps_routed(jobs: Jobs) -> NDArray[np.bool_]:
+    """Whether gradients of routed experts stay as the backward pass leaves them, because nobody else has any."""
+    return np.asarray(adds_nothing(jobs, routed=True) > 0)
 
 
 def fullest(
@@ -148,6 +159,7 @@ def fullest(
     gradient = element  # bytes of one that autograd made
     alone = (jobs.dp * jobs.cp * jobs.tp == 1) & (jobs.micro_batches == 1) & ((shape.tied == 0) | (jobs.pp == 1))
     sharded, gathered = (jobs.zero >= 2) & ~alone, jobs.zero == 3
+    left_routed = np.where(keeps_routed(jobs) & ~alone, gradient * held.routed, 0.0)
     flat = np.where(sharded, WIDE * (1 + 1 / (jobs.shard * jobs.cp)), 0.0)  # per parameter of a unit being reduced
     weights = np.where(gathered, element, 0.0)  # per parameter of a unit in use, and of the next one
     own = last * (states / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0) + states)  # what the head itself keeps
@@ -167,7 +179,7 @@ def fullest(
         (left + gradient * of_layer, activations, 0 * logit, working + 2 * weights * of_layer),
         (left + gradient * of_layer, activations - kept.last, 0 * logit, flat * of_layer + weights * of_layer),
         (
-            np.where(alone, gradient * held.total, first * gradient * table),
+            np.where(alone, gradient * held.total, first * gradient * table) + left_routed,
             0 * activations,
             0 * logit,
             first * flat * table,
@@ -320,7 +332,8 @@ def rank_memory(
         message = engine.activation_wire * jobs.tokens * shape.hidden / split
         activations = activations + ((1 - first) + 2 * (1 - last)) * message
         alone, moment = fullest(shape, jobs, engine, held, kept, activations, first, last)
-        gradients = np.where(alone, 0.0, gradients) + moment.gradients
+        summed = np.where(keeps_routed(jobs), gradients - engine.gradient_bytes * held.routed, gradients)
+        gradients = np.where(alone, 0.0, summed) + moment.gradients
         buffers = np.asarray(engine.fixed + communicator_bytes(shape, jobs, engine))
         lines = (moment.activations, moment.logits, moment.transient, buffers)
         return Memory(weights, gradients, optimizer, *lines)

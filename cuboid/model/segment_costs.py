@@ -8,12 +8,14 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as functional
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -148,6 +150,37 @@ class _Uncommunicating:
         exact = max(logits.element_size(), 4) * logits.shape[0]
         self.sums += [exact, 2 * exact]
         return summed_loss(logits, labels)
+
+
+class _FusedRmsNorm(torch.autograd.Function):
+    """What a GPU's kernel reads, writes and keeps: its input, and a number for each row."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor | None, dimensions: int) -> Tensor:
+        rows = x.new_empty(x.shape[:-dimensions], dtype=torch.float32)
+        context.save_for_backward(x, rows, *([] if weight is None else [weight]))
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, _, *weights = context.saved_tensors
+        return gradient + x, torch.empty_like(weights[0]) if weights else None, None
+
+
+class _FusedNorms(TorchFunctionMode):
+    def __torch_function__(
+        self, function: Any, types: Any, arguments: tuple[Any, ...] = (), options: dict[str, Any] | None = None
+    ) -> Any:
+        if function in (functional.rms_norm, torch.rms_norm):
+            return self._norm(*arguments, **(options or {}))
+        return function(*arguments, **(options or {}))
+
+    @staticmethod
+    def _norm(input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+        if weight is not None and weight.dtype != input.dtype:  # no kernel for that
+            return torch.rms_norm(input, normalized_shape, weight, eps)
+        made: Tensor = _FusedRmsNorm.apply(input, weight, len(normalized_shape))
+        return made
 
 
 @dataclass
@@ -321,7 +354,7 @@ def _run(
     call = with_recompute(module, run.recompute if prefix.startswith("layers.") else "none")
     watch = _Watch()
     inputs: list[weakref.ref[Tensor]] = []
-    with watch:
+    with _FusedNorms() if run.fuses_norms else nullcontext(), watch:
         with watch.watching() as forward:
             if prefix == "embedding":
                 y = call(batch)

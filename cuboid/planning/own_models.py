@@ -17,6 +17,7 @@ import numpy as np
 
 from cuboid.cost.communication import ONE, all_gather, all_reduce, group, reduce_scatter, stage_transfer
 from cuboid.cost.inputs import Array, Jobs, single
+from cuboid.cost.memory import LIBRARIES
 from cuboid.cost.step import PARTS
 from cuboid.errors import UserError
 from cuboid.planning.plan import Plan, reasons, with_notes
@@ -100,7 +101,7 @@ def largest_kept(question: Question) -> float:
     """Bytes that a layer keeps of one sequence for its backward pass, of the one that keeps most."""
     model = question.model
     assert isinstance(model, PythonModelSpec)
-    run = SegmentRun(1, 1, question.sequence, question.precision)
+    run = SegmentRun(1, 1, question.sequence, question.precision, fuses_norms=not question.on_cpu)
     return float(max(model.built.costs(f"layers.{layer}", run).kept for layer in range(model.layers)))
 
 
@@ -213,6 +214,7 @@ class _Costs:
                 self._recompute.get(prefix, "none"),
                 self._splits_backward,
                 adds_in_place=layout.zero < 2 and question.precision == "float32",
+                fuses_norms=not question.on_cpu,
             )
             find = model.built.estimated_costs if self._estimated else model.built.costs
             self._known[prefix] = find(prefix, run)
@@ -339,7 +341,7 @@ class _Costs:
             "optimizer": split(engine.optimizer_bytes, 1),
             "activations": kept + messages,
             "logits": 0.0,
-            "transient": more,
+            "transient": more + (0.0 if on_cpu else LIBRARIES),
             "buffers": 0.0 if on_cpu else float(engine.fixed),
         }
         reserve = 1.0 if on_cpu else engine.reserve

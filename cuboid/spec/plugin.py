@@ -91,6 +91,8 @@ class SegmentRun:
     """Whether the schedule computes weight gradients later."""
     adds_in_place: bool = False
     """Whether gradients are added to those of earlier micro-batches where they lie."""
+    fuses_norms: bool = False
+    """Whether RMSNorm is one kernel, as on a GPU; on a CPU it is several, which keep their results in float32."""
 
 
 class BuiltModel(Protocol):
