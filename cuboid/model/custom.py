@@ -178,13 +178,19 @@ class Model:
 
     @cached_property
     def _declarations(self) -> dict[str, list[tuple[str, tuple[int, ...], Split | None]]]:
-        return {prefix: list(self._declared(prefix)) for prefix in self.prefixes}
+        return {prefix: declared for prefix, (declared, _) in self._segments.items()}
 
-    def _declared(self, prefix: str) -> Iterator[tuple[str, tuple[int, ...], Split | None]]:
-        with torch.device("meta"):
-            module = self.make(prefix)
-        for name, parameter in module.named_parameters():
-            yield name, tuple(parameter.shape), declared_split(module, name)
+    @cached_property
+    def _segments(self) -> dict[str, tuple[list[tuple[str, tuple[int, ...], Split | None]], list[MixtureSpec]]]:
+        """Prefix -> its parameters, and what its routers say."""
+        found = {}
+        for prefix in self.prefixes:
+            with torch.device("meta"):
+                module = self.make(prefix)
+            held = module.named_parameters()
+            declared = [(name, tuple(each.shape), declared_split(module, name)) for name, each in held]
+            found[prefix] = declared, [child.mixture for child in module.modules() if isinstance(child, Router)]
+        return found
 
     def declared(self, prefix: str) -> dict[str, Declared]:
         """The parameters of a segment by the name in the whole model; what says nothing is whole on every rank."""
@@ -225,12 +231,10 @@ class Model:
         return replace(mixture, first_dense_layers=first)
 
     def _mixture_of(self, layer: int) -> MixtureSpec | None:
-        with torch.device("meta"):
-            module = self.make(f"layers.{layer}")
-        routers = [child for child in module.modules() if isinstance(child, Router)]
-        if len(routers) > 1:
-            raise UserError(f"layers.{layer} has {len(routers)} Routers; use one in a block")
-        return routers[0].mixture if routers else None
+        mixtures = self._segments[f"layers.{layer}"][1]
+        if len(mixtures) > 1:
+            raise UserError(f"layers.{layer} has {len(mixtures)} Routers; use one in a block")
+        return mixtures[0] if mixtures else None
 
     def check_tensor_parallel(self, ranks: int) -> None:
         """Every parameter says how it is split, and can be."""
