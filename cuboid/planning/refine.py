@@ -151,7 +151,7 @@ def memory_table(question: Question, layout: Layout, part: Held, micro_batches: 
     again = part.recomputed(layout.recompute_layers)
     memory = rank_memory(shape, jobs, engine, part.layers, ranks, first, last, again)
     # Layers that are recomputed more count as the part of one that they keep.
-    fraction = kept_fraction(shape, jobs, engine)
+    fraction = kept_fraction(shape, jobs, engine) if layout.recompute_layers else 1.0
     weights = [count - (1 - fraction) * min(layout.recompute_layers, count) for count in part.counts]
     each = memory.activations / (in_flight(jobs, ranks) * part.by_rank(weights))
     kept = [each[rank] * weight for rank, weight in zip(part.rank, weights, strict=True)]
@@ -180,7 +180,7 @@ of it at most, with what it collectives."""
 FULLER = 1.6
 """No schedule keeps so many times the micro-batches that 1F1B does, but GPipe, which is never tried."""
 AT_ONCE = 512
-"""Layouts whose number of layers is sought together."""
+"""Layouts whose number of layers is sought together, at first."""
 PLACES = 8
 """Mixes are sought for the first so many places of an answer: those further down are not worth their time."""
 
@@ -226,8 +226,10 @@ def mixable(question: Question, found: Scores, reached: float) -> Iterator[tuple
     seconds = np.where(less.fits, np.inf, seconds)
     order = np.argsort(seconds, kind="stable")
     order = order[seconds[order] <= reached]
-    for start in range(0, len(order), AT_ONCE):
-        yield float(seconds[order[start]]), more.space.take(order[start : start + AT_ONCE])
+    start, count = 0, AT_ONCE
+    while start < len(order):
+        yield float(seconds[order[start]]), more.space.take(order[start : start + count])
+        start, count = start + count, 8 * count  # few of many win anything: they are soon looked at together
 
 
 def _fraction(question: Question, more: Scores, less: Scores) -> Array:

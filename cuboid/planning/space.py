@@ -39,7 +39,9 @@ class Space:
 
     def take(self, which: NDArray[Any]) -> "Space":
         """Some of the layouts, by position or by mask."""
-        return Space({name: column[which] for name, column in self.columns.items()}, self.global_batch, self.sequence)
+        where = np.flatnonzero(which) if which.dtype == bool else which
+        columns = {name: column.take(where) for name, column in self.columns.items()}
+        return Space(columns, self.global_batch, self.sequence)
 
     def offloaded(self) -> "Space":
         """The same layouts with the optimizer's state in CPU memory."""

@@ -196,9 +196,9 @@ def stage_costs(
     profile = engine_for(engine, machine.chip).in_precision(precision)
     shape, jobs = Shape.of(model), Jobs.of([layout], global_batch=global_batch, sequence=sequence)
     parts = kernels(shape, jobs, machine.chip, profile, precision)
-    more, less = (
-        layer_times(shape, kind, machine.fabric, profile, parts, precision) for kind in (heavier(jobs), lighter(jobs))
-    )
+    more = less = layer_times(shape, heavier(jobs), machine.fabric, profile, parts, precision)
+    if layout.recompute_layers:
+        less = layer_times(shape, lighter(jobs), machine.fabric, profile, parts, precision)
     counts = list(layers) if layers is not None else even_layers(model.layers, layout.stages)
     dense_layers = model.mixture.first_dense_layers if model.mixture else model.layers
 
