@@ -159,12 +159,15 @@ def memory_table(question: Question, layout: Layout, part: Held, micro_batches: 
     _, counted = short_counts(layout.pp, micro_batches, layout.schedule == "gpipe")
     schedule = make_schedule(layout.schedule, layout.pp, counted, layout.vpp)
     memory = replace(memory, activations=np.array(peak_activations(schedule, kept)))
-    return tuple(_row(memory, rank, engine.reserve, layout.pp) for rank in range(layout.pp))
+    return tuple(_rows(memory, engine.reserve, layout.pp))
 
 
-def _row(memory: Memory, rank: int, reserve: float, ranks: int) -> dict[str, float]:
-    row = {item.name: float(np.broadcast_to(getattr(memory, item.name), ranks)[rank]) for item in fields(memory)}
-    return {**row, "reserve": (reserve - 1) * sum(row.values())}
+def _rows(memory: Memory, reserve: float, ranks: int) -> Iterator[dict[str, float]]:
+    """One for each pipeline rank."""
+    names = [item.name for item in fields(memory)]
+    columns = [np.broadcast_to(getattr(memory, name), ranks).tolist() for name in names]
+    for values in zip(*columns, strict=True):
+        yield {**dict(zip(names, values, strict=True)), "reserve": (reserve - 1) * sum(values)}
 
 
 # Recomputing to the memory there is: where a kind fits and one kind less does not, as few layers of each stage as it
