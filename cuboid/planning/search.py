@@ -51,6 +51,8 @@ from cuboid.spec.layout import Layout
 
 EMPTY = 1_000
 """Shapes whose memory is looked at together."""
+LIKELY = 64
+"""Layouts of which one is likely to hold nearly as little as any."""
 GUESSED = 10_000
 """Shapes that are brought into the order of what they are likely to take."""
 Possible = Callable[[Question, Space], NDArray[np.bool_]]
@@ -131,12 +133,15 @@ def search(
 
 
 def any_fits(question: Question, world_size: int) -> bool:
-    """Whether the search would find anything: it ends where it does."""
-    among = shapes_within(question, world_size, guess=False)
-    sizes, order, room = _sizes(question, among.every), among.order, FEWER
+    """Whether the search would find anything: it ends where it does, and begins where least is held."""
+    every = shapes(question, world_size)
+    bound = least_memory(question, every)
+    order = np.argsort(bound, kind="stable")
+    order = order[bound[order] <= question.limit]
+    sizes, room = _sizes(question, every), FEWER
     while len(order):
         stop = max(int(np.searchsorted(np.cumsum(sizes[order]), room)), 1)
-        for some in _with_contexts(question, among.every.take(order[:stop]), float("inf")):
+        for some in _with_contexts(question, every.take(order[:stop]), float("inf")):
             found = _search_some(question, some, 1, "time", False, float("inf"), float("inf"), mixes=False)
             if len(found.space):
                 return True
@@ -161,10 +166,18 @@ def emptiest(question: Question, world_size: int) -> tuple[Layout, float] | None
             away = space.offloaded()
             room = host_bytes(Shape.of(question.model), away.jobs, question.profile) <= question.host_limit
             space = space.concatenated(away.take(np.flatnonzero(np.broadcast_to(room, len(away)))))
+        space = _emptier(question, space, best[1] if best else float("inf"))
         memory = memory_of(question, space)
         if len(space) and (not best or memory.min() < best[1]):
             best = space.layout(int(memory.argmin())), float(memory.min())
     return best
+
+
+def _emptier(question: Question, space: Space, least: float) -> Space:
+    """Those that might hold as little as `least`, and as one of them that is likely to hold least."""
+    bound = np.concatenate([least_memory(question, part, split=False) for part in chunks(space)])
+    likely = memory_of(question, space.take(np.argsort(bound, kind="stable")[:LIKELY]))
+    return space.take(np.flatnonzero(bound <= min(least, likely.min(initial=least)) * (1 + 1e-8)))
 
 
 def sayable_layouts(question: Question, world_size: int) -> Space:
