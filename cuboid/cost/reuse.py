@@ -15,7 +15,7 @@ from cuboid.cost.inputs import Array, Jobs, Shape
 Given = TypeVar("Given")
 Result = TypeVar("Result")
 Rows = NDArray[np.intp]
-FEW = 64
+FEW = 600
 """Layouts that are costed sooner than they are compared."""
 
 

@@ -153,9 +153,9 @@ def _soonest(among: list[tuple[Question, Shapes]], slowest: float) -> Iterator[t
     sooner: list[tuple[float, int]] = []
     # The likely best first, so that the others are soon known to be worse.
     for place in sorted(range(len(among)), key=lambda place: among[place][1].likely):
-        limit = sooner[1][0] * (1 + 1e-8) if len(sooner) > 1 else slowest
-        part, known = among[place]
-        scores = search(part, part.cluster.accelerators, keep=1, slowest=limit, among=known)
+        wanted = sooner[1][0] * (1 + 1e-8) if len(sooner) > 1 else float("inf")
+        limit, (part, known) = min(wanted, slowest), among[place]
+        scores = search(part, part.cluster.accelerators, keep=1, slowest=limit, wanted=wanted, among=known)
         sooner = sorted([*sooner, *((seconds, place) for seconds in scores.seconds.tolist())])[:2]
     for seconds, place in sooner:
         yield *among[place], min(slowest, SIMULATED**2 * seconds)
