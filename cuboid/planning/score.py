@@ -134,7 +134,8 @@ def chunks(space: Space) -> Iterator[Space]:
         yield space  # with what is known of it
         return
     for start in range(0, len(space), CHUNK):
-        yield space.take(np.arange(start, min(start + CHUNK, len(space))))
+        columns = {name: column[start : start + CHUNK] for name, column in space.columns.items()}
+        yield Space(columns, space.global_batch, space.sequence)
 
 
 def concatenated(scores: list[Scores]) -> Scores:

@@ -82,9 +82,10 @@ def shapes_within(question: Question, world_size: int, slowest: float = float("i
     """The shapes of which a step may take no longer than `slowest`. `guess`: the likely best first."""
     every = shapes(question, world_size)
     bound = np.concatenate([least_seconds(question, part, False) for part in chunks(every)])
-    order = np.argsort(bound, kind="stable")
-    order = order[bound[order] <= slowest]
-    order = order[least_memory(question, every.take(order)) <= question.limit]
+    soon = np.flatnonzero(bound <= slowest)
+    some = every if len(soon) == len(every) else every.take(soon)
+    soon = soon[np.concatenate([least_memory(question, part) <= question.limit for part in chunks(some)])]
+    order = soon[np.argsort(bound[soon], kind="stable")]
     if not len(order) or not guess:
         return Shapes(every, bound, order, float("inf"))
     # The sooner a good layout is known, the fewer are looked at.

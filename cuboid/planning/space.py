@@ -168,10 +168,10 @@ def _micro_batches(question: Question, dp: int, tp: int, cp: int) -> NDArray[np.
 
 def each_pair(space: Space) -> tuple[list[tuple[int, int]], NDArray[np.intp]]:
     """The different (tp, cp) of a space, and for every layout the place of its own."""
-    keys = space.columns["tp"] * 2**32 + space.columns["cp"]
-    ordered = np.sort(keys)
-    known = ordered[np.diff(ordered, prepend=-1) > 0]
-    return [divmod(key, 2**32) for key in known.tolist()], np.searchsorted(known, keys)
+    widest = int(space.columns["cp"].max(initial=0)) + 1
+    keys = space.columns["tp"] * widest + space.columns["cp"]
+    known = np.bincount(keys) > 0
+    return [divmod(key, widest) for key in np.flatnonzero(known).tolist()], (np.cumsum(known) - 1)[keys]
 
 
 def with_context(question: Question, space: Space) -> Space:
