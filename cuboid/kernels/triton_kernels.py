@@ -6,6 +6,7 @@ import torch
 import triton  # type: ignore[import-not-found,unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
 from torch import Tensor
+from triton.language.extra import libdevice  # type: ignore[import-not-found,unused-ignore]
 
 # Fused cross-entropy (`parallel.cross_entropy`): one program reads a row of logits twice and writes it once. It
 # has few operations for each number, because it waits for these as much as for memory.
@@ -53,7 +54,28 @@ def loss_and_gradient(  # type: ignore[no-untyped-def]
     tl.store(place + label, gradient.to(logits.dtype.element_ty), mask=counted)
 
 
-# Kernels around the experts' grouped matmuls on a GPU: combine, and SwiGLU between them.
+# Kernels of MoE on a GPU: noise of routers, and around the experts' grouped matmuls combine and SwiGLU.
+
+GOLDEN = tl.constexpr(0x9E3779B97F4A7C15)
+FIRST = tl.constexpr(0xBF58476D1CE4E5B9)
+SECOND = tl.constexpr(0x94D049BB133111EB)
+"""Those of `model.initialize.hashed`."""
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def gumbel(  # type: ignore[no-untyped-def]
+    places, offset, result, count, key, scale, EXPERTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """As `model.load_balancing.Balance.noise`. With the exact logarithm: that of the hardware is wrong near 1."""
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < count
+    place = tl.load(places + index // EXPERTS, mask=inside, other=0) * EXPERTS + index % EXPERTS
+    bits = (place + (tl.load(offset) << 34)).to(tl.uint64) * GOLDEN + key.to(tl.uint64)
+    bits = (bits ^ (bits >> 30)) * FIRST
+    bits = (bits ^ (bits >> 27)) * SECOND
+    bits = (bits ^ (bits >> 31)) >> 41
+    uniform = (bits.to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2 ** -23
+    tl.store(result + index, -scale * libdevice.log(-libdevice.log(uniform)), mask=inside)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]

@@ -23,7 +23,7 @@ from cuboid.launch.supervisor import check_machine, start_training
 from cuboid.resilience.replan import Replanner
 from cuboid.spec.layout import require_positive
 from cuboid.spec.run import Run, check_chosen, check_supported, dump_run
-from cuboid.training.run_folder import InUse, checkpoint_folder, claimed, prepare_folder
+from cuboid.training.run_folder import InUse, as_begun, checkpoint_folder, claimed, prepare_folder
 from cuboid.training.trackers import check_trackers
 
 if TYPE_CHECKING:
@@ -194,6 +194,7 @@ def train_run(
     check_chosen(run)
     check_supported(run)
     check_trackers(run)
+    run, begun = (run, "") if overwrite else as_begun(run)
     if run.profile.steps:  # read as torch is loaded, here and in ranks: the profiler says when it starts and stops
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     role = take_role(run, options or NodeOptions())
@@ -210,7 +211,7 @@ def train_run(
         from cuboid.training.own_optimizer import check_optimizer  # here, because it brings torch
 
         check_optimizer(run)
-    notes = _check_start(run, overwrite)
+    notes = [*filter(None, [begun]), *_check_start(run, overwrite)]
     try:
         return _lead(role, notes, overwrite, take_over, quiet, conclude, announce)
     except InUse:

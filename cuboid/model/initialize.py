@@ -272,14 +272,23 @@ GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111
 
 def hashes(key: str, places: Tensor, number: int = 0) -> Tensor:
     """64 random bits for each place. `number`: 0 to 3, of independent ones with the same key."""
+    return hashed(key_number(key, number), places)
+
+
+def key_number(key: str, number: int = 0) -> int:
     digest = hashlib.sha256(key.encode()).digest()
-    hashed = places * _signed(GOLDEN) + int.from_bytes(digest[8 * number : 8 * number + 8], "little", signed=True)
-    hashed ^= shifted(hashed, 30)
-    hashed *= _signed(FIRST)
-    hashed ^= shifted(hashed, 27)
-    hashed *= _signed(SECOND)
-    hashed ^= shifted(hashed, 31)
-    return hashed
+    return int.from_bytes(digest[8 * number : 8 * number + 8], "little", signed=True)
+
+
+def hashed(key: int, places: Tensor) -> Tensor:
+    """64 random bits for each place."""
+    bits = places * _signed(GOLDEN) + key
+    bits ^= shifted(bits, 30)
+    bits *= _signed(FIRST)
+    bits ^= shifted(bits, 27)
+    bits *= _signed(SECOND)
+    bits ^= shifted(bits, 31)
+    return bits
 
 
 def shifted(values: Tensor, bits: int) -> Tensor:

@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuboid.model.initialize import hashes, shifted
+from cuboid.model.initialize import hashed, key_number, shifted
 from cuboid.spec.model import MixtureSpec
 
 EXTRA = ("balance_loss", "z_loss", "dropped")
@@ -98,7 +98,7 @@ class Balance:
     ) -> None:
         """`layers`: those with experts; `sequences`, `tokens`: of the global batch."""
         self.mixture = mixture
-        self.key = f"{seed}/router_noise"
+        self.key = key_number(f"{seed}/router_noise")
         self.step = torch.zeros((), dtype=torch.int64, device=device)
         """Steps done. On the device, where a CUDA graph reads it."""
         self.is_noisy = False
@@ -148,8 +148,11 @@ class Balance:
     def noise(self, row: int, tokens: Tokens, logits: Tensor) -> Tensor:
         """(tokens, experts)"""
         rows, experts = self.counts.shape
-        places = (tokens.places(logits) * experts).unsqueeze(1) + torch.arange(experts, device=logits.device)
-        bits = shifted(hashes(self.key, places + ((self.step * rows + row) << 34)), 41)
+        places, offset = tokens.places(logits), self.step * rows + row
+        if logits.is_cuda:
+            return _noise_in_one_kernel(places, offset, experts, self.key, self.mixture.router_noise)
+        places = (places * experts).unsqueeze(1) + torch.arange(experts, device=logits.device)
+        bits = shifted(hashed(self.key, places + (offset << 34)), 41)
         uniform = (bits.float() + 0.5) * 2.0**-23  # neither 0 nor 1, all bits exact in float32
         return -self.mixture.router_noise * (-uniform.log()).log()
 
@@ -199,6 +202,20 @@ class Balance:
         dropped = zero if kept is None else (~kept).sum().to(asked.dtype)
         sums = torch.stack([zero if value is None else value for value in (balance, z)] + [dropped])
         self.statistics[row] += torch.cat((asked, sums)).double()
+
+
+def _noise_in_one_kernel(places: Tensor, offset: Tensor, experts: int, key: int, scale: float) -> Tensor:
+    """The same bits as from torch's operations, of which there are two dozen."""
+    from cuboid.kernels import triton_kernels
+
+    result = torch.empty(len(places), experts, device=places.device)
+    count = result.numel()
+    grid = (-(-count // NOISE_BLOCK),)
+    triton_kernels.gumbel[grid](places, offset, result, count, key, scale, EXPERTS=experts, BLOCK=NOISE_BLOCK)
+    return result
+
+
+NOISE_BLOCK = 1024
 
 
 def _itself(x: Tensor) -> Tensor:

@@ -66,9 +66,9 @@ class Router(nn.Module):
         return logits.softmax(-1) if self.mixture.scoring == "softmax" else logits.sigmoid()
 
     def _noisy(self, logits: Tensor, scores: Tensor, noise: Tensor) -> Tensor:
-        """Scores with noise on their logarithms. Of softmax that is noise on logits; of sigmoid it is not, and noise on
-        logits would choose the same experts for all tokens once their scores are all but 1."""
-        return self._scores(logits + noise) if self.mixture.scoring == "softmax" else scores * noise.exp()
+        """Scores with noise on their logarithms, which of softmax is noise on logits."""
+        on_logits = self.mixture.scoring == "softmax" or self.mixture.noise_on == "logits"
+        return self._scores(logits + noise) if on_logits else scores * noise.exp()
 
     @torch.no_grad()
     def choose(self, scores: Tensor) -> Tensor:

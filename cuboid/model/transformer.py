@@ -69,9 +69,13 @@ class Block(nn.Module):
         self.add_norm: AddNorm = add_norm
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
-        x, normed = self.add_norm(self.attention_norm, x, None)
-        x, normed = self.add_norm(self.feed_forward_norm, x, self.attention(normed, positions))
+        x, normed = self.attend(x, positions)
         return x + self.feed_forward(normed, positions)
+
+    def attend(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
+        """The residual stream after attention, and the input of the feed-forward block."""
+        x, normed = self.add_norm(self.attention_norm, x, None)
+        return self.add_norm(self.feed_forward_norm, x, self.attention(normed, positions))
 
 
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:

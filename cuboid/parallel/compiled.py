@@ -25,14 +25,14 @@ def is_compiled(run: Run, device: torch.device) -> bool:
 
 
 class _Recomputed(nn.Module):
-    """A block with its recomputation inside the compiled region, where the compiler sees what is kept."""
+    """A block, or its attention, with recomputation in the compiled region, where the compiler sees what is kept."""
 
-    def __init__(self, block: Block, kind: Recompute) -> None:
+    def __init__(self, block: Block, run: Callable[..., Any]) -> None:
         super().__init__()
         self.block = block
-        self._run = with_recompute(block, kind, traced=True)
+        self._run = with_recompute(run, "selective", traced=True)
 
-    def forward(self, x: Tensor, positions: Positions) -> Tensor:
+    def forward(self, x: Tensor, positions: Positions) -> Any:
         return self._run(x, positions)
 
 
@@ -42,9 +42,24 @@ def compiled_block(
     """`whole`: the block computes alone, so one graph holds it all; else its collectives divide it. `options`: what the
     compiler is told besides."""
     tell_compiler()
-    module = _Recomputed(block, recompute) if recompute == "selective" else block
+    module = _Recomputed(block, block) if recompute == "selective" else block
     # Of operations in place, which blocks have none of.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     module.compile(fullgraph=whole, dynamic=False, options=options)
     # What a full recomputation keeps is the block's input: nothing for the compiler to decide.
     return with_recompute(module, recompute) if recompute == "full" else module
+
+
+def compiled_attention(block: Block, whole: bool, options: dict[str, Any] | None) -> Callable[..., Tensor]:
+    """Selective recomputation of a block with experts, in two: the compiler would have to stop at the experts, and
+    gives up what it has to stop in while it recomputes."""
+    tell_compiler()
+    attend = _Recomputed(block, block.attend)
+    attend.compile(fullgraph=whole, dynamic=False, options=options)
+    feed_forward = with_recompute(block.feed_forward, "selective")
+
+    def run(x: Tensor, positions: Positions) -> Tensor:
+        x, normed = attend(x, positions)
+        return x + feed_forward(normed, positions)
+
+    return run

@@ -30,7 +30,7 @@ from cuboid.model.split_backward import (
 )
 from cuboid.model.transformer import Block
 from cuboid.parallel.async_tp import compiler_options
-from cuboid.parallel.compiled import compiled_block, is_compiled
+from cuboid.parallel.compiled import compiled_attention, compiled_block, is_compiled
 from cuboid.parallel.context import ContextMix
 from cuboid.parallel.cross_entropy import fused_cross_entropy
 from cuboid.parallel.custom import Carrier, carry_buffers, initial_tensors, runner
@@ -278,13 +278,15 @@ class _Builder:
         if self.layout.cp > 1:
             block.attention.mix = ContextMix(self.groups, gathers=self.layout.cp_method == "allgather")
         routed = isinstance(block.feed_forward, MoE)
-        # The compiler stops at these, and gives up a block that it would have to stop in while it recomputes.
-        stops = self.layout.cp > 1 or self.run.data.attention_within_documents or routed
-        if self.compiled and not (stops and recompute == "selective"):
-            whole = (self.region is None or self.region.traced) and not stops
-            run = compiled_block(block, recompute, whole, self.options)
-        else:
+        # The compiler stops at these, and gives up what it would have to stop in while it recomputes.
+        stops = self.layout.cp > 1 or self.run.data.attention_within_documents
+        traced = self.region is None or self.region.traced
+        if not self.compiled or (stops and recompute == "selective"):
             run = with_recompute(block, recompute)
+        elif routed and recompute == "selective":
+            run = compiled_attention(block, traced, self.options)
+        else:
+            run = compiled_block(block, recompute, traced and not stops and not routed, self.options)
         if isinstance(block.feed_forward, MoE) and self.balance is not None:
             spread_experts(block.feed_forward, self.groups.expert, self.pair.hand_over if self.pair else stay_on)
             join_sequences(block.feed_forward, self.balance, self.groups, self.run)

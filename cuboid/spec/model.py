@@ -1,7 +1,7 @@
 """`ModelSpec`: the shape of a decoder-only transformer, in numbers and switches."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Literal
 
@@ -113,8 +113,12 @@ BIAS_RATE = 0.001
 
 def with_balancing(mixture: Mapping[str, object]) -> dict[str, object]:
     """The table of a mixture; none trains without balancing unless it says so, because without it all tokens soon go to
-    the same few experts. A table that a run has saved says everything, and stays as it is."""
+    the same few experts. A table that a run has saved says everything, and stays as it is; without `noise_on` it is of
+    a run that began when noise was added to logits."""
     table = dict(mixture)
+    is_saved = table.keys() == {field.name for field in fields(MixtureSpec)} - {"noise_on"}
+    if is_saved and table["scoring"] == "sigmoid":
+        table["noise_on"] = "logits"
     if "balance_coefficient" not in table:
         table = {**BALANCING, **table}
     if table.get("router_bias") is True:
@@ -163,6 +167,10 @@ class MixtureSpec:
     router_noise: float = 0.0
     """Scale of the Gumbel noise that is added to the logarithms of scores when experts are chosen in training. With 1 a
     token's experts are drawn in proportion to its scores; 0 always takes the best, as evaluation and generation do."""
+    noise_on: Literal["scores", "logits"] = "scores"
+    """Where that noise is added: to the logarithms of scores, or to logits. Of softmax scores both are the same. Of
+    sigmoid scores that are all but 1, noise on logits chooses the same experts for all tokens; runs that began with it
+    keep it."""
     bias_rate: float = 0.0
     """By how much `router_bias` moves after each step: up for experts with fewer tokens of the global batch than the
     mean, down for those with more."""

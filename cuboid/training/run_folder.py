@@ -10,6 +10,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,23 @@ def check_same_training(old: Run, new: Run, owner: str = "") -> None:
                 f"{pair} of the run in {new.output.folder}; use the same {name}, another output.folder, or --overwrite "
                 f"to start anew"
             )
+
+
+def as_begun(run: Run) -> tuple[Run, str]:
+    """The run with router noise where the training that it continues has it, and what there is to say of it. Runs from
+    before `noise_on` have noise on logits, and their files need not say so."""
+    mixture = run.model.mixture
+    if mixture is None or mixture.scoring == "softmax" or not mixture.router_noise:
+        return run, ""
+    path = Path(run.output.folder) / RUN_FILE
+    _, manifest, _ = newest_whole(checkpoint_folder(run), contents=False)
+    if manifest is None and not path.exists():
+        return run, ""
+    begun = (load_run(path) if manifest is None else build_run(parse_toml(manifest.run))).model.mixture
+    if begun is None or begun.noise_on == mixture.noise_on:
+        return run, ""
+    said = f"the run continues with model.mixture.noise_on={begun.noise_on}, as it began"
+    return replace(run, model=replace(run.model, mixture=replace(mixture, noise_on=begun.noise_on))), said
 
 
 def prepare_folder(run: Run, overwrite: bool = False, take_over: bool = False) -> str:

@@ -270,6 +270,12 @@ def test_noise_draws_experts_in_proportion_to_their_scores(scoring: Literal["sof
     assert not router(x, Tokens(20_000)).chosen.any(), "evaluation takes the best"
 
 
+def test_noise_on_logits_is_what_runs_of_before_drew() -> None:
+    router = make_router(router_noise=1.0, scoring="sigmoid", noise_on="logits")
+    logits, noise = torch.randn(64, 8), torch.randn(64, 8)
+    assert torch.equal(router._noisy(logits, logits.sigmoid(), noise), (logits + noise).sigmoid())
+
+
 def test_noise_goes_by_the_position_of_a_token_wherever_it_is_computed() -> None:
     router = make_router(router_noise=1.0)
     balance = router.balance = Balance(router.mixture, 1, SEQUENCES, SEQUENCES * LENGTH, CPU)

@@ -71,6 +71,19 @@ def test_the_graphs_of_tensor_ranks(pool: Pool, model: str) -> None:
         assert not stops
 
 
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [("tiny-qwen3-moe", "tp=2,ep=2,recompute=full"), ("tiny-deepseek", "dp=2,ep=2,recompute=selective")],
+)
+def test_the_graphs_beside_experts(pool: Pool, model: str, layout: str) -> None:
+    """The compiler stops at experts; under selective recomputation attention alone is a graph."""
+    fields = ("training.steps=2", *FIELDS[1:3], "model.layers=2", "training.global_batch=2", *FIELDS[5:])
+    plain = losses_and_evaluation(0, small_run("dp=1", *fields, model=model))
+    run = small_run(layout, *fields, "training.compile=on", model=model)
+    for found, _ in pool.run("tests.parallel.cases:traced", (run,), ranks=2):
+        assert found == pytest.approx(plain, rel=1e-5)
+
+
 @pytest.mark.parametrize("change", ["layout.recompute=full", "training.precision=fp8"])
 def test_weight_gradients_of_compiled_blocks_wait(pool: Pool, change: str) -> None:
     fields = ("training.steps=2", "model.layers=2", *FIELDS[2:3], *FIELDS[4:], "training.precision=float32", change)

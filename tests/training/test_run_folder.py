@@ -11,7 +11,7 @@ import pytest
 from cuboid.errors import UserError
 from cuboid.spec.run import Run, build_run, load_run
 from cuboid.telemetry.rows import metric_rows
-from cuboid.training.run_folder import Rows, last_step, layer_names, prepare_folder
+from cuboid.training.run_folder import Rows, as_begun, last_step, layer_names, prepare_folder
 
 
 def run_in(folder: Path, steps: int = 5) -> Run:
@@ -197,3 +197,21 @@ def test_without_its_folder_a_run_ends(tmp_path: Path, made_again: bool) -> None
         UserError, match=r"run was removed, or unmounted, while the run trained, which ends after step 2"
     ):
         rows.append({"step": 2})
+
+
+def test_a_run_that_began_with_noise_on_logits_keeps_it(tmp_path: Path) -> None:
+    """Run files of before `noise_on` do not say where noise is added; tables that people write mean the default."""
+    run = build_run({"model": "tiny-deepseek"}, [f"output.folder={tmp_path}"])
+    assert as_begun(run) == (run, ""), "nothing was begun"
+    prepare_folder(run)
+    assert as_begun(run) == (run, "")
+    path = tmp_path / "run.toml"
+    before = path.read_text()
+    path.write_text(before.replace('noise_on = "scores"\n', ""))
+    assert path.read_text() != before
+    begun, said = as_begun(run)
+    assert begun.model.mixture is not None
+    assert begun.model.mixture.noise_on == "logits"
+    assert said == "the run continues with model.mixture.noise_on=logits, as it began"
+    assert load_run(path) == begun
+    assert prepare_folder(begun) == f"{tmp_path} has no whole checkpoint: starting anew from step 0"
