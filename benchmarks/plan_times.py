@@ -85,7 +85,8 @@ def main() -> None:
         model = load_model(name)
         sequence = min(4096, model.max_positions) if model.positions == "learned" else 4096
         for size in map(int, options.sizes.split(",")):
-            for global_batch in sorted({1024, max(size, 1024) if size <= 16384 else 15360}):
+            even = 1024 if size < 1000 else size if size <= 16384 else 15360
+            for global_batch in sorted({1024, even}):
                 given = ["--seq", str(sequence), "--objective", options.objective]
                 cluster = f"{options.accelerator}x{size}"
                 taken, *others = (ask(folder, name, cluster, global_batch, given) for folder in folders)
