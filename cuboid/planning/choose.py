@@ -17,7 +17,17 @@ from cuboid.planning.export.engines import FIXED, refuse_model
 from cuboid.planning.own_models import own_plan, own_plans, own_stage_seconds
 from cuboid.planning.plan import GIB, Plan, make_plan, reasons, with_notes
 from cuboid.planning.question import MEMORY_FRACTION, Question, every_size, resized, rounder_sizes, sizes
-from cuboid.planning.refine import Refined, StageSeconds, actions, fitted, may_mix, refine, stage_seconds
+from cuboid.planning.refine import (
+    Refined,
+    StageSeconds,
+    actions,
+    fitted,
+    fullest,
+    may_mix,
+    memory_table,
+    refine,
+    stage_seconds,
+)
 from cuboid.planning.score import Scores, least_seconds, score
 from cuboid.planning.search import Shapes, any_fits, emptiest, sayable_layouts, search, shapes_within
 from cuboid.planning.space import DEGREES, Space, degrees, divisors, shapes, with_context
@@ -170,12 +180,14 @@ def finalists(question: Question, scores: Scores, top: int, objective: str = "ti
         cost = actions(layout, question.global_batch)
         if len(found) >= top and (len(found) >= max(FINALISTS, top + 3) or spent + cost > BUDGET):
             break
-        entry = refine(question, scores, index)
-        if may_mix(question, objective):
-            entry = fitted(question, entry)
         spent += cost
-        if entry.peak <= question.limit:
-            found.append(entry)
+        chosen, memory = layout, memory_table(question, layout)
+        if may_mix(question, objective):
+            chosen, memory = fitted(question, layout, memory)
+        if fullest(memory) > question.limit:  # known sooner than its time
+            continue
+        known = (scores, index) if chosen == layout else (score(question, Space.of([chosen], question)), 0)
+        found.append(refine(question, *known, memory))
     return found
 
 
