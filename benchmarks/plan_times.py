@@ -1,21 +1,28 @@
 """CPU seconds and memory of `cuboid plan`, imports included, for every model of the catalog from 8 to 98,304
-accelerators: `python benchmarks/plan_times.py [--models deepseek-v3,gpt2] [--accelerator h100] [--json]`.
+accelerators, and which questions take more than 2 seconds or 500 MB:
+`python benchmarks/plan_times.py [--models deepseek-v3,gpt2] [--accelerator h100] [--objective cost] [--json]`.
+`--beside FOLDER`: each question is asked of that checkout too, right after, because seconds of the processor depend on
+what else the machine does; answers that differ are named.
 
 Each question is a process of its own. A question without an answer ("too small") counts like any other.
 """
 
 import argparse
+import compileall
 import json
 import os
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
+import cuboid
 from cuboid.spec.load import catalog_models
 from cuboid.spec.model import load_model
 
-SIZES = (8, 64, 512, 4096, 9216, 16384, 98304)
+SIZES = (8, 64, 1000, 16384, 98304)
 MOST_SECONDS, MOST_MB = 2.0, 500.0
+HERE = Path(cuboid.__file__).parent.parent
 
 
 @dataclass(frozen=True)
@@ -30,47 +37,76 @@ class Taken:
     megabytes: float
     """Most that the process held."""
     answered: bool
+    answer: bytes
+    before: float = 0.0
+    """Seconds of the other checkout."""
+
+    @property
+    def line(self) -> str:
+        """For a reader."""
+        beside = f" ({self.before:.2f} beside)" if self.before else ""
+        took = f"{self.seconds:.2f} CPU s{beside}, {self.megabytes:.0f} MB"
+        return f"{took}: {self.model} on {self.cluster}, batch {self.global_batch}"
 
 
-def ask(model: str, cluster: str, global_batch: int, sequence: int) -> Taken:
+def ask(folder: Path, model: str, cluster: str, global_batch: int, options: list[str]) -> Taken:
     """One question in a process of its own."""
-    options = ["--global-batch", str(global_batch), "--seq", str(sequence), "--json"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "cuboid.cli.main", "plan", model, cluster, *options],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    _, status, usage = os.wait4(process.pid, 0)
-    code = os.waitstatus_to_exitcode(status)
+    given = [model, cluster, "--global-batch", str(global_batch), *options, "--json"]
+    command = [sys.executable, "-m", "cuboid.cli.main", "plan", *given]
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    with subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as process:
+        answer = process.stdout.read() if process.stdout else b""
+        _, status, usage = os.wait4(process.pid, 0)
+        code = process.returncode = os.waitstatus_to_exitcode(status)
     if code not in (0, 2):
-        raise SystemExit(f"cuboid plan {model} {cluster} {' '.join(options)} ended with {code}")
-    return Taken(model, cluster, global_batch, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, code == 0)
+        raise SystemExit(f"cuboid plan {' '.join(given)} ended with {code}")
+    seconds = usage.ru_utime + usage.ru_stime
+    return Taken(model, cluster, global_batch, seconds, usage.ru_maxrss / 1024, code == 0, answer)
 
 
 def main() -> None:
-    """Asks, and prints the worst."""
+    """Asks, and prints the worst and all that take too much."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="", help="names with commas between them; default: all of the catalog")
     parser.add_argument("--accelerator", default="h100")
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)))
+    parser.add_argument("--objective", default="time", choices=("time", "cost", "memory"))
+    parser.add_argument("--beside", type=Path, help="another checkout to ask the same")
     parser.add_argument("--json", action="store_true", help="print every question as a line of JSON")
     options = parser.parse_args()
     names = options.models.split(",") if options.models else list(catalog_models())
-    found = []
+    folders = [HERE, *([options.beside.resolve()] if options.beside else [])]
+    for folder in folders:  # an installed program is compiled
+        compileall.compile_dir(folder / "cuboid", quiet=2)
+    found, different = [], []
     for name in names:
         model = load_model(name)
         sequence = min(4096, model.max_positions) if model.positions == "learned" else 4096
         for size in map(int, options.sizes.split(",")):
-            for global_batch in {1024, max(size, 1024) if size <= 16384 else 15360}:
-                found.append(ask(name, f"{options.accelerator}x{size}", global_batch, sequence))
+            even = 1024 if size < 1000 else size if size <= 16384 else 15360
+            for global_batch in sorted({1024, even}):
+                given = ["--seq", str(sequence), "--objective", options.objective]
+                cluster = f"{options.accelerator}x{size}"
+                taken, *others = (ask(folder, name, cluster, global_batch, given) for folder in folders)
+                if others:
+                    different += [taken] if others[0].answer != taken.answer else []
+                    taken = Taken(**{**vars(taken), "before": others[0].seconds})
+                found.append(taken)
                 if options.json:
-                    print(json.dumps(asdict(found[-1])), flush=True)
-    slowest, fullest = max(found, key=lambda each: each.seconds), max(found, key=lambda each: each.megabytes)
-    late = [each for each in found if each.seconds > MOST_SECONDS or each.megabytes > MOST_MB]
+                    print(json.dumps({**asdict(taken), "answer": len(taken.answer)}), flush=True)
+    late = sorted((each for each in found if each.seconds > MOST_SECONDS), key=lambda each: -each.seconds)
+    full = [each for each in found if each.megabytes > MOST_MB]
     print(f"{len(found)} questions of {len(names)} models, {sum(each.answered for each in found)} with an answer")
-    print(f"slowest: {slowest.seconds:.2f} CPU s, {slowest.model} on {slowest.cluster}, batch {slowest.global_batch}")
-    print(f"fullest: {fullest.megabytes:.0f} MB, {fullest.model} on {fullest.cluster}, batch {fullest.global_batch}")
-    print(f"beyond {MOST_SECONDS:g} CPU s or {MOST_MB:g} MB: {len(late)}")
+    print(f"all: {sum(each.seconds for each in found):.0f} CPU s", end="")
+    print(f", {sum(each.before for each in found):.0f} beside" if options.beside else "")
+    print(f"slowest: {max(found, key=lambda each: each.seconds).line}")
+    print(f"fullest: {max(found, key=lambda each: each.megabytes).line}")
+    for title, those in ((f"{MOST_SECONDS:g} CPU s", late), (f"{MOST_MB:g} MB", full), ("answers differ", different)):
+        print(f"{'beyond ' if those is not different else ''}{title}: {len(those)}")
+        for each in those:
+            print(f"  {each.line}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ A verb is a file beside this one with a function `command`, and a line in `VERBS
 """
 
 import gc
-import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +16,7 @@ import typer
 from typer.core import TyperGroup
 
 import cuboid
+from cuboid.cli.plain_values import PlainCommand, plain_first
 from cuboid.errors import RankError, UserError, either, nearest_names, one_sentence
 
 VERBS = {
@@ -72,6 +72,9 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 class Commands(TyperGroup):
     """All commands, listed in groups."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return plain_first(super().get_params(ctx))
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for title, verbs in GROUPS.items():
@@ -140,6 +143,8 @@ def _verb(arguments: Sequence[str]) -> str | None:
 
 def _application(verb: str | None) -> Callable[..., object]:
     """The parser, with the asked verb loaded and only the names of the others."""
+    if verb == "plan":  # no large matmul: threads would but take a tenth of a second to start
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     application = typer.Typer(
         cls=Commands,
         add_completion=False,
@@ -150,7 +155,8 @@ def _application(verb: str | None) -> Callable[..., object]:
     application.callback(help=HELP)(_options)
     for name, summary in VERBS.items():
         command = import_module(f"cuboid.cli.{module_of(name)}").command if name == verb else _name_only
-        application.command(name, help=None if name == verb else summary, short_help=summary)(command)
+        help_text = None if name == verb else summary
+        application.command(name, cls=PlainCommand, help=help_text, short_help=summary)(command)
     return application
 
 
@@ -176,6 +182,8 @@ def _options(
 
 def _leave_at_once() -> None:
     """What a command began it has ended when its Ctrl-C arrives here; taking torch apart would cost a second more."""
+    import multiprocessing  # here, because most commands start no process
+
     for child in multiprocessing.active_children():
         child.kill()
     for stream in (sys.stdout, sys.stderr):

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cuboid.cost.communication import ONE
 from cuboid.cost.constants import Chip, Engine
-from cuboid.cost.inputs import Array, Jobs, Shape
+from cuboid.cost.inputs import Array, Jobs, Shape, pick
 from cuboid.cost.reuse import each_once, recent
 
 # Parameters and arithmetic of a model, per layer: dense, grouped-query, MoE, latent attention.
@@ -15,20 +16,27 @@ from cuboid.cost.reuse import each_once, recent
 def _query_key_value(shape: Shape, tp: Array) -> tuple[Array, Array]:
     """Numbers of a token's queries, and of its keys and values, on a tensor rank: the latter are split as far as they
     have heads, and the same on several ranks beyond."""
-    parts = np.gcd(shape.kv_heads.astype(np.int64), tp.astype(np.int64))
-    return shape.heads * shape.head_dim / tp, 2 * shape.kv_heads * shape.head_dim / parts
+    return shape.heads * shape.head_dim / tp, 2 * shape.kv_heads * shape.head_dim / kv_parts(shape, tp)
+
+
+@recent
+def kv_parts(shape: Shape, tp: Array) -> NDArray[np.int64]:
+    """Parts that tensor ranks split key-value heads into."""
+    return np.gcd(shape.kv_heads.astype(np.int64), tp.astype(np.int64))
 
 
 def attention_parameters(shape: Shape, tp: Array = ONE) -> Array:
     """Matrix parameters of one attention block that a tensor rank holds: matmuls down to a latent are whole."""
     query, key_value = _query_key_value(shape, tp)
     plain = shape.hidden * (2 * query + key_value)
+    if not shape.any_latent:
+        return plain
     heads = shape.heads / tp
     query_width = heads * (shape.nope_dim + shape.rope_dim)
     down = np.where(shape.q_rank > 0, (shape.hidden + query_width) * shape.q_rank, shape.hidden * query_width)
     up = shape.kv_rank * heads * (shape.nope_dim + shape.v_dim)
     latent = down + shape.hidden * (shape.kv_rank + shape.rope_dim) + up + heads * shape.v_dim * shape.hidden
-    return np.where(shape.latent > 0, latent, plain)
+    return pick(shape.is_latent, latent, plain)
 
 
 def feed_forward_parameters(shape: Shape, width: Array) -> Array:
@@ -59,13 +67,13 @@ def layer_parameters(shape: Shape, tp: Array = ONE) -> LayerParameters:
     are whole on each, as `spec.sharding` has them."""
     query, key_value = _query_key_value(shape, tp)
     biases = shape.qkv_bias * (query + key_value) + shape.output_bias * shape.hidden
-    inner = np.where(shape.latent > 0, shape.q_rank + shape.kv_rank, 2 * shape.head_dim * shape.qk_norm)
-    attention = attention_parameters(shape, tp) + np.where(shape.latent > 0, 0.0, biases)
+    inner = pick(shape.is_latent, shape.q_rank + shape.kv_rank, 2 * shape.head_dim * shape.qk_norm)
+    attention = attention_parameters(shape, tp) + pick(shape.is_latent, 0.0, biases)
     attention = attention + 2 * norm_parameters(shape) + (1 + shape.layernorm) * inner
 
     def feed_forward(width: Array) -> Array:
         biases = shape.mlp_bias * ((1 + shape.gated) * width / tp + shape.hidden)
-        return feed_forward_parameters(shape, width / tp) + np.where(width > 0, biases, 0.0)
+        return feed_forward_parameters(shape, width / tp) + pick(np.asarray(width > 0), biases, 0.0)
 
     router = (shape.hidden + shape.router_bias) * shape.experts
     return LayerParameters(
@@ -98,7 +106,7 @@ def active_parameters(shape: Shape) -> Array:
 def attention_width(shape: Shape) -> Array:
     """Mean of the widths of queries with keys and of values, over all heads."""
     latent = shape.heads * (shape.nope_dim + shape.rope_dim + shape.v_dim) / 2
-    return np.where(shape.latent > 0, latent, shape.heads * shape.head_dim)
+    return pick(shape.is_latent, latent, shape.heads * shape.head_dim)
 
 
 def model_flops_per_token(shape: Shape, sequence: Array, causal: bool = False) -> Array:
@@ -187,7 +195,7 @@ def _projections(rates: _Rates, shape: Shape, rows: Array, tp: Array, apart: boo
     else:
         inputs = _multiply(rates, rows, shape.hidden, width + 2 * kv)
     plain = inputs + _multiply(rates, rows, width, shape.hidden)
-    if not np.any(shape.latent > 0):
+    if not shape.any_latent:
         return plain
     heads = shape.heads / tp
     rank = np.maximum(shape.q_rank, 1)
@@ -198,7 +206,7 @@ def _projections(rates: _Rates, shape: Shape, rows: Array, tp: Array, apart: boo
         + _multiply(rates, rows, shape.kv_rank, heads * (shape.nope_dim + shape.v_dim))
         + _multiply(rates, rows, heads * shape.v_dim, shape.hidden)
     )
-    return np.where(shape.latent > 0, latent, plain)
+    return pick(shape.is_latent, latent, plain)
 
 
 def _feed_forward(
@@ -222,12 +230,7 @@ def _heated(engine: Engine, linear: Array, rest: Array) -> Array:
 
 def _attention(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine) -> tuple[Array, Array]:
     """The attention core, forward and backward."""
-    width = np.where(
-        shape.latent > 0,
-        shape.heads * (shape.nope_dim + shape.rope_dim + shape.v_dim) / 2,
-        shape.heads * shape.head_dim,
-    )
-    full = 4 * jobs.tokens * jobs.sequence * width / jobs.tp
+    full = 4 * jobs.tokens * jobs.sequence * attention_width(shape) / jobs.tp
     peak = chip.peak["bf16"]
     if engine.fused_attention:
         scale = engine.attention_scale * (1 + engine.attention_narrow * np.maximum(128 / shape.head_dim - 1, 0.0))
@@ -273,7 +276,7 @@ def _kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: st
     dense_forward = linear + attention_forward + rest
     dense_backward = 2 * linear + attention_backward + 1.6 * rest + whole
     mixture_forward, mixture_backward, light_mixture = dense_forward, dense_backward, rest
-    if np.any(shape.experts > 0):
+    if shape.any_routes:
         routed = rows * shape.top_k
         local = np.maximum(shape.experts / jobs.ep, 1)
         # Each of the local experts multiplies its own part of the copies; the kernel does them in one launch.
@@ -283,16 +286,17 @@ def _kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: st
         each = _feed_forward(rates, shape, per_expert, shape.expert_ffn, wide=engine.own_collectives) - 2 * rates.floor
         slower = engine.grouped_fp8 if rates.linear != rates.plain and not engine.own_collectives else 1.0
         grouped = engine.grouped_scale * slower * local * each + 2 * rates.floor
-        shared = np.where(shape.shared_ffn > 0, _feed_forward(rates, shape, rows, shape.shared_ffn / tp), 0.0)
+        shared = _feed_forward(rates, shape, rows, shape.shared_ffn / tp)
+        shared = pick(np.asarray(shape.shared_ffn > 0), shared, 0.0)
         router = _multiply(rates, rows / split, shape.hidden, np.maximum(shape.experts, 1), wide=True)
         linear = projections + grouped + shared + router
         width = copies * shape.expert_ffn + rows * shape.shared_ffn / tp
         rest = element + engine.ffn_traffic * (1 + shape.gated) * width / rates.bandwidth
         rest = rest + engine.routing_traffic * copies * shape.hidden / rates.bandwidth
         light_mixture = rest
-        mixture_forward = np.where(shape.experts > 0, linear + attention_forward + rest, dense_forward)
+        mixture_forward = pick(shape.routes, linear + attention_forward + rest, dense_forward)
         backward = 2 * linear + attention_backward + 1.6 * rest + whole
-        mixture_backward = np.where(shape.experts > 0, backward, dense_backward)
+        mixture_backward = pick(shape.routes, backward, dense_backward)
     dense_backward, mixture_backward, table = _with_gradients(
         shape, jobs, engine, rates, dense_backward, mixture_backward
     )
@@ -326,15 +330,15 @@ def _columns(rates: _Rates, shape: Shape, rows: Array, tp: Array) -> tuple[Array
     """A weight gradient takes as long as the multiplication forward."""
     width, kv = shape.heads * shape.head_dim / tp, np.maximum(shape.kv_heads / tp, 1) * shape.head_dim
     attention = _multiply(rates, rows, shape.hidden, width + 2 * kv)
-    if np.any(shape.latent > 0):
+    if shape.any_latent:
         heads, rank = shape.heads / tp, np.where(shape.q_rank > 0, shape.q_rank, shape.hidden)
         up = _multiply(rates, rows, rank, heads * (shape.nope_dim + shape.rope_dim))
         up = up + _multiply(rates, rows, shape.kv_rank, heads * (shape.nope_dim + shape.v_dim))
-        attention = np.where(shape.latent > 0, up, attention)
+        attention = pick(shape.is_latent, up, attention)
     feed, shared = (
         _multiply(rates, rows, shape.hidden, (1 + shape.gated) * each / tp) for each in (shape.ffn, shape.shared_ffn)
     )
-    return attention, feed, np.where(shape.shared_ffn > 0, shared, 0.0)
+    return attention, feed, pick(np.asarray(shape.shared_ffn > 0), shared, 0.0)
 
 
 def _with_gradients(

@@ -191,7 +191,7 @@ class Engine:
     def in_precision(self, precision: str) -> "Engine":
         """With what travels as wide as the precision makes it; narrower formats than 16 bits travel in 16, but for
         the linears that this engine gathers under ZeRO 3."""
-        if precision == "fp8" and self.own_collectives:
+        if precision == "fp8" and self.own_collectives and self.shard_wire != 1.0:  # and not yet so
             # Inputs of matmuls are kept in fp8, or made again from what is kept anyway.
             whole, inner = self.kept_whole / 2, self.kept_ffn * 3 / 4
             return replace(self, shard_wire=1.0, fp8_activations=self.compiled, kept_whole=whole, kept_ffn=inner)

@@ -24,6 +24,17 @@ def number(value: Any) -> Array:
     return np.asarray(value, dtype=np.float64)
 
 
+def pick(condition: NDArray[np.bool_], yes: Any, no: Any) -> Array:
+    """`np.where`; what is decided for all layouts at once is not asked of each of them."""
+    chosen: Array = np.where(condition, yes, no) if condition.ndim else yes if condition else no
+    return chosen
+
+
+def of_size(value: Array, size: int) -> Array:
+    """`np.broadcast_to`, which takes its time where there is nothing to do."""
+    return value if value.shape == (size,) else np.broadcast_to(value, size)
+
+
 def single(value: Array) -> float:
     """The number in an array of one entry."""
     return float(np.ravel(value)[0])
@@ -67,6 +78,26 @@ class Shape:
     nope_dim: Array
     rope_dim: Array
     v_dim: Array
+
+    @cached_property
+    def routes(self) -> NDArray[np.bool_]:
+        """Where there are experts."""
+        return np.asarray(self.experts > 0)
+
+    @cached_property
+    def any_routes(self) -> bool:
+        """Whether any of the models has experts."""
+        return bool(np.any(self.routes))
+
+    @cached_property
+    def is_latent(self) -> NDArray[np.bool_]:
+        """Where attention is that of a latent."""
+        return np.asarray(self.latent > 0)
+
+    @cached_property
+    def any_latent(self) -> bool:
+        """Whether any of the models has it."""
+        return bool(np.any(self.is_latent))
 
     @classmethod
     def of(cls, model: ModelSpec) -> "Shape":
@@ -153,6 +184,16 @@ class Jobs:
     def world_size(self) -> Array:
         """Ranks of each layout."""
         return self.dp * self.tp * self.pp * self.cp
+
+    @cached_property
+    def copies(self) -> Array:
+        """Ranks that hold the same parameters, but those of experts."""
+        return self.dp * self.cp
+
+    @cached_property
+    def expert_copies(self) -> Array:
+        """Ranks that hold the same experts."""
+        return np.maximum(self.dp * self.cp * self.tp / np.maximum(self.ep, 1), 1)
 
     @cached_property
     def micro_batches(self) -> Array:

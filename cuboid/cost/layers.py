@@ -18,7 +18,7 @@ from cuboid.cost.communication import (
 )
 from cuboid.cost.compute import Kernels, adds_nothing
 from cuboid.cost.constants import Engine, Fabric
-from cuboid.cost.inputs import Array, Jobs, Shape, heavier, lighter, mixed, mixes, number
+from cuboid.cost.inputs import Array, Jobs, Shape, heavier, lighter, mixed, mixes, number, pick
 from cuboid.cost.pipeline import DUAL_PIPE_V, paired_fraction, splits_backward
 from cuboid.cost.reuse import each_once, recent
 from cuboid.spec.layout import CONTEXT_METHODS
@@ -60,8 +60,10 @@ def tensor_waits(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs, parts
         layer = 2 * whole, 2 * whole * (1.0 + (jobs.recompute == 2))
         return TensorWaits(layer, layer)
     down = shape.kv_rank + shape.rope_dim
-    latent = np.where(shape.q_rank > 0, summed(shape.q_rank + down), whole + summed(down))
-    entered = np.where(shape.latent > 0, latent, whole)
+    entered = whole
+    if shape.any_latent:
+        latent = np.where(shape.q_rank > 0, summed(shape.q_rank + down), whole + summed(down))
+        entered = pick(shape.is_latent, latent, whole)
     hides = engine.tensor_under_weights * ~splits_backward(jobs)
     under = (hides * parts.attention_columns, hides * parts.feed_columns, hides * parts.shared_columns)
     return _own(jobs, shape, whole, entered, under)
@@ -117,12 +119,12 @@ class Widths:
     @classmethod
     def of(cls, shape: Shape, jobs: Jobs) -> "Widths":
         """Key-value heads are repeated where fewer than the ranks that trade heads."""
-        latent = shape.latent > 0
+        latent = shape.is_latent
         heads = shape.heads / jobs.tp
-        shared = np.where(latent, heads, np.maximum(shape.kv_heads / jobs.tp, 1))
+        shared = pick(latent, heads, np.maximum(shape.kv_heads / jobs.tp, 1))
         shared = np.lcm(np.rint(shared).astype(np.int64), jobs.cp_inner.astype(np.int64))
-        query = np.where(latent, shape.nope_dim + shape.rope_dim, shape.head_dim)
-        value = np.where(latent, shape.v_dim, shape.head_dim)
+        query = pick(latent, shape.nope_dim + shape.rope_dim, shape.head_dim)
+        value = pick(latent, shape.v_dim, shape.head_dim)
         return cls(heads * query, shared * (query + value), heads * value)
 
 
@@ -230,7 +232,7 @@ class LayerTimes:
 
 def _expert(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs) -> tuple[Array, Links]:
     """Waiting for tokens on their way to experts and back, and for how long they hold links."""
-    if not np.any(shape.experts > 0):
+    if not shape.any_routes:
         return ZERO, Links(ZERO, ZERO)
     members = group(fabric, jobs.ep, ONE)
     token = engine.activation_wire * jobs.tokens / jobs.tp * shape.hidden
@@ -238,7 +240,7 @@ def _expert(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs) -> tuple[A
     apart = shape.top_k * (1 - 1 / members.nodes)
     distinct = (members.nodes - 1) * (1 - (1 - 1 / members.nodes) ** shape.top_k) if engine.expert_once else apart
     moved = all_to_all(fabric, token * shape.top_k, members, token * distinct)
-    whole = np.where(shape.experts > 0, 2 * moved, 0.0)
+    whole = pick(shape.routes, 2 * moved, ZERO)
     return whole * (1 - engine.expert_overlap), Links.of(members, whole)
 
 
@@ -342,16 +344,16 @@ def _each(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts: Kerne
         behind = one(backward, tensor[1], context_back + full * context, back_waits, back, links[1])
         return one(forward, tensor[0], context, ahead_waits, ahead, links[0]), behind
 
-    routing = np.where(shape.experts > 0, engine.host_mixture, 0.0)
+    routing = np.where(shape.routes, engine.host_mixture, 0.0)
     nowhere = (ZERO, Links(ZERO, ZERO))
     dense = both(parts.dense_forward, parts.dense_backward, parts.light_forward, tensor.dense, nowhere, ZERO)
-    if not np.any(shape.experts > 0):
+    if not shape.any_routes:
         return LayerTimes(dense, dense, np.ones(()), crosses)
     expert = _expert(engine, fabric, shape, jobs)
     return LayerTimes(
         dense,
         both(parts.mixture_forward, parts.mixture_backward, parts.light_mixture, tensor.mixture, expert, routing),
-        np.where(shape.experts > 0, shape.dense_layers / shape.layers, 1.0),
+        np.where(shape.routes, shape.dense_layers / shape.layers, 1.0),
         crosses,
     )
 

@@ -6,9 +6,9 @@ from functools import reduce
 import numpy as np
 from numpy.typing import NDArray
 
-from cuboid.cost.compute import adds_nothing, layer_parameters, table_parameters
+from cuboid.cost.compute import adds_nothing, kv_parts, layer_parameters, table_parameters
 from cuboid.cost.constants import Engine
-from cuboid.cost.inputs import Array, Jobs, Kept, Shape, heavier, lighter, mixes, recomputed, single
+from cuboid.cost.inputs import Array, Jobs, Kept, Shape, heavier, lighter, mixes, pick, recomputed, single
 from cuboid.cost.layers import gathered_bytes
 from cuboid.cost.pipeline import Partition, in_flight, is_v_shaped, partition
 from cuboid.cost.reuse import recent
@@ -30,8 +30,8 @@ class Communicators:
 
 
 def communicators(shape: Shape, jobs: Jobs) -> Communicators:
-    copies = jobs.dp * jobs.cp
-    kv_parts = np.gcd(shape.kv_heads.astype(np.int64), jobs.tp.astype(np.int64))
+    copies = jobs.copies
+    parts = kv_parts(shape, jobs.tp)
     experts, zero = shape.experts > 0, jobs.zero > 0
     expert_copies = copies * jobs.tp / jobs.ep
     expert_shard = np.maximum(np.where(zero, jobs.shard * jobs.cp * jobs.tp / jobs.ep, 1.0), 1.0)
@@ -62,7 +62,7 @@ def communicators(shape: Shape, jobs: Jobs) -> Communicators:
         np.where(hybrid, copies / shard, 1.0),
         jobs.cp_inner,
         jobs.cp / jobs.cp_inner,
-        np.where(kv_parts > 1, jobs.tp / kv_parts, 1.0),
+        np.where(parts > 1, jobs.tp / parts, 1.0),
         np.where((shape.tied > 0) & (jobs.pp > 1) & (is_v_shaped(jobs) == 0), 2.0, 1.0),
     ]
     return Communicators(
@@ -102,15 +102,15 @@ def compiled_kept(shape: Shape, jobs: Jobs, engine: Engine) -> tuple[Array, Arra
     inputs = np.where(jobs.recompute == 1, 0.0, 1.0 if engine.fp8_activations else element)
     plain = (2 * shape.heads + 2 * np.maximum(shape.kv_heads, jobs.tp)) * shape.head_dim
     latent = shape.heads * (2 * (shape.nope_dim + shape.rope_dim) + 2 * shape.v_dim)
-    seen = shape.heads * np.where(shape.latent > 0, shape.v_dim, shape.head_dim)
+    seen = shape.heads * pick(shape.is_latent, shape.v_dim, shape.head_dim)
     each = shape.hidden * (2 * element / split + 2 * inputs) + 8 / split
-    each = each + (element * np.where(shape.latent > 0, latent, plain) + 4 * shape.heads) / jobs.tp
+    each = each + (element * pick(shape.is_latent, latent, plain) + 4 * shape.heads) / jobs.tp
     normed = (
         shape.heads + np.maximum(shape.kv_heads, jobs.tp)
     ) * shape.head_dim  # before their norm, where there is one
     each = each + shape.qk_norm * element * normed / jobs.tp
     each = each + (inputs * seen / jobs.tp if engine.fp8_activations else 0.0)
-    each = each + np.where(shape.latent > 0, element * (2 * shape.q_rank + 2 * shape.kv_rank + shape.rope_dim), 0.0)
+    each = each + pick(shape.is_latent, element * (2 * shape.q_rank + 2 * shape.kv_rank + shape.rope_dim), 0.0)
     inner = (element * (1 + shape.gated) + inputs) / jobs.tp
     # Of experts selective recomputation keeps what every matmul gives, the last one too, and the input of all; else the
     # input is among those of matmuls.
@@ -120,7 +120,7 @@ def compiled_kept(shape: Shape, jobs: Jobs, engine: Engine) -> tuple[Array, Arra
     again = np.where(selective, element * shape.hidden * ((shape.shared_ffn > 0) + 1) / split, 0.0)
     dense = jobs.tokens * (each + inner * shape.ffn)
     mixture = jobs.tokens * (each + inner * shape.shared_ffn + routed + again)
-    return dense, np.where(shape.experts > 0, mixture, dense)
+    return dense, pick(shape.routes, mixture, dense)
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def fullest(
     """Whether gradients stay as the backward pass leaves them (one micro-batch, nobody to add), and the moment."""
     element = engine.activation_wire
     each = layer_parameters(shape, jobs.tp)
-    of_layer = np.where(shape.experts > 0, each.mixture + each.routed / np.maximum(jobs.ep, 1), 0.0)
+    of_layer = pick(shape.routes, each.mixture + each.routed / np.maximum(jobs.ep, 1), 0.0)
     of_layer = np.maximum(of_layer, each.dense)
     table = table_parameters(shape, jobs.tp)
     states = jobs.tokens * shape.hidden * element
@@ -185,12 +185,14 @@ def fullest(
             first * flat * table,
         ),
     )
-    rows = [np.broadcast_arrays(*moment, kept.layer * jobs.tp) for moment in moments]
-    totals = np.stack(np.broadcast_arrays(*(sum(row[:4]) for row in rows)))
-    place = totals.argmax(axis=0)
-    chosen = [np.choose(place, np.broadcast_arrays(*(row[part] for row in rows))) for part in range(4)]
-    chosen[3] = chosen[3] + LIBRARIES
-    return alone, Fullest(*chosen)
+    totals = [grads + there + logits + more for grads, there, logits, more in moments]
+    most = reduce(np.maximum, totals)
+    parts = list(moments[-1])
+    for total, moment in zip(totals[-2::-1], moments[-2::-1], strict=True):
+        first_most = total == most  # of moments that are as full the first
+        parts = [np.where(first_most, each, part) for each, part in zip(moment, parts, strict=True)]
+    grads, there, logits, more = parts
+    return alone, Fullest(grads, there, logits, more + LIBRARIES)
 
 
 @dataclass(frozen=True)
@@ -224,10 +226,8 @@ def kept_per_layer(shape: Shape, jobs: Jobs, engine: Engine) -> tuple[Array, Arr
     hidden = tokens * shape.hidden * (engine.kept_hidden / split + engine.kept_whole)
     plain = (2 * shape.heads + 2 * np.maximum(shape.kv_heads, jobs.tp)) * shape.head_dim
     latent = shape.heads * (2 * (shape.nope_dim + shape.rope_dim) + 2 * shape.v_dim)
-    query = engine.kept_query * tokens * np.where(shape.latent > 0, latent, plain) / jobs.tp
-    query = query + np.where(
-        shape.latent > 0, 2 * tokens * (2 * shape.q_rank + 2 * shape.kv_rank + shape.rope_dim), 0.0
-    )
+    query = engine.kept_query * tokens * pick(shape.is_latent, latent, plain) / jobs.tp
+    query = query + pick(shape.is_latent, 2 * tokens * (2 * shape.q_rank + 2 * shape.kv_rank + shape.rope_dim), 0.0)
     if not engine.fused_attention:
         scores = engine.kept_scores * jobs.micro_batch * shape.heads / jobs.tp * jobs.sequence**2
         query = query + np.where(jobs.recompute == 1, 0.0, scores)
@@ -237,7 +237,7 @@ def kept_per_layer(shape: Shape, jobs: Jobs, engine: Engine) -> tuple[Array, Arr
     copies = tokens * shape.top_k / jobs.tp
     routed = copies * (engine.kept_ffn * (1 + shape.gated) * shape.expert_ffn + engine.kept_routed * shape.hidden)
     mixture = hidden + query + inner * shape.shared_ffn + routed
-    return fraction * dense, fraction * np.where(shape.experts > 0, mixture, dense)
+    return fraction * dense, fraction * pick(shape.routes, mixture, dense)
 
 
 def _split(jobs: Jobs, held: RankParameters, bytes_each: float, from_stage: int) -> Array:
@@ -264,7 +264,7 @@ def _kept(shape: Shape, jobs: Jobs, engine: Engine, layers: Array, first: Array,
     some, less = jobs.recompute_layers > 0, lighter(jobs)
     again = recomputed(jobs, layers) if again is None else again
     # Layers without experts come first in a mixture.
-    dense_again = np.where(shape.experts > 0, np.minimum(dense_layers, jobs.recompute_layers), again)
+    dense_again = pick(shape.routes, np.minimum(dense_layers, jobs.recompute_layers), again)
     last = kept_per_layer(shape, less, engine)
     spared = of(less, last, layers - again, dense_layers - dense_again)
     return Kept(
@@ -344,7 +344,7 @@ def rank_memory(
     update = _split(jobs, held, engine.update_bytes, 1)
     transient = np.maximum(working, update - activations - logits)
     each = layer_parameters(shape, jobs.tp)
-    one_layer = np.where(shape.experts > 0, each.mixture, each.dense) + last * table_parameters(shape, jobs.tp)
+    one_layer = pick(shape.routes, each.mixture, each.dense) + last * table_parameters(shape, jobs.tp)
     buffers = (
         engine.fixed
         + communicator_bytes(shape, jobs, engine)

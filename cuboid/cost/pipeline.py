@@ -112,11 +112,8 @@ def waited_transfers(jobs: Jobs, engine: Engine) -> Array:
     if not engine.transfer_scheduled:
         return np.asarray(jobs.micro_batches * jobs.vpp * engine.transfer_exposed + gaps)
     steady = np.where(jobs.schedule == PLAIN, gaps / jobs.pp, 0.0)
-    fill = np.select(
-        [jobs.schedule == GPIPE, jobs.schedule == PLAIN, jobs.schedule == INTERLEAVED],
-        [gaps, gaps - 1, jobs.vpp * gaps + 1],
-        2 * gaps,
-    )
+    fill = np.where(jobs.schedule == INTERLEAVED, jobs.vpp * gaps + 1, 2 * gaps)
+    fill = np.where(jobs.schedule == GPIPE, gaps, np.where(jobs.schedule == PLAIN, gaps - 1, fill))
     return np.asarray(jobs.micro_batches * jobs.vpp * engine.transfer_exposed * steady + np.maximum(fill, 0.0))
 
 
@@ -125,17 +122,12 @@ def in_flight(jobs: Jobs, rank: Array) -> Array:
     micro_batches, ranks, chunks = jobs.micro_batches, jobs.pp, jobs.vpp
     plain = ranks - rank
     interleaved = (2 * (ranks - rank - 1) + (chunks - 1) * ranks + 1) / chunks
-    by_schedule = np.select(
-        [
-            jobs.schedule == GPIPE,
-            jobs.schedule == INTERLEAVED,
-            # Where weight gradients wait, what they need waits with them: all ranks keep as much as the first.
-            (jobs.schedule == ZERO_BUBBLE) | (jobs.schedule == ZERO_BUBBLE_V),
-            jobs.schedule == DUAL_PIPE_V,
-        ],
-        [micro_batches, np.where(ranks > 1, interleaved, 1.0), ranks, np.where(ranks > 1, ranks + 0.5, 1.0)],
-        plain,
-    )
+    # Where weight gradients wait, what they need waits with them: all ranks keep as much as the first.
+    waits = (jobs.schedule == ZERO_BUBBLE) | (jobs.schedule == ZERO_BUBBLE_V)
+    by_schedule = np.where(jobs.schedule == DUAL_PIPE_V, np.where(ranks > 1, ranks + 0.5, 1.0), plain)
+    by_schedule = np.where(waits, ranks, by_schedule)
+    by_schedule = np.where(jobs.schedule == INTERLEAVED, np.where(ranks > 1, interleaved, 1.0), by_schedule)
+    by_schedule = np.where(jobs.schedule == GPIPE, micro_batches, by_schedule)
     return np.asarray(np.minimum(by_schedule * jobs.held, micro_batches))
 
 
@@ -165,4 +157,7 @@ def bubble(jobs: Jobs, forward: Array, backward: Array, weight: Array, others: A
     micro-batch; `others` is the sum of forward and backward over all ranks but the slowest.
     """
     found = idle_by_schedule(jobs, forward, backward, weight, others)
-    return np.select([jobs.schedule == schedule for schedule in found], list(found.values()), others)
+    idle = others
+    for schedule, seconds in found.items():
+        idle = np.where(jobs.schedule == schedule, seconds, idle)
+    return idle

@@ -2,9 +2,9 @@
 depends on. Several parts of the cost model ask for the same, and a search asks for the same layer under every ZeRO and
 schedule."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass, replace
-from functools import wraps
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cache, wraps
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import numpy as np
@@ -15,7 +15,7 @@ from cuboid.cost.inputs import Array, Jobs, Shape
 Given = TypeVar("Given")
 Result = TypeVar("Result")
 Rows = NDArray[np.intp]
-FEW = 64
+FEW = 600
 """Layouts that are costed sooner than they are compared."""
 
 
@@ -29,7 +29,7 @@ def each_once(shape: Shape, jobs: Jobs, columns: Sequence[Array], cost: Callable
     """What `cost` says of layouts of one model, asked of one of all that agree in the columns (whole numbers)."""
     size = jobs.dp.size
     alone = size <= FEW or shape.hidden.ndim > 0 or jobs.sequence.ndim > 0
-    found = None if alone else _distinct([np.broadcast_to(each, size) for each in columns])
+    found = None if alone else _distinct([each for each in columns if each.ndim], size)
     if found is None:
         return cost(jobs, _all)
     first, of_each = found
@@ -44,9 +44,9 @@ def _all(arrays: Given) -> Given:
     return arrays
 
 
-def _distinct(columns: Sequence[Array]) -> tuple[Rows, Rows] | None:
+def _distinct(columns: Sequence[Array], size: int) -> tuple[Rows, Rows] | None:
     """Rows that differ, and for every row the place of the one it equals; nothing where that would not pay."""
-    key = np.zeros(len(columns[0]), dtype=np.int64)
+    key = np.zeros(size, dtype=np.int64)
     most = 1
     for column in columns:
         values = int(column.max()) + 1
@@ -68,14 +68,20 @@ def _rows(value: Given, which: Rows, size: int) -> Given:
     """Some rows of all arrays in a value that have one for each of `size` layouts."""
     taken: Any = value
     if isinstance(value, np.ndarray):
-        taken = value[which] if value.shape == (size,) else value
+        taken = value.take(which) if value.shape == (size,) else value
     elif isinstance(value, tuple):
-        taken = tuple(_rows(each, which, size) for each in value)
-    elif is_dataclass(value) and not isinstance(value, type):
-        given = {each.name: getattr(value, each.name) for each in fields(value) if each.init}
-        once = {id(each): _rows(each, which, size) for each in given.values()}  # what is the same stays the same
-        taken = replace(value, **{name: once[id(each)] for name, each in given.items()})
+        taken = tuple([_rows(each, which, size) for each in value])
+    elif names := _given(cast(Hashable, type(value))):
+        given = [getattr(value, name) for name in names]
+        once = {id(each): _rows(each, which, size) for each in given}  # what is the same stays the same
+        taken = type(value)(**{name: once[id(each)] for name, each in zip(names, given, strict=True)})
     return cast(Given, taken)
+
+
+@cache
+def _given(kind: Hashable) -> tuple[str, ...]:
+    """What a dataclass is made of."""
+    return tuple(each.name for each in fields(kind) if each.init) if is_dataclass(kind) else ()
 
 
 Asked = ParamSpec("Asked")

@@ -8,10 +8,10 @@ from numpy.typing import NDArray
 from cuboid.cost.communication import ONE, all_gather, all_reduce, group, reduce_scatter
 from cuboid.cost.compute import layer_parameters, norm_parameters, position_parameters, table_parameters
 from cuboid.cost.constants import Chip, Engine, Fabric
-from cuboid.cost.inputs import Array, Jobs, Shape
+from cuboid.cost.inputs import Array, Jobs, Shape, pick
 from cuboid.cost.layers import LayerTimes
 from cuboid.cost.pipeline import is_v_shaped, partition
-from cuboid.cost.reuse import Taking, each_once
+from cuboid.cost.reuse import Taking, each_once, recent
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,11 @@ class RankParameters:
 
 def dense_layers_of(shape: Shape, jobs: Jobs, layers: Array, first: Array) -> Array:
     """Layers without experts on a rank: of a mixture the leading ones, which sit on the first rank."""
+    if not shape.any_routes:
+        return layers
     leading = np.where(first > 0, np.minimum(shape.dense_layers, layers), 0.0)
     spread = layers * shape.dense_layers / shape.layers
-    return np.where(shape.experts > 0, np.where(jobs.pp == 1, spread, leading), layers)
+    return pick(shape.routes, np.where(jobs.pp == 1, spread, leading), layers)
 
 
 def rank_parameters(shape: Shape, jobs: Jobs, layers: Array, first: Array, last: Array) -> RankParameters:
@@ -41,7 +43,7 @@ def rank_parameters(shape: Shape, jobs: Jobs, layers: Array, first: Array, last:
     each = layer_parameters(shape, jobs.tp)
     dense = dense_layers_of(shape, jobs, layers, first)
     mixture = layers - dense
-    tables = np.where(shape.tied > 0, np.maximum(first, last), first + last) * table_parameters(shape, jobs.tp)
+    tables = pick(np.asarray(shape.tied > 0), np.maximum(first, last), first + last) * table_parameters(shape, jobs.tp)
     outside = tables + first * position_parameters(shape) + last * norm_parameters(shape)
     plain = dense * each.dense + mixture * each.mixture + outside
     return RankParameters(plain, mixture * each.routed / np.maximum(jobs.ep, 1))
@@ -97,9 +99,9 @@ def _decides_sums(jobs: Jobs) -> tuple[Array, ...]:
 def _summed(jobs: Jobs, fabric: Fabric, engine: Engine, held: RankParameters) -> tuple[Array, Array, Array]:
     """Seconds to scatter gradients, to sum those of the replicas of a shard, and to gather parameters."""
     shard = jobs.shard if engine.own_collectives else jobs.dp
-    copies = np.maximum(jobs.dp * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1), 1)
+    copies = jobs.expert_copies
     shards = np.maximum(shard * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1), 1)
-    plain = _Sums(fabric, engine, held.plain, jobs.dp * jobs.cp, shard * jobs.cp, jobs.tp)
+    plain = _Sums(fabric, engine, held.plain, jobs.copies, shard * jobs.cp, jobs.tp)
     routed = _Sums(fabric, engine, held.routed, copies, shards, np.maximum(jobs.ep, 1))
     # Halves, and not one sum, because few engines join the reductions of experts.
     whole = plain.whole() + 2 * routed.scattered(copies)
@@ -109,10 +111,11 @@ def _summed(jobs: Jobs, fabric: Fabric, engine: Engine, held: RankParameters) ->
     return scatter, replicas, gather
 
 
+@recent
 def free_time(jobs: Jobs, fabric: Fabric, times: LayerTimes, way: int) -> Array:
     """Seconds of a layer's pass in which what it sends itself leaves the links between replicas free."""
-    replicas = group(fabric, jobs.dp * jobs.cp, jobs.tp)
-    experts = group(fabric, np.maximum(jobs.dp * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1), 1), np.maximum(jobs.ep, 1))
+    replicas = group(fabric, jobs.copies, jobs.tp)
+    experts = group(fabric, jobs.expert_copies, np.maximum(jobs.ep, 1))
     inside = ((replicas.nodes == 1) | (experts.nodes == 1)) * times.mean("inside", way)
     outside = ((replicas.nodes > 1) | (experts.nodes > 1)) * times.mean("outside", way)
     return np.asarray(times.mean("total", way) - np.maximum(inside, outside))
@@ -198,9 +201,9 @@ def _sharded(
     each = layer_parameters(shape, jobs.tp)
     dense = dense_fraction * each.dense + (1 - dense_fraction) * each.mixture
     experts = (1 - dense_fraction) * each.routed / np.maximum(jobs.ep, 1)
-    copies = np.maximum(jobs.dp * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1), 1)
+    copies = jobs.expert_copies
     shards = np.maximum(jobs.shard * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1), 1)
-    plain = _Sums(fabric, engine, dense, jobs.dp * jobs.cp, jobs.shard * jobs.cp, jobs.tp)
+    plain = _Sums(fabric, engine, dense, jobs.copies, jobs.shard * jobs.cp, jobs.tp)
     # Experts have holders of their own: every ep-th rank, and so fewer ports of a node.
     routed = _Sums(fabric, engine, experts, copies, shards, np.maximum(jobs.ep, 1))
     gather = plain.gathered(engine.shard_wire) + routed.gathered()
@@ -209,7 +212,7 @@ def _sharded(
     members = group(fabric, jobs.shard * jobs.cp, jobs.tp)
     slowed = np.maximum(members.nodes / 2, 1.0) ** engine.shard_decay
     held = _tables(shape, jobs) * table_parameters(shape, jobs.tp)
-    tables = _Sums(fabric, engine, held, jobs.dp * jobs.cp, jobs.shard * jobs.cp, jobs.tp)
+    tables = _Sums(fabric, engine, held, jobs.copies, jobs.shard * jobs.cp, jobs.tp)
     return (
         _ShardSeconds(gather * slowed, scatter * slowed, replicated * slowed),
         _ShardSeconds(tables.gathered(), tables.scattered(), tables.replicated()),

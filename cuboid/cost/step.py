@@ -106,7 +106,7 @@ def replica_time(
     free = [stage.first * free_time(jobs, fabric, times, way) for way in (0, 1)]
     head = parts.head_forward, parts.head_backward
     data = reduction(shape, jobs, fabric, engine, held, *free)
-    if np.any((shape.dense_layers > 0) & (shape.experts > 0) & (jobs.pp > 1)):
+    if shape.any_routes and np.any((shape.dense_layers > 0) & shape.routes & (jobs.pp > 1)):
         # The first rank holds the leading layers without experts: others may have more to sum.
         between = rank_parameters(shape, jobs, stage.middle, 0 * ONE, 0 * ONE)
         data = np.where(jobs.pp > 2, np.maximum(data, reduction(shape, jobs, fabric, engine, between, *free)), data)

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
 from math import gcd
 from typing import Any
@@ -17,9 +17,19 @@ from cuboid.planning.export.engines import FIXED, refuse_model
 from cuboid.planning.own_models import own_plan, own_plans, own_stage_seconds
 from cuboid.planning.plan import GIB, Plan, make_plan, reasons, with_notes
 from cuboid.planning.question import MEMORY_FRACTION, Question, every_size, resized, rounder_sizes, sizes
-from cuboid.planning.refine import Refined, StageSeconds, actions, fitted, may_mix, refine, stage_seconds
+from cuboid.planning.refine import (
+    Refined,
+    StageSeconds,
+    actions,
+    fitted,
+    fullest,
+    may_mix,
+    memory_table,
+    refine,
+    stage_seconds,
+)
 from cuboid.planning.score import Scores, least_seconds, score
-from cuboid.planning.search import Shapes, emptiest, sayable_layouts, search, shapes_within
+from cuboid.planning.search import Shapes, any_fits, emptiest, sayable_layouts, search, shapes_within
 from cuboid.planning.space import DEGREES, Space, degrees, divisors, shapes, with_context
 from cuboid.planning.traffic import bound, moved
 from cuboid.spec.fitting import check, check_model
@@ -44,6 +54,22 @@ def plans(question: Question, *, top: int = 5, objective: str = "time") -> list[
     pipeline, the best without its tensor parallelism, and those that come next."""
     if isinstance(question.model, PythonModelSpec):
         return own_plans(question, top, objective)
+    return _completed(question, _ranked(question, top, objective), top, objective)
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """Plans, best first, and the layouts in closed form that they were simulated from."""
+
+    scores: Scores
+    plans: list[Plan]
+
+
+def _order(plan: Plan, objective: str) -> tuple[float, float]:
+    return (plan.peak, plan.seconds) if objective == "memory" else (plan.seconds, plan.peak)
+
+
+def _ranked(question: Question, top: int, objective: str) -> Ranked:
     world_size = question.cluster.accelerators
     keep = max(SCORED, 4 * top)
     scores = search(question, world_size, keep=keep, distinct=True)
@@ -55,13 +81,18 @@ def plans(question: Question, *, top: int = 5, objective: str = "time") -> list[
     found = [planned(question, entry) for entry in finalists(question, scores, top, objective)]
     if not found:
         raise explain_nothing(question)
+    return Ranked(scores, sorted(found, key=lambda plan: _order(plan, objective)))
+
+
+def _completed(question: Question, ranked: Ranked, top: int, objective: str) -> list[Plan]:
+    """With those that do without a dimension, reasons, warnings and advice."""
 
     def order(plan: Plan) -> tuple[float, float]:
-        return (plan.peak, plan.seconds) if objective == "memory" else (plan.seconds, plan.peak)
+        return _order(plan, objective)
 
-    first, *others = sorted(found, key=order)
+    first, *others = ranked.plans
     if objective == "time":
-        without = [plan for plan in _without(question, scores, first) if order(plan) >= order(first)]
+        without = [plan for plan in _without(question, ranked.scores, first) if order(plan) >= order(first)]
         without = sorted(without, key=order)[: top // 2]
         others = [plan for plan in others if all(plan.layout != other.layout for other in without)]
         others = sorted([*without, *others[: max(top - 1, 2) - len(without)]], key=order)
@@ -132,9 +163,9 @@ def _soonest(among: list[tuple[Question, Shapes]], slowest: float) -> Iterator[t
     sooner: list[tuple[float, int]] = []
     # The likely best first, so that the others are soon known to be worse.
     for place in sorted(range(len(among)), key=lambda place: among[place][1].likely):
-        limit = sooner[1][0] * (1 + 1e-8) if len(sooner) > 1 else slowest
-        part, known = among[place]
-        scores = search(part, part.cluster.accelerators, keep=1, slowest=limit, among=known)
+        wanted = sooner[1][0] * (1 + 1e-8) if len(sooner) > 1 else float("inf")
+        limit, (part, known) = min(wanted, slowest), among[place]
+        scores = search(part, part.cluster.accelerators, keep=1, slowest=limit, wanted=wanted, among=known)
         sooner = sorted([*sooner, *((seconds, place) for seconds in scores.seconds.tolist())])[:2]
     for seconds, place in sooner:
         yield *among[place], min(slowest, SIMULATED**2 * seconds)
@@ -149,12 +180,14 @@ def finalists(question: Question, scores: Scores, top: int, objective: str = "ti
         cost = actions(layout, question.global_batch)
         if len(found) >= top and (len(found) >= max(FINALISTS, top + 3) or spent + cost > BUDGET):
             break
-        entry = refine(question, scores, index)
-        if may_mix(question, objective):
-            entry = fitted(question, entry)
         spent += cost
-        if entry.peak <= question.limit:
-            found.append(entry)
+        chosen, memory = layout, memory_table(question, layout)
+        if may_mix(question, objective):
+            chosen, memory = fitted(question, layout, memory)
+        if fullest(memory) > question.limit:  # known sooner than its time
+            continue
+        known = (scores, index) if chosen == layout else (score(question, Space.of([chosen], question)), 0)
+        found.append(refine(question, *known, memory))
     return found
 
 
@@ -229,7 +262,8 @@ def cheapest(question: Question, *, top: int = 5) -> list[Plan]:
     best = None
     for accelerators in sizes(question.cluster):
         smaller = resized(question, accelerators)
-        scores = search(smaller, accelerators, keep=1)
+        wanted = best[0] / accelerators * (1 + 1e-8) if best else float("inf")
+        scores = search(smaller, accelerators, keep=1, wanted=wanted)
         if len(scores.space):
             cost = float(scores.seconds[0]) * accelerators
             if best is None or cost < best[0]:
@@ -255,17 +289,19 @@ def fewest(question: Question, *, tokens: float, days: float, top: int = 5) -> l
             continue
         smaller = resized(question, accelerators)
         if len(search(smaller, accelerators, keep=1, slowest=SIMULATED * seconds).space):
-            found = plans(smaller, top=top)
-            if found[0].seconds <= seconds:
-                return found
-    quickest: list[tuple[float, Question]] = []
-    for accelerators in sizes(question.cluster):
+            ranked = _ranked(smaller, top, "time")
+            if ranked.plans[0].seconds <= seconds:
+                return _completed(smaller, ranked, top, "time")
+    quickest: tuple[float, Question] | None = None
+    for accelerators in reversed(sizes(question.cluster)):  # of those that are as quick the smallest
         smaller = resized(question, accelerators)
-        scores = search(smaller, accelerators, keep=1)
-        quickest += [(float(each), smaller) for each in scores.seconds]
-    if not quickest:
+        wanted = quickest[0] * (1 + 1e-8) if quickest else float("inf")
+        for each in search(smaller, accelerators, keep=1, wanted=wanted).seconds.tolist():
+            if quickest is None or each <= quickest[0]:
+                quickest = (each, smaller)
+    if quickest is None:
         raise explain_nothing(question)
-    best = plans(min(quickest, key=lambda each: each[0])[1], top=1)[0]
+    best = _ranked(quickest[1], 1, "time").plans[0]
     raise UserError(
         f"days={days:g} is too short for tokens={tokens:.4g} on {question.cluster.name}; "
         f"use days={1.001 * steps * best.seconds / 86400:.4g} or more accelerators"
@@ -399,7 +435,7 @@ def _enough(question: Question, world_size: int) -> int | None:
 
 
 def _holds(question: Question) -> bool:
-    return len(search(question, question.cluster.accelerators, keep=1).space) > 0
+    return any_fits(question, question.cluster.accelerators)
 
 
 def _decided(question: Question) -> dict[str, Any]:

@@ -92,7 +92,21 @@ class RankStep:
             layer: self.layout.recompute_at(place) for stage in self.stages for place, layer in enumerate(layers[stage])
         }
         """What each of them computes again."""
-        self.units = [self._held(unit) for unit in units(self.model, self.layers, self.first, self.last)]
+        self.units = list(self._units())
+
+    def _units(self) -> Iterator[HeldUnit]:
+        """Of layers that are alike one is looked at, and stands for all."""
+        own = isinstance(self.model, PythonModelSpec)  # whose layers may all differ
+        kinds = [layer if own else self.model.has_experts(layer) for layer in self.layers]
+        firsts = dict(zip(reversed(kinds), reversed(self.layers), strict=True))
+        held = [self._held(unit) for unit in units(self.model, sorted(firsts.values()), self.first, self.last)]
+        ends = [unit for unit in held if not unit.name.startswith("layers.")]
+        before = [unit for unit in ends if unit.name.startswith("embedding")]
+        yield from before
+        for kind in kinds:
+            prefix = f"layers.{firsts[kind]}"
+            yield from (unit for unit in held if unit.name == prefix or unit.name.startswith(f"{prefix}."))
+        yield from ends[len(before) :]
 
     def _held(self, unit: DeclaredUnit) -> HeldUnit:
         layout = self.layout

@@ -103,6 +103,10 @@ class Plan(Refined):
     @property
     def run(self) -> Run:
         """What `cuboid train` does with the plan."""
+        return self.run_with(_table(self))
+
+    def run_with(self, table: dict[str, object]) -> Run:
+        """The same with less in its `[plan]`, which takes longest to make."""
         question = self.question
         trained = "bf16" if question.lacks_fp8(self.layout) else question.precision
         training = TrainingSpec(
@@ -114,7 +118,7 @@ class Plan(Refined):
             training = replace(training, steps=ceil(self.train_tokens / (question.global_batch * question.sequence)))
         own = question.model if isinstance(question.model, PythonModelSpec) else None
         data = DataSpec(source=OWN_DATA if own is not None and own.built.data is not None else TO_CHOOSE)
-        output, table = OutputSpec(folder=f"runs/{question.model.name}"), _table(self)
+        output = OutputSpec(folder=f"runs/{question.model.name}")
         return Run(model=question.model, layout=self.layout, training=training, data=data, output=output, plan=table)
 
 

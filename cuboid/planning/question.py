@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from cuboid.cost.constants import Engine, engine_for, profiled
@@ -113,12 +113,7 @@ class Question:
 
     def untrainable(self, layout: Layout) -> str:
         """Why Cuboid's engine cannot train a layout of this model yet, or nothing."""
-        try:
-            sizes = TrainingSpec(global_batch=layout.dp * layout.micro_batch, sequence=2 * layout.cp * layout.tp)
-            check_supported(Run(model=self.model, layout=layout, training=sizes))
-        except UserError as reason:
-            return str(reason)
-        return ""
+        return untrainable(self.model, layout)
 
     def lacks_fp8(self, layout: Layout) -> str:
         """Why the linears of a layout cannot be multiplied in fp8, or nothing."""
@@ -132,10 +127,21 @@ class Question:
     @cached_property
     def explores(self) -> frozenset[str]:
         """Which of cp and ep to search: what the engine trains, or all where that is not the question."""
-        names = {"cp", "ep"} if self.model.mixture else {"cp"}
-        if self.beyond_engine or self.engine != "cuboid" or self.untrainable(Layout()):
-            return frozenset(names)
-        return frozenset(name for name in names if not self.untrainable(Layout.parse(f"dp=2,{name}=2")))
+        names = frozenset({"cp", "ep"} if self.model.mixture else {"cp"})
+        if self.beyond_engine or self.engine != "cuboid" or untrainable(self.model, Layout()):
+            return names
+        return frozenset(name for name in names if not untrainable(self.model, Layout.parse(f"dp=2,{name}=2")))
+
+
+@lru_cache(maxsize=256)
+def untrainable(model: ModelSpec, layout: Layout) -> str:
+    """Why Cuboid's engine cannot train a layout of a model yet, or nothing."""
+    try:
+        sizes = TrainingSpec(global_batch=layout.dp * layout.micro_batch, sequence=2 * layout.cp * layout.tp)
+        check_supported(Run(model=model, layout=layout, training=sizes))
+    except UserError as reason:
+        return str(reason)
+    return ""
 
 
 def precision_on(cluster: ClusterSpec, asked: str | None) -> str:

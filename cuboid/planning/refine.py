@@ -12,9 +12,9 @@ from cuboid.cost.pipeline import in_flight, with_shared_cores
 from cuboid.cost.sharding import host_bytes
 from cuboid.cost.step import PARTS
 from cuboid.planning.question import Question
-from cuboid.planning.score import BUSY, Scores, memory_of, score, score_all
+from cuboid.planning.score import BUSY, Scores, memory_of, score_all
 from cuboid.planning.space import Column, Space
-from cuboid.planning.stages import Held, held, stage_costs
+from cuboid.planning.stages import held, stage_costs
 from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import StageCosts, peak_activations
 from cuboid.schedule.simulate import makespans as simulated
@@ -113,8 +113,8 @@ def actions(layout: Layout, global_batch: int) -> int:
     return 3 * layout.stages * (low + high if high > low else high)
 
 
-def refine(question: Question, scores: Scores, index: int) -> Refined:
-    """One of the scored layouts in full."""
+def refine(question: Question, scores: Scores, index: int, memory: Table | None = None) -> Refined:
+    """One of the scored layouts in full. `memory`: that of its ranks, where it is known."""
     layout = scores.space.layout(index)
     micro_batches = question.global_batch // (layout.dp * layout.micro_batch)
     parts = {name: float(scores.parts[name][index]) for name in PARTS}
@@ -136,22 +136,24 @@ def refine(question: Question, scores: Scores, index: int) -> Refined:
         parts["transfer"] = max(delayed - alone, 0.0)
         parts["straggler"] = fraction * sum(parts[name] for name in (*BUSY, "bubble"))
         bubble = float(1 - work.mean() / max(delayed, float(work.max())))
-    memory = memory_table(question, layout, part, micro_batches)
+    memory = memory or memory_table(question, layout)
     jobs = Space.of([layout], question).jobs
     away = single(host_bytes(Shape.of(question.model), jobs, question.profile))
     return Refined(layout=layout, parts=parts, memory=memory, layers=part.counts, bubble=bubble, host_memory=away)
 
 
-def memory_table(question: Question, layout: Layout, part: Held, micro_batches: int) -> Table:
+def memory_table(question: Question, layout: Layout) -> Table:
     """Bytes of every pipeline rank; activations as the schedule's own table holds them."""
     shape, engine = Shape.of(question.model), question.profile
+    part = held(question.model, layout.schedule, layout.pp, layout.vpp, question.sequence)
+    micro_batches = question.global_batch // (layout.dp * layout.micro_batch)
     jobs = Space.of([layout], question).jobs
     first, last = part.ends()
     ranks = np.arange(layout.pp, dtype=np.float64)
     again = part.recomputed(layout.recompute_layers)
     memory = rank_memory(shape, jobs, engine, part.layers, ranks, first, last, again)
     # Layers that are recomputed more count as the part of one that they keep.
-    fraction = kept_fraction(shape, jobs, engine)
+    fraction = kept_fraction(shape, jobs, engine) if layout.recompute_layers else 1.0
     weights = [count - (1 - fraction) * min(layout.recompute_layers, count) for count in part.counts]
     each = memory.activations / (in_flight(jobs, ranks) * part.by_rank(weights))
     kept = [each[rank] * weight for rank, weight in zip(part.rank, weights, strict=True)]
@@ -159,12 +161,15 @@ def memory_table(question: Question, layout: Layout, part: Held, micro_batches: 
     _, counted = short_counts(layout.pp, micro_batches, layout.schedule == "gpipe")
     schedule = make_schedule(layout.schedule, layout.pp, counted, layout.vpp)
     memory = replace(memory, activations=np.array(peak_activations(schedule, kept)))
-    return tuple(_row(memory, rank, engine.reserve, layout.pp) for rank in range(layout.pp))
+    return tuple(_rows(memory, engine.reserve, layout.pp))
 
 
-def _row(memory: Memory, rank: int, reserve: float, ranks: int) -> dict[str, float]:
-    row = {item.name: float(np.broadcast_to(getattr(memory, item.name), ranks)[rank]) for item in fields(memory)}
-    return {**row, "reserve": (reserve - 1) * sum(row.values())}
+def _rows(memory: Memory, reserve: float, ranks: int) -> Iterator[dict[str, float]]:
+    """One for each pipeline rank."""
+    names = [item.name for item in fields(memory)]
+    columns = [np.broadcast_to(getattr(memory, name), ranks).tolist() for name in names]
+    for values in zip(*columns, strict=True):
+        yield {**dict(zip(names, values, strict=True)), "reserve": (reserve - 1) * sum(values)}
 
 
 # Recomputing to the memory there is: where a kind fits and one kind less does not, as few layers of each stage as it
@@ -180,7 +185,7 @@ of it at most, with what it collectives."""
 FULLER = 1.6
 """No schedule keeps so many times the micro-batches that 1F1B does, but GPipe, which is never tried."""
 AT_ONCE = 512
-"""Layouts whose number of layers is sought together."""
+"""Layouts whose number of layers is sought together, at first."""
 PLACES = 8
 """Mixes are sought for the first so many places of an answer: those further down are not worth their time."""
 
@@ -226,8 +231,10 @@ def mixable(question: Question, found: Scores, reached: float) -> Iterator[tuple
     seconds = np.where(less.fits, np.inf, seconds)
     order = np.argsort(seconds, kind="stable")
     order = order[seconds[order] <= reached]
-    for start in range(0, len(order), AT_ONCE):
-        yield float(seconds[order[start]]), more.space.take(order[start : start + AT_ONCE])
+    start, count = 0, AT_ONCE
+    while start < len(order):
+        yield float(seconds[order[start]]), more.space.take(order[start : start + count])
+        start, count = start + count, 8 * count  # few of many win anything: they are soon looked at together
 
 
 def _fraction(question: Question, more: Scores, less: Scores) -> Array:
@@ -266,21 +273,25 @@ def _longest(question: Question, space: Space) -> Column:
     return np.array([sizes[count] for count in stages.tolist()], dtype=np.int64)
 
 
-def fitted(question: Question, refined: Refined) -> Refined:
-    """With as few layers recomputed as its own ranks, simulated, allow: more than the closed form said, or less."""
-    layout = refined.layout
+def fitted(question: Question, given: Layout, memory: Table) -> tuple[Layout, Table]:
+    """With as few layers recomputed as its own ranks, simulated, allow: more than the closed form said, or less; and
+    the memory of these. `memory`: that of the given layout."""
+    layout = given
     if not layout.recompute_layers:
         more = RECOMPUTE.index(layout.recompute) + 1
-        if refined.peak <= question.limit or not least_kind(question) <= more < len(RECOMPUTE):
-            return refined
+        if fullest(memory) <= question.limit or not least_kind(question) <= more < len(RECOMPUTE):
+            return given, memory
         layout = replace(layout, recompute=RECOMPUTE[more])
     part = held(question.model, layout.schedule, layout.pp, layout.vpp, question.sequence)
-    micro_batches = question.global_batch // (layout.dp * layout.micro_batch)
     low, high = 0, max(part.counts)
     while high - low > 1:
         middle = (low + high) // 2
-        table = memory_table(question, replace(layout, recompute_layers=middle), part, micro_batches)
-        fits = max(sum(row.values()) for row in table) <= question.limit
+        fits = fullest(memory_table(question, replace(layout, recompute_layers=middle))) <= question.limit
         low, high = (low, middle) if fits else (middle, high)
     layout = replace(layout, recompute_layers=high if high < max(part.counts) else 0)
-    return refined if layout == refined.layout else refine(question, score(question, Space.of([layout], question)), 0)
+    return layout, memory if layout == given else memory_table(question, layout)
+
+
+def fullest(memory: Table) -> float:
+    """Bytes on the fullest rank."""
+    return max(sum(row.values()) for row in memory)

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cached_property, reduce
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cuboid.cost.constants import Engine
 from cuboid.cost.estimate import Estimates, estimate_many
-from cuboid.cost.inputs import Array, Jobs, Shape, mixes, number
+from cuboid.cost.inputs import Array, Jobs, Shape, mixes, number, of_size
 from cuboid.cost.layers import LayerTimes, Pass, decides_layers
 from cuboid.cost.memory import first_memory, peak_memory
 from cuboid.cost.pipeline import (
@@ -46,15 +46,16 @@ class Scores:
     even: Array
     """Seconds that no schedule and no partition takes away."""
 
-    @property
+    @cached_property
     def seconds(self) -> Array:
         """Seconds of a step."""
         return sum(self.parts.values(), np.zeros(len(self.space)))
 
     def take(self, which: NDArray[np.intp]) -> "Scores":
         """Some of them."""
-        parts = {name: part[which] for name, part in self.parts.items()}
-        return Scores(self.space.take(which), parts, self.memory[which], self.fits[which], self.even[which])
+        parts = {name: part.take(which) for name, part in self.parts.items()}
+        known = (self.memory.take(which), self.fits.take(which), self.even.take(which))
+        return Scores(self.space.take(which), parts, *known)
 
     def within(self, slowest: float) -> "Scores":
         """Those that take no longer."""
@@ -92,7 +93,7 @@ def score(question: Question, space: Space, memory: Array | None = None) -> Scor
     estimates: Estimates = estimate_many(
         question.model, question.machine, space.jobs, question.profile, question.cost_precision, memory
     )
-    parts = {name: np.broadcast_to(getattr(estimates.time, name), size) for name in PARTS}
+    parts = {name: of_size(getattr(estimates.time, name), size) for name in PARTS}
     seconds = LayerSeconds.of(question, space.jobs)
     micro_batches = space.jobs.micro_batches
     assumed = micro_batches * assumed_slowest(question, space, seconds)
@@ -108,7 +109,7 @@ def score(question: Question, space: Space, memory: Array | None = None) -> Scor
     others = parts["data"] + parts["optimizer"] + parts["transfer"] * least_transfer(question, space)
     straggling = parts["straggler"] / np.maximum(assumed + parts["bubble"], 1e-300)
     fits = estimates.fits & (estimates.memory <= question.limit)
-    known = np.broadcast_to(estimates.memory, size)
+    known = of_size(estimates.memory, size)
     return Scores(space, parts, known, np.broadcast_to(fits, size), even * (1 + straggling) + fixed + others)
 
 
@@ -123,7 +124,7 @@ def score_all(question: Question, space: Space, memory: Array | None = None) -> 
 def memory_of(question: Question, space: Space, cost: Memory = peak_memory) -> Array:
     """Bytes of the fullest rank of each, or of another."""
     shape = Shape.of(question.model)
-    each = (np.broadcast_to(cost(shape, part.jobs, question.profile), len(part)) for part in chunks(space))
+    each = (of_size(cost(shape, part.jobs, question.profile), len(part)) for part in chunks(space))
     return np.concatenate(list(each)) if len(space) else np.zeros(0)
 
 
@@ -133,7 +134,8 @@ def chunks(space: Space) -> Iterator[Space]:
         yield space  # with what is known of it
         return
     for start in range(0, len(space), CHUNK):
-        yield space.take(np.arange(start, min(start + CHUNK, len(space))))
+        columns = {name: column[start : start + CHUNK] for name, column in space.columns.items()}
+        yield Space(columns, space.global_batch, space.sequence)
 
 
 def concatenated(scores: list[Scores]) -> Scores:
@@ -259,10 +261,10 @@ def least_scheduled(question: Question, space: Space) -> Array:
     forward, backward = passes.forward / jobs.pp, passes.backward / jobs.pp
     busy = jobs.micro_batches * (forward + backward)
     if question.machine.chip.together < 1:  # as in `_least`
-        return np.broadcast_to(busy, len(space))
+        return of_size(busy, len(space))
     others = np.maximum(jobs.pp - 1, 0) * (forward + backward)
     idle = bubble(jobs, forward, backward, np.minimum(passes.weight / jobs.pp, backward / 2), others)
-    return np.broadcast_to(busy + idle, len(space))
+    return of_size(busy + idle, len(space))
 
 
 def least_with_sums(question: Question, space: Space) -> Array:
@@ -284,12 +286,12 @@ def _least(question: Question, space: Space, passes: Passes) -> Array:
     pairs = idle.pop(DUAL_PIPE_V)
     busy = jobs.micro_batches * (forward + backward)
     if question.machine.chip.together < 1:  # ranks that share cores wait less than their own seconds say
-        return np.broadcast_to(busy, len(space))
+        return of_size(busy, len(space))
     least = busy + reduce(np.minimum, idle.values())
     dual = replace(jobs, schedule=number(DUAL_PIPE_V))
     relief = np.where(jobs.pp > 1, paired_fraction(dual) * passes.paired, 0.0)
     least = np.minimum(least, busy + pairs - (jobs.micro_batches + jobs.pp) * relief / jobs.pp)
-    return np.broadcast_to(least, len(space))
+    return of_size(least, len(space))
 
 
 def _paired(question: Question, times: LayerTimes) -> Array:
@@ -320,4 +322,4 @@ def least_memory(question: Question, space: Space, split: bool = True) -> Array:
     kinds = (engine.weight_bytes, 3), (engine.gradient_bytes, 2), (0.0 if offloads else engine.optimizer_bytes, 1)
     states = sum(each * (owned if split else np.where(jobs.zero >= stage, owned, held.total)) for each, stage in kinds)
     boundary = engine.kept_boundary * jobs.tokens * shape.hidden / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
-    return np.broadcast_to(states + layers * boundary * in_flight(jobs, np.zeros(())), len(space))
+    return of_size(states + layers * boundary * in_flight(jobs, np.zeros(())), len(space))

@@ -43,12 +43,16 @@ from cuboid.planning.space import (
     schedules,
     shapes,
     with_context,
+    with_recompute,
     with_states,
+    with_zero,
 )
 from cuboid.spec.layout import Layout
 
 EMPTY = 1_000
 """Shapes whose memory is looked at together."""
+LIKELY = 64
+"""Layouts of which one is likely to hold nearly as little as any."""
 GUESSED = 10_000
 """Shapes that are brought into the order of what they are likely to take."""
 Possible = Callable[[Question, Space], NDArray[np.bool_]]
@@ -74,14 +78,15 @@ class Shapes:
     """Seconds that the first of them is likely to take."""
 
 
-def shapes_within(question: Question, world_size: int, slowest: float = float("inf")) -> Shapes:
-    """The shapes of which a step may take no longer than `slowest`."""
+def shapes_within(question: Question, world_size: int, slowest: float = float("inf"), guess: bool = True) -> Shapes:
+    """The shapes of which a step may take no longer than `slowest`. `guess`: the likely best first."""
     every = shapes(question, world_size)
     bound = np.concatenate([least_seconds(question, part, False) for part in chunks(every)])
-    order = np.argsort(bound, kind="stable")
-    order = order[bound[order] <= slowest]
-    order = order[least_memory(question, every.take(order)) <= question.limit]
-    if not len(order):
+    soon = np.flatnonzero(bound <= slowest)
+    some = every if len(soon) == len(every) else every.take(soon)
+    soon = soon[np.concatenate([least_memory(question, part) <= question.limit for part in chunks(some)])]
+    order = soon[np.argsort(bound[soon], kind="stable")]
+    if not len(order) or not guess:
         return Shapes(every, bound, order, float("inf"))
     # The sooner a good layout is known, the fewer are looked at.
     likely = likely_seconds(question, every.take(order[:GUESSED]))
@@ -97,33 +102,52 @@ def search(
     objective: str = "time",
     distinct: bool = False,
     slowest: float = float("inf"),
+    wanted: float = float("inf"),
     mixes: bool = True,
     among: Shapes | None = None,
 ) -> Scores:
     """The `keep` best layouts that fit, best first; none when none fits.
 
     `distinct`: of layouts with the same ranks, micro-batch and schedule only the best counts. `slowest`: seconds that a
-    step may take. `mixes`: also layouts that recompute some layers more than others. `among`: the shapes within that
-    time or a longer one, where they are known."""
+    step may take. `wanted`: seconds beyond which nobody asks what is best. `mixes`: also layouts that recompute some
+    layers more than others. `among`: the shapes within that time or a longer one, where they are known."""
     mixes = mixes and may_mix(question, objective)
-    among = among or shapes_within(question, world_size, slowest)
+    limit, guess = min(slowest, wanted), not np.isfinite(wanted)
+    among = among or shapes_within(question, world_size, limit, guess)
     every, bound = among.every, among.bound
-    order = among.order[bound[among.order] <= slowest]
+    order = among.order[bound[among.order] <= limit]
     sizes = _sizes(question, every)
     best = score(question, every.take(order[:0]))
-    batch, limit = 0, slowest
+    batch = 0
     while len(order):
-        few = batch <= int(keep > 1 and slowest == float("inf")) or not np.isfinite(limit)
+        few = (guess and batch <= int(keep > 1 and slowest == float("inf"))) or not np.isfinite(limit)
         room = min((FIRST if keep > 1 else FEWER) * 8**batch, AT_ONCE) if few else BOUNDED
         stop = max(int(np.searchsorted(np.cumsum(sizes[order]), room)), 1)
         for some in _with_contexts(question, every.take(order[:stop]), limit):
             found = _search_some(question, some, keep, objective, distinct, slowest, limit, mixes)
             best = concatenated([best, found]).best(keep, objective, distinct)
             if objective != "memory" and len(best.space) == keep:
-                limit = min(slowest, float(best.seconds[-1]))
+                limit = min(limit, float(best.seconds[-1]))
         order, batch = order[stop:], batch + 1
         order = order[bound[order] <= limit * (1 + 1e-8)]
     return best
+
+
+def any_fits(question: Question, world_size: int) -> bool:
+    """Whether the search would find anything: it ends where it does, and begins where least is held."""
+    every = shapes(question, world_size)
+    bound = least_memory(question, every)
+    order = np.argsort(bound, kind="stable")
+    order = order[bound[order] <= question.limit]
+    sizes, room = _sizes(question, every), FEWER
+    while len(order):
+        stop = max(int(np.searchsorted(np.cumsum(sizes[order]), room)), 1)
+        for some in _with_contexts(question, every.take(order[:stop]), float("inf")):
+            found = _search_some(question, some, 1, "time", False, float("inf"), float("inf"), mixes=False)
+            if len(found.space):
+                return True
+        order, room = order[stop:], min(8 * room, AT_ONCE)
+    return False
 
 
 def emptiest(question: Question, world_size: int) -> tuple[Layout, float] | None:
@@ -143,10 +167,18 @@ def emptiest(question: Question, world_size: int) -> tuple[Layout, float] | None
             away = space.offloaded()
             room = host_bytes(Shape.of(question.model), away.jobs, question.profile) <= question.host_limit
             space = space.concatenated(away.take(np.flatnonzero(np.broadcast_to(room, len(away)))))
+        space = _emptier(question, space, best[1] if best else float("inf"))
         memory = memory_of(question, space)
         if len(space) and (not best or memory.min() < best[1]):
             best = space.layout(int(memory.argmin())), float(memory.min())
     return best
+
+
+def _emptier(question: Question, space: Space, least: float) -> Space:
+    """Those that might hold as little as `least`, and as one of them that is likely to hold least."""
+    bound = np.concatenate([least_memory(question, part, split=False) for part in chunks(space)])
+    likely = memory_of(question, space.take(np.argsort(bound, kind="stable")[:LIKELY]))
+    return space.take(np.flatnonzero(bound <= min(least, likely.min(initial=least)) * (1 + 1e-8)))
 
 
 def sayable_layouts(question: Question, world_size: int) -> Space:
@@ -189,8 +221,7 @@ def _search_some(
     mixes: bool,
 ) -> Scores:
     """The best of some shapes. `limit`: seconds above which nothing is among the best of all."""
-    states = _sayable(question, with_states(question, some))
-    space, memory = _fitting(question, _within(question, states, limit, mixes))
+    space, memory = _fitting(question, _within(question, some, limit, mixes))
     if not len(space):
         return score(question, space)
     plain = score_all(question, space, memory)
@@ -227,12 +258,15 @@ def _soon_scheduled(question: Question, space: Space, limit: float, mixes: bool)
     return space.take(np.flatnonzero(np.where(heavy, LEAST_LEFT, 1.0) * least <= limit * (1 + 1e-8)))
 
 
-def _within(question: Question, space: Space, limit: float, mixes: bool) -> Space:
-    """Those that might fit and take no longer than `limit`, also with only some of their layers recomputed: what is
-    quickly said of them is asked first."""
+def _within(question: Question, some: Space, limit: float, mixes: bool) -> Space:
+    """Shapes with every recomputation and ZeRO that might fit and take no longer than `limit`, also with only some of
+    their layers recomputed: what is quickly said of them is asked first."""
     in_layers, with_sums = (_soon(limit, mixes, least) for least in (least_in_layers, least_with_sums))
-    for possible in (_states_fit, in_layers, _may_fit, with_sums):
-        space = space.take(np.flatnonzero(possible(question, space)))
+    space = with_recompute(question, some)
+    space = space.take(in_layers(question, space))  # the same with any ZeRO
+    space = _sayable(question, with_zero(question, space))
+    for possible in (_states_fit, _may_fit, with_sums):
+        space = space.take(possible(question, space))
     return space
 
 

@@ -21,8 +21,8 @@ from cuboid.spec.partition import longest_stage
 
 Column = NDArray[np.int64]
 DEGREES = ("dp", "tp", "pp", "cp", "ep", "micro_batch", "sequence_parallel")
-CROSSED = (*DEGREES, "cp_method", "cp_inner", "recompute", "zero", "shard")
-NAMES = (*CROSSED, "schedule", "vpp", "offload", "recompute_layers")
+STATES = ("cp_method", "cp_inner", "recompute", "zero", "shard", "schedule", "vpp", "offload", "recompute_layers")
+NAMES = (*DEGREES, *STATES)
 PLAIN = SCHEDULES.index("1f1b")
 
 
@@ -39,7 +39,9 @@ class Space:
 
     def take(self, which: NDArray[Any]) -> "Space":
         """Some of the layouts, by position or by mask."""
-        return Space({name: column[which] for name, column in self.columns.items()}, self.global_batch, self.sequence)
+        where = np.flatnonzero(which) if which.dtype == bool else which
+        columns = {name: column.take(where) for name, column in self.columns.items()}
+        return Space(columns, self.global_batch, self.sequence)
 
     def offloaded(self) -> "Space":
         """The same layouts with the optimizer's state in CPU memory."""
@@ -166,10 +168,10 @@ def _micro_batches(question: Question, dp: int, tp: int, cp: int) -> NDArray[np.
 
 def each_pair(space: Space) -> tuple[list[tuple[int, int]], NDArray[np.intp]]:
     """The different (tp, cp) of a space, and for every layout the place of its own."""
-    keys = space.columns["tp"] * 2**32 + space.columns["cp"]
-    ordered = np.sort(keys)
-    known = ordered[np.diff(ordered, prepend=-1) > 0]
-    return [divmod(key, 2**32) for key in known.tolist()], np.searchsorted(known, keys)
+    widest = int(space.columns["cp"].max(initial=0)) + 1
+    keys = space.columns["tp"] * widest + space.columns["cp"]
+    known = np.bincount(keys) > 0
+    return [divmod(key, widest) for key in np.flatnonzero(known).tolist()], (np.cumsum(known) - 1)[keys]
 
 
 def with_context(question: Question, space: Space) -> Space:
@@ -186,21 +188,29 @@ def with_context(question: Question, space: Space) -> Space:
     return Space(columns, space.global_batch, space.sequence)
 
 
+def with_recompute(question: Question, space: Space) -> Space:
+    """Every shape with every kind of recomputation."""
+    fixed = question.fixed
+    kinds = [RECOMPUTE.index(fixed["recompute"])] if "recompute" in fixed else list(range(len(RECOMPUTE)))
+    each = space.take(np.repeat(np.arange(len(space)), len(kinds)))
+    again = np.full(len(each), fixed.get("recompute_layers", 0), dtype=np.int64)
+    recompute = np.tile(np.array(kinds, dtype=np.int64), len(space))
+    columns = {**each.columns, "recompute": recompute, "recompute_layers": again}
+    return Space(columns, question.global_batch, question.sequence)
+
+
+def with_zero(question: Question, space: Space) -> Space:
+    """Everything with every kind of ZeRO."""
+    # Copies of an expert sit on tensor-parallel ranks too, so there ZeRO has something to split even without replicas.
+    tensor = space.columns["tp"] if question.model.mixture else 1
+    replicated = space.columns["dp"] * space.columns["cp"] * tensor > 1
+    shared = _crossed(question, space.take(replicated), alone=False)
+    return shared.concatenated(_crossed(question, space.take(~replicated), alone=True))
+
+
 def with_states(question: Question, space: Space) -> Space:
     """Every shape with every kind of recomputation and of ZeRO."""
-    fixed = question.fixed
-    table = np.stack([space.columns[name] for name in (*DEGREES, "cp_method", "cp_inner")], axis=1)
-    recompute = [RECOMPUTE.index(fixed["recompute"])] if "recompute" in fixed else list(range(len(RECOMPUTE)))
-    # Copies of an expert sit on tensor-parallel ranks too, so there ZeRO has something to split even without replicas.
-    tensor = table[:, 1] if question.model.mixture else 1
-    replicated = table[:, 0] * table[:, 3] * tensor > 1
-    shared = _crossed(question, table[replicated], recompute, alone=False)
-    whole = np.concatenate([shared, _crossed(question, table[~replicated], recompute, alone=True)])
-    columns = dict(zip(CROSSED, whole.T, strict=True))
-    ones = np.ones(len(whole), dtype=np.int64)
-    columns |= {"schedule": PLAIN * ones, "vpp": ones, "offload": int(question.fixed_offload) * ones}
-    columns["recompute_layers"] = question.fixed.get("recompute_layers", 0) * ones
-    return Space(columns, question.global_batch, question.sequence)
+    return with_zero(question, with_recompute(question, space))
 
 
 def bases(question: Question, world_size: int) -> Space:
@@ -208,18 +218,20 @@ def bases(question: Question, world_size: int) -> Space:
     return with_states(question, with_context(question, shapes(question, world_size)))
 
 
-def _crossed(question: Question, rows: NDArray[np.int64], recompute: list[int], alone: bool) -> NDArray[np.int64]:
-    """Rows with every kind of recomputation and of ZeRO; `alone` says that there are no replicas to share with."""
+def _crossed(question: Question, space: Space, alone: bool) -> Space:
+    """Everything with every kind of ZeRO; `alone` says that there are no replicas to share with."""
     fixed = question.fixed
     shard = fixed.get("shard", 0)
     stages = [fixed["zero"]] if "zero" in fixed else ([0] if alone else [0, 1, 2, 3])
-    options = [(again, zero, shard if zero else 0) for again in recompute for zero in stages if zero or not shard]
+    stages = [zero for zero in stages if zero or not shard]
     if shard:
-        rows = rows[rows[:, 0] % shard == 0]
-        split, ep = shard * rows[:, 1] * rows[:, 3], rows[:, 4]
-        rows = rows[(split % ep == 0) | (ep % split == 0)]
-    pairs = np.array(options, dtype=np.int64).reshape(-1, 3)
-    return np.hstack([np.repeat(rows, len(pairs), axis=0), np.tile(pairs, (len(rows), 1))])
+        space = space.take(space.columns["dp"] % shard == 0)
+        split, ep = shard * space.columns["tp"] * space.columns["cp"], space.columns["ep"]
+        space = space.take((split % ep == 0) | (ep % split == 0))
+    each = space.take(np.repeat(np.arange(len(space)), len(stages)))
+    zero = np.tile(np.array(stages, dtype=np.int64), len(space))
+    columns = {**each.columns, "zero": zero, "shard": np.where(zero > 0, shard, 0)}
+    return Space(columns, question.global_batch, question.sequence)
 
 
 def schedules(question: Question, pp: int) -> list[tuple[int, int]]:

@@ -196,9 +196,15 @@ def stage_costs(
     profile = engine_for(engine, machine.chip).in_precision(precision)
     shape, jobs = Shape.of(model), Jobs.of([layout], global_batch=global_batch, sequence=sequence)
     parts = kernels(shape, jobs, machine.chip, profile, precision)
-    more, less = (
-        layer_times(shape, kind, machine.fabric, profile, parts, precision) for kind in (heavier(jobs), lighter(jobs))
-    )
+    more = less = layer_times(shape, heavier(jobs), machine.fabric, profile, parts, precision)
+    if layout.recompute_layers:
+        less = layer_times(shape, lighter(jobs), machine.fabric, profile, parts, precision)
+    attention = single(parts.attention_forward)
+    # Forward, backward and weight gradients of a layer that is recomputed more or less, without and with experts.
+    of_each = [
+        (single(ahead.total), single(back.total), single(ahead.compute) - attention)
+        for ahead, back in (more.dense, more.mixture, less.dense, less.mixture)
+    ]
     counts = list(layers) if layers is not None else even_layers(model.layers, layout.stages)
     dense_layers = model.mixture.first_dense_layers if model.mixture else model.layers
 
@@ -208,15 +214,11 @@ def stage_costs(
         dense = max(min(dense_layers - start, count), 0)
         again = min(layout.recompute_layers or count, count)
         dense_again = min(dense, again)
-        kinds = (
-            (dense_again, more.dense),
-            (again - dense_again, more.mixture),
-            (dense - dense_again, less.dense),
-            (count - dense - (again - dense_again), less.mixture),
+        again_routed, dense_left = again - dense_again, dense - dense_again
+        kinds = (dense_again, again_routed, dense_left, count - dense - again_routed)
+        ahead, back, weight = (
+            sum(number * seconds[way] for number, seconds in zip(kinds, of_each, strict=True)) for way in range(3)
         )
-        ahead = sum(number * single(passes[0].total) for number, passes in kinds)
-        back = sum(number * single(passes[1].total) for number, passes in kinds)
-        weight = sum(number * (single(passes[0].compute) - single(parts.attention_forward)) for number, passes in kinds)
         if stage == 0:
             ahead, back = ahead + 0.3 * single(parts.embedding), back + 0.7 * single(parts.embedding)
         if stage == len(counts) - 1:

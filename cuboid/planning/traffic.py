@@ -71,7 +71,7 @@ def _wire(part: Collective) -> str:
 
 def moved(plan: Plan) -> list[Moved]:
     """Every dimension that has more than one rank."""
-    run = plan.run
+    run = plan.run_with({})
     busiest: dict[str, list[Collective]] = {}
     for rank in _different_ranks(run):
         found: defaultdict[str, list[Collective]] = defaultdict(list)

@@ -6,11 +6,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import lru_cache
-from itertools import pairwise
+from functools import lru_cache, partial
+from itertools import pairwise, repeat
 
 from cuboid.errors import UserError
 from cuboid.schedule.table import Action, Kind, Schedule, uncollected
@@ -27,9 +27,16 @@ def one_forward_one_backward(ranks: int, micro_batches: int) -> list[list[Action
 
 
 def _one_forward_one_backward_actions(rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    forwards = [Action(FORWARD, rank, batch) for batch in range(micro_batches)]
-    backwards = [Action(BACKWARD, rank, batch) for batch in range(micro_batches)]
+    forwards, backwards = (_each(kind, rank, range(micro_batches)) for kind in (FORWARD, BACKWARD))
     return warm_up_then_alternate(forwards, backwards, warm_up=ranks - rank - 1)
+
+
+def _each(kind: Kind, stage: int, micro_batches: Iterable[int]) -> list[Action]:
+    """One action for each of them; made as plain tuples are, in a third of the time."""
+    return list(map(_new_action, zip(repeat(kind), repeat(stage), micro_batches, strict=False)))
+
+
+_new_action: Callable[[tuple[Kind, int, int]], Action] = partial(tuple.__new__, Action)
 
 
 def warm_up_then_alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
@@ -63,8 +70,9 @@ def _rounds(ranks: int, micro_batches: int) -> list[range]:
 
 def _interleaved_actions(rank: int, ranks: int, rounds: list[range], stages_per_rank: int) -> list[Action]:
     stages = [rank + chunk * ranks for chunk in range(stages_per_rank)]
-    forwards = [Action(FORWARD, s, batch) for batches in rounds for s in stages for batch in batches]
-    backwards = [Action(BACKWARD, s, batch) for batches in rounds for s in reversed(stages) for batch in batches]
+    forwards = [action for batches in rounds for stage in stages for action in _each(FORWARD, stage, batches)]
+    stages.reverse()
+    backwards = [action for batches in rounds for stage in stages for action in _each(BACKWARD, stage, batches)]
     return warm_up_then_alternate(forwards, backwards, 2 * (ranks - rank - 1) + (stages_per_rank - 1) * len(rounds[0]))
 
 
@@ -82,15 +90,15 @@ def zero_bubble_h1(ranks: int, micro_batches: int) -> list[list[Action]]:
 
 def _h1_actions(rank: int, ranks: int, micro_batches: int) -> list[Action]:
     warm_up = ranks - rank - 1
-    actions = [Action(FORWARD, rank, batch) for batch in range(min(warm_up, micro_batches))]
-    for batch in range(micro_batches):
+    forwards, inputs, weights = (_each(kind, rank, range(micro_batches)) for kind in (FORWARD, INPUT, WEIGHT))
+    actions = forwards[:warm_up]
+    for batch, half in enumerate(inputs):
         if batch + warm_up < micro_batches:
-            actions.append(Action(FORWARD, rank, batch + warm_up))
-        actions.append(Action(INPUT, rank, batch))
+            actions.append(forwards[batch + warm_up])
+        actions.append(half)
         if batch >= rank:
-            actions.append(Action(WEIGHT, rank, batch - rank))
-    put_off = range(max(0, micro_batches - rank), micro_batches)
-    return actions + [Action(WEIGHT, rank, batch) for batch in put_off]
+            actions.append(weights[batch - rank])
+    return actions + weights[max(0, micro_batches - rank) :]
 
 
 # Write one rank's list of a V-shaped schedule by rules like "forward the first half, then the second".

@@ -51,6 +51,8 @@ def require_known(key: str, options: Mapping[str, Any], where: str) -> None:
 
 def convert(value: object, hint: Any, where: str) -> Any:
     """`value` as the type `hint`, or a `UserError` that names the field `where`, its value and its type."""
+    if (hint is bool and type(value) is bool) or (hint is int and type(value) is int and 0 <= value <= LARGEST_INTEGER):
+        return value  # most are, and a search makes layouts by the thousand
     hint, optional = unwrap_optional(hint)
     if (value is None and optional) or hint is object:
         return value

@@ -8,7 +8,7 @@ import pytest
 
 from cuboid.planning.question import Question
 from cuboid.planning.score import Scores, score
-from cuboid.planning.search import search
+from cuboid.planning.search import any_fits, search
 from cuboid.planning.space import Space, bases, divisors, scheduled
 from cuboid.spec.fitting import check
 from cuboid.spec.layout import Layout
@@ -146,6 +146,22 @@ def test_distinct_answers_are_the_best_of_their_kind(ask: Callable[..., Question
             best.setdefault(key, float(seconds))
     found = search(question, 8, keep=12, distinct=True)
     assert found.seconds == pytest.approx(sorted(best.values())[:12], rel=1e-8)
+
+
+def test_what_is_wanted_is_found_as_if_all_were_asked(ask: Callable[..., Question]) -> None:
+    question = ask(memory_limit=6.6 * GIB, sequence=2048)
+    best = search(question, 8, keep=1)
+    wanted = search(question, 8, keep=1, wanted=float(best.seconds[0]) * (1 + 1e-8))
+    assert wanted.space.layout(0) == best.space.layout(0)
+    assert wanted.seconds.tolist() == best.seconds.tolist()
+    nothing = search(question, 8, keep=1, wanted=0.5 * float(best.seconds[0]))
+    assert not len(nothing.space)
+
+
+@pytest.mark.parametrize("limit", [1, 3, 4, 5, 5.5, 6, 6.3, None])
+def test_anything_fits_where_the_search_finds_something(ask: Callable[..., Question], limit: float | None) -> None:
+    question = ask(memory_limit=limit * GIB if limit else None, sequence=2048)
+    assert any_fits(question, 8) == (len(search(question, 8, keep=1).space) > 0)
 
 
 def test_divisors() -> None:
