@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
 from math import lcm, prod
 
 from cuboid.spec.layout import V_SHAPED, Recompute
@@ -100,13 +101,12 @@ class RankStep:
         kinds = [layer if own else self.model.has_experts(layer) for layer in self.layers]
         firsts = dict(zip(reversed(kinds), reversed(self.layers), strict=True))
         held = [self._held(unit) for unit in units(self.model, sorted(firsts.values()), self.first, self.last)]
-        ends = [unit for unit in held if not unit.name.startswith("layers.")]
-        before = [unit for unit in ends if unit.name.startswith("embedding")]
+        before = [*takewhile(lambda unit: not unit.name.startswith("layers."), held)]
         yield from before
         for kind in kinds:
             prefix = f"layers.{firsts[kind]}"
             yield from (unit for unit in held if unit.name == prefix or unit.name.startswith(f"{prefix}."))
-        yield from ends[len(before) :]
+        yield from (unit for unit in held[len(before) :] if not unit.name.startswith("layers."))
 
     def _held(self, unit: DeclaredUnit) -> HeldUnit:
         layout = self.layout

@@ -321,5 +321,10 @@ def least_memory(question: Question, space: Space, split: bool = True) -> Array:
     offloads = question.tries_offload or question.fixed_offload
     kinds = (engine.weight_bytes, 3), (engine.gradient_bytes, 2), (0.0 if offloads else engine.optimizer_bytes, 1)
     states = sum(each * (owned if split else np.where(jobs.zero >= stage, owned, held.total)) for each, stage in kinds)
+    if engine.compiled:
+        # Gradients that nobody else has are not kept where there is one micro-batch (`cost.memory.fullest`).
+        holders = jobs.dp * jobs.cp * jobs.tp
+        unkept = held.plain * (holders <= 1) + held.routed * (holders <= jobs.ep)
+        states = states - engine.gradient_bytes * unkept
     boundary = engine.kept_boundary * jobs.tokens * shape.hidden / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
     return of_size(states + layers * boundary * in_flight(jobs, np.zeros(())), len(space))
