@@ -97,7 +97,7 @@ def test_a_block_is_one_graph_that_rounds_each_input_once(
         partition_fn=partial(min_cut_rematerialization_partition, compiler="inductor"),
         decompositions=select_decomp_table(),
     )
-    module: nn.Module = _Recomputed(block, recompute) if recompute == "selective" else block
+    module: nn.Module = _Recomputed(block, block) if recompute == "selective" else block
     compiled = torch.compile(module, fullgraph=True, dynamic=False, backend=backend)
     positions = make_positions(model, 64, torch.bfloat16, torch.device("cpu"))
     x = torch.ones(128, model.hidden, dtype=torch.bfloat16, requires_grad=True)
