@@ -322,7 +322,7 @@ def _kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: st
 def adds_nothing(jobs: Jobs, routed: bool = False) -> Array:
     """1 where gradients stay as the one backward pass leaves them. `routed`: those of routed experts, which so many
     ranks hold as are left of the others."""
-    holders = jobs.dp * jobs.cp * jobs.tp / (np.maximum(jobs.ep, 1) if routed else 1)
+    holders = jobs.expert_copies if routed else jobs.copies * jobs.tp
     return np.asarray((holders <= 1) & (jobs.micro_batches == 1), dtype=np.float64)
 
 
