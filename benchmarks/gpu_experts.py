@@ -5,7 +5,7 @@
 Tokens are spread unevenly, with an expert that gets none; the result and all gradients are compared, of the plain
 matmul and of the one whose weight gradient comes later (split-backward pipelines). Then a whole MoE layer, dispatch
 and combine included: with our kernels, with torch's own operations, both against float64; with and without dropped
-tokens."""
+tokens. Orders of rows must be those of torch's stable sort, to the bit."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 import cuboid.model.moe as mixture_module
+from cuboid.kernels.triton_kernels import order_arrivals, order_by_expert
 from cuboid.model import router as routing
 from cuboid.model.moe import GroupedMatmul, MoE, grouped_matmul
 from cuboid.model.rope import Positions
 from cuboid.model.split_backward import Deferral, deferrable_grouped_matmul
+from cuboid.parallel import expert
 from cuboid.spec.model import MixtureSpec, ModelSpec
 
 DEVICE = torch.device("cuda")
@@ -111,7 +113,25 @@ def compare_layers(capacity: float) -> None:
     routing.fuses = mixture_module.fuses = own
 
 
+def compare_orders() -> None:
+    """Where rows stand in the order of experts, before they leave and after they arrive."""
+    for experts, assignments in ((8, 64), (60, 129), (128, 131072), (160, 98304), (256, 262144), (512, 10000)):
+        for spare in (0, 1):  # one more: dropped tokens
+            chosen = torch.randint(0, experts + spare, (assignments,), device=DEVICE)
+            kernels, sorted_by_torch = order_by_expert(chosen, experts), routing._order_by_expert(chosen.cpu(), experts)
+            right = all(torch.equal(a.cpu(), b) for a, b in zip(kernels, sorted_by_torch, strict=True))
+            print(f"order of {assignments} by {experts} experts: {'equal' if right else 'WRONG'}")
+    for ranks, held in ((2, 4), (8, 16), (64, 4), (16, 1)):
+        arriving = torch.randint(0, 4096, (ranks, held), device=DEVICE)
+        arriving[0, 0] = 0
+        rows = int(arriving.sum())
+        pairs = zip(order_arrivals(arriving, rows), expert._order_arrivals(arriving.cpu(), rows), strict=True)
+        right = all(torch.equal(a.cpu(), b) for a, b in pairs)
+        print(f"arrivals of {held} experts from {ranks} ranks: {'equal' if right else 'WRONG'}")
+
+
 if __name__ == "__main__":
     main()
+    compare_orders()
     for factor in (0.0, 1.0):
         compare_layers(factor)

@@ -150,6 +150,109 @@ def swiglu_gradients(gradient, gate, up, gate_gradient, up_gradient, count, BLOC
     tl.store(up_gradient + place, (d * g * sigmoid).to(kind), mask=inside)
 
 
+# Where rows stand in the order of their experts. A stable sort would give the same in a dozen launches, which the host
+# takes longer to start than the device to run.
+
+TILE = 16384
+"""Comparisons of a program at once."""
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def count_by_block(chosen, counts, total, blocks, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """counts: (EXPERTS, blocks), how many of a block's assignments each expert has."""
+    block = tl.program_id(0)
+    place = block * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.arange(0, EXPERTS)
+    wanted = tl.load(chosen + place, mask=place < total, other=-1)
+    found = tl.sum((wanted[:, None] == expert[None, :]).to(tl.int32), 0)
+    tl.store(counts + expert * blocks + block, found)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def place_by_expert(  # type: ignore[no-untyped-def]
+    chosen,
+    ends,
+    order,
+    home,
+    counts,
+    total,
+    blocks,
+    experts,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """ends: the running sum of what `count_by_block` found, expert by expert."""
+    block = tl.program_id(0)
+    index = tl.arange(0, BLOCK)
+    place = block * BLOCK + index
+    inside = place < total
+    wanted = tl.load(chosen + place, mask=inside, other=-1)
+    before = wanted * blocks + block - 1
+    first = tl.load(ends + before, mask=inside & (before >= 0), other=0)
+    same = (wanted[:, None] == wanted[None, :]) & (index[None, :] < index[:, None])
+    row = first + tl.sum(same.to(tl.int32), 1)
+    tl.store(home + place, row.to(tl.int64), mask=inside)
+    tl.store(order + row, place.to(tl.int64), mask=inside)
+    if block == 0:
+        expert = tl.arange(0, EXPERTS)
+        held = expert < experts
+        end = tl.load(ends + (expert + 1) * blocks - 1, mask=held, other=0)
+        start = tl.load(ends + expert * blocks - 1, mask=held & (expert > 0), other=0)
+        tl.store(counts + expert, (end - start).to(tl.int64), mask=held)
+
+
+def order_by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The stable order of assignments by expert, its inverse, and how many each of the experts has. Numbers beyond
+    `experts` by one stand for none and come last."""
+    total, width = chosen.numel(), triton.next_power_of_2(experts + 1)
+    block = min(128, TILE // width)
+    blocks = triton.cdiv(total, block)
+    found = chosen.new_empty(width * blocks, dtype=torch.int32)
+    count_by_block[(blocks,)](chosen, found, total, blocks, EXPERTS=width, BLOCK=block)
+    order, home, counts = torch.empty_like(chosen), torch.empty_like(chosen), chosen.new_empty(experts)
+    ends = found.cumsum(0, dtype=torch.int32)
+    place_by_expert[(blocks,)](chosen, ends, order, home, counts, total, blocks, experts, EXPERTS=width, BLOCK=block)
+    return order, home, counts
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def place_arrivals(  # type: ignore[no-untyped-def]
+    arriving, order, inverse, segments, experts, SEGMENTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One program for the rows of one rank for one expert."""
+    segment = tl.program_id(0)
+    rank, expert = segment // experts, segment % experts
+    other = tl.arange(0, SEGMENTS)
+    counts = tl.load(arriving + other, mask=other < segments, other=0)
+    source = tl.sum(tl.where(other < segment, counts, 0), 0)
+    earlier = (other % experts < expert) | ((other % experts == expert) & (other // experts < rank))
+    target = tl.sum(tl.where(earlier, counts, 0), 0)
+    many = tl.sum(tl.where(other == segment, counts, 0), 0)
+    start = 0
+    while start < many:
+        row = start + tl.arange(0, BLOCK)
+        inside = row < many
+        tl.store(order + target + row, source + row, mask=inside)
+        tl.store(inverse + source + row, target + row, mask=inside)
+        start += BLOCK
+
+
+def order_arrivals(arriving: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """From the order of (ranks, experts) to that of (experts, ranks), and its inverse, of as many rows."""
+    order, inverse = arriving.new_empty(rows), arriving.new_empty(rows)
+    segments = arriving.numel()
+    place_arrivals[(segments,)](
+        arriving.contiguous(),
+        order,
+        inverse,
+        segments,
+        arriving.shape[1],
+        SEGMENTS=triton.next_power_of_2(segments),
+        BLOCK=1024,
+    )
+    return order, inverse
+
+
 # The backward pass of an RMS norm on a GPU, added to what comes back beside the norm.
 
 

@@ -227,10 +227,19 @@ def permutation_of(routing: Routing, experts: int) -> Permutation:
     wanted = routing.chosen.flatten()
     if routing.kept is not None:
         wanted = wanted.where(routing.kept.flatten(), experts)  # behind the last expert
-    order = wanted.argsort(stable=True)
-    counts = counted(wanted, experts + 1)[:experts]
-    home = torch.empty_like(order)
-    home[order] = torch.arange(order.numel(), device=order.device)
+    order, home, counts = _order_by_expert(wanted, experts)
     if routing.kept is not None:
         home = home.where(routing.kept.flatten(), order.numel())
     return Permutation(order, home.view(routing.chosen.shape), counts)
+
+
+def _order_by_expert(wanted: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The stable order of assignments by expert, its inverse, and how many each expert has."""
+    if wanted.is_cuda:
+        from cuboid.kernels.triton_kernels import order_by_expert
+
+        return order_by_expert(wanted, experts)
+    order = wanted.argsort(stable=True)
+    home = torch.empty_like(order)
+    home[order] = torch.arange(order.numel(), device=order.device)
+    return order, home, counted(wanted, experts + 1)[:experts]

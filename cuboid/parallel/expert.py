@@ -166,12 +166,9 @@ class AllToAllDispatch:
         self._there = _Trip(group, send, receive, home, self._hand_over)
         self._back = _Trip(group, receive, send, home, self._hand_over)
         self._rows = _Depart.apply(rows[:home], self._there)
-        # Rows arrive by source rank, then expert; grouped matmuls want them by expert. A stable sort keeps ranks in
-        # order, so sums over rows do not depend on who sent first.
-        expert = torch.arange(arriving.numel(), device=rows.device) % arriving.shape[1]
-        self._order = expert.repeat_interleave(arriving.flatten(), output_size=there).argsort(stable=True)
-        self._inverse = torch.empty_like(self._order)
-        self._inverse[self._order] = torch.arange(there, device=rows.device)
+        # Rows arrive by source rank, then expert; grouped matmuls want them by expert. Ranks stay in order, so sums
+        # over rows do not depend on who sent first.
+        self._order, self._inverse = _order_arrivals(arriving, there)
 
     def arrive(self) -> tuple[Tensor, Tensor]:
         rows = _Arrive.apply(self._rows, self._there)
@@ -180,6 +177,19 @@ class AllToAllDispatch:
     def go_back(self, rows: Tensor) -> Tensor:
         rows = self._back.run(_Reorder.apply(rows, self._inverse, self._order))
         return functional.pad(rows, (0, 0, 0, self._stay)) if self._stay else rows
+
+
+def _order_arrivals(arriving: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """From the order of (ranks, experts) to that of (experts, ranks), and its inverse."""
+    if arriving.is_cuda:
+        from cuboid.kernels.triton_kernels import order_arrivals
+
+        return order_arrivals(arriving, rows)
+    expert = torch.arange(arriving.numel(), device=arriving.device) % arriving.shape[1]
+    order = expert.repeat_interleave(arriving.flatten(), output_size=rows).argsort(stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(rows, device=arriving.device)
+    return order, inverse
 
 
 def spread_experts(mixture: RoutedExperts, group: Group, hand_over: HandOver = stay_on) -> None:
