@@ -268,6 +268,9 @@ def _kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: st
     projections = _projections(rates, shape, rows, tp, engine.apart)
     attention_forward, attention_backward = _attention(shape, jobs, chip, engine)
     element = engine.hidden_traffic * rows * shape.hidden / split / rates.bandwidth
+    if shape.any_latent:
+        heads = rows * shape.heads / tp * (2 * (shape.nope_dim + shape.rope_dim) + shape.v_dim)
+        element = element + pick(shape.is_latent, engine.latent_traffic * heads / rates.bandwidth, 0.0)
     inner = engine.ffn_traffic * rows * (1 + shape.gated) * shape.ffn / tp / rates.bandwidth
     linear = projections + _feed_forward(rates, shape, rows, shape.ffn / tp, apart=engine.apart)
     rest = element + inner
@@ -293,9 +296,11 @@ def _kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: st
         width = copies * shape.expert_ffn + rows * shape.shared_ffn / tp
         rest = element + engine.ffn_traffic * (1 + shape.gated) * width / rates.bandwidth
         rest = rest + engine.routing_traffic * copies * shape.hidden / rates.bandwidth
-        light_mixture = rest
-        mixture_forward = pick(shape.routes, linear + attention_forward + rest, dense_forward)
-        backward = 2 * linear + attention_backward + 1.6 * rest + whole
+        light_mixture = rest + engine.routing_floor
+        ahead, back = (engine.mixture_attention * each for each in (attention_forward, attention_backward))
+        linear = _heated(engine, linear, ahead + back + 2.6 * rest + 2 * engine.routing_floor + whole)
+        mixture_forward = pick(shape.routes, linear + ahead + rest + engine.routing_floor, dense_forward)
+        backward = 2 * linear + back + 1.6 * rest + engine.routing_floor + whole
         mixture_backward = pick(shape.routes, backward, dense_backward)
     dense_backward, mixture_backward, table = _with_gradients(
         shape, jobs, engine, rates, dense_backward, mixture_backward

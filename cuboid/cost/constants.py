@@ -31,6 +31,9 @@ class Engine:
     attention_narrow: float = 0.0
     """Fraction by which it is slower with heads of 64 than with heads of 128: as many exponentials for half the
     multiplications."""
+    mixture_attention: float = 1.0
+    """Its time in layers with experts against that in others: such layers wait for memory more, so that an accelerator
+    at its power limit gives attention more."""
     linear_scale: float = 1.0
     """Matrix multiplication time against the accelerator's own best."""
     heat: float = 0.0
@@ -45,6 +48,8 @@ class Engine:
     they split the sequence: gradients of the inputs of multiplications, before their sum."""
     ffn_traffic: float = 6.0
     """… and per feed-forward element."""
+    latent_traffic: float = 0.0
+    """… and per element of queries, keys and values that come of a latent: they are put together of two parts."""
     loss_traffic: float = 16.0
     """… and per logit."""
     cast_traffic: float = 3.0
@@ -63,6 +68,8 @@ class Engine:
     """Seconds a pass adds where heads × micro-batch of a rank is no multiple of four (Megatron's fused softmax)."""
     host_mixture: float = 0.0
     """Seconds a pass adds where the layer has experts (routing, permutation, synchronisation)."""
+    host_selective: float = 1.0
+    """How much longer that takes where the host chooses of every operation whether its result is kept."""
     host_cast: float = 0.0
     """Seconds a pass adds in 8 or 4 bits (scales, conversions)."""
     host_micro_batch: float = 0.0
@@ -110,6 +117,9 @@ class Engine:
     are added."""
     routing_traffic: float = 16.0
     """Bytes moved per token copy and hidden element to permute tokens to experts and back."""
+    routing_floor: float = 0.0
+    """Seconds of a pass for which small kernels of routing run, or the device waits for the host that reads how many
+    rows go where."""
     grouped_scale: float = 1.4
     """Time of grouped expert multiplication against a plain one."""
     grouped_fp8: float = 1.0

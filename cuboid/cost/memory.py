@@ -103,14 +103,17 @@ def compiled_kept(shape: Shape, jobs: Jobs, engine: Engine) -> tuple[Array, Arra
     plain = (2 * shape.heads + 2 * np.maximum(shape.kv_heads, jobs.tp)) * shape.head_dim
     latent = shape.heads * (2 * (shape.nope_dim + shape.rope_dim) + 2 * shape.v_dim)
     seen = shape.heads * pick(shape.is_latent, shape.v_dim, shape.head_dim)
-    each = shape.hidden * (2 * element / split + 2 * inputs) + 8 / split
+    each = shape.hidden * (2 * element / split + inputs) + 8 / split
     each = each + (element * pick(shape.is_latent, latent, plain) + 4 * shape.heads) / jobs.tp
-    normed = (
-        shape.heads + np.maximum(shape.kv_heads, jobs.tp)
-    ) * shape.head_dim  # before their norm, where there is one
-    each = each + shape.qk_norm * element * normed / jobs.tp
+    # Queries and keys before their norm, where there is one; after it they are made again.
+    normed = shape.qk_norm * (shape.heads + np.maximum(shape.kv_heads, jobs.tp)) * shape.head_dim
+    each = each + np.where(jobs.recompute == 1, 0.0, element * normed / jobs.tp)
     each = each + (inputs * seen / jobs.tp if engine.fp8_activations else 0.0)
-    each = each + pick(shape.is_latent, element * (2 * shape.q_rank + 2 * shape.kv_rank + shape.rope_dim), 0.0)
+    # Latents are gathered in place of the input they come of; with nothing recomputed values stay beside the keys that
+    # came of the same matmul.
+    latents = element * ((shape.q_rank + shape.kv_rank) * (1 + 1 / split) + shape.rope_dim)
+    latents = latents - inputs * shape.hidden * (1 - 1 / split) + inputs * shape.heads * shape.nope_dim / jobs.tp
+    each = each + pick(shape.is_latent, latents, 0.0)
     inner = (element * (1 + shape.gated) + inputs) / jobs.tp
     # Of experts selective recomputation keeps what every matmul gives, the last one too, and the input of all; else the
     # input is among those of matmuls.
@@ -118,8 +121,11 @@ def compiled_kept(shape: Shape, jobs: Jobs, engine: Engine) -> tuple[Array, Arra
     rows = np.where(selective, element, engine.kept_routed) * shape.hidden
     routed = shape.top_k / jobs.tp * (inner * jobs.tp * shape.expert_ffn + rows)
     again = np.where(selective, element * shape.hidden * ((shape.shared_ffn > 0) + 1) / split, 0.0)
-    dense = jobs.tokens * (each + inner * shape.ffn)
-    mixture = jobs.tokens * (each + inner * shape.shared_ffn + routed + again)
+    # A router has its input and its scores in float32; each choice has its places before and after the journey.
+    routing = np.where(selective, 0.0, (WIDE * shape.hidden + 12 * shape.experts + 48 * shape.top_k) / jobs.tp)
+    shared = inner * shape.shared_ffn + (shape.shared_ffn > 0) * inputs * shape.hidden
+    dense = jobs.tokens * (each + inputs * shape.hidden + inner * shape.ffn)
+    mixture = jobs.tokens * (each + shared + routed + again + routing)
     return dense, pick(shape.routes, mixture, dense)
 
 
@@ -171,13 +177,15 @@ def fullest(
     # Before a layer is run again, what comes after it has let go.
     working = working + np.where(jobs.recompute == 2, np.maximum(kept.layer - kept.spared, 0.0), 0.0)
     left = np.where(alone, last * gradient * table, 0.0)
-    # The head, its gradient on the way, a layer, its gradient on the way, the end; of each gradients, activations,
-    # logits and what else is there for a moment.
+    # The head, its gradient on the way, a layer, its gradient on the way, the first layer, the end; of each gradients,
+    # activations, logits and what else is there for a moment.
     moments = (
         (last * gradient * table, activations + own, logit, last * (3 * states + weights * (table + of_layer))),
         (last * gradient * table, activations, 0 * logit, last * (flat * table + weights * of_layer)),
         (left + gradient * of_layer, activations, 0 * logit, working + 2 * weights * of_layer),
         (left + gradient * of_layer, activations - kept.last, 0 * logit, flat * of_layer + weights * of_layer),
+        # When all gradients that stay as they are have come.
+        (left + left_routed, 0 * activations, 0 * logit, (left_routed > 0) * (working + 2 * weights * of_layer)),
         (
             np.where(alone, gradient * held.total, first * gradient * table) + left_routed,
             0 * activations,
