@@ -30,6 +30,7 @@ SIZES = {
     "state_space": ("model.options.hidden=96", "training.sequence=32"),
     "vision_transformer": ("model.options.hidden=96",),
     "own_attention": ("model.options.hidden=128", "training.sequence=64"),
+    "mixture": ("model.options.hidden=96", "training.sequence=128"),
 }
 LAYOUTS = [
     "dp=1,micro_batch=4",
@@ -50,6 +51,21 @@ LAYOUTS = [
     "dp=2,pp=2,zero=1,schedule=zb1p",
     "dp=2,pp=2,zero=2,schedule=zbv",
 ]
+EXPERT_LAYOUTS = [
+    "dp=1",
+    "dp=2,ep=2",
+    "dp=2,ep=2,zero=1",
+    "dp=2,ep=2,zero=2",
+    "dp=2,ep=2,zero=3",
+    "dp=4,ep=2,zero=1",
+    "dp=2,tp=2,ep=4",
+    "dp=2,tp=2,ep=2,zero=2",
+    "ep=2,pp=2,dp=2",
+    "dp=2,ep=2,recompute=full",
+    "dp=2,ep=2,recompute=selective",
+    "dp=2,ep=2,pp=2,schedule=zb1p",
+    "tp=2,ep=2,pp=2,schedule=zbv",
+]
 
 USUAL = [
     *(("state_space", layout) for layout in ("dp=2,tp=2,pp=2", "pp=2,schedule=zbv")),
@@ -67,7 +83,7 @@ def own(name: str) -> str:
     [
         pytest.param(name, layout, marks=() if (name, layout) in USUAL else pytest.mark.thorough)
         for name in SIZES
-        for layout in LAYOUTS
+        for layout in (EXPERT_LAYOUTS if name == "mixture" else LAYOUTS)
     ],
 )
 def test_memory_is_what_ranks_measure(pool: Pool, name: str, layout: str) -> None:
@@ -170,11 +186,11 @@ class Normed(nn.Module):
 
 def test_a_gpu_keeps_less_of_norms_than_a_cpu() -> None:
     """As measured on an H200: RMSNorm is one kernel there, which keeps its input and a float32 for each row."""
-    run = SegmentRun(tensor=1, micro_batch=2, sequence=8, precision="bf16", fuses_norms=True)
+    run = SegmentRun(tensor=1, micro_batch=2, sequence=8, precision="bf16", on_gpu=True)
     tokens, hidden = 2 * 8, 16
     assert build(block=Normed).costs("layers.1", run).kept == tokens * (2 * hidden + 4)
     # On a CPU the input in float32, the normed one, and the numbers of the rows.
-    assert build(block=Normed).costs("layers.1", replace(run, fuses_norms=False)).kept >= tokens * (4 * 2 * hidden + 4)
+    assert build(block=Normed).costs("layers.1", replace(run, on_gpu=False)).kept >= tokens * (4 * 2 * hidden + 4)
 
 
 def test_costs_of_large_micro_batches_are_estimated_from_small_ones() -> None:
