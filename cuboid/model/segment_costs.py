@@ -194,6 +194,23 @@ class _Moment:
     repeated: float = 0.0
 
 
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
+    """FLOPs of scaled dot product attention, in full where it is causal too: (batch, heads, length, width) each."""
+    return 2 * math.prod(query.shape[:3]) * key.shape[2] * (key.shape[3] + value.shape[3])
+
+
+def _attention_backward(_: Tensor, *arguments: Any, **options: Any) -> int:
+    return 2 * _attention(*arguments, **options)
+
+
+UNCOUNTED: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._grouped_mm: grouped_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+"""Operations whose FLOPs torch does not count."""
+
+
 class _Watch(TorchDispatchMode):
     """Follows every tensor that is made until it is gone."""
 
@@ -201,7 +218,7 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         from torch.utils.flop_counter import flop_registry
 
-        self._flops: Mapping[Any, Callable[..., int]] = {torch.ops.aten._grouped_mm: grouped_flops, **flop_registry}
+        self._flops: Mapping[Any, Callable[..., int]] = {**flop_registry, **UNCOUNTED}
         self._alive: dict[int, int] = {}
         self.bytes = 0
         self.moment = _Moment()

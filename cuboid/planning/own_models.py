@@ -109,6 +109,14 @@ def own_stage_seconds(question: Question, layout: Layout) -> StageSeconds:
     return _Costs(question, layout).stage_seconds
 
 
+def own_rank_held(question: Question, layout: Layout, rank: int) -> tuple[float, float]:
+    """Parameters of a pipeline rank, all but experts and those of experts, before ZeRO splits them."""
+    costs = _Costs(question, layout)
+    found = [costs.of(prefix) for prefix in costs.prefixes(rank)]
+    routed = sum(each.routed for each in found)
+    return float(sum(each.parameters for each in found) - routed), float(routed)
+
+
 def largest_kept(question: Question) -> float:
     """Bytes that a layer keeps of one sequence for its backward pass, of the one that keeps most."""
     model = question.model
@@ -235,7 +243,8 @@ class _Costs:
         layout = self._layout
         return make_schedule(layout.schedule, layout.pp, self._counted, layout.vpp).splits_backward
 
-    def _of(self, prefix: str) -> Any:
+    def of(self, prefix: str) -> Any:
+        """What a segment costs (`SegmentCosts`)."""
         if prefix not in self._known:
             model, layout, question = self._question.model, self._layout, self._question
             assert isinstance(model, PythonModelSpec)
@@ -258,7 +267,7 @@ class _Costs:
         parts, bubble = self._parts()
         memory = tuple(self._memory(rank) for rank in range(self._layout.pp))
         layout, question = self._layout, self._question
-        flops = sum(self._of(prefix).flops for stage in self._stages for prefix in stage)
+        flops = sum(self.of(prefix).flops for stage in self._stages for prefix in stage)
         peak = question.machine.chip.peak["float32" if question.precision == "float32" else "bf16"]
         whole = flops * self._micro_batches * layout.dp * layout.tp
         used = whole / (sum(parts.values()) * layout.world_size * peak)
@@ -281,7 +290,7 @@ class _Costs:
         layout, shape = self._layout, (2, self._layout.stages)
         compute, waits = np.zeros(shape), {part: np.zeros(shape) for part in WAITS.values()}
         for stage, prefixes in enumerate(self._stages):
-            for costs in map(self._of, prefixes):
+            for costs in map(self.of, prefixes):
                 compute[:, stage] += self._rates.seconds(costs.forward), self._rates.seconds(costs.backward)
                 for way, collectives in enumerate((costs.forward_collectives, costs.backward_collectives)):
                     for dimension, kind, size in collectives:
@@ -305,10 +314,10 @@ class _Costs:
         weight = backward / 2  # of one pass, whose halves the simulator adds
         if self._splits_backward:
             weight = np.array(
-                [sum(self._rates.seconds(self._of(each).weight) for each in stage) for stage in self._stages]
+                [sum(self._rates.seconds(self.of(each).weight) for each in stage) for stage in self._stages]
             )
         jobs = Jobs.of([layout], global_batch=self._question.global_batch, sequence=self._question.sequence)
-        message = single(stage_transfer(fabric, np.asarray(float(self._of("layers.0").flow)), jobs))
+        message = single(stage_transfer(fabric, np.asarray(float(self.of("layers.0").flow)), jobs))
         costs = StageCosts(
             forward=tuple(forward), input_backward=tuple(backward - weight), weight_backward=tuple(weight)
         )
@@ -359,20 +368,21 @@ class _Costs:
 
     # Bytes.
 
-    def _prefixes(self, rank: int) -> list[str]:
+    def prefixes(self, rank: int) -> list[str]:
+        """The segments of a pipeline rank."""
         return [
             prefix for stage, where in enumerate(self._part.rank) if where == rank for prefix in self._stages[stage]
         ]
 
     def _units(self, prefix: str) -> list[_Unit]:
         """The experts of a segment are one of their own, because other ranks hold the same ones."""
-        layout, costs = self._layout, self._of(prefix)
+        layout, costs = self._layout, self.of(prefix)
         rest = _Unit(costs.parameters - costs.routed, layout.dp, layout.shard_size, layout.tp)
         routed = _Unit(costs.routed, layout.dp * layout.tp // layout.ep, layout.expert_shard_size, layout.ep)
         return [each for each in (rest, routed) if each.size]
 
     def _held(self, rank: int) -> list[_Unit]:
-        return [unit for prefix in self._prefixes(rank) for unit in self._units(prefix)]
+        return [unit for prefix in self.prefixes(rank) for unit in self._units(prefix)]
 
     def _memory(self, rank: int) -> dict[str, float]:
         layout, engine = self._layout, self._engine
@@ -423,7 +433,7 @@ class _Costs:
         def reduce(prefix: str, before: list[str], micro_batch: int) -> None:
             """Its gradients are whole."""
             nonlocal live, sent
-            left, sent = self._element * self._of(prefix).parameters, 0.0
+            left, sent = self._element * self.of(prefix).parameters, 0.0
             for unit in self._units(prefix):
                 if layout.zero >= 2:
                     see(left + sent + 4 * unit.size + self._gathered(before))
@@ -443,12 +453,12 @@ class _Costs:
             if action.kind is Kind.FORWARD:
                 for place, prefix in enumerate(prefixes):
                     following = prefixes[place + 1 : place + 2]
-                    see(self._of(prefix).forward_peak + self._gathered([prefix, *following]))
-                    live += self._of(prefix).kept
+                    see(self.of(prefix).forward_peak + self._gathered([prefix, *following]))
+                    live += self.of(prefix).kept
                 continue
             for place in reversed(range(len(prefixes))):
                 prefix, before = prefixes[place], prefixes[max(place - 1, 0) : place]
-                costs = self._of(prefix)
+                costs = self.of(prefix)
                 if action.kind is Kind.WEIGHT:
                     see(costs.weight_peak - costs.postponed + sent)
                 else:
@@ -460,7 +470,7 @@ class _Costs:
                 else:
                     reduce(prefix, before, action.micro_batch)
             if action.kind is Kind.WEIGHT:  # all of a stage is let go of at once
-                live -= sum(self._of(prefix).postponed for prefix in prefixes)
+                live -= sum(self.of(prefix).postponed for prefix in prefixes)
         if layout.zero in (1, 2):  # what was updated is copied, to be sent to all
             updated = [self._element * unit.shard for unit in self._held(rank)]
             live = sum(updated)
@@ -475,9 +485,9 @@ class _Costs:
     @property
     def _flow(self) -> float:
         """Bytes of a message between stages."""
-        return float(self._of("layers.0").flow) if self._layout.pp > 1 else 0.0
+        return float(self.of("layers.0").flow) if self._layout.pp > 1 else 0.0
 
     def _gathered(self, prefixes: list[str]) -> float:
         if self._layout.zero < 3:
             return 0.0
-        return float(self._element * sum(self._of(prefix).parameters for prefix in prefixes))
+        return float(self._element * sum(self.of(prefix).parameters for prefix in prefixes))
