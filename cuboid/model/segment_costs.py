@@ -211,11 +211,18 @@ UNCOUNTED: dict[Any, Callable[..., int]] = {
 """Operations whose FLOPs torch does not count."""
 
 
+INSIDE: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._softmax_backward_data: lambda gradient, *_: gradient.nbytes,  # gradient · output, before the sums
+}
+"""Operations that take memory for themselves while they run on a GPU, and how many bytes."""
+
+
 class _Watch(TorchDispatchMode):
     """Follows every tensor that is made until it is gone."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_gpu: bool) -> None:
         super().__init__()
+        self._inside = INSIDE if on_gpu else {}
         from torch.utils.flop_counter import flop_registry
 
         self._flops: Mapping[Any, Callable[..., int]] = {**flop_registry, **UNCOUNTED}
@@ -242,7 +249,8 @@ class _Watch(TorchDispatchMode):
             self.moment.work.append((flops, float(moved)))
             # A backward pass records no gradients, but what it computes again does.
             self.moment.repeated += flops * torch.is_grad_enabled()
-        self.moment.peak = max(self.moment.peak, self.bytes)
+        inside = self._inside.get(function._overloadpacket)
+        self.moment.peak = max(self.moment.peak, self.bytes + (inside(*arguments) if inside is not None else 0))
         return result
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
@@ -369,7 +377,7 @@ def _run(
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter) if run.adds_in_place else None
     call = with_recompute(module, run.recompute if prefix.startswith("layers.") else "none")
-    watch = _Watch()
+    watch = _Watch(run.on_gpu)
     inputs: list[weakref.ref[Tensor]] = []
     with _FusedNorms() if run.on_gpu else nullcontext(), watch:
         with watch.watching() as forward:

@@ -201,6 +201,25 @@ def test_a_gpu_keeps_less_of_norms_than_a_cpu() -> None:
     assert build(block=Normed).costs("layers.1", replace(run, on_gpu=False)).kept >= tokens * (4 * 2 * hidden + 4)
 
 
+class Scores(nn.Module):
+    """Nothing but what every token says of every other."""
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.key = nn.Parameter(torch.ones(hidden))
+
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        return (x @ (x * self.key).transpose(1, 2)).softmax(-1) @ x
+
+
+def test_a_gpu_needs_a_further_tensor_in_the_backward_of_softmax() -> None:
+    """Torch's kernel first multiplies gradient and output (SoftMax.cu)."""
+    run = SegmentRun(tensor=1, micro_batch=2, sequence=256, precision="bf16")
+    cpu, gpu = (build(block=Scores).costs("layers.1", replace(run, on_gpu=on_gpu)) for on_gpu in (False, True))
+    assert gpu.backward_peak - cpu.backward_peak == 2 * 2 * 256 * 256
+    assert (gpu.kept, gpu.forward_peak) == (cpu.kept, cpu.forward_peak)
+
+
 def test_costs_of_large_micro_batches_are_estimated_from_small_ones() -> None:
     model = build()
     for prefix in model.prefixes:
