@@ -187,6 +187,8 @@ class _Unit:
     """Ranks that split ZeRO's state of them."""
     stride: int
     """How far apart these are."""
+    keeps_none: bool
+    """Whether gradients stay as the backward pass leaves them: of one micro-batch, with nobody to add."""
 
     @property
     def shard(self) -> float:
@@ -208,6 +210,7 @@ class _Costs:
             chip.memory_bandwidth * chip.memory_efficiency,
             chip.kernel_floor,
         )
+        self._adds_in_place = layout.zero < 2 and question.precision == "float32"
         self._element = 4 if question.precision == "float32" else 2
         self._known: dict[str, Any] = {}
         self._micro_batches = question.global_batch // (layout.dp * layout.micro_batch)
@@ -255,7 +258,7 @@ class _Costs:
                 question.precision,
                 self._recompute.get(prefix, "none"),
                 self._splits_backward,
-                adds_in_place=layout.zero < 2 and question.precision == "float32",
+                adds_in_place=self._adds_in_place,
                 on_gpu=not question.on_cpu,
                 expert=layout.ep,
             )
@@ -377,8 +380,11 @@ class _Costs:
     def _units(self, prefix: str) -> list[_Unit]:
         """The experts of a segment are one of their own, because other ranks hold the same ones."""
         layout, costs = self._layout, self.of(prefix)
-        rest = _Unit(costs.parameters - costs.routed, layout.dp, layout.shard_size, layout.tp)
-        routed = _Unit(costs.routed, layout.dp * layout.tp // layout.ep, layout.expert_shard_size, layout.ep)
+        once = self._micro_batches == 1 and not self._adds_in_place
+        alone = once and layout.dp * layout.tp == 1 and not self._question.model.tie_embeddings
+        rest = _Unit(costs.parameters - costs.routed, layout.dp, layout.shard_size, layout.tp, alone)
+        holders = layout.dp * layout.tp // layout.ep
+        routed = _Unit(costs.routed, holders, layout.expert_shard_size, layout.ep, once and holders == 1)
         return [each for each in (rest, routed) if each.size]
 
     def _held(self, rank: int) -> list[_Unit]:
@@ -388,7 +394,7 @@ class _Costs:
         layout, engine = self._layout, self._engine
         units = self._held(rank)
 
-        def split(each: float, stage: int) -> float:
+        def split(each: float, stage: int, units: list[_Unit] = units) -> float:
             return each * sum(unit.shard if layout.zero >= stage else unit.size for unit in units)
 
         kept, more = self._fullest(rank)
@@ -400,7 +406,7 @@ class _Costs:
             messages += self._flow * (self._micro_batches - self._counted) * (after + before)
         row = {
             "weights": split(engine.weight_bytes, 3),
-            "gradients": split(engine.gradient_bytes, 2),
+            "gradients": split(engine.gradient_bytes, 2, [unit for unit in units if not unit.keeps_none]),
             "optimizer": split(engine.optimizer_bytes, 1),
             "activations": kept + messages,
             "logits": 0.0,
@@ -435,7 +441,10 @@ class _Costs:
             nonlocal live, sent
             left, sent = self._element * self.of(prefix).parameters, 0.0
             for unit in self._units(prefix):
-                if layout.zero >= 2:
+                if unit.keeps_none:
+                    left -= self._element * unit.size
+                    live += self._element * unit.size
+                elif layout.zero >= 2:
                     see(left + sent + 4 * unit.size + self._gathered(before))
                     left -= self._element * unit.size
                     sent += 4 * (whole * unit.size + unit.shard)

@@ -64,6 +64,7 @@ EXPERT_LAYOUTS = [
     "dp=2,ep=2,zero=1",
     "dp=2,ep=2,zero=2",
     "dp=2,ep=2,zero=3",
+    "dp=2,ep=2,zero=2,micro_batch=8",  # one micro-batch: nobody adds to the gradients of experts
     "dp=4,ep=2,zero=1",
     "dp=2,tp=2,ep=4",
     "dp=2,tp=2,ep=2,zero=2",
