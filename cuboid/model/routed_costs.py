@@ -43,7 +43,7 @@ def route_evenly(module: nn.Module, run: SegmentRun, made: list[Made], deferral:
 
 
 def grouped_flops(left: Tensor, right: Tensor, *_: object, **__: object) -> int:
-    """Of `aten._grouped_mm`: each expert's rows with its weight, or the outer products of two groups of rows."""
+    """Of `aten._grouped_mm`: each expert's rows with its weight, or two groups of rows, one transposed."""
     return 2 * left.numel() * right.shape[-1]
 
 
