@@ -195,7 +195,7 @@ class _Moment:
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
-    """FLOPs of scaled dot product attention, in full where it is causal too: (batch, heads, length, width) each."""
+    """FLOPs of SDPA, in full where it is causal too: (batch, heads, length, width) each."""
     return 2 * math.prod(query.shape[:3]) * key.shape[2] * (key.shape[3] + value.shape[3])
 
 

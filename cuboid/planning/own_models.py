@@ -1,6 +1,5 @@
 """Plans of models of one's own. What a block costs is not written in formulas but found by running its modules on
-tensors without contents (`model.segment_costs`): operations, bytes kept and alive, collectives of tensor and expert
-ranks.
+tensors without contents (`model.segment_costs`): operations, bytes kept and alive, collectives.
 
 Memory follows the schedule's own list of actions, segment by segment, as the engine runs them. Seconds are those of
 each operation at the rate of the accelerator or of its memory, whichever is slower, and of collectives as for any
@@ -356,9 +355,8 @@ class _Costs:
             if each.copies == 1:
                 continue
             members = group(fabric, np.asarray(float(each.copies)), np.asarray(float(each.stride)))
-            gradients, weights = (
-                np.asarray(each.size * wire) for wire in (engine.gradient_wire, engine.parameter_wire)
-            )
+            wires = engine.gradient_wire, engine.parameter_wire
+            gradients, weights = (np.asarray(each.size * wire) for wire in wires)
             summed += single(all_reduce(fabric, gradients, members))
             scattered += single(reduce_scatter(fabric, gradients, members))
             gathered += single(all_gather(fabric, weights, members))
