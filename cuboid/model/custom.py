@@ -253,6 +253,8 @@ class Model:
 
     def costs(self, prefix: str, run: SegmentRun) -> SegmentCosts:
         """Of a segment. Those cost the same whose modules, their parameters and plain attributes are alike."""
+        if all(split != EXPERT for _, _, split in self._declarations[prefix]):
+            run = replace(run, expert=1)
         key = (self._descriptions[prefix], run)
         if key not in self._known_costs:
             from cuboid.model.segment_costs import segment_costs

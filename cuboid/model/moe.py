@@ -99,6 +99,7 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.empty(experts, width, model.hidden))
         self.down = nn.Parameter(torch.empty(experts, model.hidden, width))
         self.matmul: GroupedMatmul = grouped_matmul
+        self.swiglu: Callable[[Tensor, Tensor], Tensor] = swiglu
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x: rows in the order of experts, `counts` of each."""
@@ -106,7 +107,7 @@ class Experts(nn.Module):
         if self.gate is None:
             inner = functional.gelu(up, approximate="tanh")
         else:
-            inner = swiglu(self.matmul(x, self.gate, counts), up)
+            inner = self.swiglu(self.matmul(x, self.gate, counts), up)
         return self.matmul(inner, self.down, counts)
 
 

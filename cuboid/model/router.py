@@ -138,6 +138,20 @@ class _Unpermute(torch.autograd.Function):
         return gradient.flatten(0, 1).index_select(0, order), None, None
 
 
+class Reorder(torch.autograd.Function):
+    """Rows in another order; `inverse` undoes it, and so brings the gradient back without adding anything."""
+
+    @staticmethod
+    def forward(context: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        context.save_for_backward(inverse)
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = context.saved_tensors
+        return gradient.index_select(0, inverse), None, None
+
+
 def _rows_at(rows: Tensor, home: Tensor) -> Tensor:
     """(tokens, top_k, hidden); what was not kept has its home behind the last row and is zero."""
     padded = torch.cat((rows, rows.new_zeros(1, rows.shape[1])))

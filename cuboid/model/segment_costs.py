@@ -1,5 +1,5 @@
-"""What a module of one's own costs, found by running it on tensors without contents: its parameters on a tensor rank,
-every operation's arithmetic and bytes, what tensor ranks sum, and the bytes alive at each moment of its passes.
+"""What a module of one's own costs, found by running it on tensors without contents: its parameters on a rank, every
+operation's arithmetic and bytes, its collectives, and the bytes alive at each moment of its passes.
 
 It is run as the engine runs it: with the same recomputation, and the same postponed weight gradients."""
 
@@ -22,11 +22,11 @@ from torch.utils._pytree import tree_leaves
 from cuboid.errors import UserError, either
 from cuboid.kernels.recompute import with_recompute
 from cuboid.model.linear import ColumnLinear, Linear, RowLinear, VocabularyEmbedding, declared_split
-from cuboid.model.moe import RoutedExperts
+from cuboid.model.routed_costs import Made, grouped_flops, route_evenly
 from cuboid.model.split_backward import Deferral, defer_matmuls
 from cuboid.model.transformer import Head, summed_loss
 from cuboid.spec.plugin import SegmentRun
-from cuboid.spec.sharding import ShardingRank
+from cuboid.spec.sharding import EXPERT, ShardingRank
 
 if TYPE_CHECKING:
     from cuboid.model.custom import Model
@@ -47,9 +47,11 @@ MEASURED = (2, 4)
 
 @dataclass(frozen=True)
 class SegmentCosts:
-    """Of one micro-batch on one tensor rank."""
+    """Of one micro-batch on one rank."""
 
     parameters: int
+    routed: int
+    """Of them those of experts, which other ranks hold alike than the rest."""
     kept: int
     """Bytes alive between forward and backward, the input among them if it is needed."""
     postponed: int
@@ -71,9 +73,8 @@ class SegmentCosts:
     """Of it what can be postponed."""
     repeated: float
     """FLOPs of what is computed again."""
-    forward_sums: list[int]
-    """Bytes of every all-reduce of tensor ranks."""
-    backward_sums: list[int]
+    forward_collectives: list[Made]
+    backward_collectives: list[Made]
 
     @property
     def flops(self) -> float:
@@ -91,7 +92,7 @@ class SegmentCosts:
         def line(one: Any, two: Any) -> Any:
             if isinstance(one, list | tuple):
                 return type(one)(map(line, one, two))
-            return two + (two - one) * steps
+            return one if isinstance(one, str) else two + (two - one) * steps
 
         return SegmentCosts(**{name: line(one, getattr(other, name)) for name, one in vars(self).items()})
 
@@ -118,14 +119,15 @@ class _Uncommunicating:
 
     def __init__(self, copies: bool) -> None:
         self.copies = copies
-        self.sums: list[int] = []
+        self.made: list[Made] = []
 
     def add(self, x: Tensor) -> Tensor:
-        self.sums.append(x.numel() * x.element_size())
+        self.made.append(("tp", "all-reduce", x.nbytes))
         return x
 
-    def taken(self) -> list[int]:
-        taken, self.sums = self.sums, []
+    def taken(self) -> list[Made]:
+        taken = [*self.made]
+        self.made.clear()
         return taken
 
     def enter(self, x: Tensor) -> Tensor:
@@ -148,7 +150,7 @@ class _Uncommunicating:
     def summed_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """The largest logit of all ranks, then two sums at once, in float32 at least."""
         exact = max(logits.element_size(), 4) * logits.shape[0]
-        self.sums += [exact, 2 * exact]
+        self.made += [("tp", "all-reduce", exact), ("tp", "all-reduce", 2 * exact)]
         return summed_loss(logits, labels)
 
 
@@ -192,14 +194,38 @@ class _Moment:
     repeated: float = 0.0
 
 
+def _attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> int:
+    """FLOPs of SDPA, in full where it is causal too: (batch, heads, length, width) each."""
+    return 2 * math.prod(query.shape[:3]) * key.shape[2] * (key.shape[3] + value.shape[3])
+
+
+def _attention_backward(_: Tensor, *arguments: Any, **options: Any) -> int:
+    return 2 * _attention(*arguments, **options)
+
+
+UNCOUNTED: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._grouped_mm: grouped_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+}
+"""Operations whose FLOPs torch does not count."""
+
+
+INSIDE: dict[Any, Callable[..., int]] = {
+    torch.ops.aten._softmax_backward_data: lambda gradient, *_: gradient.nbytes,  # gradient · output, before the sums
+}
+"""Operations that take memory for themselves while they run on a GPU, and how many bytes."""
+
+
 class _Watch(TorchDispatchMode):
     """Follows every tensor that is made until it is gone."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_gpu: bool) -> None:
         super().__init__()
+        self._inside = INSIDE if on_gpu else {}
         from torch.utils.flop_counter import flop_registry
 
-        self._flops: Mapping[Any, Callable[..., int]] = flop_registry
+        self._flops: Mapping[Any, Callable[..., int]] = {**flop_registry, **UNCOUNTED}
         self._alive: dict[int, int] = {}
         self.bytes = 0
         self.moment = _Moment()
@@ -223,7 +249,8 @@ class _Watch(TorchDispatchMode):
             self.moment.work.append((flops, float(moved)))
             # A backward pass records no gradients, but what it computes again does.
             self.moment.repeated += flops * torch.is_grad_enabled()
-        self.moment.peak = max(self.moment.peak, self.bytes)
+        inside = self._inside.get(function._overloadpacket)
+        self.moment.peak = max(self.moment.peak, self.bytes + (inside(*arguments) if inside is not None else 0))
         return result
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
@@ -252,18 +279,14 @@ def segment_costs(model: Model, prefix: str, run: SegmentRun) -> SegmentCosts:
     dtype = DTYPES[run.precision]
     with torch.device("meta"):
         module = model.make(prefix)
-    if any(isinstance(child, RoutedExperts) for child in module.modules()):
-        raise UserError(
-            f"{prefix} routes tokens to experts, and what that costs is known of models of the catalog only; choose a "
-            "layout without a plan"
-        )
     with FakeTensorMode():
-        local = _localize(module, prefix, run.tensor, dtype)
+        local = _localize(module, prefix, run, dtype)
         region, deferral = _Uncommunicating(run.splits_backward), Deferral()
         if run.tensor > 1:
             _connect(module, region)
         if run.splits_backward:
             defer_matmuls(module, deferral)
+        route_evenly(module, run, region.made, deferral)
         batch = _batch(model, run.micro_batch, run.sequence, dtype)
         shapes = model.flow_shapes(run.micro_batch, run.sequence)
         try:
@@ -286,7 +309,7 @@ def segment_costs(model: Model, prefix: str, run: SegmentRun) -> SegmentCosts:
             ) from problem
     flow = sum(math.prod(shape) for shape in shapes) * dtype.itemsize
     later = {name: split[name] for name in ("postponed", "weight_peak", "weight")}
-    return SegmentCosts(**{**seen, **later, "input_peak": split["backward_peak"]}, parameters=local, flow=flow)
+    return SegmentCosts(**{**seen, **later, **local, "input_peak": split["backward_peak"]}, flow=flow)
 
 
 def _connect(module: nn.Module, region: _Uncommunicating) -> None:
@@ -299,16 +322,18 @@ def _connect(module: nn.Module, region: _Uncommunicating) -> None:
             child.summed_loss = region.summed_loss
 
 
-def _localize(module: nn.Module, prefix: str, ranks: int, dtype: torch.dtype) -> int:
-    """Give every parameter the shape it has on a tensor rank; how many numbers that is."""
+def _localize(module: nn.Module, prefix: str, run: SegmentRun, dtype: torch.dtype) -> dict[str, int]:
+    """Give every parameter the shape it has on a rank; how many numbers that is, and of experts alone."""
     splits = {name: declared_split(module, name) for name, _ in module.named_parameters()}
-    total = 0
+    place = ShardingRank(run.tensor, expert=run.expert)
+    total = {"parameters": 0, "routed": 0}
     for name, parameter in list(module.named_parameters()):
         shape, declared = list(parameter.shape), splits[name]
-        if declared is not None and ranks > 1:
-            cut = declared.slice_of(f"{prefix}.{name}", tuple(shape), ShardingRank(ranks))
+        if declared is not None and (run.tensor > 1 or run.expert > 1):
+            cut = declared.slice_of(f"{prefix}.{name}", tuple(shape), place)
             shape[cut.dimension] = cut.length
-        total += math.prod(shape)
+        total["parameters"] += math.prod(shape)
+        total["routed"] += math.prod(shape) * (declared == EXPERT)
         _set(module, name, nn.Parameter(torch.empty(shape, dtype=dtype)))
     for name, buffer in list(module.named_buffers()):
         owner, _, inner = name.rpartition(".")
@@ -352,9 +377,9 @@ def _run(
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter) if run.adds_in_place else None
     call = with_recompute(module, run.recompute if prefix.startswith("layers.") else "none")
-    watch = _Watch()
+    watch = _Watch(run.on_gpu)
     inputs: list[weakref.ref[Tensor]] = []
-    with _FusedNorms() if run.fuses_norms else nullcontext(), watch:
+    with _FusedNorms() if run.on_gpu else nullcontext(), watch:
         with watch.watching() as forward:
             if prefix == "embedding":
                 y = call(batch)
@@ -364,7 +389,7 @@ def _run(
                 y = call(given[0] if len(given) == 1 else tuple(given), batch)
                 inputs = [weakref.ref(each) for each in given]
                 del given
-        forward_sums = region.taken()
+        forward_collectives = region.taken()
         outputs = list(y) if isinstance(y, tuple) else [y]
         edges = [torch.autograd.graph.get_gradient_edge(each) for each in outputs if each.requires_grad]
         like = [(tuple(each.shape), each.dtype) for each in outputs if each.requires_grad]
@@ -395,6 +420,6 @@ def _run(
         "backward": backward.work,
         "weight": weight.work,
         "repeated": backward.repeated,
-        "forward_sums": forward_sums,
-        "backward_sums": region.taken(),
+        "forward_collectives": forward_collectives,
+        "backward_collectives": region.taken(),
     }

@@ -138,26 +138,34 @@ def _linear(linear: nn.Linear, matmul: Matmul, x: Tensor) -> Tensor:
 
 class _DeferrableGroupedMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, counts: Tensor, deferral: Deferral) -> Tensor:
+    def forward(
+        context: Any, x: Tensor, weight: Tensor, counts: Tensor, deferral: Deferral, kernels: GroupedKernels
+    ) -> Tensor:
         context.save_for_backward(x, counts)
-        context.weight, context.deferral = weight, deferral
-        return grouped_matmul(x, weight, counts)
+        context.weight, context.deferral, context.kernels = weight, deferral, kernels
+        return kernels[0](x, weight, counts)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, counts = context.saved_tensors
         weight, deferral = context.weight, context.deferral
+        multiply, outer = context.kernels
         gradient = gradient.contiguous()
-        input_gradient = grouped_matmul(gradient, weight.transpose(1, 2), counts)
+        input_gradient = multiply(gradient, weight.transpose(1, 2), counts)
         if not deferral.active:
-            return input_gradient, grouped_outer(gradient, x, counts), None, None
-        deferral.postpone(lambda: accumulate(weight, grouped_outer(gradient, x, counts)))
-        return input_gradient, None, None, None
+            return input_gradient, outer(gradient, x, counts), None, None, None
+        deferral.postpone(lambda: accumulate(weight, outer(gradient, x, counts)))
+        return input_gradient, None, None, None, None
 
 
-def deferrable_grouped_matmul(deferral: Deferral) -> GroupedMatmul:
+GroupedKernels = tuple[GroupedMatmul, GroupedMatmul]
+
+
+def deferrable_grouped_matmul(
+    deferral: Deferral, multiply: GroupedMatmul = grouped_matmul, outer: GroupedMatmul = grouped_outer
+) -> GroupedMatmul:
     def matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-        return _DeferrableGroupedMatmul.apply(x, weight, counts, deferral)
+        return _DeferrableGroupedMatmul.apply(x, weight, counts, deferral, (multiply, outer))
 
     return matmul
 

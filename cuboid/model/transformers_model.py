@@ -8,6 +8,7 @@ split over tensor ranks: data parallelism, ZeRO and pipelines."""
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -52,8 +53,15 @@ class Family:
         if weights and not files:
             raise UserError(f"model.options.weights=true: {folder} holds no safetensors; use weights=false")
         self._files = files if weights is not False else {}
+        self._converted: tuple[int | None, dict[str, Tensor]] = -1, {}
+        """A layer, and its weights as the family loads them: the last that was asked for."""
         with _parameters_without_memory():
             self._bare = self._auto.from_config(copy.deepcopy(self.config))
+        for child in self._bare.modules():
+            if hasattr(child, "layerdrop"):
+                # Such a family draws a random number before each layer while it trains, though none of 0 is skipped
+                # by it.
+                child.training = False
         self._base_name = str(self._bare.base_model_prefix)
         base = self._bare.base_model
         lists = [name for name, child in base.named_modules() if _holds_layers(child, self.layers)]
@@ -118,10 +126,7 @@ class Family:
         """The whole model around one layer, with those of its modules that are `kept`."""
         model = copy.deepcopy(self._bare)
         base = model.base_model
-        for name, value in vars(self.config).items():
-            if isinstance(value, list) and len(value) == self.layers:
-                setattr(model.config, name, [value[number]])
-        model.config.num_hidden_layers = 1
+        self._keep_one(model.config, number)
         for name in self._owners:
             if name not in kept:
                 parent, _, inside = name.rpartition(".")
@@ -129,6 +134,13 @@ class Family:
                 setattr(base.get_submodule(parent), inside, absent)
         self._set_layers(base, [layer])
         return model
+
+    def _keep_one(self, config: Any, number: int) -> None:
+        """Let a config speak of one layer."""
+        for name, value in vars(self.config).items():
+            if isinstance(value, list) and len(value) == self.layers:
+                setattr(config, name, [value[number]])
+        config.num_hidden_layers = 1
 
     def _with_memory(self, module: nn.Module) -> None:
         """On the CPU, initialised as the family does where no weights are to come."""
@@ -182,20 +194,63 @@ class Family:
 
     def _weight(self, name: str) -> Tensor:
         if name in self._files:
-            with open_safetensors(self._files[name]) as file:
-                found: Tensor = file.get_tensor(name)
-                return found
+            return self._read(name)
         # `transformers` renames some as it loads them, or stacks several to one.
-        if name not in self._loaded:
+        layers = f"{self._base_name}.{self._layers_name}."
+        layer = int(name.removeprefix(layers).partition(".")[0]) if name.startswith(layers) else None
+        if self._converted[0] != layer:
+            self._converted = layer, self._convert(layer)
+        loaded = self._converted[1]
+        if name not in loaded:
+            loaded = self._loaded  # of a layer that alone would be of another kind
+        if name not in loaded:
             raise UserError(f"{self.folder} holds no {name}; use model.options.weights=false")
-        return self._loaded[name]
+        return loaded[name]
+
+    def _read(self, name: str) -> Tensor:
+        with open_safetensors(self._files[name]) as file:
+            found: Tensor = file.get_tensor(name)
+            return found
+
+    def _convert(self, layer: int | None) -> dict[str, Tensor]:
+        """The weights of one layer, or (None) of what is outside of the layers, as the family itself loads them, by the
+        names of its own modules. The first number in the name of a tensor is that of its layer: it is loaded as the
+        only one of a smaller model, and nothing is read of the others."""
+        numbered = {name: re.match(r"(.*?\.)(\d+)(?=\.)", name) for name in self._files}
+        given = {
+            name if found is None else f"{found[1]}0{name[found.end() :]}": self._read(name)
+            for name, found in numbered.items()
+            if (None if found is None else int(found[2])) == layer
+        }
+        config = copy.deepcopy(self.config)
+        self._keep_one(config, layer or 0)
+        try:
+            found = self._state(type(self._bare), None, config=config, state_dict=given)
+        except (RuntimeError, ValueError):
+            return {}
+        layers = f"{self._base_name}.{self._layers_name}."
+        return {name.replace(f"{layers}0.", f"{layers}{layer}.", 1): tensor for name, tensor in found.items()}
 
     @cached_property
     def _loaded(self) -> dict[str, Tensor]:
-        """All weights, by the names of the family's own modules."""
-        model, told = self._auto.from_pretrained(str(self.folder), output_loading_info=True)
-        missing = set(told["missing_keys"])
-        return {name: tensor for name, tensor in model.state_dict().items() if name not in missing}
+        """All weights."""
+        return self._state(self._auto, str(self.folder))
+
+    @staticmethod
+    def _state(kind: Any, folder: str | None, **options: Any) -> dict[str, Tensor]:
+        """What is loaded, without what is missing."""
+        from transformers.utils import logging
+
+        level, shows = logging.get_verbosity(), logging.is_progress_bar_enabled()
+        logging.set_verbosity_error()  # it tells of everything that is missing
+        logging.disable_progress_bar()
+        try:
+            model, told = kind.from_pretrained(folder, output_loading_info=True, **options)
+        finally:
+            logging.set_verbosity(level)
+            if shows:
+                logging.enable_progress_bar()
+        return {name: tensor for name, tensor in model.state_dict().items() if name not in set(told["missing_keys"])}
 
     def exported_name(self, name: str) -> str:
         """What `transformers` calls a parameter of ours."""

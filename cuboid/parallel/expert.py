@@ -21,7 +21,7 @@ from cuboid.kernels.pinned_memory import HostCopy
 from cuboid.kernels.recompute import remembered
 from cuboid.model.load_balancing import Balance, Tokens
 from cuboid.model.moe import RoutedExperts
-from cuboid.model.router import Router
+from cuboid.model.router import Reorder, Router
 from cuboid.parallel.collectives import Pending, all_gather, all_reduce, start_all_to_all
 from cuboid.parallel.groups import Group, Groups
 from cuboid.spec.run import Run
@@ -88,20 +88,6 @@ class _Arrive(torch.autograd.Function):
         # (shared experts).
         trip.back = trip.start(gradient, trip.receive, trip.send)
         return gradient, None  # a place holder of the right shape: what counts is on its way
-
-
-class _Reorder(torch.autograd.Function):
-    """Rows in another order; `inverse` undoes it, and so brings the gradient back without adding anything."""
-
-    @staticmethod
-    def forward(context: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        context.save_for_backward(inverse)
-        return rows.index_select(0, order)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = context.saved_tensors
-        return gradient.index_select(0, inverse), None, None
 
 
 class _Sizes:
@@ -172,10 +158,10 @@ class AllToAllDispatch:
 
     def arrive(self) -> tuple[Tensor, Tensor]:
         rows = _Arrive.apply(self._rows, self._there)
-        return _Reorder.apply(rows, self._order, self._inverse), self.counts
+        return Reorder.apply(rows, self._order, self._inverse), self.counts
 
     def go_back(self, rows: Tensor) -> Tensor:
-        rows = self._back.run(_Reorder.apply(rows, self._inverse, self._order))
+        rows = self._back.run(Reorder.apply(rows, self._inverse, self._order))
         return functional.pad(rows, (0, 0, 0, self._stay)) if self._stay else rows
 
 

@@ -305,18 +305,24 @@ def _passes(step: RankStep) -> Iterator[Collective]:
 def _own(step: RankStep, model: PythonModelSpec) -> Iterator[Collective]:
     """As the modules of a model of one's own do it, run on tensors without contents."""
     layout = step.layout
-    if layout.tp == 1:
+    if layout.tp == layout.ep == 1:
         return
+    ranks = {"tp": layout.tp, "sequence": layout.tp, "ep": layout.ep}
     recomputed: dict[str, Recompute] = {f"layers.{layer}": step.recompute[layer] for layer in step.layers}
     recomputed |= {name: "none" for name, held in (("embedding", step.first), ("head", step.last)) if held}
     for prefix, recompute in recomputed.items():
         segment = SegmentRun(
-            layout.tp, layout.micro_batch, step.run.training.sequence, step.run.training.weights, recompute
+            layout.tp,
+            layout.micro_batch,
+            step.run.training.sequence,
+            step.run.training.weights,
+            recompute,
+            expert=layout.ep,
         )
         costs = model.built.costs(prefix, segment)
-        for size in (*costs.forward_sums, *costs.backward_sums):
+        for dimension, kind, size in (*costs.forward_collectives, *costs.backward_collectives):
             what = f"{_words(prefix)}: {size:,} bytes"
-            yield Collective("tp", "all-reduce", layout.tp, step.micro_batches, size, what)
+            yield Collective(dimension, kind, ranks[dimension], step.micro_batches, size, what)
 
 
 def _data(step: RankStep) -> Iterator[Collective]:

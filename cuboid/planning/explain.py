@@ -9,7 +9,7 @@ from cuboid.cost.memory import kept_per_layer
 from cuboid.cost.sharding import rank_parameters
 from cuboid.errors import UserError
 from cuboid.planning.choose import plans, predict
-from cuboid.planning.own_models import largest_kept
+from cuboid.planning.own_models import largest_kept, own_rank_held
 from cuboid.planning.plan import GIB, WORDS, Plan, error_line, losses, recomputation
 from cuboid.planning.question import Question
 from cuboid.planning.space import Space
@@ -234,9 +234,8 @@ def memory_lines(explanation: Explanation) -> list[str]:
 def rank_held(plan: Plan, rank: int) -> tuple[float, float]:
     """Parameters of a pipeline rank, all but experts and those of experts, before ZeRO splits them."""
     layout, question = plan.layout, plan.question
-    if isinstance(question.model, PythonModelSpec):  # counted from the module, which names no experts
-        split = layout.shard_size * layout.cp if layout.zero >= 3 else 1
-        return plan.memory[rank]["weights"] / question.profile.weight_bytes * split, 0.0
+    if isinstance(question.model, PythonModelSpec):
+        return own_rank_held(question, layout, rank)
     part = held(question.model, layout.schedule, layout.pp, layout.vpp, question.sequence)
     jobs = Space.of([layout], question).jobs
     found = rank_parameters(Shape.of(question.model), jobs, part.layers, *part.ends())

@@ -1,5 +1,5 @@
 """Plans of models of one's own. What a block costs is not written in formulas but found by running its modules on
-tensors without contents (`model.segment_costs`): operations, bytes kept and alive, bytes summed over tensor ranks.
+tensors without contents (`model.segment_costs`): operations, bytes kept and alive, collectives.
 
 Memory follows the schedule's own list of actions, segment by segment, as the engine runs them. Seconds are those of
 each operation at the rate of the accelerator or of its memory, whichever is slower, and of collectives as for any
@@ -10,12 +10,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from math import log
 from typing import Any
 
 import numpy as np
 
-from cuboid.cost.communication import ONE, all_gather, all_reduce, group, reduce_scatter, stage_transfer
+from cuboid.cost.communication import (
+    ONE,
+    all_gather,
+    all_reduce,
+    all_to_all,
+    group,
+    reduce_scatter,
+    stage_transfer,
+)
 from cuboid.cost.inputs import Array, Jobs, single
 from cuboid.cost.memory import LIBRARIES
 from cuboid.cost.step import PARTS
@@ -32,6 +41,8 @@ from cuboid.spec.layout import RECOMPUTE, Layout, Recompute
 from cuboid.spec.plugin import PythonModelSpec, SegmentRun
 
 LARGEST_MICRO_BATCH = 64
+WAITS = {"tp": "tensor", "sequence": "tensor", "ep": "expert"}
+"""Dimension of a collective inside a segment -> the part of a step that counts it."""
 SLOWER = 1.5
 """How many times the fastest step one may take that is chosen for its memory."""
 
@@ -97,11 +108,19 @@ def own_stage_seconds(question: Question, layout: Layout) -> StageSeconds:
     return _Costs(question, layout).stage_seconds
 
 
+def own_rank_held(question: Question, layout: Layout, rank: int) -> tuple[float, float]:
+    """Parameters of a pipeline rank, all but experts and those of experts, before ZeRO splits them."""
+    costs = _Costs(question, layout)
+    found = [costs.of(prefix) for prefix in costs.prefixes(rank)]
+    routed = sum(each.routed for each in found)
+    return float(sum(each.parameters for each in found) - routed), float(routed)
+
+
 def largest_kept(question: Question) -> float:
     """Bytes that a layer keeps of one sequence for its backward pass, of the one that keeps most."""
     model = question.model
     assert isinstance(model, PythonModelSpec)
-    run = SegmentRun(1, 1, question.sequence, question.precision, fuses_norms=not question.on_cpu)
+    run = SegmentRun(1, 1, question.sequence, question.precision, on_gpu=not question.on_cpu)
     return float(max(model.built.costs(f"layers.{layer}", run).kept for layer in range(model.layers)))
 
 
@@ -119,18 +138,23 @@ def _layouts(question: Question) -> Iterator[Layout]:
             if world % (tp * pp):
                 continue
             dp = world // (tp * pp)
-            for zero in options("zero", [0, 1, 2, 3] if dp > 1 else [0]):
-                for micro_batch in options("micro_batch", _micro_batches(question, dp)):
-                    for recompute in options("recompute", RECOMPUTE):
-                        chosen = {"tp": tp, "pp": pp, "dp": dp, "zero": zero, "micro_batch": micro_batch}
-                        try:
-                            chosen |= {"recompute": recompute, "sequence_parallel": False}
-                            layout = Layout(**{**chosen, **fixed})
-                            batch, sequence = question.global_batch, question.sequence
-                            check(layout, question.model, global_batch=batch, sequence=sequence)
-                        except UserError:
-                            continue
-                        yield layout
+            spread = [size for size in divisors if dp * tp % size == 0] if question.model.is_routed else [1]
+            several = product(
+                options("ep", spread),
+                options("zero", [0, 1, 2, 3] if dp > 1 else [0]),
+                options("micro_batch", _micro_batches(question, dp)),
+                options("recompute", RECOMPUTE),
+            )
+            for ep, zero, micro_batch, recompute in several:
+                chosen = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "zero": zero, "micro_batch": micro_batch}
+                chosen |= {"recompute": recompute, "sequence_parallel": False}
+                try:
+                    layout = Layout(**{**chosen, **fixed})
+                    batch, sequence = question.global_batch, question.sequence
+                    check(layout, question.model, global_batch=batch, sequence=sequence)
+                except UserError:
+                    continue
+                yield layout
 
 
 def _micro_batches(question: Question, dp: int) -> list[int]:
@@ -151,6 +175,25 @@ class _Rates:
         return sum(max(self.floor, flops / self.flops, moved / self.bandwidth) for flops, moved in work)
 
 
+@dataclass(frozen=True)
+class _Unit:
+    """Parameters that the same ranks hold."""
+
+    size: int
+    copies: int
+    """Ranks that hold them."""
+    shards: int
+    """Ranks that split ZeRO's state of them."""
+    stride: int
+    """How far apart these are."""
+    keeps_none: bool
+    """Whether gradients stay as the backward pass leaves them: of one micro-batch, with nobody to add."""
+
+    @property
+    def shard(self) -> float:
+        return self.size / self.shards
+
+
 class _Costs:
     """One layout of a model."""
 
@@ -166,7 +209,7 @@ class _Costs:
             chip.memory_bandwidth * chip.memory_efficiency,
             chip.kernel_floor,
         )
-        self._shards = (layout.shard or layout.dp) * layout.cp if layout.zero else 1
+        self._adds_in_place = layout.zero < 2 and question.precision == "float32"
         self._element = 4 if question.precision == "float32" else 2
         self._known: dict[str, Any] = {}
         self._micro_batches = question.global_batch // (layout.dp * layout.micro_batch)
@@ -202,7 +245,8 @@ class _Costs:
         layout = self._layout
         return make_schedule(layout.schedule, layout.pp, self._counted, layout.vpp).splits_backward
 
-    def _of(self, prefix: str) -> Any:
+    def of(self, prefix: str) -> Any:
+        """What a segment costs (`SegmentCosts`)."""
         if prefix not in self._known:
             model, layout, question = self._question.model, self._layout, self._question
             assert isinstance(model, PythonModelSpec)
@@ -213,8 +257,9 @@ class _Costs:
                 question.precision,
                 self._recompute.get(prefix, "none"),
                 self._splits_backward,
-                adds_in_place=layout.zero < 2 and question.precision == "float32",
-                fuses_norms=not question.on_cpu,
+                adds_in_place=self._adds_in_place,
+                on_gpu=not question.on_cpu,
+                expert=layout.ep,
             )
             find = model.built.estimated_costs if self._estimated else model.built.costs
             self._known[prefix] = find(prefix, run)
@@ -224,7 +269,7 @@ class _Costs:
         parts, bubble = self._parts()
         memory = tuple(self._memory(rank) for rank in range(self._layout.pp))
         layout, question = self._layout, self._question
-        flops = sum(self._of(prefix).flops for stage in self._stages for prefix in stage)
+        flops = sum(self.of(prefix).flops for stage in self._stages for prefix in stage)
         peak = question.machine.chip.peak["float32" if question.precision == "float32" else "bf16"]
         whole = flops * self._micro_batches * layout.dp * layout.tp
         used = whole / (sum(parts.values()) * layout.world_size * peak)
@@ -241,20 +286,28 @@ class _Costs:
     # Seconds.
 
     @cached_property
-    def _passes(self) -> tuple[Array, Array]:
-        """Seconds of the forward and backward pass of each stage, and those of them that wait for tensor ranks:
-        (2, stages)."""
-        layout, fabric = self._layout, self._question.machine.fabric
-        members = group(fabric, np.asarray(float(layout.tp)), ONE)
-        compute, waits = np.zeros((2, layout.stages)), np.zeros((2, layout.stages))
+    def _passes(self) -> tuple[Array, dict[str, Array]]:
+        """Seconds of the forward and backward pass of each stage, and by part of a step those of them that wait for
+        other ranks: (2, stages)."""
+        layout, shape = self._layout, (2, self._layout.stages)
+        compute, waits = np.zeros(shape), {part: np.zeros(shape) for part in WAITS.values()}
         for stage, prefixes in enumerate(self._stages):
-            for costs in map(self._of, prefixes):
+            for costs in map(self.of, prefixes):
                 compute[:, stage] += self._rates.seconds(costs.forward), self._rates.seconds(costs.backward)
-                for place, sums in enumerate((costs.forward_sums, costs.backward_sums)):
-                    waits[place, stage] += sum(
-                        single(all_reduce(fabric, np.asarray(float(size)), members)) for size in sums
-                    )
-        return compute + waits, waits
+                for way, collectives in enumerate((costs.forward_collectives, costs.backward_collectives)):
+                    for dimension, kind, size in collectives:
+                        ranks = layout.ep if dimension == "ep" else layout.tp
+                        waits[WAITS[dimension]][way, stage] += self._collective(kind, size, ranks)
+        return compute + sum(waits.values()), waits
+
+    def _collective(self, kind: str, size: float, ranks: int) -> float:
+        """Seconds that ranks beside one another wait in one."""
+        fabric, whole = self._question.machine.fabric, np.asarray(float(size))
+        members = group(fabric, np.asarray(float(ranks)), ONE)
+        if kind == "all-to-all":
+            away = all_to_all(fabric, whole, members, whole * (1 - 1 / members.nodes))
+            return single(away) * (1 - self._engine.expert_overlap)
+        return single((all_gather if kind == "all-gather" else all_reduce)(fabric, whole, members))
 
     @cached_property
     def stage_seconds(self) -> StageSeconds:
@@ -263,10 +316,10 @@ class _Costs:
         weight = backward / 2  # of one pass, whose halves the simulator adds
         if self._splits_backward:
             weight = np.array(
-                [sum(self._rates.seconds(self._of(each).weight) for each in stage) for stage in self._stages]
+                [sum(self._rates.seconds(self.of(each).weight) for each in stage) for stage in self._stages]
             )
         jobs = Jobs.of([layout], global_batch=self._question.global_batch, sequence=self._question.sequence)
-        message = single(stage_transfer(fabric, np.asarray(float(self._of("layers.0").flow)), jobs))
+        message = single(stage_transfer(fabric, np.asarray(float(self.of("layers.0").flow)), jobs))
         costs = StageCosts(
             forward=tuple(forward), input_backward=tuple(backward - weight), weight_backward=tuple(weight)
         )
@@ -280,14 +333,14 @@ class _Costs:
         alone = delayed = float(busy.max())
         if layout.pp > 1:
             alone, delayed = makespans(layout, self.stage_seconds, count, alone / count)
-        waiting = float(self._part.by_rank(list(waits.sum(axis=0)))[slowest]) * count
         parts = dict.fromkeys(PARTS, 0.0)
-        parts["compute"] = float(busy.max()) - waiting
-        parts["tensor"] = waiting
+        for part, each in waits.items():
+            parts[part] = float(self._part.by_rank(list(each.sum(axis=0)))[slowest]) * count
+        parts["compute"] = float(busy.max()) - sum(parts.values())
         parts["bubble"] = max(alone - float(busy.max()), 0.0)
         parts["transfer"] = max(delayed - alone, 0.0)
         parts["data"] = max(self._data(rank, busy[rank] / count) for rank in range(layout.pp))
-        held_here = max(self._parameters(rank) for rank in range(layout.pp)) / self._shards
+        held_here = max(sum(each.shard for each in self._held(rank)) for rank in range(layout.pp))
         engine = self._engine
         touched = 2 * (engine.weight_bytes + engine.optimizer_bytes) + engine.gradient_bytes
         parts["optimizer"] = held_here * touched / self._rates.bandwidth
@@ -297,15 +350,18 @@ class _Costs:
     def _data(self, rank: int, one: float) -> float:
         """Seconds of collectives between replicas that `one`, a micro-batch's passes, do not hide."""
         layout, engine, fabric = self._layout, self._engine, self._question.machine.fabric
-        if layout.dp == 1:
-            return 0.0
-        members = group(fabric, np.asarray(float(layout.dp)), np.asarray(float(layout.tp)))
-        size = self._parameters(rank)
-        gradients, weights = (np.asarray(size * wire) for wire in (engine.gradient_wire, engine.parameter_wire))
+        summed = scattered = gathered = 0.0
+        for each in self._held(rank):
+            if each.copies == 1:
+                continue
+            members = group(fabric, np.asarray(float(each.copies)), np.asarray(float(each.stride)))
+            wires = engine.gradient_wire, engine.parameter_wire
+            gradients, weights = (np.asarray(each.size * wire) for wire in wires)
+            summed += single(all_reduce(fabric, gradients, members))
+            scattered += single(reduce_scatter(fabric, gradients, members))
+            gathered += single(all_gather(fabric, weights, members))
         if layout.zero == 0:
-            return max(single(all_reduce(fabric, gradients, members)) - one, 0.0)
-        scattered = single(reduce_scatter(fabric, gradients, members))
-        gathered = single(all_gather(fabric, weights, members))
+            return max(summed - one, 0.0)
         if layout.zero < 3:
             often = self._micro_batches if layout.zero == 2 else 1
             return often * max(scattered - one, 0.0) + gathered
@@ -313,20 +369,31 @@ class _Costs:
 
     # Bytes.
 
-    def _prefixes(self, rank: int) -> list[str]:
+    def prefixes(self, rank: int) -> list[str]:
+        """The segments of a pipeline rank."""
         return [
             prefix for stage, where in enumerate(self._part.rank) if where == rank for prefix in self._stages[stage]
         ]
 
-    def _parameters(self, rank: int) -> float:
-        return float(sum(self._of(prefix).parameters for prefix in self._prefixes(rank)))
+    def _units(self, prefix: str) -> list[_Unit]:
+        """The experts of a segment are one of their own, because other ranks hold the same ones."""
+        layout, costs = self._layout, self.of(prefix)
+        once = self._micro_batches == 1 and not self._adds_in_place
+        alone = once and layout.dp * layout.tp == 1 and not self._question.model.tie_embeddings
+        rest = _Unit(costs.parameters - costs.routed, layout.dp, layout.shard_size, layout.tp, alone)
+        holders = layout.dp * layout.tp // layout.ep
+        routed = _Unit(costs.routed, holders, layout.expert_shard_size, layout.ep, once and holders == 1)
+        return [each for each in (rest, routed) if each.size]
+
+    def _held(self, rank: int) -> list[_Unit]:
+        return [unit for prefix in self.prefixes(rank) for unit in self._units(prefix)]
 
     def _memory(self, rank: int) -> dict[str, float]:
         layout, engine = self._layout, self._engine
-        size = self._parameters(rank)
+        units = self._held(rank)
 
-        def split(each: float, stage: int) -> float:
-            return each * size / (self._shards if layout.zero >= stage else 1)
+        def split(each: float, stage: int, units: list[_Unit] = units) -> float:
+            return each * sum(unit.shard if layout.zero >= stage else unit.size for unit in units)
 
         kept, more = self._fullest(rank)
         # From each neighbour one message is received ahead; on a GPU one is also on its way to the next.
@@ -337,7 +404,7 @@ class _Costs:
             messages += self._flow * (self._micro_batches - self._counted) * (after + before)
         row = {
             "weights": split(engine.weight_bytes, 3),
-            "gradients": split(engine.gradient_bytes, 2),
+            "gradients": split(engine.gradient_bytes, 2, [unit for unit in units if not unit.keeps_none]),
             "optimizer": split(engine.optimizer_bytes, 1),
             "activations": kept + messages,
             "logits": 0.0,
@@ -370,14 +437,19 @@ class _Costs:
         def reduce(prefix: str, before: list[str], micro_batch: int) -> None:
             """Its gradients are whole."""
             nonlocal live, sent
-            size = self._of(prefix).parameters
-            if layout.zero >= 2:
-                see(size * (self._element + 4) + self._gathered(before))
-                sent = size * 4 * (whole + 1 / self._shards)
-            elif micro_batch == last and layout.dp > 1:
-                copies = 1 + self._question.on_cpu  # of a sum through shared memory
-                see(size * 4 * copies / self._shards)
-                live += size * 4 / self._shards * (layout.zero == 1)
+            left, sent = self._element * self.of(prefix).parameters, 0.0
+            for unit in self._units(prefix):
+                if unit.keeps_none:
+                    left -= self._element * unit.size
+                    live += self._element * unit.size
+                elif layout.zero >= 2:
+                    see(left + sent + 4 * unit.size + self._gathered(before))
+                    left -= self._element * unit.size
+                    sent += 4 * (whole * unit.size + unit.shard)
+                elif micro_batch == last and unit.copies > 1:
+                    copies = 1 + self._question.on_cpu  # of a sum through shared memory
+                    see(4 * unit.shard * copies)
+                    live += 4 * unit.shard * (layout.zero == 1)
 
         for action in schedule.actions[rank]:
             prefixes = self._stages[action.stage]
@@ -388,12 +460,12 @@ class _Costs:
             if action.kind is Kind.FORWARD:
                 for place, prefix in enumerate(prefixes):
                     following = prefixes[place + 1 : place + 2]
-                    see(self._of(prefix).forward_peak + self._gathered([prefix, *following]))
-                    live += self._of(prefix).kept
+                    see(self.of(prefix).forward_peak + self._gathered([prefix, *following]))
+                    live += self.of(prefix).kept
                 continue
             for place in reversed(range(len(prefixes))):
                 prefix, before = prefixes[place], prefixes[max(place - 1, 0) : place]
-                costs = self._of(prefix)
+                costs = self.of(prefix)
                 if action.kind is Kind.WEIGHT:
                     see(costs.weight_peak - costs.postponed + sent)
                 else:
@@ -405,10 +477,11 @@ class _Costs:
                 else:
                     reduce(prefix, before, action.micro_batch)
             if action.kind is Kind.WEIGHT:  # all of a stage is let go of at once
-                live -= sum(self._of(prefix).postponed for prefix in prefixes)
+                live -= sum(self.of(prefix).postponed for prefix in prefixes)
         if layout.zero in (1, 2):  # what was updated is copied, to be sent to all
-            live = self._parameters(rank) * self._element / self._shards
-            see(max(self._of(prefix).parameters for prefix in self._prefixes(rank)) * self._element / self._shards)
+            updated = [self._element * unit.shard for unit in self._held(rank)]
+            live = sum(updated)
+            see(max(updated))
         return most
 
     @property
@@ -419,9 +492,9 @@ class _Costs:
     @property
     def _flow(self) -> float:
         """Bytes of a message between stages."""
-        return float(self._of("layers.0").flow) if self._layout.pp > 1 else 0.0
+        return float(self.of("layers.0").flow) if self._layout.pp > 1 else 0.0
 
     def _gathered(self, prefixes: list[str]) -> float:
         if self._layout.zero < 3:
             return 0.0
-        return float(self._element * sum(self._of(prefix).parameters for prefix in prefixes))
+        return float(self._element * sum(self.of(prefix).parameters for prefix in prefixes))

@@ -91,8 +91,11 @@ class SegmentRun:
     """Whether the schedule computes weight gradients later."""
     adds_in_place: bool = False
     """Whether gradients are added to those of earlier micro-batches where they lie."""
-    fuses_norms: bool = False
-    """Whether RMSNorm is one kernel, as on a GPU; on a CPU it is several, which keep their results in float32."""
+    on_gpu: bool = False
+    """Where RMSNorm is one kernel, and the matmuls of all experts are; on a CPU both are several, and the norm's keep
+    their results in float32."""
+    expert: int = 1
+    """Ranks over which experts are spread."""
 
 
 class BuiltModel(Protocol):

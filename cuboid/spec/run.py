@@ -256,12 +256,7 @@ class Run:
 
     def _check_own_model(self) -> None:
         """What is not for a model of one's own."""
-        spread = self.model.is_routed and self.layout.tp * self.layout.ep > 1
         refused = {
-            "output.count_communication=true with experts and tp or ep above 1": (
-                spread and self.output.count_communication,
-                "count_communication=false",
-            ),
             "training.precision=fp8": (self.training.precision == "fp8", "precision=bf16"),
             f"samples.every={self.samples.every}": (self.samples.every > 0, "every=0"),
         }

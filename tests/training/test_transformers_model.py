@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as functional
 from safetensors.torch import save_file
 
+import cuboid
 from cuboid import load_checkpoint
 from cuboid.checkpoint.huggingface.export import export_model
 from cuboid.cli.verify import verification_run
@@ -18,7 +19,7 @@ from cuboid.data.source import make_source
 from cuboid.errors import UserError
 from cuboid.launch.pool import Pool
 from cuboid.model.custom import WholeModel
-from cuboid.model.transformers_model import build
+from cuboid.model.transformers_model import Family, build
 from cuboid.spec.model import load_model
 from cuboid.spec.run import Run, build_run
 from cuboid.training.learning_rate import learning_rate
@@ -158,6 +159,37 @@ def test_experts_stacked_as_they_are_loaded(tmp_path: Path) -> None:
     loss = WholeModel(built, 0)({"tokens": tokens, "labels": labels})
     theirs = functional.cross_entropy(module(input_ids=tokens).logits.flatten(0, 1), labels.flatten(), reduction="sum")
     assert loss.item() == pytest.approx(theirs.item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "olmoe"])
+def test_what_is_renamed_or_stacked_is_read_layer_by_layer(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = made(tmp_path / family, family)
+    read: list[str] = []
+    take = Family._read
+    monkeypatch.setattr(Family, "_read", lambda self, name: (read.append(name), take(self, name))[1])
+    monkeypatch.setattr(Family, "_loaded", None)
+    built = build(str(tmp_path / family))
+    theirs = module.state_dict()
+    for prefix in built.prefixes:
+        read.clear()
+        for name, parameter in built.segment(prefix, 0).named_parameters():
+            assert torch.equal(parameter, theirs[built.exported_name(f"{prefix}.{name}")]), name  # type: ignore[misc]
+        other = [name for name in read if f".{prefix}." not in name]
+        assert read and (not other if prefix.startswith("layers.") else not any(".layers." in name for name in read))
+
+
+@pytest.mark.parametrize("family", ["opt", "olmoe"])
+def test_a_folder_is_planned(tmp_path: Path, family: str) -> None:
+    """OPT looks at a random number before each layer, also where it drops none."""
+    made(tmp_path / family, family)
+    plan = cuboid.plan(str(tmp_path / family), "h100x2", global_batch=4, sequence=16, fixed={"pp": 2})
+    assert plan.layout.pp == 2 and plan.memory[0]["weights"] > 0
+    block = build(str(tmp_path / family)).block(0)
+    state = torch.get_rng_state()
+    block(torch.zeros(1, 4, 32), {})
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_weights_are_drawn_where_none_are_asked_for(tmp_path: Path) -> None:
