@@ -20,6 +20,7 @@ from cuboid.planning.question import MEMORY_FRACTION, Question, every_size, resi
 from cuboid.planning.refine import (
     Refined,
     StageSeconds,
+    Table,
     actions,
     fitted,
     fullest,
@@ -116,9 +117,9 @@ def _without(question: Question, scores: Scores, best: Plan) -> Iterator[Plan]:
             slowest = min([2 * best.seconds, *reached.tolist()])
             found = search(other, question.cluster.accelerators, keep=1, slowest=slowest, mixes=False)
         if len(found.space):
-            entry = refine(other, found, 0)
-            if entry.peak <= question.limit:
-                yield planned(question, entry)
+            memory = memory_table(other, found.space.layout(0))
+            if fullest(memory) <= question.limit:
+                yield planned(question, *refine(other, [(found, 0, memory)]))
 
 
 def idle_advice(plan: Plan) -> list[str]:
@@ -173,7 +174,7 @@ def _soonest(among: list[tuple[Question, Shapes]], slowest: float) -> Iterator[t
 
 def finalists(question: Question, scores: Scores, top: int, objective: str = "time") -> list[Refined]:
     """Different layouts, simulated; those that turn out too full recompute more, or are replaced by the next."""
-    found: list[Refined] = []
+    found: list[tuple[Scores, int, Table]] = []
     spent = 0
     for index in _different(scores):
         layout = scores.space.layout(index)
@@ -187,8 +188,8 @@ def finalists(question: Question, scores: Scores, top: int, objective: str = "ti
         if fullest(memory) > question.limit:  # known sooner than its time
             continue
         known = (scores, index) if chosen == layout else (score(question, Space.of([chosen], question)), 0)
-        found.append(refine(question, *known, memory))
-    return found
+        found.append((*known, memory))
+    return refine(question, found)
 
 
 def _different(scores: Scores) -> Iterator[int]:
@@ -211,7 +212,7 @@ def predict(question: Question, layout: Layout) -> Plan:
         return own_plan(question, layout)
     check(layout, question.model, global_batch=question.global_batch, sequence=question.sequence)
     scores = score(question, Space.of([layout], question))
-    found = planned(question, refine(question, scores, 0))
+    found = planned(question, *refine(question, [(scores, 0, memory_table(question, layout))]))
     return with_notes(found, reasons(found), warnings(found), [])
 
 

@@ -31,7 +31,7 @@ from cuboid.cost.step import PARTS
 from cuboid.errors import UserError
 from cuboid.planning.plan import Plan, reasons, with_notes
 from cuboid.planning.question import Question
-from cuboid.planning.refine import StageSeconds, makespans, short_counts
+from cuboid.planning.refine import Pipeline, StageSeconds, makespans, short_counts
 from cuboid.planning.stages import Held, held
 from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.simulate import StageCosts
@@ -332,7 +332,7 @@ class _Costs:
         slowest = int(busy.argmax())
         alone = delayed = float(busy.max())
         if layout.pp > 1:
-            alone, delayed = makespans(layout, self.stage_seconds, count, alone / count)
+            ((alone, delayed),) = makespans([Pipeline(layout, self.stage_seconds, count, alone / count)])
         parts = dict.fromkeys(PARTS, 0.0)
         for part, each in waits.items():
             parts[part] = float(self._part.by_rank(list(each.sum(axis=0)))[slowest]) * count

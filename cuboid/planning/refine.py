@@ -1,6 +1,6 @@
 """A finalist in full: the real schedule table against a clock, with the engine's uneven stages; every rank's memory."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -15,8 +15,8 @@ from cuboid.planning.question import Question
 from cuboid.planning.score import BUSY, Scores, memory_of, score_all
 from cuboid.planning.space import Column, Space
 from cuboid.planning.stages import held, stage_costs
-from cuboid.schedule.schedules import make_schedule
-from cuboid.schedule.simulate import StageCosts, peak_activations
+from cuboid.schedule.schedules import make_table
+from cuboid.schedule.simulate import StageCosts, Timed, peak_activations
 from cuboid.schedule.simulate import makespans as simulated
 from cuboid.spec.layout import RECOMPUTE, Layout
 from cuboid.spec.partition import longest_stage
@@ -91,19 +91,43 @@ def short_counts(ranks: int, micro_batches: int, gpipe: bool = False) -> tuple[i
     return low, low + ranks
 
 
-def makespans(layout: Layout, seconds: StageSeconds, micro_batches: int, busiest: float) -> tuple[float, float]:
-    """Seconds of the pipeline without and with the time of messages.
+@dataclass(frozen=True)
+class Pipeline:
+    """What a simulation is asked of."""
 
-    `busiest` are the seconds of one micro-batch on the slowest rank."""
-    low, high = short_counts(layout.pp, micro_batches, layout.schedule == "gpipe")
-    short, long = (make_schedule(layout.schedule, layout.pp, count, layout.vpp) for count in (low, high))
-    alone, delayed = simulated(long, seconds.costs, seconds.message)
-    alone += busiest * (micro_batches - high)
-    if high > low:
-        slope = (delayed - simulated(short, seconds.costs, seconds.message)[1]) / (high - low)
-        # A short run may not have met its bottleneck yet: the slowest rank, which no schedule is faster than.
-        delayed += max(slope, busiest) * (micro_batches - high)
-    return alone, delayed
+    layout: Layout
+    seconds: StageSeconds
+    micro_batches: int
+    busiest: float
+    """Seconds of one micro-batch on the slowest rank."""
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Micro-batches of the two runs that are simulated."""
+        return short_counts(self.layout.pp, self.micro_batches, self.layout.schedule == "gpipe")
+
+    def timed(self, micro_batches: int) -> Timed:
+        """One of them."""
+        layout, seconds = self.layout, self.seconds
+        table = make_table(layout.schedule, layout.pp, micro_batches, layout.vpp)
+        return Timed(table, seconds.costs, seconds.message)
+
+
+def makespans(pipelines: Sequence[Pipeline]) -> list[tuple[float, float]]:
+    """Seconds of each pipeline without and with the time of messages: all runs of all of them in one simulation."""
+    runs = [(pipeline, count) for pipeline in pipelines for count in sorted(set(pipeline.counts))]
+    spans = iter(simulated([pipeline.timed(count) for pipeline, count in runs]))
+    found = []
+    for pipeline in pipelines:
+        low, high = pipeline.counts
+        short = next(spans)
+        alone, delayed = next(spans) if high > low else short
+        left, busiest = pipeline.micro_batches - high, pipeline.busiest
+        if high > low:
+            # A short run may not have met its bottleneck yet: the slowest rank, which no schedule is faster than.
+            delayed += max((delayed - short[1]) / (high - low), busiest) * left
+        found.append((alone + busiest * left, delayed))
+    return found
 
 
 def actions(layout: Layout, global_batch: int) -> int:
@@ -113,33 +137,46 @@ def actions(layout: Layout, global_batch: int) -> int:
     return 3 * layout.stages * (low + high if high > low else high)
 
 
-def refine(question: Question, scores: Scores, index: int, memory: Table | None = None) -> Refined:
-    """One of the scored layouts in full. `memory`: that of its ranks, where it is known."""
-    layout = scores.space.layout(index)
-    micro_batches = question.global_batch // (layout.dp * layout.micro_batch)
-    parts = {name: float(scores.parts[name][index]) for name in PARTS}
-    part = held(question.model, layout.schedule, layout.pp, layout.vpp, question.sequence)
-    bubble = 0.0
-    if layout.pp > 1:
-        seconds = stage_seconds(question, layout)
-        costs = seconds.costs
-        totals = np.array(costs.forward) + np.array(costs.input_backward) + np.array(costs.weight_backward)
-        chip = question.machine.chip
-        each = part.by_rank(totals)
-        work = micro_batches * with_shared_cores(chip, each, each.mean())
-        # A schedule's critical path runs at the speed of ranks that others wait for.
-        quick = StageSeconds(costs.scaled(chip.together), seconds.message)
-        spans = makespans(layout, quick, micro_batches, chip.together * float(each.max()))
-        alone, delayed = (max(span, float(work.max())) for span in spans)
-        fraction = parts["straggler"] / max(sum(parts[name] for name in (*BUSY, "bubble")), 1e-300)
-        parts["bubble"] = max(alone - float(work.max()), 0.0)
-        parts["transfer"] = max(delayed - alone, 0.0)
-        parts["straggler"] = fraction * sum(parts[name] for name in (*BUSY, "bubble"))
-        bubble = float(1 - work.mean() / max(delayed, float(work.max())))
-    memory = memory or memory_table(question, layout)
-    jobs = Space.of([layout], question).jobs
-    away = single(host_bytes(Shape.of(question.model), jobs, question.profile))
-    return Refined(layout=layout, parts=parts, memory=memory, layers=part.counts, bubble=bubble, host_memory=away)
+def refine(question: Question, known: Sequence[tuple[Scores, int, Table]]) -> list[Refined]:
+    """Scored layouts in full, each with its place among the scores and the memory of its ranks."""
+    layouts = [scores.space.layout(index) for scores, index, _ in known]
+    counts = [question.global_batch // (layout.dp * layout.micro_batch) for layout in layouts]
+    pipelines, works = [], []
+    for layout, count in zip(layouts, counts, strict=True):
+        if layout.pp > 1:
+            pipeline, work = _pipeline(question, layout, count)
+            pipelines.append(pipeline)
+            works.append(work)
+    spans = iter(zip(works, makespans(pipelines), strict=True))
+    found = []
+    for layout, (scores, index, memory) in zip(layouts, known, strict=True):
+        parts = {name: float(scores.parts[name][index]) for name in PARTS}
+        bubble = 0.0
+        if layout.pp > 1:
+            work, span = next(spans)
+            alone, delayed = (max(each, float(work.max())) for each in span)
+            fraction = parts["straggler"] / max(sum(parts[name] for name in (*BUSY, "bubble")), 1e-300)
+            parts["bubble"] = max(alone - float(work.max()), 0.0)
+            parts["transfer"] = max(delayed - alone, 0.0)
+            parts["straggler"] = fraction * sum(parts[name] for name in (*BUSY, "bubble"))
+            bubble = float(1 - work.mean() / max(delayed, float(work.max())))
+        jobs = Space.of([layout], question).jobs
+        away = single(host_bytes(Shape.of(question.model), jobs, question.profile))
+        layers = held(question.model, layout.schedule, layout.pp, layout.vpp, question.sequence).counts
+        found.append(Refined(layout=layout, parts=parts, memory=memory, layers=layers, bubble=bubble, host_memory=away))
+    return found
+
+
+def _pipeline(question: Question, layout: Layout, micro_batches: int) -> tuple[Pipeline, Array]:
+    """What to simulate, and the seconds of work of each rank."""
+    seconds, chip = stage_seconds(question, layout), question.machine.chip
+    costs = seconds.costs
+    totals = np.array(costs.forward) + np.array(costs.input_backward) + np.array(costs.weight_backward)
+    each = held(question.model, layout.schedule, layout.pp, layout.vpp, question.sequence).by_rank(totals)
+    work = micro_batches * with_shared_cores(chip, each, each.mean())
+    # A schedule's critical path runs at the speed of ranks that others wait for.
+    quick = StageSeconds(costs.scaled(chip.together), seconds.message)
+    return Pipeline(layout, quick, micro_batches, chip.together * float(each.max())), work
 
 
 def memory_table(question: Question, layout: Layout) -> Table:
@@ -159,8 +196,8 @@ def memory_table(question: Question, layout: Layout) -> Table:
     kept = [each[rank] * weight for rank, weight in zip(part.rank, weights, strict=True)]
     # A longer run holds no more: every rank is at its fullest when the last one starts.
     _, counted = short_counts(layout.pp, micro_batches, layout.schedule == "gpipe")
-    schedule = make_schedule(layout.schedule, layout.pp, counted, layout.vpp)
-    memory = replace(memory, activations=np.array(peak_activations(schedule, kept)))
+    table = make_table(layout.schedule, layout.pp, counted, layout.vpp)
+    memory = replace(memory, activations=np.array(peak_activations(table, kept)))
     return tuple(_rows(memory, engine.reserve, layout.pp))
 
 

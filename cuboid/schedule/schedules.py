@@ -5,45 +5,45 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import lru_cache, partial
-from itertools import pairwise, repeat
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
 
 from cuboid.errors import UserError
-from cuboid.schedule.table import Action, Kind, Schedule, uncollected
+from cuboid.schedule.table import Kind, Row, Schedule, Table, rows_as_table, uncollected
 
-FORWARD, BACKWARD, INPUT, WEIGHT = Kind  # by name, because looking one up in the enumeration takes longer
+FORWARD, BACKWARD, INPUT, WEIGHT = range(len(Kind))  # as positions, which is how a row has them
+
+
+def _each(kind: int, stage: int, micro_batches: Row, stages: int) -> Row:
+    """One action for each micro-batch."""
+    return (micro_batches * stages + stage) * len(Kind) + kind
+
 
 # 1F1B: after a short warm-up every forward is followed by a backward (Narayanan et al. 2019, PipeDream-Flush).
 #
 # Rank i of p warms up with p - i - 1 forwards, so at most min(m, p - i) micro-batches are in flight on it.
 
 
-def one_forward_one_backward(ranks: int, micro_batches: int) -> list[list[Action]]:
-    return [_one_forward_one_backward_actions(rank, ranks, micro_batches) for rank in range(ranks)]
+def one_forward_one_backward(ranks: int, micro_batches: int) -> list[Row]:
+    every = np.arange(micro_batches)
+    return [
+        warm_up_then_alternate(
+            _each(FORWARD, rank, every, ranks), _each(BACKWARD, rank, every, ranks), warm_up=ranks - rank - 1
+        )
+        for rank in range(ranks)
+    ]
 
 
-def _one_forward_one_backward_actions(rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    forwards, backwards = (_each(kind, rank, range(micro_batches)) for kind in (FORWARD, BACKWARD))
-    return warm_up_then_alternate(forwards, backwards, warm_up=ranks - rank - 1)
-
-
-def _each(kind: Kind, stage: int, micro_batches: Iterable[int]) -> list[Action]:
-    """One action for each of them; made as plain tuples are, in a third of the time."""
-    return list(map(_new_action, zip(repeat(kind), repeat(stage), micro_batches, strict=False)))
-
-
-_new_action: Callable[[tuple[Kind, int, int]], Action] = partial(tuple.__new__, Action)
-
-
-def warm_up_then_alternate(forwards: list[Action], backwards: list[Action], warm_up: int) -> list[Action]:
+def warm_up_then_alternate(forwards: Row, backwards: Row, warm_up: int) -> Row:
     """`warm_up` forwards, then forward and backward in turn, then the backwards that are left."""
     warm_up = min(warm_up, len(forwards))
-    steady = [action for pair in zip(forwards[warm_up:], backwards, strict=False) for action in pair]
-    return forwards[:warm_up] + steady + backwards[len(forwards) - warm_up :]
+    steady = np.stack([forwards[warm_up:], backwards[: len(forwards) - warm_up]], axis=1).ravel()
+    return np.concatenate([forwards[:warm_up], steady, backwards[len(forwards) - warm_up :]])
 
 
 # Interleaved 1F1B: every rank holds v stages, spaced p apart (Narayanan et al. 2021, Megatron-LM).
@@ -55,25 +55,50 @@ def warm_up_then_alternate(forwards: list[Action], backwards: list[Action], warm
 # m ≥ p.
 
 
-def interleaved(ranks: int, micro_batches: int, stages_per_rank: int) -> list[list[Action]]:
+def interleaved(ranks: int, micro_batches: int, stages_per_rank: int) -> list[Row]:
     rounds = _rounds(ranks, micro_batches)
-    return [_interleaved_actions(rank, ranks, rounds, stages_per_rank) for rank in range(ranks)]
+    stages, chunks = ranks * stages_per_rank, range(stages_per_rank)
+    forwards, backwards = (
+        np.concatenate([_each(kind, chunk * ranks, batches, stages) for batches in rounds for chunk in order])
+        for kind, order in ((FORWARD, chunks), (BACKWARD, chunks[::-1]))
+    )
+    most = (stages_per_rank - 1) * len(rounds[0])
+    return [
+        warm_up_then_alternate(forwards + later, backwards + later, 2 * (ranks - rank - 1) + most)
+        for rank, later in enumerate(len(Kind) * np.arange(ranks))  # the stage is that of the first rank, so many later
+    ]
 
 
-def _rounds(ranks: int, micro_batches: int) -> list[range]:
+def _rounds(ranks: int, micro_batches: int) -> list[Row]:
     """As many rounds as have at least `ranks` micro-batches each, longer ones first; one round if there are fewer."""
     count = max(1, micro_batches // ranks)
     least, longer = divmod(micro_batches, count)
     starts = [number * least + min(number, longer) for number in range(count + 1)]
-    return [range(start, stop) for start, stop in pairwise(starts)]
+    return [np.arange(start, stop) for start, stop in pairwise(starts)]
 
 
-def _interleaved_actions(rank: int, ranks: int, rounds: list[range], stages_per_rank: int) -> list[Action]:
-    stages = [rank + chunk * ranks for chunk in range(stages_per_rank)]
-    forwards = [action for batches in rounds for stage in stages for action in _each(FORWARD, stage, batches)]
-    stages.reverse()
-    backwards = [action for batches in rounds for stage in stages for action in _each(BACKWARD, stage, batches)]
-    return warm_up_then_alternate(forwards, backwards, 2 * (ranks - rank - 1) + (stages_per_rank - 1) * len(rounds[0]))
+# The other schedules write a rank's list in letters: F, B, I and W for its stage, or its stage on the way down a V; f,
+# b and i for the one on the way back. W is the weight half that has waited longest.
+
+
+def _spelled(letters: str, stages: tuple[int, ...], count: int) -> Row:
+    """A rank's list from its letters: every stage takes its micro-batches in order. `count`: stages of all ranks."""
+    written = np.frombuffer(letters.encode(), dtype=np.uint8)
+    kinds = _KINDS[written]
+    row = np.zeros(len(written), dtype=np.int64)
+    for stage, lower in zip(stages, (False, True), strict=False):
+        here = (written >= ord("a")) == lower
+        for which in (kinds == FORWARD, (kinds == BACKWARD) | (kinds == INPUT)):
+            where = np.flatnonzero(here & which)
+            row[where] = (np.arange(len(where)) * count + stage) * len(Kind) + kinds[where]
+    waited = row[kinds == INPUT]
+    row[kinds == WEIGHT] = waited + (WEIGHT - INPUT)
+    return row
+
+
+_KINDS = np.zeros(128, dtype=np.int64)
+for _kind, _name in enumerate(Kind):
+    _KINDS[[ord(_name.value), ord(_name.value.lower())]] = _kind
 
 
 # ZB-H1: 1F1B with the backward split, weight halves put off to fill the bubble (Qi et al. 2023, "Zero Bubble").
@@ -84,64 +109,16 @@ def _interleaved_actions(rank: int, ranks: int, rounds: list[range], stages_per_
 # W).
 
 
-def zero_bubble_h1(ranks: int, micro_batches: int) -> list[list[Action]]:
-    return [_h1_actions(rank, ranks, micro_batches) for rank in range(ranks)]
+def zero_bubble_h1(ranks: int, micro_batches: int) -> list[Row]:
+    return [_spelled(_h1_letters(rank, ranks, micro_batches), (rank,), ranks) for rank in range(ranks)]
 
 
-def _h1_actions(rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    warm_up = ranks - rank - 1
-    forwards, inputs, weights = (_each(kind, rank, range(micro_batches)) for kind in (FORWARD, INPUT, WEIGHT))
-    actions = forwards[:warm_up]
-    for batch, half in enumerate(inputs):
-        if batch + warm_up < micro_batches:
-            actions.append(forwards[batch + warm_up])
-        actions.append(half)
-        if batch >= rank:
-            actions.append(weights[batch - rank])
-    return actions + weights[max(0, micro_batches - rank) :]
-
-
-# Write one rank's list of a V-shaped schedule by rules like "forward the first half, then the second".
-
-
-class RankWriter:
-    """Appends actions of a rank's two stages, counting micro-batches itself.
-
-    Half 0 is the rank's stage on the way down the V, half 1 the one on the way back.
-    """
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        self.actions: list[Action] = []
-        self._stages = (rank, 2 * ranks - 1 - rank)
-        self._forwards = [0, 0]
-        self._backwards = [0, 0]
-        self._weights_due: deque[Action] = deque()
-
-    def forward(self, half: int) -> None:
-        batch = self._forwards[half]
-        self.actions.append(Action(FORWARD, self._stages[half], batch))
-        self._forwards[half] = batch + 1
-
-    def backward(self, half: int, kind: Kind = BACKWARD) -> None:
-        """A whole backward, or only its input half; the weight half then waits for `weight`."""
-        stage, batch = self._stages[half], self._backwards[half]
-        self.actions.append(Action(kind, stage, batch))
-        self._backwards[half] = batch + 1
-        if kind is INPUT:
-            self._weights_due.append(Action(WEIGHT, stage, batch))
-
-    def weight(self) -> None:
-        """The weight half that has waited longest."""
-        self.actions.append(self._weights_due.popleft())
-
-    def split_backward(self, half: int) -> None:
-        """Both halves, one after the other: the previous stage gets its gradient before the weight half runs."""
-        self.backward(half, INPUT)
-        self.weight()
-
-    def remaining_weights(self) -> None:
-        while self._weights_due:
-            self.weight()
+def _h1_letters(rank: int, ranks: int, micro_batches: int) -> str:
+    warm_up, waiting = min(ranks - rank - 1, micro_batches), min(rank, micro_batches)
+    forwards = micro_batches - warm_up  # that are each followed by an input half
+    both = min(forwards, waiting)
+    later = "FIW" * (forwards - both) + "I" * (waiting - both) + "IW" * (micro_batches - max(forwards, waiting))
+    return "F" * warm_up + "FI" * both + later + "W" * waiting
 
 
 # ZB-V: two stages per rank laid out as a V, backward split (Qi et al. 2023, "Zero Bubble", section 6).
@@ -149,39 +126,28 @@ class RankWriter:
 # The rank that runs the first stage also runs the last, so the first backward starts where the first forward did. When
 # forward, input and weight halves take equal time no bubble is left but the p - 1 forwards of start-up; a rank holds at
 # most 2p half-size activations, as much as the first rank of 1F1B. The pattern needs 2p - 1 micro-batches; for fewer it
-# is made for 2p - 1, and `make_schedule` drops those that do not exist.
+# is made for 2p - 1, and `make_table` drops those that do not exist.
 
 
-def zero_bubble_v(ranks: int, micro_batches: int) -> list[list[Action]]:
-    return [_v_actions(rank, ranks, max(micro_batches, 2 * ranks - 1)) for rank in range(ranks)]
+def zero_bubble_v(ranks: int, micro_batches: int) -> list[Row]:
+    return _folded([_v_letters(rank, ranks, max(micro_batches, 2 * ranks - 1)) for rank in range(ranks)])
 
 
-def _v_actions(rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    write = RankWriter(rank, ranks)
-    for _ in range(2 * (ranks - rank) - 1):
-        write.forward(0)
-    for _ in range(rank):
-        write.forward(1)
-        write.forward(0)
-    for _ in range(ranks - rank):
-        write.forward(1)
-        write.split_backward(1)
+def _folded(letters: list[str]) -> list[Row]:
+    """The lists of a V."""
+    stages = 2 * len(letters)
+    return [_spelled(each, (rank, stages - 1 - rank), stages) for rank, each in enumerate(letters)]
+
+
+def _v_letters(rank: int, ranks: int, micro_batches: int) -> str:
+    after = ranks - rank
+    filling = "F" * (2 * after - 1) + "fF" * rank + "fiW" * after
     # By now 2p - 1 - rank forwards of half 0 and p of half 1 are done; the steady state does the rest of half 1.
-    first = 2 * ranks - 1 - rank
-    for batch in range(first, first + micro_batches - ranks):
-        if batch < micro_batches:
-            write.forward(0)
-        write.split_backward(0)
-        write.forward(1)
-        write.split_backward(1)
-    for _ in range(rank):
-        write.backward(0, INPUT)
-        write.backward(1, INPUT)
-    for _ in range(ranks - rank):
-        write.backward(0, INPUT)
-        write.weight()
-    write.remaining_weights()
-    return write.actions
+    steady = micro_batches - ranks
+    forwards = min(micro_batches - (2 * ranks - 1 - rank), steady)
+    draining = "Ii" * rank + "IW" * after
+    weights = "W" * (2 * rank)  # of the input halves that none followed
+    return filling + "FIWfiW" * forwards + "IWfiW" * (steady - forwards) + draining + weights
 
 
 # DualPipeV: DualPipe cut in half, so that one copy of the model lies as a V over p ranks (DeepSeek 2025).
@@ -189,50 +155,36 @@ def _v_actions(rank: int, ranks: int, micro_batches: int) -> list[Action]:
 # The eight steps and their counts are the published ones. In the middle a forward of one half is paired with a backward
 # of the other so that their communication can overlap; the pair is written here as forward, then whole backward. The
 # split backwards at both ends fill the bubble. A rank holds at most 2p + 1 half-size activations. The pattern needs 2p
-# micro-batches; for fewer it is made for 2p, and `make_schedule` drops those that do not exist.
+# micro-batches; for fewer it is made for 2p, and `make_table` drops those that do not exist.
 
 
-def dual_pipe_v(ranks: int, micro_batches: int) -> list[list[Action]]:
-    return [_dual_pipe_actions(rank, ranks, max(micro_batches, 2 * ranks)) for rank in range(ranks)]
+def dual_pipe_v(ranks: int, micro_batches: int) -> list[Row]:
+    return _folded([_dual_pipe_letters(rank, ranks, max(micro_batches, 2 * ranks)) for rank in range(ranks)])
 
 
-def _dual_pipe_actions(rank: int, ranks: int, micro_batches: int) -> list[Action]:
-    write = RankWriter(rank, ranks)
+def _dual_pipe_letters(rank: int, ranks: int, micro_batches: int) -> str:
     after = ranks - rank - 1  # ranks further down the V
-    for _ in range(2 * after):  # step 1
-        write.forward(0)
-    for _ in range(rank + 1):  # step 2
-        write.forward(0)
-        write.forward(1)
-    for _ in range(after):  # step 3
-        write.split_backward(1)
-        write.forward(1)
-    for _ in range(micro_batches - 2 * ranks + rank + 1):  # step 4, the steady state
-        write.forward(0)
-        write.backward(1)
-        write.forward(1)
-        write.backward(0)
-    for _ in range(after):  # step 5
-        write.backward(1)
-        write.forward(1)
-        write.backward(0)
-    for number in range(2 * (rank + 1)):  # step 6: the second half of these backwards is split
-        write.backward(1 - number % 2, INPUT if number > rank else BACKWARD)
-    for _ in range(after):  # step 7
-        write.weight()
-        write.backward(0, INPUT)
-    write.remaining_weights()  # step 8
-    return write.actions
+    # Step 6: the second half of these backwards is split.
+    halves = "".join("iI"[number % 2] if number > rank else "bB"[number % 2] for number in range(2 * (rank + 1)))
+    steps = (
+        "F" * (2 * after),
+        "Ff" * (rank + 1),
+        "iWf" * after,
+        "FbfB" * (micro_batches - 2 * ranks + rank + 1),  # the steady state
+        "bfB" * after,
+        halves,
+        "WI" * after,
+        "W" * (rank + 1),
+    )
+    return "".join(steps)
 
 
 # GPipe: all forwards, then all backwards (Huang et al. 2019). Every micro-batch is in flight when the backwards begin.
 
 
-def gpipe(ranks: int, micro_batches: int) -> list[list[Action]]:
-    return [
-        [Action(kind, rank, batch) for kind in (FORWARD, BACKWARD) for batch in range(micro_batches)]
-        for rank in range(ranks)
-    ]
+def gpipe(ranks: int, micro_batches: int) -> list[Row]:
+    letters = "F" * micro_batches + "B" * micro_batches
+    return [_spelled(letters, (rank,), ranks) for rank in range(ranks)]
 
 
 def looped_placement(ranks: int, stages_per_rank: int) -> tuple[int, ...]:
@@ -253,7 +205,7 @@ MOST_PLANNED = 2
 class Family:
     """A kind of schedule: how it orders actions and where it puts stages."""
 
-    generate: Callable[[int, int, int], list[list[Action]]]
+    generate: Callable[[int, int, int], list[Row]]
     """(ranks, micro_batches, stages_per_rank) -> actions per rank; may plan for more micro-batches than asked."""
     least_stages_per_rank: int = 1
     most_stages_per_rank: int | None = 1
@@ -279,6 +231,12 @@ FAMILIES: dict[str, Family] = {
 @uncollected()
 def make_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: int = 1) -> Schedule:
     """The named schedule for any number of ranks and micro-batches, also fewer micro-batches than stages."""
+    return make_table(name, ranks, micro_batches, stages_per_rank).schedule
+
+
+@lru_cache(maxsize=64)
+def make_table(name: str, ranks: int, micro_batches: int, stages_per_rank: int = 1) -> Table:
+    """The same as arrays, for who asks of many schedules what they take: soon made, and soon read."""
     family = _family(name)
     for field, value in (("ranks", ranks), ("micro_batches", micro_batches)):
         if value < 1:
@@ -293,24 +251,21 @@ def make_schedule(name: str, ranks: int, micro_batches: int, stages_per_rank: in
     if micro_batches < MOST_PLANNED * ranks:
         # Micro-batches depend on each other only through the order of a rank's list, so a valid schedule
         # stays valid when all actions of some micro-batches are taken out.
-        planned = [[action for action in row if action.micro_batch < micro_batches] for row in planned]
+        beyond = micro_batches * len(stage_rank) * len(Kind)
+        planned = [row[row < beyond] for row in planned]
     # Stages whose input gradient no other rank waits for.
     local = {stage for stage in range(len(stage_rank)) if not stage or stage_rank[stage - 1] == stage_rank[stage]}
-    holders = {stage_rank[stage] for stage in local}
-    rows = (_join_halves(row, local) if rank in holders else row for rank, row in enumerate(planned))
-    return Schedule(name, ranks, micro_batches, stage_rank, tuple(map(tuple, rows)))
+    for stage in local:
+        planned[stage_rank[stage]] = _join_halves(planned[stage_rank[stage]], stage, len(stage_rank))
+    return rows_as_table(name, micro_batches, stage_rank, planned)
 
 
-def _join_halves(actions: list[Action], local: set[int]) -> list[Action]:
+def _join_halves(row: Row, stage: int, stages: int) -> Row:
     """Make I followed at once by its W a whole B where no other rank waits for I: splitting would bring nothing."""
-    merged: list[Action] = []
-    for action in actions:
-        kind, stage, batch = action
-        if kind is WEIGHT and stage in local and merged[-1] == (INPUT, stage, batch):
-            merged[-1] = Action(BACKWARD, stage, batch)
-            continue
-        merged.append(action)
-    return merged
+    halves = np.flatnonzero((row % (len(Kind) * stages) == len(Kind) * stage + INPUT)[:-1] & (np.diff(row) == 1))
+    row = row.copy()
+    row[halves] += BACKWARD - INPUT
+    return np.delete(row, halves + 1)
 
 
 def _family(name: str) -> Family:

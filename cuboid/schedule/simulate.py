@@ -8,52 +8,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain
 
-import numpy
+import numpy as np
 from numpy.typing import NDArray
 
-from cuboid.schedule.table import Action, Kind, Schedule, program_of, refuse_deadlock, timed_ports
+from cuboid.schedule.table import IDLE, Action, Kind, Schedule, Table, program_of, table_of
 
 # How much a rank holds at its fullest moment. It follows from the order of its list alone, not from any timing.
 
 
 def peak_activations(
-    schedule: Schedule, held: Sequence[float], kept_after_input: Sequence[float] | None = None
+    table: Table, held: Sequence[float], kept_after_input: Sequence[float] | None = None
 ) -> tuple[float, ...]:
     """For each rank the most its activations take at any time.
 
     `held` is what one micro-batch takes on each stage from its forward to its backward. A split backward lets go of all
     but `kept_after_input` once the input half is done, and of that after the weight half; skipped, all is kept.
     """
-    kept = held if kept_after_input is None else kept_after_input
-    change = {
-        Kind.FORWARD: list(held),
-        Kind.BACKWARD: [-size for size in held],
-        Kind.INPUT: [rest - size for size, rest in zip(held, kept, strict=True)],
-        Kind.WEIGHT: [-rest for rest in kept],
-    }
-    return tuple(_peak(actions, change) for actions in schedule.actions)
+    whole = np.array(held, dtype=np.float64)
+    kept = whole if kept_after_input is None else np.array(kept_after_input, dtype=np.float64)
+    change = {Kind.FORWARD: whole, Kind.BACKWARD: -whole, Kind.INPUT: kept - whole, Kind.WEIGHT: -kept}
+    by_port = np.stack([change[kind] for kind in Kind], axis=1).ravel()
+    now = np.cumsum(np.where(table.rows == IDLE, 0.0, by_port[table.ports]), axis=1)
+    return tuple(now.max(axis=1, initial=0.0).tolist())
 
 
-def _peak(actions: Sequence[Action], change: dict[Kind, list[float]]) -> float:
-    now = most = 0.0
-    for kind, stage, _ in actions:
-        now += change[kind][stage]
-        if now > most:
-            most = now
-    return most
-
-
-def peak_in_flight(schedule: Schedule, *, until_input: bool = False) -> tuple[int, ...]:
+def peak_in_flight(table: Table, *, until_input: bool = False) -> tuple[int, ...]:
     """For each rank the most micro-batches in flight at once, counted per stage: two stages' activations count two.
 
     A micro-batch is in flight from its forward until its backward is whole, or with `until_input` only until its input
     gradient is done.
     """
-    one = [1.0] * schedule.stages
-    kept = [0.0] * schedule.stages if until_input else one
-    return tuple(int(peak) for peak in peak_activations(schedule, one, kept))
+    one = [1.0] * table.stages
+    kept = [0.0] * table.stages if until_input else one
+    return tuple(int(peak) for peak in peak_activations(table, one, kept))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,7 +110,7 @@ class Timeline:
     @property
     def peak_in_flight(self) -> tuple[int, ...]:
         """For each rank the most micro-batches in flight at once, counted per stage, until their backward is whole."""
-        return peak_in_flight(self.schedule)
+        return peak_in_flight(table_of(self.schedule))
 
     @cached_property
     def events(self) -> tuple[Event, ...]:
@@ -155,49 +143,6 @@ def simulate(schedule: Schedule, costs: StageCosts, transfer: float | Sequence[f
     return Timeline(schedule, max(clock), _busy(schedule, cost), starts, ends[1:])
 
 
-def makespans(schedule: Schedule, costs: StageCosts, transfer: float) -> tuple[float, float]:
-    """Seconds of the schedule if messages took no time, and with the time they take. Both in one pass, which walks the
-    ranks' lists as `program_of` does and keeps no program: a planner asks once of each of many schedules."""
-    ports = timed_ports(schedule, costs.by_kind())
-    clock, delayed = [0.0] * schedule.ranks, [0.0] * schedule.ranks
-    messages = 2 * schedule.stages * schedule.micro_batches
-    sent, delayed_sent = [-1.0] * messages, [0.0] * messages  # message -> when it was sent; negative: not yet
-    waiting: dict[int, int] = {}  # message -> the rank that waits for it
-    left = [iter(actions) for actions in schedule.actions]
-    stopped: list[Action | None] = [None] * schedule.ranks
-    runnable = list(range(schedule.ranks))
-    while runnable:
-        rank = runnable.pop()
-        free, delayed_free = clock[rank], delayed[rank]
-        row, action = left[rank], stopped[rank]
-        for kind, stage, micro_batch in row if action is None else chain((action,), row):
-            seconds, receives, sends = ports[kind][stage]
-            if receives is not None:
-                message = receives + micro_batch
-                ready = sent[message]
-                if ready < 0:
-                    waiting[message], stopped[rank] = rank, Action(kind, stage, micro_batch)
-                    break
-                # Calling max() here would take a third of the pass.
-                if ready > free:
-                    free = ready
-                ready = delayed_sent[message] + transfer
-                if ready > delayed_free:
-                    delayed_free = ready
-            free += seconds
-            delayed_free += seconds
-            if sends is not None:
-                message = sends + micro_batch
-                sent[message], delayed_sent[message] = free, delayed_free
-                if message in waiting:
-                    runnable.append(waiting.pop(message))
-        else:
-            stopped[rank] = None
-        clock[rank], delayed[rank] = free, delayed_free
-    refuse_deadlock(schedule, stopped)
-    return max(clock), max(delayed)
-
-
 def _busy(schedule: Schedule, cost: list[float]) -> tuple[float, ...]:
     work = [0.0] * schedule.ranks
     for stage, rank in enumerate(schedule.stage_rank):
@@ -215,36 +160,87 @@ def _delays(schedule: Schedule, transfer: float | Sequence[float]) -> list[float
     return [*delays, 0.0]
 
 
-def makespan_many(
-    schedule: Schedule, costs: NDArray[numpy.float64], transfer: NDArray[numpy.float64]
-) -> NDArray[numpy.float64]:
-    """Makespans of one schedule under many costs at once, in one pass.
+# Many schedules at once, for a planner: to the bit what `simulate` says of each. All ranks of all of them advance
+# together. At each tick every rank runs its next action, if the message for it was sent at an earlier tick; what a tick
+# takes hardly depends on how many ranks there are.
 
-    costs[n, stages, 3] holds forward, input backward and weight backward; transfer[n] the seconds between ranks.
-    """
-    forward, first, second = (numpy.ascontiguousarray(costs[:, :, kind].T) for kind in range(3))
-    by_kind = {Kind.FORWARD: forward, Kind.BACKWARD: first + second, Kind.INPUT: first, Kind.WEIGHT: second}
-    cost = [by_kind[kind][stage] for stage in range(schedule.stages) for kind in Kind]
-    steps = program_of(schedule).steps
-    awaited = {after for _, _, after, _ in steps}
-    clock = [numpy.zeros(len(transfer))] * schedule.ranks
-    sent: dict[int, NDArray[numpy.float64]] = {}
-    for number, (rank, kind, after, _) in enumerate(steps, start=1):
-        start = clock[rank]
-        if after:
-            # Each message has one receiver, so its time can go: memory stays that of the messages in flight.
-            start = numpy.maximum(start, sent.pop(after) + transfer)
-        clock[rank] = start + cost[kind]
-        if number in awaited:
-            sent[number] = clock[rank]
-    longest: NDArray[numpy.float64] = numpy.max(numpy.stack(clock), axis=0)
-    return longest
+
+@dataclass(frozen=True)
+class Timed:
+    """A schedule with what its actions and messages take."""
+
+    table: Table
+    costs: StageCosts
+    transfer: float
+    """Seconds of a message between ranks."""
+
+
+ALWAYS, NEVER, NOWHERE = range(3)
+"""Messages that were there before, that never come, and that nobody reads: what actions without one receive or send."""
+
+
+def makespans(given: Sequence[Timed]) -> list[tuple[float, float]]:
+    """Seconds of each schedule if messages took no time, and with the time they take."""
+    if not given:
+        return []
+    ranks = [each.table.ranks for each in given]
+    begins = np.cumsum([0, *ranks])
+    longest, lanes = max(each.table.rows.shape[1] for each in given), int(begins[-1])
+    # By tick, then by rank: what is read together lies together. At its end a rank waits for ever.
+    receives, sends = np.full((longest + 1, lanes), NEVER), np.full((longest + 1, lanes), NOWHERE)
+    seconds, messages = np.zeros((longest + 1, lanes)), NOWHERE + 1
+    for each, begin in zip(given, begins, strict=False):
+        where = slice(each.table.rows.shape[1]), slice(begin, begin + each.table.ranks)
+        receives[where], sends[where], seconds[where] = (rows.T for rows in _ticking(each, messages))
+        messages += 2 * (each.table.stages + 1) * each.table.micro_batches
+    delay = np.stack([np.zeros(lanes), np.repeat([each.transfer for each in given], ranks)], axis=1)
+    at, clock = np.arange(lanes), np.zeros((lanes, 2))
+    sent = np.full((messages, 2), np.inf)  # infinite: not yet
+    sent[ALWAYS] = -np.inf
+    while True:
+        end = sent.take(receives.take(at), axis=0)
+        end += delay
+        np.maximum(end, clock, out=end)
+        end += seconds.take(at)[:, None]
+        sent[sends.take(at)] = end  # where a rank waits: not yet
+        runs = end[:, 0] < np.inf
+        if not runs.any():
+            break
+        np.copyto(clock, end, where=runs[:, None])
+        at += lanes * runs
+    for each, begin in zip(given, begins, strict=False):
+        done = at[begin : begin + each.table.ranks] // lanes
+        if np.any(done < np.count_nonzero(each.table.rows != IDLE, axis=1)):
+            program_of(each.table.schedule)  # says who waits for whom
+    return [(alone, delayed) for alone, delayed in np.maximum.reduceat(clock, begins[:-1]).tolist()]
+
+
+def _ticking(given: Timed, begin: int) -> tuple[NDArray[np.intp], NDArray[np.intp], NDArray[np.float64]]:
+    """The message that each action receives, the one it sends, and its seconds. `begin`: the first message."""
+    table, kinds = given.table, len(Kind)
+    # A boundary before each stage and one behind the last; messages cross those that lie between two ranks.
+    crosses = np.diff(table.stage_rank, prepend=table.stage_rank[0], append=table.stage_rank[-1]) != 0
+    forwards = 2 * np.arange(table.stages + 1) + begin
+    gradients = forwards + 1
+    receives, sends = np.full((table.stages, kinds), ALWAYS), np.full((table.stages, kinds), NOWHERE)
+    up, down = slice(None, -1), slice(1, None)
+    for place, kind in enumerate(Kind):
+        number, before, after = (forwards, up, down) if kind is Kind.FORWARD else (gradients, down, up)
+        if kind is not Kind.WEIGHT:
+            receives[:, place] = np.where(crosses[before], number[before], ALWAYS)
+            sends[:, place] = np.where(crosses[after], number[after], NOWHERE)
+    batches, ports = np.divmod(table.rows, kinds * table.stages)
+    received, sent = receives.ravel()[ports], sends.ravel()[ports]
+    for messages in (received, sent):
+        messages += 2 * (table.stages + 1) * batches * (messages >= begin)
+    received[table.rows == IDLE], sent[table.rows == IDLE] = NEVER, NOWHERE
+    return received, sent, np.array(given.costs.by_kind())[ports]
 
 
 # Draw a simulated schedule in plain text, one row per rank: `print(draw(simulate(schedule, costs)))`.
 
 
-IDLE = "."
+DOT = "."
 
 
 def draw(timeline: Timeline, width: int = 100) -> str:
@@ -255,7 +251,7 @@ def draw(timeline: Timeline, width: int = 100) -> str:
     schedule = timeline.schedule
     chunks = _chunk_letters(schedule)
     scale = _columns_per_second(timeline, chunks, width)
-    rows = [[IDLE] * round(timeline.makespan * scale) for _ in range(schedule.ranks)]
+    rows = [[DOT] * round(timeline.makespan * scale) for _ in range(schedule.ranks)]
     for event in timeline.events:
         start, end = round(event.start * scale), round(event.end * scale)
         rows[event.rank][start:end] = _text(event, chunks, end - start)

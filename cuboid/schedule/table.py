@@ -9,13 +9,16 @@ says how ranks issue them all the same, and proves it.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cuboid.errors import UserError
 
@@ -87,6 +90,71 @@ class Schedule:
 
     def __str__(self) -> str:
         return "\n".join(f"rank {rank}: {join(actions)}" for rank, actions in enumerate(self.actions))
+
+
+Row = NDArray[np.int64]
+"""A rank's actions in order, as numbers: (micro-batch × stages + stage) × 4 + position of the kind in `Kind`."""
+IDLE = -1
+"""What fills up the shorter rows of a table."""
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """A schedule as arrays."""
+
+    name: str
+    micro_batches: int
+    stage_rank: tuple[int, ...]
+    rows: NDArray[np.int64]
+    """For each rank its row."""
+
+    @property
+    def ranks(self) -> int:
+        return len(self.rows)
+
+    @property
+    def stages(self) -> int:
+        return len(self.stage_rank)
+
+    @property
+    def ports(self) -> NDArray[np.int64]:
+        """4 × stage + position of the kind, for each action."""
+        return self.rows % (len(Kind) * self.stages)
+
+    def actions(self, rank: int) -> tuple[Action, ...]:
+        """What a rank does, in order."""
+        row = self.rows[rank][self.rows[rank] != IDLE]
+        kinds = map(list(Kind).__getitem__, (row % len(Kind)).tolist())
+        stages, batches = (row // len(Kind) % self.stages).tolist(), (row // (len(Kind) * self.stages)).tolist()
+        # Made as plain tuples are, in a third of the time.
+        return tuple(map(_new_action, zip(kinds, stages, batches, strict=True)))
+
+    @property
+    def schedule(self) -> Schedule:
+        """The same as lists of actions."""
+        rows = tuple(self.actions(rank) for rank in range(self.ranks))
+        return Schedule(self.name, self.ranks, self.micro_batches, self.stage_rank, rows)
+
+
+_new_action: Callable[[tuple[Kind, int, int]], Action] = partial(tuple.__new__, Action)
+
+
+def rows_as_table(name: str, micro_batches: int, stage_rank: tuple[int, ...], rows: Sequence[Row]) -> Table:
+    """A row for each rank, of any length."""
+    every = np.full((len(rows), max(map(len, rows))), IDLE, dtype=np.int64)
+    for place, row in zip(every, rows, strict=True):
+        place[: len(row)] = row
+    return Table(name, micro_batches, stage_rank, every)
+
+
+def table_of(schedule: Schedule) -> Table:
+    """A schedule's lists as arrays."""
+    place = {kind: position for position, kind in enumerate(Kind)}
+    rows = [
+        np.array([(batch * schedule.stages + stage) * len(Kind) + place[kind] for kind, stage, batch in row], np.int64)
+        for row in schedule.actions
+    ]
+    return rows_as_table(schedule.name, schedule.micro_batches, schedule.stage_rank, rows)
 
 
 def join(actions: Iterable[Action]) -> str:
@@ -171,8 +239,10 @@ def program_of(schedule: Schedule) -> Program:
                 if message in waiting:
                     runnable.append(waiting.pop(message))
         position[rank] = index
-    rows = zip(schedule.actions, position, strict=True)
-    refuse_deadlock(schedule, [row[index] if index < len(row) else None for row, index in rows])
+    rows = enumerate(zip(schedule.actions, position, strict=True))
+    stuck = [f"rank {rank} waits at {row[index]}" for rank, (row, index) in rows if index < len(row)]
+    if stuck:
+        raise UserError(f"schedule {schedule.name} deadlocks: {', '.join(stuck)}")
     return Program(tuple(actions), tuple(steps))
 
 
@@ -205,17 +275,3 @@ def _ports(schedule: Schedule) -> dict[Kind, list[_Port]]:
             crossed = last if receives is None else before
             ports[kind].append(_Port(4 * stage + position, crossed, receives, sends))
     return ports
-
-
-def timed_ports(schedule: Schedule, cost: list[float]) -> dict[Kind, list[tuple[float, int | None, int | None]]]:
-    """For every kind and stage its seconds (of `cost`, at the place of its port), and the first message that it
-    receives and sends."""
-    ports = _ports(schedule)
-    return {kind: [(cost[port.cost], port.receives, port.sends) for port in row] for kind, row in ports.items()}
-
-
-def refuse_deadlock(schedule: Schedule, stopped: Sequence[Action | None]) -> None:
-    """An error where a rank never came past an action."""
-    stuck = [f"rank {rank} waits at {action}" for rank, action in enumerate(stopped) if action is not None]
-    if stuck:
-        raise UserError(f"schedule {schedule.name} deadlocks: {', '.join(stuck)}")

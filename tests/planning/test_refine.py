@@ -12,7 +12,7 @@ from cuboid.planning.explain import explain, memory_lines
 from cuboid.planning.oom_advice import relief
 from cuboid.planning.plan import GIB, Plan, dump_plan, load_plan
 from cuboid.planning.question import Question
-from cuboid.planning.refine import makespans, short_counts, stage_seconds
+from cuboid.planning.refine import Pipeline, makespans, short_counts, stage_seconds
 from cuboid.planning.score import score
 from cuboid.planning.search import search
 from cuboid.planning.space import Space
@@ -49,7 +49,7 @@ def test_a_short_run_tells_the_time_of_a_long_one(question: Question, text: str)
     costs = seconds.costs
     totals = np.array(costs.forward) + np.array(costs.input_backward) + np.array(costs.weight_backward)
     part = held(question.model, layout.schedule, layout.pp, layout.vpp, 2048)
-    alone, delayed = makespans(layout, seconds, batches, float(part.by_rank(totals).max()))
+    ((alone, delayed),) = makespans([Pipeline(layout, seconds, batches, float(part.by_rank(totals).max()))])
     schedule = make_schedule(layout.schedule, layout.pp, batches, layout.vpp)
     assert alone == pytest.approx(simulate(schedule, costs).makespan, rel=0.01)
     assert delayed == pytest.approx(simulate(schedule, costs, seconds.message).makespan, rel=0.01)

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from cuboid.errors import UserError
 from cuboid.schedule.order import validate
-from cuboid.schedule.schedules import FAMILIES, make_schedule
+from cuboid.schedule.schedules import FAMILIES, make_schedule, make_table
 from cuboid.schedule.simulate import peak_activations, peak_in_flight
-from cuboid.schedule.table import Action, Kind, Schedule, join
+from cuboid.schedule.table import Action, Kind, Schedule, join, table_of
 
 
 @st.composite
@@ -33,6 +33,14 @@ def test_every_small_schedule_is_valid(name: str) -> None:
     for ranks in range(1, 7):
         for micro_batches in range(1, 2 * ranks + 3):
             validate(make_schedule(name, ranks, micro_batches, least))
+
+
+@given(schedules())
+def test_lists_as_arrays_are_the_same_lists(schedule: Schedule) -> None:
+    table = table_of(schedule)
+    assert table.schedule == schedule
+    made = make_table(schedule.name, schedule.ranks, schedule.micro_batches, schedule.stages // schedule.ranks)
+    assert made.rows.tolist() == table.rows.tolist()
 
 
 @given(schedules())
@@ -80,14 +88,14 @@ def test_orders_as_published() -> None:
 @given(st.integers(1, 9), st.integers(1, 30))
 def test_peaks_in_flight(ranks: int, micro_batches: int) -> None:
     p, m = ranks, micro_batches
-    assert peak_in_flight(make_schedule("gpipe", p, m)) == (m,) * p
-    assert peak_in_flight(make_schedule("1f1b", p, m)) == tuple(min(m, p - rank) for rank in range(p))
-    split = make_schedule("zb1p", p, m)
+    assert peak_in_flight(make_table("gpipe", p, m)) == (m,) * p
+    assert peak_in_flight(make_table("1f1b", p, m)) == tuple(min(m, p - rank) for rank in range(p))
+    split = make_table("zb1p", p, m)
     assert peak_in_flight(split) == (min(m, p),) * p
     assert peak_in_flight(split, until_input=True) == tuple(min(m, p - rank) for rank in range(p))
     # Stages of a V are half as large, so 2p of them are the p of 1F1B's first rank.
-    assert max(peak_in_flight(make_schedule("zbv", p, m, 2))) <= 2 * min(m, p)
-    assert max(peak_in_flight(make_schedule("dualpipev", p, m, 2))) <= min(2 * m, 2 * p + 1)
+    assert max(peak_in_flight(make_table("zbv", p, m, 2))) <= 2 * min(m, p)
+    assert max(peak_in_flight(make_table("dualpipev", p, m, 2))) <= min(2 * m, 2 * p + 1)
 
 
 @given(st.integers(1, 6), st.integers(2, 4), st.integers(2, 4))
@@ -101,8 +109,9 @@ def test_interleaved_warms_up_as_megatron(ranks: int, rounds: int, stages_per_ra
 def test_peak_activations_weigh_stages_and_what_the_weight_half_keeps() -> None:
     schedule = make_schedule("zb1p", 2, 4)
     assert join(schedule.actions[1]) == "F1.0 I1.0 F1.1 I1.1 W1.0 F1.2 I1.2 W1.1 F1.3 I1.3 W1.2 W1.3"
-    assert peak_activations(schedule, [3.0, 10.0]) == (6.0, 20.0)
-    assert peak_activations(schedule, [3.0, 10.0], [3.0, 4.0]) == (6.0, 14.0)
+    table = make_table("zb1p", 2, 4)
+    assert peak_activations(table, [3.0, 10.0]) == (6.0, 20.0)
+    assert peak_activations(table, [3.0, 10.0], [3.0, 4.0]) == (6.0, 14.0)
 
 
 @pytest.mark.parametrize(

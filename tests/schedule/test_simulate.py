@@ -1,16 +1,15 @@
 """The simulator against a slow second one, against published closed forms, and against bounds no schedule can beat."""
 
-from dataclasses import asdict
 from itertools import pairwise
 
-import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cuboid.errors import UserError
 from cuboid.schedule.schedules import FAMILIES, make_schedule
-from cuboid.schedule.simulate import StageCosts, draw, makespan_many, simulate
-from cuboid.schedule.table import Schedule
+from cuboid.schedule.simulate import StageCosts, Timed, draw, makespans, simulate
+from cuboid.schedule.table import Action, Kind, Schedule, table_of
 from tests.schedule.oracle import duration, overlapped_pairs, singles, slow_makespan
 
 # Whole numbers keep every sum exact, so equalities below need no tolerance.
@@ -36,13 +35,24 @@ def test_equals_the_slow_simulator(case: tuple[Schedule, StageCosts, float]) -> 
     assert simulate(schedule, costs, transfer).makespan == slow_makespan(schedule, singles(schedule), costs, transfer)
 
 
-@given(cases())
-def test_many_at_once_equal_one_by_one(case: tuple[Schedule, StageCosts, float]) -> None:
-    schedule, costs, transfer = case
-    table = numpy.array([costs.forward, costs.input_backward, costs.weight_backward], dtype=float).T
-    many = makespan_many(schedule, numpy.stack([table, 2 * table]), numpy.array([transfer, 0.0]))
-    doubled = StageCosts(**{field: tuple(2 * cost for cost in column) for field, column in asdict(costs).items()})
-    assert many.tolist() == [simulate(schedule, costs, transfer).makespan, simulate(schedule, doubled).makespan]
+@given(st.lists(cases(), max_size=4))
+def test_many_at_once_equal_one_by_one(given: list[tuple[Schedule, StageCosts, float]]) -> None:
+    found = makespans([Timed(table_of(schedule), costs, transfer) for schedule, costs, transfer in given])
+    one_by_one = [
+        (simulate(schedule, costs).makespan, simulate(schedule, costs, transfer).makespan)
+        for schedule, costs, transfer in given
+    ]
+    assert found == one_by_one
+
+
+def test_many_at_once_name_who_waits() -> None:
+    forward, backward = (tuple(Action(kind, 0, batch) for batch in (0, 1)) for kind in (Kind.FORWARD, Kind.BACKWARD))
+    first = (*backward, *forward)
+    second = tuple(Action(kind, 1, batch) for batch in (0, 1) for kind in (Kind.FORWARD, Kind.BACKWARD))
+    whole, stuck = make_schedule("1f1b", 2, 2), Schedule("hand-made", 2, 2, (0, 1), (first, second))
+    costs = StageCosts.uniform(2)
+    with pytest.raises(UserError, match=r"hand-made deadlocks: rank 0 waits at B0.0, rank 1 waits at F1.0"):
+        makespans([Timed(table_of(each), costs, 0.0) for each in (whole, stuck)])
 
 
 @given(cases())
