@@ -316,6 +316,19 @@ STAGES = (
         ),
         chips="v100",
     ),
+    # How much of a message between stages is waited for, and what a collective takes before its bytes count: after the
+    # stages of the accelerators, because runs of several see it.
+    Stage(
+        "deepspeed-transfers",
+        ("vtrain-single", "vtrain-multi", "bs176", "bloom", "bs104tune", "bs13b", "bs1b3", "bsgpt2"),
+        ("engine:megatron-deepspeed::transfer_exposed", "fabric:vtrain::inner_latency"),
+        weights=(("vtrain-single", 0.33),),
+    ),
+    Stage(
+        "bridge-transfers",
+        ("mbridge", "mbskill"),
+        ("engine:megatron-bridge|megatron-bridge-26.08::transfer_exposed",),
+    ),
     Stage(
         "nanotron",
         ("playbook",),
