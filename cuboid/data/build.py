@@ -53,9 +53,11 @@ class BuildRequest:
 @dataclass(frozen=True)
 class BuildReport:
     store: str
+    kind: Kind
     tokens: int
     documents: int
     empty_documents: int
+    """As the manifest has it."""
     vocabulary: int
     seconds: float
     tokens_per_second: float
@@ -167,7 +169,10 @@ def _assemble(
 ) -> Manifest:
     """The whole store, in a folder that still has another name."""
     if not any(part.documents for part in parts.values()):
-        raise UserError(f"source={' '.join(request.sources)} holds no text; name files with text in them")
+        lacking, instead = "text", "files with text in them"
+        if request.kind == "completions":
+            lacking, instead = "answer to learn", "rows with a completion, or with messages of the assistant"
+        raise UserError(f"source={' '.join(request.sources)} holds no {lacking}; name {instead}")
     target = folder / "store"
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
@@ -211,6 +216,7 @@ def _publish(folder: Path, output: Path) -> None:
 def _report(output: Path, manifest: Manifest, seconds: float, speed: float, resumed: int) -> BuildReport:
     return BuildReport(
         store=str(output),
+        kind=manifest.kind,
         tokens=manifest.tokens,
         documents=manifest.documents,
         empty_documents=manifest.empty_documents,

@@ -50,7 +50,7 @@ def run_ranks(
         from cuboid.launch.backend import refuse_backend
         from cuboid.parallel.device import choose_device
 
-        refuse_backend(spec.backend, choose_device(spec.device, 0, "device"), "backend")
+        refuse_backend(spec.backend, choose_device(spec.device, 0, "--device"), "--backend")
     check_generation(spec, oversubscribe)
     if ranks == 1:
         globals()[name](0, heard, spec, *arguments)

@@ -83,6 +83,20 @@ def test_the_command_learns_what_the_assistant_says_and_makes_up_no_template(
     assert text.count("im_start") == 4 and "still there" not in text
 
 
+def test_conversations_without_an_answer_are_counted_as_such(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "chat.jsonl"
+    unanswered = json.dumps({"messages": MESSAGES[:1]}) + "\n"
+    rows.write_text(unanswered + json.dumps({"messages": MESSAGES}) + "\n" + unanswered)
+    build = ["data", "build", str(rows), "--completions", "--tokenizer", str(tokenizer(tmp_path / "model", CHATML))]
+    assert main([*build, "-o", str(tmp_path / "store")]) == 0
+    assert "2 rows without an answer to learn were skipped" in capsys.readouterr().out
+    rows.write_text(unanswered)
+    assert main([*build, "-o", str(tmp_path / "none")]) == 2
+    assert "holds no answer to learn; name rows with a completion" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("template", "sentence"),
     [
