@@ -265,7 +265,7 @@ class Inflated(io.RawIOBase):
         self._member: Any = None
         self._packed = b""
         self._ready = memoryview(b"")
-        self._size, self._given = os.fstat(raw.fileno()).st_size, 0
+        self._taken = self._given = 0
 
     def readable(self) -> bool:
         return True
@@ -277,6 +277,7 @@ class Inflated(io.RawIOBase):
                 if self._member is not None:
                     raise EOFError("it ends in the middle of a frame")
                 return 0
+            self._taken += 0 if self._packed else len(block)
             self._member = self._member or self._begin()
             self._ready, self._packed = memoryview(self._member.decompress(block)), b""
             if self._member.eof:
@@ -284,8 +285,9 @@ class Inflated(io.RawIOBase):
         count = min(len(buffer), len(self._ready))
         buffer[:count], self._ready = self._ready[:count], self._ready[count:]
         self._given += count
-        if self._given > max(LARGEST_LINE, INFLATED * self._size):
-            reason = f"holds more than {INFLATED} times its {self._size:,} bytes"
+        # Of what was read so far, not of the whole file: one of many megabytes would be read for minutes.
+        if self._given > max(LARGEST_LINE, INFLATED * self._taken):
+            reason = f"holds more than {INFLATED} times as many bytes as its first {self._taken:,} are"
             raise Unreadable(self._path, reason, "decompress it yourself if it is what it should be")
         return count
 

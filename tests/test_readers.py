@@ -271,12 +271,15 @@ def test_samples_without_prompts_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("name", "block"),
-    [("bomb.jsonl.gz", b"a"), ("bomb.jsonl.gz", b"\n"), ("bomb.txt.gz", b"\0"), ("bomb.jsonl.zst", b"a")],
+    [
+        *(("bomb.jsonl.gz", b"a"), ("bomb.jsonl.gz", b"\n"), ("bomb.txt.gz", b"\0"), ("bomb.jsonl.zst", b"a")),
+        ("bomb.jsonl.gz", b'{"text": "%s"}\n' % (b"a" * 1000)),  # rows that each are good
+    ],
 )
 def test_a_bomb_is_refused_before_it_grows(tmp_path: Path, name: str, block: bytes) -> None:
     path, begun = tmp_path / name, time.monotonic()
     if name.endswith(".gz"):
-        path.write_bytes(gzip.compress(block * (4 << 20)) * 500)  # 2 GB in 2 MB
+        path.write_bytes(gzip.compress(block * ((4 << 20) // len(block))) * 500)  # 2 GB in 2 MB
     else:
         zstandard = pytest.importorskip("zstandard")
         path.write_bytes(zstandard.compress(block * (4 << 20)) * 500)
