@@ -162,7 +162,7 @@ def test_times_of_another_schedule_are_no_pipeline_of_this_one(
         (f"compare {'x' * 5000} run", "File name too long"),
         ("simulate tiny-llama h100x8 --layout pp=8 --global-batch 10000000 --seq 64", "too many to simulate"),
         ("map tiny-llama h100x8000000 --layout dp=8000000", "too many to map; use 262144 or less"),
-        ("generate run --prompt \udc80", "run"),
+        ("generate \udc80 --prompt a", "does not exist"),
         ("models \udcff", "unexpected"),
     ],
 )
