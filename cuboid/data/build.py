@@ -99,6 +99,8 @@ def _plan(request: BuildRequest, tokenizer: Tokenizer, files: list[InputFile]) -
     """What parts must have in common to be merged."""
     total = sum(file.size for file in files)
     chat = find_template(request.tokenizer) if request.kind == "completions" else None
+    if chat is not None:
+        chat.require_end()
     return {
         **({"chat": hashlib.sha256(f"{chat.source}{chat.tokens}".encode()).hexdigest()} if chat else {}),
         "kind": request.kind,

@@ -83,6 +83,21 @@ def test_the_command_learns_what_the_assistant_says_and_makes_up_no_template(
     assert text.count("im_start") == 4 and "still there" not in text
 
 
+@pytest.mark.parametrize(
+    "template", ["{{ 'x' * 10**10 }}", "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"]
+)
+def test_a_template_that_does_not_end_is_refused(
+    tmp_path: Path, template: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("cuboid.data.chat.TRIAL_SECONDS", 2.0)
+    rows = tmp_path / "chat.jsonl"
+    rows.write_text(json.dumps({"messages": MESSAGES}) + "\n")
+    build = ["data", "build", str(rows), "--completions", "-o", str(tmp_path / "store")]
+    assert main([*build, "--tokenizer", str(tokenizer(tmp_path / "model", template))]) == 2
+    assert "takes for ever, or all memory, on two messages; use rows with" in capsys.readouterr().err
+    assert not list(tmp_path.glob("store*"))
+
+
 def test_conversations_without_an_answer_are_counted_as_such(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
