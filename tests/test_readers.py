@@ -273,7 +273,7 @@ def test_samples_without_prompts_are_refused() -> None:
     ("name", "block"),
     [
         *(("bomb.jsonl.gz", b"a"), ("bomb.jsonl.gz", b"\n"), ("bomb.txt.gz", b"\0"), ("bomb.jsonl.zst", b"a")),
-        ("bomb.jsonl.gz", b'{"text": "a"}\n'),  # rows that each are good
+        ("bomb.jsonl.gz", b'{"text": "%s"}\n' % (b"a" * 50)),  # rows that each are good
     ],
 )
 def test_a_bomb_is_refused_before_it_grows(tmp_path: Path, name: str, block: bytes) -> None:
@@ -380,6 +380,15 @@ def test_a_tokenizer_whose_pattern_runs_away_is_refused(tmp_path: Path, monkeypa
     monkeypatch.setattr("cuboid.data.tokenizer.TRIAL_SECONDS", 3.0)
     with pytest.raises(UserError, match="takes for ever on some texts"):  # whether the library gives up or is ended
         load_tokenizer(str(path))
+
+
+def test_a_text_that_is_no_document_is_not_tokenised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    monkeypatch.setattr("cuboid.data.tokenizer.LONGEST_TEXT", 1000)
+    assert len(tokenizer.encode(["a" * 1000])[0]) == 1000
+    with pytest.raises(UserError, match=r"a text of 1,001 characters and takes 1,000 at once; write it as JSON Lines"):
+        tokenizer.encode(["a" * 1001])
 
 
 def test_half_a_character_is_no_text(tmp_path: Path) -> None:

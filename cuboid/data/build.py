@@ -28,7 +28,7 @@ from cuboid.data.store import (
     write_manifest,
 )
 from cuboid.data.tokenizer import BYTES, Tokenizer, load_tokenizer
-from cuboid.data.workers import Part, finished_parts, make_parts, part_prefix, partial_folder
+from cuboid.data.workers import Part, check_workers, finished_parts, make_parts, part_prefix, partial_folder
 from cuboid.errors import UserError
 from cuboid.readers import read_bytes
 
@@ -76,8 +76,7 @@ class Progress:
 
 def build(request: BuildRequest, report: Callable[[Progress], None] = lambda progress: None) -> BuildReport:
     started = time.perf_counter()
-    if request.workers < 1:
-        raise UserError(f"workers={request.workers} is too few; use workers=1 or more")
+    check_workers(request.workers)
     tokenizer = load_tokenizer(request.tokenizer, request.end_of_document)
     files = find_inputs(request.sources)
     plan = _plan(request, tokenizer, files)

@@ -64,6 +64,8 @@ LARGEST_VOCABULARY = 1 << 24
 RUNAWAY = re.compile(r"[*+}]\)+[*+{]|\|[^()]*\)[*+{]")
 """A group that repeats, with repeats or alternatives inside: some such patterns take for ever on some texts."""
 TRIAL_SECONDS = 10.0
+LONGEST_TEXT = 24 << 20
+"""Characters: the library takes some 60 bytes for each token, and a token may be one character."""
 MOST_GROWTH = 10_000
 """Times that its normalizer may lengthen a text: those in use put one character in the place of another."""
 
@@ -143,6 +145,12 @@ def _require_end(text: str, pattern: str, where: str) -> None:
 
 def encode_batch(tokenizer: Any, texts: list[str], where: str, special: bool = False) -> list[list[int]]:
     """Tokens of each text; what the library cannot encode it raises as a plain Exception."""
+    longest = max(map(len, texts), default=0)
+    if longest > LONGEST_TEXT:
+        raise UserError(
+            f"{where} is given a text of {longest:,} characters and takes {LONGEST_TEXT:,} at once; write it as JSON "
+            "Lines of smaller documents"
+        )
     try:
         return [found.ids for found in tokenizer.encode_batch_fast(texts, add_special_tokens=special)]
     except Exception as error:
