@@ -4,7 +4,8 @@ Generated and mutated inputs against every verb of the command line: files of ev
 by what is no file, junk in options, `--set` values, paths and URLs. A case is bad if it ends in a traceback, by a
 signal or with an exit code that does not fit, takes more than LONGEST seconds of CPU or MOST bytes of memory, changes
 the folder after a refusal, or refuses in more than a sentence. Exit code 1 if any is. Workers have imported everything
-once and fork a process per case. The last table says which places that read files were reached. A few minutes."""
+once and fork a process per case. The last table says which places that read files were reached. 5000
+cases take about 25 minutes on two cores."""
 
 from __future__ import annotations
 
