@@ -131,8 +131,8 @@ def train(
     take_over: bool = False,
 ) -> Trained:
     """Train to the last step, from the newest checkpoint of the run's folder if there is one. Under torchrun every
-    process calls it, and returns when the training has ended. `oversubscribe`: start also where less memory is free
-    than ranks seem to take. `take_over`: resume the checkpoints of another run in `checkpoint.folder` as this one's."""
+    process calls it, and returns when the training has ended. `oversubscribe`: start also where memory or cores seem
+    too few for the ranks. `take_over`: resume the checkpoints of another run in `checkpoint.folder` as this one's."""
     from cuboid.launch.start import train_run
 
     made = make_run(run, *changes)

@@ -28,8 +28,8 @@ FILES, FILES_PER_RANK = 19, 7
 WIDTHS = {"float64": 8, "float32": 4}
 """Bytes of a number; others have two."""
 PER_CORE = 16
-"""Ranks for each core, which are rehearsals: each computes for a sixteenth of the time. 32 on two cores were seen to
-train."""
+"""Ranks for each core. So many are a rehearsal, in which each computes for a sixteenth of the time; more are a mistake,
+or want `--oversubscribe`."""
 GPU_SIGNS = ("/dev/nvidiactl", "/dev/nvidia0", "/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg")
 ROOT = Path("/")
 UNLIMITED = 1 << 62

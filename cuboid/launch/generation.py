@@ -29,8 +29,8 @@ def start_generation(
     joined: Callable[[dict[str, Any]], None] | None = None,
     oversubscribe: bool = False,
 ) -> None:
-    """Returns when every request has its text. `joined`: as `Pool.run` has it. `oversubscribe`: start also where less
-    memory is free than ranks seem to take."""
+    """Returns when every request has its text. `joined`: as `Pool.run` has it. `oversubscribe`: start also where
+    memory or cores seem too few for the ranks."""
     run_ranks("generate_rank", spec, (list(requests), sampling, words), heard, joined, oversubscribe)
 
 
