@@ -45,8 +45,9 @@ from cuboid.cli.main import VERBS, _application, module_of
 from cuboid.spec.coding import field_types, unwrap_optional
 from cuboid.spec.run import Run
 
-LONGEST, PATIENCE = 20.0, 45.0
-"""Seconds of CPU, and of the clock, which counts what else the machine does."""
+LONGEST, PATIENCE, STARVED = 20.0, 45.0, 20.0
+"""Seconds of CPU, and of the clock; beyond these a process has hung unless it computes a twentieth of the time, as it
+does where others have the cores."""
 MOST = 2 << 30
 RESERVED = 12 << 30
 """Bytes of addresses a process may have beyond those of the workers: what asks for more would not fit into memory."""
@@ -221,6 +222,10 @@ def _used(process: int) -> tuple[int, float]:
     return memory, processor
 
 
+def _patience(processor: float) -> float:
+    return max(PATIENCE, STARVED * processor)
+
+
 def run_case(case: Case, folder: Path, beside: Path) -> Ended:
     before = _listing(folder)
     for name in ("out", "err", "places"):
@@ -246,7 +251,7 @@ def run_case(case: Case, folder: Path, beside: Path) -> Ended:
         working = "train" in case.arguments and b"\nstep " in (beside / "out").read_bytes() if processor > 5 else False
         if working:  # nothing was wrong with it
             accepted = True
-        elif memory <= 1.5 * MOST and processor <= LONGEST and time.monotonic() - begun <= PATIENCE:
+        elif memory <= 1.5 * MOST and processor <= LONGEST and time.monotonic() - begun <= _patience(processor):
             continue
         for each in reversed(_tree(child)):
             with suppress(ProcessLookupError):
@@ -261,7 +266,7 @@ def run_case(case: Case, folder: Path, beside: Path) -> Ended:
     errors = [line for line in said.splitlines() if line.startswith("error: ")]
     if memory > MOST:
         faults.append(f"{memory / 2**30:.1f} GiB")
-    if processor > LONGEST or seconds > PATIENCE:
+    if processor > LONGEST or seconds > _patience(processor):
         faults.append(f"hang ({processor:.0f} s of CPU, {seconds:.0f} s)")
     if "Traceback (most recent call last)" in said or "panicked at" in said or "Fatal Python error" in said:
         faults.append("traceback")
