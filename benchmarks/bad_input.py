@@ -4,7 +4,8 @@ Generated and mutated inputs against every verb of the command line: files of ev
 by what is no file, junk in options, `--set` values, paths and URLs. A case is bad if it ends in a traceback, by a
 signal or with an exit code that does not fit, takes more than LONGEST seconds of CPU or MOST bytes of memory, changes
 the folder after a refusal, or refuses in more than a sentence. Exit code 1 if any is. Workers have imported everything
-once and fork a process per case. The last table says which places that read files were reached. A few minutes."""
+once and fork a process per case. The last table says which places that read files were reached. 5000
+cases take about 25 minutes on two cores."""
 
 from __future__ import annotations
 
@@ -44,8 +45,9 @@ from cuboid.cli.main import VERBS, _application, module_of
 from cuboid.spec.coding import field_types, unwrap_optional
 from cuboid.spec.run import Run
 
-LONGEST, PATIENCE = 20.0, 45.0
-"""Seconds of CPU, and of the clock, which counts what else the machine does."""
+LONGEST, PATIENCE, STARVED = 20.0, 45.0, 20.0
+"""Seconds of CPU, and of the clock; beyond these a process has hung unless it computes a twentieth of the time, as it
+does where others have the cores."""
 MOST = 2 << 30
 RESERVED = 12 << 30
 """Bytes of addresses a process may have beyond those of the workers: what asks for more would not fit into memory."""
@@ -53,6 +55,9 @@ WORDY = 1200
 """Characters of a sentence that nobody reads to its end."""
 DAMAGED = {"checkpoint": 1, "data": 1, "verify": 1, "replay": 1, "probe": 1, "models": 0}
 """Verb -> the exit code beside 0 and 2 that it has a use for: something is damaged, or a proof failed."""
+
+KEPT = "built.partial"
+"""The finished parts of `data build`, which stay after an error in the middle for the next attempt to continue with."""
 
 APART = {
     "--serve",
@@ -217,6 +222,10 @@ def _used(process: int) -> tuple[int, float]:
     return memory, processor
 
 
+def _patience(processor: float) -> float:
+    return max(PATIENCE, STARVED * processor)
+
+
 def run_case(case: Case, folder: Path, beside: Path) -> Ended:
     before = _listing(folder)
     for name in ("out", "err", "places"):
@@ -242,7 +251,7 @@ def run_case(case: Case, folder: Path, beside: Path) -> Ended:
         working = "train" in case.arguments and b"\nstep " in (beside / "out").read_bytes() if processor > 5 else False
         if working:  # nothing was wrong with it
             accepted = True
-        elif memory <= 1.5 * MOST and processor <= LONGEST and time.monotonic() - begun <= PATIENCE:
+        elif memory <= 1.5 * MOST and processor <= LONGEST and time.monotonic() - begun <= _patience(processor):
             continue
         for each in reversed(_tree(child)):
             with suppress(ProcessLookupError):
@@ -257,14 +266,15 @@ def run_case(case: Case, folder: Path, beside: Path) -> Ended:
     errors = [line for line in said.splitlines() if line.startswith("error: ")]
     if memory > MOST:
         faults.append(f"{memory / 2**30:.1f} GiB")
-    if processor > LONGEST or seconds > PATIENCE:
+    if processor > LONGEST or seconds > _patience(processor):
         faults.append(f"hang ({processor:.0f} s of CPU, {seconds:.0f} s)")
     if "Traceback (most recent call last)" in said or "panicked at" in said or "Fatal Python error" in said:
         faults.append("traceback")
     elif ended not in (0, 2, DAMAGED.get(verb, 2)) and not faults:
         faults.append(f"exit code {ended}")
     if ended == 2:
-        if _listing(folder) != before:
+        after = {name: facts for name, facts in _listing(folder).items() if not name.startswith(KEPT)}
+        if after != before:
             faults.append("wrote after a refusal")
         if len(errors) != 1 or len(said) - len(errors[0]) > WORDY or len(errors[0]) > WORDY:
             faults.append("not one sentence")

@@ -13,6 +13,8 @@ import types
 from pathlib import Path
 
 from cuboid.cli.main import main
+from cuboid.spec.huggingface import config_from_model
+from cuboid.spec.model import load_model
 
 RUN = """
 layout = "dp=1"
@@ -54,13 +56,38 @@ DEEPSPEED = {
     "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 100, "warmup_num_steps": 10}},
     "gradient_clipping": 1.0,
 }
+MIXED = """
+layout = "dp=1"
+model = "tiny-deepseek"
+[training]
+steps = 2
+global_batch = 2
+sequence = 16
+device = "cpu"
+[checkpoint]
+every = 2
+[samples]
+every = 2
+max_tokens = 2
+prompts = ["a"]
+[output]
+folder = "runs/mixed"
+layer_norms = true
+track = "jsonl"
+"""
+CHAT = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
+TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 FAILURE = {"time": "2026-01-01T00:00:00", "reason": "rank 0 was killed", "checkpoint": 2, "restarted": True}
+BAD_STEP = {"step": 3, "reason": "a spike", "loss": 1.0, "gradient_norm": "inf", "layout": "dp=1", "batch": 2}
+RANK_TIMES = {"step": 4, "time": 1.0, "ranks": [{"rank": 0, "compute": 1.0, "wait": 0.0, "data": 0.1, "save": 0.0}]}
 
 SEED_RUN = "runs/seed/*"
 CHECKPOINTS = "runs/seed/checkpoints/*/*"
 SCENARIOS: list[tuple[str, tuple[str, ...]]] = [
     ("plan model.toml cluster.toml --global-batch 8 --seq 64 -o out.toml", ("model.toml", "cluster.toml")),
     ("plan hf/config.json h100x16 --global-batch 64 --seq 64", ("hf/config.json",)),
+    ("plan configs/mixed/config.json h100x16 --global-batch 64 --seq 64", ("configs/*/config.json",)),
+    ("plan configs/yarn/config.json h100x64 --global-batch 64 --seq 64", ("configs/yarn/config.json",)),
     ("plan tiny-mixtral h100x8 --global-batch 64 --seq 64 --for generate", ()),
     ("explain plan.toml", ("plan.toml",)),
     ("explain tiny-llama cluster.toml --layout dp=4 --global-batch 8 --seq 64", ("cluster.toml",)),
@@ -75,6 +102,8 @@ SCENARIOS: list[tuple[str, tuple[str, ...]]] = [
     ("models", ()),
     ("train run.toml --overwrite", ("run.toml", "model.toml")),
     ("train run.toml --set training.steps=6", ("run.toml", SEED_RUN, SEED_RUN, CHECKPOINTS, CHECKPOINTS)),
+    ("train run.toml --layout dp=2 --set training.steps=6", (SEED_RUN, CHECKPOINTS)),
+    ("train mixed.toml --set training.steps=3", ("mixed.toml", "runs/mixed/*")),
     ("train stored.toml", ("stored.toml", "store/*", "store/*")),
     ("train tune.toml", ("tune.toml", "hf/*", "hf/*")),
     ("launch slurm run.toml --gpus-per-node 1", ("run.toml",)),
@@ -82,6 +111,7 @@ SCENARIOS: list[tuple[str, tuple[str, ...]]] = [
     ("data build corpus -o built --tokenizer hf/tokenizer.json", ("corpus/*", "corpus/*", "hf/tokenizer*.json")),
     ("data build corpus/b.jsonl corpus/c.jsonl.gz -o built --workers 1", ("corpus/b.jsonl", "corpus/c.jsonl.gz")),
     ("data build chats.jsonl -o built --completions --workers 1", ("chats.jsonl",)),
+    ("data build talk.jsonl -o built --completions --workers 1 --tokenizer chat", ("talk.jsonl", "chat/*")),
     ("data build dataset -o built --workers 1", ("dataset/*",)),
     ("data show store", ("store/*",)),
     ("data verify store", ("store/*",)),
@@ -95,8 +125,10 @@ SCENARIOS: list[tuple[str, tuple[str, ...]]] = [
     ("verify --layout dp=1 --model model.toml --steps 1", ("model.toml",)),
     ("replay runs/seed --step 3", (SEED_RUN, "runs/seed/metrics.jsonl", "runs/seed/bad_steps.jsonl", CHECKPOINTS)),
     ("report runs/seed --no-search -o out.html", (SEED_RUN,)),
+    ("report runs/mixed --no-search -o out.html", ("runs/mixed/*",)),
     ("report plan.toml -o out.html --no-search", ("plan.toml",)),
     ("watch runs/seed --once", (SEED_RUN, "runs/seed/metrics.jsonl")),
+    ("watch runs/mixed --once", ("runs/mixed/*",)),
     ("watch runs/seed --json", (SEED_RUN, "runs/seed/metrics.jsonl")),
     ("compare runs/seed runs/other", (SEED_RUN, "runs/seed/metrics.jsonl")),
     ("generate runs/seed --prompt a --max-tokens 2", ("runs/seed/run.toml", CHECKPOINTS)),
@@ -126,6 +158,8 @@ def make_good(folder: Path) -> None:
         "prompts.txt": "def main(\nimport os\n",
         "prompts.jsonl": '{"prompt": "def main("}\n{"prompt": "x", "seed": 1}\n',
         "choices.jsonl": '{"prompt": "a", "choices": ["b", "c"], "answer": 0}\n' * 2,
+        "mixed.toml": MIXED,
+        "talk.jsonl": (json.dumps({"messages": TALK}) + "\n") * 2,
         "chats.jsonl": '{"prompt": "a", "completion": "b"}\n{"prompt": "c", "completion": "d"}\n',
         "corpus/a.txt": "A text of a few words, to be tokenised.\n" * 20,
         "corpus/b.jsonl": '{"text": "one row"}\n{"text": "another row"}\n' * 5,
@@ -153,6 +187,7 @@ def make_good(folder: Path) -> None:
     Path("rows.csv").write_text("\n".join(published[:6]))
     for command in (
         "train run.toml",
+        "train mixed.toml",
         "export runs/seed --to hf:hf",
         "plan tiny-llama cpux8 --global-batch 8 --seq 64 -o plan.toml",
         "import hf:hf -o tune.toml --set training.steps=2 --set training.global_batch=2 --set training.sequence=16",
@@ -177,7 +212,14 @@ def make_good(folder: Path) -> None:
         .replace("every = 2\nbatches = 1", "")
     )
     Path("runs/seed/failures.jsonl").write_text(json.dumps(FAILURE) + "\n")
-    Path("runs/seed/bad_steps.jsonl").write_text(json.dumps({"step": 2, "reason": "a spike", "loss": 1.0}) + "\n")
+    bad = {**BAD_STEP, "squared_norms": [1.0, "nan"], "skipped": [1]}
+    Path("runs/seed/bad_steps.jsonl").write_text(json.dumps(bad) + "\n")
+    Path("runs/seed/ranks-00000.jsonl").write_text(json.dumps(RANK_TIMES) + "\n")
+    shutil.copytree("hf", "chat", ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
+    Path("chat/tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT, "eos_token": "<|endoftext|>"}))
+    for name, model in (("mixed", "tiny-deepseek"), ("yarn", "deepseek-v3"), ("moe", "qwen3-30b-a3b")):
+        Path("configs", name).mkdir(parents=True)
+        Path("configs", name, "config.json").write_text(json.dumps(config_from_model(load_model(model))))
     shutil.copytree("runs/seed", "runs/other")
 
 

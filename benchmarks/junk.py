@@ -220,6 +220,25 @@ def broken_tokenizer(content: bytes, random: Random) -> bytes:
     return json.dumps(table).encode()
 
 
+def broken_config(content: bytes, random: Random) -> bytes:
+    """Of a tokenizer: also with templates that do not end, or hold all memory."""
+    table = json.loads(content)
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    wild = (
+        loop,
+        "{{ 'x' * 10**10 }}",
+        "{{ 9 ** 9 ** 9 }}",
+        "{{ 'a'.ljust(10**10) }}",
+        "{% if",
+        "{{ a.b.c }}",
+        [],
+        [{}],
+    )
+    if random.random() < 0.5:
+        return broken_json(content, random)
+    return json.dumps({**table, "chat_template": random.choice(wild)}).encode()
+
+
 def broken_safetensors(content: bytes, random: Random) -> bytes:
     (size,) = struct.unpack("<Q", content[:8])
     header, data = content[8 : 8 + size], content[8 + size :]
@@ -315,6 +334,7 @@ FORMATS: dict[str, Callable[[bytes, Random], bytes]] = {
     "toml": broken_toml,
     "rows": broken_rows,
     "tokenizer": broken_tokenizer,
+    "config": broken_config,
     "safetensors": broken_safetensors,
     "gzip": broken_gzip,
     "parquet": broken_parquet,
@@ -324,8 +344,8 @@ FORMATS: dict[str, Callable[[bytes, Random], bytes]] = {
 
 
 def format_of(path: Path) -> str:
-    if path.name == "tokenizer.json":
-        return "tokenizer"
+    if path.name in ("tokenizer.json", "tokenizer_config.json"):
+        return "tokenizer" if path.name == "tokenizer.json" else "config"
     endings = {".json": "json", ".toml": "toml", ".jsonl": "rows", ".safetensors": "safetensors", ".gz": "gzip"}
     return {**endings, ".parquet": "parquet", ".csv": "csv"}.get(path.suffix, "bytes")
 

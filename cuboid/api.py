@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cuboid.errors import UserError
-from cuboid.readers import parse_toml, read_rows
+from cuboid.readers import parse_toml
 from cuboid.spec.run import Run, build_run, dump_run, load_run
+from cuboid.telemetry.rows import metric_rows
 
 if TYPE_CHECKING:
     from cuboid.planning.plan import Plan
@@ -83,7 +84,7 @@ class Trained:
     @cached_property
     def rows(self) -> list[dict[str, Any]]:
         """What `metrics.jsonl` has of each step."""
-        return read_rows(self.folder / "metrics.jsonl")
+        return metric_rows(self.folder / "metrics.jsonl")
 
     @property
     def losses(self) -> list[float]:
@@ -130,8 +131,8 @@ def train(
     take_over: bool = False,
 ) -> Trained:
     """Train to the last step, from the newest checkpoint of the run's folder if there is one. Under torchrun every
-    process calls it, and returns when the training has ended. `oversubscribe`: start also where less memory is free
-    than ranks seem to take. `take_over`: resume the checkpoints of another run in `checkpoint.folder` as this one's."""
+    process calls it, and returns when the training has ended. `oversubscribe`: start also where memory or cores seem
+    too few for the ranks. `take_over`: resume the checkpoints of another run in `checkpoint.folder` as this one's."""
     from cuboid.launch.start import train_run
 
     made = make_run(run, *changes)

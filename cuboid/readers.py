@@ -40,7 +40,9 @@ LARGEST_INTEGER = 2**63 - 1
 NO_LONGEST = int(1e30)
 """What transformers writes into tokenizer_config.json as the longest text of a tokenizer that has no longest."""
 INFLATED = 200
-"""Times its own size that a compressed file may hold, once it holds more than LARGEST_LINE: text has less than 30."""
+"""Times its own size that a compressed file may hold, once it holds more than SMALL: text has less than 30."""
+SMALL = 4 << 20
+"""Bytes that a compressed file may hold whatever its size: rows of a few bytes are still read in seconds."""
 
 PART = r"""(?:"[^"\n]*+"|'[^'\n]*+'|[\w-]++)[ \t]*+\.[ \t]*+"""
 DOTTED = re.compile(rf"""(?<![\w'"-])(?:{PART}){{{DEEPEST + 1}}}""")
@@ -265,7 +267,7 @@ class Inflated(io.RawIOBase):
         self._member: Any = None
         self._packed = b""
         self._ready = memoryview(b"")
-        self._size, self._given = os.fstat(raw.fileno()).st_size, 0
+        self._taken = self._given = 0
 
     def readable(self) -> bool:
         return True
@@ -277,6 +279,7 @@ class Inflated(io.RawIOBase):
                 if self._member is not None:
                     raise EOFError("it ends in the middle of a frame")
                 return 0
+            self._taken += 0 if self._packed else len(block)
             self._member = self._member or self._begin()
             self._ready, self._packed = memoryview(self._member.decompress(block)), b""
             if self._member.eof:
@@ -284,8 +287,9 @@ class Inflated(io.RawIOBase):
         count = min(len(buffer), len(self._ready))
         buffer[:count], self._ready = self._ready[:count], self._ready[count:]
         self._given += count
-        if self._given > max(LARGEST_LINE, INFLATED * self._size):
-            reason = f"holds more than {INFLATED} times its {self._size:,} bytes"
+        # Of what was read so far, not of the whole file: one of many megabytes would be read for minutes.
+        if self._given > max(SMALL, INFLATED * self._taken):
+            reason = f"holds more than {INFLATED} times as many bytes as its first {self._taken:,} are"
             raise Unreadable(self._path, reason, "decompress it yourself if it is what it should be")
         return count
 

@@ -271,12 +271,15 @@ def test_samples_without_prompts_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("name", "block"),
-    [("bomb.jsonl.gz", b"a"), ("bomb.jsonl.gz", b"\n"), ("bomb.txt.gz", b"\0"), ("bomb.jsonl.zst", b"a")],
+    [
+        *(("bomb.jsonl.gz", b"a"), ("bomb.jsonl.gz", b"\n"), ("bomb.txt.gz", b"\0"), ("bomb.jsonl.zst", b"a")),
+        ("bomb.jsonl.gz", b'{"text": "%s"}\n' % (b"a" * 50)),  # rows that each are good
+    ],
 )
 def test_a_bomb_is_refused_before_it_grows(tmp_path: Path, name: str, block: bytes) -> None:
     path, begun = tmp_path / name, time.monotonic()
     if name.endswith(".gz"):
-        path.write_bytes(gzip.compress(block * (4 << 20)) * 500)  # 2 GB in 2 MB
+        path.write_bytes(gzip.compress(block * ((4 << 20) // len(block))) * 500)  # 2 GB in 2 MB
     else:
         zstandard = pytest.importorskip("zstandard")
         path.write_bytes(zstandard.compress(block * (4 << 20)) * 500)
@@ -349,6 +352,16 @@ TOKENIZERS = {
         "vocabulary is empty",
     ),
     "huge ids": (_tokenizer(model={"type": "BPE", "vocab": {"a": 2**31}, "merges": []}), "has a token 2147483648"),
+    "endless texts": (_tokenizer(normalizer={"type": "Prepend", "prepend": "x" * 10_001}), "10,001 times as long"),
+    "growing texts": (
+        _tokenizer(
+            normalizer={
+                "type": "Sequence",
+                "normalizers": [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}] * 4,
+            }
+        ),
+        "1,000,000,000,000 times as long",
+    ),
     "nested": (_tokenizer(normalizer=json.loads("[" * 90 + "]" * 90)), "nested more than 64 deep"),
 }
 
@@ -367,6 +380,15 @@ def test_a_tokenizer_whose_pattern_runs_away_is_refused(tmp_path: Path, monkeypa
     monkeypatch.setattr("cuboid.data.tokenizer.TRIAL_SECONDS", 3.0)
     with pytest.raises(UserError, match="takes for ever on some texts"):  # whether the library gives up or is ended
         load_tokenizer(str(path))
+
+
+def test_a_text_that_is_no_document_is_not_tokenised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tokenizer.json").write_text(json.dumps(byte_tokenizer()))
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    monkeypatch.setattr("cuboid.data.tokenizer.LONGEST_TEXT", 1000)
+    assert len(tokenizer.encode(["a" * 1000])[0]) == 1000
+    with pytest.raises(UserError, match=r"a text of 1,001 characters and takes 1,000 at once; write it as JSON Lines"):
+        tokenizer.encode(["a" * 1001])
 
 
 def test_half_a_character_is_no_text(tmp_path: Path) -> None:

@@ -6,10 +6,14 @@ locate("s3://bucket/checkpoints")
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import wraps
+from typing import Any, Protocol, TypeVar, cast
 
 from cuboid.errors import UserError
 
@@ -173,11 +177,34 @@ def open_remote(url: str) -> tuple[RemoteFiles, str]:
         system, path = fsspec.core.url_to_fs(url)
         if not isinstance(path, str):
             raise ValueError(f"it names {len(path)} places")
-        # Asked once here, because every driver fails in its own way where it has no host, no key or no bucket.
+        # Asked once here, because every driver fails in its own way where it has no host, no key or no bucket, and
+        # twice: some say of what they do not reach that it is no folder, others that it is not there.
         system.isdir(path)
+        with suppress(FileNotFoundError):
+            system.info(path)
     except Exception as error:
         raise UserError(f"{url} cannot be reached: {str(error) or type(error).__name__}; {instead}") from None
     return RemoteFiles(system), path.rstrip("/")
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _named(method: Method) -> Method:
+    """Drivers raise errors of their own, which nobody knows by name: they become an OSError that names the place."""
+
+    @wraps(method)
+    def reached(files: RemoteFiles, place: Any, *arguments: Any) -> Any:
+        try:
+            return method(files, place, *arguments)
+        except Exception as error:
+            if isinstance(error, OSError) and error.filename is not None:
+                raise
+            said = (str(error).splitlines() or [""])[0] or type(error).__name__
+            kind = errno.ENOENT if isinstance(error, FileNotFoundError) else getattr(error, "errno", None) or errno.EIO
+            raise OSError(kind, said, str(getattr(place, "path", place))) from error
+
+    return cast(Method, reached)
 
 
 @dataclass(frozen=True)
@@ -187,18 +214,22 @@ class RemoteFiles:
     renames = False
     read_size = 16 << 20  # each costs a request
 
+    @_named
     def make_folder(self, path: str) -> None:
         self._system.makedirs(path, exist_ok=True)
 
+    @_named
     def open(self, path: str) -> Any:
         return self._system.open(path, "wb")
 
+    @_named
     def write(self, handle: Any, content: memoryview) -> None:
         handle.write(content)
 
     def fsync(self, handle: Any) -> None:
         """A store keeps a file when it is closed."""
 
+    @_named
     def close(self, handle: Any) -> None:
         handle.close()
 
@@ -208,12 +239,14 @@ class RemoteFiles:
     def fsync_folder(self, path: str) -> None:
         pass
 
+    @_named
     def remove(self, path: str) -> None:
         if not self.is_folder(path):
             self._system.rm_file(path)
         elif self._system.exists(path):  # most stores have no folders but those of the files in them
             self._system.rmdir(path)
 
+    @_named
     def names(self, path: str) -> list[str]:
         self._system.invalidate_cache()
         try:
@@ -223,9 +256,11 @@ class RemoteFiles:
         names = {entry.rstrip("/").rpartition("/")[2] for entry in entries if entry.rstrip("/") != path}
         return sorted(names)
 
+    @_named
     def is_folder(self, path: str) -> bool:
         return bool(self._system.isdir(path))
 
+    @_named
     def size(self, path: str) -> int | None:
         try:
             facts = self._system.info(path)
@@ -236,6 +271,7 @@ class RemoteFiles:
     def prefetch(self, path: str) -> None:
         pass
 
+    @_named
     def read_into(self, path: str, position: int, buffer: memoryview) -> None:
         content = self._system.cat_file(path, start=position, end=position + buffer.nbytes)
         if len(content) != buffer.nbytes:

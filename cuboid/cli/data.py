@@ -97,7 +97,8 @@ def _show_report(report: BuildReport, as_json: bool) -> None:
         f"{report.store}: {report.tokens:,} tokens of {report.documents:,} documents, vocabulary {report.vocabulary:,}"
     )
     if report.empty_documents:
-        print(f"{report.empty_documents:,} documents without text were skipped")
+        lacking = "documents without text" if report.kind == "text" else "rows without an answer to learn"
+        print(f"{report.empty_documents:,} {lacking} were skipped")
     if report.resumed_tokens == report.tokens:
         print("All of it was there already.")
         return

@@ -76,6 +76,7 @@ def command(
             precision=precision,
             device=device,
             backend=backend,
+            oversubscribe=oversubscribe,
         )
         print(json.dumps({"results": measured_tasks}) if as_json else harness_table(measured_tasks))
         return
@@ -179,6 +180,7 @@ def evaluate_tasks(
     precision: str | None,
     device: str,
     backend: str,
+    oversubscribe: bool,
 ) -> dict[str, Any]:
     """The harness's results, by task."""
     try:
@@ -196,7 +198,7 @@ def evaluate_tasks(
         manager = TaskManager(include_path=folder and str(folder))
     if unknown := sorted(set(tasks) - set(manager.all_tasks)):
         raise UserError(f"harness={unknown[0]} is no task that lm_eval knows; lm-eval ls tasks shows them")
-    model = CuboidModel(target, layout, batch, precision, device, backend)
+    model = CuboidModel(target, layout, batch, precision, device, backend, oversubscribe)
     try:
         found = simple_evaluate(model, tasks=list(tasks), num_fewshot=shots, limit=limit, task_manager=manager)
     except (OSError, ConnectionError) as error:

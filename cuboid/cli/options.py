@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 Oversubscribe = Annotated[
-    bool, typer.Option("--oversubscribe", help="Start even if the free memory looks too small for the ranks.")
+    bool, typer.Option("--oversubscribe", help="Start even if memory or cores look too few for the ranks.")
 ]
 
 

@@ -91,7 +91,7 @@ def _device_type(device: str) -> str:
 
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"device={device} is unknown; use auto, cpu or cuda")
-    return choose_device(device, 0, "device").type
+    return choose_device(device, 0, "--device").type
 
 
 def _probe(

@@ -12,6 +12,7 @@ from cuboid.checkpoint.folder import checkpoints, step_of
 from cuboid.checkpoint.location import Location
 from cuboid.checkpoint.manifest import Manifest
 from cuboid.checkpoint.verify import verify
+from cuboid.cli.options import Oversubscribe
 from cuboid.errors import UserError
 from cuboid.launch.once import Heard, take_post
 from cuboid.launch.start import NodeOptions
@@ -44,6 +45,7 @@ def command(
     interface: Annotated[
         str | None, typer.Option(help="Interface or address of this node; default: the one towards HOST.")
     ] = None,
+    oversubscribe: Oversubscribe = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print only one JSON object.")] = False,
 ) -> None:
     """Rerun one step of a run on the same data, several times: the same bad value each time is the fault of the data, a
@@ -65,9 +67,8 @@ def command(
     own = run.training
     run = replace(run, training=replace(own, device=device or own.device, backend=backend or own.backend))
     check_supported(run)
-    post = take_post(
-        run, NodeOptions(rendezvous=rendezvous, nodes=nodes, ranks_per_node=ranks_per_node, interface=interface)
-    )
+    options = NodeOptions(rendezvous=rendezvous, nodes=nodes, ranks_per_node=ranks_per_node, interface=interface)
+    post = take_post(run, options, oversubscribe, {"device": device, "backend": backend})
     from cuboid.verification.replay import judge
 
     heard, job, asked = (

@@ -149,6 +149,7 @@ def _conclude(run: Run, as_json: bool) -> None:
     if not rows:  # all steps were done, and another folder holds what was said of them
         return
     later = rows[1:] or rows  # the first step also pays for warming up
+    seconds = sum(row["seconds"] for row in later)
     summary: dict[str, Any] = {
         "model": run.model.name,
         "layout": str(run.layout),
@@ -156,12 +157,12 @@ def _conclude(run: Run, as_json: bool) -> None:
         "steps": len(rows),
         "first_loss": rows[0]["loss"],
         "last_loss": rows[-1]["loss"],
-        "tokens_per_second": sum(row["tokens"] for row in later) / sum(row["seconds"] for row in later),
+        "tokens_per_second": sum(row["tokens"] for row in later) / seconds if seconds else None,
         "folder": str(folder),
     }
     if (folder / BACKEND).exists():
         told = read_json(folder / BACKEND)
-        summary |= {name: told[name] for name in ("backend", "gpus", "gpu_shared", "bound")}
+        summary |= {name: told.get(name) for name in ("backend", "gpus", "gpu_shared", "bound")}
     spent = read_spent(folder)
     if spent is not None:
         summary |= {"goodput": round(spent.goodput, 4), "spent": spent.as_row(), "slowest": rows[-1].get("slowest")}

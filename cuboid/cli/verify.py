@@ -3,7 +3,7 @@ them does."""
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, Literal
 
@@ -89,6 +89,7 @@ def command(
 
     Example: cuboid verify --layout dp=2,pp=4,zero=3,schedule=zbv --set model.layers=9
     """
+    given = {"device": device, "backend": backend}
     changed = (f"training.device={device}", f"training.backend={backend}", *(overrides or ()))
     options = NodeOptions(rendezvous=rendezvous, nodes=nodes, ranks_per_node=ranks_per_node, interface=interface)
     if resume is not None:
@@ -98,12 +99,12 @@ def command(
             raise UserError(
                 "--resume starts other ranks for each layout; use it on one machine, without --nodes, torchrun or srun"
             )
-        return _verify_chain(chain_runs(resume, model, changed, steps, dtype, seed), as_json, oversubscribe)
+        return _verify_chain(chain_runs(resume, model, changed, steps, dtype, seed), as_json, oversubscribe, given)
     run = verification_run(layout or "dp=2,tp=2,pp=2", model, changed, steps, dtype, seed)
     check_supported(run)
     check_provable(run)
     check_data(run)
-    post = take_post(run, options, oversubscribe)
+    post = take_post(run, options, oversubscribe, given)
     heard = Heard(silent=as_json or not post.speaks)
     if not heard.silent:
         processes = f"{run.layout.world_size} processes"
@@ -118,11 +119,11 @@ def command(
     return 0 if verdict["passed"] else 1
 
 
-def _verify_chain(runs: list[Run], as_json: bool, oversubscribe: bool) -> int:
+def _verify_chain(runs: list[Run], as_json: bool, oversubscribe: bool, given: Mapping[str, str | None]) -> int:
     """Each layout in its own ranks; nothing passes from one to the next but what is on disk."""
     check_provable(runs[0], chain=True)
     check_data(runs[0])
-    posts = [take_post(run, NodeOptions(), oversubscribe) for run in runs]
+    posts = [take_post(run, NodeOptions(), oversubscribe, given) for run in runs]
     steps = runs[0].training.steps // len(runs)
     if not as_json:
         dtype = runs[0].training.precision

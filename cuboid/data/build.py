@@ -28,7 +28,7 @@ from cuboid.data.store import (
     write_manifest,
 )
 from cuboid.data.tokenizer import BYTES, Tokenizer, load_tokenizer
-from cuboid.data.workers import Part, finished_parts, make_parts, part_prefix, partial_folder
+from cuboid.data.workers import Part, check_workers, finished_parts, make_parts, part_prefix, partial_folder
 from cuboid.errors import UserError
 from cuboid.readers import read_bytes
 
@@ -53,9 +53,11 @@ class BuildRequest:
 @dataclass(frozen=True)
 class BuildReport:
     store: str
+    kind: Kind
     tokens: int
     documents: int
     empty_documents: int
+    """As the manifest has it."""
     vocabulary: int
     seconds: float
     tokens_per_second: float
@@ -74,8 +76,7 @@ class Progress:
 
 def build(request: BuildRequest, report: Callable[[Progress], None] = lambda progress: None) -> BuildReport:
     started = time.perf_counter()
-    if request.workers < 1:
-        raise UserError(f"workers={request.workers} is too few; use workers=1 or more")
+    check_workers(request.workers)
     tokenizer = load_tokenizer(request.tokenizer, request.end_of_document)
     files = find_inputs(request.sources)
     plan = _plan(request, tokenizer, files)
@@ -97,6 +98,8 @@ def _plan(request: BuildRequest, tokenizer: Tokenizer, files: list[InputFile]) -
     """What parts must have in common to be merged."""
     total = sum(file.size for file in files)
     chat = find_template(request.tokenizer) if request.kind == "completions" else None
+    if chat is not None:
+        chat.require_end()
     return {
         **({"chat": hashlib.sha256(f"{chat.source}{chat.tokens}".encode()).hexdigest()} if chat else {}),
         "kind": request.kind,
@@ -167,7 +170,10 @@ def _assemble(
 ) -> Manifest:
     """The whole store, in a folder that still has another name."""
     if not any(part.documents for part in parts.values()):
-        raise UserError(f"source={' '.join(request.sources)} holds no text; name files with text in them")
+        lacking, instead = "text", "files with text in them"
+        if request.kind == "completions":
+            lacking, instead = "answer to learn", "rows with a completion, or with messages of the assistant"
+        raise UserError(f"source={' '.join(request.sources)} holds no {lacking}; name {instead}")
     target = folder / "store"
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
@@ -211,6 +217,7 @@ def _publish(folder: Path, output: Path) -> None:
 def _report(output: Path, manifest: Manifest, seconds: float, speed: float, resumed: int) -> BuildReport:
     return BuildReport(
         store=str(output),
+        kind=manifest.kind,
         tokens=manifest.tokens,
         documents=manifest.documents,
         empty_documents=manifest.empty_documents,

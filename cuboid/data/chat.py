@@ -4,6 +4,8 @@ to write them, and none is made up: a model would learn marks that nobody sends 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +17,20 @@ from cuboid.errors import UserError
 from cuboid.readers import Missing, read_json, read_text
 
 FILE, CONFIG, KEY = "chat_template.jinja", "tokenizer_config.json", "chat_template"
+TRIAL_SECONDS = 10.0
+TRIAL = """
+import json, psutil, resource, sys
+from cuboid.data.chat import ChatTemplate
+from cuboid.errors import UserError
+most = psutil.Process().memory_info().vms + (1 << 30)
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+source, tokens = json.load(sys.stdin)
+messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+try:
+    ChatTemplate("", source, tuple(tokens.items())).turns(messages, "")
+except UserError as error:  # what else it refuses is said of the messages there are
+    sys.exit(MemoryError.__name__ in str(error))
+"""
 INSTEAD = "use rows with prompt and completion, or --tokenizer FOLDER with a chat template"
 
 
@@ -48,7 +64,21 @@ class ChatTemplate:
         try:
             return str(self._compiled.render(messages=messages, add_generation_prompt=asks, **dict(self.tokens)))
         except Exception as error:  # a template may do anything that its sandbox lets it
-            raise UserError(f"{place}: {self.where} refuses these messages: {error}; {INSTEAD}") from None
+            raise UserError(
+                f"{place}: {self.where} refuses these messages: {str(error) or type(error).__name__}; {INSTEAD}"
+            ) from None
+
+    def require_end(self) -> None:
+        """Tries it in a process that can be ended: a sandbox bounds neither time nor memory."""
+        told = json.dumps([self.source, dict(self.tokens)])
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", TRIAL], input=told, text=True, capture_output=True, timeout=TRIAL_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            done = None
+        if done is None or done.returncode:
+            raise UserError(f"{self.where} takes for ever, or all memory, on two messages; {INSTEAD}") from None
 
     @cached_property
     def _compiled(self) -> Any:

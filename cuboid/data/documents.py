@@ -271,7 +271,7 @@ class Chunk:
     end: tuple[int, int] = (0, 0)
     """Where the next chunk begins: number of the input file, and of the row in it."""
     empty: int = 0
-    """Documents without any text, which are omitted."""
+    """Documents without any text, of completions without an answer, which are omitted."""
     read: int = 0
     """Bytes of all input files read up to here."""
 

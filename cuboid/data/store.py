@@ -49,7 +49,7 @@ class Manifest:
     documents: int
     sequences: int
     empty_documents: int = 0
-    """Documents without text, skipped."""
+    """Documents without text, or of completions rows without an answer, skipped."""
     type: str
     """Of a token, by numpy's name."""
     vocabulary: int

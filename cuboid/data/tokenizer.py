@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import subprocess
 import sys
@@ -63,6 +64,10 @@ LARGEST_VOCABULARY = 1 << 24
 RUNAWAY = re.compile(r"[*+}]\)+[*+{]|\|[^()]*\)[*+{]")
 """A group that repeats, with repeats or alternatives inside: some such patterns take for ever on some texts."""
 TRIAL_SECONDS = 10.0
+LONGEST_TEXT = 24 << 20
+"""Characters: the library takes some 60 bytes for each token, and a token may be one character."""
+MOST_GROWTH = 10_000
+"""Times that its normalizer may lengthen a text: those in use put one character in the place of another."""
 
 
 def open_tokenizer(text: str, where: str) -> Any:
@@ -86,6 +91,9 @@ def open_tokenizer(text: str, where: str) -> Any:
     if max(ids) >= LARGEST_VOCABULARY or min(ids) < 0:
         wrong = max(ids) if max(ids) >= LARGEST_VOCABULARY else min(ids)
         raise UserError(f"{where} has a token {wrong}; tokens must be below {LARGEST_VOCABULARY:,}")
+    growth = math.prod(len(text) for text in _inserted(table.get("normalizer")))
+    if growth > MOST_GROWTH:
+        raise UserError(f"{where} has a normalizer that makes texts {growth:,} times as long; use another tokenizer")
     for pattern in _patterns(table):
         if RUNAWAY.search(pattern):
             _require_end(json.dumps(table), pattern, where)
@@ -104,6 +112,15 @@ def _patterns(value: object) -> Iterator[str]:
     if isinstance(value, list):
         for each in value:
             yield from _patterns(each)
+
+
+def _inserted(normalizer: object) -> Iterator[str]:
+    """Every text that a normalizer puts before others, or in their place."""
+    if isinstance(normalizer, dict):
+        yield from (text for key in ("prepend", "content") if isinstance(text := normalizer.get(key), str) and text)
+        normalizer = normalizer.get("normalizers")
+    for each in normalizer if isinstance(normalizer, list) else ():
+        yield from _inserted(each)
 
 
 def _require_end(text: str, pattern: str, where: str) -> None:
@@ -128,6 +145,12 @@ def _require_end(text: str, pattern: str, where: str) -> None:
 
 def encode_batch(tokenizer: Any, texts: list[str], where: str, special: bool = False) -> list[list[int]]:
     """Tokens of each text; what the library cannot encode it raises as a plain Exception."""
+    longest = max(map(len, texts), default=0)
+    if longest > LONGEST_TEXT:
+        raise UserError(
+            f"{where} is given a text of {longest:,} characters and takes {LONGEST_TEXT:,} at once; write it as JSON "
+            "Lines of smaller documents"
+        )
     try:
         return [found.ids for found in tokenizer.encode_batch_fast(texts, add_special_tokens=special)]
     except Exception as error:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 from cuboid.data.documents import Chunk
 from cuboid.data.indexed import pair_paths, token_type, write_pair
@@ -144,9 +145,24 @@ def _has_parts(folder: Path) -> bool:
 THREADS = 8
 """Workers that are threads: what each does inside Python's lock is about a twentieth of its work."""
 
+WORKER_BYTES = 19 << 20
+"""Memory that a worker process has to itself (USS), at least: 19 MiB for bytes, 25 MiB with a small tokenizer."""
+
 TokenizerName = tuple[str, str | None]
 """What `load_tokenizer` takes: a process loads its own."""
 Work = Callable[[Chunk], Part]
+
+
+def check_workers(workers: int) -> None:
+    """Refuse more processes than memory holds."""
+    if workers < 1:
+        raise UserError(f"workers={workers} is too few; use workers=1 or more")
+    processes, free = max(0, workers - THREADS), psutil.virtual_memory().available
+    if processes * WORKER_BYTES > free:
+        raise UserError(
+            f"workers={workers} take at least {processes * WORKER_BYTES / 1e9:.3g} GB of memory, and {free / 1e9:.3g} "
+            f"GB are free; use workers={THREADS + free // WORKER_BYTES} or less"
+        )
 
 
 def make_parts(
@@ -167,11 +183,14 @@ def make_parts(
 
     def work(number: int) -> None:
         try:
+            if (chunk := take()) is None:  # a small input starts no process for nothing
+                return
             with _thread(folder, tokenizer) if number < THREADS else _process(folder, name) as make:
-                while (chunk := take()) is not None:
+                while chunk is not None:
                     part = make(chunk)
                     with reporting:
                         done(chunk, part)
+                    chunk = take()
         except BaseException as error:
             errors.append(error)
 

@@ -97,7 +97,7 @@ class Results:
             raise UserError(
                 f"output={path} cannot be written: {error.strerror}; name a file in a folder that exists"
             ) from None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f"output={path} holds something other than results; name another file") from None
 
     def _check(self, row: dict[str, Any], prompts: Sequence[Prompt]) -> None:

@@ -66,13 +66,15 @@ class Joined:
 
 
 def refuse_backend(wanted: str, device: torch.device, field: str = "training.backend") -> None:
-    """Before any process starts, and again on each rank: another node may have no GPU."""
+    """Before any process starts, and again on each rank: another node may have no GPU. `field`: as the user has named
+    it, `--backend` where it is an option."""
+    name = field.rpartition(".")[2]
     if wanted not in ("auto", "nccl", "gloo"):
         raise UserError(f"{field}={wanted} is unknown; use auto, nccl or gloo")
     if wanted == "nccl" and device.type != "cuda":
-        raise UserError(f"{field}=nccl needs a GPU for every rank, and a rank has none; use backend=auto or gloo")
+        raise UserError(f"{field}=nccl needs a GPU for every rank, and a rank has none; use {name}=auto or gloo")
     if wanted != "gloo" and device.type == "cuda" and not dist.is_nccl_available():
-        raise UserError(f"{field}={wanted} needs NCCL on GPUs, and this PyTorch has none; use backend=gloo")
+        raise UserError(f"{field}={wanted} needs NCCL on GPUs, and this PyTorch has none; use {name}=gloo")
 
 
 def join_world(

@@ -27,6 +27,9 @@ FILES, FILES_PER_RANK = 19, 7
 """Open files of the process that starts ranks: 33 for two of them, 243 for 32. A rank has 22 and 5 for each rank."""
 WIDTHS = {"float64": 8, "float32": 4}
 """Bytes of a number; others have two."""
+PER_CORE = 16
+"""Ranks for each core. So many are a rehearsal, in which each computes for a sixteenth of the time; more are a mistake,
+or want `--oversubscribe`."""
 GPU_SIGNS = ("/dev/nvidiactl", "/dev/nvidia0", "/proc/driver/nvidia/version", "/dev/kfd", "/dev/dxg")
 ROOT = Path("/")
 UNLIMITED = 1 << 62
@@ -42,20 +45,23 @@ class Room:
     """Processes and threads."""
     files: int
     """Of one process."""
+    cores: int
+    """That this process may use."""
 
 
 def room_here(root: Path = ROOT) -> Room:
     """`root`: where `proc` and `sys` are found."""
-    groups = [*_control_groups(root, "memory"), *_control_groups(root, "pids")]
-    memory, tasks = psutil.virtual_memory().available, _tasks_of_user()
+    groups = [folder for kind in ("memory", "pids", "cpu") for folder in _control_groups(root, kind)]
+    memory, tasks, cores = psutil.virtual_memory().available, _tasks_of_user(), len(os.sched_getaffinity(0))
     for folder in groups:
         for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
             # What files keep in memory is given back to who needs it.
             free = _number(folder / limit) - _number(folder / used, 0) + _cached(folder)
             memory = min(memory, max(0, free))
         tasks = min(tasks, _number(folder / "pids.max") - _number(folder / "pids.current", 0))
+        cores = min(cores, _cores(folder))
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    return Room(memory, tasks, UNLIMITED if files == resource.RLIM_INFINITY else files)
+    return Room(memory, tasks, UNLIMITED if files == resource.RLIM_INFINITY else files, cores)
 
 
 def _control_groups(root: Path, kind: str) -> list[Path]:
@@ -78,6 +84,14 @@ def _number(path: Path, missing: int = UNLIMITED) -> int:
     with suppress(OSError, ValueError):
         return int(path.read_text())
     return missing
+
+
+def _cores(folder: Path) -> int:
+    """The time of so many that a group may take: a quota in a period, in cpu.max or in two files."""
+    quota, period = _number(folder / "cpu.cfs_quota_us", -1), _number(folder / "cpu.cfs_period_us", 0)
+    with suppress(OSError, ValueError):
+        quota, period = map(int, (folder / "cpu.max").read_text().split())
+    return max(1, round(quota / period)) if quota > 0 and period > 0 else UNLIMITED
 
 
 def _cached(folder: Path) -> int:
@@ -135,7 +149,7 @@ def state_bytes(run: Run) -> int:
 
 def check_run(run: Run, ranks: int, oversubscribe: bool = False) -> None:
     """Refuse a training, or a proof, of which `ranks` ranks would start here. `oversubscribe`: try it with less memory
-    than it seems to take."""
+    than it seems to take, and on few cores."""
     held = state_bytes(run) * ranks // run.layout.world_size
     check_ranks(ranks, f"layout={run.layout}", held, "weights, gradients and optimizer state", oversubscribe)
 
@@ -166,7 +180,15 @@ def check_ranks(
             f"{begins}, which are {TASKS * ranks} processes and threads, and {max(0, room.tasks)} more may be started; "
             f"use at most {max(1, least)} ranks, more nodes, or a higher limit (ulimit -u, pids.max)"
         )
-    if oversubscribe or ranks * each + held <= room.memory:
+    if oversubscribe:
+        return
+    if ranks > PER_CORE * room.cores:
+        cores = "1 core" if room.cores == 1 else f"{room.cores} cores"
+        raise UserError(
+            f"{begins}, which has {cores} for them; use at most {PER_CORE * room.cores} ranks ({PER_CORE} a core), "
+            "more nodes, or --oversubscribe to try it all the same"
+        )
+    if ranks * each + held <= room.memory:
         return
     parts = f"{each / 1e9:.2g} GB for each process" + (f" and {held / 1e9:.3g} GB of {holding}" if held else "")
     fewer = (room.memory - held) // each

@@ -29,8 +29,8 @@ def start_generation(
     joined: Callable[[dict[str, Any]], None] | None = None,
     oversubscribe: bool = False,
 ) -> None:
-    """Returns when every request has its text. `joined`: as `Pool.run` has it. `oversubscribe`: start also where less
-    memory is free than ranks seem to take."""
+    """Returns when every request has its text. `joined`: as `Pool.run` has it. `oversubscribe`: start also where
+    memory or cores seem too few for the ranks."""
     run_ranks("generate_rank", spec, (list(requests), sampling, words), heard, joined, oversubscribe)
 
 
@@ -50,7 +50,7 @@ def run_ranks(
         from cuboid.launch.backend import refuse_backend
         from cuboid.parallel.device import choose_device
 
-        refuse_backend(spec.backend, choose_device(spec.device, 0, "device"), "backend")
+        refuse_backend(spec.backend, choose_device(spec.device, 0, "--device"), "--backend")
     check_generation(spec, oversubscribe)
     if ranks == 1:
         globals()[name](0, heard, spec, *arguments)

@@ -39,12 +39,14 @@ class CuboidModel(LM):  # type: ignore[misc]
         precision: str | None = None,
         device: str = "auto",
         backend: str = "auto",
+        oversubscribe: bool = False,
     ) -> None:
         super().__init__()
         if not target.words.tokenizer:
             raise UserError("the model has no tokenizer for text; use --tokenizer byte or --tokenizer FOLDER")
         self._target, self._layout, self._batch = target, layout, batch
         self._precision, self._on, self._backend = precision or target.precision, device, backend
+        self._oversubscribe = oversubscribe
 
     def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
         """Of each continuation after its context; what does not fit into the model is cut at its beginning."""
@@ -82,7 +84,8 @@ class CuboidModel(LM):  # type: ignore[misc]
                 found[row["index"]] = row["text"]
 
             texts = Texts(prompts, words, sampling.stop, lambda *_: None, keep)
-            start_generation(self._spec(made, longest(made)), made, sampling, words, texts.hear)
+            spec = self._spec(made, longest(made))
+            start_generation(spec, made, sampling, words, texts.hear, oversubscribe=self._oversubscribe)
         return [found[number] for number in range(len(requests))]
 
     def _pair(self, number: int, context: str, continuation: str) -> Request:
@@ -102,7 +105,8 @@ class CuboidModel(LM):  # type: ignore[misc]
     def _scores(self, requests: Sequence[Request]) -> list[Score]:
         if not requests:
             return []
-        return start_scoring(self._spec(requests, max(len(request.tokens) for request in requests)), requests)
+        spec = self._spec(requests, max(len(request.tokens) for request in requests))
+        return start_scoring(spec, requests, oversubscribe=self._oversubscribe)
 
     def _spec(self, requests: Sequence[Request], length: int) -> GenerationSpec:
         return GenerationSpec(

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -72,11 +72,14 @@ class Post(Role):
         return call_here(self.run, local_places(ranks, 0, ranks, "", 0, ""), function, arguments, joined)
 
 
-def take_post(run: Run, options: NodeOptions, oversubscribe: bool = False) -> Post:
-    """Refuses what cannot work. The node at the rendezvous listens there when this returns."""
+def take_post(
+    run: Run, options: NodeOptions, oversubscribe: bool = False, given: Mapping[str, str | None] | None = None
+) -> Post:
+    """Refuses what cannot work. The node at the rendezvous listens there when this returns. `given`: device and backend
+    as the command line has them."""
     nodes = find_nodes(run, options)
     place = find_place(os.environ) if nodes is None else None
-    check_machine(run, place)
+    check_machine(run, place, given)
     Post(run, place=place, nodes=nodes).check_room(oversubscribe)
     if nodes is None:
         return Post(run, place=place)

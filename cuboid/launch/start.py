@@ -189,7 +189,7 @@ def train_run(
 ) -> Outcome:
     """What cannot work is refused before any process starts and anything is written. Of the processes of a job, those
     that speak for it check data and folder; `announce` is told there what the folder held, `conclude` how it ended.
-    `oversubscribe`: start also where less memory is free than ranks seem to take. `take_over`: resume the
+    `oversubscribe`: start also where memory or cores seem too few for the ranks. `take_over`: resume the
     checkpoints of another run in `checkpoint.folder` as this one's."""
     check_chosen(run)
     check_supported(run)

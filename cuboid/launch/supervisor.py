@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
@@ -70,9 +70,9 @@ def supervise(run: Run, attempt: Callable[[], Outcome]) -> Outcome:
 # Start a training: the ranks of this machine through PyTorch's elastic launcher, or join those already started.
 
 
-def check_machine(run: Run, place: Place | None) -> None:
+def check_machine(run: Run, place: Place | None, options: Mapping[str, str | None] | None = None) -> None:
     """What depends on where the run starts, refused before it does: the ranks there are, the GPU that is asked for or
-    that something else needs."""
+    that something else needs. `options`: device and backend as the command line has them, to be named so."""
     if place is not None:
         check_world_size(run.layout, place.world_size)
     needs = [name for name in ("overlap_tensor", "cuda_graphs") if getattr(run.training, name) == "on"]
@@ -80,8 +80,11 @@ def check_machine(run: Run, place: Place | None) -> None:
         from cuboid.launch.backend import refuse_backend  # they bring torch, for which others need not wait
         from cuboid.parallel.device import choose_device
 
-        device = choose_device(run.training.device, 0)
-        refuse_backend(run.training.backend, device)
+        def named(name: str) -> str:
+            return f"--{name}" if (options or {}).get(name) == getattr(run.training, name) else f"training.{name}"
+
+        device = choose_device(run.training.device, 0, named("device"))
+        refuse_backend(run.training.backend, device, named("backend"))
         if needs and device.type != "cuda":
             raise UserError(
                 f"training.{needs[0]}=on needs a GPU and this machine has no usable one; use training.{needs[0]}=auto"

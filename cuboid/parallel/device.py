@@ -14,9 +14,10 @@ warnings.filterwarnings("ignore", message="Attempting to run cuBLAS, but there w
 
 def choose_device(wanted: str, local_rank: int, field: str = "training.device") -> torch.device:
     """`auto` is a GPU where there is one; ranks share GPUs in turn where there are more ranks. `field`: as
-    the user has named it."""
+    the user has named it, `--device` where it is an option."""
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"{field}=cuda but this machine has no usable GPU; use device=cpu or device=auto")
+        name = field.rpartition(".")[2]
+        raise UserError(f"{field}=cuda but this machine has no usable GPU; use {name}=cpu or {name}=auto")
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank % torch.cuda.device_count())

@@ -92,8 +92,8 @@ def _shift(offset: dict[str, float], quickest: dict[tuple[str, str], float]) -> 
 
 TAIL = 8 << 20
 """Bytes of a rank's file that are looked at, from its end."""
-STEP = re.compile(rb'\{"step": (\d+),')
-NAME = re.compile(r"([FBIW])(\d+)\.(\d+)")
+STEP = re.compile(rb'\{"step": (\d{1,18}),')
+NAME = re.compile(r"([FBIW])(\d{1,9})\.(\d{1,9})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,8 @@ def kept_steps(source: Source) -> list[int]:
 
 
 def measure(source: Source, schedule: Schedule, ranks: list[int], step: int) -> MeasuredStep | None:
-    """`ranks`: those of one pipeline or of several. None where one of them has not kept this step."""
+    """`ranks`: those of one pipeline or of several. None where one of them has not kept this step, or has kept it of
+    another schedule: the layout that the run had then."""
     rows: dict[int, dict[str, Any]] = {}
     for rank in ranks:
         line = next((line for number, line in _lines(_path(source, rank)) if number == step), None)
@@ -162,7 +163,10 @@ def measure(source: Source, schedule: Schedule, ranks: list[int], step: int) -> 
             return None
         rows[rank] = _row(_path(source, rank), line)
     lanes = {rank: [_done(entry) for entry in row["actions"]] for rank, row in rows.items()}
-    if not all(lanes.values()):
+    actions = [done.action for lane in lanes.values() for done in lane]
+    if not all(lanes.values()) or any(
+        action.stage >= schedule.stages or action.micro_batch >= schedule.micro_batches for action in actions
+    ):
         return None
     readings = {rank: Reading(str(row.get("host", "")), float(row.get("clock", 0.0))) for rank, row in rows.items()}
     alignment = align(readings, _messages(schedule, lanes, _stride(source)))
@@ -256,8 +260,9 @@ def _messages(schedule: Schedule, lanes: dict[int, list[Done]], stride: int) -> 
             message = needed(done.action, schedule)
             if message is not None:
                 forward = done.action.kind is Kind.FORWARD
-                source, left = ended[rank % stride, message.source_stage, message.micro_batch, forward]
-                found.append(Sent(source, rank, left, done.ready))
+                sender = ended.get((rank % stride, message.source_stage, message.micro_batch, forward))
+                if sender is not None:
+                    found.append(Sent(sender[0], rank, sender[1], done.ready))
     return found
 
 

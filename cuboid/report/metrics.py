@@ -6,11 +6,12 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
+from cuboid.readers import read_rows
 from cuboid.report.source import Source, buckets, finite, short, thinned
-from cuboid.resilience.bad_steps import FILE as BAD_STEPS
+from cuboid.resilience.bad_steps import bad_steps
 from cuboid.spec.ranks import coordinates
 from cuboid.spec.run import Run
-from cuboid.telemetry.rows import Row
+from cuboid.telemetry.rows import Row, are_rank_times
 from cuboid.training.run_folder import EXPERTS, layer_names
 
 SERIES = {
@@ -73,19 +74,19 @@ def events(source: Source) -> list[dict[str, Any]]:
                 )
                 found.append({"step": save["step"], "kind": "checkpoint", "text": text})
     known = {event["step"] for event in found if event["kind"] == "skipped"}
-    for bad in source.lines_of(BAD_STEPS):
-        at = int(bad.get("step", 0))
+    for bad in bad_steps(source.folder) if source.folder is not None else ():
+        at = bad["step"]
         did = f": {bad['action']}" if isinstance(bad.get("action"), str) else ""
         if at not in known:
             found.append({"step": at, "kind": "skipped", "text": f"bad step, {bad.get('reason', '')}{did}"})
     for failure in source.failures:
-        checkpoint, time = int(failure.get("checkpoint", 0)), str(failure.get("time", ""))
-        after = f"started again from step {checkpoint}" if failure.get("restarted") else "the run ended"
-        where = f" on {failure['node']}" if failure.get("node") else ""
-        lost = f", {failure['seconds_lost']:.3g} s to be done again" if failure.get("seconds_lost") else ""
-        step = _step_at(source.rows, time)
-        text = f"{failure.get('reason', 'failed')}{where}; {after}{lost}"
-        found.append({"step": checkpoint if step is None else step, "kind": "failure", "time": time, "text": text})
+        after = f"started again from step {failure.checkpoint}" if failure.restarted else "the run ended"
+        where = f" on {failure.node}" if failure.node else ""
+        lost = f", {failure.seconds_lost:.3g} s to be done again" if failure.seconds_lost else ""
+        at = _step_at(source.rows, failure.time)
+        at = failure.checkpoint if at is None else at
+        text = f"{failure.reason}{where}; {after}{lost}"
+        found.append({"step": at, "kind": "failure", "time": failure.time, "text": text})
     return sorted(found, key=lambda event: event["step"])
 
 
@@ -170,10 +171,10 @@ def rank_time(source: Source) -> dict[str, Any] | None:
     found: dict[int, Row] = {}
     step = 0
     for _, path in source.rank_files("ranks-*.jsonl"):
-        lines = source.lines_of(path.name)
+        lines = read_rows(path, are_rank_times)
         if lines:
-            step = max(step, int(lines[-1].get("step", 0)))
-            found |= {int(entry["rank"]): entry for entry in lines[-1].get("ranks", ())}
+            step = max(step, lines[-1]["step"])
+            found |= {entry["rank"]: entry for entry in lines[-1].get("ranks", ())}
     known = {rank: entry for rank, entry in found.items() if rank < source.run.layout.world_size}
     if not known:
         return None

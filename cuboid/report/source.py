@@ -16,8 +16,8 @@ from cuboid.errors import UserError
 from cuboid.planning.choose import predict
 from cuboid.planning.plan import Plan, plan_of
 from cuboid.planning.question import PRECISIONS, Question, resized
-from cuboid.readers import is_finite, read_json, read_rows
-from cuboid.resilience.goodput import FAILURES
+from cuboid.readers import is_finite, read_json
+from cuboid.resilience.goodput import Failure, failures
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run, load_run
@@ -86,13 +86,9 @@ class Source:
         return metric_rows(self.folder / name) if self.folder is not None else []
 
     @cached_property
-    def failures(self) -> list[Row]:
+    def failures(self) -> list[Failure]:
         """Oldest first."""
-        return self.lines_of(FAILURES)
-
-    def lines_of(self, name: str) -> list[Row]:
-        """Rows that belong to no step."""
-        return read_rows(self.folder / name) if self.folder is not None else []
+        return failures(self.folder) if self.folder is not None else []
 
     def rank_files(self, pattern: str) -> Iterator[tuple[int, Path]]:
         """Files of the ranks that are: a wider layout that the run had before may have left others."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from cuboid.console import say
 from cuboid.errors import UserError
-from cuboid.readers import read_rows
+from cuboid.readers import is_finite, read_rows
 from cuboid.spec.run import Run
 from cuboid.spec.train_state import Course
 
@@ -95,7 +95,29 @@ def note_bad_step(run: Run, row: dict[str, Any]) -> None:
 
 def bad_steps(folder: str | Path) -> list[dict[str, Any]]:
     """What a run's folder tells, oldest first."""
-    return read_rows(Path(folder) / FILE, lambda row: isinstance(row.get("step"), int))
+    return read_rows(Path(folder) / FILE, _is_told)
+
+
+def _is_told(row: dict[str, Any]) -> bool:
+    """Whether a row has a step, and one that names its batch all that `note_bad_step` was told of it."""
+    step, reason = row.get("step"), row.get("reason", "")
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0 or not isinstance(reason, str):
+        return False
+    if "batch" not in row:
+        return True
+    numbers = [row.get("loss"), row.get("gradient_norm"), *_list(row, "squared_norms")]
+    skipped = _list(row, "skipped")
+    return (
+        all(is_finite(value) or value in ("nan", "inf", "-inf") for value in numbers)
+        and all(isinstance(batch, int) for batch in skipped)
+        and isinstance(row.get("layout"), str)
+        and "reason" in row
+    )
+
+
+def _list(row: dict[str, Any], name: str) -> list[Any]:
+    """What is no list holds something that is nothing."""
+    return row[name] if isinstance(row.get(name), list) else [None]
 
 
 def number(value: float) -> float | str:

@@ -93,7 +93,7 @@ def _check_heads(layout: Layout, model: ModelSpec) -> None:
     values = either([f"{name}={number}" for number in near if number > 1] + ["cp_method=ring"])
     each = f"heads={model.heads}" + (f" / tp={layout.tp}" if layout.tp > 1 else "")
     raise UserError(
-        f"{name}={layout.cp_inner} does not divide {each}, which cp_method={layout.cp_method} collectives; use {values}"
+        f"{name}={layout.cp_inner} does not divide {each}, which cp_method={layout.cp_method} shards; use {values}"
     )
 
 

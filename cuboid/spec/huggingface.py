@@ -196,15 +196,17 @@ class Reader:
 
 def is_known(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is of a family that has a reader."""
-    return config.get("model_type") in READERS
+    kind = config.get("model_type")
+    return isinstance(kind, str) and kind in READERS
 
 
 def table_from_config(config: Mapping[str, Any], name: str) -> Table:
     """The table of a model, as `build_model` takes it, from the contents of a `config.json`."""
     model_type = config.get("model_type")
-    if model_type not in READERS:
+    if not is_known(config):
         near = nearest_names(str(model_type), READERS, count=len(READERS))
         raise UserError(f"model_type={show(model_type)} of {name} is unknown; use {either(near)}")
+    _check_types(config, name)
     reader = READERS[model_type]
     table: Table = {"name": name, "family": reader.family, **reader.defaults}
     left = {key: value for key, value in config.items() if key not in NO_MATHS | DROPOUT | reader.ignored}
@@ -222,6 +224,19 @@ def table_from_config(config: Mapping[str, Any], name: str) -> Table:
         if value is not None and value is not False:
             raise UserError(f"{key}={show(value)} of {name} is unknown and may change what it computes; remove the key")
     return table
+
+
+def _check_types(config: Mapping[str, Any], name: str) -> None:
+    """Before anything is computed with what the config says."""
+    for key, value in config.items():
+        if value is None:
+            continue
+        if key in ("rope_scaling", "rope_parameters") and not isinstance(value, dict):
+            raise UserError(f"{key}={show(value)} of {name} is not a table; write it as {{...}} or null")
+        if key == "layer_types" and not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
+            raise UserError(f"{key}={show(value)} of {name} is no list of strings; use full_attention in all layers")
+        if key in NUMBERS and not isinstance(value, int | float):
+            raise UserError(f"{key}={show(value)} of {name} is no number; copy the config.json again")
 
 
 def _values(key: str, allowed: tuple[object, ...]) -> str:
@@ -351,6 +366,13 @@ READERS: dict[Any, Reader] = {
     ),
 }
 
+
+NUMBERS = frozenset(
+    key
+    for keys in (*(reader.fields for reader in READERS.values()), MIXTRAL_KEYS, QWEN_KEYS, DEEPSEEK_KEYS, LATENT_KEYS)
+    for key in keys
+) | {"n_inner", *LOSS_KEYS}
+"""Keys whose values are numbers, or true or false."""
 
 Config = dict[str, Any]
 

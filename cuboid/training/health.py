@@ -80,7 +80,7 @@ class Health:
     def observe(self, row: Row, routers: Tensor | None = None, dead: Tensor | None = None) -> list[Trouble]:
         """What is new after a step. `routers`: as `StepResult` has them; `dead`: as `DeadExperts` does. Steps that are
         not finite, or whose update was skipped, do not count: others tell of them."""
-        if row.get("finite") is False or "left_out" in row:
+        if row.get("finite") is False or "left_out" in row or row["loss"] is None or row["gradient_norm"] is None:
             return []
         looks = [self._at_loss(row), self._at_gradient(row), self._at_activations(row)]
         if routers is not None and dead is not None and self._run.model.mixture is not None:

@@ -22,7 +22,7 @@ from cuboid.checkpoint.terms import PATTERN as LEADERS
 from cuboid.console import say
 from cuboid.data.opened import data_identity
 from cuboid.errors import UserError
-from cuboid.readers import Unreadable, parse_toml
+from cuboid.readers import Missing, Unreadable, open_plain, parse_toml
 from cuboid.secure_channel import NAME as SECRET
 from cuboid.spec.run import Run, build_run, dump_run, load_run
 from cuboid.telemetry.rows import metric_rows
@@ -55,6 +55,8 @@ WRITTEN = (
     "samples.jsonl",
     "profile",
 )
+CONTINUED = ("metrics.jsonl", EXPERTS, "timing-*.jsonl", "tracked.jsonl")
+"""Of these, what has rows of which a resumed run keeps the first."""
 REPORTS = "failure-*.txt"
 PATIENCE = 3.0
 """Seconds in which a run that was just killed may still be ending."""
@@ -179,8 +181,7 @@ def _check_past(run: Run, folder: Path, take_over: bool = False) -> str:
     known = (folder / RUN_FILE).exists()
     if known:
         check_same_training(load_run(folder / RUN_FILE), run)
-        for name in ("metrics.jsonl", EXPERTS):
-            metric_rows(folder / name)  # ranks continue what is there: damage is said before they start
+        _check_logs(folder)
     other = None if take_over else _other_owner(run)
     if other is not None:
         check_same_training(build_run(parse_toml(other.run)), run, other.named)
@@ -202,6 +203,16 @@ def _check_past(run: Run, folder: Path, take_over: bool = False) -> str:
         )
     told = [f"resuming {other.named}"] if other is not None else []
     return "; ".join([*told, *filter(None, [tell_change(saved, run, manifest.step)])])
+
+
+def _check_logs(folder: Path) -> None:
+    """Ranks continue what is there: damage, and what is no file at all, is said before they start."""
+    for path in sorted(folder.iterdir()):
+        if any(path.match(pattern) for pattern in CONTINUED):
+            metric_rows(path)
+        elif path.suffix in (".json", ".jsonl") and any(path.match(pattern) for pattern in WRITTEN):
+            with suppress(Missing):  # a link to nowhere, where a file will be
+                open_plain(path, "remove it").close()
 
 
 def _keep_finished(old: Run, new: Run) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cuboid.checkpoint.folder import checkpoint_path, checkpoints, clear, newest_whole, prune, step_of, withdraw
-from cuboid.checkpoint.location import Location, locate
+from cuboid.checkpoint.location import Location, RemoteFiles, locate
 from cuboid.checkpoint.manifest import INDEX, MANIFEST
 from cuboid.checkpoint.verify import verify
 from cuboid.errors import UserError
@@ -70,3 +71,23 @@ def test_what_has_no_manifest_is_not_one_yet(tmp_path: Path) -> None:
 def test_a_store_that_cannot_be_reached_is_refused() -> None:
     with pytest.raises(UserError, match=r"nowhere://x cannot be reached: Protocol not known: nowhere"):
         locate("nowhere://x")
+
+
+class Broken:
+    """A driver that fails in its own way."""
+
+    def __getattr__(self, name: str) -> Any:
+        def fail(*arguments: object, **options: object) -> None:
+            raise FileNotFoundError("gone") if name == "cat_file" else RuntimeError("no route\nand more")
+
+        return fail
+
+
+def test_what_a_driver_raises_names_the_place() -> None:
+    store = RemoteFiles(Broken())
+    for ask in (store.names, store.is_folder, store.size, store.make_folder, store.open, store.remove):
+        with pytest.raises(OSError, match=r"no route: 'bucket/x'$") as caught:
+            ask("bucket/x")
+        assert caught.value.filename == "bucket/x", "by which the command line says it in a sentence"
+    with pytest.raises(FileNotFoundError, match="gone: 'bucket/x'"):
+        store.read_into("bucket/x", 0, memoryview(bytearray(1)))

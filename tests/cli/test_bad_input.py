@@ -65,11 +65,12 @@ DAMAGE = {
     "deep": b"[" * 100_000 + b"\n",
     "digits": b'{"step": ' + b"9" * 5000 + b"}\n",
     "infinite": b'{"step": 2, "loss": 1e999}\n',
+    "no tokens": b'{"step": 2, "loss": 1.0, "gradient_norm": 1.0, "seconds": 0.1}\n',
 }
 
 
 @pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize("kind", ["wrong type", "zeros"])
+@pytest.mark.parametrize("kind", ["wrong type", "zeros", "no tokens"])
 def test_damaged_metrics_are_refused(
     run_folder: Path, verb: str, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,6 +101,43 @@ def test_a_fifo_in_the_place_of_a_file_is_refused(
     assert "metrics.jsonl is a FIFO, not a file" in refusal(VERBS[verb], capsys)
 
 
+OTHERS = {
+    "memory-00000.jsonl": ('{"step": 1}\n{"step": 2}\n', ("watch", "report", "compare")),
+    "failures.jsonl": ('{"checkpoint": "a"}\n{}\n', ("watch", "report", "goodput")),
+    "bad_steps.jsonl": ('{"step": 3, "batch": 1, "loss": []}\n{}\n', ("report", "replay")),
+    "ranks-00000.jsonl": ('{"step": "1"}\n{"ranks": 1}\n', ("report",)),
+    "communication-00000.jsonl": ('{"step": 1}\n{}\n', ("report",)),
+    "timing-00000.jsonl": ('{"step": -1}\n{"step": 1}\n', ("train",)),
+}
+"""A log of a run -> damage to it, and who reads it."""
+
+
+@pytest.mark.parametrize(("name", "verb"), [(name, verb) for name, (_, verbs) in OTHERS.items() for verb in verbs])
+def test_damaged_logs_are_refused(run_folder: Path, name: str, verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_folder / name).write_text(OTHERS[name][0])
+    assert f"{name} is damaged" in refusal(VERBS[verb], capsys)
+
+
+@pytest.mark.parametrize("name", [*OTHERS, "tracked.jsonl", "samples.jsonl", "goodput.json"])
+def test_a_run_does_not_wait_for_a_fifo_in_the_place_of_its_log(
+    run_folder: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.mkfifo(run_folder / name)
+    assert f"{name} is a FIFO, not a file" in refusal(VERBS["train"], capsys)
+
+
+@pytest.mark.parametrize("times", ['"actions": [["F7.0", 0, 0, 1]]', '"actions": [["F0.9", 0, 0, 1]]'])
+def test_times_of_another_schedule_are_no_pipeline_of_this_one(
+    run_folder: Path, times: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As a run has them whose layout has changed."""
+    (run_folder / "timing-00000.jsonl").write_text(f'{{"step": 3, {times}}}\n')
+    assert main(["watch", "run", "--once"]) == 0
+    assert "pipeline of step" not in capsys.readouterr().out
+    (run_folder / "timing-00000.jsonl").write_text('{"step": ' + "9" * 5000 + f", {times}}}\n")
+    assert main(["watch", "run", "--once"]) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -117,13 +155,14 @@ def test_a_fifo_in_the_place_of_a_file_is_refused(
         ("checkpoint ls reference://x", "is no store of files"),
         ("checkpoint ls foo://x", "cannot be reached"),
         ("checkpoint ls http://127.0.0.1:1/x", "cannot be reached"),
+        ("checkpoint copy webhdfs://127.0.0.1:1/x copied", "cannot be reached"),
         ("plan tiny-llama h100x80000000000 --global-batch 8 --seq 64", "10000000 or less"),
         ("plan tiny-llama h100x8 --global-batch 8 --seq 99999999999999999999", "seq"),
         (f"plan {'x' * 5000} h100x8 --global-batch 8 --seq 64", "File name too long"),
         (f"compare {'x' * 5000} run", "File name too long"),
         ("simulate tiny-llama h100x8 --layout pp=8 --global-batch 10000000 --seq 64", "too many to simulate"),
         ("map tiny-llama h100x8000000 --layout dp=8000000", "too many to map; use 262144 or less"),
-        ("generate run --prompt \udc80", "run"),
+        ("generate \udc80 --prompt a", "does not exist"),
         ("models \udcff", "unexpected"),
     ],
 )

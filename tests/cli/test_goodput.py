@@ -34,10 +34,11 @@ def test_a_run_is_asked_for_its_own_saves_and_steps(tmp_path: Path, capsys: pyte
     run.write_text(f'model = "tiny-llama"\nlayout = "dp=8"\n[output]\nfolder = "{folder}"\n')
     save = {"stall_seconds": 0.5, "write_seconds": 20.0, "warning": "", "place": "disk"}
     copy = {"stall_seconds": 0.02, "write_seconds": 0.1, "warning": "", "place": "memory"}
+    told = {"loss": 6.0, "gradient_norm": 1.0, "tokens": 64}
     rows = [
-        {"step": 1, "seconds": 30.0},
-        {"step": 2, "seconds": 2.0, "checkpoints": [copy, save, copy]},
-        {"step": 3, "seconds": 2.0},
+        {"step": 1, "seconds": 30.0, **told},
+        {"step": 2, "seconds": 2.0, **told, "checkpoints": [copy, save, copy]},
+        {"step": 3, "seconds": 2.0, **told},
     ]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     failure = {"time": "", "reason": "", "checkpoint": 1}

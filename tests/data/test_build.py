@@ -251,3 +251,17 @@ def test_a_tokenizer_must_say_what_ends_a_document(corpus: Path, tmp_path: Path)
     path.write_text("{}")
     with pytest.raises(UserError, match=r"is not a tokenizer.json"):
         build(BuildRequest(output=tmp_path / "d", **options))  # type: ignore[arg-type]
+
+
+def test_workers_are_started_for_work_and_not_beyond_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("a text")
+    started: list[object] = []
+    monkeypatch.setattr("cuboid.data.workers._process", lambda *arguments: started.append(arguments))
+    build(BuildRequest(sources=(str(tmp_path / "a.txt"),), output=tmp_path / "store", workers=500))
+    assert not started, "one chunk is the work of one"
+    monkeypatch.setattr("cuboid.data.workers.WORKER_BYTES", 1 << 40)
+    with pytest.raises(
+        UserError, match=r"workers=9 take at least 1\.1e\+03 GB of memory, and .* use workers=8 or less"
+    ):
+        build(BuildRequest(sources=(str(tmp_path / "a.txt"),), output=tmp_path / "other", workers=9))
+    assert not list(tmp_path.glob("other*"))

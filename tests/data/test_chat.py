@@ -84,6 +84,35 @@ def test_the_command_learns_what_the_assistant_says_and_makes_up_no_template(
 
 
 @pytest.mark.parametrize(
+    "template", ["{{ 'x' * 10**10 }}", "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"]
+)
+def test_a_template_that_does_not_end_is_refused(
+    tmp_path: Path, template: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("cuboid.data.chat.TRIAL_SECONDS", 2.0)
+    rows = tmp_path / "chat.jsonl"
+    rows.write_text(json.dumps({"messages": MESSAGES}) + "\n")
+    build = ["data", "build", str(rows), "--completions", "-o", str(tmp_path / "store")]
+    assert main([*build, "--tokenizer", str(tokenizer(tmp_path / "model", template))]) == 2
+    assert "takes for ever, or all memory, on two messages; use rows with" in capsys.readouterr().err
+    assert not list(tmp_path.glob("store*"))
+
+
+def test_conversations_without_an_answer_are_counted_as_such(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "chat.jsonl"
+    unanswered = json.dumps({"messages": MESSAGES[:1]}) + "\n"
+    rows.write_text(unanswered + json.dumps({"messages": MESSAGES}) + "\n" + unanswered)
+    build = ["data", "build", str(rows), "--completions", "--tokenizer", str(tokenizer(tmp_path / "model", CHATML))]
+    assert main([*build, "-o", str(tmp_path / "store")]) == 0
+    assert "2 rows without an answer to learn were skipped" in capsys.readouterr().out
+    rows.write_text(unanswered)
+    assert main([*build, "-o", str(tmp_path / "none")]) == 2
+    assert "holds no answer to learn; name rows with a completion" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("template", "sentence"),
     [
         ("{{ raise_exception('no!') }}", "row 1: mine refuses these messages: no!; use rows with prompt"),

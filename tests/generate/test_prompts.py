@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
 from cuboid.data.tokenizer import byte_tokenizer
+from cuboid.errors import UserError
 from cuboid.generate.batch import Event
 from cuboid.generate.detokenizer import Reader, Words
-from cuboid.generate.prompts import Prompt, Text, Texts
+from cuboid.generate.prompts import Prompt, Results, Text, Texts, make_prompt, read_prompts
+from cuboid.spec.generation import SamplingSpec
 
 BYTES = Words(json.dumps(byte_tokenizer()), (256,))
 
@@ -70,3 +73,34 @@ def test_texts_are_shown_in_the_order_of_prompts() -> None:
         (1, "s", True),
         (2, "zwei", True),
     ]
+
+
+@pytest.mark.parametrize(
+    "line", ['{"prompt": "\\u0000"}', '{"prompt": "\\ud800"}', '{"tokens": ["a"]}', "[" * 10_000, "9" * 5000, "null"]
+)
+def test_lines_that_are_no_prompts_are_refused(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(UserError, match=r"line 1 of prompts=.*prompts\.jsonl is no prompt; write"):
+        read_prompts(path, BYTES, 257)
+
+
+def test_half_a_character_is_no_prompt_and_a_nul_is_a_byte() -> None:
+    """As the command line brings bytes that are no UTF-8."""
+    for half in ("\udc80", "a\ud800"):
+        with pytest.raises(UserError, match=r"half a character|cannot encode"):
+            make_prompt(0, half, BYTES, 257, "--prompt")
+        with pytest.raises(UserError, match="stop"):
+            SamplingSpec(max_tokens=1, stop=(half,))
+    assert make_prompt(0, "a\0b", BYTES, 257, "--prompt").tokens == (97, 0, 98)
+
+
+@pytest.mark.parametrize("row", ["[]", "1", '{"made_with": []}', '{"made_with": {}, "index": "a"}', "\0"])
+def test_a_file_that_holds_no_results_is_not_continued(tmp_path: Path, row: str) -> None:
+    path = tmp_path / "done.jsonl"
+    path.write_text(row + "\n")
+    with pytest.raises(UserError, match="holds something other than results; name another file"):
+        Results(path, [Prompt(0, "a", (97,))], {})
+    with pytest.raises(UserError):
+        Results(path, [Prompt(0, "a", (97,))], {"seed": 1})
+    assert path.read_text() == row + "\n"

@@ -99,7 +99,9 @@ def test_generation_refuses_nccl_without_a_gpu() -> None:
     spec = GenerationSpec(
         model=load_model("tiny-llama"), layout=parse_layout("tp=2"), weights="", backend="nccl", slots=1, length=8
     )
-    with pytest.raises(UserError, match=r"^backend=nccl needs a GPU for every rank, and a rank has none; use backend="):
+    with pytest.raises(
+        UserError, match=r"^--backend=nccl needs a GPU for every rank, and a rank has none; use --backend="
+    ):
         start_scoring(spec, [])
 
 

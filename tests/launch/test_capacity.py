@@ -34,7 +34,7 @@ from cuboid.spec.run import build_run
 from tests.cli.command import Training, environment
 
 EACH = PROCESS_BYTES + SLOT_BYTES
-LARGE = Room(memory=1 << 50, tasks=1 << 40, files=1 << 40)
+LARGE = Room(memory=1 << 50, tasks=1 << 40, files=1 << 40, cores=1 << 20)
 
 
 @pytest.mark.parametrize(
@@ -58,14 +58,22 @@ def test_what_is_too_little_is_named_and_what_would_work(room: Room, sentence: s
 
 
 def test_just_enough_is_enough() -> None:
-    just = Room(memory=8 * EACH + 5, tasks=8 * TASKS, files=FILES + FILES_PER_RANK * 8)
+    just = Room(memory=8 * EACH + 5, tasks=8 * TASKS, files=FILES + FILES_PER_RANK * 8, cores=1)
     check_ranks(8, "layout=dp=8", held=5, room=just)
     with pytest.raises(UserError, match="weights"):
         check_ranks(8, "layout=dp=8", held=6, holding="weights", room=just)
 
 
-def test_a_person_may_insist_on_memory_and_not_on_what_the_system_enforces() -> None:
-    check_ranks(8, "layout=dp=8", oversubscribe=True, room=replace(LARGE, memory=0))
+def test_many_ranks_on_few_cores_are_refused() -> None:
+    """They would have the memory, and wait for each other until a watchdog ends them."""
+    check_ranks(32, "layout=dp=32", room=replace(LARGE, cores=2))
+    sentence = "layout=dp=256 starts 256 ranks on this machine, which has 2 cores for them; use at most 32 ranks (16 a "
+    with pytest.raises(UserError, match=re.escape(sentence) + r"core\), more nodes, or --oversubscribe to try it"):
+        check_ranks(256, "layout=dp=256", room=replace(LARGE, cores=2))
+
+
+def test_a_person_may_insist_on_memory_and_cores_and_not_on_what_the_system_enforces() -> None:
+    check_ranks(80, "layout=dp=80", oversubscribe=True, room=replace(LARGE, memory=0, cores=1))
     with pytest.raises(UserError, match="files"):
         check_ranks(8, "layout=dp=8", oversubscribe=True, room=replace(LARGE, files=20))
 
@@ -122,13 +130,19 @@ def test_limits_of_a_container_count(tmp_path: Path, version: int) -> None:
     (memory / "memory.stat").write_text(f"anon 5\n{names[2]} 200000\n")
     (pids / "pids.max").write_text("100\n")
     (pids / "pids.current").write_text("40\n")
+    if version == 2:
+        (memory / "cpu.max").write_text("100000 100000\n")
+    else:
+        (pids / "cpu.cfs_quota_us").write_text("50000\n")
+        (pids / "cpu.cfs_period_us").write_text("100000\n")
     found = room_here(tmp_path)
-    assert (found.memory, found.tasks) == (500000, 60)
+    assert (found.memory, found.tasks, found.cores) == (500000, 60, 1)
 
 
 def test_without_limits_of_a_container_the_machine_decides(tmp_path: Path) -> None:
     found = room_here(tmp_path)
     assert 0 < found.memory <= psutil.virtual_memory().total and found.tasks > 1000
+    assert found.cores == len(os.sched_getaffinity(0))
     assert found.files == resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 
 

@@ -275,7 +275,7 @@ def test_the_grace_period_is_measured_where_the_run_has_saved(
     folder.mkdir()
     saves = [{"stall_seconds": 2.0, "write_seconds": 40.0, "warning": ""}, {"stall_seconds": 0.0, "write_seconds": 9.0}]
     times: list[dict[str, object]] = [{"seconds": 90.0}, {"seconds": 8.0, "checkpoints": saves}, {"seconds": 7.0}]
-    rows = [{"step": step, **row} for step, row in enumerate(times)]
+    rows = [{"step": step, "loss": 6.0, "gradient_norm": 1.0, "tokens": 64, **row} for step, row in enumerate(times)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"seconds": 99')
     assert "signal=USR1@130\n" in written(run_file, *SLURM, "--set", f"output.folder={folder}")
     assert "measured" in capsys.readouterr().out

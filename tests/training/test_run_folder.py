@@ -97,7 +97,7 @@ def lines(path: Path) -> list[str]:
 
 
 def test_rows_of_steps_that_will_be_done_again_are_dropped(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
+    path = tmp_path / "rows.jsonl"
     first = Rows(path)
     for step in (1, 2, 3):
         first.append({"step": step, "loss": 1.0})
@@ -108,7 +108,7 @@ def test_rows_of_steps_that_will_be_done_again_are_dropped(tmp_path: Path) -> No
     assert [(row["step"], row["loss"]) for row in metric_rows(path)] == [(1, 1.0), (2, 1.0), (3, 0.5)]
     Rows(path).close()
     assert lines(path) == [], "a run that begins anew keeps none"
-    assert [each.name for each in tmp_path.iterdir()] == ["metrics.jsonl"], "and nothing is left aside"
+    assert [each.name for each in tmp_path.iterdir()] == ["rows.jsonl"], "and nothing is left aside"
 
 
 TORN = [b'{"step": 3, "lo', b"\x00" * 20, b'{"step": 3}', b"[3]\n", b'{"loss": 1.0}\n', b'{"step": "3"}\n']
@@ -116,7 +116,7 @@ TORN = [b'{"step": 3, "lo', b"\x00" * 20, b'{"step": 3}', b"[3]\n", b'{"loss": 1
 
 @pytest.mark.parametrize("torn", TORN)
 def test_what_a_killed_writer_left_half_is_no_row(tmp_path: Path, torn: bytes) -> None:
-    path = tmp_path / "metrics.jsonl"
+    path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + torn)
     assert [row["step"] for row in metric_rows(path)] == [1, 2]
     assert last_step(path) == 2
@@ -128,7 +128,7 @@ def test_what_a_killed_writer_left_half_is_no_row(tmp_path: Path, torn: bytes) -
 
 @pytest.mark.parametrize("torn", TORN[3:])
 def test_a_row_that_is_none_before_others_is_damage(tmp_path: Path, torn: bytes) -> None:
-    path = tmp_path / "metrics.jsonl"
+    path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"step": 1}\n' + torn + b'{"step": 3}\n')
     with pytest.raises(UserError, match="line 2 is no row; remove that line"):
         metric_rows(path)
@@ -139,7 +139,7 @@ def test_there_may_be_no_rows_at_all(tmp_path: Path) -> None:
 
 
 def test_more_is_added_to_the_last_row_and_writing_continues_after_it(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
+    path = tmp_path / "rows.jsonl"
     rows = Rows(path)
     rows.add_to_last("warnings", [{"text": "a"}])
     assert lines(path) == [], "there is no last one yet"
@@ -158,7 +158,8 @@ def test_names_of_layers_in_a_row() -> None:
 
 def test_a_finished_run_without_checkpoints_is_not_written_over(tmp_path: Path) -> None:
     prepare_folder(run_in(tmp_path, steps=2))
-    rows = '{"step": 1, "loss": 5.0}\n{"step": 2, "loss": 4.0}\n'
+    told = '"gradient_norm": 1.0, "seconds": 0.1, "tokens": 64}\n'
+    rows = f'{{"step": 1, "loss": 5.0, {told}{{"step": 2, "loss": 4.0, {told}'
     (tmp_path / "metrics.jsonl").write_text(rows[: rows.index("\n") + 1])
     assert "starting anew" in prepare_folder(run_in(tmp_path, steps=2)), "one step is missing: it may start again"
     (tmp_path / "metrics.jsonl").write_text(rows)
@@ -172,7 +173,7 @@ def test_a_finished_run_without_checkpoints_is_not_written_over(tmp_path: Path) 
 
 
 def test_a_file_of_rows_that_is_removed_is_begun_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "metrics.jsonl"
+    path = tmp_path / "rows.jsonl"
     rows = Rows(path)
     rows.append({"step": 1})
     path.unlink()
