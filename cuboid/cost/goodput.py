@@ -110,6 +110,8 @@ def effective_fraction(mtbf: float, interval: float, costs: Costs) -> float:
         from_disk = rate - from_memory
         recovery = costs.detect + costs.restart + memory.load
         speed = _fraction(from_memory, rate, memory.every, memory.every + memory.stall, memory.write, recovery)
+        if not speed:
+            return 0.0
     return _fraction(from_disk, rate, interval, interval / speed + costs.stall, costs.write, costs.recovery)
 
 

@@ -78,13 +78,21 @@ class Callback:
         """After the last step, when all that was saved is written."""
 
 
-def load_callbacks(names: str) -> list[Callback]:
-    """One of each class that `training.callbacks` names."""
+def named_callbacks(names: str) -> list[str]:
+    """What `training.callbacks` names, each with its whole path. Nothing is imported."""
     found = []
     for name in filter(None, (word.strip() for word in names.split(","))):
         if not is_plugin(name):
             raise UserError(f"training.callbacks={name} names no class; write it like {PREFIX}my_callbacks.py:Watch")
-        made = load_plugin(resolve_here(name, "training.callbacks"), "training.callbacks")()
+        found.append(resolve_here(name, "training.callbacks"))
+    return found
+
+
+def load_callbacks(names: str) -> list[Callback]:
+    """One of each class that `training.callbacks` names."""
+    found = []
+    for name in named_callbacks(names):
+        made = load_plugin(name, "training.callbacks")()
         if not isinstance(made, Callback):
             raise UserError(f"training.callbacks={name} is no cuboid.Callback; derive it from that")
         found.append(made)

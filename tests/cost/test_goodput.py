@@ -44,6 +44,7 @@ def test_limits() -> None:
     always = MemoryCopies(every=1, stall=0, write=0, load=0, survives=1)
     safe = replace(free, stall=1, memory=always)
     assert effective_fraction(HOUR, 1e5, safe) == pytest.approx(1, abs=1e-3)
+    assert effective_fraction(HOUR, 300, replace(EASY, memory=MemoryCopies(stall=1e9))) == 0
 
 
 @given(st.floats(600, 1e6), st.floats(0.01, 60), st.floats(0, 300), st.floats(0, 1200))

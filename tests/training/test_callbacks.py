@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cuboid.cli.main import main
 from cuboid.errors import UserError
 from cuboid.launch.pool import Pool
 from cuboid.resilience.bad_steps import bad_steps
@@ -120,6 +121,11 @@ def test_wrong_names_are_refused(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     with pytest.raises(UserError, match="names no class"):
         load_callbacks("Watch")
+    folder = tmp_path / "run"
+    job = ["--model", "tiny-llama", "--set", f"output.folder={folder}"]
+    assert main(["train", *job, "--set", "training.callbacks=s3://"]) == 2
+    assert main(["train", *job, "--set", f"training.callbacks=python:{tmp_path}/none.py:Watch"]) == 2
+    assert not folder.exists()
     with pytest.raises(UserError, match=r"is no cuboid\.Callback"):
         load_callbacks(f"python:{tmp_path}/own.py:Nothing")
     with pytest.raises(UserError, match=r"learning_rate\.python=halves names no function"):
