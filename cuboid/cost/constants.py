@@ -49,7 +49,7 @@ class Engine:
     ffn_traffic: float = 6.0
     """… and per feed-forward element."""
     latent_traffic: float = 0.0
-    """… and per element of queries, keys and values that come of a latent: they are put together of two parts."""
+    """… and per element of queries, keys and values that come of a latent: they are concatenated from two parts."""
     loss_traffic: float = 16.0
     """… and per logit."""
     cast_traffic: float = 3.0

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from cuboid.schedule.table import IDLE, Action, Kind, Schedule, Table, program_of, table_of
+from cuboid.schedule.table import NO_ACTION, Action, Kind, Schedule, Table, program_of, table_of
 
 # How much a rank holds at its fullest moment. It follows from the order of its list alone, not from any timing.
 
@@ -29,7 +29,7 @@ def peak_activations(
     kept = whole if kept_after_input is None else np.array(kept_after_input, dtype=np.float64)
     change = {Kind.FORWARD: whole, Kind.BACKWARD: -whole, Kind.INPUT: kept - whole, Kind.WEIGHT: -kept}
     by_port = np.stack([change[kind] for kind in Kind], axis=1).ravel()
-    now = np.cumsum(np.where(table.rows == IDLE, 0.0, by_port[table.ports]), axis=1)
+    now = np.cumsum(np.where(table.rows == NO_ACTION, 0.0, by_port[table.ports]), axis=1)
     return tuple(now.max(axis=1, initial=0.0).tolist())
 
 
@@ -210,7 +210,7 @@ def makespans(given: Sequence[Timed]) -> list[tuple[float, float]]:
         at += lanes * runs
     for each, begin in zip(given, begins, strict=False):
         done = at[begin : begin + each.table.ranks] // lanes
-        if np.any(done < np.count_nonzero(each.table.rows != IDLE, axis=1)):
+        if np.any(done < np.count_nonzero(each.table.rows != NO_ACTION, axis=1)):
             program_of(each.table.schedule)  # says who waits for whom
     return [(alone, delayed) for alone, delayed in np.maximum.reduceat(clock, begins[:-1]).tolist()]
 
@@ -233,14 +233,14 @@ def _ticking(given: Timed, begin: int) -> tuple[NDArray[np.intp], NDArray[np.int
     received, sent = receives.ravel()[ports], sends.ravel()[ports]
     for messages in (received, sent):
         messages += 2 * (table.stages + 1) * batches * (messages >= begin)
-    received[table.rows == IDLE], sent[table.rows == IDLE] = NEVER, NOWHERE
+    received[table.rows == NO_ACTION], sent[table.rows == NO_ACTION] = NEVER, NOWHERE
     return received, sent, np.array(given.costs.by_kind())[ports]
 
 
 # Draw a simulated schedule in plain text, one row per rank: `print(draw(simulate(schedule, costs)))`.
 
 
-DOT = "."
+IDLE = "."
 
 
 def draw(timeline: Timeline, width: int = 100) -> str:
@@ -251,7 +251,7 @@ def draw(timeline: Timeline, width: int = 100) -> str:
     schedule = timeline.schedule
     chunks = _chunk_letters(schedule)
     scale = _columns_per_second(timeline, chunks, width)
-    rows = [[DOT] * round(timeline.makespan * scale) for _ in range(schedule.ranks)]
+    rows = [[IDLE] * round(timeline.makespan * scale) for _ in range(schedule.ranks)]
     for event in timeline.events:
         start, end = round(event.start * scale), round(event.end * scale)
         rows[event.rank][start:end] = _text(event, chunks, end - start)

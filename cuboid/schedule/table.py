@@ -94,7 +94,7 @@ class Schedule:
 
 Row = NDArray[np.int64]
 """A rank's actions in order, as numbers: (micro-batch × stages + stage) × 4 + position of the kind in `Kind`."""
-IDLE = -1
+NO_ACTION = -1
 """What fills up the shorter rows of a table."""
 
 
@@ -123,7 +123,7 @@ class Table:
 
     def actions(self, rank: int) -> tuple[Action, ...]:
         """What a rank does, in order."""
-        row = self.rows[rank][self.rows[rank] != IDLE]
+        row = self.rows[rank][self.rows[rank] != NO_ACTION]
         kinds = map(list(Kind).__getitem__, (row % len(Kind)).tolist())
         stages, batches = (row // len(Kind) % self.stages).tolist(), (row // (len(Kind) * self.stages)).tolist()
         # Made as plain tuples are, in a third of the time.
@@ -141,7 +141,7 @@ _new_action: Callable[[tuple[Kind, int, int]], Action] = partial(tuple.__new__, 
 
 def rows_as_table(name: str, micro_batches: int, stage_rank: tuple[int, ...], rows: Sequence[Row]) -> Table:
     """A row for each rank, of any length."""
-    every = np.full((len(rows), max(map(len, rows))), IDLE, dtype=np.int64)
+    every = np.full((len(rows), max(map(len, rows))), NO_ACTION, dtype=np.int64)
     for place, row in zip(every, rows, strict=True):
         place[: len(row)] = row
     return Table(name, micro_batches, stage_rank, every)
