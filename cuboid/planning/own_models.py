@@ -293,7 +293,8 @@ class _Costs:
         compute, waits = np.zeros(shape), {part: np.zeros(shape) for part in WAITS.values()}
         for stage, prefixes in enumerate(self._stages):
             for costs in map(self.of, prefixes):
-                compute[:, stage] += self._rates.seconds(costs.forward), self._rates.seconds(costs.backward)
+                host = self._engine.host_mixture if costs.routed else 0.0  # routing takes it no less
+                compute[:, stage] += [max(host, self._rates.seconds(work)) for work in (costs.forward, costs.backward)]
                 for way, collectives in enumerate((costs.forward_collectives, costs.backward_collectives)):
                     for dimension, kind, size in collectives:
                         ranks = layout.ep if dimension == "ep" else layout.tp
