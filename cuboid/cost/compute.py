@@ -186,8 +186,9 @@ def _multiply(
     return rates.floor + np.maximum(arithmetic, moved / rates.bandwidth) + cast
 
 
-def _projections(rates: _Rates, shape: Shape, rows: Array, tp: Array, apart: bool) -> Array:
-    """The multiplications of an attention block. `apart`: each by itself."""
+def _projections(rates: _Rates, shape: Shape, rows: Array, tp: Array, apart: bool, parts: Array) -> Array:
+    """The multiplications of an attention block. `apart`: each by itself. `parts`: in how many tokens are split where
+    latents are made."""
     width, kv = shape.heads * shape.head_dim / tp, np.maximum(shape.kv_heads / tp, 1) * shape.head_dim
     if apart:
         inputs = _multiply(rates, rows, shape.hidden, width)
@@ -200,9 +201,9 @@ def _projections(rates: _Rates, shape: Shape, rows: Array, tp: Array, apart: boo
     heads = shape.heads / tp
     rank = np.maximum(shape.q_rank, 1)
     latent = (
-        _multiply(rates, rows, shape.hidden, rank)
+        _multiply(rates, rows / parts, shape.hidden, rank)
         + _multiply(rates, rows, rank, heads * (shape.nope_dim + shape.rope_dim))
-        + _multiply(rates, rows, shape.hidden, shape.kv_rank + shape.rope_dim)
+        + _multiply(rates, rows / parts, shape.hidden, shape.kv_rank + shape.rope_dim)
         + _multiply(rates, rows, shape.kv_rank, heads * (shape.nope_dim + shape.v_dim))
         + _multiply(rates, rows, heads * shape.v_dim, shape.hidden)
     )
@@ -265,7 +266,8 @@ def _kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: st
     rates = _rates(chip, engine, precision)
     rows, tp = jobs.tokens, jobs.tp
     split = np.where(jobs.sequence_parallel > 0, tp, 1.0)
-    projections = _projections(rates, shape, rows, tp, engine.apart)
+    parts = split if engine.own_collectives else np.ones(())
+    projections = _projections(rates, shape, rows, tp, engine.apart, parts)
     attention_forward, attention_backward = _attention(shape, jobs, chip, engine)
     element = engine.hidden_traffic * rows * shape.hidden / split / rates.bandwidth
     if shape.any_latent:

@@ -166,6 +166,11 @@ def fullest(
     alone = (jobs.dp * jobs.cp * jobs.tp == 1) & (jobs.micro_batches == 1) & ((shape.tied == 0) | (jobs.pp == 1))
     sharded, gathered = (jobs.zero >= 2) & ~alone, jobs.zero == 3
     left_routed = np.where(keeps_routed(jobs) & ~alone, gradient * held.routed, 0.0)
+    # Shards of gradients that ZeRO 1 has summed over ranks wait for the end of the step, beside the whole.
+    shard, expert_shard = jobs.shard * jobs.cp, jobs.shard * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1)
+    summed = np.where(shard > 1, held.plain / shard, 0.0)
+    summed = summed + np.where((expert_shard > 1) & ~keeps_routed(jobs), held.routed / expert_shard, 0.0)
+    summed = np.where((jobs.zero == 1) & ~alone, WIDE * summed, 0.0)
     flat = np.where(sharded, WIDE * (1 + 1 / (jobs.shard * jobs.cp)), 0.0)  # per parameter of a unit being reduced
     weights = np.where(gathered, element, 0.0)  # per parameter of a unit in use, and of the next one
     own = last * (states / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0) + states)  # what the head itself keeps
@@ -184,13 +189,13 @@ def fullest(
         (last * gradient * table, activations, 0 * logit, last * (flat * table + weights * of_layer)),
         (left + gradient * of_layer, activations, 0 * logit, working + 2 * weights * of_layer),
         (left + gradient * of_layer, activations - kept.last, 0 * logit, flat * of_layer + weights * of_layer),
-        # When all gradients that stay as they are have come.
-        (left + left_routed, 0 * activations, 0 * logit, (left_routed > 0) * (working + 2 * weights * of_layer)),
+        # The first layer, when the gradients of all others have come.
+        (left + left_routed, np.where(jobs.recompute == 2, 0.0, kept.layer), 0 * logit, working + summed),
         (
             np.where(alone, gradient * held.total, first * gradient * table) + left_routed,
             0 * activations,
             0 * logit,
-            first * flat * table,
+            first * flat * table + summed,
         ),
     )
     totals = [grads + there + logits + more for grads, there, logits, more in moments]
