@@ -176,15 +176,15 @@ def test_degrees_are_integers_only(value: object) -> None:
         ),
         (
             "cp=16,cp_method=ulysses",
-            "cp=16 does not divide heads=8, which cp_method=ulysses collectives; use cp=8 or cp_method=ring",
+            "cp=16 does not divide heads=8, which cp_method=ulysses shards; use cp=8 or cp_method=ring",
         ),
         (
             "cp=8,tp=2,cp_method=ulysses",
-            "cp=8 does not divide heads=8 / tp=2, which cp_method=ulysses collectives; use cp=4 or cp_method=ring",
+            "cp=8 does not divide heads=8 / tp=2, which cp_method=ulysses shards; use cp=4 or cp_method=ring",
         ),
         (
             "cp=12,cp_method=hybrid,cp_inner=3",
-            "cp_inner=3 does not divide heads=8, which cp_method=hybrid collectives; "
+            "cp_inner=3 does not divide heads=8, which cp_method=hybrid shards; "
             "use cp_inner=2, cp_inner=4 or cp_method=ring",
         ),
     ],

@@ -26,8 +26,9 @@ def test_a_stopped_training_goes_on_in_another_layout(pool: Pool, tmp_path: Path
     first = short_run("dp=2,tp=2", str(tmp_path / "parts"), *common, "training.steps=5")
     pool.run("tests.training.cases:train_rank", (first,), ranks=4)
     # As if it had been killed after a row of a step that no checkpoint holds.
+    last = rows(tmp_path / "parts")[-1]
     with (tmp_path / "parts" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 6, "loss": 0.0}\n{"step": 7, "lo')
+        file.write(json.dumps({**last, "step": 6, "loss": 0.0}) + '\n{"step": 7, "lo')
     second = short_run("dp=2,pp=2,zero=3,schedule=zbv", str(tmp_path / "parts"), *common, "training.steps=7")
     pool.run("tests.training.cases:train_rank", (second,), ranks=4)
     expected, seen = rows(tmp_path / "whole"), rows(tmp_path / "parts")
