@@ -14,6 +14,7 @@ from cuboid.spec.cluster import load_cluster
 from cuboid.spec.fitting import check_world_size
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model
+from cuboid.spec.plugin import layout_for
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -93,14 +94,14 @@ def _asked(
         if not plan.endswith(".toml"):
             raise UserError(f"{plan} is not a plan file; write cuboid {verb} {plan} h100x64 --layout dp=8,tp=8 …")
         loaded = load_plan(plan)
-        return loaded.question, Layout.parse(layout) if layout else loaded.layout
+        return loaded.question, layout_for(loaded.question.model, layout) if layout else loaded.layout
     for name, value in (("layout", layout), ("global-batch", global_batch), ("seq", seq)):
         if value is None:
             raise UserError(f"--{name} is missing; a model and a cluster need --layout, --global-batch and --seq")
     question = Question(
         model=load_model(plan), cluster=load_cluster(cluster), global_batch=global_batch or 1, sequence=seq or 1
     )
-    return question, Layout.parse(layout or "")
+    return question, layout_for(question.model, layout or "")
 
 
 def _memory_table(found: Explanation) -> "Table":

@@ -18,6 +18,7 @@ from cuboid.spec.fitting import check_model
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model
 from cuboid.spec.placement import TensorRow, Traffic, node_rows, stage_nodes, traffic
+from cuboid.spec.plugin import layout_for
 from cuboid.spec.ranks import coordinates
 
 MOST_RANKS = 1 << 18
@@ -55,11 +56,14 @@ def command(
     for name, given in (("layout", layout), ("cluster", cluster)):
         if not given and not loaded:
             raise UserError(f"--{name} is missing; name a plan file, or --layout and --cluster")
-    parsed = loaded.layout if loaded and not layout else Layout.parse(layout or "")
+    spec = load_model(model) if model else loaded.question.model if loaded else None
+    if loaded and not layout:
+        parsed = loaded.layout
+    else:
+        parsed = layout_for(spec, layout or "") if spec else Layout.parse(layout or "")
     if parsed.world_size > MOST_RANKS:
         raise UserError(f"layout={parsed} has {parsed.world_size} ranks, too many to map; use {MOST_RANKS} or less")
     where = loaded.question.cluster if loaded and not cluster else load_cluster(cluster or "")
-    spec = load_model(model) if model else loaded.question.model if loaded else None
     if spec:
         check_model(parsed, spec)
     lines = traffic(parsed, where, tied=spec is None or spec.tie_embeddings)

@@ -17,7 +17,7 @@ from cuboid.errors import UserError
 from cuboid.launch.once import Heard, take_post
 from cuboid.launch.start import NodeOptions
 from cuboid.resilience.bad_steps import bad_steps, number
-from cuboid.spec.layout import Layout
+from cuboid.spec.plugin import layout_for
 from cuboid.spec.run import Run, check_supported, load_run
 from cuboid.telemetry.rows import metric_rows
 from cuboid.training.run_folder import RUN_FILE, checkpoint_folder
@@ -63,7 +63,7 @@ def command(
         raise UserError(f"--step {step} is no step of {folder}; use 1 to {run.training.steps}")
     run = replace(run, output=replace(run.output, folder=str(folder)))
     if layout is not None:
-        run = replace(run, layout=Layout.parse(layout))
+        run = replace(run, layout=layout_for(run.model, layout))
     own = run.training
     run = replace(run, training=replace(own, device=device or own.device, backend=backend or own.backend))
     check_supported(run)

@@ -5,7 +5,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from cuboid.errors import UserError, either, nearest_names
 from cuboid.spec.coding import check_types
-from cuboid.spec.layout import Recompute
+from cuboid.spec.layout import Layout, Recompute
 from cuboid.spec.model import Initialization, MixtureSpec, ModelSpec
 
 PREFIX = "python:"
@@ -227,3 +227,11 @@ def dump_python_model(model: PythonModelSpec) -> dict[str, Any]:
     """The table that `build_python_model` turns back into an equal model."""
     table: dict[str, Any] = {"name": model.name, "python": model.python}
     return table | ({"options": dict(model.options)} if model.options else {})
+
+
+def layout_for(model: ModelSpec, text: str) -> Layout:
+    """The layout of a text. A model of one's own has no sequence parallelism, unless somebody asks for it."""
+    layout = Layout.parse(text)
+    if isinstance(model, PythonModelSpec) and "sequence_parallel" not in text:
+        return replace(layout, sequence_parallel=False)
+    return layout

@@ -420,6 +420,15 @@ def test_a_family_with_experts_is_planned_as_the_catalogs_model(
     assert ours.seconds == pytest.approx(theirs.seconds, rel=0.25)
 
 
+def test_a_layout_of_ones_own_model_says_nothing_of_sequence_parallelism(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    asked = [own("mixture"), "h100x8", "--layout", "dp=4,tp=2,ep=4"]
+    for command in (["explain", *asked, "--global-batch", "16", "--seq", "32"], ["map", *asked]):
+        assert main(command) == 0
+        assert "dp=4,tp=2,pp=1,ep=4,sequence_parallel=false" in capsys.readouterr().out
+
+
 def test_a_plan_with_experts_is_explained_and_simulated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fixed = {"ep": 4, "tp": 2, "pp": 1, "zero": 1, "micro_batch": 2, "recompute": "none"}
     plan = cuboid.plan(own("mixture"), "h100x8", global_batch=16, sequence=32, fixed=fixed)
