@@ -7,6 +7,7 @@ kill      SIGKILL of a rank                        stop      SIGSTOP of a rank
 raise     an exception in a rank                   hang      a rank sleeps for ever
 nan       a gradient of a rank becomes NaN         torn      the newest checkpoint is cut or flipped, then a kill
 agent     SIGKILL of a supervisor of two, which is started again later, as a scheduler would
+leader    the same of the one that leads: the other takes its place, and it follows when it is back
 link      a host's link is cut for a while (with --hosts: network namespaces, needs root and iproute2)
 
 After faults in one place a run recovers on the same layout: every byte of its last checkpoint must equal that of a run
@@ -173,12 +174,12 @@ class Campaign:
         if ranks:
             os.kill(self.random.choice(ranks), signal.SIGKILL)
 
-    def agents(self, hosts: Any = None) -> None:
-        """Two supervisors of two ranks: one is killed, or its link is cut; it comes back."""
+    def agents(self, hosts: Any = None, leads: bool = False) -> None:
+        """Two supervisors of two ranks: one is killed, or its link is cut; it comes back. `leads`: the one killed."""
         layout, number = "dp=4", len(self.told)
         folder, log = self.folder / f"job-{number}", self.folder / f"job-{number}.log"
         step = self.random.randrange(4, STEPS - 10)
-        kind = "link" if hosts is not None else "agent"
+        kind = "link" if hosts is not None else "leader" if leads else "agent"
         told = Told(kind, layout, [f"{kind} after step {step}"])
         self.told.append(told)
         precise = ("training.precision=float64", "training.steps=80", "learning_rate.schedule=constant")
@@ -195,6 +196,7 @@ class Campaign:
             jobs = [start(words, log)]
             time.sleep(1)  # the first to come leads
             jobs.append(start(words, log))
+        lost, left = (0, 1) if leads else (1, 0)
         if not self.wait(lambda: steps_done(folder) >= step, jobs[0]):
             told.problems.append("it did not get to the fault")
         elif hosts is not None:
@@ -202,12 +204,11 @@ class Campaign:
             self.wait(lambda: steps_done(folder) > step + 8 and len(failure_rows(folder)) > 0, jobs[0])
             hosts.restore(1)
         else:
-            os.kill(jobs[1].pid, signal.SIGKILL)
-            jobs[1].wait()
-            self.wait(lambda: steps_done(folder) > step + 8 and len(failure_rows(folder)) > 0, jobs[0])
-            jobs[1] = start(words, log)
-        self._finish(told, jobs[0], log, began)
-        for job in jobs[1:]:
+            os.kill(jobs[lost].pid, signal.SIGKILL)
+            jobs[lost].wait()
+            self.wait(lambda: steps_done(folder) > step + 8 and len(failure_rows(folder)) > 0, jobs[left])
+            jobs[lost] = start(words, log)
+        for job in (jobs[left], jobs[lost]):
             self._finish(told, job, log, began)
         if not told.problems:
             pairs = list(zip(losses(folder), losses(reference), strict=True))
@@ -259,6 +260,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--agents", type=int, default=8, help="how many of them are killed supervisors")
+    parser.add_argument("--leaders", type=int, default=8, help="how many are killed supervisors that lead")
     parser.add_argument("--links", type=int, default=8, help="how many are cut links, with --hosts")
     parser.add_argument("--hosts", action="store_true", help="cut links between network namespaces too")
     parser.add_argument("--seed", type=int, default=0)
@@ -267,14 +269,14 @@ def main() -> None:
     links = options.links if options.hosts else 0
     with tempfile.TemporaryDirectory(prefix="cuboid-chaos-") as folder:
         campaign = Campaign(Path(folder), options.seed)
-        left = options.faults - options.agents - links
+        left = options.faults - options.agents - options.leaders - links
         while left > 0:
             count = min(left, campaign.random.randint(3, 6))
             campaign.ranks(count)
             left -= count
             show(campaign.told[-1])
-        for _ in range(options.agents):
-            campaign.agents()
+        for number in range(options.agents + options.leaders):
+            campaign.agents(leads=number >= options.agents)
             show(campaign.told[-1])
         if links:
             from hosts import Hosts
