@@ -21,7 +21,6 @@ from cuboid.model import router as routing
 from cuboid.model.moe import GroupedMatmul, MoE, grouped_matmul
 from cuboid.model.rope import Positions
 from cuboid.model.split_backward import Deferral, deferrable_grouped_matmul
-from cuboid.parallel import expert
 from cuboid.spec.model import MixtureSpec, ModelSpec
 
 DEVICE = torch.device("cuda")
@@ -125,7 +124,7 @@ def compare_orders() -> None:
         arriving = torch.randint(0, 4096, (ranks, held), device=DEVICE)
         arriving[0, 0] = 0
         rows = int(arriving.sum())
-        pairs = zip(order_arrivals(arriving, rows), expert._order_arrivals(arriving.cpu(), rows), strict=True)
+        pairs = zip(order_arrivals(arriving, rows), routing.order_arrivals(arriving.cpu(), rows), strict=True)
         right = all(torch.equal(a.cpu(), b) for a, b in pairs)
         print(f"arrivals of {held} experts from {ranks} ranks: {'equal' if right else 'WRONG'}")
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from cuboid.kernels.recompute import remembered
 from cuboid.model.load_balancing import Balance, Tokens
 from cuboid.model.moe import Experts, RoutedExperts, grouped_matmul
-from cuboid.model.router import Reorder, Router
+from cuboid.model.router import Reorder, Router, order_arrivals
 from cuboid.model.split_backward import Deferral, deferrable_grouped_matmul
 from cuboid.spec.plugin import SegmentRun
 from cuboid.telemetry.communication_ledger import Kind
@@ -59,10 +59,7 @@ class _EvenDispatch:
             arriving = remembered(self._arriving)
             self._counts = arriving.sum(0)
             self._rows = _Trip.apply(rows, self._made)
-            expert = torch.arange(arriving.numel()) % arriving.shape[1]
-            self._order = expert.repeat_interleave(arriving.flatten(), output_size=len(rows)).argsort(stable=True)
-            self._inverse = torch.empty_like(self._order)
-            self._inverse[self._order] = torch.arange(len(rows))
+            self._order, self._inverse = order_arrivals(arriving, len(rows))
         experts = len(self._counts)
         sizes = [(len(rows) + place) // experts for place in range(experts)]
         # What has no contents cannot say how many rows each expert gets.

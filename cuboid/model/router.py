@@ -257,3 +257,17 @@ def _order_by_expert(wanted: Tensor, experts: int) -> tuple[Tensor, Tensor, Tens
     home = torch.empty_like(order)
     home[order] = torch.arange(order.numel(), device=order.device)
     return order, home, counted(wanted, experts + 1)[:experts]
+
+
+def order_arrivals(arriving: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """From the order of (ranks, experts) to that of (experts, ranks), and its inverse. `arriving`: rows of each pair;
+    `rows`: of all."""
+    if arriving.is_cuda:
+        from cuboid.kernels import triton_kernels
+
+        return triton_kernels.order_arrivals(arriving, rows)
+    expert = torch.arange(arriving.numel(), device=arriving.device) % arriving.shape[1]
+    order = expert.repeat_interleave(arriving.flatten(), output_size=rows).argsort(stable=True)
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(rows, device=arriving.device)
+    return order, inverse

@@ -21,7 +21,7 @@ from cuboid.kernels.pinned_memory import HostCopy
 from cuboid.kernels.recompute import remembered
 from cuboid.model.load_balancing import Balance, Tokens
 from cuboid.model.moe import RoutedExperts
-from cuboid.model.router import Reorder, Router
+from cuboid.model.router import Reorder, Router, order_arrivals
 from cuboid.parallel.collectives import Pending, all_gather, all_reduce, start_all_to_all
 from cuboid.parallel.groups import Group, Groups
 from cuboid.spec.run import Run
@@ -154,7 +154,7 @@ class AllToAllDispatch:
         self._rows = _Depart.apply(rows[:home], self._there)
         # Rows arrive by source rank, then expert; grouped matmuls want them by expert. Ranks stay in order, so sums
         # over rows do not depend on who sent first.
-        self._order, self._inverse = _order_arrivals(arriving, there)
+        self._order, self._inverse = order_arrivals(arriving, there)
 
     def arrive(self) -> tuple[Tensor, Tensor]:
         rows = _Arrive.apply(self._rows, self._there)
@@ -163,19 +163,6 @@ class AllToAllDispatch:
     def go_back(self, rows: Tensor) -> Tensor:
         rows = self._back.run(Reorder.apply(rows, self._inverse, self._order))
         return functional.pad(rows, (0, 0, 0, self._stay)) if self._stay else rows
-
-
-def _order_arrivals(arriving: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """From the order of (ranks, experts) to that of (experts, ranks), and its inverse."""
-    if arriving.is_cuda:
-        from cuboid.kernels.triton_kernels import order_arrivals
-
-        return order_arrivals(arriving, rows)
-    expert = torch.arange(arriving.numel(), device=arriving.device) % arriving.shape[1]
-    order = expert.repeat_interleave(arriving.flatten(), output_size=rows).argsort(stable=True)
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(rows, device=arriving.device)
-    return order, inverse
 
 
 def spread_experts(mixture: RoutedExperts, group: Group, hand_over: HandOver = stay_on) -> None:

@@ -16,15 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from cuboid.cost.communication import (
-    ONE,
-    all_gather,
-    all_reduce,
-    all_to_all,
-    group,
-    reduce_scatter,
-    stage_transfer,
-)
+from cuboid.cost.communication import ONE, all_gather, all_reduce, all_to_all, group, reduce_scatter, stage_transfer
 from cuboid.cost.inputs import Array, Jobs, single
 from cuboid.cost.memory import LIBRARIES
 from cuboid.cost.step import PARTS
