@@ -114,7 +114,13 @@ def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -
     layers = partition(model, layout.stages, run.training.sequence)
     tied_apart = model.tie_embeddings and schedule.stage_rank[0] != schedule.stage_rank[-1]
     groups = make_groups(
-        layout, rank, kv_part_count(model, layout.tp), tied_apart, model.is_routed, device.type == "cpu"
+        layout,
+        rank,
+        kv_part_count(model, layout.tp),
+        tied_apart,
+        model.is_routed,
+        device.type == "cpu",
+        run.optimizer.is_muon,
     )
     connect_groups(groups, device)
     ledger = Ledger() if run.output.count_communication else None

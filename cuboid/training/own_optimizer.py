@@ -1,4 +1,4 @@
-"""Optimizers other than AdamW: any of `torch.optim` by name, or one that a user's own factory builds.
+"""Optimizers other than AdamW and Muon: any of `torch.optim` by name, or one that a user's own factory builds.
 
     [optimizer]
     kind = "sgd"
@@ -57,7 +57,7 @@ class Named:
 
 @cache
 def _named_kinds() -> dict[str, Any]:
-    unfit = ("optimizer", "lbfgs", "sparseadam", "adamw")
+    unfit = ("optimizer", "lbfgs", "sparseadam", "adamw", "muon")
     known = {name.lower(): found for name, found in vars(torch.optim).items() if isinstance(found, type)}
     return {name: found for name, found in known.items() if name not in unfit}
 
@@ -81,7 +81,7 @@ def _builder(spec: OptimizerSpec) -> Callable[[list[Group]], list[UserOptimizer]
     else:
         make = _named_kinds().get(spec.kind)
         if make is None:
-            near = either(nearest_names(spec.kind, ["adamw", *_named_kinds()]))
+            near = either(nearest_names(spec.kind, ["adamw", "muon", *_named_kinds()]))
             raise UserError(f"optimizer.kind={spec.kind} is unknown; use {near}, or optimizer.python")
         options = _options(spec, inspect.signature(make).parameters)
 
