@@ -54,6 +54,8 @@ class Matrix:
     """Its home receives it as so many stripes of columns one after another: as many as tensor ranks split columns."""
     home: int
     spans: tuple[Span, ...]
+    runs: Rows
+    """Its rows in the parameter."""
 
 
 Bucket = tuple[Matrix, ...]
@@ -184,7 +186,7 @@ def _placeless(run: Run, layer: int) -> list[Matrix]:
             for rows in matrices_of(run, name, declared.shape):
                 height = sum(stop - start for start, stop in rows)
                 spans = tuple(Span(*each, sender=-1) for each in _spans(rows, kept[name]))
-                found.append(Matrix(name, height, declared.shape[-1], stripes, -1, spans))
+                found.append(Matrix(name, height, declared.shape[-1], stripes, -1, spans, rows))
     return found
 
 

@@ -145,6 +145,9 @@ class OptimizerSpec:
     where training.precision has 16 bits or fewer, else training.precision."""
     per_head: bool = False
     """Of muon: every head of queries, keys and values is a matrix of its own."""
+    normuon: bool = False
+    """Of muon: each row of an orthogonal update is divided by the root of the mean of its squares, which decays by
+    beta2, so that every neuron learns alike (NorMuon); the whole is as large as before."""
     fused: dict[str, list[int]] = field(default_factory=dict, hash=False)
     """Of muon and a model of one's own: parameters that are several matrices, row after row, by the end of their names
     and the rows of each: { "qkv.weight" = [64, 32, 32] }."""
@@ -220,6 +223,7 @@ OF_MUON = (
     "newton_schulz_steps",
     "newton_schulz_precision",
     "per_head",
+    "normuon",
     "fused",
 )
 """What another optimizer does not read."""

@@ -8,7 +8,7 @@ travels before the backward pass has ended, because clipping needs the norm of t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
@@ -96,14 +96,34 @@ class MuonState:
             for shard in unit.optimizer_shards()
             if shard.part.name in self.names
         }
+        own = [matrix for route in self._routes for matrix in route.own] if self._spec.normuon else []
+        self._squares = {
+            (matrix.parameter, matrix.runs): torch.zeros(
+                matrix.rows, dtype=engine.units[0].accumulate, device=engine.device
+            )
+            for matrix in own
+        }
+        """Of NorMuon: the mean square of each row, kept at the home of its matrix."""
+        shapes = {part.name: part.full_shape for unit in engine.units for part in unit.parts}
+        self._heights = {matrix.parameter: math.prod(shapes[matrix.parameter][:-1]) for matrix in own}
 
     @property
     def device_bytes(self) -> int:
-        return sum(momentum.nbytes for momentum in self._momentum.values())
+        return sum(kept.nbytes for kept in (*self._momentum.values(), *self._squares.values()))
 
     def tensors(self, shard: OptimizerShard) -> dict[str, Tensor]:
         """As checkpoints call them."""
         return {"momentum_buffer": self._momentum[shard.part.name]}
+
+    def rows(self) -> Iterator[tuple[str, int, list[tuple[int, Tensor]]]]:
+        """What is kept by row, of each matrix at its home: the parameter's name, its number of rows, and from which row
+        on each tensor holds them."""
+        found: dict[str, list[tuple[int, Tensor]]] = {}
+        for (name, runs), squares in self._squares.items():
+            parts = torch.split(squares, [stop - start for start, stop in runs])
+            found.setdefault(name, []).extend(zip((start for start, _ in runs), parts, strict=True))
+        for name, held in found.items():
+            yield f"row_avg_sq/{name}", self._heights[name], held
 
     def elements(self, unit: Unit) -> list[Elements]:
         """What the update of a unit reads and writes, for those who measure it."""
@@ -131,7 +151,7 @@ class MuonState:
             # One bucket ahead: it travels while the one before is orthogonalised.
             for ahead in self._routes[len(there) : place + 2]:
                 there.append(self._send(ahead, shards, numbers))
-            back.append(self._orthogonalize(route, there[place].wait()))
+            back.append(self._orthogonalize(route, there[place].wait(), finite))
             if place:
                 self._apply(self._routes[place - 1], back[place - 1].wait(), shards, numbers)
         if self._routes:
@@ -151,7 +171,7 @@ class MuonState:
             packed.append(moved[matrix.parameter][start : start + span.size])
         return route.start(packed, numbers.to(self._wire), back=False)
 
-    def _orthogonalize(self, route: Route, received: Tensor) -> Pending:
+    def _orthogonalize(self, route: Route, received: Tensor, finite: Tensor) -> Pending:
         """The matrices that are at home here, each once."""
         whole = {id(matrix): received.new_empty(matrix.rows * matrix.columns) for matrix in route.own}
         parts = torch.split(received, [span.size for _, span in route.received])
@@ -168,12 +188,33 @@ class MuonState:
                 striped = torch.stack([whole[id(matrix)] for matrix in some])
                 striped = striped.view(len(some), stripes, rows, columns // stripes)
                 batch = striped.transpose(1, 2).reshape(len(some), rows, columns)
-                result = orthogonalize(batch, self._spec.newton_schulz_steps) * factor
+                result = orthogonalize(batch, self._spec.newton_schulz_steps)
+                if self._squares:
+                    result = self._even_rows(some, result, finite)
+                result = result * factor
                 result = result.view(len(some), rows, stripes, columns // stripes).transpose(1, 2)
                 for matrix, values in zip(some, result.reshape(len(some), -1), strict=True):
                     whole[id(matrix)] = values
         packed = [whole[id(matrix)][span.place : span.place + span.size] for matrix, span in route.returned]
         return route.start(packed, received, back=True)
+
+    def _even_rows(self, matrices: list[Matrix], orthogonal: Tensor, finite: Tensor) -> Tensor:
+        """NorMuon: every row over the root of its mean square, and the whole as large as an orthogonal matrix."""
+        kept = [self._squares[matrix.parameter, matrix.runs] for matrix in matrices]
+        squares = torch.stack(kept)
+        exact = orthogonal.to(squares.dtype)
+        moved = torch.lerp(squares, exact.square().mean(2), 1 - self._spec.beta2)
+        even: Tensor = exact / (moved.sqrt() + self._spec.epsilon).unsqueeze(2)
+        size = math.sqrt(min(exact.shape[1:])) / even.norm(dim=(1, 2), keepdim=True).clamp(min=self._spec.epsilon)
+        for target, values in zip(kept, torch.where(finite, moved, squares), strict=True):
+            target.copy_(values)
+        evened: Tensor = (even * size).to(orthogonal.dtype)
+        return evened
+
+    def forget(self) -> None:
+        """What is kept by row."""
+        for squares in self._squares.values():
+            squares.zero_()
 
     def _apply(self, route: Route, received: Tensor, shards: dict[str, OptimizerShard], numbers: Tensor) -> None:
         """Write what came back into the master weights, and the weights that matmuls use."""

@@ -244,6 +244,10 @@ class Optimizer:
             return self._muon.tensors(optimizer_shard)
         return (self._own or self._state).tensors(optimizer_shard)
 
+    def rows(self) -> Iterator[tuple[str, int, list[tuple[int, Tensor]]]]:
+        """What is kept by row of a parameter, on one rank of all."""
+        return iter(()) if self._muon is None else self._muon.rows()
+
     @property
     def steps_taken(self) -> int:
         return int(self._steps)
@@ -252,6 +256,8 @@ class Optimizer:
         self._steps.fill_(steps)
         if self._own is not None:
             self._own.loaded(steps)
+        if self._muon is not None and not steps:
+            self._muon.forget()
 
     def state_bytes(self) -> int:
         """On the device, beside master weights."""

@@ -277,9 +277,12 @@ class MuonUpdates(Updates):
         self._momentum = {name: torch.zeros_like(parameters[name]) for name in self._matrices}
         for name in self._matrices:
             del self.moments[name]
+        flat = {name: parameters[name].flatten(0, -2) for name in self._matrices if run.optimizer.normuon}
+        self._squares = {name: torch.zeros_like(value[:, 0]) for name, value in flat.items()}
 
     def state(self) -> Tensors:
-        return {**super().state(), **{f"momentum_buffer/{name}": x for name, x in self._momentum.items()}}
+        found = {**super().state(), **{f"momentum_buffer/{name}": x for name, x in self._momentum.items()}}
+        return {**found, **{f"row_avg_sq/{name}": x for name, x in self._squares.items()}}
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
@@ -300,6 +303,11 @@ class MuonUpdates(Updates):
                     gram = x @ x.T if m <= n else x.T @ x
                     inner = -4.7750 * gram + 2.0315 * gram @ gram
                     x = 3.4445 * x + (inner @ x if m <= n else x @ inner)
+                if spec.normuon:
+                    x, squares = x.to(weight.dtype), self._squares[name]
+                    squares[chosen] = spec.beta2 * squares[chosen] + (1 - spec.beta2) * x.square().mean(1)
+                    x = x / (squares[chosen].sqrt() + spec.epsilon)[:, None]
+                    x = x * (min(m, n) ** 0.5 / max(torch.linalg.matrix_norm(x).item(), spec.epsilon))
                 size = {"rms": 0.2 * max(m, n) ** 0.5, "spectral": (m / n) ** 0.5, "original": max(1, m / n) ** 0.5}
                 step = rate * spec.matrix_rate * size[spec.update_scale] * x.to(weight.dtype)
                 weight[chosen] = weight[chosen] * (1 - rate * spec.weight_decay) - step

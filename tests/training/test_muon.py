@@ -86,6 +86,8 @@ def test_five_dimensions(pool: Pool) -> None:
         ("dp=2,tp=4,zero=1", ["model.kv_heads=1"]),
         ("tp=2,dp=2,zero=2", ["model.heads=6", "model.kv_heads=3", "model.head_dim=8"]),
         ("dp=2,tp=2,zero=1", ["optimizer.per_head=true"]),
+        ("dp=2,tp=2,zero=1", ["optimizer.normuon=true", "optimizer.beta2=0.8"]),
+        ("dp=4,zero=3,shard=2", ["optimizer.normuon=true", "optimizer.update_scale=original"]),
         ("dp=2,tp=2,zero=3", ["optimizer.update_scale=spectral", "optimizer.nesterov=false"]),
         ("dp=2,tp=2", ["optimizer.update_scale=original", "optimizer.matrix_rate=20", "optimizer.momentum=0.8"]),
         ("dp=4,zero=2", ["optimizer.newton_schulz_steps=3", "training.gradient_clip=0.1"]),
@@ -97,7 +99,8 @@ def test_heads_scales_and_what_does_not_divide(pool: Pool, layout: str, settings
 
 
 def test_latent_heads(pool: Pool) -> None:
-    assert_equal(pool, muon("dp=2,tp=2,zero=1", "optimizer.per_head=true", model="tiny-deepseek"))
+    changes = ("optimizer.per_head=true", "optimizer.normuon=true")
+    assert_equal(pool, muon("dp=2,tp=2,ep=2,zero=1", *changes, model="tiny-deepseek"))
 
 
 def test_buckets_travel_one_after_another(pool: Pool) -> None:
@@ -125,11 +128,17 @@ CHAIN = ["dp=2,tp=2,zero=3", "tp=2,pp=2", "dp=4,zero=1,shard=2", "cp=2,dp=2,zero
 
 
 @pytest.mark.parametrize(
-    ("model", "chain"), [("tiny-llama", CHAIN), ("tiny-mixtral", ["dp=2,ep=2,tp=2,zero=1", "pp=2,dp=2,ep=2,zero=3"])]
+    ("model", "chain", "normuon"),
+    [
+        ("tiny-llama", CHAIN, False),
+        ("tiny-mixtral", ["dp=2,ep=2,tp=2,zero=1", "pp=2,dp=2,ep=2,zero=3"], True),
+        ("tiny-deepseek", ["dp=2,tp=2,zero=0", "dp=2,ep=2,zero=2", "dp=1"], True),
+    ],
 )
-def test_it_resumes_on_other_layouts(pool: Pool, tmp_path: Path, model: str, chain: list[str]) -> None:
+def test_it_resumes_on_other_layouts(pool: Pool, tmp_path: Path, model: str, chain: list[str], normuon: bool) -> None:
     steps = 2 * len(chain)
-    common = (f"training.steps={steps}", "training.global_batch=8", "training.sequence=16", "model.layers=3")
+    common = [f"training.steps={steps}", "training.global_batch=8", "training.sequence=16", "model.layers=3"]
+    common += ["optimizer.normuon=true"] if normuon else []
     alone = muon("dp=1", *common, model=model)
     job = "tests.checkpoint.jobs:train_part"
     expected = pool.run(job, (alone, str(tmp_path / "one"), 0, steps, None), ranks=1)[0]
@@ -143,8 +152,8 @@ def test_it_resumes_on_other_layouts(pool: Pool, tmp_path: Path, model: str, cha
     assert seen == pytest.approx(expected, rel=1e-9)
     reference, final = (whole_tensors(checkpoint_path(tmp_path / kind, steps)) for kind in ("one", "many"))
     assert final.keys() == reference.keys()
-    kinds = {key.partition("/")[0] for key in final if key.endswith("query.weight")}
-    assert kinds == {"parameter", "momentum_buffer"}
+    kinds = {key.partition("/")[0] for key in final if key.endswith("attention.output.weight")}
+    assert kinds == {"parameter", "momentum_buffer"} | ({"row_avg_sq"} if normuon else set())
     assert {key.partition("/")[0] for key in final if "norm" in key} >= {"parameter", "exp_avg", "exp_avg_sq"}
     for key, tensor in reference.items():
         assert torch.allclose(final[key], tensor, rtol=1e-8, atol=1e-12), key
