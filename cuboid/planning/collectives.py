@@ -408,6 +408,11 @@ def _matrices(step: RankStep) -> Iterator[Collective]:
         for elements, way in zip(sent, ("to their homes", "back from them"), strict=True):
             what = f"matrices {way}: {element} bytes × {elements:,}"
             yield Collective("stage", "all-to-all", stage_size(step.layout), 1, element * elements, what)
+    model = step.model
+    if step.run.optimizer.qk_clip:
+        numbers = model.layers * (model.heads + (model.heads if model.latent is not None else model.kv_heads))
+        what = f"largest norms of queries and keys: {step.wide} bytes × {numbers:,}"
+        yield Collective("world", "all-reduce", step.layout.world_size, 1, step.wide * numbers, what)
 
 
 def _pipeline(step: RankStep) -> Iterator[Collective]:

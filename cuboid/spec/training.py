@@ -148,6 +148,9 @@ class OptimizerSpec:
     normuon: bool = False
     """Of muon: each row of an orthogonal update is divided by the root of the mean of its squares, which decays by
     beta2, so that every neuron learns alike (NorMuon); the whole is as large as before."""
+    qk_clip: float = 0.0
+    """Of muon: the largest attention logit that the norms of a head's queries and keys allow, over the batch of a step.
+    Weights of a head above it are scaled down after the update (QK-clip); 0 turns it off."""
     fused: dict[str, list[int]] = field(default_factory=dict, hash=False)
     """Of muon and a model of one's own: parameters that are several matrices, row after row, by the end of their names
     and the rows of each: { "qkv.weight" = [64, 32, 32] }."""
@@ -163,7 +166,7 @@ class OptimizerSpec:
                 "optimizer.options and optimizer.whole_parameters mean nothing to AdamW and Muon; use optimizer.beta1, "
                 "optimizer.momentum and the like, or another optimizer.kind"
             )
-        require_in_range(self, "optimizer", ("beta1", "beta2", "epsilon", "weight_decay", "momentum"), low=0)
+        require_in_range(self, "optimizer", ("beta1", "beta2", "epsilon", "weight_decay", "momentum", "qk_clip"), low=0)
         for name in ("beta1", "beta2", "momentum"):
             if getattr(self, name) >= 1:
                 raise UserError(f"optimizer.{name}={getattr(self, name)} never forgets; use a number below 1")
@@ -200,6 +203,21 @@ class OptimizerSpec:
         """In a sentence."""
         return f"optimizer.python={self.python}" if self.python else f"optimizer.kind={self.kind}"
 
+    def check_model(self, own: bool, qk_norm: bool) -> None:
+        """Refuse a model that this optimizer cannot serve. `own`: it is the user's."""
+        if self.qk_clip and own:
+            raise UserError(f"optimizer.qk_clip={self.qk_clip} is not for a model of one's own; use qk_clip=0")
+        if self.qk_clip and qk_norm:
+            raise UserError(
+                f"optimizer.qk_clip={self.qk_clip} has nothing to clip with model.qk_norm=true, which bounds queries "
+                "and keys already; use qk_clip=0"
+            )
+        if self.fused and not own:
+            raise UserError(
+                f"optimizer.fused={self.fused} is for a model of one's own: in those of the catalog every matrix is a "
+                "parameter; omit it"
+            )
+
     def check_layout(self, layout: Layout) -> None:
         """Refuse a layout that keeps parameters or state where this optimizer cannot use them."""
         if layout.offload and (self.is_own or self.is_muon):
@@ -224,6 +242,7 @@ OF_MUON = (
     "newton_schulz_precision",
     "per_head",
     "normuon",
+    "qk_clip",
     "fused",
 )
 """What another optimizer does not read."""

@@ -93,6 +93,7 @@ class Optimizer:
         on_gpu = engine.device.type == "cuda"
         self._own = OwnState(self._units, engine.run) if spec.is_own else None
         self._muon = MuonState(engine) if spec.is_muon else None
+        self._peaks, self._world = engine.peaks, engine.groups.world
         if state is None:
             away = engine.run.layout.offload and on_gpu
             moved = [] if self._own else self._units
@@ -213,10 +214,12 @@ class Optimizer:
             muon.update(self._units, learning_rate, scale, finite)
         if not self._compiled:
             self._step_on_host(learning_rate, scale, finite, watcher)
-            return
-        numbers = self._numbers_of(learning_rate, scale, finite)
-        for unit in self._units:
-            self._update_unit(unit, numbers, watcher)
+        else:
+            numbers = self._numbers_of(learning_rate, scale, finite)
+            for unit in self._units:
+                self._update_unit(unit, numbers, watcher)
+        if self._peaks is not None:
+            self._peaks.clip(self._units, self._spec.qk_clip, finite, self._world)
 
     def _step_on_host(self, learning_rate: float, scale: Tensor, finite: Tensor, watcher: Watcher | None) -> None:
         if not finite:

@@ -24,16 +24,16 @@ from cuboid.model.rope import PositionTable
 from cuboid.model.router import Router
 from cuboid.model.transformer import IGNORED, Transformer
 from cuboid.parallel.device import choose_device
-from cuboid.spec.homes import Rows, is_muon, matrices_of, wire_precision
 from cuboid.spec.layout import Layout
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
-from cuboid.spec.sharding import ShardingRank, units
+from cuboid.spec.sharding import ShardingRank
 from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.training.adamw import named_moments
 from cuboid.training.learning_rate import learning_rate
 from cuboid.training.own_optimizer import Named, elements_of, numbers_of
 from cuboid.training.own_optimizer import Updates as OwnUpdates
+from cuboid.verification.muon_reference import HeadClip, MuonUpdates
 
 # One process that rounds its sums as NCCL does between tensor ranks.
 #
@@ -145,8 +145,9 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
                 child.matmul = Fp8Matmul(run.training.fp8_scaling == "row")
     if hops > 1 and isinstance(computing.model, Transformer):
         sum_hop_by_hop(computing.model, hops)
-    kind = UpdatesOfOwn if run.optimizer.is_own else MuonUpdates if run.optimizer.is_muon else Updates
+    kind = UpdatesOfOwn if run.optimizer.is_own else WithMuon if run.optimizer.is_muon else Updates
     updates = kind(run, parameters)
+    clip = HeadClip(run, computing.model, model) if run.optimizer.qk_clip else None
     balance = _balance(run, computing.model, device)
     if balance is not None:
         balance.factor = torch.tensor(factor, device=device)
@@ -156,6 +157,8 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
     for step in range(run.training.steps):
         model.zero_grad()
         computing.begin_step()
+        if clip is not None:
+            clip.begin_step()
         if balance is not None:
             balance.begin_step()
         first = step * run.training.global_batch
@@ -181,6 +184,8 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
         if run.training.gradient_clip > 0:
             torch.nn.utils.clip_grad_norm_(model.parameters(), run.training.gradient_clip)
         updates.step(learning_rate(run.learning_rate, step, run.training.steps))
+        if clip is not None:
+            clip.step()
         if balance is not None:
             trace.routers.append(balance.statistics.cpu().clone())
             balance.end_step(balance.statistics)
@@ -242,7 +247,7 @@ class Updates:
         """Matrices decay, and by as much whatever multiplies their learning rate."""
         spec = self._run.optimizer
         for name, parameter in self._parameters.items():
-            if parameter.grad is None or name not in self.moments:
+            if parameter.grad is None:
                 continue
             factor = learning_rate_factor(self._run.model, name)
             first, second = self.moments[name]
@@ -263,54 +268,19 @@ class Updates:
             )
 
 
-class MuonUpdates(Updates):
-    """Muon as papers write it, one whole matrix after another, and AdamW for the rest."""
+class WithMuon:
+    """Muon for matrices, AdamW for the rest."""
 
     def __init__(self, run: Run, parameters: Mapping[str, Tensor]) -> None:
-        super().__init__(run, parameters)
-        self._matrices: dict[str, list[Rows]] = {}
-        for layer in range(run.model.layers):
-            for unit in units(run.model, [layer], first=False, last=False):
-                for name, declared in unit.parameters.items():
-                    if is_muon(unit.name, declared):
-                        self._matrices[name] = matrices_of(run, name, declared.shape)
-        self._momentum = {name: torch.zeros_like(parameters[name]) for name in self._matrices}
-        for name in self._matrices:
-            del self.moments[name]
-        flat = {name: parameters[name].flatten(0, -2) for name in self._matrices if run.optimizer.normuon}
-        self._squares = {name: torch.zeros_like(value[:, 0]) for name, value in flat.items()}
+        self._matrices = MuonUpdates(run, parameters)
+        self._rest = Updates(run, {name: x for name, x in parameters.items() if name not in self._matrices.names})
 
     def state(self) -> Tensors:
-        found = {**super().state(), **{f"momentum_buffer/{name}": x for name, x in self._momentum.items()}}
-        return {**found, **{f"row_avg_sq/{name}": x for name, x in self._squares.items()}}
+        return {**self._rest.state(), **self._matrices.state()}
 
-    @torch.no_grad()
     def step(self, rate: float) -> None:
-        super().step(rate)
-        spec, dtype = self._run.optimizer, DTYPES[wire_precision(self._run)]
-        for name, matrices in self._matrices.items():
-            parameter, momentum = self._parameters[name], self._momentum[name]
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            momentum.mul_(spec.momentum).add_(gradient, alpha=1 - spec.momentum)
-            lead = (1 - spec.momentum) * gradient + spec.momentum * momentum if spec.nesterov else momentum
-            flat, weight = lead.flatten(0, -2).to(dtype), parameter.view(-1, parameter.shape[-1])
-            for rows in matrices:
-                chosen = torch.cat([torch.arange(*run) for run in rows]).to(flat.device)
-                x = flat[chosen]
-                m, n = x.shape
-                x = x / (torch.linalg.matrix_norm(x) + 1e-7)
-                for _ in range(spec.newton_schulz_steps):
-                    gram = x @ x.T if m <= n else x.T @ x
-                    inner = -4.7750 * gram + 2.0315 * gram @ gram
-                    x = 3.4445 * x + (inner @ x if m <= n else x @ inner)
-                if spec.normuon:
-                    x, squares = x.to(weight.dtype), self._squares[name]
-                    squares[chosen] = spec.beta2 * squares[chosen] + (1 - spec.beta2) * x.square().mean(1)
-                    x = x / (squares[chosen].sqrt() + spec.epsilon)[:, None]
-                    x = x * (min(m, n) ** 0.5 / max(torch.linalg.matrix_norm(x).item(), spec.epsilon))
-                size = {"rms": 0.2 * max(m, n) ** 0.5, "spectral": (m / n) ** 0.5, "original": max(1, m / n) ** 0.5}
-                step = rate * spec.matrix_rate * size[spec.update_scale] * x.to(weight.dtype)
-                weight[chosen] = weight[chosen] * (1 - rate * spec.weight_decay) - step
+        self._rest.step(rate)
+        self._matrices.step(rate)
 
 
 class UpdatesOfOwn:

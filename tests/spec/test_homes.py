@@ -114,7 +114,7 @@ def test_heads_latents_and_what_is_fused() -> None:
     assert len(query) == by_head.model.heads
     assert query[1] == ((8, 16),)
     assert matrices_of(by_head, "layers.0.attention.output.weight", (64, 64)) == [((0, 64),)]
-    fused = muon("tiny-llama", "dp=1", fused={"up.weight": [100, 92]})
+    fused = muon("python:examples/own_attention.py:build", "dp=1", fused={"up.weight": [100, 92]})
     assert matrices_of(fused, "layers.0.feed_forward.up.weight", (192, 64)) == [((0, 100),), ((100, 192),)]
     with pytest.raises(UserError, match=r"has 192 rows, but layers\.0\.feed_forward\.up\.weight has 10"):
         matrices_of(fused, "layers.0.feed_forward.up.weight", (10, 64))

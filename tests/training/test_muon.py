@@ -9,14 +9,19 @@ import torch
 
 from cuboid.checkpoint.folder import checkpoint_path
 from cuboid.checkpoint.storage import whole_tensors
+from cuboid.data.source import make_source
 from cuboid.errors import UserError
 from cuboid.kernels.newton_schulz import orthogonalize
 from cuboid.launch.pool import Pool
+from cuboid.model.attention import HeadPeaks
+from cuboid.model.rope import PositionTable
 from cuboid.model.transformer import Transformer
 from cuboid.spec.homes import stage_buckets
 from cuboid.spec.run import Run, build_run, dump_run
 from cuboid.training.own_optimizer import check_optimizer
-from cuboid.verification.reference import MuonUpdates
+from cuboid.verification.make import verification_run
+from cuboid.verification.muon_reference import MuonUpdates
+from cuboid.verification.reference import reference_trace
 from tests.parallel.cases import assert_equal, small_run
 
 
@@ -101,6 +106,57 @@ def test_heads_scales_and_what_does_not_divide(pool: Pool, layout: str, settings
 def test_latent_heads(pool: Pool) -> None:
     changes = ("optimizer.per_head=true", "optimizer.normuon=true")
     assert_equal(pool, muon("dp=2,tp=2,ep=2,zero=1", *changes, model="tiny-deepseek"))
+
+
+def test_models_of_ones_own(pool: Pool) -> None:
+    fused = "optimizer.fused.up.weight=[64, 192]"
+    for name, layout, settings in (
+        ("own_attention", "dp=2,tp=2,zero=1", ("optimizer.kind=muon", fused)),
+        ("mixture", "dp=2,ep=2,zero=3", ("optimizer.kind=muon",)),
+    ):
+        assert_equal(pool, verification_run(layout, f"python:examples/{name}.py:build", settings, steps=2))
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "settings"),
+    [
+        ("tiny-llama", "dp=2,tp=2,zero=1", []),
+        ("tiny-llama", "dp=2,tp=4,zero=3", ["model.kv_heads=2"]),
+        ("tiny-llama", "cp=4,dp=2,cp_method=hybrid,recompute=full", []),
+        ("tiny-gpt2", "dp=2,tp=2,pp=2,zero=2,recompute=selective", ["model.qkv_bias=true"]),
+        ("tiny-deepseek", "dp=2,tp=2,ep=2,zero=1", []),
+    ],
+)
+def test_heads_with_large_logits_are_clipped_alike(pool: Pool, model: str, layout: str, settings: list[str]) -> None:
+    run = muon(layout, "optimizer.qk_clip=0.05", *settings, model=model)
+    plain = reference_trace(muon(layout, *settings, model=model)).parameters[0]
+    clipped = reference_trace(run).parameters[0]
+    changed = {name.split(".attention.")[-1].split(".")[0] for name in plain if not plain[name].equal(clipped[name])}
+    assert changed == ({"query_up", "key_value_up"} if model == "tiny-deepseek" else {"query", "key"})
+    assert_equal(pool, run)
+
+
+def test_clipped_heads_meet_the_limit() -> None:
+    """The logits of the first batch, computed anew with its clipped weights, before anything else is learned."""
+    run = muon("dp=1", "optimizer.qk_clip=0.05", "learning_rate.peak=1e-9")
+    start, clipped = (reference_trace(run).start, reference_trace(run).parameters[0])
+    model = Transformer(run.model).double()
+    width, group = run.model.head_dim, run.model.heads // run.model.kv_heads
+    bounds = []
+    for weights in (start, clipped):
+        model.load_state_dict(weights)
+        attention = model.layers["0"].attention
+        attention.peaks = HeadPeaks(torch.zeros(run.model.heads).double(), torch.zeros(run.model.kv_heads).double())
+        source = make_source(run)
+        table = PositionTable(run.model, run.training.sequence, torch.float64, torch.device("cpu"))
+        for place in range(run.training.global_batch):
+            ids = source.documents_at(place).unsqueeze(0)
+            tokens, labels = (each.unsqueeze(0) for each in source.at(place))
+            model.loss(tokens, labels, table.of(torch.arange(run.training.sequence), ids, run.data))
+        query, key = attention.peaks
+        bounds.append((query * key.repeat_interleave(group)).sqrt() / width**0.5)
+    assert (bounds[0] > 0.05).any()
+    assert torch.allclose(bounds[1], bounds[0].clamp(max=0.05), rtol=1e-6)
 
 
 def test_buckets_travel_one_after_another(pool: Pool) -> None:
@@ -227,7 +283,11 @@ def test_singular_values_end_near_one(shape: tuple[int, ...]) -> None:
         (["optimizer.newton_schulz_steps=0"], "optimizer.newton_schulz_steps=0"),
         (["optimizer.matrix_rate=0"], "optimizer.matrix_rate=0.0 would not learn; use a number above 0"),
         (["optimizer.update_scale=adam"], 'optimizer.update_scale="adam" is unknown; use rms, spectral or original'),
-        (["optimizer.fused.qkv=3"], "optimizer.fused"),
+        (["optimizer.fused.qkv=3"], "optimizer.fused.qkv=3"),
+        (["optimizer.fused.qkv=[3, 0]"], "optimizer.fused.qkv=[3, 0] is no list of rows; write it like [64, 32, 32]"),
+        (["optimizer.fused.up=[96, 96]"], "is for a model of one's own"),
+        (["optimizer.qk_clip=-1"], "optimizer.qk_clip=-1"),
+        (["optimizer.qk_clip=10", "model.qk_norm=true"], "has nothing to clip with model.qk_norm=true"),
         (["optimizer.options.momentum=0.9"], "mean nothing to AdamW and Muon"),
         (["layout=dp=2,zero=1,offload=true"], "offload=true is for AdamW, not for optimizer.kind=muon"),
         (["optimizer.kind=adamw", "optimizer.momentum=0.9"], "momentum=0.9 means nothing to optimizer.kind=adamw"),
