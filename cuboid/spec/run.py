@@ -294,6 +294,11 @@ class Run:
             return False
         return self.training.precision != "bf16" or mixture.expert_ffn % 8 > 0 or self.model.hidden % 8 > 0
 
+    def planned_optimizer(self, engine: str = "cuboid") -> str:
+        """What a planner counts: Muon of models of the catalog and this engine, else AdamW."""
+        counted = engine == "cuboid" and not isinstance(self.model, PythonModelSpec)
+        return "muon" if self.optimizer.is_muon and counted else "adamw"
+
     @property
     def micro_batches(self) -> int:
         """Micro-batches each replica accumulates per optimizer step."""
