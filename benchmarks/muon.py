@@ -91,7 +91,7 @@ def learn(options: argparse.Namespace) -> None:
     parameters = learning_run(options, "adamw", 0, 0).model.parameters
     tokens = options.steps * options.batch * options.sequence
     print(f"{parameters / 1e6:.1f} M parameters, {tokens / 1e6:.2f} M tokens, {options.device}, {options.precision}")
-    for kind in KINDS:
+    for kind in options.only or KINDS:
         found: dict[int, float] = {}
         wanted = {GUESS[kind]}
         begin = time.perf_counter()
@@ -182,6 +182,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="float32")
     parser.add_argument("--set", action="append", default=[], help="of Muon's runs: optimizer.per_head=true")
+    parser.add_argument("--only", action="append", choices=KINDS, help="of `learn`: this optimizer")
     parser.add_argument("--json", default="")
     options = parser.parse_args()
     {"learn": learn, "speed": speed, "update": update}[options.what](options)

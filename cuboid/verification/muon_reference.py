@@ -49,6 +49,7 @@ class MuonUpdates:
             for rows in matrices:
                 chosen = torch.cat([torch.arange(*run) for run in rows]).to(flat.device)
                 x = flat[chosen]
+                x = x.float() if x.device.type == "cpu" and x.element_size() == 2 else x
                 m, n = x.shape
                 x = x / (torch.linalg.matrix_norm(x) + 1e-7)
                 for _ in range(spec.newton_schulz_steps):

@@ -9,6 +9,7 @@ import pytest
 from cuboid.errors import UserError
 from cuboid.planning.choose import plans, predict
 from cuboid.planning.explain import explain, memory_lines
+from cuboid.planning.export.engines import export
 from cuboid.planning.plan import dump_plan, load_plan
 from cuboid.planning.question import Question
 from cuboid.planning.score import score
@@ -52,6 +53,12 @@ def test_nothing_is_offloaded(ask: Callable[..., Question]) -> None:
     assert ask("llama3-8b", "h100x8").tries_offload
     assert not ask("llama3-8b", "h100x8", optimizer="muon").tries_offload
     assert not plans(ask("llama3-8b", "h100x8", optimizer="muon"), top=1)[0].layout.offload
+
+
+def test_no_other_engine_gets_it(ask: Callable[..., Question]) -> None:
+    plan = predict(ask("llama3-8b", "h100x8", optimizer="muon"), Layout.parse("dp=8,zero=1"))
+    with pytest.raises(UserError, match=r"optimizer\.kind=muon is not among what is written for megatron"):
+        export(plan, "megatron")
 
 
 def test_what_is_not_counted_is_refused(ask: Callable[..., Question]) -> None:

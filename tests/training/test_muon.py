@@ -22,7 +22,7 @@ from cuboid.training.own_optimizer import check_optimizer
 from cuboid.verification.make import verification_run
 from cuboid.verification.muon_reference import MuonUpdates
 from cuboid.verification.reference import reference_trace
-from tests.parallel.cases import assert_equal, small_run
+from tests.parallel.cases import assert_equal, losses_and_evaluation, small_run
 
 
 def muon(layout: str, *settings: str, model: str = "tiny-llama", micro_batches: int = 2) -> Run:
@@ -213,6 +213,28 @@ def test_it_resumes_on_other_layouts(pool: Pool, tmp_path: Path, model: str, cha
     assert {key.partition("/")[0] for key in final if "norm" in key} >= {"parameter", "exp_avg", "exp_avg_sq"}
     for key, tensor in reference.items():
         assert torch.allclose(final[key], tensor, rtol=1e-8, atol=1e-12), key
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        ("tp=2", []),
+        ("dp=2,zero=1,recompute=full", ["optimizer.qk_clip=0.01", "optimizer.normuon=true"]),
+        ("dp=2,zero=3,recompute=selective", ["optimizer.qk_clip=0.01"]),
+    ],
+)
+def test_the_graphs_of_a_compiled_run(pool: Pool, layout: str, settings: list[str]) -> None:
+    fields = ["training.steps=3", "training.precision=float32", "model.layers=2", "training.global_batch=2"]
+    fields += ["data.attention_within_documents=false", "optimizer.kind=muon", "learning_rate.peak=0.01", *settings]
+    plain = losses_and_evaluation(0, small_run("dp=1", *fields))
+    for found, stops in pool.run(
+        "tests.parallel.cases:traced", (small_run(layout, *fields, "training.compile=on"),), ranks=2
+    ):
+        assert found == pytest.approx(plain, rel=1e-5)
+        assert not stops
+    if settings:
+        unclipped = losses_and_evaluation(0, small_run("dp=1", *fields, "optimizer.qk_clip=0"))
+        assert abs(unclipped[-1] - plain[-1]) > 1e-4 * plain[-1], "clipping would be seen"
 
 
 def test_a_step_that_is_not_finite_changes_nothing(pool: Pool) -> None:
