@@ -7,11 +7,15 @@ it, and both agree to the byte."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cuboid.errors import UserError
 from cuboid.spec.layout import Layout
@@ -190,18 +194,26 @@ def _placeless(run: Run, layer: int) -> list[Matrix]:
     return found
 
 
-def _at_home(matrix: Matrix, name: str, loads: list[int], work: int) -> Matrix:
-    """With the least loaded of its holders as its home; of those, the one that keeps most of it."""
+def _holders(matrix: Matrix) -> NDArray[np.int64]:
+    """Who keeps some of it, those that keep most first."""
     kept: dict[int, int] = {}
     for span in matrix.spans:
         for rank in span.ranks:
             kept[rank] = kept.get(rank, 0) + span.size
-    home = min(kept, key=lambda rank: (loads[rank], -kept[rank], rank))
-    loads[home] += work
-    spans = tuple(
-        replace(span, sender=min(span.ranks, key=lambda rank: (abs(rank - home), rank))) for span in matrix.spans
-    )
-    return replace(matrix, parameter=name, home=home, spans=spans)
+    return np.array(sorted(kept, key=lambda rank: (-kept[rank], rank)))
+
+
+def _at_home(matrix: Matrix, name: str, home: int) -> Matrix:
+    spans = [Span(each.start, each.place, each.size, each.ranks, _nearest(each.ranks, home)) for each in matrix.spans]
+    return replace(matrix, parameter=name, home=home, spans=tuple(spans))
+
+
+def _nearest(ranks: tuple[int, ...], home: int) -> int:
+    """Of ranks in their order; of two that are as near the lower."""
+    if len(ranks) == 1:
+        return ranks[0]
+    above = bisect_left(ranks, home)
+    return min(ranks[max(above - 1, 0) : above + 1], key=lambda rank: abs(rank - home))
 
 
 @lru_cache(maxsize=16)
@@ -211,26 +223,29 @@ def stage_buckets(run: Run, pipeline_rank: int) -> tuple[Bucket, ...]:
     size = stage_size(layout)
     layers = partition(model, layout.stages, run.training.sequence)
     own = isinstance(model, PythonModelSpec)  # whose layers may all differ
-    known: dict[int, list[Matrix]] = {}
-    lots: list[list[tuple[str, Matrix]]] = [[]]
+    known: dict[int, list[tuple[Matrix, NDArray[np.int64]]]] = {}
+    lots: list[list[tuple[str, Matrix, NDArray[np.int64]]]] = [[]]
     for layer in (layer for stage in layout.stages_of(pipeline_rank) for layer in layers[stage]):
         kind = layer if own else int(model.has_experts(layer))
         if kind not in known:
-            known[kind] = _placeless(run, layer)
-        elements = sum(matrix.rows * matrix.columns for _, matrix in lots[-1])
+            known[kind] = [(matrix, _holders(matrix)) for matrix in _placeless(run, layer)]
+        elements = sum(matrix.rows * matrix.columns for _, matrix, _ in lots[-1])
         if len(lots[-1]) >= size and elements >= size * BUCKET:  # with fewer matrices than ranks some would idle
             lots.append([])
-        for matrix in known[kind]:
+        for matrix, holders in known[kind]:
             inside = matrix.parameter.split(".", 2)[2]
-            lots[-1].append((f"layers.{layer}.{inside}", matrix))
-    loads = [0] * size
+            lots[-1].append((f"layers.{layer}.{inside}", matrix, holders))
+    loads = np.zeros(size)
     found = []
     for lot in lots:
         # The longest first, each to the least loaded of its holders: no home has much more than another.
-        work = {place: arithmetic(matrix.rows, matrix.columns, steps) for place, (_, matrix) in enumerate(lot)}
-        order = sorted(work, key=lambda place: (-work[place], place))
-        homes = {place: _at_home(lot[place][1], lot[place][0], loads, work[place]) for place in order}
-        found.append(tuple(homes[place] for place in range(len(lot))))
+        work = [arithmetic(matrix.rows, matrix.columns, steps) for _, matrix, _ in lot]
+        homes = [0] * len(lot)
+        for place in sorted(range(len(lot)), key=lambda place: -work[place]):
+            holders = lot[place][2]
+            homes[place] = int(holders[np.argmin(loads[holders])])
+            loads[homes[place]] += work[place]
+        found.append(tuple(_at_home(matrix, name, home) for (name, matrix, _), home in zip(lot, homes, strict=True)))
     return tuple(bucket for bucket in found if bucket)
 
 

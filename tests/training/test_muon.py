@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from cuboid.model.attention import HeadPeaks
 from cuboid.model.rope import PositionTable
 from cuboid.model.transformer import Transformer
 from cuboid.spec.homes import stage_buckets
+from cuboid.spec.layout import CONTEXT_METHODS
 from cuboid.spec.run import Run, build_run, dump_run
 from cuboid.training.own_optimizer import check_optimizer
 from cuboid.verification.make import verification_run
@@ -165,6 +167,33 @@ def test_buckets_travel_one_after_another(pool: Pool) -> None:
     found = pool.run("tests.training.muon_jobs:many_buckets", (run,), ranks=4)
     assert [(buckets, surprises) for buckets, surprises, _ in found] == [(5, [])] * 4
     assert [losses for *_, losses in found] == expected
+
+
+def draw(source: random.Random) -> Run:
+    """A run with Muon on at most 8 ranks, with experts or without; draws again when the rules refuse one."""
+    while True:
+        pick = source.choice
+        sizes = {name: pick([1, 2, 2, 3, 4]) for name in ("dp", "tp", "pp", "cp", "ep")}
+        if not 1 < sizes["dp"] * sizes["tp"] * sizes["pp"] * sizes["cp"] <= 8:
+            continue
+        parts = [f"{name}={size}" for name, size in sizes.items()]
+        parts += [f"zero={pick(range(4))}", f"shard={pick([0, 0, 1, 2])}"]
+        parts += [f"schedule={pick(['gpipe', '1f1b', 'interleaved', 'zb1p', 'zbv', 'dualpipev'])}"]
+        parts += [f"cp_method={pick(CONTEXT_METHODS)}", f"sequence_parallel={pick(['true', 'false'])}"]
+        settings = [f"model.layers={pick([3, 4, 5])}", f"optimizer.per_head={pick(['true', 'false'])}"]
+        settings += [f"optimizer.normuon={pick(['true', 'false'])}", f"optimizer.qk_clip={pick([0, 0.05])}"]
+        settings += [f"optimizer.update_scale={pick(['rms', 'spectral', 'original'])}"]
+        model = pick(["tiny-mixtral", "tiny-deepseek"] if sizes["ep"] > 1 else ["tiny-llama", "tiny-gpt2"])
+        try:
+            return muon(",".join(parts), *settings, model=model, micro_batches=pick([1, 2, 3]))
+        except UserError:
+            continue
+
+
+def test_random_layouts_equal_one_process(pool: Pool, thorough: bool) -> None:
+    source = random.Random(20261118)
+    for _ in range(100 if thorough else 4):
+        assert_equal(pool, draw(source))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "float32"])
