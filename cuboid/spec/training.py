@@ -143,6 +143,9 @@ class OptimizerSpec:
     newton_schulz_precision: Literal["auto", "bf16", "float32", "float64"] = "auto"
     """Of muon: the precision of these iterations, and of matrices on their way to the rank that makes them; auto: bf16
     where training.precision has 16 bits or fewer, else training.precision."""
+    matrix_function: str = ""
+    """Of muon: a function of one's own in place of Newton-Schulz, python:my_optimizer.py:name. It gets whole matrices
+    on any layout, (matrices, m, n), and returns as many of the same shape."""
     per_head: bool = False
     """Of muon: every head of queries, keys and values is a matrix of its own."""
     normuon: bool = False
@@ -184,6 +187,10 @@ class OptimizerSpec:
         require_in_range(self, "optimizer", ("newton_schulz_steps",), low=1, high=100)
         if self.matrix_rate <= 0:
             raise UserError(f"optimizer.matrix_rate={self.matrix_rate} would not learn; use a number above 0, like 1")
+        if self.matrix_function and not is_plugin(self.matrix_function):
+            raise UserError(
+                f"optimizer.matrix_function={self.matrix_function} names no function; write python:my_optimizer.py:name"
+            )
         for name, rows in self.fused.items():
             if not rows or min(rows) < 1:
                 raise UserError(f"optimizer.fused.{name}={rows} is no list of rows; write it like [64, 32, 32]")
@@ -197,6 +204,11 @@ class OptimizerSpec:
     def is_own(self) -> bool:
         """Whether it is neither AdamW nor Muon as the engine has them."""
         return bool(self.python) or self.kind not in ("adamw", "muon")
+
+    @property
+    def has_own_code(self) -> bool:
+        """Whether it must be tried before a training starts."""
+        return self.is_own or bool(self.matrix_function)
 
     @property
     def called(self) -> str:
@@ -240,6 +252,7 @@ OF_MUON = (
     "matrix_rate",
     "newton_schulz_steps",
     "newton_schulz_precision",
+    "matrix_function",
     "per_head",
     "normuon",
     "qk_clip",

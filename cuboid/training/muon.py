@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from cuboid.parallel.zero import OptimizerShard, Unit
 from cuboid.spec.homes import Bucket, Matrix, Span, stage_buckets, wire_precision
 from cuboid.spec.training import OptimizerSpec
 from cuboid.training.adamw import Elements
+from cuboid.training.own_optimizer import MatrixFunction, load_matrix_function
 
 Pair = tuple[Matrix, Span]
 BATCH = 2**26
@@ -87,6 +88,10 @@ class MuonState:
         self._spec = run.optimizer
         self._wire = DTYPES[wire_precision(run)]
         self._compiled = engine.compiled
+        own = self._spec.matrix_function
+        self._orthogonal: MatrixFunction = (
+            load_matrix_function(own) if own else partial(orthogonalize, steps=self._spec.newton_schulz_steps)
+        )
         self._routes = [Route(bucket, group) for bucket in stage_buckets(run, engine.groups.coordinates.pp)]
         self.names = {matrix.parameter for route in self._routes for matrix, _ in route.kept}
         """Parameters that Muon updates."""
@@ -96,16 +101,16 @@ class MuonState:
             for shard in unit.optimizer_shards()
             if shard.part.name in self.names
         }
-        own = [matrix for route in self._routes for matrix in route.own] if self._spec.normuon else []
+        homed = [matrix for route in self._routes for matrix in route.own] if self._spec.normuon else []
         self._squares = {
             (matrix.parameter, matrix.runs): torch.zeros(
                 matrix.rows, dtype=engine.units[0].accumulate, device=engine.device
             )
-            for matrix in own
+            for matrix in homed
         }
         """Of NorMuon: the mean square of each row, kept at the home of its matrix."""
         shapes = {part.name: part.full_shape for unit in engine.units for part in unit.parts}
-        self._heights = {matrix.parameter: math.prod(shapes[matrix.parameter][:-1]) for matrix in own}
+        self._heights = {matrix.parameter: math.prod(shapes[matrix.parameter][:-1]) for matrix in homed}
 
     @property
     def device_bytes(self) -> int:
@@ -188,7 +193,7 @@ class MuonState:
                 striped = torch.stack([whole[id(matrix)] for matrix in some])
                 striped = striped.view(len(some), stripes, rows, columns // stripes)
                 batch = striped.transpose(1, 2).reshape(len(some), rows, columns)
-                result = orthogonalize(batch, self._spec.newton_schulz_steps)
+                result = self._orthogonal(batch)
                 if self._squares:
                     result = self._even_rows(some, result, finite)
                 result = result * factor

@@ -13,6 +13,7 @@ from cuboid.model.mla import MultiLatentAttention
 from cuboid.spec.homes import Rows, is_muon, matrices_of, wire_precision
 from cuboid.spec.run import Run
 from cuboid.spec.sharding import units
+from cuboid.training.own_optimizer import load_matrix_function
 
 DTYPES = {"bf16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
@@ -30,6 +31,8 @@ class MuonUpdates:
                         self._matrices[name] = matrices_of(run, name, declared.shape)
         self._momentum = {name: torch.zeros_like(parameters[name]) for name in self._matrices}
         self.names = self._matrices.keys()
+        own = run.optimizer.matrix_function
+        self._function = load_matrix_function(own) if own else None
         flat = {name: parameters[name].flatten(0, -2) for name in self._matrices if run.optimizer.normuon}
         self._squares = {name: torch.zeros_like(value[:, 0]) for name, value in flat.items()}
 
@@ -51,11 +54,7 @@ class MuonUpdates:
                 x = flat[chosen]
                 x = x.float() if x.device.type == "cpu" and x.element_size() == 2 else x
                 m, n = x.shape
-                x = x / (torch.linalg.matrix_norm(x) + 1e-7)
-                for _ in range(spec.newton_schulz_steps):
-                    gram = x @ x.T if m <= n else x.T @ x
-                    inner = -4.7750 * gram + 2.0315 * gram @ gram
-                    x = 3.4445 * x + (inner @ x if m <= n else x @ inner)
+                x = self._function(x[None])[0] if self._function else _newton_schulz(x, spec.newton_schulz_steps)
                 if spec.normuon:
                     x, squares = x.to(weight.dtype), self._squares[name]
                     squares[chosen] = spec.beta2 * squares[chosen] + (1 - spec.beta2) * x.square().mean(1)
@@ -64,6 +63,16 @@ class MuonUpdates:
                 size = {"rms": 0.2 * max(m, n) ** 0.5, "spectral": (m / n) ** 0.5, "original": max(1, m / n) ** 0.5}
                 step = rate * spec.matrix_rate * size[spec.update_scale] * x.to(weight.dtype)
                 weight[chosen] = weight[chosen] * (1 - rate * spec.weight_decay) - step
+
+
+def _newton_schulz(x: Tensor, steps: int) -> Tensor:
+    m, n = x.shape
+    x = x / (torch.linalg.matrix_norm(x) + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.T if m <= n else x.T @ x
+        inner = -4.7750 * gram + 2.0315 * gram @ gram
+        x = 3.4445 * x + (inner @ x if m <= n else x @ inner)
+    return x
 
 
 class HeadClip:

@@ -110,6 +110,38 @@ def test_latent_heads(pool: Pool) -> None:
     assert_equal(pool, muon("dp=2,tp=2,ep=2,zero=1", *changes, model="tiny-deepseek"))
 
 
+OWN = """
+import torch
+
+def softened(matrices):
+    norms = matrices.norm(dim=(1, 2), keepdim=True)
+    x = matrices / norms.clamp(min=1e-9)
+    return x @ torch.linalg.inv(torch.eye(x.shape[2], dtype=x.dtype) + x.mT @ x)
+
+def halves(matrices):
+    return matrices[:, : matrices.shape[1] // 2]
+
+def mixes(matrices):
+    return matrices / matrices.norm()
+"""
+
+
+def test_a_function_of_ones_own_gets_whole_matrices(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    named = f"optimizer.matrix_function=python:{tmp_path}/own.py:"
+    run = muon("dp=2,tp=2,zero=1", f"{named}softened")
+    check_optimizer(run)
+    assert_equal(pool, run)
+    assert_equal(pool, muon("dp=2,ep=2,zero=3", f"{named}softened", model="tiny-mixtral"))
+    for name, sentence in (
+        ("halves", "it must return as many of the same shape"),
+        ("mixes", "it must treat each by itself"),
+        ("softend", "did you mean softened"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            check_optimizer(muon("dp=2", f"{named}{name}"))
+
+
 def test_models_of_ones_own(pool: Pool) -> None:
     fused = "optimizer.fused.up.weight=[64, 192]"
     for name, layout, settings in (
@@ -338,6 +370,7 @@ def test_singular_values_end_near_one(shape: tuple[int, ...]) -> None:
         (["optimizer.fused.qkv=[3, 0]"], "optimizer.fused.qkv=[3, 0] is no list of rows; write it like [64, 32, 32]"),
         (["optimizer.fused.up=[96, 96]"], "is for a model of one's own"),
         (["optimizer.qk_clip=-1"], "optimizer.qk_clip=-1"),
+        (["optimizer.matrix_function=polar"], "names no function; write python:my_optimizer.py:name"),
         (["optimizer.qk_clip=10", "model.qk_norm=true"], "has nothing to clip with model.qk_norm=true"),
         (["optimizer.options.momentum=0.9"], "mean nothing to AdamW and Muon"),
         (["layout=dp=2,zero=1,offload=true"], "offload=true is for AdamW, not for optimizer.kind=muon"),
