@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuboid.cost.inputs import Array, Shape, single
-from cuboid.cost.memory import Memory, kept_fraction, peak_memory, rank_memory
+from cuboid.cost.memory import Memory, kept_fraction, kept_per_layer, peak_memory, rank_memory
 from cuboid.cost.pipeline import in_flight, with_shared_cores
 from cuboid.cost.sharding import host_bytes
 from cuboid.cost.step import PARTS
@@ -275,11 +275,19 @@ def mixable(question: Question, found: Scores, reached: float) -> Iterator[tuple
 
 
 def _fraction(question: Question, more: Scores, less: Scores) -> Array:
-    """Fraction of the layers that must be recomputed more, by the memory of both ends: a layer less than it takes if
-    the memory between them lies on a straight line."""
-    most = _longest(question, more.space)
-    missing = (less.memory - question.limit) / np.maximum(less.memory - more.memory, 1.0)
-    return np.asarray(np.maximum(np.floor(most * np.clip(missing, 0.0, 1.0)) - 1, 0.0) / most)
+    """Fraction of the layers that must be recomputed more for the memory, and a layer less than that: no layer frees
+    more than what it keeps of all micro-batches in flight, wherever the fullest rank and its fullest moment are."""
+    shape, jobs, engine = Shape.of(question.model), more.space.jobs, question.profile
+    boundary = engine.kept_boundary * jobs.tokens * shape.hidden / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+    freed = [
+        kept - np.where(jobs.recompute == RECOMPUTE.index("full"), boundary, left)
+        for kept, left in zip(
+            kept_per_layer(shape, less.space.jobs, engine), kept_per_layer(shape, jobs, engine), strict=True
+        )
+    ]
+    each = engine.reserve * jobs.vpp * in_flight(jobs, np.zeros(())) * np.maximum(*freed)
+    layers = np.ceil((less.memory - question.limit) / np.maximum(each, 1.0))
+    return np.asarray(np.clip((layers - 1) / _longest(question, more.space), 0.0, 1.0))
 
 
 def mixed(question: Question, space: Space) -> Scores:

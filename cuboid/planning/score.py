@@ -20,9 +20,10 @@ from cuboid.cost.pipeline import (
     paired_fraction,
     partition,
     waited_transfers,
+    with_shared_cores,
 )
 from cuboid.cost.reuse import each_once
-from cuboid.cost.sharding import rank_parameters, reduction
+from cuboid.cost.sharding import rank_parameters, reduction, tied_sum
 from cuboid.cost.step import PARTS, first_parameters, replica_time
 from cuboid.planning.question import Question
 from cuboid.planning.space import DEGREES, Space
@@ -95,10 +96,11 @@ def score(question: Question, space: Space, memory: Array | None = None) -> Scor
     )
     parts = {name: of_size(getattr(estimates.time, name), size) for name in PARTS}
     seconds = LayerSeconds.of(question, space.jobs)
-    micro_batches = space.jobs.micro_batches
-    assumed = micro_batches * assumed_slowest(question, space, seconds)
-    real = micro_batches * real_slowest(question, space, seconds)
-    even = least_busy(question, space, seconds)
+    passes = Passes.of(question, seconds, _total)
+    assumed = space.jobs.micro_batches * assumed_slowest(question, space, seconds)
+    straggling = parts["straggler"] / np.maximum(assumed + parts["bubble"], 1e-300)
+    real, idle = _real_stages(question, space, passes, real_slowest(question, space, seconds))
+    parts |= {"bubble": of_size(idle, size), "straggler": of_size(straggling * (real + idle), size)}
     busy = sum((parts[name] for name in BUSY), np.zeros(size))
     # Part of the host's time comes once per step and does not grow with the layers.
     fixed = np.maximum(busy - assumed, 0.0)
@@ -106,11 +108,21 @@ def score(question: Question, space: Space, memory: Array | None = None) -> Scor
     for name in BUSY:
         once = fixed if name == "host" else 0.0
         parts[name] = (parts[name] - once) * growth + once
-    others = parts["data"] + parts["optimizer"] + parts["transfer"] * least_transfer(question, space)
-    straggling = parts["straggler"] / np.maximum(assumed + parts["bubble"], 1e-300)
+    others = parts["data"] - folded_sum(question, space) + parts["optimizer"]
+    others = others + parts["transfer"] * least_transfer(question, space)
+    even = _least(question, space, passes) * (1 + straggling) + fixed + others
     fits = estimates.fits & (estimates.memory <= question.limit)
-    known = of_size(estimates.memory, size)
-    return Scores(space, parts, known, np.broadcast_to(fits, size), even * (1 + straggling) + fixed + others)
+    return Scores(space, parts, of_size(estimates.memory, size), np.broadcast_to(fits, size), even)
+
+
+def _real_stages(question: Question, space: Space, passes: "Passes", slowest: Array) -> tuple[Array, Array]:
+    """Seconds of a step in which the slowest rank computes, and in which it waits for others. `slowest`: those of one
+    micro-batch; what others take is the rest, and so no partition and no schedule is faster than equal stages."""
+    jobs, chip, count = space.jobs, question.machine.chip, space.jobs.micro_batches
+    everything = passes.forward + passes.backward
+    idle = passes.idle(jobs, np.maximum(everything - slowest, 0.0))
+    busy = count * with_shared_cores(chip, slowest, everything / jobs.pp)
+    return busy, np.maximum(chip.together * (count * slowest + idle) - busy, 0.0) if chip.together < 1 else idle
 
 
 def score_all(question: Question, space: Space, memory: Array | None = None) -> Scores:
@@ -197,6 +209,11 @@ class Passes:
         columns = decides_layers(jobs, question.machine.fabric, question.profile)
         return each_once(Shape.of(question.model), jobs, columns, asked)
 
+    def idle(self, jobs: Jobs, others: Array) -> Array:
+        """Seconds a step that the slowest rank waits under each schedule. `others`: what all others compute."""
+        forward, backward = self.forward / jobs.pp, self.backward / jobs.pp
+        return bubble(jobs, forward, backward, np.minimum(self.weight / jobs.pp, backward / 2), others)
+
 
 def _total(each: Pass) -> Array:
     return each.total
@@ -245,26 +262,18 @@ def _likely_passes(question: Question, space: Space) -> Array:
     return passes
 
 
-def least_busy(question: Question, space: Space, seconds: LayerSeconds) -> Array:
-    """The same of layouts whose layers are known: seconds that no schedule and no partition takes away."""
-    return _least(question, space, Passes.of(question, seconds, _total))
-
-
 def least_in_layers(question: Question, space: Space) -> Array:
-    """The same, where they are not."""
+    """The same of layouts whose recomputation is known."""
     return _least(question, space, Passes.each_once(question, space.jobs, _total))
 
 
 def least_scheduled(question: Question, space: Space) -> Array:
     """… with the waiting of the schedule that each has, which equal stages leave."""
     jobs, passes = space.jobs, Passes.each_once(question, space.jobs, _total)
-    forward, backward = passes.forward / jobs.pp, passes.backward / jobs.pp
-    busy = jobs.micro_batches * (forward + backward)
+    stage = (passes.forward + passes.backward) / jobs.pp
     if question.machine.chip.together < 1:  # as in `_least`
-        return of_size(busy, len(space))
-    others = np.maximum(jobs.pp - 1, 0) * (forward + backward)
-    idle = bubble(jobs, forward, backward, np.minimum(passes.weight / jobs.pp, backward / 2), others)
-    return of_size(busy + idle, len(space))
+        return of_size(jobs.micro_batches * stage, len(space))
+    return of_size(jobs.micro_batches * stage + passes.idle(jobs, (jobs.pp - 1) * stage), len(space))
 
 
 def least_with_sums(question: Question, space: Space) -> Array:
@@ -273,7 +282,14 @@ def least_with_sums(question: Question, space: Space) -> Array:
     seconds, stage = LayerSeconds.of(question, jobs), partition(shape, jobs, engine)
     held = first_parameters(shape, jobs, stage)
     waits = replica_time(shape, jobs, fabric, engine, stage, held, seconds.times, seconds.parts)
-    return least_busy(question, space, seconds) + waits
+    return _least(question, space, Passes.of(question, seconds, _total)) + waits - folded_sum(question, space)
+
+
+def folded_sum(question: Question, space: Space) -> Array:
+    """Of the seconds that replicas wait those that a V-shaped schedule saves, whose first rank holds both ends of the
+    model: the gradient of a tied embedding is not summed over the pipeline."""
+    shape, engine = Shape.of(question.model), question.profile
+    return tied_sum(shape, space.jobs, question.machine.fabric, engine) if engine.own_collectives else np.zeros(())
 
 
 def _least(question: Question, space: Space, passes: Passes) -> Array:

@@ -239,13 +239,14 @@ def _search_some(
     tried = _scheduled(question, space.take(np.flatnonzero(good)))
     if objective != "memory":
         tried = _soon_scheduled(question, tried, reached, mixes)
-    found = score_all(question, tried).within(slowest)
-    best = found.best(keep, objective, distinct)
+    found = score_all(question, tried)
+    best = found.within(slowest).best(keep, objective, distinct)
     if mixes:
-        best = _with_mixes(question, best, found, keep, distinct, limit)
+        # What is too slow with all layers recomputed may be fast enough with some of them.
+        best = _with_mixes(question, best, found, keep, distinct, limit).within(slowest)
         others = ~good & promising(question, plain, min(_place(best, keep), limit))
-        found = score_all(question, scheduled(question, space.take(np.flatnonzero(others)))).within(slowest)
-        best = _with_mixes(question, best, found, keep, distinct, limit)
+        found = score_all(question, scheduled(question, space.take(np.flatnonzero(others))))
+        best = _with_mixes(question, best, found, keep, distinct, limit).within(slowest)
     return best
 
 
