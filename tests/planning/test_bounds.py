@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 
 from cuboid.cost.inputs import Array
 from cuboid.planning.question import Question, resized
+from cuboid.planning.refine import lighter, may_mix
 from cuboid.planning.score import (
+    Least,
+    least_fitting,
     least_in_layers,
     least_scheduled,
     least_seconds,
@@ -19,9 +22,10 @@ from cuboid.planning.score import (
 )
 from cuboid.planning.search import search
 from cuboid.planning.space import PLAIN, Space, bases, scheduled
-from cuboid.spec.cluster import ClusterSpec
-from cuboid.spec.layout import CONTEXT_METHODS, Layout
+from cuboid.spec.cluster import ClusterSpec, load_cluster
+from cuboid.spec.layout import CONTEXT_METHODS, RECOMPUTE, Layout
 from cuboid.spec.model import ModelSpec
+from cuboid.spec.partition import longest_stage
 from tests.planning.conftest import MIXED
 from tests.planning.test_properties import clusters, models
 
@@ -77,6 +81,58 @@ def test_no_layout_takes_less_than_any_of_its_bounds(
     for name, bound in bounds(question, space).items():
         worst = int(np.argmax(bound / seconds))
         assert bound[worst] <= seconds[worst] * (1 + 1e-9), (name, str(space.layout(worst)))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    models(),
+    st.sampled_from(["h100x8", "a100-40gx16", "h100x24"]),
+    st.sampled_from([8, 24, 96]),
+    st.sampled_from([512, 4096]),
+    st.sampled_from(ENGINES),
+    st.sampled_from([0.05, 0.1, 0.2, 0.4, 0.95]),
+    st.integers(0, 2**16),
+)
+def test_no_layout_that_fits_takes_less_than_what_its_memory_asks_for(
+    model: ModelSpec, cluster: str, batch: int, sequence: int, engine: str, part: float, seed: int
+) -> None:
+    """Also those that recompute some of their layers, and those that offload."""
+    place = load_cluster(cluster)
+    limit = part * place.memory_gib * 2**30
+    question = Question(
+        model=model, cluster=place, global_batch=batch, sequence=sequence, engine=engine, memory_limit=limit
+    )
+    random = np.random.default_rng(seed)
+    some = bases(question, place.accelerators)
+    some = scheduled(question, some.take(random.permutation(len(some))[:600]))
+    some = some.take(random.permutation(len(some))[:2000])
+    assume(len(some))
+    stages = some.columns["pp"] * some.columns["vpp"]
+    longest = np.array([longest_stage(model, count, sequence) for count in stages.tolist()], dtype=np.int64)
+    full = some.columns["recompute"] == RECOMPUTE.index("full")
+    layers = np.where(full & (longest > 1), random.integers(1, np.maximum(longest, 2)), 0)
+    mixed = Space({**some.columns, "recompute_layers": layers}, some.global_batch, some.sequence)
+    every = some.concatenated(mixed) if may_mix(question, "time") else some
+    scores = score(question, every.concatenated(every.offloaded()) if question.tries_offload else every)
+    scores = scores.take(np.flatnonzero(scores.fits))
+    assume(len(scores.space))
+    space = changed(scores.space, recompute_layers=0, offload=0)
+    shape = changed(space, schedule=PLAIN, vpp=1, zero=0, shard=0, recompute=0)
+    shape = changed(shape, cp_method=CONTEXT_METHODS.index("ulysses"))
+    shape = Space({**shape.columns, "cp_inner": shape.columns["cp"]}, space.global_batch, space.sequence)
+    memory, bound = least_fitting(question, shape, least_seconds(question, shape, context=False))
+    assert np.all(memory <= question.limit)
+    assert np.all(bound <= scores.seconds * (1 + 1e-9))
+    plain = changed(space, schedule=PLAIN, vpp=1)
+    full = plain.columns["recompute"] == RECOMPUTE.index("full")
+    held = Least.of(question, plain, split=False)
+    again = np.broadcast_to(held.again(question), len(plain))
+    assert np.all(full | (again == 0))
+    heavy = np.flatnonzero(full)
+    more = least_with_sums(question, plain.take(heavy))
+    less = least_with_sums(question, lighter(plain.take(heavy)))
+    least = np.minimum(more, less + again[heavy] * (more - less))
+    assert np.all(least <= scores.seconds[heavy] * (1 + 1e-9))
 
 
 def test_uneven_stages_are_not_skipped(ask: Callable[..., Question]) -> None:
