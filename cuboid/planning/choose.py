@@ -306,15 +306,16 @@ def _work(question: Question) -> float:
     return float(least_seconds(alone, shapes(alone, 1), context=False).min())
 
 
-def _within(question: Question, sizes: list[int], slowest: float) -> Iterator[int]:
-    """The parts of a cluster that have a layout within so many seconds, in closed form, smallest first."""
+def _within(question: Question, sizes: list[int], slowest: float) -> Iterator[tuple[int, Shapes]]:
+    """The parts of a cluster that have a layout within so many seconds, in closed form, smallest first, and the shapes
+    of which it may be."""
     while sizes:
         # Some at a time: nearly always all but the last few take too long, which one search says of all of them.
         some = [size for size in sizes if size <= FURTHER * sizes[0]]
         for part, alike in sorted(_alike(question, some), key=lambda group: group[1]):
             known = shapes_within(part, alike, slowest)
             while (found := _smallest(part, known, slowest)) is not None:
-                yield found
+                yield found, known.take(known.sizes == found)
                 known = known.take(known.sizes > found)
         sizes = sizes[len(some) :]
 
@@ -340,11 +341,11 @@ def fewest(question: Question, *, tokens: float, days: float, top: int = 5) -> l
     seconds = days * 86400 / steps
     work = NOT_FASTER * _work(question)
     enough = [each for each in every_size(question.cluster) if work / each <= seconds]
-    for accelerators in _within(question, enough, SIMULATED * seconds):
+    for accelerators, among in _within(question, enough, SIMULATED * seconds):
         smaller = resized(question, accelerators)
-        # Those in question, simulated, are fewer than those an answer is made of.
-        scores = search(smaller, accelerators, keep=SCORED, distinct=True, slowest=SIMULATED * seconds)
-        if any(planned(smaller, entry).seconds <= seconds for entry in finalists(smaller, scores, 1)):
+        # Those that may be fast enough are fewer than those an answer is made of.
+        scores = search(smaller, among, keep=max(SCORED, 4 * top), distinct=True, slowest=SIMULATED * seconds)
+        if any(planned(smaller, entry).seconds <= seconds for entry in finalists(smaller, scores, top)):
             ranked = _ranked(smaller, top, "time")
             if ranked.plans[0].seconds <= seconds:
                 return _completed(smaller, ranked, top, "time")

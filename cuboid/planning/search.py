@@ -20,6 +20,7 @@ from cuboid.planning.export.engines import sayable
 from cuboid.planning.question import Question
 from cuboid.planning.refine import LEAST_LEFT, PLACES, least_kind, lighter, may_mix, mixable, mixed, promising
 from cuboid.planning.score import (
+    CHUNK,
     Least,
     Scores,
     chunks,
@@ -92,7 +93,7 @@ def shapes_within(
 ) -> Shapes:
     """The shapes of some numbers of ranks of which a step may take no longer than `slowest`. `guess`: the likely best
     first."""
-    found = [_bounded(question, part, slowest) for size in sizes for part in chunks(shapes(question, size))]
+    found = [_bounded(question, part, slowest) for some in _together(question, sizes) for part in chunks(some)]
     every = found[0][0].concatenated(*(some for some, _ in found[1:]))
     bound = np.concatenate([least for _, least in found])
     order = np.argsort(bound, kind="stable")
@@ -102,6 +103,16 @@ def shapes_within(
     likely = likely_seconds(question, every.take(order[:GUESSED]))
     order = np.concatenate([order[np.argsort(likely, kind="stable")], order[GUESSED:]])
     return Shapes(every, bound, order)
+
+
+def _together(question: Question, sizes: Sequence[int]) -> Iterator[Space]:
+    """All shapes of some numbers of ranks, as many at a time as are worth asking together."""
+    some: list[Space] = []
+    for size in sizes:
+        some.append(shapes(question, size))
+        if size == sizes[-1] or sum(map(len, some)) > CHUNK // 2:
+            yield some[0].concatenated(*some[1:]) if len(some) > 1 else some[0]
+            some = []
 
 
 def _bounded(question: Question, space: Space, slowest: float) -> tuple[Space, Array]:
