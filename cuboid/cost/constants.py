@@ -28,6 +28,8 @@ class Engine:
     """Attention time against the accelerator's own best kernel."""
     attention_back: float = 1.0
     """… of its backward pass, once more."""
+    attention_latent: float = 1.0
+    """How much longer attention takes where keys are wider than values, of which the FLOP alone say nothing."""
     attention_narrow: float = 0.0
     """Fraction by which it is slower with heads of 64 than with heads of 128: as many exponentials for half the
     multiplications."""
@@ -68,8 +70,11 @@ class Engine:
     """Seconds a pass adds where heads × micro-batch of a rank is no multiple of four (Megatron's fused softmax)."""
     host_mixture: float = 0.0
     """Seconds a pass adds where the layer has experts (routing, permutation, synchronisation)."""
-    host_selective: float = 1.0
-    """How much longer that takes where the host chooses of every operation whether its result is kept."""
+    repeated_launches: float = 1.0
+    """Fraction of that, and of `host_forward`, that a recomputation takes: it waits for nothing, and ends with the last
+    activation that the backward pass needs."""
+    host_routing: float = 0.0
+    """Seconds of the probe's small layer with experts, forward and backward, on the host that these are of."""
     host_cast: float = 0.0
     """Seconds a pass adds in 8 or 4 bits (scales, conversions)."""
     host_micro_batch: float = 0.0
@@ -403,6 +408,13 @@ SECONDS: dict[str, tuple[str, ...]] = {
 """Kind of constants -> those that are seconds."""
 RATES: dict[str, tuple[str, ...]] = {"chip": ("host_link",), "fabric": ("inner_bandwidth", "outer_bandwidth", "alone")}
 """… that are so much a second; those of an accelerator's data sheet stand in the cluster itself."""
+
+
+def at_host_speed(engine: Engine, routing: float) -> dict[str, object]:
+    """The host's seconds where the small layer takes `routing` of them."""
+    if not engine.host_routing:
+        return {}
+    return {name: getattr(engine, name) * routing / engine.host_routing for name in SECONDS["engine"]}
 
 
 def slowed(cluster: ClusterSpec, factor: float, chip: Chip, fabric: Fabric, engine: Engine) -> ClusterSpec:
