@@ -89,8 +89,8 @@ def _ranked(question: Question, top: int, objective: str) -> Ranked:
     return Ranked(scores, sorted(found, key=lambda plan: _order(plan, objective)))
 
 
-def _completed(question: Question, ranked: Ranked, top: int, objective: str) -> list[Plan]:
-    """With those that do without a dimension, reasons, warnings and advice."""
+def _completed(question: Question, ranked: Ranked, top: int, objective: str, advised: bool = True) -> list[Plan]:
+    """With those that do without a dimension, reasons, warnings and, unless there is none to give, advice."""
 
     def order(plan: Plan) -> tuple[float, float]:
         return _order(plan, objective)
@@ -101,7 +101,7 @@ def _completed(question: Question, ranked: Ranked, top: int, objective: str) -> 
         without = sorted(without, key=order)[: top // 2]
         others = [plan for plan in others if all(plan.layout != other.layout for other in without)]
         others = sorted([*without, *others[: max(top - 1, 2) - len(without)]], key=order)
-    notes = [*warnings(first), *(idle_advice(first) if objective == "time" else [])]
+    notes = [*warnings(first), *(idle_advice(first) if advised and objective == "time" else [])]
     return [with_notes(first, reasons(first), notes, others[: max(top - 1, 2)]), *others[: top - 1]]
 
 
@@ -345,10 +345,11 @@ def fewest(question: Question, *, tokens: float, days: float, top: int = 5) -> l
         smaller = resized(question, accelerators)
         # Those that may be fast enough are fewer than those an answer is made of.
         scores = search(smaller, among, keep=max(SCORED, 4 * top), distinct=True, slowest=SIMULATED * seconds)
-        if any(planned(smaller, entry).seconds <= seconds for entry in finalists(smaller, scores, top)):
+        soon = [entry for entry in finalists(smaller, scores, top) if entry.seconds <= seconds]
+        if any(planned(smaller, entry).seconds <= seconds for entry in soon):
             ranked = _ranked(smaller, top, "time")
             if ranked.plans[0].seconds <= seconds:
-                return _completed(smaller, ranked, top, "time")
+                return _completed(smaller, ranked, top, "time", advised=False)  # no smaller part is fast enough
     parts = _alike(question, sizes(question.cluster))
     quickest = _best_size(parts)
     if quickest is None:

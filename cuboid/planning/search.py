@@ -152,6 +152,7 @@ def search(
     numbers = _sizes(question, every)
     best = score(question, every.take(order[:0]))
     batch, many = 0, keep > 1 or len(order) > GUESSED
+    guess = guess and not (any_will_do and len(order) <= FEWER)  # few are looked at together
     while len(order):
         few = (guess and batch <= int(many and slowest == float("inf"))) or not np.isfinite(limit)
         room = min((FIRST if keep > 1 else FEWER) * 8**batch, AT_ONCE) if few else BOUNDED
