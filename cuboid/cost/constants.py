@@ -117,6 +117,8 @@ class Engine:
     """Tensor-parallel ranks send a slice each between stages and gather it on arrival."""
     optimizer_passes: float = 34.0
     """Bytes the optimizer step moves per parameter it owns."""
+    matrix_steps: int = 0
+    """Newton-Schulz iterations of matrices of blocks, where Muon updates them; 0: AdamW updates everything."""
     accumulate_traffic: float = 0.0
     """Bytes moved per parameter and micro-batch to add its gradient to those before, or to bring it where others'
     are added."""
@@ -132,6 +134,8 @@ class Engine:
     weight_bytes: float = 2.0
     gradient_bytes: float = 4.0
     optimizer_bytes: float = 12.0
+    second_bytes: float = 0.0
+    """… more of what is no matrix, where matrices have no second moment."""
     gradient_wire: float = 4.0
     """Bytes per gradient element on the wire."""
     parameter_wire: float = 2.0
@@ -202,6 +206,11 @@ class Engine:
     """Tied embeddings in a pipeline with plain data parallelism fail at the start (nanotron's rows)."""
     usable: float = 0.97
     """Fraction of the accelerator's memory up to which a run survives."""
+
+    def with_muon(self, steps: int = 5) -> "Engine":
+        """With Muon for matrices of blocks: they have one moment. After `in_precision`."""
+        moment = 4.0
+        return replace(self, matrix_steps=steps, optimizer_bytes=self.optimizer_bytes - moment, second_bytes=moment)
 
     def in_precision(self, precision: str) -> "Engine":
         """With what travels as wide as the precision makes it; narrower formats than 16 bits travel in 16, but for

@@ -55,6 +55,7 @@ def expected(run: Run, rank: int, cluster: ClusterSpec, routing: float | None = 
         global_batch=training.global_batch,
         sequence=training.sequence,
         precision=precision,
+        optimizer=run.planned_optimizer(),
     )
     plan = predict(question, layout)
     stage = coordinates(rank, layout).pp
