@@ -47,6 +47,7 @@ def plan(
     global_batch: int,
     sequence: int,
     precision: str | None = None,
+    optimizer: str = "adamw",
     objective: str = "time",
     top: int = 1,
     fixed: Mapping[str, Any] | None = None,
@@ -67,6 +68,7 @@ def plan(
         global_batch=global_batch,
         sequence=sequence,
         precision=precision_on(place, precision),
+        optimizer=optimizer,
         fixed=dict(fixed or {}),
     )
     return plans(question, top=top, objective=objective)[0]

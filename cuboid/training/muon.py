@@ -8,6 +8,7 @@ travels before the backward pass has ended, because clipping needs the norm of t
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
@@ -150,17 +151,20 @@ class MuonState:
             for shard in unit.optimizer_shards()
             if shard.part.name in self._momentum
         }
-        there: list[Pending] = []
-        back: list[Pending] = []
-        for place, route in enumerate(self._routes):
-            # One bucket ahead: it travels while the one before is orthogonalised.
-            for ahead in self._routes[len(there) : place + 2]:
-                there.append(self._send(ahead, shards, numbers))
-            back.append(self._orthogonalize(route, there[place].wait(), finite))
-            if place:
-                self._apply(self._routes[place - 1], back[place - 1].wait(), shards, numbers)
-        if self._routes:
-            self._apply(self._routes[-1], back[-1].wait(), shards, numbers)
+        # One bucket travels there and one back while the one between them is orthogonalised; each is let go at once.
+        there: deque[tuple[Route, Pending]] = deque()
+        back: deque[tuple[Route, Pending]] = deque()
+        for ahead in (*self._routes, None, None):
+            if ahead is not None:
+                there.append((ahead, self._send(ahead, shards, numbers)))
+            if len(there) > (ahead is not None):
+                route, arriving = there.popleft()
+                back.append((route, self._orthogonalize(route, arriving.wait(), finite)))
+                del arriving
+            if len(back) > (len(there) > 0):
+                route, returning = back.popleft()
+                self._apply(route, returning.wait(), shards, numbers)
+                del returning
 
     def _send(self, route: Route, shards: dict[str, OptimizerShard], numbers: Tensor) -> Pending:
         """Move the momentum of a bucket's matrices, and send home what comes of it."""
@@ -197,7 +201,7 @@ class MuonState:
                 if self._squares:
                     result = self._even_rows(some, result, finite)
                 result = result * factor
-                result = result.view(len(some), rows, stripes, columns // stripes).transpose(1, 2)
+                result = result.reshape(len(some), rows, stripes, columns // stripes).transpose(1, 2)
                 for matrix, values in zip(some, result.reshape(len(some), -1), strict=True):
                     whole[id(matrix)] = values
         packed = [whole[id(matrix)][span.place : span.place + span.size] for matrix, span in route.returned]

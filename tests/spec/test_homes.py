@@ -97,6 +97,14 @@ def test_what_is_sent_is_what_arrives() -> None:
 def test_roles() -> None:
     names = {matrix.parameter.split(".", 2)[2] for matrix in matrices(muon("tiny-mixtral", "dp=1"))}
     attention = {f"attention.{name}.weight" for name in ("query", "key", "value", "output")}
+    experts = [
+        matrix
+        for matrix in matrices(muon("tiny-mixtral", "dp=2,ep=2"))
+        if "layers.1.feed_forward.experts" in matrix.parameter
+    ]
+    mixture = muon("tiny-mixtral", "dp=1").model.mixture
+    assert mixture is not None
+    assert len(experts) == 3 * mixture.experts, "each expert's matrix is one"
     assert names == attention | {f"feed_forward.experts.{name}" for name in ("gate", "up", "down")}
 
 

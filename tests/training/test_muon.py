@@ -17,6 +17,9 @@ from cuboid.launch.pool import Pool
 from cuboid.model.attention import HeadPeaks
 from cuboid.model.rope import PositionTable
 from cuboid.model.transformer import Transformer
+from cuboid.planning.choose import predict
+from cuboid.planning.question import Question
+from cuboid.spec.cluster import load_cluster
 from cuboid.spec.homes import stage_buckets
 from cuboid.spec.layout import CONTEXT_METHODS
 from cuboid.spec.run import Run, build_run, dump_run
@@ -322,6 +325,35 @@ def test_a_rank_keeps_one_moment_of_matrices(pool: Pool) -> None:
     matrices = sum(matrix.rows * matrix.columns for matrix in stage_buckets(muon("dp=1"), 0)[0])
     with_muon, with_adamw = (sum(rank["optimizer"] for rank in ranks) for ranks in held)
     assert with_adamw - with_muon == 8 * matrices
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        ("tiny-llama", "dp=2,tp=2,zero=1"),
+        ("tiny-llama", "dp=4"),
+        ("tiny-llama", "dp=2,pp=2,zero=3"),
+        ("tiny-mixtral", "dp=2,ep=2,zero=1"),
+    ],
+)
+def test_the_planner_knows_what_is_kept(pool: Pool, model: str, layout: str) -> None:
+    run = muon(layout, "training.precision=float32", "model.layers=4", model=model)
+    held = pool.run("tests.parallel.cases:held_bytes", (run,), ranks=run.layout.world_size)
+    plan = predict(
+        Question(
+            model=run.model,
+            cluster=load_cluster(f"cpux{run.layout.world_size}"),
+            global_batch=run.training.global_batch,
+            sequence=run.training.sequence,
+            precision="float32",
+            optimizer=run.planned_optimizer(),
+        ),
+        run.layout,
+    )
+    ranks = run.layout.world_size // run.layout.pp
+    for place, row in enumerate(plan.memory):
+        kept = [rank["optimizer"] for rank in held[place * ranks : (place + 1) * ranks]]
+        assert sum(kept) / ranks == pytest.approx(row["optimizer"], rel=0.01)
 
 
 @pytest.mark.parametrize(("scale", "theirs"), [("rms", "match_rms_adamw"), ("original", "original")])
