@@ -37,6 +37,7 @@ import json
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -162,7 +163,11 @@ def main() -> None:
     campaign = Campaign(options, folder)
     try:
         for where, kinds in campaign.plan():
-            show(campaign.job(where, kinds), options.json)
+            try:
+                show(campaign.job(where, kinds), options.json)
+            except (OSError, subprocess.SubprocessError) as error:  # of this program, say a disk that cannot be made
+                campaign.told.append(Told(where, "", problems=[f"it could not be tried: {error}"]))
+                show(campaign.told[-1], options.json)
     finally:
         summary = campaign.summary()
         print(json.dumps(summary) if options.json else f"{summary}", flush=True)
