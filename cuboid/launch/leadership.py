@@ -24,6 +24,7 @@ from cuboid.console import say
 from cuboid.errors import UserError
 from cuboid.launch.coordinator import GRACE, Coordinator, Order, Rules
 from cuboid.launch.coordinator_rpc import BEAT, PURPOSE, CoordinatorClient, CoordinatorServer
+from cuboid.launch.disk_room import DiskRoom
 from cuboid.launch.network import Endpoint, listen
 from cuboid.launch.start import Nodes
 from cuboid.launch.store_tunnel import StoreGate
@@ -164,7 +165,7 @@ class Leadership:
         # one that starts in a new folder has the first term again.
         number = term * ORDERS + secrets.randbelow(ORDERS // 2)
         return Coordinator(
-            self._name, rules, choose, restarts.failed, lambda: newest_kept(run), number=number, term=term
+            self._name, rules, choose, restarts.failed, lambda: newest_kept(run), number, term, DiskRoom(run)
         )
 
     def _announce(self, order: Order) -> None:
