@@ -6,7 +6,9 @@
 
 A case is a whole training on one GPU, or one rank of a larger job: computing and memory are real, collectives answer at
 once (`cuboid probe --rank`). Memory is the most that was allocated at once; what an allocator and a driver keep beside
-is not in it, in neither column. Seconds are the median of a step's computing, collectives not counted."""
+is not in it, in neither column. Seconds are the median of a step's computing, collectives not counted. How fast the
+host launches is measured beside each case, because it differs by half from hour to hour on one machine: the planner's
+seconds of the host are taken at that speed."""
 
 from __future__ import annotations
 
@@ -135,13 +137,26 @@ CASES = (
     Case("deepseek-v2", "dp=16,ep=16,tp=4,pp=4,zero=1,recompute=full", 16384, micro_batches=4, rank=200),
     Case("deepseek-v3", "dp=64,ep=32,pp=16,zero=1", 4096, micro_batches=16, rank=700),
     Case("moe-1t", "dp=32,ep=32,tp=4,pp=16,zero=1", 8192, micro_batches=16, rank=1100),
+    Case("qwen3-30b-a3b", "dp=8,ep=8,tp=4,zero=1", 16384, rank=2),
+    Case("qwen3-30b-a3b", "dp=16,ep=16,pp=2,zero=2,recompute=selective", 8192, micro_batches=4, rank=3),
+    Case("qwen3-30b-a3b", "dp=8,ep=8,zero=3,micro_batch=2,recompute=full", 8192, rank=5),
+    Case("qwen3-235b-a22b", "dp=16,ep=8,pp=16,zero=1", 8192, micro_batches=16, rank=240),
+    Case("qwen3-235b-a22b", "dp=32,ep=32,tp=4,pp=4,zero=1,recompute=selective", 16384, micro_batches=4, rank=60),
+    Case("mixtral-8x7b", "dp=4,ep=4,tp=2,pp=4,zero=1", 8192, micro_batches=8, rank=10),
+    Case("mixtral-8x7b", "dp=8,ep=8,zero=2,recompute=selective", 4096, rank=1),
+    Case("mixtral-8x22b", "dp=8,ep=8,pp=7,zero=1,recompute=full", 16384, micro_batches=4, rank=30),
+    Case("deepseek-v2", "dp=32,ep=16,pp=4,zero=3,recompute=full", 8192, micro_batches=4, rank=70),
+    Case("deepseek-v2", "dp=20,ep=20,tp=2,pp=4,zero=1", 4096, micro_batches=4, rank=50),
+    Case("deepseek-v3", "dp=64,ep=64,tp=2,pp=8,zero=1,recompute=selective", 8192, micro_batches=8, rank=333),
+    Case("deepseek-v3", "dp=128,ep=128,pp=8,zero=1,micro_batch=2,recompute=full", 4096, micro_batches=4, rank=900),
+    Case("moe-1t", "dp=64,ep=32,pp=8,zero=2,recompute=full", 8192, micro_batches=4, rank=200),
 )
 
 
 def measure(case: Case, cluster: str, steps: int) -> dict[str, Any]:
     run = case.run()
-    foreseen = expected(run, case.rank, load_cluster(cluster))
     told = run_one_rank(run, case.rank, steps)
+    foreseen = expected(run, case.rank, load_cluster(cluster), told.routing)
     memory = [sum(lines.values()) - lines["buffers"] for lines in (foreseen.memory, told.memory)]
     seconds = [foreseen.seconds, statistics.median(told.seconds)]
     return {
@@ -152,6 +167,7 @@ def measure(case: Case, cluster: str, steps: int) -> dict[str, Any]:
         "predicted_seconds": seconds[0],
         "measured_seconds": seconds[1],
         "time_error": seconds[0] / seconds[1] - 1,
+        "routing_seconds": told.routing,
         "predicted_lines": {kind: value / GIB for kind, value in foreseen.memory.items()},
         "measured_lines": {kind: value / GIB for kind, value in told.memory.items()},
         "tokens_per_second": run.training.global_batch * run.training.sequence / run.layout.dp / seconds[1],

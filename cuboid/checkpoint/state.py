@@ -28,10 +28,14 @@ class Moments(Protocol):
     def state_of(self, optimizer_shard: OptimizerShard) -> dict[str, Tensor]:
         """By kind; flat, or one number of the whole parameter."""
 
+    def rows(self) -> Iterator[tuple[str, int, list[tuple[int, Tensor]]]]:
+        """What is kept by row of a parameter, on one rank of all: its kind and name, the rows in all, and from which
+        row on each tensor holds them."""
+
 
 def state_to_save(engine: Engine, optimizer: Moments) -> dict[str, ShardedTensor]:
     """What this rank answers for; over all ranks every element once."""
-    return _state(counted_shards(engine), optimizer, saved=True)
+    return _state(counted_shards(engine), optimizer, saved=True) | _rows(optimizer)
 
 
 def state_to_load(engine: Engine, optimizer: Moments) -> dict[str, ShardedTensor]:
@@ -40,7 +44,7 @@ def state_to_load(engine: Engine, optimizer: Moments) -> dict[str, ShardedTensor
     for unit in engine.units:
         unit.open()
     shards = (optimizer_shard for unit in engine.units for optimizer_shard in unit.optimizer_shards())
-    return _state(shards, optimizer, saved=False)
+    return _state(shards, optimizer, saved=False) | _rows(optimizer)
 
 
 def weights_to_load(engine: Engine) -> dict[str, ShardedTensor]:
@@ -67,6 +71,17 @@ def _state(optimizer_shards: Iterable[OptimizerShard], optimizer: Moments, saved
                 one = TensorSlice((0,), (1,), 0)
                 state[f"{kind}/{name}"] = ShardedTensor((1,), values.dtype, ((one, values.view(1)),))
     return state
+
+
+def _rows(optimizer: Moments) -> dict[str, ShardedTensor]:
+    return {
+        name: ShardedTensor(
+            (total,),
+            parts[0][1].dtype,
+            tuple((TensorSlice((start,), (len(values),), start), values) for start, values in parts),
+        )
+        for name, total, parts in optimizer.rows()
+    }
 
 
 def _sharded(optimizer_shard: OptimizerShard, values: Tensor) -> ShardedTensor:

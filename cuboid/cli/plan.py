@@ -38,6 +38,7 @@ def command(
     precision: Annotated[
         str | None, typer.Option(help="bf16, fp16, fp8 or float32; default: bf16, or fp16 on accelerators without it.")
     ] = None,
+    optimizer: Annotated[str, typer.Option(help="adamw, or muon for the matrices of blocks.")] = "adamw",
     top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 5,
     objective: Annotated[
         str | None,
@@ -78,6 +79,7 @@ def command(
         global_batch=global_batch,
         sequence=seq,
         precision=precision_on(place, precision),
+        optimizer=optimizer,
         engine=for_engine or engine,
         target=for_engine or "",
         fixed=_fixed(for_engine, parse_fixed(fix or [])),

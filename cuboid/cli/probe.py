@@ -169,6 +169,7 @@ def _default_ranks(kind: str) -> int:
 
 
 def _one_rank(run: Run, rank: int, cluster: str | None, kind: str, as_json: bool) -> None:
+    from cuboid.cost.constants import engine_named
     from cuboid.probe.expected import expected
     from cuboid.probe.one_rank import check_one_rank, run_one_rank
     from cuboid.spec.run import check_supported
@@ -183,14 +184,19 @@ def _one_rank(run: Run, rank: int, cluster: str | None, kind: str, as_json: bool
             f"cluster={cluster} has {place.accelerators} of the {world} accelerators that layout={run.layout} needs; "
             "name one with all of them, or a profile of any size"
         )
-    told = expected(run, rank, place)
+    expected(run, rank, place)  # what cannot be predicted is refused before anything runs
     report = run_one_rank(run, rank)
+    told = expected(run, rank, place, report.routing)
     if as_json:
         found = {"memory": report.memory, "seconds": min(report.seconds), "every_step": report.seconds}
+        found["routing"] = report.routing
         print(json.dumps({"rank": rank, "layout": str(run.layout), "measured": found, "predicted": vars(told)}))
         return
 
     show_rank(run, rank, report.memory, report.seconds, told)
+    if report.routing is not None:
+        usual = report.routing / engine_named("cuboid").host_routing
+        typer.echo(f"the host launches in {usual:.2f} of the time that plans assume; the prediction is at that speed")
 
 
 def _accelerator_here() -> str:
@@ -242,7 +248,7 @@ def _rate(sample: Sample) -> str:
     if sample.kind == "matmul":
         rows, inner, columns = sample.size
         return f"{6 * rows * inner * columns / sample.seconds / 1e9:,.1f} GFLOP/s"
-    if sample.kind in ("gradients", "update") or sample.kind.startswith("attention"):
+    if sample.kind in ("gradients", "update", "routing") or sample.kind.startswith("attention"):
         return ""
     return f"{(2 if sample.kind == 'memory' else 1) * sample.size[0] / sample.seconds / 1e9:.3g} GB/s"
 

@@ -234,7 +234,9 @@ def _attention(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine) -> tuple[Ar
     full = 4 * jobs.tokens * jobs.sequence * attention_width(shape) / jobs.tp
     peak = chip.peak["bf16"]
     if engine.fused_attention:
-        scale = engine.attention_scale * (1 + engine.attention_narrow * np.maximum(128 / shape.head_dim - 1, 0.0))
+        width = pick(shape.is_latent, shape.nope_dim + shape.rope_dim, shape.head_dim)
+        scale = engine.attention_scale * (1 + engine.attention_narrow * np.maximum(128 / width - 1, 0.0))
+        scale = scale * pick(shape.is_latent, engine.attention_latent, 1.0)
         forward = 0.5 * full / (peak * chip.attention_forward) * scale + chip.kernel_floor
         scale = scale * engine.attention_back
         backward = 1.25 * full / (peak * chip.attention_backward) * scale + 2 * chip.kernel_floor

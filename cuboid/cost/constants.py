@@ -28,6 +28,8 @@ class Engine:
     """Attention time against the accelerator's own best kernel."""
     attention_back: float = 1.0
     """… of its backward pass, once more."""
+    attention_latent: float = 1.0
+    """How much longer attention takes where keys are wider than values, of which the FLOP alone say nothing."""
     attention_narrow: float = 0.0
     """Fraction by which it is slower with heads of 64 than with heads of 128: as many exponentials for half the
     multiplications."""
@@ -68,8 +70,11 @@ class Engine:
     """Seconds a pass adds where heads × micro-batch of a rank is no multiple of four (Megatron's fused softmax)."""
     host_mixture: float = 0.0
     """Seconds a pass adds where the layer has experts (routing, permutation, synchronisation)."""
-    host_selective: float = 1.0
-    """How much longer that takes where the host chooses of every operation whether its result is kept."""
+    repeated_launches: float = 1.0
+    """Fraction of that, and of `host_forward`, that a recomputation takes: it waits for nothing, and ends with the last
+    activation that the backward pass needs."""
+    host_routing: float = 0.0
+    """Seconds of the probe's small layer with experts, forward and backward, on the host that these are of."""
     host_cast: float = 0.0
     """Seconds a pass adds in 8 or 4 bits (scales, conversions)."""
     host_micro_batch: float = 0.0
@@ -112,6 +117,8 @@ class Engine:
     """Tensor-parallel ranks send a slice each between stages and gather it on arrival."""
     optimizer_passes: float = 34.0
     """Bytes the optimizer step moves per parameter it owns."""
+    matrix_steps: int = 0
+    """Newton-Schulz iterations of matrices of blocks, where Muon updates them; 0: AdamW updates everything."""
     accumulate_traffic: float = 0.0
     """Bytes moved per parameter and micro-batch to add its gradient to those before, or to bring it where others'
     are added."""
@@ -127,6 +134,8 @@ class Engine:
     weight_bytes: float = 2.0
     gradient_bytes: float = 4.0
     optimizer_bytes: float = 12.0
+    second_bytes: float = 0.0
+    """… more of what is no matrix, where matrices have no second moment."""
     gradient_wire: float = 4.0
     """Bytes per gradient element on the wire."""
     parameter_wire: float = 2.0
@@ -197,6 +206,11 @@ class Engine:
     """Tied embeddings in a pipeline with plain data parallelism fail at the start (nanotron's rows)."""
     usable: float = 0.97
     """Fraction of the accelerator's memory up to which a run survives."""
+
+    def with_muon(self, steps: int = 5) -> "Engine":
+        """With Muon for matrices of blocks: they have one moment. After `in_precision`."""
+        moment = 4.0
+        return replace(self, matrix_steps=steps, optimizer_bytes=self.optimizer_bytes - moment, second_bytes=moment)
 
     def in_precision(self, precision: str) -> "Engine":
         """With what travels as wide as the precision makes it; narrower formats than 16 bits travel in 16, but for
@@ -403,6 +417,13 @@ SECONDS: dict[str, tuple[str, ...]] = {
 """Kind of constants -> those that are seconds."""
 RATES: dict[str, tuple[str, ...]] = {"chip": ("host_link",), "fabric": ("inner_bandwidth", "outer_bandwidth", "alone")}
 """… that are so much a second; those of an accelerator's data sheet stand in the cluster itself."""
+
+
+def at_host_speed(engine: Engine, routing: float) -> dict[str, object]:
+    """The host's seconds where the small layer takes `routing` of them."""
+    if not engine.host_routing:
+        return {}
+    return {name: getattr(engine, name) * routing / engine.host_routing for name in SECONDS["engine"]}
 
 
 def slowed(cluster: ClusterSpec, factor: float, chip: Chip, fabric: Fabric, engine: Engine) -> ClusterSpec:

@@ -330,10 +330,9 @@ def _each(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts: Kerne
         more: Array,
     ) -> tuple[Pass, Pass]:
         expert, travels = experts
-        more = np.where(selective & engine.compiled, engine.host_selective, 1.0) * more
         ahead = engine.host_forward + added + more + blocks
         # Selective recomputation, too, sends tokens to their experts again.
-        once_more = np.where(full, ahead, np.where(selective & engine.compiled, more / engine.host_selective, 0.0))
+        once_more = np.where(full, ahead, np.where(selective & engine.compiled, more, 0.0)) * engine.repeated_launches
         back = engine.host_backward + added + more + 2 * blocks + once_more
         again_light = light if engine.compiled else parts.attention_forward
         repeated = np.where(full, forward, np.where(selective, again_light, 0.0))

@@ -10,6 +10,7 @@ from cuboid.cost.compute import adds_nothing, kv_parts, layer_parameters, table_
 from cuboid.cost.constants import Engine
 from cuboid.cost.inputs import Array, Jobs, Kept, Shape, heavier, lighter, mixes, pick, recomputed, single
 from cuboid.cost.layers import gathered_bytes
+from cuboid.cost.muon import matrices, matrix_bytes
 from cuboid.cost.pipeline import Partition, in_flight, is_v_shaped, partition
 from cuboid.cost.reuse import recent
 from cuboid.cost.sharding import RankParameters, brought_bytes, dense_layers_of, keeps_gradients, rank_parameters
@@ -29,7 +30,8 @@ class Communicators:
     """Pairs of pipeline neighbours, one for each direction, with messages alone."""
 
 
-def communicators(shape: Shape, jobs: Jobs) -> Communicators:
+def communicators(shape: Shape, jobs: Jobs, matrices_travel: bool = False) -> Communicators:
+    """`matrices_travel`: between the ranks of a stage, which have a communicator of their own then."""
     copies = jobs.copies
     parts = kv_parts(shape, jobs.tp)
     experts, zero = shape.experts > 0, jobs.zero > 0
@@ -64,6 +66,8 @@ def communicators(shape: Shape, jobs: Jobs) -> Communicators:
         jobs.cp / jobs.cp_inner,
         np.where(parts > 1, jobs.tp / parts, 1.0),
         np.where((shape.tied > 0) & (jobs.pp > 1) & (is_v_shaped(jobs) == 0), 2.0, 1.0),
+        # One that is there already, where it comes to the same ranks.
+        np.where(matrices_travel & (jobs.pp > 1) & (jobs.tp > 1) & (copies > 1), copies * jobs.tp, 1.0),
     ]
     return Communicators(
         collective=np.asarray(sum(np.where(size > 1, 1.0, 0.0) for size in sizes)),
@@ -75,7 +79,7 @@ def communicators(shape: Shape, jobs: Jobs) -> Communicators:
 @recent
 def communicator_bytes(shape: Shape, jobs: Jobs, engine: Engine) -> Array:
     """Bytes on the accelerator, beside what `engine.fixed` holds."""
-    found = communicators(shape, jobs)
+    found = communicators(shape, jobs, engine.matrix_steps > 0)
     library = engine.communicator_first * (found.collective > 0)
     collective = engine.communicator * found.collective + engine.communicator_peer * found.peers
     return np.asarray(library + collective + engine.communicator_link * found.links)
@@ -154,8 +158,10 @@ def fullest(
     activations: Array,
     first: Array,
     last: Array,
+    update: Array,
 ) -> tuple[Array, Fullest]:
-    """Whether gradients stay as the backward pass leaves them (one micro-batch, nobody to add), and the moment."""
+    """Whether gradients stay as the backward pass leaves them (one micro-batch, nobody to add), and the moment.
+    `update`: bytes that the update needs after the end."""
     element = engine.activation_wire
     each = layer_parameters(shape, jobs.tp)
     of_layer = pick(shape.routes, each.mixture + each.routed / np.maximum(jobs.ep, 1), 0.0)
@@ -195,7 +201,7 @@ def fullest(
             np.where(alone, gradient * held.total, first * gradient * table) + left_routed,
             0 * activations,
             0 * logit,
-            first * flat * table + summed,
+            np.maximum(first * flat * table + summed, update),
         ),
     )
     totals = [grads + there + logits + more for grads, there, logits, more in moments]
@@ -336,7 +342,12 @@ def rank_memory(
     gradients = _split(jobs, held, engine.gradient_bytes, 2)
     gradients = np.where(keeps_gradients(jobs, engine), engine.gradient_bytes * held.total, gradients)
     optimizer = _split(jobs, held, engine.optimizer_bytes, 1)
+    if engine.matrix_steps:
+        found = matrices(shape, jobs, layers, first)
+        rest = RankParameters(held.plain - found.plain, held.routed - found.routed)
+        optimizer = optimizer + _split(jobs, rest, engine.second_bytes, 1)
     optimizer = np.where(jobs.offload > 0, brought_bytes(jobs, engine, held), optimizer)
+    update = matrix_bytes(shape, jobs, engine, layers, first)
     kept = _kept(shape, jobs, engine, layers, first, again)
     activations = in_flight(jobs, rank) * kept.layers
     if engine.compiled:
@@ -344,7 +355,7 @@ def rank_memory(
         split = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
         message = engine.activation_wire * jobs.tokens * shape.hidden / split
         activations = activations + ((1 - first) + 2 * (1 - last)) * message
-        alone, moment = fullest(shape, jobs, engine, held, kept, activations, first, last)
+        alone, moment = fullest(shape, jobs, engine, held, kept, activations, first, last, update)
         summed = np.where(keeps_routed(jobs), gradients - engine.gradient_bytes * held.routed, gradients)
         gradients = np.where(alone, 0.0, summed) + moment.gradients
         buffers = np.asarray(engine.fixed + communicator_bytes(shape, jobs, engine))
@@ -354,7 +365,7 @@ def rank_memory(
     logits = engine.kept_logit * logit
     working = _working(shape, jobs, engine, kept, logit)
     working = working + _gathered(jobs, engine, held, layers, weights, gradients)
-    update = _split(jobs, held, engine.update_bytes, 1)
+    update = update + _split(jobs, held, engine.update_bytes, 1)
     transient = np.maximum(working, update - activations - logits)
     each = layer_parameters(shape, jobs.tp)
     one_layer = pick(shape.routes, each.mixture, each.dense) + last * table_parameters(shape, jobs.tp)

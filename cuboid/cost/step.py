@@ -9,6 +9,7 @@ from cuboid.cost.compute import Kernels, kernels
 from cuboid.cost.constants import Chip, Engine, Fabric
 from cuboid.cost.inputs import Array, Jobs, Shape
 from cuboid.cost.layers import LayerTimes, hop, layer_times
+from cuboid.cost.muon import matrix_time
 from cuboid.cost.pipeline import Partition, bubble, is_v_shaped, partition, waited_transfers, with_shared_cores
 from cuboid.cost.sharding import (
     RankParameters,
@@ -149,6 +150,7 @@ def step_time(shape: Shape, jobs: Jobs, chip: Chip, fabric: Fabric, engine: Engi
         bubble=idle,
         transfer=moving,
         data=data,
-        optimizer=optimizer_time(jobs, chip, engine, held, forward),
+        optimizer=optimizer_time(jobs, chip, engine, held, forward)
+        + matrix_time(shape, jobs, chip, fabric, engine, stage.first, ONE),
         straggler=fabric.straggler * doublings * (count * slowest + idle),
     )

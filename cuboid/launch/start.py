@@ -208,7 +208,7 @@ def train_run(
             conclude(outcome)
         return outcome
     check_data(run)
-    if run.optimizer.is_own:
+    if run.optimizer.has_own_code:
         from cuboid.training.own_optimizer import check_optimizer  # here, because it brings torch
 
         check_optimizer(run)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
+import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
@@ -39,6 +41,20 @@ Project = Callable[[Tensor, Positions], tuple[Tensor, Tensor, Tensor]]
 """From tokens to queries, keys and values in the shapes that `Mix` takes them in."""
 
 
+class HeadPeaks(NamedTuple):
+    """The largest squared norms of a layer's queries and keys, by head, of all tokens seen since a step began."""
+
+    query: Tensor
+    key: Tensor
+
+    @torch.no_grad()
+    def see(self, query: Tensor, key: Tensor) -> None:
+        """Each (sequences, length, heads, head_dim). Seeing tokens again, as recomputation does, changes nothing."""
+        for peak, x in ((self.query, query), (self.key, key)):
+            norms = torch.linalg.vector_norm(x.detach(), dim=-1, dtype=peak.dtype)
+            peak.copy_(torch.maximum(peak, norms.square().amax((0, 1))))
+
+
 class Attention(nn.Module):
     """Input and output are (batch · length, hidden): tokens of all sequences one after another."""
 
@@ -60,9 +76,13 @@ class Attention(nn.Module):
         self.mix: Mix = causal_mix
         self.fused: Project | None = None
         """By one matmul, where something else knows how."""
+        self.peaks: HeadPeaks | None = None
+        """Where somebody asks for them."""
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         query, key, value = (self.fused or self._project)(x, positions)
+        if self.peaks is not None:
+            self.peaks.see(query, key)
         if self.kv_head_of_query is not None:
             key, value = key.index_select(2, self.kv_head_of_query), value.index_select(2, self.kv_head_of_query)
         return self.output(self.mix(query, key, value, positions).reshape(-1, self.output.weight.shape[1]))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from cuboid.model.attention import Mix, causal_mix
+from cuboid.model.attention import HeadPeaks, Mix, causal_mix
 from cuboid.model.linear import ColumnLinear, Linear, Norm, RowLinear, sliced_columns
 from cuboid.model.rope import Positions, neighbours_apart, rotate, yarn_magnitude
 from cuboid.spec.model import ModelSpec
@@ -48,6 +48,8 @@ class MultiLatentAttention(nn.Module):
         if model.yarn is not None and model.yarn.mscale_all_dim:
             self.query_scale = yarn_magnitude(model.yarn.factor, model.yarn.mscale_all_dim) ** 2
         self.mix: Mix = causal_mix
+        self.peaks: HeadPeaks | None = None
+        """Where somebody asks for them."""
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         latent = self.latent
@@ -59,6 +61,8 @@ class MultiLatentAttention(nn.Module):
         key = torch.cat((key, key_rope.expand(-1, -1, heads, -1)), -1)
         if self.query_scale != 1.0:
             query = query * self.query_scale
+        if self.peaks is not None:
+            self.peaks.see(query, key)
         return self.output(self.mix(query, key, value, positions).reshape(-1, heads * latent.v_dim))
 
     def queries_and_latents(

@@ -13,6 +13,7 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from cuboid.kernels.compiler import uncompiled
+from cuboid.kernels.recompute import keep_matmuls
 from cuboid.model.feed_forward import FeedForward
 from cuboid.model.load_balancing import Tokens
 from cuboid.model.rope import Positions
@@ -176,9 +177,9 @@ class RoutedExperts(nn.Module):
         permutation = permutation_of(routing, self.count)
         journey = self.depart(permutation.counts)
         journey.leave(permutation.permute(mine))
-        beside = None if shared is None else shared()
+        beside = None if shared is None else keep_matmuls(shared)
         rows, counts = journey.arrive()
-        rows = journey.go_back(self.compute(rows, counts))
+        rows = journey.go_back(keep_matmuls(partial(self.compute, rows, counts)))
         result = self.put_together(permutation.unpermute(rows, routing.weights))
         return result if beside is None else result + beside
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from cuboid.kernels.precision import wide
+from cuboid.kernels.recompute import keep_matmuls
 from cuboid.model.load_balancing import Balance, Tokens, counted
 from cuboid.spec.model import MixtureSpec
 from cuboid.spec.sharding import BALANCE, PARTIAL, Split
@@ -51,7 +53,7 @@ class Router(nn.Module):
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:
         dtype = wide(x.dtype)
-        logits = functional.linear(x.to(dtype), self.weight.to(dtype))
+        logits = keep_matmuls(partial(functional.linear, x.to(dtype), self.weight.to(dtype)))
         scores = self._scores(logits)
         ranked = scores.detach()
         if self.balance is not None and self.balance.is_noisy:

@@ -56,7 +56,7 @@ def compiled_attention(block: Block, whole: bool, options: dict[str, Any] | None
     tell_compiler()
     attend = _Recomputed(block, block.attend)
     attend.compile(fullgraph=whole, dynamic=False, options=options)
-    feed_forward = with_recompute(block.feed_forward, "selective")
+    feed_forward = with_recompute(block.feed_forward, "selective", marked=True)
 
     def run(x: Tensor, positions: Positions) -> Tensor:
         x, normed = attend(x, positions)

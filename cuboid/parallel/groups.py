@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from itertools import groupby, pairwise
 
@@ -86,6 +87,9 @@ class Groups(Holders):
     """Ranks over which the experts of a layer are spread."""
     routed: Holders
     """The holders of the same experts: dp × cp × tp / ep."""
+    stage: Group
+    """All ranks of these pipeline stages, dp × cp × tp, between which matrices travel to be orthogonalised; alone where
+    none are."""
     context_inner: Group
     """The context-parallel ranks that trade heads for tokens."""
     context_outer: Group
@@ -128,6 +132,10 @@ DIMENSIONS = {
 """Field of `Groups` -> the dimension its collectives belong to, where that has another name."""
 
 
+Members = tuple[tuple[int, ...], ...]
+"""The ranks of every group of one kind."""
+
+
 def _new_group(ranks: tuple[int, ...]) -> dist.ProcessGroup:
     """With its own ranks alone. Torch names such a group by its ranks and by the number of groups that this process
     has, so all ranks must make as many, in one order; a rank for which there is none makes one of itself."""
@@ -159,22 +167,29 @@ def _kv_replica_ranks(tensor_groups: tuple[tuple[int, ...], ...], parts: int) ->
 
 
 def make_groups(
-    layout: Layout, rank: int, kv_parts: int, embedding_on_two_ranks: bool, experts: bool, on_cpu: bool
+    layout: Layout,
+    rank: int,
+    kv_parts: int,
+    embedding_on_two_ranks: bool,
+    experts: bool,
+    on_cpu: bool,
+    matrices_travel: bool = False,
 ) -> Groups:
-    """`kv_parts`: into how many parts the key-value heads are split over the tensor ranks."""
+    """`kv_parts`: into how many parts the key-value heads are split over the tensor ranks. `matrices_travel`: between
+    the ranks of a stage (Muon)."""
     kinds = rank_groups(layout)
     world = tuple(range(layout.world_size))
     everybody = HEARTBEAT.everybody("world", len(world))
     alone = Group((rank,), 0)
 
-    def own(kind: str, members: tuple[tuple[int, ...], ...], busy: bool = False) -> Group:
+    def own(kind: str, members: Members, busy: bool = False) -> Group:
         group = _own(kind, rank, members, everybody) or alone
         if busy and on_cpu and group.handle is not None:
             with group.track.collective("new group"):
                 group = replace(group, local=connect(group.handle, group.index, group.size))
         return group
 
-    made: dict[tuple[tuple[int, ...], ...], Group] = {}
+    made: dict[Members, Group] = {}
 
     def shared(kind: str) -> Group:
         """Kinds that come to the same ranks share one group."""
@@ -188,6 +203,7 @@ def make_groups(
     # Hybrid sharding (HSDP): parameters are sharded inside a group of `shard` replicas and replicated between groups.
     hybrid = layout.shard not in (0, layout.dp)
     routed = Holders(alone, alone, alone)
+    whole = Group(world, rank, dist.group.WORLD if len(world) > 1 else None, track=everybody)
     if experts:
         routed = Holders(
             shared("expert_data"),
@@ -196,11 +212,12 @@ def make_groups(
         )
     return Groups(
         coordinates=coordinates(rank, layout),
-        world=Group(world, rank, dist.group.WORLD if len(world) > 1 else None, track=everybody),
+        world=whole,
         tensor=tensor,
         sequence=shared("sequence") if experts else alone,
         expert=own("ep", kinds["ep"]) if experts else alone,
         routed=routed,
+        stage=_stage(layout, whole, made, own) if matrices_travel else alone,
         data=data,
         shard=own("shard", kinds["shard"], busy=True) if hybrid else data,
         replicate=own("replicate", kinds["replicate"]) if hybrid else alone,
@@ -211,6 +228,12 @@ def make_groups(
         pipeline=next(Group(line, line.index(rank)) for line in kinds["pp"] if rank in line),
         links=_links(layout, rank, next(line for line in kinds["pp"] if rank in line)),
     )
+
+
+def _stage(layout: Layout, world: Group, made: dict[Members, Group], own: Callable[[str, Members], Group]) -> Group:
+    """One that is there already, where it comes to the same ranks."""
+    members = rank_groups(layout)["stage"]
+    return world if layout.pp == 1 else made.get(members) or own("stage", members)
 
 
 def _links(layout: Layout, rank: int, line: tuple[int, ...]) -> dict[tuple[int, int], Group]:

@@ -40,6 +40,7 @@ from cuboid.parallel.expert import join_sequences, make_balance, spread_experts,
 from cuboid.parallel.fused_block import fuse_matmuls, fused_add_norm
 from cuboid.parallel.groups import Groups, connect_groups, make_groups
 from cuboid.parallel.pipeline import DualPipePair, Pipeline
+from cuboid.parallel.qk_clip import LayerPeaks
 from cuboid.parallel.rank_batch import BatchSharder, RankBatch
 from cuboid.parallel.stage import Activations, Reduction, Segment, Stage
 from cuboid.parallel.tensor import connect_region, make_block, make_embedding, make_head
@@ -97,6 +98,8 @@ class Engine:
     """In fp16."""
     ledger: Ledger | None = None
     """What this rank communicated, if that is counted."""
+    peaks: LayerPeaks | None = None
+    """Of queries and keys, where their heads are clipped."""
     course: Course = field(default_factory=Course)
     """Which batches are omitted, and what the latest steps were like."""
 
@@ -114,7 +117,13 @@ def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -
     layers = partition(model, layout.stages, run.training.sequence)
     tied_apart = model.tie_embeddings and schedule.stage_rank[0] != schedule.stage_rank[-1]
     groups = make_groups(
-        layout, rank, kv_part_count(model, layout.tp), tied_apart, model.is_routed, device.type == "cpu"
+        layout,
+        rank,
+        kv_part_count(model, layout.tp),
+        tied_apart,
+        model.is_routed,
+        device.type == "cpu",
+        run.optimizer.is_muon,
     )
     connect_groups(groups, device)
     ledger = Ledger() if run.output.count_communication else None
@@ -139,7 +148,7 @@ def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -
     if run.training.precision == "fp16":
         factor = LossScale(run.training.loss_scale, run.training.loss_scale_steps, device)
     compiled, balance = builder.compiled, builder.balance
-    parts = (pipeline, layers, batches, compiled, balance, builder.activations, factor, ledger)
+    parts = (pipeline, layers, batches, compiled, balance, builder.activations, factor, ledger, builder.peaks)
     engine = Engine(run, groups, device, units, *parts)
     if draw:
         draw_weights(engine)
@@ -217,6 +226,8 @@ class _Builder:
             self.options = {**(self.options or {}), **UNTOUCHED}
         self.balance = make_balance(run, device) if self.model.mixture is not None else None
         self.carrier = None if self.custom is None else Carrier(self.custom, run)
+        clips = run.optimizer.qk_clip > 0
+        self.peaks = LayerPeaks(self.model, self.dtype, device) if clips else None
         self.activations = Activations(run, groups, wide(self.dtype), device, math.prod(self.flow))
         # Without experts elsewhere nothing in a pass would hand over.
         self.pair = DualPipePair() if self.layout.ep > 1 and pairs_overlap(schedule) else None
@@ -301,6 +312,8 @@ class _Builder:
         run = self._routed(block, f"layers.{layer}", run)
         measured = partial(self.activations.add, layer)
         segment = self._segment(block, f"layers.{layer}", lambda x, batch: measured(run(x, batch.positions)))
+        if self.peaks is not None:
+            block.attention.peaks = self.peaks.of(layer, self.units[f"layers.{layer}"].parts)
         # After the unit exists: fused weights are views of its buffer.
         if self.compiled:
             self._rework(block, self.units[f"layers.{layer}"])

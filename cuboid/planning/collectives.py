@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from math import lcm, prod
 
+from cuboid.spec.homes import sent_elements, stage_size, wire_precision
 from cuboid.spec.layout import V_SHAPED, Recompute
 from cuboid.spec.partition import partition
 from cuboid.spec.plugin import PythonModelSpec, SegmentRun
@@ -290,6 +291,7 @@ def step_collectives(run: Run, rank: int) -> list[Collective]:
         *_partial_gradients(step),
         *_pipeline(step),
         *_control(step),
+        *_matrices(step),
     )
     return [collective for collective in made if collective.ranks > 1 and collective.calls]
 
@@ -395,6 +397,22 @@ def _partial_gradients(step: RankStep) -> Iterator[Collective]:
             if unit.name == TIED:
                 what = f"gradient of the tied embedding: {step.wide} bytes × {unit.shard:,}"
                 yield Collective("embedding", "all-reduce", 2, 1, step.wide * unit.shard, what)
+
+
+def _matrices(step: RankStep) -> Iterator[Collective]:
+    """Muon's, on their way to where they are orthogonalised and back."""
+    if not step.run.optimizer.is_muon:
+        return
+    element = ELEMENT[wire_precision(step.run)]
+    for sent in sent_elements(step.run, step.rank):
+        for elements, way in zip(sent, ("to their homes", "back from them"), strict=True):
+            what = f"matrices {way}: {element} bytes × {elements:,}"
+            yield Collective("stage", "all-to-all", stage_size(step.layout), 1, element * elements, what)
+    model = step.model
+    if step.run.optimizer.qk_clip:
+        numbers = model.layers * (model.heads + (model.heads if model.latent is not None else model.kv_heads))
+        what = f"largest norms of queries and keys: {step.wide} bytes × {numbers:,}"
+        yield Collective("world", "all-reduce", step.layout.world_size, 1, step.wide * numbers, what)
 
 
 def _pipeline(step: RankStep) -> Iterator[Collective]:

@@ -212,7 +212,8 @@ def memory_lines(explanation: Explanation) -> list[str]:
             lines.append(f"optimizer: {each:g} bytes × {formula}, in CPU memory (offload=true)")
             continue
         more = row[name] - each * count
-        beside = f" + {more / GIB:.2f} GiB not yet summed" if more > 0.01 * row[name] else ""
+        why = "of AdamW's second moments" if name == "optimizer" else "not yet summed"
+        beside = f" + {more / GIB:.2f} GiB {why}" if more > 0.01 * row[name] else ""
         beside = " of which none is kept" if more < -0.01 * each * count else beside
         lines.append(f"{name}: {each:g} bytes × {formula}{beside} = {row[name] / GIB:.2f} GiB")
     own = sum(plan.layers[stage] for stage in layout.stages_of(rank))

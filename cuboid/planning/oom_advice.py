@@ -63,6 +63,7 @@ def _question(run: Run, cluster: ClusterSpec) -> Question:
         global_batch=run.training.global_batch,
         sequence=run.training.sequence,
         precision=known.get(run.training.precision, "float32"),
+        optimizer=run.planned_optimizer(),
     )
 
 

@@ -23,7 +23,7 @@ from cuboid.spec.coding import convert, decode, encode
 from cuboid.spec.layout import Layout
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import OutputSpec, Run, dump_run, load_run
-from cuboid.spec.training import OWN_DATA, TO_CHOOSE, DataSpec, TrainingSpec
+from cuboid.spec.training import OWN_DATA, TO_CHOOSE, DataSpec, OptimizerSpec, TrainingSpec
 
 GIB = 2**30
 
@@ -119,7 +119,16 @@ class Plan(Refined):
         own = question.model if isinstance(question.model, PythonModelSpec) else None
         data = DataSpec(source=OWN_DATA if own is not None and own.built.data is not None else TO_CHOOSE)
         output = OutputSpec(folder=f"runs/{question.model.name}")
-        return Run(model=question.model, layout=self.layout, training=training, data=data, output=output, plan=table)
+        optimizer = OptimizerSpec(kind=question.optimizer)
+        return Run(
+            model=question.model,
+            layout=self.layout,
+            training=training,
+            optimizer=optimizer,
+            data=data,
+            output=output,
+            plan=table,
+        )
 
 
 def dump_plan(plan: Plan) -> str:
@@ -155,6 +164,7 @@ def plan_of(run: Run, where: str = "plan") -> Plan:
             global_batch=run.training.global_batch,
             sequence=run.training.sequence,
             precision=convert(table["precision"], str, "plan.precision"),
+            optimizer=run.planned_optimizer(str(table["engine"])),
             engine=convert(table["engine"], str, "plan.engine"),
         )
         rows = convert(table["memory"], list[dict[str, float]], "plan.memory")

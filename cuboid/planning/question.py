@@ -31,6 +31,8 @@ class Question:
     global_batch: int
     sequence: int
     precision: str = "bf16"
+    optimizer: str = "adamw"
+    """Or muon, which keeps less, computes more and has matrices travel."""
     engine: str = "cuboid"
     """Whose profile of costs to use."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -55,6 +57,12 @@ class Question:
             raise UserError(f"unknown precision={self.precision}; use {near}")
         if self.precision == "fp8" and "fp8" not in self.cluster.peak_tflops:
             raise UserError(f"precision=fp8 is not in {self.cluster.accelerator}; use precision=bf16")
+        if self.optimizer not in ("adamw", "muon"):
+            raise UserError(f"unknown optimizer={self.optimizer}; use optimizer=adamw or optimizer=muon")
+        if self.optimizer == "muon" and (self.engine != "cuboid" or isinstance(self.model, PythonModelSpec)):
+            raise UserError(
+                "optimizer=muon is counted for models of the catalog and engine=cuboid; use optimizer=adamw"
+            )
         model = self.model
         if model.positions == "learned" and self.sequence > model.max_positions:
             raise UserError(
@@ -77,6 +85,7 @@ class Question:
         profile = engine_for(self.engine, self.machine.chip).in_precision(self.cost_precision)
         if self.precision == "fp16" and profile.own_collectives:  # its master weights are whole, not bf16's other half
             profile = replace(profile, optimizer_bytes=profile.optimizer_bytes + 2)
+        profile = profile.with_muon() if self.optimizer == "muon" else profile
         profile = replace(profile, fixed=min(profile.fixed, 0.25 * 2**30)) if self.on_cpu else profile
         return profiled(profile, self.cluster, "engine") if self.engine == "cuboid" else profile
 
@@ -93,7 +102,8 @@ class Question:
     def tries_offload(self) -> bool:
         """Whether what does not fit is tried with the optimizer's state in CPU memory: the user left that open,
         and the engine does it without the host's computing."""
-        return "offload" not in self.fixed and not self.on_cpu and self.profile.offload_elements > 0
+        possible = self.optimizer == "adamw" and not self.on_cpu and self.profile.offload_elements > 0
+        return "offload" not in self.fixed and possible
 
     @property
     def host_limit(self) -> float:

@@ -1,9 +1,10 @@
 """What the planner says of one rank of a job. No torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from cuboid.cost.constants import at_host_speed, engine_named
 from cuboid.cost.inputs import Shape
 from cuboid.cost.sharding import optimizer_time, rank_parameters
 from cuboid.planning.choose import predict
@@ -38,8 +39,14 @@ class Expected:
     """Of this prediction: the planner does not know float64, and takes float32 in its place."""
 
 
-def expected(run: Run, rank: int, cluster: ClusterSpec) -> Expected:
-    """What one rank of a run should take on the accelerators of a cluster, whose number does not matter."""
+def expected(run: Run, rank: int, cluster: ClusterSpec, routing: float | None = None) -> Expected:
+    """What one rank of a run should take on the accelerators of a cluster, whose number does not matter. `routing`:
+    seconds of the probe's small layer with experts, where the host is not the cluster's."""
+    engine = dict(cluster.measured.get("engine", {}))
+    if routing is not None:
+        engine |= at_host_speed(engine_named("cuboid"), routing)
+    engine |= {"host_collective": 0.0, "host_crossing": 0.0, "host_jitter": 0.0}  # nothing is launched for collectives
+    cluster = replace(cluster, measured={**cluster.measured, "engine": engine})
     training, layout = run.training, run.layout
     precision = "float32" if training.precision == "float64" else training.precision
     question = Question(
@@ -48,6 +55,7 @@ def expected(run: Run, rank: int, cluster: ClusterSpec) -> Expected:
         global_batch=training.global_batch,
         sequence=training.sequence,
         precision=precision,
+        optimizer=run.planned_optimizer(),
     )
     plan = predict(question, layout)
     stage = coordinates(rank, layout).pp

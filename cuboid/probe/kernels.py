@@ -5,12 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as functional
 
 from cuboid.kernels.cpu_16bit import fast_matmuls
+from cuboid.model.load_balancing import Tokens
+from cuboid.model.moe import MoE
 from cuboid.parallel.parallelize import DTYPES
+from cuboid.spec.model import load_model
 
 WINDOWS = 4
 
@@ -94,6 +98,8 @@ LARGEST = -1
 CPU_ATTENTION: tuple[Shape, ...] = ((256, 4, 64), (1024, 4, 64))
 GPU_ATTENTION: tuple[Shape, ...] = ((2048, 32, 128), (8192, 32, 128))
 CPU_BYTES, GPU_BYTES = 32 << 20, 1 << 30
+ROUTED = 64
+"""Tokens of the layer with experts, few enough for the host to take longer than the device."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +130,7 @@ def kernels(device: torch.device) -> Iterator[Kernel]:
     if gpu:
         for kind, there in (("to_device", True), ("to_host", False)):
             yield Kernel(kind, (size,), "", _copy(size, device, there))
+        yield Kernel("routing", (ROUTED,), trained(device), partial(routing, device))
 
 
 def trained(device: torch.device) -> str:
@@ -178,6 +185,18 @@ def _memory(size: int, device: torch.device) -> Callable[[], Callable[[], object
         return lambda: torch.add(source, 1.0, out=target)
 
     return prepare
+
+
+def routing(device: torch.device) -> Callable[[], object]:
+    """A small layer with experts, forward and backward: how long the host takes to launch it."""
+    mixture = MoE(load_model("tiny-qwen3-moe")).to(device, DTYPES[trained(device)])
+    with torch.no_grad():
+        for parameter in mixture.parameters():
+            parameter.normal_(std=0.02)
+    x = torch.randn(ROUTED, mixture.router.weight.shape[1], device=device, dtype=DTYPES[trained(device)])
+    x.requires_grad_()
+    inputs = [x, *mixture.parameters()]
+    return lambda: torch.autograd.grad(mixture.routed(x, Tokens(ROUTED)).sum(), inputs)
 
 
 def _copy(size: int, device: torch.device, there: bool) -> Callable[[], Callable[[], object]]:

@@ -7,6 +7,7 @@ in balance."""
 from __future__ import annotations
 
 import os
+import statistics
 import time
 import warnings
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from cuboid.launch.oom import told_when_short
 from cuboid.model.batch import MicroBatch
 from cuboid.parallel.device import choose_device
 from cuboid.parallel.parallelize import Engine, build_engine
-from cuboid.probe.kernels import synchronize
+from cuboid.probe.kernels import routing, synchronize, timed
 from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.training.memory import Tally, held, storages
@@ -31,6 +32,8 @@ from cuboid.training.step import compute_gradients
 
 WARM_UP = 3.0
 """Seconds for which a GPU works before its steps are timed."""
+ROUTING = 0.4
+"""Seconds for which the host's speed is measured, before the steps and after."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,9 @@ class RankReport:
     buffers: what the allocator of a GPU keeps beside, or what a process on a CPU has before it begins."""
     seconds: tuple[float, ...]
     """Of every timed step: gradients and update."""
+    routing: float | None
+    """Seconds of the probe's small layer with experts, before and after these steps: how fast the host is. None on a
+    CPU, which computes while it would launch."""
     device: str
 
 
@@ -82,7 +88,7 @@ def _measure(run: Run, rank: int, device: torch.device, steps: int) -> RankRepor
     if on_gpu:
         _warm_up(engine, optimizer, batches)
         torch.cuda.reset_peak_memory_stats(device)
-    seconds = []
+    seconds, launches = [], [_routing_seconds(device)] if on_gpu else []
     for _ in range(steps):
         start = time.perf_counter()
         _step(engine, optimizer, batches)
@@ -90,6 +96,7 @@ def _measure(run: Run, rank: int, device: torch.device, steps: int) -> RankRepor
         seconds.append(time.perf_counter() - start)
     known = _held(engine, optimizer)
     if on_gpu:
+        launches.append(_routing_seconds(device))
         peak = float(torch.cuda.max_memory_allocated(device))
         buffers = float(torch.cuda.max_memory_reserved(device)) - peak
         beside = peak - sum(known.values())
@@ -99,7 +106,12 @@ def _measure(run: Run, rank: int, device: torch.device, steps: int) -> RankRepor
             _step(engine, optimizer, batches)
         beside, buffers = float(tally.beside), float(resident)
         known = {**known, "parameters": tally.peak - beside - known["gradients"] - known["optimizer"]}
-    return RankReport({**known, "activations": beside, "buffers": buffers}, tuple(seconds), device.type)
+    routed = statistics.fmean(launches) if launches else None
+    return RankReport({**known, "activations": beside, "buffers": buffers}, tuple(seconds), routed, device.type)
+
+
+def _routing_seconds(device: torch.device) -> float:
+    return statistics.median(timed(routing(device), ROUTING, device).windows)
 
 
 def _warm_up(engine: Engine, optimizer: Optimizer, batches: list[MicroBatch]) -> None:

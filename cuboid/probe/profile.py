@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from cuboid.cost.constants import chip_from, profiled
-from cuboid.probe.fit import fit_chip, fit_engine, fit_fabric
+from cuboid.cost.constants import at_host_speed, chip_from, engine_named, profiled
+from cuboid.probe.fit import fit_chip, fit_engine, fit_fabric, some
 from cuboid.probe.samples import Sample
 from cuboid.spec.cluster import ClusterSpec, LinkTier, accelerator_names, load_cluster
 from cuboid.spec.coding import dumps, encode
@@ -48,7 +48,9 @@ def make_cluster(
         chip["kernel_floor"] = floor
         found["engine"] = engine
     else:  # the kernels were measured themselves, and need no factor
-        found["engine"] = {"linear_scale": 1.0, "attention_scale": 1.0, "attention_back": 1.0}
+        (routing,) = some(samples, "routing")
+        scales = {"linear_scale": 1.0, "attention_scale": 1.0, "attention_back": 1.0}
+        found["engine"] = {**scales, **at_host_speed(engine_named("cuboid"), routing.seconds)}
     rounded = {kind: {key: _rounded(value) for key, value in constants.items()} for kind, constants in found.items()}
     return ClusterSpec(**table, tiers=tiers, measured=rounded)
 

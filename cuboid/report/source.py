@@ -139,6 +139,7 @@ class Source:
             global_batch=run.training.global_batch,
             sequence=run.training.sequence,
             precision=str(asked) if asked in PRECISIONS else "float32",
+            optimizer=run.planned_optimizer(str(run.plan.get("engine", "cuboid"))),
             engine=str(run.plan.get("engine", "cuboid")),
         )
         if question.cluster.accelerators != run.layout.world_size:

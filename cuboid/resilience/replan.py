@@ -84,6 +84,7 @@ class Replanner:
             global_batch=run.training.global_batch,
             sequence=run.training.sequence,
             precision=precision,
+            optimizer=run.planned_optimizer(),
         )
         scores = search(question, nodes * ranks, keep=CANDIDATES)
         for index in range(len(scores.space)):

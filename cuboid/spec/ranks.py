@@ -49,8 +49,8 @@ def groups(layout: Layout) -> dict[str, tuple[Group, ...]]:
     dense parameters and see other tokens. shard: the part of a data group over which ZeRO splits; replicate: ranks of
     it that hold the same shard. sequence: ranks that hold shards of the same sequences. ep: ranks that share one set of
     experts; expert_data, expert_shard, expert_replicate: as data, shard and replicate for ranks with the same experts.
-    model: one data replica. embedding: holders of a tied embedding on the first and the last stage, where these are
-    different ranks.
+    model: one data replica. stage: ranks that hold the same pipeline stages. embedding: holders of a tied embedding on
+    the first and the last stage, where these are different ranks.
     """
     stride = {"tp": 1, "cp": layout.tp, "dp": layout.tp * layout.cp, "pp": layout.tp * layout.cp * layout.dp}
     found = {
@@ -62,6 +62,7 @@ def groups(layout: Layout) -> dict[str, tuple[Group, ...]]:
     found["data"] = tuple(_along(stride["cp"], copies, layout.world_size))
     found["shard"] = tuple(_along(stride["cp"], shard, layout.world_size))
     found["replicate"] = tuple(_along(stride["cp"] * shard, copies // shard, layout.world_size))
+    found["stage"] = tuple(_along(1, copies * layout.tp, layout.world_size))
     found["sequence"] = tuple(_along(1, layout.cp * layout.tp, layout.world_size))
     found["ep"] = tuple(_along(1, layout.ep, layout.world_size))
     copies, shard = copies * layout.tp // layout.ep, layout.expert_shard_size

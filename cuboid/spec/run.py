@@ -232,6 +232,7 @@ class Run:
         if isinstance(self.model, PythonModelSpec):
             self._check_own_model()
         self.optimizer.check_layout(self.layout)
+        self.optimizer.check_model(isinstance(self.model, PythonModelSpec), self.model.qk_norm)
         if self.training.precision == "fp8":
             check_fp8(self.layout, self.model, sequence, section="training.")
         if self.training.overlap_tensor == "on" and self.layout.tp > 1:
@@ -292,6 +293,11 @@ class Run:
         if mixture is None:
             return False
         return self.training.precision != "bf16" or mixture.expert_ffn % 8 > 0 or self.model.hidden % 8 > 0
+
+    def planned_optimizer(self, engine: str = "cuboid") -> str:
+        """What a planner counts: Muon of models of the catalog and this engine, else AdamW."""
+        counted = engine == "cuboid" and not isinstance(self.model, PythonModelSpec)
+        return "muon" if self.optimizer.is_muon and counted else "adamw"
 
     @property
     def micro_batches(self) -> int:
@@ -383,8 +389,8 @@ def _set(table: dict[str, Any], keys: list[str], text: str, types: Mapping[str, 
     done = path[: len(path) - len(".".join(keys))].rstrip(".")
     if (done, key) == ("model", "base"):
         types = {"base": str}
-    # Of a user's own model or optimizer, which alone knows their types.
-    if (done, key) in (("model", "options"), ("optimizer", "options")) and rest:
+    # Of a user's own model or optimizer, which alone knows their types, or by the names of parameters.
+    if (done, key) in (("model", "options"), ("optimizer", "options"), ("optimizer", "fused")) and rest:
         table[key] = {**table.get(key, {}), ".".join(rest): _literal(text)}
         return
     require_known(key, types, done)

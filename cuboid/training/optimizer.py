@@ -1,5 +1,5 @@
-"""AdamW, or an optimizer of one's own, on the optimizer shards this rank keeps, with clipping by the norm of the whole
-gradient.
+"""AdamW, AdamW with Muon for matrices, or an optimizer of one's own, on the optimizer shards this rank keeps, with
+clipping by the norm of the whole gradient.
 
 On a GPU the update is one compiled pass over memory per run of neighbouring shards: it reads the gradient in whatever
 precision it was computed, scales it, updates master weight and moments, and writes the weight the matmuls use.
@@ -8,8 +8,8 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Protocol
 
 import torch
@@ -20,6 +20,7 @@ from cuboid.parallel.parallelize import Engine
 from cuboid.parallel.zero import OptimizerShard, Unit
 from cuboid.spec.training import OptimizerSpec
 from cuboid.training.adamw import Elements, Kind, kind_of, named_moments, update_compiled, update_eagerly
+from cuboid.training.muon import MuonState
 from cuboid.training.offload import OffloadedState
 from cuboid.training.own_optimizer import OwnState
 
@@ -57,10 +58,11 @@ class ResidentState:
 
     host_bytes = 0
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[Unit], others: Collection[str] = ()) -> None:
+        """`others`: parameters that are updated elsewhere."""
         self._moments: dict[str, tuple[Tensor, Tensor]] = {}
         for unit in units:
-            optimizer_shards = unit.optimizer_shards()
+            optimizer_shards = [shard for shard in unit.optimizer_shards() if shard.part.name not in others]
             for optimizer_shard, first, second in zip(
                 optimizer_shards, _zeros(optimizer_shards), _zeros(optimizer_shards), strict=True
             ):
@@ -78,6 +80,7 @@ class ResidentState:
             Elements.of(optimizer_shard, optimizer_shard.kept, *self._moments[optimizer_shard.part.name])
             for unit in units
             for optimizer_shard in unit.optimizer_shards()
+            if optimizer_shard.part.name in self._moments
         ]
 
 
@@ -89,10 +92,13 @@ class Optimizer:
         self._compiled = engine.compiled
         on_gpu = engine.device.type == "cuda"
         self._own = OwnState(self._units, engine.run) if spec.is_own else None
+        self._muon = MuonState(engine) if spec.is_muon else None
+        self._peaks, self._world = engine.peaks, engine.groups.world
         if state is None:
             away = engine.run.layout.offload and on_gpu
             moved = [] if self._own else self._units
-            state = OffloadedState(moved, engine.device) if away else ResidentState(moved)
+            others = self._muon.names if self._muon else ()
+            state = OffloadedState(moved, engine.device) if away else ResidentState(moved, others)
         self._state = state
         self._steps = torch.zeros((), dtype=torch.float64, device=engine.device)
         # State that is here is updated at once: a stream of its own gained nothing (docs/lab.md), and what waits for it
@@ -105,8 +111,9 @@ class Optimizer:
         self._kinds = sorted({kind_of(part) for unit in self._units for part in unit.parts})
 
     def capture(self) -> None:
-        """From now on gradients always lie in the same tensors, so that an update may be a CUDA graph."""
-        self._captures = True
+        """From now on gradients always lie in the same tensors, so that an update may be a CUDA graph; matrices that
+        travel between ranks are none."""
+        self._captures = self._muon is None
 
     def step(
         self,
@@ -123,27 +130,20 @@ class Optimizer:
         scale = (clip / (gradient_norm + 1e-6)).clamp(max=1.0) if clip > 0 else torch.ones_like(gradient_norm)
         if loss_scale is not None:
             scale = scale / loss_scale
-        if self._compiled and self._own is None:
+        if self._compiled and self._own is None and self._muon is None:
             self._step_on_device(learning_rate, scale, finite, watcher)
             return
-        self._step_on_host(learning_rate, scale, finite, watcher)
+        if self._muon is not None:
+            self._step_with_matrices(self._muon, learning_rate, scale, finite, watcher)
+        else:
+            self._step_on_host(learning_rate, scale, finite, watcher)
         for unit in self._units:
             unit.publish(written=True)
 
     def _step_on_device(self, learning_rate: float, scale: Tensor, finite: Tensor, watcher: Watcher | None) -> None:
         """Unit by unit in the order of the forward pass, where state is offloaded on a stream of its own: the next step
         begins with the units that are ready, while the state of others is still on its way."""
-        spec = self._spec
-        self._steps += finite
-        size = learning_rate / (1 - spec.beta1**self._steps)
-        correction = (1 - spec.beta2**self._steps).sqrt()
-        plain, decay = torch.ones_like(size), torch.full_like(size, 1 - learning_rate * spec.weight_decay)
-        numbers = {
-            (decays, factor): torch.stack(
-                (scale.double(), decay if decays else plain, size * factor, correction, finite.double())
-            )
-            for decays, factor in self._kinds
-        }
+        numbers = self._numbers_of(learning_rate, scale, finite)
         if self._stream is None:
             self._update_in_line(numbers, watcher)
             return
@@ -159,6 +159,20 @@ class Optimizer:
                 unit.is_being_updated(done, read)
         if watcher is not None:
             torch.cuda.current_stream().wait_stream(self._stream)  # for what it has measured
+
+    def _numbers_of(self, learning_rate: float, scale: Tensor, finite: Tensor) -> Numbers:
+        """Counts the step."""
+        spec = self._spec
+        self._steps += finite
+        size = learning_rate / (1 - spec.beta1**self._steps)
+        correction = (1 - spec.beta2**self._steps).sqrt()
+        plain, decay = torch.ones_like(size), torch.full_like(size, 1 - learning_rate * spec.weight_decay)
+        return {
+            (decays, factor): torch.stack(
+                (scale.double(), decay if decays else plain, size * factor, correction, finite.double())
+            )
+            for decays, factor in self._kinds
+        }
 
     def _update_in_line(self, numbers: Numbers, watcher: Watcher | None) -> None:
         if not self._captures or watcher is not None:
@@ -189,6 +203,24 @@ class Optimizer:
                     read.append(elements.gradient)
         return read
 
+    def _step_with_matrices(
+        self, muon: MuonState, learning_rate: float, scale: Tensor, finite: Tensor, watcher: Watcher | None
+    ) -> None:
+        """Muon's are measured all together: they travel so."""
+        with ExitStack() as watched:
+            if watcher is not None:
+                for unit in self._units:
+                    watched.enter_context(watcher.around(unit, muon.elements(unit)))
+            muon.update(self._units, learning_rate, scale, finite)
+        if not self._compiled:
+            self._step_on_host(learning_rate, scale, finite, watcher)
+        else:
+            numbers = self._numbers_of(learning_rate, scale, finite)
+            for unit in self._units:
+                self._update_unit(unit, numbers, watcher)
+        if self._peaks is not None:
+            self._peaks.clip(self._units, self._spec.qk_clip, finite, self._world)
+
     def _step_on_host(self, learning_rate: float, scale: Tensor, finite: Tensor, watcher: Watcher | None) -> None:
         if not finite:
             return
@@ -211,7 +243,13 @@ class Optimizer:
     def state_of(self, optimizer_shard: OptimizerShard) -> dict[str, Tensor]:
         """What is kept of an optimizer shard beside its weights, by name; what is written into it counts once
         `set_steps_taken` is called. The host waits for it where it is on its way to its memory."""
+        if self._muon is not None and optimizer_shard.part.name in self._muon.names:
+            return self._muon.tensors(optimizer_shard)
         return (self._own or self._state).tensors(optimizer_shard)
+
+    def rows(self) -> Iterator[tuple[str, int, list[tuple[int, Tensor]]]]:
+        """What is kept by row of a parameter, on one rank of all."""
+        return iter(()) if self._muon is None else self._muon.rows()
 
     @property
     def steps_taken(self) -> int:
@@ -221,10 +259,12 @@ class Optimizer:
         self._steps.fill_(steps)
         if self._own is not None:
             self._own.loaded(steps)
+        if self._muon is not None and not steps:
+            self._muon.forget()
 
     def state_bytes(self) -> int:
         """On the device, beside master weights."""
-        return (self._own or self._state).device_bytes
+        return (self._own or self._state).device_bytes + (self._muon.device_bytes if self._muon else 0)
 
     @property
     def host_bytes(self) -> int:

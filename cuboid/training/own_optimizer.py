@@ -1,4 +1,4 @@
-"""Optimizers other than AdamW: any of `torch.optim` by name, or one that a user's own factory builds.
+"""Optimizers other than AdamW and Muon: any of `torch.optim` by name, or one that a user's own factory builds.
 
     [optimizer]
     kind = "sgd"
@@ -57,7 +57,7 @@ class Named:
 
 @cache
 def _named_kinds() -> dict[str, Any]:
-    unfit = ("optimizer", "lbfgs", "sparseadam", "adamw")
+    unfit = ("optimizer", "lbfgs", "sparseadam", "adamw", "muon")
     known = {name.lower(): found for name, found in vars(torch.optim).items() if isinstance(found, type)}
     return {name: found for name, found in known.items() if name not in unfit}
 
@@ -81,7 +81,7 @@ def _builder(spec: OptimizerSpec) -> Callable[[list[Group]], list[UserOptimizer]
     else:
         make = _named_kinds().get(spec.kind)
         if make is None:
-            near = either(nearest_names(spec.kind, ["adamw", *_named_kinds()]))
+            near = either(nearest_names(spec.kind, ["adamw", "muon", *_named_kinds()]))
             raise UserError(f"optimizer.kind={spec.kind} is unknown; use {near}, or optimizer.python")
         options = _options(spec, inspect.signature(make).parameters)
 
@@ -208,11 +208,44 @@ def _is_elementwise(spec: OptimizerSpec, peak: float) -> bool:
 def check_optimizer(run: Run) -> None:
     """Refuse an optimizer that would compute something else on some layouts, before any process starts."""
     spec = run.optimizer
+    if spec.matrix_function:
+        check_matrix_function(spec.matrix_function)
+        return
     if not spec.whole_parameters and not _is_elementwise(spec, run.learning_rate.peak or 1.0):
         raise UserError(
             f"{spec.called} does not update every element by itself, so ranks that hold parts of a matrix would "
             "compute something else; use optimizer.whole_parameters=true with zero=0 and tp=1, or another optimizer"
         )
+
+
+MatrixFunction = Callable[[Tensor], Tensor]
+"""Of a batch of whole matrices (matrices, m, n)."""
+
+
+def load_matrix_function(name: str) -> MatrixFunction:
+    """Of one's own, in place of Newton-Schulz."""
+    found: MatrixFunction = load_plugin(resolve_here(name, "optimizer.matrix_function"), "optimizer.matrix_function")
+    return found
+
+
+def check_matrix_function(name: str) -> None:
+    """Refuse one that does not return matrices, each by itself, as it got them."""
+    function = load_matrix_function(name)
+    said = f"optimizer.matrix_function={name}"
+    random = torch.Generator().manual_seed(0)
+    for shape in ((2, 6, 4), (2, 4, 6)):
+        matrices = torch.randn(shape, generator=random, dtype=torch.float64)
+        try:
+            found = function(matrices.clone())
+        except (TypeError, ValueError, RuntimeError) as problem:
+            raise UserError(f"{said} fails on matrices {shape}: {problem}") from problem
+        if not isinstance(found, Tensor) or found.shape != matrices.shape:
+            got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise UserError(f"{said} returns {got} for matrices {shape}; it must return as many of the same shape")
+        if not torch.allclose(found[1:], function(matrices[1:].clone()), rtol=1e-9, atol=1e-12):
+            raise UserError(
+                f"{said} mixes the matrices of a batch, which differs by layout; it must treat each by itself"
+            )
 
 
 class OwnState:

@@ -136,6 +136,8 @@ def run_passes(engine: Engine, batches: list[RankBatch], factor: Tensor) -> Pass
     for unit in engine.units:
         unit.begin_step(len(batches))
     engine.activations.begin_step()
+    if engine.peaks is not None:
+        engine.peaks.begin_step()
     if engine.balance is not None:
         engine.balance.begin_step()
         engine.balance.factor = None if engine.loss_scale is None else factor

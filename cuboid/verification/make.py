@@ -58,7 +58,7 @@ def verification_run(
 
 def check_provable(run: Run, chain: bool = False) -> None:
     """What rounding does to bf16 and the like is measured as it is compared; that is written for one layout only."""
-    if run.optimizer.is_own:
+    if run.optimizer.has_own_code:
         from cuboid.training.own_optimizer import check_optimizer  # the one thing here that needs torch
 
         check_optimizer(run)

@@ -33,6 +33,7 @@ from cuboid.training.adamw import named_moments
 from cuboid.training.learning_rate import learning_rate
 from cuboid.training.own_optimizer import Named, elements_of, numbers_of
 from cuboid.training.own_optimizer import Updates as OwnUpdates
+from cuboid.verification.muon_reference import HeadClip, MuonUpdates
 
 # One process that rounds its sums as NCCL does between tensor ranks.
 #
@@ -144,7 +145,9 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
                 child.matmul = Fp8Matmul(run.training.fp8_scaling == "row")
     if hops > 1 and isinstance(computing.model, Transformer):
         sum_hop_by_hop(computing.model, hops)
-    updates = UpdatesOfOwn(run, parameters) if run.optimizer.is_own else Updates(run, parameters)
+    kind = UpdatesOfOwn if run.optimizer.is_own else WithMuon if run.optimizer.is_muon else Updates
+    updates = kind(run, parameters)
+    clip = HeadClip(run, computing.model, model) if run.optimizer.qk_clip else None
     balance = _balance(run, computing.model, device)
     if balance is not None:
         balance.factor = torch.tensor(factor, device=device)
@@ -154,6 +157,8 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
     for step in range(run.training.steps):
         model.zero_grad()
         computing.begin_step()
+        if clip is not None:
+            clip.begin_step()
         if balance is not None:
             balance.begin_step()
         first = step * run.training.global_batch
@@ -179,6 +184,8 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
         if run.training.gradient_clip > 0:
             torch.nn.utils.clip_grad_norm_(model.parameters(), run.training.gradient_clip)
         updates.step(learning_rate(run.learning_rate, step, run.training.steps))
+        if clip is not None:
+            clip.step()
         if balance is not None:
             trace.routers.append(balance.statistics.cpu().clone())
             balance.end_step(balance.statistics)
@@ -259,6 +266,21 @@ class Updates:
                 eps=spec.epsilon,
                 maximize=False,
             )
+
+
+class WithMuon:
+    """Muon for matrices, AdamW for the rest."""
+
+    def __init__(self, run: Run, parameters: Mapping[str, Tensor]) -> None:
+        self._matrices = MuonUpdates(run, parameters)
+        self._rest = Updates(run, {name: x for name, x in parameters.items() if name not in self._matrices.names})
+
+    def state(self) -> Tensors:
+        return {**self._rest.state(), **self._matrices.state()}
+
+    def step(self, rate: float) -> None:
+        self._rest.step(rate)
+        self._matrices.step(rate)
 
 
 class UpdatesOfOwn:

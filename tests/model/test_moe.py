@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from cuboid.kernels.recompute import with_recompute
 from cuboid.model import moe as mixture_module
 from cuboid.model.initialize import initial_tensor, initialize
 from cuboid.model.load_balancing import Balance, Tokens, moved_bias
@@ -289,3 +292,37 @@ def test_noise_goes_by_the_position_of_a_token_wherever_it_is_computed() -> None
     order = torch.arange(LENGTH).flip(0)  # as ranks of a context group hold other positions of a sequence
     turned = router(x[:LENGTH][order], Tokens(LENGTH, positions=order.unsqueeze(0))).chosen
     assert torch.equal(turned[order], whole[:LENGTH])
+
+
+class _Matmuls(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        self.count += operation in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
+        return operation(*arguments, **(options or {}))
+
+
+def test_selective_recomputation_keeps_matmuls_of_experts_where_only_marks_are_looked_at() -> None:
+    model = load_model("tiny-deepseek")
+    torch.manual_seed(0)
+    mixture = MoE(model).double()
+    for parameter in mixture.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    x = torch.randn(12, model.hidden, dtype=torch.float64)
+    positions = make_positions(model, 12, torch.float64, CPU)
+
+    def gradients(run: Callable[..., Tensor]) -> tuple[tuple[Tensor, ...], int]:
+        used = [parameter for parameter in mixture.parameters() if parameter is not mixture.router.bias]
+        result = run(x, positions)
+        with _Matmuls() as matmuls:
+            return torch.autograd.grad(result.square().sum(), used, allow_unused=True), matmuls.count
+
+    expected, needed = gradients(mixture)
+    found, counted = gradients(with_recompute(mixture, "selective", marked=True))
+    for one, other in zip(expected, found, strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+    _, again = gradients(with_recompute(mixture, "full"))
+    # The sum over a token's experts, a bmm, lies outside of the marks.
+    assert needed <= counted <= needed + 1 < again

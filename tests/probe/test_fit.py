@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from cuboid.cost.constants import chip_named, engine_named, fabric_named
+from cuboid.cost.constants import at_host_speed, chip_named, engine_named, fabric_named
 from cuboid.cost.estimate import Machine, estimate_many
 from cuboid.cost.inputs import Jobs, single
 from cuboid.probe.fit import FACTORS, cases, fit_chip, fit_engine, fit_fabric, line, matmul_speed
@@ -53,6 +53,14 @@ def test_copies_to_and_from_the_host_give_its_link() -> None:
     copies = [Sample("to_device", (10**9,), (0.02,)), Sample("to_host", (10**9,), (0.025,))]
     _, constants, _ = fit_chip([*chip_samples(1.0), *copies], "float32")
     assert constants["host_link"] == pytest.approx(4e10)
+
+
+def test_a_slower_host_takes_all_its_seconds_longer() -> None:
+    engine = engine_named("cuboid")
+    found = at_host_speed(engine, 1.5 * engine.host_routing)
+    assert found["host_mixture"] == pytest.approx(1.5 * engine.host_mixture)
+    assert found["host_forward"] == pytest.approx(1.5 * engine.host_forward)
+    assert at_host_speed(engine_named("megatron"), 1.0) == {}
 
 
 def test_ranks_with_cores_of_their_own_do_not_slow_each_other() -> None:

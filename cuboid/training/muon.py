@@ -1,0 +1,282 @@
+"""Muon on the matrices of blocks, on any layout.
+
+Each rank moves the momentum of the elements it keeps, as ZeRO splits them. What is to be orthogonalised then travels to
+the home of its matrix (`spec.homes`), is orthogonalised there once, and travels back to all who keep elements of it.
+Matrices travel in buckets: while one is orthogonalised, the next is on its way and the one before travels back. None
+travels before the backward pass has ended, because clipping needs the norm of the whole gradient first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuboid.kernels.newton_schulz import orthogonalize
+from cuboid.kernels.precision import join_halves, split_halves
+from cuboid.parallel.collectives import Pending, start_all_to_all
+from cuboid.parallel.groups import Group
+from cuboid.parallel.parallelize import DTYPES, Engine
+from cuboid.parallel.zero import OptimizerShard, Unit
+from cuboid.spec.homes import Bucket, Matrix, Span, stage_buckets, wire_precision
+from cuboid.spec.training import OptimizerSpec
+from cuboid.training.adamw import Elements
+from cuboid.training.own_optimizer import MatrixFunction, load_matrix_function
+
+Pair = tuple[Matrix, Span]
+BATCH = 2**26
+"""Elements that are orthogonalised at once, at most: matrices of one shape together."""
+
+
+class Route:
+    """What one rank sends and receives for a bucket. Both ways the elements for each rank, or from it, stand in the
+    order of matrices and their spans, which all ranks know."""
+
+    def __init__(self, bucket: Bucket, group: Group) -> None:
+        self._group, here = group, group.index
+        spans = [(matrix, span) for matrix in bucket for span in matrix.spans]
+        homed = [pair for pair in spans if pair[0].home == here]
+        self.own = [matrix for matrix in bucket if matrix.home == here]
+        """The matrices that are orthogonalised here."""
+        # Sorting keeps the order of what has one rank.
+        self.sent = sorted((pair for pair in spans if pair[1].sender == here), key=_home)
+        """This rank's elements on their way home."""
+        self.received = sorted(homed, key=_sender)
+        """… as a home receives them."""
+        returned = sorted(((rank, pair) for pair in homed for rank in pair[1].ranks), key=_first)
+        self.returned = [pair for _, pair in returned]
+        """What came of them, as a home sends it."""
+        self.kept = sorted((pair for pair in spans if here in pair[1].ranks), key=_home)
+        """… and as this rank receives it."""
+        self._there = self._counts(map(_home, self.sent), self.sent), self._counts(map(_sender, homed), homed)
+        self._back = self._counts(map(_first, returned), self.returned), self._counts(map(_home, self.kept), self.kept)
+
+    def _counts(self, ranks: Iterable[int], pairs: list[Pair]) -> list[int]:
+        """Elements by rank."""
+        counts = [0] * self._group.size
+        for rank, (_, span) in zip(ranks, pairs, strict=True):
+            counts[rank] += span.size
+        return counts
+
+    def start(self, packed: list[Tensor], like: Tensor, back: bool) -> Pending:
+        """Send what was packed in the order of `sent`, or `returned`."""
+        whole = torch.cat(packed) if packed else like.new_empty(0)
+        self._group.count("all-to-all", whole.nbytes)
+        return start_all_to_all(whole, *(self._back if back else self._there), self._group)
+
+
+def _home(pair: Pair) -> int:
+    return pair[0].home
+
+
+def _sender(pair: Pair) -> int:
+    return pair[1].sender
+
+
+def _first(pair: tuple[int, Pair]) -> int:
+    return pair[0]
+
+
+class MuonState:
+    """The momentum of the matrices that this rank keeps elements of, and their update."""
+
+    def __init__(self, engine: Engine) -> None:
+        run, group = engine.run, engine.groups.stage
+        self._spec = run.optimizer
+        self._wire = DTYPES[wire_precision(run)]
+        self._compiled = engine.compiled
+        own = self._spec.matrix_function
+        self._orthogonal: MatrixFunction = (
+            load_matrix_function(own) if own else partial(orthogonalize, steps=self._spec.newton_schulz_steps)
+        )
+        self._routes = [Route(bucket, group) for bucket in stage_buckets(run, engine.groups.coordinates.pp)]
+        self.names = {matrix.parameter for route in self._routes for matrix, _ in route.kept}
+        """Parameters that Muon updates."""
+        self._momentum = {
+            shard.part.name: torch.zeros(shard.stop - shard.start, dtype=unit.accumulate, device=shard.stored.device)
+            for unit in engine.units
+            for shard in unit.optimizer_shards()
+            if shard.part.name in self.names
+        }
+        homed = [matrix for route in self._routes for matrix in route.own] if self._spec.normuon else []
+        self._squares = {
+            (matrix.parameter, matrix.runs): torch.zeros(
+                matrix.rows, dtype=engine.units[0].accumulate, device=engine.device
+            )
+            for matrix in homed
+        }
+        """Of NorMuon: the mean square of each row, kept at the home of its matrix."""
+        shapes = {part.name: part.full_shape for unit in engine.units for part in unit.parts}
+        self._heights = {matrix.parameter: math.prod(shapes[matrix.parameter][:-1]) for matrix in homed}
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(kept.nbytes for kept in (*self._momentum.values(), *self._squares.values()))
+
+    def tensors(self, shard: OptimizerShard) -> dict[str, Tensor]:
+        """As checkpoints call them."""
+        return {"momentum_buffer": self._momentum[shard.part.name]}
+
+    def rows(self) -> Iterator[tuple[str, int, list[tuple[int, Tensor]]]]:
+        """What is kept by row, of each matrix at its home: the parameter's name, its number of rows, and from which row
+        on each tensor holds them."""
+        found: dict[str, list[tuple[int, Tensor]]] = {}
+        for (name, runs), squares in self._squares.items():
+            parts = torch.split(squares, [stop - start for start, stop in runs])
+            found.setdefault(name, []).extend(zip((start for start, _ in runs), parts, strict=True))
+        for name, held in found.items():
+            yield f"row_avg_sq/{name}", self._heights[name], held
+
+    def elements(self, unit: Unit) -> list[Elements]:
+        """What the update of a unit reads and writes, for those who measure it."""
+        return [
+            Elements.of(shard, shard.kept, self._momentum[shard.part.name], self._momentum[shard.part.name])
+            for shard in unit.optimizer_shards()
+            if shard.part.name in self.names
+        ]
+
+    def update(self, units: Sequence[Unit], learning_rate: float, scale: Tensor, finite: Tensor) -> None:
+        """`scale`: what gradients are multiplied by. `finite`: false changes nothing."""
+        spec = self._spec
+        rate = torch.full_like(scale, learning_rate * spec.matrix_rate, dtype=torch.float64)
+        decay = torch.full_like(rate, 1 - learning_rate * spec.weight_decay)
+        numbers = torch.stack((scale.double(), decay, rate, finite.double()))
+        shards = {
+            shard.part.name: shard
+            for unit in units
+            for shard in unit.optimizer_shards()
+            if shard.part.name in self._momentum
+        }
+        there: list[Pending] = []
+        back: list[Pending] = []
+        for place, route in enumerate(self._routes):
+            # One bucket ahead: it travels while the one before is orthogonalised.
+            for ahead in self._routes[len(there) : place + 2]:
+                there.append(self._send(ahead, shards, numbers))
+            back.append(self._orthogonalize(route, there[place].wait(), finite))
+            if place:
+                self._apply(self._routes[place - 1], back[place - 1].wait(), shards, numbers)
+        if self._routes:
+            self._apply(self._routes[-1], back[-1].wait(), shards, numbers)
+
+    def _send(self, route: Route, shards: dict[str, OptimizerShard], numbers: Tensor) -> Pending:
+        """Move the momentum of a bucket's matrices, and send home what comes of it."""
+        lead, held = _passes(self._compiled)[0], (self._spec.momentum, self._spec.nesterov, self._wire)
+        # A parameter's matrices are all in one bucket, so each momentum moves once.
+        moved = {
+            name: lead(self._momentum[name], shards[name].gradient, numbers, *held)
+            for name in dict.fromkeys(matrix.parameter for matrix, _ in route.kept)
+        }
+        packed = []
+        for matrix, span in route.sent:
+            start = span.start - shards[matrix.parameter].start
+            packed.append(moved[matrix.parameter][start : start + span.size])
+        return route.start(packed, numbers.to(self._wire), back=False)
+
+    def _orthogonalize(self, route: Route, received: Tensor, finite: Tensor) -> Pending:
+        """The matrices that are at home here, each once."""
+        whole = {id(matrix): received.new_empty(matrix.rows * matrix.columns) for matrix in route.own}
+        parts = torch.split(received, [span.size for _, span in route.received])
+        for (matrix, span), values in zip(route.received, parts, strict=True):
+            whole[id(matrix)][span.place : span.place + span.size] = values
+        shapes: dict[tuple[int, int, int], list[Matrix]] = {}
+        for matrix in route.own:
+            shapes.setdefault((matrix.rows, matrix.columns, matrix.stripes), []).append(matrix)
+        for (rows, columns, stripes), alike in shapes.items():
+            factor = update_factor(self._spec, rows, columns)
+            most = max(BATCH // (rows * columns), 1)
+            for first in range(0, len(alike), most):
+                some = alike[first : first + most]
+                striped = torch.stack([whole[id(matrix)] for matrix in some])
+                striped = striped.view(len(some), stripes, rows, columns // stripes)
+                batch = striped.transpose(1, 2).reshape(len(some), rows, columns)
+                result = self._orthogonal(batch)
+                if self._squares:
+                    result = self._even_rows(some, result, finite)
+                result = result * factor
+                result = result.view(len(some), rows, stripes, columns // stripes).transpose(1, 2)
+                for matrix, values in zip(some, result.reshape(len(some), -1), strict=True):
+                    whole[id(matrix)] = values
+        packed = [whole[id(matrix)][span.place : span.place + span.size] for matrix, span in route.returned]
+        return route.start(packed, received, back=True)
+
+    def _even_rows(self, matrices: list[Matrix], orthogonal: Tensor, finite: Tensor) -> Tensor:
+        """NorMuon: every row over the root of its mean square, and the whole as large as an orthogonal matrix."""
+        kept = [self._squares[matrix.parameter, matrix.runs] for matrix in matrices]
+        squares = torch.stack(kept)
+        exact = orthogonal.to(squares.dtype)
+        moved = torch.lerp(squares, exact.square().mean(2), 1 - self._spec.beta2)
+        even: Tensor = exact / (moved.sqrt() + self._spec.epsilon).unsqueeze(2)
+        size = math.sqrt(min(exact.shape[1:])) / even.norm(dim=(1, 2), keepdim=True).clamp(min=self._spec.epsilon)
+        for target, values in zip(kept, torch.where(finite, moved, squares), strict=True):
+            target.copy_(values)
+        evened: Tensor = (even * size).to(orthogonal.dtype)
+        return evened
+
+    def forget(self) -> None:
+        """What is kept by row."""
+        for squares in self._squares.values():
+            squares.zero_()
+
+    def _apply(self, route: Route, received: Tensor, shards: dict[str, OptimizerShard], numbers: Tensor) -> None:
+        """Write what came back into the master weights, and the weights that matmuls use."""
+        names = dict.fromkeys(matrix.parameter for matrix, _ in route.kept)
+        updates = {name: received.new_empty(shards[name].stop - shards[name].start) for name in names}
+        parts = torch.split(received, [span.size for _, span in route.kept])
+        for (matrix, span), values in zip(route.kept, parts, strict=True):
+            start = span.start - shards[matrix.parameter].start
+            updates[matrix.parameter][start : start + span.size] = values
+        for name, update in updates.items():
+            shard = shards[name]
+            weight = shard.weight.view(torch.int16) if shard.is_halved and shard.weight is not None else shard.weight
+            _passes(self._compiled)[1](shard.kept, weight, update, numbers)
+
+
+def update_factor(spec: OptimizerSpec, rows: int, columns: int) -> float:
+    """What multiplies an orthogonal matrix (rows: outputs, columns: inputs)."""
+    if spec.update_scale == "rms":
+        return 0.2 * math.sqrt(max(rows, columns))
+    ratio = rows / columns
+    return math.sqrt(ratio if spec.update_scale == "spectral" else max(ratio, 1.0))
+
+
+# Arithmetic on the elements that a rank keeps; compiled, each is one pass over memory. `numbers`: on the device, what
+# gradients are multiplied by, the decay factor, the learning rate, and whether the step counts.
+
+
+def _lead(
+    momentum: Tensor, gradient: Tensor, numbers: Tensor, beta: float, nesterov: bool, wire: torch.dtype
+) -> Tensor:
+    """What is orthogonalised, after the momentum has moved."""
+    scale, _, _, counts = numbers.to(momentum.dtype).unbind()
+    clipped = gradient.to(momentum.dtype) * scale
+    moved = torch.lerp(momentum, clipped, 1 - beta)
+    lead = torch.lerp(clipped, moved, beta) if nesterov else moved.clone()
+    momentum.copy_(torch.where(counts > 0, moved, momentum))
+    return lead.to(wire)
+
+
+def _write(kept: Tensor, weight: Tensor | None, update: Tensor, numbers: Tensor) -> None:
+    """`weight`: as int16 where `kept` is."""
+    halved = kept.dtype == torch.int16
+    master = join_halves(weight, kept) if halved and weight is not None else kept
+    _, decay, rate, counts = numbers.to(master.dtype).unbind()
+    result = torch.where(counts > 0, master * decay - rate * update.to(master.dtype), master)
+    if halved and weight is not None:
+        near, rest = split_halves(result)
+        weight.copy_(near)
+        kept.copy_(rest)
+        return
+    kept.copy_(result)
+    if weight is not None:
+        weight.copy_(result)
+
+
+@cache
+def _passes(compiled: bool) -> tuple[Any, Any]:
+    if not compiled:
+        return _lead, _write
+    return torch.compile(_lead, dynamic=True, fullgraph=True), torch.compile(_write, dynamic=True, fullgraph=True)
