@@ -52,6 +52,8 @@ from hosts import Hosts
 
 RANKS_KINDS = (*chaos_ranks.INSIDE, *chaos_ranks.OUTSIDE)
 NODES_KINDS = (*chaos_nodes.ANYWHERE, *chaos_nodes.ON_HOSTS)
+IN_ONE_JOB = 10
+"""Faults; to start a job takes as long as one of them."""
 
 
 class Campaign:
@@ -73,9 +75,9 @@ class Campaign:
         nodes = (left // 4 if on_ranks else left) if on_nodes else 0
         drawn = _draw_evenly(on_nodes, nodes, draw) + ["leader"] * leaders
         draw.shuffle(drawn)
-        jobs = [("nodes", part) for part in _dealt(drawn, 6)]
+        jobs = [("nodes", part) for part in _dealt(drawn, IN_ONE_JOB)]
         drawn = _draw_evenly(on_ranks, left - nodes, draw)
-        jobs += [("ranks", part) for part in _dealt(drawn, 6)]
+        jobs += [("ranks", part) for part in _dealt(drawn, IN_ONE_JOB)]
         draw.shuffle(jobs)
         return jobs
 
