@@ -23,7 +23,7 @@ from typing import Any
 from chaos_job import PACE, Clock, Disk, Job, Told, WriterWatch, command, has_clocks, has_disks, rows, send
 from chaos_ranks import same_rows
 from hosts import Hosts
-from strangers import listening
+from strangers import HEARD, listening
 
 from cuboid.checkpoint.terms import Terms
 
@@ -244,7 +244,11 @@ class NodesJob:
         (self._scratch / "ports").write_text(json.dumps(ports))
         words = [sys.executable, script, "--attack", str(self._scratch), "--seconds", "4", "--connections", "1000"]
         sent = self._hosts.run(NODES, words, stdout=subprocess.PIPE, text=True).communicate()[0]
-        return lambda: None, f"{sum(json.loads(sent).values())} times at {len(ports)} ports"
+        count = json.loads(sent)
+        heard = count.pop(HEARD)
+        if heard > 200:
+            self.told.problems.append(f"a stranger was sent {heard} bytes")
+        return lambda: None, f"{sum(count.values())} times at {len(ports)} ports"
 
 
 class Alone:
