@@ -100,8 +100,9 @@ BF16 = [
 """Few layers, all of one stage alike: a rank compiles one block."""
 
 
-def make_run(case: Case, precision: str, device: str, backend: str) -> Run:
+def make_run(case: Case, precision: str, device: str, backend: str, more: list[str]) -> Run:
     changes = [
+        *more,
         f"model.layers={case.layers}",
         f"training.global_batch={case.batch}",
         "training.sequence=32",
@@ -167,6 +168,7 @@ def main() -> None:
     parser.add_argument("--precision", choices=("float64", "bf16"), default="float64")
     parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="layouts or models that contain one")
     parser.add_argument("--seconds", type=float, help="limit of each layout")
+    parser.add_argument("--set", action="append", default=[], help="of every run: optimizer.kind=muon")
     parser.add_argument("--json", type=Path, metavar="FILE", help="rows, written as they come")
     options = parser.parse_args()
     cases = FLOAT64 if options.precision == "float64" else BF16
@@ -180,7 +182,7 @@ def main() -> None:
     cards, shared = torch.cuda.device_count() if options.device == "cuda" else 0, False
     with Pool() as pool:
         for case in chosen:
-            run = make_run(case, options.precision, options.device, options.backend)
+            run = make_run(case, options.precision, options.device, options.backend, options.set)
             if 1 < cards < run.layout.world_size and not shared:
                 pool.close()  # new ranks: NCCL reads its settings once, and these begin to share GPUs
                 shared = True

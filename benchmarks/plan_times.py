@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--models", default="", help="names with commas between them; default: all of the catalog")
     parser.add_argument("--accelerator", default="h100")
     parser.add_argument("--sizes", default=",".join(map(str, SIZES)))
-    parser.add_argument("--objective", default="time", choices=("time", "cost", "memory"))
+    parser.add_argument("--objective", default="time", choices=("time", "cost", "memory", "gpus"))
     parser.add_argument("--beside", type=Path, help="another checkout to ask the same")
     parser.add_argument("--json", action="store_true", help="print every question as a line of JSON")
     options = parser.parse_args()
@@ -88,6 +88,7 @@ def main() -> None:
             even = 1024 if size < 1000 else size if size <= 16384 else 15360
             for global_batch in sorted({1024, even}):
                 given = ["--seq", str(sequence), "--objective", options.objective]
+                given += ["--tokens", "3e11", "--days", "30"] if options.objective == "gpus" else []
                 cluster = f"{options.accelerator}x{size}"
                 taken, *others = (ask(folder, name, cluster, global_batch, given) for folder in folders)
                 if others:

@@ -46,6 +46,10 @@ NOT_FASTER = 0.9
 """Least fraction of one accelerator's time for the whole batch that many take together."""
 BUDGET = 40_000
 """Actions of schedules simulated in all: what keeps an answer within a second."""
+SMALLER = 10
+"""Parts of a cluster whose costs are compared first."""
+FURTHER = 1.1
+"""Parts of a cluster up to so many times as large as the smallest are asked together whether they are fast enough."""
 SIMULATED = 1.05
 """The simulation of what is best in closed form may be faster or slower by a few percent."""
 
@@ -85,8 +89,8 @@ def _ranked(question: Question, top: int, objective: str) -> Ranked:
     return Ranked(scores, sorted(found, key=lambda plan: _order(plan, objective)))
 
 
-def _completed(question: Question, ranked: Ranked, top: int, objective: str) -> list[Plan]:
-    """With those that do without a dimension, reasons, warnings and advice."""
+def _completed(question: Question, ranked: Ranked, top: int, objective: str, advised: bool = True) -> list[Plan]:
+    """With those that do without a dimension, reasons, warnings and, unless there is none to give, advice."""
 
     def order(plan: Plan) -> tuple[float, float]:
         return _order(plan, objective)
@@ -97,7 +101,7 @@ def _completed(question: Question, ranked: Ranked, top: int, objective: str) -> 
         without = sorted(without, key=order)[: top // 2]
         others = [plan for plan in others if all(plan.layout != other.layout for other in without)]
         others = sorted([*without, *others[: max(top - 1, 2) - len(without)]], key=order)
-    notes = [*warnings(first), *(idle_advice(first) if objective == "time" else [])]
+    notes = [*warnings(first), *(idle_advice(first) if advised and objective == "time" else [])]
     return [with_notes(first, reasons(first), notes, others[: max(top - 1, 2)]), *others[: top - 1]]
 
 
@@ -143,11 +147,9 @@ def fastest_part(plan: Plan) -> Plan | None:
     candidates = rounder_sizes(question.cluster, question.global_batch)
     slowest = SIMULATED * plan.seconds
     candidates = candidates[:20] if plan.layout.world_size <= 1024 else candidates[:1]
-    parts = [resized(question, each) for each in candidates if work / each <= plan.seconds]
-    among = [(part, shapes_within(part, part.cluster.accelerators, slowest)) for part in parts]
-    for smaller, known, reached in _soonest(among, slowest):
-        size = smaller.cluster.accelerators
-        scores = search(smaller, size, keep=SCORED, distinct=True, slowest=reached, among=known)
+    candidates = [each for each in candidates if work / each <= plan.seconds]
+    for smaller, among, reached in _soonest(question, candidates, slowest):
+        scores = search(smaller, among, keep=SCORED, distinct=True, slowest=reached)
         for entry in finalists(smaller, scores, 1):
             soon = min(0.99 * plan.seconds, best.seconds if best else float("inf"))
             if entry.seconds < soon and (part := planned(smaller, entry)).seconds < soon:
@@ -155,21 +157,50 @@ def fastest_part(plan: Plan) -> Plan | None:
     return best
 
 
-def _soonest(among: list[tuple[Question, Shapes]], slowest: float) -> Iterator[tuple[Question, Shapes, float]]:
-    """The two of some questions whose best layouts take least, in closed form, and the seconds within which those lie
-    that simulation may bring before it."""
-    if len(among) == 1:  # nothing to choose from
+def _soonest(question: Question, sizes: list[int], slowest: float) -> Iterator[tuple[Question, Shapes, float]]:
+    """The two of some parts of a cluster whose best layouts take least, in closed form, and the seconds within which
+    those lie that simulation may bring before it."""
+    among = [(part, shapes_within(part, some, slowest)) for part, some in _alike(question, sizes)]
+    if len(sizes) == 1:  # nothing to choose from
         yield *among[0], slowest
         return
-    sooner: list[tuple[float, int]] = []
-    # The likely best first, so that the others are soon known to be worse.
-    for place in sorted(range(len(among)), key=lambda place: among[place][1].likely):
-        wanted = sooner[1][0] * (1 + 1e-8) if len(sooner) > 1 else float("inf")
-        limit, (part, known) = min(wanted, slowest), among[place]
-        scores = search(part, part.cluster.accelerators, keep=1, slowest=limit, wanted=wanted, among=known)
-        sooner = sorted([*sooner, *((seconds, place) for seconds in scores.seconds.tolist())])[:2]
-    for seconds, place in sooner:
-        yield *among[place], min(slowest, SIMULATED**2 * seconds)
+    left = among
+    for _ in range(2):
+        if (found := _best_size(left, slowest)) is None:
+            return
+        seconds, size = found
+        left = [(part, known.take(known.sizes != size)) for part, known in left]
+        (known,) = (known.take(known.sizes == size) for _, known in among if size in known.sizes)
+        yield resized(question, size), known, min(slowest, SIMULATED**2 * seconds)
+
+
+def _alike(question: Question, sizes: Sequence[int]) -> list[tuple[Question, list[int]]]:
+    """Parts of a cluster that differ in nothing but how many accelerators they have, so that one search compares their
+    layouts: all but those within a node."""
+    found: list[tuple[Question, list[int]]] = []
+    for size in sizes:
+        part = resized(question, size)
+        for other, alike in found:
+            if (other.machine, other.host_limit) == (part.machine, part.host_limit):
+                alike.append(size)
+                break
+        else:
+            found.append((part, [size]))
+    return sorted(found, key=lambda group: -len(group[1]))
+
+
+def _best_size(
+    parts: Sequence[tuple[Question, Sequence[int] | Shapes]], slowest: float = float("inf")
+) -> tuple[float, int] | None:
+    """The fewest seconds of all layouts of some parts of a cluster, and how many ranks they take."""
+    best: tuple[float, int] | None = None
+    for part, among in parts:
+        wanted = best[0] * (1 + 1e-8) if best else float("inf")
+        scores = search(part, among, keep=1, slowest=slowest, wanted=wanted)
+        if len(scores.space):
+            found = float(scores.seconds[0]), int(scores.space.world_size[0])
+            best = min(best, found) if best else found
+    return best
 
 
 def finalists(question: Question, scores: Scores, top: int, objective: str = "time") -> list[Refined]:
@@ -260,18 +291,13 @@ def warnings(plan: Plan) -> list[str]:
 
 def cheapest(question: Question, *, top: int = 5) -> list[Plan]:
     """The plans that take the least accelerator time per token, on any part of the cluster."""
-    best = None
-    for accelerators in sizes(question.cluster):
-        smaller = resized(question, accelerators)
-        wanted = best[0] / accelerators * (1 + 1e-8) if best else float("inf")
-        scores = search(smaller, accelerators, keep=1, wanted=wanted)
-        if len(scores.space):
-            cost = float(scores.seconds[0]) * accelerators
-            if best is None or cost < best[0]:
-                best = (cost, smaller)
+    parts = _alike(replace(question, priced=True), sizes(question.cluster))
+    # What costs least is seldom large: once that is known, few layouts of the larger parts are looked at.
+    parts = [(part, half) for part, some in parts for half in (some[:SMALLER], some[SMALLER:]) if half]
+    best = _best_size(parts)
     if best is None:
         raise explain_nothing(question)
-    return plans(best[1], top=top)
+    return plans(resized(question, best[1]), top=top)
 
 
 def _work(question: Question) -> float:
@@ -280,29 +306,55 @@ def _work(question: Question) -> float:
     return float(least_seconds(alone, shapes(alone, 1), context=False).min())
 
 
+def _within(question: Question, sizes: list[int], slowest: float) -> Iterator[tuple[int, Shapes]]:
+    """The parts of a cluster that have a layout within so many seconds, in closed form, smallest first, and the shapes
+    of which it may be."""
+    while sizes:
+        # Some at a time: nearly always all but the last few take too long, which one search says of all of them.
+        some = [size for size in sizes if size <= FURTHER * sizes[0]]
+        for part, alike in sorted(_alike(question, some), key=lambda group: group[1]):
+            known = shapes_within(part, alike, slowest)
+            while (found := _smallest(part, known, slowest)) is not None:
+                yield found, known.take(known.sizes == found)
+                known = known.take(known.sizes > found)
+        sizes = sizes[len(some) :]
+
+
+def _smallest(question: Question, among: Shapes, slowest: float) -> int | None:
+    """The fewest ranks of a layout within so many seconds."""
+    found, sizes = None, sorted(set(among.sizes.tolist()))
+    while sizes:
+        some = sizes if found is None else sizes[: (len(sizes) + 1) // 2]
+        known = among.take((among.sizes >= some[0]) & (among.sizes <= some[-1]))
+        scores = search(question, known, keep=1, slowest=slowest, any_will_do=True)
+        if len(scores.space):
+            found = int(scores.space.world_size[0])
+            sizes = [size for size in some if size < found]
+        else:
+            sizes = sizes[len(some) :]
+    return found
+
+
 def fewest(question: Question, *, tokens: float, days: float, top: int = 5) -> list[Plan]:
     """The plans for the least accelerators that train so many tokens in so many days."""
     steps = tokens / (question.global_batch * question.sequence)
     seconds = days * 86400 / steps
     work = NOT_FASTER * _work(question)
-    for accelerators in every_size(question.cluster):
-        if work / accelerators > seconds:
-            continue
+    enough = [each for each in every_size(question.cluster) if work / each <= seconds]
+    for accelerators, among in _within(question, enough, SIMULATED * seconds):
         smaller = resized(question, accelerators)
-        if len(search(smaller, accelerators, keep=1, slowest=SIMULATED * seconds).space):
+        # Those that may be fast enough are fewer than those an answer is made of.
+        scores = search(smaller, among, keep=max(SCORED, 4 * top), distinct=True, slowest=SIMULATED * seconds)
+        soon = [entry for entry in finalists(smaller, scores, top) if entry.seconds <= seconds]
+        if any(planned(smaller, entry).seconds <= seconds for entry in soon):
             ranked = _ranked(smaller, top, "time")
             if ranked.plans[0].seconds <= seconds:
-                return _completed(smaller, ranked, top, "time")
-    quickest: tuple[float, Question] | None = None
-    for accelerators in reversed(sizes(question.cluster)):  # of those that are as quick the smallest
-        smaller = resized(question, accelerators)
-        wanted = quickest[0] * (1 + 1e-8) if quickest else float("inf")
-        for each in search(smaller, accelerators, keep=1, wanted=wanted).seconds.tolist():
-            if quickest is None or each <= quickest[0]:
-                quickest = (each, smaller)
+                return _completed(smaller, ranked, top, "time", advised=False)  # no smaller part is fast enough
+    parts = _alike(question, sizes(question.cluster))
+    quickest = _best_size(parts)
     if quickest is None:
         raise explain_nothing(question)
-    best = _ranked(quickest[1], 1, "time").plans[0]
+    best = _ranked(resized(question, quickest[1]), 1, "time").plans[0]
     raise UserError(
         f"days={days:g} is too short for tokens={tokens:.4g} on {question.cluster.name}; "
         f"use days={1.001 * steps * best.seconds / 86400:.4g} or more accelerators"

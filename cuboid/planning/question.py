@@ -43,6 +43,8 @@ class Question:
     """Whose files the plan must be sayable in; empty: this program's."""
     beyond_engine: bool = False
     """Also plan what the engine cannot train yet."""
+    priced: bool = False
+    """Seconds of a step count once for each accelerator: parts of a cluster are compared by what they cost."""
 
     def __post_init__(self) -> None:
         if isinstance(self.model, PythonModelSpec) and (self.precision == "fp8" or self.engine != "cuboid"):

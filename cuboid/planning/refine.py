@@ -7,12 +7,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuboid.cost.inputs import Array, Shape, single
-from cuboid.cost.memory import Memory, kept_fraction, peak_memory, rank_memory
+from cuboid.cost.memory import Memory, kept_fraction, kept_per_layer, peak_memory, rank_memory
 from cuboid.cost.pipeline import in_flight, with_shared_cores
 from cuboid.cost.sharding import host_bytes
 from cuboid.cost.step import PARTS
 from cuboid.planning.question import Question
-from cuboid.planning.score import BUSY, Scores, memory_of, score_all
+from cuboid.planning.score import BUSY, Least, Scores, memory_of, score_all
 from cuboid.planning.space import Column, Space
 from cuboid.planning.stages import held, stage_costs
 from cuboid.schedule.schedules import make_table
@@ -243,8 +243,7 @@ def least_kind(question: Question) -> int:
 def promising(question: Question, plain: Scores, reached: float) -> NDArray[np.bool_]:
     """Which layouts might be within `reached` seconds under some schedule if only some layers were recomputed so."""
     found = np.zeros(len(plain.space), dtype=bool)
-    kinds = plain.space.columns["recompute"] >= least_kind(question)
-    where = np.flatnonzero(kinds & (LEAST_LEFT * plain.even <= reached))
+    where = _may_spare(question, plain.space, plain.even, reached)
     memory = memory_of(question, lighter(plain.space.take(where)))
     too_full = np.where(plain.space.columns["pp"][where] > 1, FULLER, 1.0) * memory > question.limit
     where = where[too_full]
@@ -255,11 +254,22 @@ def promising(question: Question, plain: Scores, reached: float) -> NDArray[np.b
     return found
 
 
+def _may_spare(question: Question, space: Space, seconds: Array, reached: float) -> NDArray[np.intp]:
+    """Places of the layouts that might be within `reached` seconds with only as many layers recomputed as their memory
+    asks for. `seconds`: with all of them."""
+    kinds = space.columns["recompute"] >= least_kind(question)
+    where = np.flatnonzero(kinds & (LEAST_LEFT * seconds <= reached))
+    some = space.take(where)
+    heavy = some.columns["recompute"] == RECOMPUTE.index("full")
+    again = np.where(heavy, Least.of(question, some, split=False).again(question), 0.0)
+    return where[(LEAST_LEFT + (1 - LEAST_LEFT) * again) * seconds[where] <= reached]
+
+
 def mixable(question: Question, found: Scores, reached: float) -> Iterator[tuple[float, Space]]:
     """The layouts that fit and would not with one kind less, the fastest of these first, some at a time with the
     seconds that none of them undercuts."""
-    kinds = found.space.columns["recompute"] >= least_kind(question)
-    more = found.take(np.flatnonzero(found.fits & kinds & (LEAST_LEFT * found.seconds <= reached)))
+    more = found.take(np.flatnonzero(found.fits))
+    more = more.take(_may_spare(question, more.space, more.seconds, reached))
     memory = memory_of(question, lighter(more.space))
     too_full = memory > min(question.limit, question.profile.usable * question.machine.chip.memory)
     more = more.take(np.flatnonzero(too_full))
@@ -275,11 +285,19 @@ def mixable(question: Question, found: Scores, reached: float) -> Iterator[tuple
 
 
 def _fraction(question: Question, more: Scores, less: Scores) -> Array:
-    """Fraction of the layers that must be recomputed more, by the memory of both ends: a layer less than it takes if
-    the memory between them lies on a straight line."""
-    most = _longest(question, more.space)
-    missing = (less.memory - question.limit) / np.maximum(less.memory - more.memory, 1.0)
-    return np.asarray(np.maximum(np.floor(most * np.clip(missing, 0.0, 1.0)) - 1, 0.0) / most)
+    """Fraction of the layers that must be recomputed more for the memory, and a layer less than that: no layer frees
+    more than what it keeps of all micro-batches in flight, wherever the fullest rank and its fullest moment are."""
+    shape, jobs, engine = Shape.of(question.model), more.space.jobs, question.profile
+    boundary = engine.kept_boundary * jobs.tokens * shape.hidden / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+    freed = [
+        kept - np.where(jobs.recompute == RECOMPUTE.index("full"), boundary, left)
+        for kept, left in zip(
+            kept_per_layer(shape, less.space.jobs, engine), kept_per_layer(shape, jobs, engine), strict=True
+        )
+    ]
+    each = engine.reserve * jobs.vpp * in_flight(jobs, np.zeros(())) * np.maximum(*freed)
+    layers = np.ceil((less.memory - question.limit) / np.maximum(each, 1.0))
+    return np.asarray(np.clip((layers - 1) / _longest(question, more.space), 0.0, 1.0))
 
 
 def mixed(question: Question, space: Space) -> Scores:

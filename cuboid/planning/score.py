@@ -11,7 +11,7 @@ from cuboid.cost.constants import Engine
 from cuboid.cost.estimate import Estimates, estimate_many
 from cuboid.cost.inputs import Array, Jobs, Shape, mixes, number, of_size
 from cuboid.cost.layers import LayerTimes, Pass, decides_layers
-from cuboid.cost.memory import first_memory, peak_memory
+from cuboid.cost.memory import first_memory, kept_per_layer, peak_memory
 from cuboid.cost.pipeline import (
     DUAL_PIPE_V,
     bubble,
@@ -20,9 +20,10 @@ from cuboid.cost.pipeline import (
     paired_fraction,
     partition,
     waited_transfers,
+    with_shared_cores,
 )
 from cuboid.cost.reuse import each_once
-from cuboid.cost.sharding import rank_parameters, reduction
+from cuboid.cost.sharding import rank_parameters, reduction, tied_sum
 from cuboid.cost.step import PARTS, first_parameters, replica_time
 from cuboid.planning.question import Question
 from cuboid.planning.space import DEGREES, Space
@@ -95,10 +96,11 @@ def score(question: Question, space: Space, memory: Array | None = None) -> Scor
     )
     parts = {name: of_size(getattr(estimates.time, name), size) for name in PARTS}
     seconds = LayerSeconds.of(question, space.jobs)
-    micro_batches = space.jobs.micro_batches
-    assumed = micro_batches * assumed_slowest(question, space, seconds)
-    real = micro_batches * real_slowest(question, space, seconds)
-    even = least_busy(question, space, seconds)
+    passes = Passes.of(question, seconds, _total)
+    assumed = space.jobs.micro_batches * assumed_slowest(question, space, seconds)
+    real, idle = _real_stages(question, space, passes, real_slowest(question, space, seconds))
+    straggler = _straggling(question, space.jobs) * (real + idle)
+    parts |= {"bubble": of_size(idle, size), "straggler": of_size(straggler, size)}
     busy = sum((parts[name] for name in BUSY), np.zeros(size))
     # Part of the host's time comes once per step and does not grow with the layers.
     fixed = np.maximum(busy - assumed, 0.0)
@@ -106,11 +108,33 @@ def score(question: Question, space: Space, memory: Array | None = None) -> Scor
     for name in BUSY:
         once = fixed if name == "host" else 0.0
         parts[name] = (parts[name] - once) * growth + once
-    others = parts["data"] + parts["optimizer"] + parts["transfer"] * least_transfer(question, space)
-    straggling = parts["straggler"] / np.maximum(assumed + parts["bubble"], 1e-300)
+    others = parts["data"] - folded_sum(question, space) + parts["optimizer"]
+    others = others + parts["transfer"] * least_transfer(question, space)
+    even = _priced(question, space, _least(question, space, passes) + fixed + others)
     fits = estimates.fits & (estimates.memory <= question.limit)
-    known = of_size(estimates.memory, size)
-    return Scores(space, parts, known, np.broadcast_to(fits, size), even * (1 + straggling) + fixed + others)
+    parts = {name: _priced(question, space, part) for name, part in parts.items()}
+    return Scores(space, parts, of_size(estimates.memory, size), np.broadcast_to(fits, size), even)
+
+
+def _priced(question: Question, space: Space, seconds: Array) -> Array:
+    """Seconds as the question compares them."""
+    return seconds * space.jobs.world_size if question.priced else seconds
+
+
+def _straggling(question: Question, jobs: Jobs) -> Array:
+    """Of the seconds of a pipeline those that ranks wait for the slowest of many nodes, as `cost.step` has it."""
+    fabric = question.machine.fabric
+    return np.asarray(fabric.straggler * np.log2(np.maximum(jobs.world_size / fabric.node, 1.0)))
+
+
+def _real_stages(question: Question, space: Space, passes: "Passes", slowest: Array) -> tuple[Array, Array]:
+    """Seconds of a step in which the slowest rank computes, and in which it waits for others. `slowest`: those of one
+    micro-batch; what others take is the rest, and so no partition and no schedule is faster than equal stages."""
+    jobs, chip, count = space.jobs, question.machine.chip, space.jobs.micro_batches
+    everything = passes.forward + passes.backward
+    idle = passes.idle(jobs, np.maximum(everything - slowest, 0.0))
+    busy = count * with_shared_cores(chip, slowest, everything / jobs.pp)
+    return busy, np.maximum(chip.together * (count * slowest + idle) - busy, 0.0) if chip.together < 1 else idle
 
 
 def score_all(question: Question, space: Space, memory: Array | None = None) -> Scores:
@@ -197,6 +221,11 @@ class Passes:
         columns = decides_layers(jobs, question.machine.fabric, question.profile)
         return each_once(Shape.of(question.model), jobs, columns, asked)
 
+    def idle(self, jobs: Jobs, others: Array) -> Array:
+        """Seconds a step that the slowest rank waits under each schedule. `others`: what all others compute."""
+        forward, backward = self.forward / jobs.pp, self.backward / jobs.pp
+        return bubble(jobs, forward, backward, np.minimum(self.weight / jobs.pp, backward / 2), others)
+
 
 def _total(each: Pass) -> Array:
     return each.total
@@ -210,11 +239,19 @@ def least_seconds(question: Question, space: Space, context: bool) -> Array:
         waits = each.tensor + each.expert + (each.context if context else 0.0)
         return np.maximum(each.compute + waits, each.floor)
 
-    return _least(question, space, Passes.each_once(question, space.jobs, alone))
+    return _priced(question, space, _least(question, space, Passes.each_once(question, space.jobs, alone)))
 
 
-LIKELY = (("selective", 1, 0.0), ("selective", 3, 0.25), ("full", 1, 1.0), ("full", 3, 1.25))
-"""Recomputation and ZeRO that a layout needs for its memory, the cheapest first, and forward passes that this takes."""
+LIKELY = (
+    ("selective", 1, False, 0.0),
+    ("selective", 2, True, 0.1),
+    ("selective", 3, False, 0.25),
+    ("full", 1, False, 1.0),
+    ("full", 2, True, 1.1),
+    ("full", 3, False, 1.25),
+)
+"""Recomputation, ZeRO and offloading that a layout needs for its memory, the cheapest first, and forward passes that
+this takes."""
 UNLIKELY = 3.0
 """Forward passes that stand for what takes still less memory."""
 
@@ -229,14 +266,17 @@ def likely_seconds(question: Question, space: Space) -> Array:
     forward, backward = (layers * times.mean("total", way) for way in (0, 1))
     split = replace(jobs, zero=number(1))
     sums = reduction(shape, split, question.machine.fabric, engine, held, forward, backward)
-    return least + sums + _likely_passes(question, space) * jobs.micro_batches * forward
+    return least + _priced(question, space, sums + _likely_passes(question, space) * jobs.micro_batches * forward)
 
 
 def _likely_passes(question: Question, space: Space) -> Array:
     """Forward passes that fitting into the memory takes."""
     passes, left = np.full(len(space), UNLIKELY), np.arange(len(space))
-    for recompute, zero, more in LIKELY:
+    for recompute, zero, offload, more in LIKELY:
+        if offload and not question.tries_offload:
+            continue
         some = space.take(left)
+        some = some.offloaded() if offload else some
         ones = np.ones(len(left), dtype=np.int64)
         columns = {**some.columns, "recompute": RECOMPUTE.index(recompute) * ones, "zero": zero * ones}
         fits = memory_of(question, Space(columns, space.global_batch, space.sequence), first_memory) <= question.limit
@@ -245,26 +285,19 @@ def _likely_passes(question: Question, space: Space) -> Array:
     return passes
 
 
-def least_busy(question: Question, space: Space, seconds: LayerSeconds) -> Array:
-    """The same of layouts whose layers are known: seconds that no schedule and no partition takes away."""
-    return _least(question, space, Passes.of(question, seconds, _total))
-
-
 def least_in_layers(question: Question, space: Space) -> Array:
-    """The same, where they are not."""
-    return _least(question, space, Passes.each_once(question, space.jobs, _total))
+    """The same of layouts whose recomputation is known."""
+    return _priced(question, space, _least(question, space, Passes.each_once(question, space.jobs, _total)))
 
 
 def least_scheduled(question: Question, space: Space) -> Array:
     """… with the waiting of the schedule that each has, which equal stages leave."""
     jobs, passes = space.jobs, Passes.each_once(question, space.jobs, _total)
-    forward, backward = passes.forward / jobs.pp, passes.backward / jobs.pp
-    busy = jobs.micro_batches * (forward + backward)
-    if question.machine.chip.together < 1:  # as in `_least`
-        return of_size(busy, len(space))
-    others = np.maximum(jobs.pp - 1, 0) * (forward + backward)
-    idle = bubble(jobs, forward, backward, np.minimum(passes.weight / jobs.pp, backward / 2), others)
-    return of_size(busy + idle, len(space))
+    stage = (passes.forward + passes.backward) / jobs.pp
+    least = jobs.micro_batches * stage
+    if question.machine.chip.together == 1:  # as in `_least`
+        least = least + passes.idle(jobs, (jobs.pp - 1) * stage)
+    return _priced(question, space, of_size(least * (1 + _straggling(question, jobs)), len(space)))
 
 
 def least_with_sums(question: Question, space: Space) -> Array:
@@ -273,7 +306,15 @@ def least_with_sums(question: Question, space: Space) -> Array:
     seconds, stage = LayerSeconds.of(question, jobs), partition(shape, jobs, engine)
     held = first_parameters(shape, jobs, stage)
     waits = replica_time(shape, jobs, fabric, engine, stage, held, seconds.times, seconds.parts)
-    return least_busy(question, space, seconds) + waits
+    least = _least(question, space, Passes.of(question, seconds, _total))
+    return _priced(question, space, least + waits - folded_sum(question, space))
+
+
+def folded_sum(question: Question, space: Space) -> Array:
+    """Of the seconds that replicas wait those that a V-shaped schedule saves, whose first rank holds both ends of the
+    model: the gradient of a tied embedding is not summed over the pipeline."""
+    shape, engine = Shape.of(question.model), question.profile
+    return tied_sum(shape, space.jobs, question.machine.fabric, engine) if engine.own_collectives else np.zeros(())
 
 
 def _least(question: Question, space: Space, passes: Passes) -> Array:
@@ -285,13 +326,14 @@ def _least(question: Question, space: Space, passes: Passes) -> Array:
     idle = idle_by_schedule(deepest, forward, backward, weight, others)
     pairs = idle.pop(DUAL_PIPE_V)
     busy = jobs.micro_batches * (forward + backward)
+    straggling = 1 + _straggling(question, jobs)
     if question.machine.chip.together < 1:  # ranks that share cores wait less than their own seconds say
-        return of_size(busy, len(space))
+        return of_size(busy * straggling, len(space))
     least = busy + reduce(np.minimum, idle.values())
     dual = replace(jobs, schedule=number(DUAL_PIPE_V))
     relief = np.where(jobs.pp > 1, paired_fraction(dual) * passes.paired, 0.0)
     least = np.minimum(least, busy + pairs - (jobs.micro_batches + jobs.pp) * relief / jobs.pp)
-    return of_size(least, len(space))
+    return of_size(least * straggling, len(space))
 
 
 def _paired(question: Question, times: LayerTimes) -> Array:
@@ -313,18 +355,74 @@ def least_transfer(question: Question, space: Space) -> Array:
 
 def least_memory(question: Question, space: Space, split: bool = True) -> Array:
     """Bytes of the first pipeline rank with everything recomputed; `split`: and split, whatever ZeRO says."""
-    shape, jobs, engine = Shape.of(question.model), space.jobs, question.profile
-    layers = partition(shape, jobs, engine).first
-    held = rank_parameters(shape, jobs, layers, np.ones(()), np.zeros(()))
-    parts = (question.fixed.get("shard", 0) or jobs.dp) * jobs.cp
-    owned = held.plain / parts + held.routed / np.maximum(parts * jobs.tp / jobs.ep, 1.0)
-    offloads = question.tries_offload or question.fixed_offload
-    kinds = (engine.weight_bytes, 3), (engine.gradient_bytes, 2), (0.0 if offloads else engine.optimizer_bytes, 1)
-    states = sum(each * (owned if split else np.where(jobs.zero >= stage, owned, held.total)) for each, stage in kinds)
-    if engine.compiled:
-        # Gradients that nobody else has are not kept where there is one micro-batch (`cost.memory.fullest`).
-        holders = jobs.dp * jobs.cp * jobs.tp
-        unkept = held.plain * (holders <= 1) + held.routed * (holders <= jobs.ep)
-        states = states - engine.gradient_bytes * unkept
-    boundary = engine.kept_boundary * jobs.tokens * shape.hidden / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
-    return of_size(states + layers * boundary * in_flight(jobs, np.zeros(())), len(space))
+    return of_size(Least.of(question, space, split).recomputed, len(space))
+
+
+def least_fitting(question: Question, space: Space, least: Array) -> tuple[Array, Array]:
+    """Bytes of the first pipeline rank of shapes with everything recomputed and split, and the seconds that none of
+    their layouts undercuts with as many layers recomputed as its memory asks for. `least`: those with none, by
+    `least_seconds`."""
+    held = Least.of(question, space, split=True)
+    memory, again = of_size(held.recomputed, len(space)), of_size(held.again(question), len(space))
+    rows = np.flatnonzero((again > 0) & (memory <= question.limit))
+    some = space.take(rows)
+    columns = {**some.columns, "recompute": np.full(len(rows), RECOMPUTE.index("full"), dtype=np.int64)}
+    heavy = least_seconds(question, Space(columns, space.global_batch, space.sequence), context=False)
+    found = least.copy()
+    found[rows] += again[rows] * np.maximum(heavy - least[rows], 0.0)
+    return memory, found
+
+
+@dataclass(frozen=True)
+class Least:
+    """Bytes that the first pipeline rank of a layout holds at least."""
+
+    states: Array
+    layers: Array
+    """Layers of the rank, times the micro-batches in flight."""
+    each: Array
+    """Layers of the rank."""
+    boundary: Array
+    """Bytes that a layer keeps of a micro-batch with everything recomputed."""
+    kept: Array
+    """… with no matmul recomputed."""
+
+    @property
+    def recomputed(self) -> Array:
+        """Bytes with everything recomputed."""
+        return self.states + self.layers * self.boundary
+
+    def again(self, question: Question) -> Array:
+        """Fraction of the layers that must be recomputed in full for all to fit, and a layer less than that: stages
+        need not be as long as those of the first rank."""
+        engine = question.profile
+        missing = engine.reserve * (self.states + engine.fixed + self.layers * self.kept) - question.limit
+        freed = engine.reserve * self.layers / self.each * np.maximum(self.kept - self.boundary, 1.0)
+        return np.asarray(np.clip((np.ceil(missing / freed) - 1) / self.each, 0.0, 1.0))
+
+    @classmethod
+    def of(cls, question: Question, space: Space, split: bool) -> "Least":
+        """Those of some layouts. `split`: all is split, whatever ZeRO says."""
+        shape, jobs, engine = Shape.of(question.model), space.jobs, question.profile
+        layers = partition(shape, jobs, engine).first
+        held = rank_parameters(shape, jobs, layers, np.ones(()), np.zeros(()))
+        parts = (question.fixed.get("shard", 0) or jobs.dp) * jobs.cp
+        owned = held.plain / parts + held.routed / np.maximum(parts * jobs.tp / jobs.ep, 1.0)
+        offloads = question.tries_offload or question.fixed_offload
+        kinds = (engine.weight_bytes, 3), (engine.gradient_bytes, 2), (0.0 if offloads else engine.optimizer_bytes, 1)
+        states = np.asarray(
+            sum(each * (owned if split else np.where(jobs.zero >= stage, owned, held.total)) for each, stage in kinds)
+        )
+        if engine.compiled:
+            # Gradients that nobody else has are not kept where there is one micro-batch (`cost.memory.fullest`).
+            holders = jobs.dp * jobs.cp * jobs.tp
+            unkept = held.plain * (holders <= 1) + held.routed * (holders <= jobs.ep)
+            states = states - engine.gradient_bytes * unkept
+        kept = [
+            each
+            for kind in ("none", "selective")
+            for each in kept_per_layer(shape, replace(jobs, recompute=number(RECOMPUTE.index(kind))), engine)
+        ]
+        split_sequence = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+        boundary = engine.kept_boundary * jobs.tokens * shape.hidden / split_sequence
+        return cls(states, layers * in_flight(jobs, np.zeros(())), layers, boundary, reduce(np.minimum, kept))

@@ -7,22 +7,25 @@ perfectly even stages is out too. The rest is tried with every schedule, and wit
 memory asks for.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cuboid.cost.inputs import Array, Shape
+from cuboid.cost.inputs import Array, Shape, of_size
 from cuboid.cost.memory import first_memory
 from cuboid.cost.sharding import host_bytes
 from cuboid.planning.export.engines import sayable
 from cuboid.planning.question import Question
 from cuboid.planning.refine import LEAST_LEFT, PLACES, least_kind, lighter, may_mix, mixable, mixed, promising
 from cuboid.planning.score import (
+    CHUNK,
+    Least,
     Scores,
     chunks,
     concatenated,
+    least_fitting,
     least_in_layers,
     least_memory,
     least_scheduled,
@@ -47,7 +50,7 @@ from cuboid.planning.space import (
     with_states,
     with_zero,
 )
-from cuboid.spec.layout import Layout
+from cuboid.spec.layout import RECOMPUTE, Layout
 
 EMPTY = 1_000
 """Shapes whose memory is looked at together."""
@@ -55,7 +58,6 @@ LIKELY = 64
 """Layouts of which one is likely to hold nearly as little as any."""
 GUESSED = 10_000
 """Shapes that are brought into the order of what they are likely to take."""
-Possible = Callable[[Question, Space], NDArray[np.bool_]]
 FIRST, FEWER, AT_ONCE = 4_000, 1_000, 250_000
 """Layouts looked at before anything is known of what is good, where many are kept and where but the best is, and
 together at most."""
@@ -67,36 +69,65 @@ BOUNDED = 3_000_000
 
 @dataclass(frozen=True)
 class Shapes:
-    """Every way to divide ranks and batch, and what is known of it before any layout is looked at."""
+    """Ways to divide ranks and batch that may be within memory and time, and what is known of them before any layout is
+    looked at."""
 
     every: Space
     bound: Array
     """Seconds that no layout of each undercuts."""
     order: NDArray[np.intp]
-    """Those that may be within memory and time, the likely best first."""
-    likely: float
-    """Seconds that the first of them is likely to take."""
+    """Those that are asked for, the likely best first."""
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """Ranks of each of those."""
+        return self.every.world_size[self.order]
+
+    def take(self, which: NDArray[np.bool_]) -> "Shapes":
+        """Some of those."""
+        return replace(self, order=self.order[which])
 
 
-def shapes_within(question: Question, world_size: int, slowest: float = float("inf"), guess: bool = True) -> Shapes:
-    """The shapes of which a step may take no longer than `slowest`. `guess`: the likely best first."""
-    every = shapes(question, world_size)
-    bound = np.concatenate([least_seconds(question, part, False) for part in chunks(every)])
-    soon = np.flatnonzero(bound <= slowest)
-    some = every if len(soon) == len(every) else every.take(soon)
-    soon = soon[np.concatenate([least_memory(question, part) <= question.limit for part in chunks(some)])]
-    order = soon[np.argsort(bound[soon], kind="stable")]
+def shapes_within(
+    question: Question, sizes: Sequence[int], slowest: float = float("inf"), guess: bool = True
+) -> Shapes:
+    """The shapes of some numbers of ranks of which a step may take no longer than `slowest`. `guess`: the likely best
+    first."""
+    found = [_bounded(question, part, slowest) for some in _together(question, sizes) for part in chunks(some)]
+    every = found[0][0].concatenated(*(some for some, _ in found[1:]))
+    bound = np.concatenate([least for _, least in found])
+    order = np.argsort(bound, kind="stable")
     if not len(order) or not guess:
-        return Shapes(every, bound, order, float("inf"))
+        return Shapes(every, bound, order)
     # The sooner a good layout is known, the fewer are looked at.
     likely = likely_seconds(question, every.take(order[:GUESSED]))
     order = np.concatenate([order[np.argsort(likely, kind="stable")], order[GUESSED:]])
-    return Shapes(every, bound, order, float(likely.min()))
+    return Shapes(every, bound, order)
+
+
+def _together(question: Question, sizes: Sequence[int]) -> Iterator[Space]:
+    """All shapes of some numbers of ranks, as many at a time as are worth asking together."""
+    some: list[Space] = []
+    for size in sizes:
+        some.append(shapes(question, size))
+        if size == sizes[-1] or sum(map(len, some)) > CHUNK // 2:
+            yield some[0].concatenated(*some[1:]) if len(some) > 1 else some[0]
+            some = []
+
+
+def _bounded(question: Question, space: Space, slowest: float) -> tuple[Space, Array]:
+    """The shapes that may be within memory and time, and the seconds that no layout of each undercuts."""
+    least = least_seconds(question, space, context=False)
+    soon = np.flatnonzero(least <= slowest)
+    space, least = (space, least) if len(soon) == len(space) else (space.take(soon), least[soon])
+    memory, least = least_fitting(question, space, least)
+    soon = np.flatnonzero((memory <= question.limit) & (least <= slowest))
+    return space.take(soon), least[soon]
 
 
 def search(
     question: Question,
-    world_size: int,
+    among: int | Sequence[int] | Shapes,
     *,
     keep: int,
     objective: str = "time",
@@ -104,30 +135,35 @@ def search(
     slowest: float = float("inf"),
     wanted: float = float("inf"),
     mixes: bool = True,
-    among: Shapes | None = None,
+    any_will_do: bool = False,
 ) -> Scores:
     """The `keep` best layouts that fit, best first; none when none fits.
 
-    `distinct`: of layouts with the same ranks, micro-batch and schedule only the best counts. `slowest`: seconds that a
-    step may take. `wanted`: seconds beyond which nobody asks what is best. `mixes`: also layouts that recompute some
-    layers more than others. `among`: the shapes within that time or a longer one, where they are known."""
+    `among`: a number of ranks or several, or their shapes where they are known. `distinct`: of layouts with the same
+    ranks, micro-batch and schedule only the best counts. `slowest`: seconds that a step may take. `wanted`: seconds
+    beyond which nobody asks what is best. `mixes`: also layouts that recompute some layers more than others.
+    `any_will_do`: not the best, but as many that fit and are no slower."""
     mixes = mixes and may_mix(question, objective)
     limit, guess = min(slowest, wanted), not np.isfinite(wanted)
-    among = among or shapes_within(question, world_size, limit, guess)
+    sizes = [among] if isinstance(among, int) else among
+    among = sizes if isinstance(sizes, Shapes) else shapes_within(question, sizes, limit, guess)
     every, bound = among.every, among.bound
     order = among.order[bound[among.order] <= limit]
-    sizes = _sizes(question, every)
+    numbers = _sizes(question, every)
     best = score(question, every.take(order[:0]))
-    batch = 0
+    batch, many = 0, keep > 1 or len(order) > GUESSED
+    guess = guess and not (any_will_do and len(order) <= FEWER)  # few are looked at together
     while len(order):
-        few = (guess and batch <= int(keep > 1 and slowest == float("inf"))) or not np.isfinite(limit)
+        few = (guess and batch <= int(many and slowest == float("inf"))) or not np.isfinite(limit)
         room = min((FIRST if keep > 1 else FEWER) * 8**batch, AT_ONCE) if few else BOUNDED
-        stop = max(int(np.searchsorted(np.cumsum(sizes[order]), room)), 1)
+        stop = max(int(np.searchsorted(np.cumsum(numbers[order]), room)), 1)
         for some in _with_contexts(question, every.take(order[:stop]), limit):
             found = _search_some(question, some, keep, objective, distinct, slowest, limit, mixes)
             best = concatenated([best, found]).best(keep, objective, distinct)
             if objective != "memory" and len(best.space) == keep:
                 limit = min(limit, float(best.seconds[-1]))
+            if any_will_do and len(best.space) == keep:
+                return best
         order, batch = order[stop:], batch + 1
         order = order[bound[order] <= limit * (1 + 1e-8)]
     return best
@@ -239,13 +275,14 @@ def _search_some(
     tried = _scheduled(question, space.take(np.flatnonzero(good)))
     if objective != "memory":
         tried = _soon_scheduled(question, tried, reached, mixes)
-    found = score_all(question, tried).within(slowest)
-    best = found.best(keep, objective, distinct)
+    found = score_all(question, tried)
+    best = found.within(slowest).best(keep, objective, distinct)
     if mixes:
-        best = _with_mixes(question, best, found, keep, distinct, limit)
+        # What is too slow with all layers recomputed may be fast enough with some of them.
+        best = _with_mixes(question, best, found, keep, distinct, limit).within(slowest)
         others = ~good & promising(question, plain, min(_place(best, keep), limit))
-        found = score_all(question, scheduled(question, space.take(np.flatnonzero(others)))).within(slowest)
-        best = _with_mixes(question, best, found, keep, distinct, limit)
+        found = score_all(question, scheduled(question, space.take(np.flatnonzero(others))))
+        best = _with_mixes(question, best, found, keep, distinct, limit).within(slowest)
     return best
 
 
@@ -261,34 +298,44 @@ def _soon_scheduled(question: Question, space: Space, limit: float, mixes: bool)
 def _within(question: Question, some: Space, limit: float, mixes: bool) -> Space:
     """Shapes with every recomputation and ZeRO that might fit and take no longer than `limit`, also with only some of
     their layers recomputed: what is quickly said of them is asked first."""
-    in_layers, with_sums = (_soon(limit, mixes, least) for least in (least_in_layers, least_with_sums))
-    space = with_recompute(question, some)
-    space = space.take(in_layers(question, space))  # the same with any ZeRO
-    space = _sayable(question, with_zero(question, space))
-    for possible in (_states_fit, _may_fit, with_sums):
-        space = space.take(possible(question, space))
-    return space
+    space, again = _states_fit(question, with_recompute(question, some), split=True)
+    space = space.take(_soon(question, space, again, limit, mixes, least_in_layers))  # the same with any ZeRO
+    space, again = _states_fit(question, _sayable(question, with_zero(question, space)), split=False)
+    may = _may_fit(question, space)
+    space, again = space.take(may), again[may]
+    return space.take(_soon(question, space, again, limit, mixes, least_with_sums))
 
 
-def _soon(limit: float, mixes: bool, least: Callable[[Question, Space], Array]) -> Possible:
-    """Whether so many seconds at least are within a limit."""
+def _soon(
+    question: Question,
+    space: Space,
+    again: Array,
+    limit: float,
+    mixes: bool,
+    least: Callable[[Question, Space], Array],
+) -> NDArray[np.bool_]:
+    """Whether so many seconds at least are within a limit. `again`: fraction of the layers that must be recomputed as
+    the layout says, the others one kind less."""
+    if not np.isfinite(limit):
+        return np.ones(len(space), dtype=bool)
+    heavy = np.flatnonzero((space.columns["recompute"] >= least_kind(question)) & mixes)
+    both = space.concatenated(lighter(space.take(heavy)))  # asked at once: most of the time goes to asking
+    seconds = np.concatenate([least(question, part) for part in chunks(both)])
+    more, less = seconds[: len(space)], seconds[len(space) :]
+    more[heavy] = np.minimum(more[heavy], less + again[heavy] * (more[heavy] - less))
+    return more <= limit * (1 + 1e-8)
 
-    def possible(question: Question, space: Space) -> NDArray[np.bool_]:
-        if not np.isfinite(limit):
-            return np.ones(len(space), dtype=bool)
-        heavy = np.flatnonzero((space.columns["recompute"] >= least_kind(question)) & mixes)
-        both = space.concatenated(lighter(space.take(heavy)))  # asked at once: most of the time goes to asking
-        soon = np.concatenate([least(question, part) <= limit * (1 + 1e-8) for part in chunks(both)])
-        found = soon[: len(space)]
-        found[heavy] |= soon[len(space) :]
-        return found
 
-    return possible
-
-
-def _states_fit(question: Question, space: Space) -> NDArray[np.bool_]:
-    """Whether what ZeRO splits fits, and what is kept with everything recomputed."""
-    return np.concatenate([least_memory(question, part, split=False) <= question.limit for part in chunks(space)])
+def _states_fit(question: Question, space: Space, split: bool) -> tuple[Space, Array]:
+    """Those whose states may fit, with what is kept, and the fraction of their layers that must be recomputed in full
+    for it; what recomputes less must fit as it is. `split`: as if all states were split."""
+    held = [Least.of(question, part, split) for part in chunks(space)]
+    memory, again = (
+        np.concatenate([of_size(each, len(part)) for each, part in zip(found, chunks(space), strict=True)])
+        for found in ([each.recomputed for each in held], [each.again(question) for each in held])
+    )
+    fits = (memory <= question.limit) & ((space.columns["recompute"] == RECOMPUTE.index("full")) | (again == 0))
+    return space.take(fits), again[fits]
 
 
 def _may_fit(question: Question, space: Space) -> NDArray[np.bool_]:

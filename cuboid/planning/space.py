@@ -48,15 +48,23 @@ class Space:
         columns = {**self.columns, "offload": np.ones_like(self.columns["offload"])}
         return Space(columns, self.global_batch, self.sequence)
 
-    def concatenated(self, other: "Space") -> "Space":
+    def concatenated(self, *others: "Space") -> "Space":
         """These and those."""
-        columns = {name: np.concatenate([column, other.columns[name]]) for name, column in self.columns.items()}
+        columns = {
+            name: np.concatenate([column, *(other.columns[name] for other in others)])
+            for name, column in self.columns.items()
+        }
         return Space(columns, self.global_batch, self.sequence)
 
     @cached_property
     def jobs(self) -> Jobs:
         """The layouts as the cost model reads them."""
         return Jobs.make(**self.columns, global_batch=self.global_batch, sequence=self.sequence)
+
+    @property
+    def world_size(self) -> Column:
+        """Ranks of each."""
+        return self.columns["dp"] * self.columns["tp"] * self.columns["pp"] * self.columns["cp"]
 
     @property
     def pipelines(self) -> list[int]:
@@ -155,15 +163,20 @@ def shapes(question: Question, world_size: int) -> Space:
 def _micro_batches(question: Question, dp: int, tp: int, cp: int) -> NDArray[np.int64]:
     """Every (micro-batch, sequence parallelism) that some ranks allow."""
     fixed = question.fixed
-    sizes = np.array(divisors(question.global_batch // dp), dtype=np.int64)
+    sizes = _divisors(question.global_batch // dp)
     if "micro_batch" in fixed:
         sizes = sizes[sizes == fixed["micro_batch"]]
-    splits = sizes * question.sequence // cp % tp == 0
-    if tp == 1 or not fixed.get("sequence_parallel", True):
-        return np.stack([sizes, np.zeros_like(sizes)], axis=1)
-    if "sequence_parallel" in fixed:
-        return np.stack([sizes[splits], np.ones_like(sizes[splits])], axis=1)
-    return np.stack([sizes, splits], axis=1)
+    found = np.zeros((len(sizes), 2), dtype=np.int64)
+    found[:, 0] = sizes
+    if tp > 1 and fixed.get("sequence_parallel", True):
+        found[:, 1] = sizes * question.sequence // cp % tp == 0
+        found = found[found[:, 1] > 0] if "sequence_parallel" in fixed else found
+    return found
+
+
+@lru_cache(maxsize=4096)
+def _divisors(number: int) -> NDArray[np.int64]:
+    return np.array(divisors(number), dtype=np.int64)
 
 
 def each_pair(space: Space) -> tuple[list[tuple[int, int]], NDArray[np.intp]]:

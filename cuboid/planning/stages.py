@@ -140,13 +140,6 @@ def assumed_slowest(question: Question, space: Space, seconds: LayerSeconds) -> 
     return with_shared_cores(question.machine.chip, slowest, alone / space.jobs.pp)
 
 
-def everything(question: Question, seconds: LayerSeconds) -> Array:
-    """Seconds of one micro-batch on all ranks together."""
-    shape = Shape.of(question.model)
-    body = shape.dense_layers * seconds.dense + (shape.layers - shape.dense_layers) * seconds.mixture
-    return body + seconds.parts.embedding + seconds.head
-
-
 def real_slowest(question: Question, space: Space, seconds: LayerSeconds) -> Array:
     """Seconds of one micro-batch on the slowest rank as the engine splits the layers."""
     columns = space.columns
@@ -167,7 +160,7 @@ def real_slowest(question: Question, space: Space, seconds: LayerSeconds) -> Arr
         ranks, others = part.different_ranks(again)
         each = seconds_of[where] @ ranks
         slowest[where] = (each + less_of[where] @ others if again else each).max(axis=1)
-    return with_shared_cores(question.machine.chip, slowest, everything(question, seconds) / space.jobs.pp)
+    return slowest
 
 
 # What every stage of one layout costs, for the simulator: the detailed path beside the closed forms of `pipeline`.

@@ -6,6 +6,7 @@ import numpy as np
 
 from cuboid.cost.constants import at_host_speed, engine_named
 from cuboid.cost.inputs import Shape
+from cuboid.cost.muon import matrix_time
 from cuboid.cost.sharding import optimizer_time, rank_parameters
 from cuboid.planning.choose import predict
 from cuboid.planning.collectives import step_collectives
@@ -77,6 +78,8 @@ def _seconds(question: Question, run: Run, rank: int, stage: int) -> float:
     owned = rank_parameters(shape, space.jobs, count, np.asarray(first), np.asarray(last))
     chip = question.machine.chip
     update = optimizer_time(space.jobs, chip, question.profile, owned, np.zeros(()))
+    fabric = question.machine.fabric
+    update = update + matrix_time(shape, space.jobs, chip, fabric, question.profile, count, np.asarray(first))
     copied = _copied(run, rank) / (chip.memory_bandwidth * chip.memory_efficiency)
     return float(np.ravel(passes + update)[0]) + copied
 

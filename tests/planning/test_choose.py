@@ -1,16 +1,18 @@
 """Plans: objectives, limits, warnings, and what is said when there is none."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from cuboid.cost.estimate import doubt, record_of
 from cuboid.errors import UserError
-from cuboid.planning.choose import cheapest, fewest, plans, predict, warnings
+from cuboid.planning.choose import _alike, _best_size, _within, cheapest, fewest, plans, predict, warnings
 from cuboid.planning.export.engines import FIXED
 from cuboid.planning.plan import amount, losses
-from cuboid.planning.question import Question, parse_fixed, parse_memory, resized_cluster, sizes
+from cuboid.planning.question import Question, every_size, parse_fixed, parse_memory, resized, resized_cluster, sizes
+from cuboid.planning.search import search
 from cuboid.spec.cluster import load_cluster
 from cuboid.spec.layout import Layout
 
@@ -61,6 +63,23 @@ def test_the_fewest_accelerators_that_meet_a_deadline(ask: Callable[..., Questio
     assert found.layout.world_size < 128
     with pytest.raises(UserError, match=r"days=0.01 is too short .* use days="):
         fewest(question, tokens=1e11, days=0.01)
+
+
+def test_parts_compared_together_are_as_each_for_itself(ask: Callable[..., Question]) -> None:
+    question = ask(cluster="h100x24", global_batch=48)
+    best = {}
+    for size in every_size(question.cluster):
+        for seconds in search(resized(question, size), size, keep=1).seconds.tolist():
+            best[size] = seconds
+    assert len(best) > 5
+    cheap = min(best, key=lambda size: size * best[size])
+    assert _best_size(_alike(replace(question, priced=True), list(best))) == pytest.approx((cheap * best[cheap], cheap))
+    soon = min(best, key=lambda size: best[size])
+    assert _best_size(_alike(question, list(best))) == pytest.approx((best[soon], soon))
+    limit = sorted(best.values())[len(best) // 2] * (1 + 1e-9)
+    within = [size for size in sorted(best) if len(search(resized(question, size), size, keep=1, slowest=limit).space)]
+    assert 0 < len(within) < len(best)
+    assert [size for size, _ in _within(question, sorted(best), limit)] == within
 
 
 def test_mixtures_are_planned_and_trained(ask: Callable[..., Question]) -> None:
