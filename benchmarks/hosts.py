@@ -4,6 +4,7 @@
         hosts.run(0, ["cuboid", "train", ...])     # a subprocess.Popen in host 0
         hosts.cut(2)                               # packets from and to host 2 vanish; nobody is told
         hosts.restore(2)
+        hosts.divide([2, 3])                       # these reach each other and none of the others, until restore(2, 3)
 
 Needs root and iproute2. All hosts see the same files and processes, as if they shared a network file system; only
 their networks are apart. Try it: `python benchmarks/hosts.py` joins two hosts and times bytes between them."""
@@ -40,7 +41,7 @@ class Hosts:
             raise SystemExit("hosts are network namespaces: they need root and iproute2")
         mark = f"c{os.getpid()}{chr(97 + next(_numbers))}"  # names of interfaces have at most 15 characters
         self.names = [f"{mark}{host}" for host in range(count)]
-        self._bridge = mark
+        self._bridge, self._far_bridge = mark, f"{mark}x"
         self._open()
         if rate is not None:
             self.set_rate(rate)
@@ -62,8 +63,14 @@ class Hosts:
         """As if a switch had died: the host's link stays up, and nothing arrives at either end any more."""
         ip("link", "set", self.names[host], "nomaster")
 
-    def restore(self, host: int) -> None:
-        ip("link", "set", self.names[host], "master", self._bridge)
+    def restore(self, *hosts: int) -> None:
+        for host in hosts:
+            ip("link", "set", self.names[host], "master", self._bridge)
+
+    def divide(self, hosts: Sequence[int]) -> None:
+        """As if the switches were two, and the line between them had died."""
+        for host in hosts:
+            ip("link", "set", self.names[host], "master", self._far_bridge)
 
     def set_rate(self, rate: str, host: int | None = None) -> None:
         """Of one host's link or all of them, in each direction."""
@@ -87,11 +94,13 @@ class Hosts:
                 time.sleep(0.05)
             ip("link", "del", name)  # its other end goes with it
             ip("netns", "del", name)
-        ip("link", "del", self._bridge)
+        for bridge in (self._bridge, self._far_bridge):
+            ip("link", "del", bridge)
 
     def _open(self) -> None:
-        ip("link", "add", self._bridge, "type", "bridge")
-        ip("link", "set", self._bridge, "up")
+        for bridge in (self._bridge, self._far_bridge):
+            ip("link", "add", bridge, "type", "bridge")
+            ip("link", "set", bridge, "up")
         for host, name in enumerate(self.names):
             ip("netns", "add", name)
             ip("link", "add", name, "type", "veth", "peer", "name", INTERFACE, "netns", name)

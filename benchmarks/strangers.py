@@ -7,7 +7,8 @@ its secret. It looks up every port on which a process of the job listens, and se
 messages, what was recorded of real traffic (taken with a raw socket on the first host), greetings of a forged node
 with a wrong secret, requests of PyTorch's own store; and holds as many connections open as it is told. Phases of one
 job alternate: the job is attacked, or the same attacker attacks somebody else, a port in its own host. Told are the
-step times of both, exit codes, and the largest difference of a loss to a run of one process left alone."""
+step times of both, exit codes, the most bytes that a stranger heard on a connection, and the largest difference of a
+loss to a run of one process left alone: what is read, and what is injected."""
 
 from __future__ import annotations
 
@@ -59,6 +60,10 @@ def listening(namespace: str) -> list[tuple[str, int]]:
 # In the attacker's host.
 
 
+HEARD = "most bytes heard"
+"""On one connection, of all that were made."""
+
+
 def attack(ports: list[tuple[str, int]], recorded: list[bytes], seconds: float, connections: int) -> dict[str, int]:
     from cuboid.secure_channel import MAGIC, greet
 
@@ -88,9 +93,20 @@ def attack(ports: list[tuple[str, int]], recorded: list[bytes], seconds: float, 
             with suppress(OSError):
                 one(draw.choice(kinds), where)
         while len(held) > connections:
-            held.pop(0).close()
+            count[HEARD] = max(count.get(HEARD, 0), heard_on(held.pop(0)))
         time.sleep(0.002)  # the attacker has the same two cores as the job; it is not the processor that is attacked
+    count[HEARD] = max([count.get(HEARD, 0), *map(heard_on, held)])
     return count
+
+
+def heard_on(line: socket.socket) -> int:
+    """Bytes that were sent to a stranger, who then hangs up: a greeting has less than a hundred, weights have more."""
+    heard = 0
+    line.setblocking(False)
+    with line, suppress(OSError):
+        while part := line.recv(1 << 16):
+            heard += len(part)
+    return heard
 
 
 def record(interface: str, seconds: float) -> list[bytes]:
@@ -163,7 +179,9 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             words = ["--attack", folder, "--seconds", options.seconds, "--connections", options.connections]
             command = [sys.executable, __file__, *map(str, words)]
             sent = json.loads(hosts.run(options.hosts, command, stdout=subprocess.PIPE, text=True).communicate()[0])
+            heard = sent.pop(HEARD)
             if attacked:
+                told["heard"] = max(told.get("heard", 0), heard)
                 told["sent"] = {kind: told["sent"].get(kind, 0) + number for kind, number in sent.items()}
             told[attacked] += [row["seconds"] for row in job.rows()[before + 1 :]]
         told["exit_codes"] = job.end()
@@ -218,6 +236,7 @@ def main() -> None:
         print(json.dumps(told))
         return
     print(f"{told['ports']} ports of {options.hosts} hosts, connections: {told['sent']}")
+    print(f"most bytes that a stranger heard on one of them: {told['heard']}")
     print(f"a step takes {median(spared):.4f} s ({len(spared)} steps) while another is attacked,")
     print(f"             {median(attacked):.4f} s ({len(attacked)} steps) attacked: {100 * told['slower']:+.1f} %")
     print(f"largest relative difference of a loss {told['largest_difference']:.1e}; exit codes {told['exit_codes']}")

@@ -86,15 +86,17 @@ class Coordinator:
         newest: Callable[[], int],
         number: int = 0,
         term: int = 0,
+        has_room: Callable[[], bool] = lambda: True,
     ) -> None:
         """`choose` says how so many nodes are used best, `newest` which step the newest checkpoint has; `number` is
-        that of the first order: a leader that came back must not repeat one.
+        that of the first order: a leader that came back must not repeat one. `has_room`: whether the run's folder
+        takes what ranks write.
 
         The leader's own node is never lost and comes first: rank 0, which alone publishes checkpoints, is always there,
         and there the old one has ended before a new one starts. So nobody cut off can publish one."""
         self.order = Order(number, "wait", "the job starts", term=term)
         self._rules, self._choose, self._judge, self._newest = rules, choose, judge, newest
-        self._leader = leader
+        self._leader, self._has_room = leader, has_room
         self._seen = {leader: _Seen(Status(), 0.0)}
         self._meeting = ("", 0)
         self._since: float | None = None
@@ -162,7 +164,7 @@ class Coordinator:
         )
         expected = rules.max_nodes if rules.expected is None else rules.expected
         early = not self._called and there < expected and waited < rules.gather
-        if settled and not early and self._meeting[1]:
+        if settled and not early and self._meeting[1] and self._has_room():
             self._call(now)
 
     def _call(self, now: float) -> None:

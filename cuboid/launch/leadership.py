@@ -9,6 +9,7 @@ or cannot reach the folder, ends its ranks and follows."""
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import sys
 import threading
@@ -23,6 +24,7 @@ from cuboid.console import say
 from cuboid.errors import UserError
 from cuboid.launch.coordinator import GRACE, Coordinator, Order, Rules
 from cuboid.launch.coordinator_rpc import BEAT, PURPOSE, CoordinatorClient, CoordinatorServer
+from cuboid.launch.disk_room import DiskRoom
 from cuboid.launch.network import Endpoint, listen
 from cuboid.launch.start import Nodes
 from cuboid.launch.store_tunnel import StoreGate
@@ -35,6 +37,8 @@ from cuboid.training.run_folder import forget_reports, newest_kept, try_claim
 SOONER = 0.6
 """Part of resilience.contact_seconds after which a node that hears nothing ends its ranks: before the others, which
 wait for the whole of it, start theirs."""
+ORDERS = 1 << 20
+"""More than two leaders ever give."""
 
 
 def secret_of(run: Run) -> bytes | None:
@@ -151,16 +155,17 @@ class Leadership:
     def _coordinator(self, restarts: Restarts, after: Order | None) -> Coordinator:
         spec, run, nodes = self._run.resilience, self._run, self._nodes
         rules = Rules(nodes.least, nodes.most, spec.contact_seconds, spec.gather_seconds, spec.rejoin_seconds)
-        number = int(time.time())  # a leader that came back must not repeat one
         if after is not None:  # the others come as soon as they see the term
             expected = len(after.members) - 1 if after.members else nodes.most - 1
             rules = replace(rules, gather=min(spec.gather_seconds, spec.contact_seconds), expected=expected)
-            number = max(number, after.number + 1)
         choose = Replanner(run, nodes.ranks).choose
         assert self._term is not None
         term = self._term.number
+        # No leader repeats an order of another, whatever the clocks of nodes say; where nodes do not share the folder,
+        # one that starts in a new folder has the first term again.
+        number = term * ORDERS + secrets.randbelow(ORDERS // 2)
         return Coordinator(
-            self._name, rules, choose, restarts.failed, lambda: newest_kept(run), number=number, term=term
+            self._name, rules, choose, restarts.failed, lambda: newest_kept(run), number, term, DiskRoom(run)
         )
 
     def _announce(self, order: Order) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from multiprocessing import forkserver, resource_tracker
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from cuboid.errors import RankError, UserError
+from cuboid.launch.disk_room import DiskRoom
 from cuboid.launch.place import Place, find_place, local_places
 from cuboid.launch.pool import fork_server
 from cuboid.launch.watched import judge_with_all, stand_still_everywhere
@@ -53,11 +55,12 @@ class Restarts:
         return f"{reason}; {self._fruitless} attempts in a row made no checkpoint" if self._fruitless > 1 else reason
 
 
-def supervise(run: Run, attempt: Callable[[], Outcome]) -> Outcome:
-    """`attempt` trains to the end, from the newest checkpoint; it raises `RankError` when a rank fails.
+def supervise(run: Run, attempt: Callable[[], Outcome], asked: Callable[[], bool] = lambda: False) -> Outcome:
+    """`attempt` trains to the end, from the newest checkpoint; it raises `RankError` when a rank fails. `asked`:
+    whether the job is to stop.
 
     What the user must mend (`UserError`) and what the user asked for (a signal) passes through."""
-    restarts = Restarts(run)
+    restarts, has_room = Restarts(run), DiskRoom(run)
     while True:
         try:
             return attempt()
@@ -65,6 +68,10 @@ def supervise(run: Run, attempt: Callable[[], Outcome]) -> Outcome:
             if verdict := restarts.failed(error.kind, "", str(error), str(run.layout)):
                 raise RankError(verdict) from None
             print(f"warning: {error}; starting again", file=sys.stderr, flush=True)
+            while not has_room():
+                if asked():  # there is nothing to save
+                    raise SystemExit(REQUEUE) from None
+                time.sleep(1)
 
 
 # Start a training: the ranks of this machine through PyTorch's elastic launcher, or join those already started.
@@ -94,7 +101,7 @@ def check_machine(run: Run, place: Place | None, options: Mapping[str, str | Non
 def start_training(run: Run, quiet: bool = False) -> Outcome:
     if find_place(os.environ) is None and run.layout.world_size > 1:
         with Forwarder(run) as signals:
-            return supervise(run, lambda: _launch_here(run, quiet, signals))
+            return supervise(run, lambda: _launch_here(run, quiet, signals), lambda: signals.asked)
     with Listener(run) as signals:
         from cuboid.launch.rank import run_joined_rank
 

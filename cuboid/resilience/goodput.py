@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -127,6 +127,13 @@ class Attempt:
     command: float
     """When the command was started that is their supervisor."""
     ranks: float
+    clock: float = field(default_factory=lambda: time.time() - time.monotonic())
+    """What the machine's counted seconds lacked to its wall clock when the command was started: the wall clock may be
+    set while the command runs."""
+
+    @property
+    def now(self) -> float:
+        return self.clock + time.monotonic()
 
 
 def note_attempt(folder: Path, attempt: Attempt) -> None:
@@ -186,16 +193,17 @@ class Goodput:
         """`rows`: those of the run so far, before rows of steps beyond `done` are dropped."""
         self._folder, self._heartbeat = Path(folder), heartbeat
         newest = max([read_spent(folder) or Spent(), *map(_spent_of, rows)], key=lambda spent: spent.until)
-        self._before = carry_over(newest, _kept(rows, done), find_attempt(heartbeat))
+        self._attempt = find_attempt(heartbeat)
+        self._before = carry_over(newest, _kept(rows, done), self._attempt)
         self._others = _beside_set_up(heartbeat)
         self.write()
 
     def now(self) -> Spent:
-        others, earlier, now = _beside_set_up(self._heartbeat), self._others, time.time()
+        others, earlier, now = _beside_set_up(self._heartbeat), self._others, self._attempt.now
         since = [after - before for after, before in zip(others, earlier, strict=True)]
         steps, saves, evaluation = since
         before = self._before
-        # What is not in a phase of the training went before the first: the clock of the wall decides.
+        # What is not in a phase of the training went before the first.
         set_up = max(0.0, now - before.until - sum(since))
         return replace(
             before,

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ from cuboid.telemetry.heartbeat import (
 )
 from cuboid.telemetry.shared_memory import memory_folder, prefix_of, sweep
 
-STARTED = time.time()
+BEGAN = Attempt(time.time(), time.time())
 """When this command began, or near enough."""
 TICK = 0.2
 """Seconds between two looks at the heartbeats."""
@@ -83,7 +83,7 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         sweep()
         self.folder = self._given or Path(tempfile.mkdtemp(prefix=prefix_of("heartbeats"), dir=memory_folder()))
-        note_attempt(self.folder, Attempt(STARTED, time.time()))
+        note_attempt(self.folder, replace(BEGAN, ranks=BEGAN.now))
         self._thread.start()
         return self
 

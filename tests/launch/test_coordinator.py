@@ -25,7 +25,10 @@ class Story:
             return Choice(nodes, ranks, f"dp={nodes * ranks}", f"{nodes} nodes")
 
         rules = Rules(least, most, lost_after=10.0, gather=gather, patience=600.0)
-        self.coordinator = Coordinator("a", rules, choose, judge, lambda: self.checkpoint, number=7)
+        self.room = True
+        self.coordinator = Coordinator(
+            "a", rules, choose, judge, lambda: self.checkpoint, number=7, has_room=lambda: self.room
+        )
         self.coordinator.meet_at("10.0.0.1", 4000)
 
     def arrive(self, *nodes: str) -> None:
@@ -194,3 +197,14 @@ def test_whatever_happens_the_job_goes_on_with_those_that_are_there(events: list
     story.checkpoint += 1
     order = story.passes(5)
     assert order.task == "train" and set(order.members) == set("abcde") - story.silent
+
+
+def test_nobody_trains_while_the_disk_of_the_run_is_full() -> None:
+    story = training("a", "b")
+    story.room = False
+    story.states["b"] = "failed"
+    assert story.passes(1).task == "wait"
+    story.states["b"] = ""
+    assert story.passes(300).task == "wait" and len(story.failures) == 1, "no attempt was lost in vain"
+    story.room = True
+    assert story.passes(2).task == "train"

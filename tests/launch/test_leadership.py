@@ -136,3 +136,16 @@ def test_a_folder_that_is_locked_and_alive_is_not_taken_over(start: Callable[[st
     time.sleep(3)  # more beats than a node that hears nothing waits for
     assert first.leadership.leads and not second.leadership.leads
     assert (Terms(Path(first.run.output.folder)).newest() or Term(0)).number == 1
+
+
+def test_who_leads_next_repeats_no_order_whatever_its_clock_says(
+    start: Callable[[str], Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1_000_000.0)  # two nodes whose clocks differ by what lies between
+    first, second = start("a"), start("b")
+    assert first.lead()
+    contact = first.follow()
+    before = contact.next(None, 60.0, lambda: False)
+    assert second.leadership.lead(listen("127.0.0.1", 0))
+    wait(lambda: contact.order is not None and contact.order.term == 2)
+    assert before is not None and contact.order is not None and contact.order.number > before.number

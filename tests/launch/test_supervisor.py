@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -68,3 +70,27 @@ def test_without_checkpoints_there_is_nothing_to_start_again_from(tmp_path: Path
     with pytest.raises(RankError, match=r"^rank 1 failed$"):
         supervise(build_run({"model": "tiny-llama", "output": {"folder": str(tmp_path)}}), attempt)
     assert len(calls) == 1
+
+
+def test_on_a_full_disk_no_attempt_is_made_before_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = {"model": "tiny-llama", "output": {"folder": str(tmp_path)}, "checkpoint": {"every": 2}}
+    refusals, attempts, took = [True, True, False, True, True, True], list[int](), os.posix_fallocate
+
+    def take(*arguments: int) -> None:
+        if refusals.pop(0):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        took(*arguments)
+
+    def attempt() -> float:
+        attempts.append(len(refusals))
+        raise RankError("rank 0 failed")
+
+    monkeypatch.setattr(os, "posix_fallocate", take)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    with pytest.raises(SystemExit, match="75"):
+        supervise(build_run(table), attempt, lambda: not refusals)
+    assert attempts == [6, 3], "the second when the disk took what was asked, and none when the job was to stop"
+    assert capsys.readouterr().err.count("is full; ranks start when there is room") == 2
+    assert not list(tmp_path.glob(".room*"))

@@ -87,6 +87,23 @@ def test_the_book_is_kept_from_attempt_to_attempt(tmp_path: Path) -> None:
     assert third.now().lost_steps == pytest.approx(60, abs=0.1) and third.now().steps == pytest.approx(0, abs=0.1)
 
 
+@pytest.mark.parametrize("days", [30, -30])
+def test_a_wall_clock_that_is_set_costs_no_goodput(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, days: int) -> None:
+    """While the ranks train, and before they are started again."""
+    heartbeats, right = tmp_path / "heartbeats", time.time
+    heartbeats.mkdir()
+    began = Attempt(right(), right())
+    heartbeat = Heartbeat()
+    heartbeat.folder = heartbeats
+    for jumped in (False, True):
+        note_attempt(heartbeats, replace(began, ranks=began.now))
+        book = Goodput(tmp_path, [], 0, heartbeat)
+        monkeypatch.setattr(time, "time", lambda: right() + days * 86400)
+        spent = book.now()
+        assert spent.total < 60 and spent.stopped < 60, jumped
+        book.write()
+
+
 def test_ranks_without_a_supervisor_count_from_their_own_start() -> None:
     heartbeat = _heartbeat(step=30.0)
     assert time.time() - find_attempt(heartbeat).command == pytest.approx(
@@ -111,8 +128,8 @@ def test_damaged_books_are_no_reason_to_stop(tmp_path: Path) -> None:
 
 def test_who_reads_an_attempt_while_it_is_noted_finds_the_old_one_or_the_new(tmp_path: Path) -> None:
     """Ranks that torchrun started read it while the first of them writes it."""
-    note_attempt(tmp_path, Attempt(1.0, 1.0))
+    note_attempt(tmp_path, Attempt(1.0, 1.0, 1.0))
     with (tmp_path / "attempt.json").open() as old:
-        note_attempt(tmp_path, Attempt(2.0, 2.0))
-        assert json.loads(old.read()) == {"command": 1.0, "ranks": 1.0}
+        note_attempt(tmp_path, Attempt(2.0, 2.0, 2.0))
+        assert json.loads(old.read()) == {"command": 1.0, "ranks": 1.0, "clock": 1.0}
     assert [path.name for path in tmp_path.iterdir()] == ["attempt.json"]
