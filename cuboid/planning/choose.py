@@ -148,8 +148,8 @@ def fastest_part(plan: Plan) -> Plan | None:
     slowest = SIMULATED * plan.seconds
     candidates = candidates[:20] if plan.layout.world_size <= 1024 else candidates[:1]
     candidates = [each for each in candidates if work / each <= plan.seconds]
-    for smaller, among, reached in _soonest(question, candidates, slowest):
-        scores = search(smaller, among, keep=SCORED, distinct=True, slowest=reached)
+    for size, scores in _soonest(question, candidates, slowest):
+        smaller = resized(question, size)
         for entry in finalists(smaller, scores, 1):
             soon = min(0.99 * plan.seconds, best.seconds if best else float("inf"))
             if entry.seconds < soon and (part := planned(smaller, entry)).seconds < soon:
@@ -157,21 +157,16 @@ def fastest_part(plan: Plan) -> Plan | None:
     return best
 
 
-def _soonest(question: Question, sizes: list[int], slowest: float) -> Iterator[tuple[Question, Shapes, float]]:
-    """The two of some parts of a cluster whose best layouts take least, in closed form, and the seconds within which
-    those lie that simulation may bring before it."""
-    among = [(part, shapes_within(part, some, slowest)) for part, some in _alike(question, sizes)]
-    if len(sizes) == 1:  # nothing to choose from
-        yield *among[0], slowest
-        return
-    left = among
-    for _ in range(2):
-        if (found := _best_size(left, slowest)) is None:
-            return
-        seconds, size = found
-        left = [(part, known.take(known.sizes != size)) for part, known in left]
-        (known,) = (known.take(known.sizes == size) for _, known in among if size in known.sizes)
-        yield resized(question, size), known, min(slowest, SIMULATED**2 * seconds)
+def _soonest(question: Question, sizes: list[int], slowest: float) -> list[tuple[int, Scores]]:
+    """The two of some parts of a cluster whose best layouts take least, in closed form, with these layouts: simulation
+    may bring the one before the other."""
+    found: list[tuple[float, int, Scores]] = []
+    for part, some in _alike(question, sizes):
+        scores = search(part, some, keep=SCORED // 2, distinct=True, slowest=slowest)
+        for size in dict.fromkeys(scores.space.world_size.tolist()):  # best first
+            of_size = scores.take(np.flatnonzero(scores.space.world_size == size))
+            found.append((float(of_size.seconds[0]), int(size), of_size))
+    return [(size, scores) for _, size, scores in sorted(found, key=lambda each: each[:2])[:2]]
 
 
 def _alike(question: Question, sizes: Sequence[int]) -> list[tuple[Question, list[int]]]:
