@@ -13,6 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -130,18 +131,24 @@ class RanksJob:
         return self._damage([self._memory], "**/*.bin")
 
     def _damage(self, folders: list[Path], pattern: str) -> str:
-        victims = [path for folder in folders for path in sorted(folder.glob(pattern))]
         how = "nothing there"
-        if victims:
-            victim = self._draw.choice(victims)
-            content = bytearray(victim.read_bytes())
-            how = self._draw.choice(["cut", "flipped"])
-            if how == "cut":
-                del content[len(content) // 2 :]
-            else:
-                content[self._draw.randrange(len(content))] ^= 1 << self._draw.randrange(8)
-            victim.write_bytes(content)
+        while victims := [path for folder in folders for path in sorted(folder.glob(pattern))]:
+            with suppress(FileNotFoundError):  # a newer one may take its place at any moment
+                how = self._damage_one(self._draw.choice(victims))
+                break
         self._kill_a_rank()
+        return how
+
+    def _damage_one(self, victim: Path) -> str:
+        content = bytearray(victim.read_bytes())
+        how = self._draw.choice(["cut", "flipped"])
+        if how == "cut":
+            del content[len(content) // 2 :]
+        elif content:
+            content[self._draw.randrange(len(content))] ^= 1 << self._draw.randrange(8)
+        with victim.open("r+b") as file:  # never makes one anew
+            file.write(content)
+            file.truncate()
         return how
 
     def _kill_a_rank(self) -> None:

@@ -38,7 +38,7 @@ parallel/test_communication checkpoint/test_moments training/test_bad_steps chec
 launch/test_backend cli/test_plan parallel/test_async_tp checkpoint/test_start training/test_profile
 planning/test_choose parallel/test_nccl_model training/test_training cli/test_replay checkpoint/test_memory
 training/test_memory_restart parallel/test_shm_collectives verification/test_rounding training/test_bit_identical
-training/test_health training/test_muon
+training/test_health training/test_muon launch/test_chaos
 probe/test_one_rank training/test_resume launch/test_scale launch/test_pool parallel/test_memory
 parallel/test_recompute parallel/test_random_layouts checkpoint/test_resume model/test_initialize
 checkpoint/test_saver probe/test_probe parallel/test_step training/test_layer_norms parallel/test_loss_scale

@@ -68,14 +68,18 @@ def test_who_has_saved_nothing_yet_is_not_mixed_with_either(tmp_path: Path, stor
 
 
 TAKES_OVER = """
+import time
 from cuboid.spec.run import load_run
 from cuboid.checkpoint.location import locate
 from cuboid.checkpoint.owner import own
 from cuboid.training.callbacks import Callback
+from tests.checkpoint.test_owner import held
 
 class Other(Callback):
     def on_step(self, trainer, step, result):
         if step == 3:
+            while not held({store!r}):  # step 2 is saved in the background
+                time.sleep(0.02)
             own(load_run({file!r}), locate({store!r}))
 """
 

@@ -22,7 +22,12 @@ from hosts import Hosts  # noqa: E402
 
 LAYOUT = "dp=2"
 FIELDS = ["training.device=cpu"]
-KINDS = [kind for kind in ("flip", *chaos_ranks.OUTSIDE) if chaos_ranks.can_try(kind, [LAYOUT])]
+QUICK = ("torn", "clock")
+KINDS = [
+    kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.thorough)
+    for kind in ("flip", *chaos_ranks.OUTSIDE)
+    if chaos_ranks.can_try(kind, [LAYOUT])
+]
 """Those that this machine lets be tried: disks need root, clocks a compiler."""
 ON_HOSTS = os.geteuid() == 0 and all(map(shutil.which, ("ip", "tc")))
 
@@ -47,6 +52,7 @@ def test_a_fault_on_one_machine_leaves_no_trace(tmp_path: Path, unharmed: Path, 
 NODES_KINDS = [["pulse", "leader"], ["filled"], ["partition"]]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "kinds", [kinds for kinds in NODES_KINDS if all(chaos_nodes.can_try(kind, ON_HOSTS) for kind in kinds)]
 )
