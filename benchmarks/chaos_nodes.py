@@ -116,7 +116,7 @@ class NodesJob:
         if not self._job.wait_until(happened, limit):
             raise Fell(f"{what}: not within {limit:g} s" if not self._job.ended else f"{what}: a supervisor ended")
 
-    def _go_on(self, what: str, steps: int = 3) -> None:
+    def _wait_for_steps(self, what: str, steps: int = 3) -> None:
         """Until so many steps more than now are done."""
         before = self._job.steps_done
         self._wait(lambda: self._job.steps_done >= before + steps, what)
@@ -124,14 +124,14 @@ class NodesJob:
     def _settle(self) -> None:
         """All nodes train."""
         self._wait(lambda: self._training() == NODES, "all nodes train")
-        self._go_on("a few steps with all nodes")
+        self._wait_for_steps("a few steps with all nodes")
 
     def _strike(self, kind: str) -> None:
         before, began = self._job.steps_done, time.monotonic()
         said = getattr(self, f"_strike_{kind}")
         heal, what = said()
         self.told.faults.append(f"{kind} {what} after step {before}")
-        self._go_on(f"training after {kind} {what}")
+        self._wait_for_steps(f"training after {kind} {what}")
         self.told.recoveries.append((kind, time.monotonic() - began))
         heal()
         self._settle()

@@ -67,7 +67,11 @@ def make_run(options: argparse.Namespace, recipe: str, width: int, exponent: int
 
 def mean_loss(options: argparse.Namespace, recipe: str, width: int, exponent: int, seed: int) -> float:
     """Over the last steps; infinite where it diverged."""
-    run = make_run(options, recipe, width, exponent, seed)
+    return loss_of_last(make_run(options, recipe, width, exponent, seed), options)
+
+
+def loss_of_last(run: Run, options: argparse.Namespace) -> float:
+    """The mean over the last steps of a run; infinite where it diverged."""
     device = torch.device(options.device)
     engine = build_engine(run, 0, device)
     optimizer, source = Optimizer(engine, run.optimizer), make_source(run)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 import statistics
 import tempfile
 import time
@@ -25,15 +24,15 @@ from pathlib import Path
 import torch
 from h200 import benchmark_run, letters
 from h200 import measure as measure_steps
+from learning_rates import loss_of_last
 
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.homes import arithmetic, stage_buckets
 from cuboid.spec.run import Run, build_run
-from cuboid.training.learning_rate import learning_rate
 from cuboid.training.optimizer import Optimizer
-from cuboid.training.step import apply_update, compute_gradients, start_step
+from cuboid.training.step import apply_update, compute_gradients
 
 KINDS = ("adamw", "muon")
 GUESS = {"adamw": -7, "muon": -6}
@@ -73,18 +72,7 @@ def learning_run(options: argparse.Namespace, kind: str, exponent: int, seed: in
 
 def last_loss(options: argparse.Namespace, kind: str, exponent: int, seed: int) -> float:
     """The mean over the last steps; infinite where it diverged."""
-    run = learning_run(options, kind, exponent, seed)
-    device = torch.device(options.device)
-    engine = build_engine(run, 0, device)
-    optimizer, source = Optimizer(engine, run.optimizer), make_source(run)
-    last = []
-    for step in range(options.steps):
-        rate = learning_rate(run.learning_rate, step, options.steps)
-        pending = start_step(engine, optimizer, micro_batches(source, run, step, 0, device), rate)
-        if step >= options.steps - options.last:
-            last.append(pending)
-    mean = statistics.fmean(pending.result().loss for pending in last)
-    return mean if math.isfinite(mean) else math.inf
+    return loss_of_last(learning_run(options, kind, exponent, seed), options)
 
 
 def learn(options: argparse.Namespace) -> None:

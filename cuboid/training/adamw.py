@@ -139,8 +139,7 @@ def _update(
 ) -> None:
     """`weight`: as int16 where `kept` is. `numbers`: clipping factor, decay factor, step size, square root of the
     second moment's correction, and whether the step counts."""
-    halved = kept.dtype == torch.int16
-    master = join_halves(weight, kept) if halved and weight is not None else kept
+    master = read_master(kept, weight)
     scale, decay, size, correction, counts = numbers.to(master.dtype).unbind()
     clipped = gradient.to(master.dtype) * scale
     new_first = torch.lerp(first, clipped, 1 - beta1)
@@ -150,7 +149,17 @@ def _update(
     result = torch.where(takes, updated, master)
     first.copy_(torch.where(takes, new_first, first))
     second.copy_(torch.where(takes, new_second, second))
-    if halved and weight is not None:
+    write_master(result, kept, weight)
+
+
+def read_master(kept: Tensor, weight: Tensor | None) -> Tensor:
+    """The master weight; where `kept` is its lower half (int16), `weight` is the upper one."""
+    return join_halves(weight, kept) if kept.dtype == torch.int16 and weight is not None else kept
+
+
+def write_master(result: Tensor, kept: Tensor, weight: Tensor | None) -> None:
+    """Into the master weight, and into the weight that matmuls use."""
+    if kept.dtype == torch.int16 and weight is not None:
         near, rest = split_halves(result)
         weight.copy_(near)
         kept.copy_(rest)

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 
 from cuboid.kernels.newton_schulz import orthogonalize
-from cuboid.kernels.precision import join_halves, split_halves
 from cuboid.parallel.collectives import Pending, start_all_to_all
 from cuboid.parallel.groups import Group
 from cuboid.parallel.parallelize import DTYPES, Engine
 from cuboid.parallel.zero import OptimizerShard, Unit
 from cuboid.spec.homes import Bucket, Matrix, Span, stage_buckets, wire_precision
 from cuboid.spec.training import OptimizerSpec
-from cuboid.training.adamw import Elements
+from cuboid.training.adamw import Elements, read_master, write_master
 from cuboid.training.own_optimizer import MatrixFunction, load_matrix_function
 
 Pair = tuple[Matrix, Span]
@@ -265,18 +264,10 @@ def _lead(
 
 def _write(kept: Tensor, weight: Tensor | None, update: Tensor, numbers: Tensor) -> None:
     """`weight`: as int16 where `kept` is."""
-    halved = kept.dtype == torch.int16
-    master = join_halves(weight, kept) if halved and weight is not None else kept
+    master = read_master(kept, weight)
     _, decay, rate, counts = numbers.to(master.dtype).unbind()
     result = torch.where(counts > 0, master * decay - rate * update.to(master.dtype), master)
-    if halved and weight is not None:
-        near, rest = split_halves(result)
-        weight.copy_(near)
-        kept.copy_(rest)
-        return
-    kept.copy_(result)
-    if weight is not None:
-        weight.copy_(result)
+    write_master(result, kept, weight)
 
 
 @cache
