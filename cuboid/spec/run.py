@@ -260,6 +260,7 @@ class Run:
         refused = {
             "training.precision=fp8": (self.training.precision == "fp8", "precision=bf16"),
             f"samples.every={self.samples.every}": (self.samples.every > 0, "every=0"),
+            f"training.z_loss={self.training.z_loss}": (self.training.z_loss > 0, "z_loss=0 and add it in the head"),
         }
         for setting, (asked, instead) in refused.items():
             if asked:

@@ -41,6 +41,10 @@ class TrainingSpec:
     """Only kernels that give the same bits each time; slower on GPUs."""
     gradient_clip: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
+    z_loss: float = 0.0
+    """Coefficient of the z-loss, which keeps logits from drifting: what is minimised is the loss plus this times the
+    mean square of log Σ exp(logits) over tokens with labels (PaLM has 1e-4). Metrics tell that square apart from the
+    loss; 0 turns it off."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is one."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
@@ -88,7 +92,7 @@ class TrainingSpec:
             ("steps", "global_batch", "sequence", "threads_per_rank", "loss_scale", "loss_scale_steps"),
             low=1,
         )
-        require_in_range(self, "training", ("seed", "gradient_clip"), low=0)
+        require_in_range(self, "training", ("seed", "gradient_clip", "z_loss"), low=0)
         require_at_most(MOST, self, "training")
         if self.deterministic and self.compile == "on":
             raise UserError(
