@@ -406,10 +406,7 @@ class _Builder:
             experts, balance = name.endswith(EXPERTS), name.endswith(BALANCES)
             self.units[name] = Unit(
                 name,
-                [
-                    replace(part, rate_factor=learning_rate_factor(self.model, part.name))
-                    for part in lay_out(table, self.place)
-                ],
+                [replace(part, rate_factor=self._rate_factor(part.name)) for part in lay_out(table, self.place)],
                 0 if balance else self.layout.zero,
                 self.groups.routed if experts else self.groups,
                 wide(self.dtype) if balance else self.dtype,
@@ -417,6 +414,9 @@ class _Builder:
                 [part for part, declared in table.items() if one_scale and is_block_linear(name, declared)],
             )
         return self.units[name]
+
+    def _rate_factor(self, name: str) -> float:
+        return learning_rate_factor(self.model, name) * self.run.optimizer.rate_of(name)
 
 
 def set_parameter(module: nn.Module, path: str, parameter: nn.Parameter) -> None:

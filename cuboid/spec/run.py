@@ -232,7 +232,8 @@ class Run:
         if isinstance(self.model, PythonModelSpec):
             self._check_own_model()
         self.optimizer.check_layout(self.layout)
-        self.optimizer.check_model(isinstance(self.model, PythonModelSpec), self.model.qk_norm)
+        own = isinstance(self.model, PythonModelSpec)
+        self.optimizer.check_model(own, self.model.qk_norm, self.model.tie_embeddings)
         if self.training.precision == "fp8":
             check_fp8(self.layout, self.model, sequence, section="training.")
         if self.training.overlap_tensor == "on" and self.layout.tp > 1:

@@ -1,6 +1,7 @@
 """The tables of a run file that say what is computed, whatever the layout: [training], [optimizer], [learning_rate],
 [data], [evaluation] and [profile]."""
 
+import math
 import re
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Literal
@@ -132,6 +133,11 @@ class OptimizerSpec:
     """Added to the root of the second mean."""
     weight_decay: float = 0.1
     """Of matrices; norms and biases are not decayed."""
+    embedding_rate: float = 1.0
+    """What multiplies the learning rate of the embedding's parameters. Their weight decay follows learning_rate.peak
+    alone."""
+    head_rate: float = 1.0
+    """What multiplies the learning rate of the head's matrix, likewise; not for models that tie it to the embedding."""
     momentum: float = 0.95
     """Of muon: decay of the mean of gradients of matrices."""
     nesterov: bool = True
@@ -177,6 +183,9 @@ class OptimizerSpec:
         for name in ("beta1", "beta2", "momentum"):
             if getattr(self, name) >= 1:
                 raise UserError(f"optimizer.{name}={getattr(self, name)} never forgets; use a number below 1")
+        for name in ("embedding_rate", "head_rate", "matrix_rate"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"optimizer.{name}={getattr(self, name)} would not learn; use a number above 0, like 1")
         self._check_muon()
 
     def _check_muon(self) -> None:
@@ -189,8 +198,6 @@ class OptimizerSpec:
                     f"use optimizer.kind=muon{instead}"
                 )
         require_in_range(self, "optimizer", ("newton_schulz_steps",), low=1, high=100)
-        if self.matrix_rate <= 0:
-            raise UserError(f"optimizer.matrix_rate={self.matrix_rate} would not learn; use a number above 0, like 1")
         if self.matrix_function and not is_plugin(self.matrix_function):
             raise UserError(
                 f"optimizer.matrix_function={self.matrix_function} names no function; write python:my_optimizer.py:name"
@@ -219,8 +226,20 @@ class OptimizerSpec:
         """In a sentence."""
         return f"optimizer.python={self.python}" if self.python else f"optimizer.kind={self.kind}"
 
-    def check_model(self, own: bool, qk_norm: bool) -> None:
-        """Refuse a model that this optimizer cannot serve. `own`: it is the user's."""
+    def rate_of(self, name: str) -> float:
+        """What multiplies the learning rate of a parameter, as the whole model calls it."""
+        if name.startswith("embedding."):
+            return self.embedding_rate
+        return self.head_rate if name.startswith("head.") and not name.startswith("head.norm.") else 1.0
+
+    def check_model(self, own: bool, qk_norm: bool, tied: bool) -> None:
+        """Refuse a model that this optimizer cannot serve. `own`: it is the user's. `tied`: head and embedding are
+        one matrix."""
+        if tied and self.head_rate != 1:
+            raise UserError(
+                f"optimizer.head_rate={self.head_rate} has no matrix of its own in a model that ties embeddings; use "
+                f"optimizer.embedding_rate={self.head_rate} for both or model.tie_embeddings=false"
+            )
         if self.qk_clip and own:
             raise UserError(f"optimizer.qk_clip={self.qk_clip} is not for a model of one's own; use qk_clip=0")
         if self.qk_clip and qk_norm:

@@ -259,7 +259,7 @@ class Updates:
         for name, parameter in self._parameters.items():
             if parameter.grad is None:
                 continue
-            factor = learning_rate_factor(self._run.model, name)
+            factor = learning_rate_factor(self._run.model, name) * spec.rate_of(name)
             first, second = self.moments[name]
             adamw(
                 [parameter],
@@ -299,7 +299,7 @@ class UpdatesOfOwn:
     def __init__(self, run: Run, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = {name: value for name, value in parameters.items() if isinstance(value, nn.Parameter)}
         named = [
-            Named(name, tuple(value.shape), learning_rate_factor(run.model, name), value)
+            Named(name, tuple(value.shape), learning_rate_factor(run.model, name) * run.optimizer.rate_of(name), value)
             for name, value in self._parameters.items()
         ]
         self._updates = OwnUpdates(run.optimizer, run.learning_rate.peak, named)

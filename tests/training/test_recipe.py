@@ -67,9 +67,49 @@ def test_z_loss_in_sixteen_bits(pool: Pool, precision: str) -> None:
     assert found["passed"], found
 
 
+RATES = ("optimizer.embedding_rate=0.3", "optimizer.head_rate=5")
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "settings"),
+    [
+        ("dp=2,tp=2,pp=2,zero=1", "tiny-llama", RATES),
+        ("dp=2,pp=2,zero=3,schedule=zbv", "tiny-llama", ("model.initialization=mup", *RATES)),
+        ("dp=2,cp=2,zero=2", "tiny-llama", RATES),
+        ("dp=2,tp=2,ep=2,zero=0", "tiny-mixtral", RATES),
+        ("tp=2,pp=2", "tiny-gpt2", ("model.tie_embeddings=true", "optimizer.embedding_rate=0.3")),
+        ("dp=2,tp=2,zero=1", "tiny-llama", ("optimizer.kind=muon", *RATES)),
+        ("dp=2,zero=3", "tiny-llama", ("optimizer.kind=sgd", *RATES)),
+    ],
+)
+def test_embedding_and_head_at_rates_of_their_own(
+    pool: Pool, layout: str, model: str, settings: tuple[str, ...]
+) -> None:
+    assert_equal(pool, small_run(layout, *settings, model=model))
+
+
+def test_rates_move_embedding_and_head_alone() -> None:
+    """Without decay the first step of AdamW moves an element by its learning rate."""
+    found = []
+    for settings in (RATES, ()):
+        run = small_run("dp=1", "optimizer.weight_decay=0", *settings)
+        trace = reference_trace(run)
+        found.append({name: (after - trace.start[name]).norm() for name, after in trace.parameters[0].items()})
+    factors = {name: float(moved / found[1][name]) for name, moved in found[0].items()}
+    expected = {"embedding.tokens.weight": 0.3, "head.output.weight": 5.0}
+    assert factors == pytest.approx({name: expected.get(name, 1.0) for name in factors}, rel=1e-9)
+
+
 @pytest.mark.parametrize(
     ("settings", "reason"),
-    [(["training.z_loss=-1"], "training.z_loss=-1"), (["training.z_loss=nan"], "training.z_loss=nan")],
+    [
+        (["training.z_loss=-1"], "training.z_loss=-1"),
+        (["training.z_loss=nan"], "training.z_loss=nan"),
+        (["optimizer.embedding_rate=0"], "optimizer.embedding_rate=0.0 would not learn"),
+        (["optimizer.head_rate=-1"], "optimizer.head_rate=-1"),
+        (["optimizer.head_rate=inf"], "optimizer.head_rate=inf"),
+        (["optimizer.head_rate=2", "model.tie_embeddings=true"], "optimizer.head_rate=2.* ties embeddings"),
+    ],
 )
 def test_what_is_refused(settings: list[str], reason: str) -> None:
     with pytest.raises(UserError, match=reason):
