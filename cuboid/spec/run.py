@@ -251,6 +251,8 @@ class Run:
                 f"evaluation.every={self.evaluation.every} has no held-out data; "
                 "use data.validation_fraction=0.01 or name a source in data.validation"
             )
+        if self.evaluation.average and not self.optimizer.average:
+            raise UserError("evaluation.average=true has no average of weights; use optimizer.average=0.999 or false")
         self.profile.check(self.layout.world_size, self.training.steps)
         if self.resilience.goes_back and not self.checkpoint.every:
             policy = self.resilience.bad_steps

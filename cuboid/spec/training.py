@@ -138,6 +138,9 @@ class OptimizerSpec:
     alone."""
     head_rate: float = 1.0
     """What multiplies the learning rate of the head's matrix, likewise; not for models that tie it to the embedding."""
+    average: float = 0.0
+    """Decay of a moving average of the weights, such as 0.999: after each update it is itself × this + weights × the
+    rest. In float32, sharded as master weights, saved in checkpoints; 0: none."""
     momentum: float = 0.95
     """Of muon: decay of the mean of gradients of matrices."""
     nesterov: bool = True
@@ -179,8 +182,9 @@ class OptimizerSpec:
                 "optimizer.options and optimizer.whole_parameters mean nothing to AdamW and Muon; use optimizer.beta1, "
                 "optimizer.momentum and the like, or another optimizer.kind"
             )
-        require_in_range(self, "optimizer", ("beta1", "beta2", "epsilon", "weight_decay", "momentum", "qk_clip"), low=0)
-        for name in ("beta1", "beta2", "momentum"):
+        decays = ("beta1", "beta2", "momentum", "average")
+        require_in_range(self, "optimizer", (*decays, "epsilon", "weight_decay", "qk_clip"), low=0)
+        for name in decays:
             if getattr(self, name) >= 1:
                 raise UserError(f"optimizer.{name}={getattr(self, name)} never forgets; use a number below 1")
         for name in ("embedding_rate", "head_rate", "matrix_rate"):
@@ -257,6 +261,11 @@ class OptimizerSpec:
         """Refuse a layout that keeps parameters or state where this optimizer cannot use them."""
         if layout.offload and (self.is_own or self.is_muon):
             raise UserError(f"offload=true is for AdamW, not for {self.called}; use offload=false")
+        if layout.offload and self.average:
+            raise UserError(
+                f"optimizer.average={self.average} is kept on the device, where offload=true keeps no such state; use "
+                "offload=false or average=0"
+            )
         if not self.is_own:
             return
         cuts = {"zero": layout.zero if layout.dp * layout.cp > 1 else 0, "tp": layout.tp - 1, "ep": layout.ep - 1}
@@ -403,6 +412,8 @@ class EvaluationSpec:
     """Steps between evaluations; 0 is never."""
     batches: int = 8
     """How many global batches one evaluation takes at most: the same samples each time, each once."""
+    average: bool = False
+    """Evaluate the moving average of the weights, which `optimizer.average` keeps, in place of the weights."""
 
     def __post_init__(self) -> None:
         check_types(self, "evaluation")

@@ -234,6 +234,7 @@ def apply_update(
         engine.loss_scale.update(pending.loss, pending.gradient_norm, counts)
     if pending.routers is not None:
         rebalance(engine, pending.routers, counts)
+    optimizer.move_average(counts)
 
 
 def train_step(

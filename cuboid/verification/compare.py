@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cuboid.checkpoint.state import AVERAGE
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.kernels.precision import wide
@@ -18,6 +19,7 @@ from cuboid.parallel.compiled import is_compiled
 from cuboid.parallel.device import joined_device
 from cuboid.parallel.grad_norm import counted_shards
 from cuboid.parallel.parallelize import Engine, build_engine
+from cuboid.parallel.zero import OptimizerShard
 from cuboid.planning.collectives import unforeseen
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
@@ -69,23 +71,26 @@ def observed_trace(run: Run, rank: int) -> Trace | None:
         if result.z_loss is not None:
             trace.z_losses.append(result.z_loss)
         trace.gradient_norms.append(result.gradient_norm)
-        trace.gradients.append(_whole(engine, gradients=True, factor=result.loss_scale or 1.0))
+        trace.gradients.append(_whole(engine, lambda shard: shard.gradient, result.loss_scale or 1.0))
         if result.routers is not None:
             trace.routers.append(result.routers)
         apply_update(engine, optimizer, pending, learning_rate(run.learning_rate, step, run.training.steps))
         if engine.ledger is not None:
             surprises = _gathered(engine, unforeseen(run, rank, engine.ledger.take()))
             trace.unforeseen += [f"rank {place} {line}" for place, lines in surprises for line in lines]
-        trace.parameters.append(_whole(engine, gradients=False))
+        trace.parameters.append(_whole(engine, lambda shard: shard.master))
+        if run.optimizer.average:
+            averages = _whole(engine, lambda shard: optimizer.state_of(shard)[AVERAGE])
+            trace.averages.append({f"{AVERAGE}/{name}": average for name, average in averages.items()})
     HEARTBEAT.enter("finish")
     return trace if rank == 0 else None
 
 
-def _whole(engine: Engine, gradients: bool, factor: float = 1.0) -> Tensors:
-    """`factor`: what they are multiplied by."""
+def _whole(engine: Engine, of: Callable[[OptimizerShard], Tensor], factor: float = 1.0) -> Tensors:
+    """`of`: what is taken of each optimizer shard. `factor`: what it is multiplied by."""
     own: Contribution = []
     for optimizer_shard in counted_shards(engine):
-        held = optimizer_shard.gradient if gradients else optimizer_shard.master
+        held = of(optimizer_shard)
         own.append(
             (
                 optimizer_shard.part,
@@ -223,7 +228,9 @@ def compare(run: Run, observed: Trace, reference: Trace) -> Verdict:
         observed.gradients, reference.gradients, [FLOOR * _largest(step) for step in reference.gradients]
     )
     parameter_error, worst_parameter = _worst(
-        observed.parameters, reference.parameters, [run.learning_rate.peak] * len(reference.parameters)
+        observed.parameters + observed.averages,
+        reference.parameters + reference.averages,
+        [run.learning_rate.peak] * len(reference.parameters + reference.averages),
     )
     loss_error = max(relative_error(*pair) for pair in pairs)
     norm_error = max(relative_error(*pair) for pair in norms)

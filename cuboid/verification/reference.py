@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from cuboid.checkpoint.state import AVERAGE
 from cuboid.data.corpus import Fields, Sample
 from cuboid.data.source import Source, make_source
 from cuboid.kernels.cpu_16bit import fast_matmuls
@@ -106,6 +107,8 @@ class Trace:
     """Of the loss, before clipping."""
     parameters: list[Tensors] = field(default_factory=list)
     """After the update."""
+    averages: list[Tensors] = field(default_factory=list)
+    """Of the weights, as `average/…`; none where none is kept."""
     moments: dict[int, Tensors] = field(default_factory=dict)
     """After as many steps as the key says, what the optimizer keeps: `exp_avg/…` and `exp_avg_sq/…` of AdamW."""
     unforeseen: list[str] = field(default_factory=list)
@@ -155,6 +158,8 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
         balance.factor = torch.tensor(factor, device=device)
     source = make_source(run)
     samples = _Samples(run, computing.model, source, dtype, device)
+    decay = run.optimizer.average
+    averages = {f"{AVERAGE}/{name}": x.detach().clone() for name, x in parameters.items()} if decay else {}
     trace = Trace(start={name: parameter.detach().cpu().clone() for name, parameter in parameters.items()})
     for step in range(run.training.steps):
         model.zero_grad()
@@ -196,8 +201,13 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
             balance.end_step(balance.statistics)
             _move_biases(model, trace.routers[-1])
         trace.parameters.append({name: parameter.detach().cpu().clone() for name, parameter in parameters.items()})
+        for name, average in averages.items():
+            average.mul_(decay).add_(parameters[name.partition("/")[2]].detach(), alpha=1 - decay)
+        if averages:
+            trace.averages.append({name: average.cpu().clone() for name, average in averages.items()})
         if step + 1 in moments_after:
-            trace.moments[step + 1] = {name: kept.cpu().clone() for name, kept in updates.state().items()}
+            kept_after = {**updates.state(), **averages}
+            trace.moments[step + 1] = {name: kept.cpu().clone() for name, kept in kept_after.items()}
     return trace
 
 
