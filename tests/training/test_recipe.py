@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from cuboid.verification.make import verification_run
 from cuboid.verification.reference import reference_trace
 from cuboid.verification.resume import judge_chain
 from tests.parallel.cases import assert_equal, losses_and_evaluation, small_run, verdict
+from tests.parallel.test_random_layouts import draw
 
 Z_LOSS = "training.z_loss=0.1"
 """Large, so that a wrong gradient would show."""
@@ -296,3 +298,12 @@ def test_no_average_is_exported_where_none_was_kept(pool: Pool, tmp_path: Path) 
     pool.run("tests.checkpoint.jobs:train_part", (run, str(tmp_path / "checkpoints"), 0, 1, None), ranks=2)
     with pytest.raises(UserError, match="has no average of weights"):
         export_model(tmp_path / "checkpoints", tmp_path / "out", average=True)
+
+
+def test_all_parts_on_random_layouts(pool: Pool, thorough: bool) -> None:
+    source = random.Random(20261119)
+    for _ in range(60 if thorough else 4):
+        run = draw(source, 8)
+        head_rate = 1.0 if run.model.tie_embeddings else 5.0
+        parts = replace(run.optimizer, average=0.7, embedding_rate=0.3, head_rate=head_rate)
+        assert_equal(pool, replace(run, training=replace(run.training, z_loss=0.1), optimizer=parts))
