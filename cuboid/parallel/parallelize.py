@@ -305,7 +305,8 @@ class _Builder:
             block.attention.mix = ContextMix(self.groups, gathers=self.layout.cp_method == "allgather")
         routed = isinstance(block.feed_forward, MoE)
         # The compiler stops at these, and gives up what it would have to stop in while it recomputes.
-        stops = self.layout.cp > 1 or self.run.data.attention_within_documents
+        within = self.run.data.attention_within_documents or bool(self.run.training.sequence_ramp)
+        stops = self.layout.cp > 1 or within
         traced = self.region is None or self.region.traced
         if not self.compiled or (stops and recompute == "selective"):
             run = with_recompute(block, recompute)

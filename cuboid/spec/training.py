@@ -10,6 +10,7 @@ from cuboid.errors import UserError, up_to
 from cuboid.spec.coding import check_types, require_at_most, require_in_range
 from cuboid.spec.layout import Layout
 from cuboid.spec.plugin import is_plugin
+from cuboid.spec.ramp import Ramp, parse_ramp
 
 MOST = {"steps": 10**9, "global_batch": 1 << 24, "sequence": 1 << 28, "threads_per_rank": 1024}
 """Above them no machine has the memory or the time."""
@@ -23,8 +24,14 @@ class TrainingSpec:
     """Optimizer steps in all."""
     global_batch: int = 16
     """Sequences per optimizer step, over all replicas."""
+    batch_ramp: str = ""
+    """Smaller batches at first: 8x100,16x50 is 100 steps of 8 sequences, then 50 of 16, then of `global_batch`. A batch
+    that `resilience.bad_steps` omits counts as one of these steps."""
     sequence: int = 256
     """Tokens per sequence."""
+    sequence_ramp: str = ""
+    """Shorter sequences at first: 64x100,128x50 cuts each sequence every 64 tokens for 100 steps, then every 128 for
+    50, then not at all. Attention and positions begin anew at a cut, and a step has as many tokens as always."""
     seed: int = 0
     """Decides the first parameters and the order of samples, whatever the layout."""
     precision: Literal["float32", "bf16", "fp16", "fp8", "float64"] = "float32"
@@ -80,6 +87,16 @@ class TrainingSpec:
         return "bf16" if self.precision == "fp8" else self.precision
 
     @property
+    def batch_sizes(self) -> Ramp:
+        """Sequences of each batch."""
+        return parse_ramp("batch_ramp", self.batch_ramp, self.global_batch)
+
+    @property
+    def lengths(self) -> Ramp:
+        """Tokens after which sequences of each batch are cut."""
+        return parse_ramp("sequence_ramp", self.sequence_ramp, self.sequence)
+
+    @property
     def compiles_nothing(self) -> bool:
         """Whatever the device."""
         exact = self.deterministic or self.precision == "float64"
@@ -95,6 +112,8 @@ class TrainingSpec:
         )
         require_in_range(self, "training", ("seed", "gradient_clip", "z_loss"), low=0)
         require_at_most(MOST, self, "training")
+        parse_ramp("batch_ramp", self.batch_ramp, self.global_batch)
+        parse_ramp("sequence_ramp", self.sequence_ramp, self.sequence)
         if self.deterministic and self.compile == "on":
             raise UserError(
                 "training.compile=on takes whichever kernel is fastest as a run starts, and its last bits, but "

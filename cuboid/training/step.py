@@ -54,6 +54,8 @@ class StepResult:
     training."""
     layers: Norms | None = None
     """By layer, where they were asked for."""
+    sequences: int = 0
+    """Of the global batch."""
     learning_rate: float = 0.0
     seconds: float = 0.0
     """From the end of the step before."""
@@ -82,6 +84,7 @@ class PendingStep:
         loss: Tensor,
         gradient_norm: Tensor,
         tokens: Tensor,
+        sequences: int,
         asked: Tensor,
         own_square: Tensor,
         activation: Tensor,
@@ -91,6 +94,7 @@ class PendingStep:
     ) -> None:
         self.loss = loss
         self.gradient_norm = gradient_norm
+        self.sequences = sequences
         self.own_square = own_square
         """This rank's share of the squared gradient norm."""
         self.routers = routers
@@ -128,7 +132,7 @@ class PendingStep:
         z_loss = scaling.pop() if self._has_z_loss else None
         scale, before = scaling or (0.0, 0)
         told = (int(tokens), asked > 0, self.left_out, scale, int(before), routers[0] if routers else None, activation)
-        result = StepResult(loss, norm, *told, z_loss=z_loss)
+        result = StepResult(loss, norm, *told, z_loss=z_loss, sequences=self.sequences)
         # Of an update that was not skipped.
         layers = None if self.layers is None or self.left_out or not result.is_finite else read_norms(self.layers)
         return replace(result, overflows=result.overflows + result.overflowed, layers=layers)
@@ -142,13 +146,14 @@ def run_passes(engine: Engine, batches: list[RankBatch], factor: Tensor) -> Pass
     tokens = all_reduce(counted, engine.groups.data)
     for unit in engine.units:
         unit.begin_step(len(batches))
-    engine.activations.begin_step()
+    replicas = engine.run.layout.dp
+    engine.activations.begin_step(len(batches) * replicas)
     if engine.z_loss is not None:
         engine.z_loss.begin_step()
     if engine.peaks is not None:
         engine.peaks.begin_step()
     if engine.balance is not None:
-        engine.balance.begin_step()
+        engine.balance.begin_step(len(batches) * replicas * engine.run.layout.micro_batch)
         engine.balance.factor = None if engine.loss_scale is None else factor
     # In float64, then in the dtype gradients are summed in. It stays on the device, as a CUDA graph needs it.
     scale = factor / tokens.clamp(min=1).double()
@@ -186,7 +191,8 @@ def compute_gradients(
     counted = own.tokens.clamp(min=1)
     loss, norm, statistics = loss / counted, square.sqrt(), summed_statistics(engine)
     z_loss = others[0] / counted if others else None
-    numbers = (loss, norm, own.tokens, ranks_asked, own_square, activation.sqrt())
+    sequences = len(batches) * engine.run.layout.dp * engine.run.layout.micro_batch
+    numbers = (loss, norm, own.tokens, sequences, ranks_asked, own_square, activation.sqrt())
     return PendingStep(*numbers, statistics, scaling, z_loss)
 
 

@@ -76,7 +76,7 @@ def observed_trace(run: Run, rank: int) -> Trace | None:
             trace.routers.append(result.routers)
         apply_update(engine, optimizer, pending, learning_rate(run.learning_rate, step, run.training.steps))
         if engine.ledger is not None:
-            surprises = _gathered(engine, unforeseen(run, rank, engine.ledger.take()))
+            surprises = _gathered(engine, unforeseen(run.of_batch(step), rank, engine.ledger.take()))
             trace.unforeseen += [f"rank {place} {line}" for place, lines in surprises for line in lines]
         trace.parameters.append(_whole(engine, lambda shard: shard.master))
         if run.optimizer.average:

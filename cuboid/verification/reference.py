@@ -166,16 +166,15 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
         computing.begin_step()
         if clip is not None:
             clip.begin_step()
+        places = range(run.training.batch_sizes.sum_before(step), run.training.batch_sizes.sum_before(step + 1))
         if balance is not None:
-            balance.begin_step()
-        first = step * run.training.global_batch
-        places = range(first, first + run.training.global_batch)
+            balance.begin_step(len(places))
         tokens = sum(samples.counted(place) for place in places)
         loss = z_loss = 0.0
         for place in places:
             HEARTBEAT.do("")  # for a watchdog: a long computation is no silence
             with fast_matmuls(device, precision):
-                part, squares = (each / max(tokens, 1) for each in samples.loss(place))
+                part, squares = (each / max(tokens, 1) for each in samples.loss(place, run.training.lengths.at(step)))
                 ((part + run.training.z_loss * squares if run.training.z_loss else part) * factor).backward()
             computing.collect()
             loss += part.item()
@@ -228,7 +227,8 @@ class _Samples:
         assert not isinstance(sample, dict)
         return int((sample[1] != IGNORED).sum())
 
-    def loss(self, place: int) -> tuple[Tensor, Tensor]:
+    def loss(self, place: int, length: int) -> tuple[Tensor, Tensor]:
+        """`length`: tokens after which the sample is cut."""
         sample = self._source.at(place)
         nothing = torch.zeros((), device=self._device)
         if isinstance(self._model, WholeModel):
@@ -236,8 +236,11 @@ class _Samples:
             return loss.to(wide(self._dtype)), nothing
         assert not isinstance(sample, dict)
         run = self._run
-        ids = self._source.documents_at(place).unsqueeze(0) if run.data.uses_documents else None
-        positions = self._table.of(torch.arange(run.training.sequence), ids, run.data)
+        whole = run.training.sequence
+        ids = torch.zeros(1, whole, dtype=torch.int64)
+        if run.data.uses_documents:
+            ids = self._source.documents_at(place).unsqueeze(0)
+        positions = self._table.of(torch.arange(whole), ids, run.data, length if length < whole else 0)
         tokens, labels = (each.unsqueeze(0).to(self._device) for each in sample)
         if not run.training.z_loss:
             return self._model.loss(tokens, labels, positions), nothing
