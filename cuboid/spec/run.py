@@ -232,7 +232,8 @@ class Run:
         if isinstance(self.model, PythonModelSpec):
             self._check_own_model()
         self.optimizer.check_layout(self.layout)
-        self.optimizer.check_model(isinstance(self.model, PythonModelSpec), self.model.qk_norm)
+        own = isinstance(self.model, PythonModelSpec)
+        self.optimizer.check_model(own, self.model.qk_norm, self.model.tie_embeddings)
         if self.training.precision == "fp8":
             check_fp8(self.layout, self.model, sequence, section="training.")
         if self.training.overlap_tensor == "on" and self.layout.tp > 1:
@@ -250,6 +251,8 @@ class Run:
                 f"evaluation.every={self.evaluation.every} has no held-out data; "
                 "use data.validation_fraction=0.01 or name a source in data.validation"
             )
+        if self.evaluation.average and not self.optimizer.average:
+            raise UserError("evaluation.average=true has no average of weights; use optimizer.average=0.999 or false")
         self.profile.check(self.layout.world_size, self.training.steps)
         if self.resilience.goes_back and not self.checkpoint.every:
             policy = self.resilience.bad_steps
@@ -260,6 +263,7 @@ class Run:
         refused = {
             "training.precision=fp8": (self.training.precision == "fp8", "precision=bf16"),
             f"samples.every={self.samples.every}": (self.samples.every > 0, "every=0"),
+            f"training.z_loss={self.training.z_loss}": (self.training.z_loss > 0, "z_loss=0 and add it in the head"),
         }
         for setting, (asked, instead) in refused.items():
             if asked:

@@ -120,6 +120,8 @@ class Metrics(Callback):
             "activation_rms": result.activation,
             "time": round(time.time(), 3),
         }
+        if result.z_loss is not None:
+            row["z_loss"] = result.z_loss
         if result.loss_scale:
             # `row` is what the console shows; `kept`, made of it below, is what the file and trackers get.
             row |= {"loss_scale": result.loss_scale, "overflows": result.overflows}
