@@ -17,11 +17,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
+
+import psutil
 
 from cuboid.errors import RankError, UserError
 from cuboid.launch.place import Place, local_places
@@ -34,13 +36,20 @@ def follow_parent() -> None:
     """Called by a rank process as it begins. Its parent in the system is the fork server, which lives as long as any
     rank does, so nothing else would end a rank whose launcher was killed."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches this process too; it has nothing to say about it
-    threading.Thread(target=_leave_with_parent, daemon=True).start()
+    threading.Thread(target=_leave_with_parent, args=(os.getppid(),), daemon=True).start()
 
 
-def _leave_with_parent() -> None:
+def _leave_with_parent(server: int) -> None:
+    """`server`: the fork server."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
+        # A rank that is stopped (SIGSTOP) notices nothing, and would stay for ever: whoever notices ends it too.
+        with suppress(psutil.Error):
+            if os.getppid() == server:
+                for rank in psutil.Process(server).children():
+                    if rank.pid != os.getpid():
+                        rank.kill()
         os._exit(1)
 
 

@@ -43,6 +43,16 @@ def test_a_killed_rank_costs_a_restart_and_changes_no_number(tmp_path: Path, poo
     assert noted.restarted and noted.checkpoint in range(2, len(killed), 2)
 
 
+def test_a_killed_supervisor_takes_ranks_with_it_that_are_stopped(tmp_path: Path) -> None:
+    """These notice nothing by themselves."""
+    training = Training(tmp_path, "dp=2", "model.layers=1")
+    training.wait_for_a_step()
+    os.kill(training.ranks()[1], signal.SIGSTOP)
+    training.command.kill()
+    training.end()
+    training.assert_nothing_is_left()
+
+
 def test_attempts_that_get_nowhere_come_to_an_end(tmp_path: Path) -> None:
     table = {"model": "tiny-llama", "output": {"folder": str(tmp_path)}, "checkpoint": {"every": 2}}
     attempts = 0
