@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -14,10 +15,11 @@ from cuboid.model.flash_attention import has_flash
 from cuboid.model.linear import ColumnLinear, Norm, RowLinear, columns
 from cuboid.model.rope import Positions, rotate
 from cuboid.spec.model import ModelSpec
-from cuboid.spec.sharding import PARTIAL, Split, heads
+from cuboid.spec.sharding import COLUMN, PARTIAL, Split, heads
 
-Mix = Callable[[Tensor, Tensor, Tensor, Positions], Tensor]
-"""From queries, keys and values, each (sequences, length, heads, head_dim), to what each query head sees."""
+Mix = Callable[..., Tensor]
+"""From queries, keys and values, each (sequences, length, heads, head_dim), and `Positions` to what each query head
+sees. Of a model with sinks, these, a number for each query head, are one argument more."""
 
 
 def causal_mix(query: Tensor, key: Tensor, value: Tensor, positions: Positions) -> Tensor:
@@ -25,7 +27,7 @@ def causal_mix(query: Tensor, key: Tensor, value: Tensor, positions: Positions) 
     key-value head."""
     documents = positions.documents
     if documents is not None and has_flash(query):
-        return flash_attention.documents_mix(query, key, value, documents)
+        return flash_attention.attention_mix(query, key, value, documents)
     mixed = functional.scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -35,6 +37,21 @@ def causal_mix(query: Tensor, key: Tensor, value: Tensor, positions: Positions) 
         enable_gqa=key.shape[2] != query.shape[2],
     )
     return mixed.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class WindowMix:
+    """`causal_mix` of a layer with a window, with sinks, or with both."""
+
+    window: int
+    """Tokens that a query sees, itself included; 0: all before it."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, positions: Positions, sinks: Tensor | None = None
+    ) -> Tensor:
+        if not self.window and sinks is None:
+            return causal_mix(query, key, value, positions)
+        return flash_attention.attention_mix(query, key, value, positions.documents, self.window, sinks)
 
 
 Project = Callable[[Tensor, Positions], tuple[Tensor, Tensor, Tensor]]
@@ -59,11 +76,11 @@ class Attention(nn.Module):
     """Input and output are (batch · length, hidden): tokens of all sequences one after another."""
 
     # Norms act on each head, of which a tensor rank sees its own.
-    sharding: Mapping[str, Split] = {"query_norm.*": PARTIAL, "key_norm.*": PARTIAL}
+    sharding: Mapping[str, Split] = {"query_norm.*": PARTIAL, "key_norm.*": PARTIAL, "sinks": COLUMN}
 
-    def __init__(self, model: ModelSpec) -> None:
+    def __init__(self, model: ModelSpec, layer: int = 0) -> None:
         super().__init__()
-        self.head_dim = model.head_dim
+        self.head_dim, self.window = model.head_dim, model.window_of(layer)
         kv_width, kv_split = model.kv_heads * model.head_dim, heads(model.kv_heads)
         self.query = ColumnLinear(model.hidden, model.heads * model.head_dim, model.qkv_bias)
         self.key = ColumnLinear(model.hidden, kv_width, model.qkv_bias, kv_split)
@@ -73,7 +90,8 @@ class Attention(nn.Module):
         self.key_norm = Norm(model, model.head_dim) if model.qk_norm else None
         # Which key-value head each query head reads; None: consecutive groups of equal size.
         self.kv_head_of_query: Tensor | None = None
-        self.mix: Mix = causal_mix
+        self.sinks = nn.Parameter(torch.empty(model.heads)) if model.sinks else None
+        self.mix: Mix = WindowMix(self.window) if self.window or model.sinks else causal_mix
         self.fused: Project | None = None
         """By one matmul, where something else knows how."""
         self.peaks: HeadPeaks | None = None
@@ -85,7 +103,8 @@ class Attention(nn.Module):
             self.peaks.see(query, key)
         if self.kv_head_of_query is not None:
             key, value = key.index_select(2, self.kv_head_of_query), value.index_select(2, self.kv_head_of_query)
-        return self.output(self.mix(query, key, value, positions).reshape(-1, self.output.weight.shape[1]))
+        more = () if self.sinks is None else (self.sinks,)
+        return self.output(self.mix(query, key, value, positions, *more).reshape(-1, self.output.weight.shape[1]))
 
     def _project(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
         # The head counts come from the weights, so that a module holding a part of the heads works unchanged.

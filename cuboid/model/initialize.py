@@ -42,7 +42,7 @@ def initial_tensor(
         return torch.zeros(kept, device=device)
     if kind[0].endswith("norm"):
         return torch.ones(kept, device=device)
-    deviation = standard_deviation(model, name)
+    deviation = INITIAL_STD if kind[1] == "sinks" else standard_deviation(model, name)
     if not deviation:
         return torch.zeros(kept, device=device)
     drawn = torch.empty(math.prod(kept), device=device)
@@ -223,7 +223,7 @@ def standard_deviation(model: ModelSpec, name: str) -> float:
 def learning_rate_factor(model: ModelSpec, name: str) -> float:
     """What multiplies the learning rate of a parameter. AdamW moves every element alike, so the output of a matrix
     moves in proportion to its fan-in; with mup it moves alike at any width. Embeddings and vectors sum over nothing."""
-    if recipe_of(model) != "mup" or name.endswith((".bias", "norm.weight")):
+    if recipe_of(model) != "mup" or name.endswith((".bias", "norm.weight", ".sinks")):
         return 1.0
     matrix = matrix_of(model, name)
     return 1.0 if matrix.role in ("tokens", "positions") else model.base_width / matrix.fan_in

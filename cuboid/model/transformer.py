@@ -61,7 +61,7 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm = Norm(model, model.hidden)
         self.attention: Attention | MultiLatentAttention = (
-            Attention(model) if model.latent is None else MultiLatentAttention(model)
+            Attention(model, layer) if model.latent is None else MultiLatentAttention(model)
         )
         self.feed_forward_norm = Norm(model, model.hidden)
         routed = model.has_experts(layer)

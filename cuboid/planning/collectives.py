@@ -28,6 +28,7 @@ from cuboid.spec.sharding import (
     kv_head_of_query,
     kv_part_count,
     lay_out,
+    seen_places,
     units,
 )
 from cuboid.telemetry.communication_ledger import Kind, Ledger, differences
@@ -142,14 +143,16 @@ INTEGER = 8
 
 
 class LayerCollectives:
-    """Of all layers of one kind: with routed experts or without, and of one recomputation."""
+    """Of all layers of one kind: with routed experts or without, of one recomputation and of one window."""
 
-    def __init__(self, step: RankStep, routed: bool, recompute: Recompute) -> None:
-        self._step, self._routed, self._recompute = step, routed, recompute
+    def __init__(self, step: RankStep, routed: bool, recompute: Recompute, window: int = 0) -> None:
+        self._step, self._routed, self._recompute, self._window = step, routed, recompute, window
         self._layout, self._model = step.layout, step.model
         self._again = int(recompute != "none")
-        kinds = [(step.model.has_experts(layer), step.recompute[layer]) for layer in step.layers]
-        self._times = step.micro_batches * kinds.count((routed, recompute))
+        kinds = [
+            (step.model.has_experts(layer), step.recompute[layer], step.model.window_of(layer)) for layer in step.layers
+        ]
+        self._times = step.micro_batches * kinds.count((routed, recompute, window))
 
     def all(self) -> Iterator[Collective]:
         yield from self._attention()
@@ -196,8 +199,24 @@ class LayerCollectives:
             whole = f"{what} × {outer} ranks"
             yield self._collective("cp", "all-gather", outer, forward + 1, outer * size, whole)
             yield self._collective("cp", "reduce-scatter", outer, 1, outer * size, whole)
+        elif self._window:
+            yield from self._in_window(outer, both // inner, forward)
         else:
             yield self._collective("cp", "send", outer, (outer - 1) * (forward + 2), size, what)
+
+    def _in_window(self, ranks: int, width: int, forward: int) -> Iterator[Collective]:
+        """What a rank sends to others that see it in their window, and the gradients of what it sees of theirs.
+        `width`: numbers of a token's keys and values after the collective of heads."""
+        layout, element = self._layout, self._step.element
+        index, length = self._step.place.cp // layout.cp_inner, self._step.run.training.sequence
+        for other in range(ranks):
+            if other == index:
+                continue
+            pairs = ((other, index, forward + 1, "keys and values"), (index, other, 1, "gradients of keys and values"))
+            for asking, source, calls, name in pairs:
+                tokens = layout.micro_batch * sum(map(len, seen_places(asking, source, ranks, length, self._window)))
+                what = f"{name} in a window: {element} bytes × {tokens:,} tokens × {width:,}"
+                yield self._collective("cp", "send", ranks, calls * (tokens > 0), element * tokens * width, what)
 
     def _mixture(self) -> Iterator[Collective]:
         """Each tensor rank routes its part of the tokens; shared experts are split like any feed-forward block."""
@@ -300,7 +319,8 @@ def _passes(step: RankStep) -> Iterator[Collective]:
     """Of all micro-batches."""
     for routed in (False, True) if step.model.mixture is not None else (False,):
         for recompute in dict.fromkeys(step.recompute.values()):
-            yield from LayerCollectives(step, routed, recompute).all()
+            for window in dict.fromkeys(map(step.model.window_of, step.layers)):
+                yield from LayerCollectives(step, routed, recompute, window).all()
     yield from _ends(step)
 
 

@@ -139,6 +139,9 @@ def check_layout(layout: Layout, model: ModelSpec) -> None:
     if isinstance(model, PythonModelSpec) and layout.world_size != layout.dp:
         raise UserError(f"{layout} splits a model of one's own, which generation does not; use dp only")
     check_model(layout, model)
+    for name, is_set in (("windows", any(model.windows)), ("sinks", model.sinks)):
+        if is_set:
+            raise UserError(f"model.{name} is not for generation yet; evaluate it with cuboid train")
 
 
 # What a generation keeps of the tokens it has seen: keys and values of each layer, or the latents they are made of.

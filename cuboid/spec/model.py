@@ -281,6 +281,11 @@ class ModelSpec:
     """Biases of the feed-forward block."""
     qk_norm: bool = False
     """Norms of queries and keys in each head."""
+    windows: tuple[int, ...] = ()
+    """Tokens that a query sees, itself included, layer by layer and from the beginning again where there are more
+    layers; 0 is all before it. [1024, 1024, 0]: each third layer sees everything. Empty: every layer does."""
+    sinks: bool = False
+    """One learned logit for each head, which takes part in the softmax of attention and has no value (GPT-OSS)."""
     initialization: Initialization = "auto"
     """How wide each parameter is drawn, by its role. auto: the default of the family, or depth where `initial_std` is
     given. megatron: `initial_std`, divided by √(2 · layers) where a matrix adds to the residual stream. flat:
@@ -314,6 +319,7 @@ class ModelSpec:
                 f"model.{name}={self.rope_dim} is odd and RoPE rotates pairs; {use(name, [self.rope_dim + 1])}"
             )
         self._check_initialization()
+        self._check_windows()
         for name in ("rope_scaling", "yarn"):
             if getattr(self, name) and self.positions != "rope":
                 raise UserError(f"model.{name} does nothing with positions={self.positions}; use positions=rope")
@@ -324,6 +330,18 @@ class ModelSpec:
                 f"mixture.first_dense_layers={self.mixture.first_dense_layers} is more than layers={self.layers}; "
                 f"{use('first_dense_layers', [self.layers])} or less"
             )
+
+    def _check_windows(self) -> None:
+        shown = list(self.windows)
+        if len(self.windows) > self.layers:
+            raise UserError(
+                f"model.windows={shown} has {len(shown)} entries for layers={self.layers}; use as many or fewer"
+            )
+        if any(not 0 <= window <= MOST["max_positions"] for window in self.windows):
+            raise UserError(f"model.windows={shown} has a number that is no window; use 0 for all tokens, or more")
+        for name, is_set in (("windows", any(self.windows)), ("sinks", self.sinks)):
+            if is_set and self.latent is not None:
+                raise UserError(f"model.{name} is not for attention through latents; use a model without latent")
 
     def _check_initialization(self) -> None:
         reasons = {
@@ -372,6 +390,10 @@ class ModelSpec:
     def has_experts(self, layer: int) -> bool:
         """Whether a layer routes its tokens to experts."""
         return self.mixture is not None and layer >= self.mixture.first_dense_layers
+
+    def window_of(self, layer: int) -> int:
+        """Tokens that a query of this layer sees, itself included; 0: all before it."""
+        return self.windows[layer % len(self.windows)] if self.windows else 0
 
     # Counts come from the tables of `spec.sharding`, which build on this file: hence imported where they are used.
 

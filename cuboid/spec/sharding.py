@@ -248,7 +248,8 @@ def attention_parameters(model: ModelSpec, name: str) -> Table:
     if model.latent is not None:
         return _latent_attention(model, model.latent, name)
     query, key_value = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    table = _linear(f"{name}.query", model.hidden, query, model.qkv_bias, COLUMN)
+    table = {f"{name}.sinks": Declared((model.heads,), COLUMN)} if model.sinks else {}
+    table |= _linear(f"{name}.query", model.hidden, query, model.qkv_bias, COLUMN)
     table |= _linear(f"{name}.key", model.hidden, key_value, model.qkv_bias, heads(model.kv_heads))
     table |= _linear(f"{name}.value", model.hidden, key_value, model.qkv_bias, heads(model.kv_heads))
     table |= _linear(f"{name}.output", query, model.hidden, model.output_bias, ROW)
@@ -353,3 +354,19 @@ def places_of(index: int, size: int, length: int) -> list[range]:
         return [range(length)]
     width = length // (2 * size)
     return [range(chunk * width, (chunk + 1) * width) for chunk in chunks_of(index, size)]
+
+
+def seen_of(queries: range, keys: range, window: int) -> range:
+    """Of keys that all stand before the queries, those that at least one of these sees."""
+    return range(max(keys.start, queries.start - window + 1), keys.stop)
+
+
+def seen_places(index: int, source: int, size: int, length: int, window: int) -> list[range]:
+    """The places of keys that rank `source` holds and that rank `index`, another one, sees in a window."""
+    found = []
+    for keys in places_of(source, size, length):
+        after = [queries for queries in places_of(index, size, length) if queries.start >= keys.stop]
+        # The nearest queries look back farthest.
+        if after and (seen := seen_of(after[0], keys, window)):
+            found.append(seen)
+    return found

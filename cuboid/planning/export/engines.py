@@ -131,6 +131,10 @@ def export(plan: Plan, target: str) -> str:
     model = plan.question.model
     if isinstance(model, PythonModelSpec) and target != "deepspeed":  # whose files describe no model
         raise UserError(f"model={model.name} is one's own, which {target} does not have; train it with cuboid train")
+    if not isinstance(model, PythonModelSpec) and target != "deepspeed":
+        for name, is_set in (("windows", any(model.windows)), ("sinks", model.sinks)):
+            if is_set:
+                raise UserError(f"model.{name} is not among what is written for {target}; train it with cuboid train")
     if plan.question.optimizer != "adamw":
         kind = plan.question.optimizer
         raise UserError(f"optimizer.kind={kind} is not among what is written for {target}; use optimizer.kind=adamw")
