@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from cuboid.checkpoint.shards import ShardedTensor, TensorSlice
@@ -70,26 +69,29 @@ class FusedAttention(nn.Module):
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         made = self.fused(x).view(1, x.shape[0], -1, self.whole.head_dim)
-        if self.whole.query_norm is not None and self.whole.key_norm is not None:
+        whole, is_windowed = self.whole, self.whole.window > 0
+        if whole.query_norm is not None:
             query, key, value = made.split(self.heads, 2)
-            query, key = self.whole.query_norm(query), self.whole.key_norm(key)
-            query, key = rotate(query, positions), rotate(key, positions)
+            query, key = whole.normed(query, key)
+            query, key = rotate(query, positions, is_windowed), rotate(key, positions, is_windowed)
         else:
             queries, keys, values = self.heads
             both, value = made.split((queries + keys, values), 2)
-            query, key = rotate(both, positions).split((queries, keys), 2)
-        return self.whole.output(self.cache(query, key, value, positions).reshape(x.shape[0], -1))
+            query, key = rotate(both, positions, is_windowed).split((queries, keys), 2)
+        if whole.query_scale != 1.0:
+            query = query * whole.query_scale
+        return whole.output(self.cache(query, key, value, positions).reshape(x.shape[0], -1))
 
 
 class FusedFeedForward(nn.Module):
     def __init__(self, gate: Linear, whole: FeedForward) -> None:
         super().__init__()
         self.fused = fuse((gate, whole.up))
-        self.down = whole.down
+        self.down, self.gating = whole.down, whole.gating
 
     def forward(self, x: Tensor, _: Positions) -> Tensor:
         gate, up = self.fused(x).chunk(2, 1)
-        return self.down(functional.silu(gate) * up)
+        return self.down(self.gating(gate, up))
 
 
 def fused_feed_forward(whole: FeedForward) -> FeedForward | FusedFeedForward:

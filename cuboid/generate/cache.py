@@ -83,6 +83,7 @@ class Rower:
             table.index,
             table.cosine,
             table.sine,
+            windowed=table.windowed,
             step=step,
             kept=packed[2, : len(kept)],
             mask=mask,

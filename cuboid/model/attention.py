@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cuboid.model import flash_attention
 from cuboid.model.flash_attention import has_flash
-from cuboid.model.linear import ColumnLinear, Norm, RowLinear, columns
+from cuboid.model.linear import ColumnLinear, Norm, RowLinear, WholeNorm, columns, whole_norms
 from cuboid.model.rope import Positions, rotate
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.sharding import COLUMN, PARTIAL, Split, heads
@@ -86,8 +86,15 @@ class Attention(nn.Module):
         self.key = ColumnLinear(model.hidden, kv_width, model.qkv_bias, kv_split)
         self.value = ColumnLinear(model.hidden, kv_width, model.qkv_bias, kv_split)
         self.output = RowLinear(model.heads * model.head_dim, model.hidden, model.output_bias)
-        self.query_norm = Norm(model, model.head_dim) if model.qk_norm else None
-        self.key_norm = Norm(model, model.head_dim) if model.qk_norm else None
+        self.query_norm: Norm | WholeNorm | None = None
+        self.key_norm: Norm | WholeNorm | None = None
+        if model.qk_norm_whole:
+            self.query_norm = WholeNorm(model, model.heads * model.head_dim, COLUMN)
+            self.key_norm = WholeNorm(model, kv_width, kv_split)
+        elif model.qk_norm:
+            self.query_norm, self.key_norm = Norm(model, model.head_dim), Norm(model, model.head_dim)
+        self.query_scale = model.query_scale * model.head_dim**0.5 if model.query_scale else 1.0
+        """What queries are multiplied by: attention itself divides by the root of head_dim."""
         # Which key-value head each query head reads; None: consecutive groups of equal size.
         self.kv_head_of_query: Tensor | None = None
         self.sinks = nn.Parameter(torch.empty(model.heads)) if model.sinks else None
@@ -99,6 +106,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         query, key, value = (self.fused or self._project)(x, positions)
+        if self.query_scale != 1.0:
+            query = query * self.query_scale
         if self.peaks is not None:
             self.peaks.see(query, key)
         if self.kv_head_of_query is not None:
@@ -112,6 +121,15 @@ class Attention(nn.Module):
         kv_shape = (-1, positions.length, self.key.weight.shape[0] // self.head_dim, self.head_dim)
         query, key, value = columns(x, (self.query, self.key, self.value))
         query, key, value = query.view(shape), key.view(kv_shape), value.view(kv_shape)
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        return rotate(query, positions), rotate(key, positions), value
+        query, key = self.normed(query, key)
+        is_windowed = self.window > 0
+        return rotate(query, positions, is_windowed), rotate(key, positions, is_windowed), value
+
+    def normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Where queries and keys have norms."""
+        norms = self.query_norm, self.key_norm
+        if isinstance(norms[0], WholeNorm) and isinstance(norms[1], WholeNorm):
+            return whole_norms(query, key, (norms[0], norms[1]))
+        if isinstance(norms[0], Norm) and isinstance(norms[1], Norm):
+            return norms[0](query), norms[1](key)
+        return query, key

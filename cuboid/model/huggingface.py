@@ -37,7 +37,11 @@ class Origin:
     stop: int
     transposed: bool
     expert: int | None = None
-    """Which of the experts that the parameter stacks; None: it stacks none."""
+    """Which of the experts that the parameter stacks; None: it stacks none, or the tensor stacks them too."""
+    stacked: bool = False
+    """The tensor stacks all experts: rows, and what is transposed, count behind its first dimension."""
+    step: int = 1
+    """Of rows, in a tensor that interleaves those of several parameters."""
 
     @property
     def rows(self) -> slice:
@@ -47,6 +51,10 @@ class Origin:
     @property
     def bounds(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Offsets and lengths of what it holds of the parameter."""
+        if self.stacked:
+            inner = (self.shape[1],) if self.transposed else self.shape[2:]
+            sizes = (self.shape[0], -(-(self.stop - self.start) // self.step), *inner)
+            return (0,) * len(sizes), sizes
         sizes = (self.stop - self.start, *((self.shape[0],) if self.transposed else self.shape[1:]))
         if self.expert is None:
             return (0,) * len(sizes), sizes
@@ -67,13 +75,21 @@ class Origin:
         if self.expert is not None:
             offsets, lengths = offsets[1:], lengths[1:]
         first, *rest = (slice(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True))
+        if self.stacked:
+            inside, *rest = rest
+            begin = self.start + self.step * inside.start
+            rows = slice(begin, begin + self.step * (inside.stop - inside.start - 1) + 1, self.step)
+            return (first, *rest, rows) if self.transposed else (first, rows, *rest)
         rows = slice(self.start + first.start, self.start + first.stop)
         return (*rest, rows) if self.transposed else (rows, *rest)
 
+    def oriented(self, part: Tensor) -> Tensor:
+        """A part of the stored tensor with the dimensions of the parameter, or of one expert of it."""
+        return part.transpose(-1, -2) if self.transposed else part
+
     def take(self, tensor: Tensor) -> Tensor:
         """Its `rows` of the parameter, as a view: what is written into it is written into the stored tensor."""
-        part = tensor[self.index()]
-        part = part.t() if self.transposed else part
+        part = self.oriented(tensor[self.index()])
         return part if self.expert is None else part.unsqueeze(0)
 
 
@@ -88,10 +104,15 @@ class Target:
     copy_of: str | None = None
     """The tensor it is tied to; files may omit it, modules list it."""
     expert: int | None = None
+    interleaved: bool = False
+    """It stacks all experts, whose rows come from each parameter in turn."""
 
     def make(self, parameters: Sequence[Tensor]) -> Tensor:
         if self.expert is not None:
             return parameters[0][self.expert]
+        if self.interleaved:
+            made = torch.stack(list(parameters), 2).flatten(1, 2)
+            return made.transpose(1, 2).contiguous() if self.transposed else made
         whole = parameters[0] if len(parameters) == 1 else torch.cat(list(parameters))
         return whole.t() if self.transposed else whole
 
@@ -124,6 +145,9 @@ def from_huggingface(model: ModelSpec) -> dict[str, tuple[Origin, ...]]:
                 for expert in range(shape[0])
             )
             continue
+        if family.stacks and ".experts." in name:
+            origins[name] = (_stacked(name, tensor, shape),)
+            continue
         start, stop, rows = 0, shape[0], shape[0]
         if family.fused and family.fused in tensor:
             (start, stop), rows = fused[name.split(".")[-2]], 3 * query
@@ -133,6 +157,15 @@ def from_huggingface(model: ModelSpec) -> dict[str, tuple[Origin, ...]]:
     return origins
 
 
+def _stacked(name: str, tensor: str, shape: tuple[int, ...]) -> Origin:
+    """Of GPT-OSS: matrices of all experts are held as (experts, in, out), and outputs of gate and up alternate."""
+    is_down, is_matrix = ".down" in name, len(shape) == 3
+    step = 1 if is_down else 2
+    start, outputs = int(".up" in name), step * shape[1]
+    stored = (shape[0], shape[2], outputs) if is_matrix else (shape[0], outputs)
+    return Origin(tensor, stored, start, outputs, is_matrix, stacked=True, step=step)
+
+
 def to_huggingface(model: ModelSpec) -> dict[str, Target]:
     """Their tensor -> which of our parameters make it; the names are those of their files, which their module has too
     except for experts (it stacks them itself when it loads)."""
@@ -140,7 +173,9 @@ def to_huggingface(model: ModelSpec) -> dict[str, Target]:
     pairs = [(name, origin) for name, origins in from_huggingface(model).items() for origin in origins]
     for name, origin in sorted(pairs, key=lambda pair: pair[1].start):
         before = targets[origin.tensor].parameters if origin.tensor in targets else ()
-        targets[origin.tensor] = Target((*before, name), origin.shape, origin.transposed, expert=origin.expert)
+        targets[origin.tensor] = Target(
+            (*before, name), origin.shape, origin.transposed, expert=origin.expert, interleaved=origin.stacked
+        )
     if model.tie_embeddings and not isinstance(model, PythonModelSpec):
         tokens = _their_name(check_family(model), "embedding.tokens.weight")
         targets["lm_head.weight"] = replace(targets[tokens], copy_of=tokens)
@@ -307,6 +342,29 @@ LATENT_NAMES = {
     "layers.*.attention.key_value_up": "model.layers.*.self_attn.kv_b_proj",
 }
 
+GEMMA_NAMES = LLAMA_NAMES | {
+    "layers.*.attention_post_norm": "model.layers.*.post_attention_layernorm",
+    "layers.*.feed_forward_norm": "model.layers.*.pre_feedforward_layernorm",
+    "layers.*.feed_forward_post_norm": "model.layers.*.post_feedforward_layernorm",
+}
+
+OLMO_NAMES = LLAMA_NAMES | {
+    "layers.*.attention_post_norm": "model.layers.*.post_attention_layernorm",
+    "layers.*.feed_forward_post_norm": "model.layers.*.post_feedforward_layernorm",
+}
+
+GPT_OSS_NAMES = LLAMA_NAMES | {
+    "layers.*.attention.sinks": "model.layers.*.self_attn.sinks",
+    "layers.*.feed_forward.router": "model.layers.*.mlp.router",
+    "layers.*.feed_forward.router.logit_bias": "model.layers.*.mlp.router.bias",
+    "layers.*.feed_forward.experts.gate": "model.layers.*.mlp.experts.gate_up_proj",
+    "layers.*.feed_forward.experts.up": "model.layers.*.mlp.experts.gate_up_proj",
+    "layers.*.feed_forward.experts.down": "model.layers.*.mlp.experts.down_proj",
+    "layers.*.feed_forward.experts.gate_bias": "model.layers.*.mlp.experts.gate_up_proj_bias",
+    "layers.*.feed_forward.experts.up_bias": "model.layers.*.mlp.experts.gate_up_proj_bias",
+    "layers.*.feed_forward.experts.down_bias": "model.layers.*.mlp.experts.down_proj_bias",
+}
+
 NO_BIASES: dict[str, object] = {"qkv_bias": False, "output_bias": False, "mlp_bias": False}
 PLAIN_ROUTING: dict[str, object] = {
     "scoring": "softmax",
@@ -316,9 +374,26 @@ PLAIN_ROUTING: dict[str, object] = {
     "first_dense_layers": 0,
     "router_bias": False,
     "capacity_factor": 0.0,
+    "biases": False,
 }
 
+PLAIN: dict[str, object] = {
+    "windows": (),
+    "sinks": False,
+    "norms": "before",
+    "unit_norms": False,
+    "rope_factor": 1.0,
+    "window_rope_theta": 0.0,
+    "embedding_scale": 1.0,
+    "query_scale": 0.0,
+    "qk_norm_whole": False,
+}
+"""What a family has that does not say otherwise."""
+
 LLAMA_LIKE: dict[str, object] = {"norm": "rmsnorm", "positions": "rope", "activation": "swiglu"}
+
+
+OLMO_LIKE: dict[str, object] = {"norms": "after", "qk_norm": True, "qk_norm_whole": True, "mlp_bias": False}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,9 +419,15 @@ class WeightNames:
     """Whether it has latent attention."""
     one_bias_switch: bool = False
     """Whether one switch, attention_bias, is for the biases of queries, keys, values and output together."""
+    free: tuple[str, ...] = ()
+    """Of `PLAIN`, what a model of this family may have as it likes."""
+    stacks: bool = False
+    """Whether one tensor holds a matrix of all experts, and gate and up alternate in it."""
 
     def fixed_for(self, model: ModelSpec) -> dict[str, object]:
-        fixed = dict(self.fixed)
+        fixed = {**{name: value for name, value in PLAIN.items() if name not in self.free}, **self.fixed}
+        if "embedding_scale" in self.free:
+            fixed["embedding_scale"] = model.hidden**0.5
         if self.one_bias_switch:
             fixed["output_bias"] = model.qkv_bias
         if self.fused:
@@ -377,8 +458,37 @@ FAMILIES: dict[str, WeightNames] = {
     "deepseek_v3": WeightNames(
         names=LLAMA_NAMES | EXPERT_NAMES | LATENT_NAMES,
         fixed=LLAMA_LIKE | NO_BIASES | {"qk_norm": False},
-        mixture={"scoring": "sigmoid", "router_bias": True, "capacity_factor": 0.0},
+        mixture={"scoring": "sigmoid", "router_bias": True, "capacity_factor": 0.0, "biases": False},
         latent=True,
+    ),
+    "mistral": WeightNames(
+        names=LLAMA_NAMES, fixed=LLAMA_LIKE | NO_BIASES | {"qk_norm": False}, free=("windows", "rope_factor")
+    ),
+    "gemma3_text": WeightNames(
+        names=GEMMA_NAMES,
+        fixed=LLAMA_LIKE
+        | {"activation": "geglu", "norms": "both", "unit_norms": True, "qk_norm": True, "mlp_bias": False},
+        one_bias_switch=True,
+        free=("windows", "rope_factor", "window_rope_theta", "query_scale", "embedding_scale"),
+    ),
+    "olmo2": WeightNames(
+        names=OLMO_NAMES,
+        fixed=LLAMA_LIKE | OLMO_LIKE,
+        one_bias_switch=True,
+    ),
+    "olmo3": WeightNames(
+        names=OLMO_NAMES,
+        fixed=LLAMA_LIKE | OLMO_LIKE,
+        one_bias_switch=True,
+        free=("windows", "rope_factor", "window_rope_theta"),
+    ),
+    "gpt_oss": WeightNames(
+        names=GPT_OSS_NAMES,
+        fixed=LLAMA_LIKE | {"activation": "clamped_swiglu", "sinks": True, "qk_norm": False, "mlp_bias": False},
+        mixture=PLAIN_ROUTING | {"normalized": True, "biases": True},
+        one_bias_switch=True,
+        free=("windows", "rope_factor"),
+        stacks=True,
     ),
     "gpt2": WeightNames(
         names=GPT2_NAMES,

@@ -304,6 +304,7 @@ class _Builder:
         # The compiler stops at these, and gives up what it would have to stop in while it recomputes.
         stops = self.layout.cp > 1 or self.run.data.attention_within_documents
         stops = stops or self.model.window_of(layer) > 0 or self.model.sinks
+        stops = stops or (self.model.qk_norm_whole and self.region is not None)
         traced = self.region is None or self.region.traced
         if not self.compiled or (stops and recompute == "selective"):
             run = with_recompute(block, recompute)

@@ -162,7 +162,8 @@ class LayerCollectives:
             yield from self._mixture()
         else:
             yield from self._enter(self._model.hidden)
-            yield from self._leave(again=0)
+            # A norm behind the last sum needs it again.
+            yield from self._leave(self._again if self._model.norms != "before" else 0)
 
     def _attention(self) -> Iterator[Collective]:
         latent = self._model.latent
@@ -174,6 +175,10 @@ class LayerCollectives:
             yield from self._enter(self._model.hidden)
             yield from self._enter(latent.kv_rank + latent.qk_rope_dim)
         yield from self._leave(self._again)
+        if self._model.qk_norm_whole:
+            size, wide = self._step.tokens, self._step.wide
+            what = f"means of squares of queries and keys: 2 × {wide} bytes × {size:,} tokens"
+            yield self._collective("tp", "all-reduce", self._layout.tp, 2 + self._again, 2 * wide * size, what)
 
     def _context(self) -> Iterator[Collective]:
         """Heads for tokens inside, keys and values between. Selective recomputation keeps what came of them, full
@@ -226,7 +231,8 @@ class LayerCollectives:
             yield from self._enter(self._model.hidden)
             yield from self._leave(self._again)
         if not layout.sequence_parallel:  # parts gathered: results forward, gradients backward
-            yield self._tensor("all-gather", 2, self._model.hidden)
+            again = self._again if self._model.norms != "before" else 0
+            yield self._tensor("all-gather", 2 + again, self._model.hidden)
         rows = self._step.tokens // layout.tp * mixture.top_k
         what = f"rows to experts and back: {self._step.element} bytes × {rows:,} rows × {self._model.hidden:,} hidden"
         size = self._step.element * rows * self._model.hidden

@@ -20,6 +20,7 @@ LATENT_KEYS = {
     "rope_interleave": "interleaved",
 }
 MIXTRAL_KEYS = {"num_local_experts": "experts", "num_experts_per_tok": "top_k"}
+GPT_OSS_KEYS = {"num_local_experts": "experts", "num_experts": "experts", "num_experts_per_tok": "top_k"}
 QWEN_KEYS = {
     "num_experts": "experts",
     "num_local_experts": "experts",
@@ -78,10 +79,12 @@ def read_rope(left: Table, table: Table) -> None:
         table["rope_scaling"] = take(parameters, LLAMA3_SCALING)
     elif kind == "yarn":
         table["yarn"] = take(parameters, YARN_SCALING)
+    elif kind == "linear":
+        table["rope_factor"] = parameters.pop("factor", 1.0)
     elif kind != "default":
         raise UserError(
-            f"rope_type={show(kind)} of {table['name']} is unknown; use rope_type=default, rope_type=llama3 or "
-            "rope_type=yarn"
+            f"rope_type={show(kind)} of {table['name']} is unknown; use rope_type=default, rope_type=linear, "
+            "rope_type=llama3 or rope_type=yarn"
         )
     if parameters:
         key, value = next(iter(parameters.items()))
@@ -108,6 +111,96 @@ YARN_SCALING = {
 }
 
 
+def read_two_ropes(left: Table, table: Table) -> None:
+    """Of families whose layers with a window rotate otherwise: by a base of their own, and never stretched. Version 5
+    has a table for each kind of layer."""
+    both = left.pop("rope_parameters", None) or {}
+    nested = "full_attention" in both or "sliding_attention" in both
+    full = (both.get("full_attention") if nested else both) or {}
+    sliding = (both.get("sliding_attention") if nested else None) or {}
+    if not isinstance(full, dict) or not isinstance(sliding, dict):
+        raise UserError(f"rope_parameters of {table['name']} has no table for a kind of layer; write it as {{...}}")
+    sliding = dict(sliding)
+    stretch = left.pop("rope_scaling", None) or {}
+    theta = full.get("rope_theta", left.pop("rope_theta", table["rope_theta"]))
+    local = sliding.pop("rope_theta", left.pop("rope_local_base_freq", table["window_rope_theta"] or theta))
+    left.pop("rope_theta", None)
+    left.pop("rope_local_base_freq", None)
+    if sliding.pop("rope_type", "default") != "default" or sliding:
+        raise UserError(
+            f"rope_parameters.sliding_attention of {table['name']} stretches positions; use rope_type=default there"
+        )
+    read_rope({"rope_theta": theta, "rope_scaling": {**stretch, **full}}, table)
+    table["window_rope_theta"] = local if table["windows"] else 0.0
+
+
+def read_gpt_oss_rope(left: Table, table: Table) -> None:
+    """YaRN, unless the config says otherwise."""
+    if not left.get("rope_parameters") and not left.get("rope_scaling"):
+        left["rope_scaling"] = {**GPT_OSS_YARN, "rope_type": "yarn"}
+    read_rope(left, table)
+
+
+GPT_OSS_YARN: Table = {
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+def read_layer_windows(usual: int | None, every: int) -> Callable[[Table, Table], None]:
+    """`usual`: the window where the config says nothing; each layer whose number `every` divides has none."""
+
+    def read(left: Table, table: Table) -> None:
+        window = left.pop("sliding_window", usual)
+        pattern = left.pop("sliding_window_pattern", left.pop("_sliding_window_pattern", every))
+        left.pop("_sliding_window_pattern", None)
+        layers = table.get("layers")
+        if type(layers) is not int or layers < 1:  # which `ModelSpec` refuses
+            table["windows"] = []
+            return
+        kinds = left.pop("layer_types", None)
+        if kinds is None:
+            kinds = ["sliding_attention" if number % pattern else "full_attention" for number in range(1, layers + 1)]
+        unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
+        if unknown:
+            raise UserError(
+                f"layer_types of {table['name']} holds {show(unknown[0])}; use full_attention or sliding_attention"
+            )
+        table["windows"] = repeating([(window or 0) if kind == "sliding_attention" else 0 for kind in kinds[:layers]])
+
+    return read
+
+
+def repeating(windows: list[int]) -> list[int]:
+    """The shortest list that says the same when it is repeated; of layers without windows an empty one."""
+    if not any(windows):
+        return []
+    lengths = range(1, len(windows) + 1)
+    fits = (length for length in lengths if all(each == windows[at % length] for at, each in enumerate(windows)))
+    return windows[: next(fits)]
+
+
+def read_gemma_scales(left: Table, table: Table) -> None:
+    table["embedding_scale"] = max(table["hidden"], 1) ** 0.5
+    scalar = left.pop("query_pre_attn_scalar", 256)
+    if not isinstance(scalar, int | float) or scalar <= 0:
+        raise UserError(f"query_pre_attn_scalar={show(scalar)} of {table['name']} is no number above 0; use 256")
+    table["query_scale"] = 0.0 if scalar == table.get("head_dim") else scalar**-0.5
+
+
+def refuse_quantized(left: Table, table: Table) -> None:
+    found = left.pop("quantization_config", None)
+    if found is not None:
+        method = found.get("quant_method") if isinstance(found, dict) else found
+        raise UserError(
+            f"quantization_config of {table['name']} says that its experts are stored in {show(method)}, which is not "
+            "read; save it in bf16 with transformers (Mxfp4Config(dequantize=True)) and use that folder"
+        )
+
+
 def read_windows(left: Table, table: Table) -> None:
     """Sliding windows: refused when on, whatever their other keys say."""
     on = left.pop("use_sliding_window", "sliding_window" in left and "max_window_layers" not in left)
@@ -125,11 +218,15 @@ def read_mistral_window(left: Table, table: Table) -> None:
     """On unless the config says otherwise."""
     window = left.pop("sliding_window", 4096)
     if window is not None:
-        raise UserError(f"sliding_window={window} of {table['name']} is unknown; use sliding_window=null")
+        table |= {"family": "mistral", "windows": [window]}
 
 
 def read_attention_bias(left: Table, table: Table) -> None:
     table["qkv_bias"] = table["output_bias"] = bool(left.pop("attention_bias", False))
+
+
+def read_attention_bias_on(left: Table, table: Table) -> None:
+    table["qkv_bias"] = table["output_bias"] = bool(left.pop("attention_bias", True))
 
 
 def read_gpt2_width(left: Table, table: Table) -> None:
@@ -235,6 +332,8 @@ def _check_types(config: Mapping[str, Any], name: str) -> None:
             raise UserError(f"{key}={show(value)} of {name} is not a table; write it as {{...}} or null")
         if key == "layer_types" and not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
             raise UserError(f"{key}={show(value)} of {name} is no list of strings; use full_attention in all layers")
+        if key in WINDOWS and (type(value) is not int or value < 1):
+            raise UserError(f"{key}={show(value)} of {name} is no number of tokens; use null for no window")
         if key in NUMBERS and not isinstance(value, int | float):
             raise UserError(f"{key}={show(value)} of {name} is no number; copy the config.json again")
 
@@ -242,6 +341,8 @@ def _check_types(config: Mapping[str, Any], name: str) -> None:
 def _values(key: str, allowed: tuple[object, ...]) -> str:
     return either(f"{key}={'null' if value is None else show(value)}" for value in allowed)
 
+
+WINDOWS = ("sliding_window", "sliding_window_pattern", "_sliding_window_pattern")
 
 COMMON = {
     "hidden_size": "hidden",
@@ -257,6 +358,14 @@ COMMON = {
     "initializer_range": "initial_std",
 }
 SILU: dict[str, tuple[object, ...]] = {"hidden_act": ("silu", "swish")}
+OLMO_DEFAULTS: Table = {
+    "norms": "after",
+    "qk_norm": True,
+    "qk_norm_whole": True,
+    "norm_epsilon": 1e-5,
+    "rope_theta": 10000.0,
+    "max_positions": 2048,
+}
 LLAMA_DEFAULTS = {"norm_epsilon": 1e-6, "rope_theta": 10000.0, "max_positions": 2048}
 QWEN_DEFAULTS = {"norm_epsilon": 1e-6, "rope_theta": 10000.0, "max_positions": 32768}
 WITHOUT_HEAD_DIM = {key: ours for key, ours in COMMON.items() if key != "head_dim"}
@@ -276,6 +385,71 @@ READERS: dict[Any, Reader] = {
         fields=COMMON,
         only=SILU,
         finish=(read_mistral_window, read_rope),
+    ),
+    "gemma3_text": Reader(
+        family="gemma3_text",
+        defaults={
+            "norms": "both",
+            "unit_norms": True,
+            "qk_norm": True,
+            "activation": "geglu",
+            "norm_epsilon": 1e-6,
+            "rope_theta": 1000000.0,
+            "window_rope_theta": 10000.0,
+            "max_positions": 131072,
+            "tie_embeddings": True,
+            "hidden": 2304,
+            "layers": 26,
+            "heads": 8,
+            "kv_heads": 4,
+            "head_dim": 256,
+            "ffn": 9216,
+            "vocab": 262208,
+        },
+        fields=COMMON,
+        only={
+            "hidden_activation": ("gelu_pytorch_tanh",),
+            "attn_logit_softcapping": (None,),
+            "final_logit_softcapping": (None,),
+            "use_bidirectional_attention": (False, None),
+        },
+        ignored=frozenset(("hidden_act",)),
+        finish=(read_layer_windows(4096, 6), read_gemma_scales, read_attention_bias, read_two_ropes),
+    ),
+    "olmo2": Reader(
+        family="olmo2",
+        defaults=OLMO_DEFAULTS,
+        fields=COMMON,
+        only=SILU,
+        finish=(read_attention_bias, read_rope),
+    ),
+    "olmo3": Reader(
+        family="olmo3",
+        defaults={**OLMO_DEFAULTS, "window_rope_theta": 0.0, "rope_theta": 500000.0},
+        fields=COMMON,
+        only=SILU,
+        finish=(read_layer_windows(4096, 4), read_attention_bias, read_two_ropes),
+    ),
+    "gpt_oss": Reader(
+        family="gpt_oss",
+        defaults={
+            "sinks": True,
+            "activation": "clamped_swiglu",
+            "norm_epsilon": 1e-5,
+            "rope_theta": 150000.0,
+            "head_dim": 64,
+            "max_positions": 131072,
+        },
+        fields=COMMON,
+        only={**SILU, "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+        ignored=frozenset(("output_router_logits", "experts_per_token", "initial_context_length")),
+        finish=(
+            refuse_quantized,
+            read_layer_windows(128, 2),
+            read_attention_bias_on,
+            read_mixture(GPT_OSS_KEYS, {"biases": True, **SOFTMAX_BALANCING}),
+            read_gpt_oss_rope,
+        ),
     ),
     "qwen2": Reader(family="qwen2", defaults=QWEN_DEFAULTS, fields=COMMON, only=SILU, finish=(read_windows, read_rope)),
     "qwen3": Reader(
@@ -384,10 +558,20 @@ MODULES = {
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "olmo3": "Olmo3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 """Family, which is also their model_type -> their class."""
 
-MIXTURES = {"mixtral": MIXTRAL_KEYS, "qwen3_moe": QWEN_KEYS, "deepseek_v3": DEEPSEEK_KEYS}
+MIXTURES = {
+    "mixtral": MIXTRAL_KEYS,
+    "qwen3_moe": QWEN_KEYS,
+    "deepseek_v3": DEEPSEEK_KEYS,
+    "gpt_oss": {key: ours for key, ours in GPT_OSS_KEYS.items() if key != "num_experts"},
+}
 """Family -> their key -> our field of its mixture."""
 
 
@@ -409,15 +593,19 @@ def config_from_model(model: ModelSpec) -> Config:
         return config | {"n_inner": model.ffn, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     if model.family == "qwen2":
         config["use_sliding_window"] = False
-    elif model.family != "mixtral":
+    elif model.family not in ("mixtral", "mistral"):
         config["attention_bias"] = model.qkv_bias
+    if model.family in WINDOWED:
+        config |= _windows(model)
+    if model.family == "gemma3_text":
+        config["query_pre_attn_scalar"] = _number(model.query_scale**-2) if model.query_scale else model.head_dim
     if model.mixture is not None:
         config |= {theirs: getattr(model.mixture, ours) for theirs, ours in MIXTURES[model.family].items()}
         own = "aux_loss_alpha" if model.family == "deepseek_v3" else "router_aux_loss_coef"
         config |= {own: model.mixture.balance_coefficient, "seq_aux": model.mixture.balance_over == "sequence"}
         if model.mixture.z_coefficient:
             config["router_z_loss_coef"] = model.mixture.z_coefficient
-    if model.family == "mixtral" and model.mixture is not None:
+    if model.family in ("mixtral", "gpt_oss") and model.mixture is not None:
         config["intermediate_size"] = model.mixture.expert_ffn
     if model.latent is not None:
         config |= {theirs: getattr(model.latent, ours) for theirs, ours in LATENT_KEYS.items()}
@@ -425,11 +613,52 @@ def config_from_model(model: ModelSpec) -> Config:
     return config | _rope(model) | {"attention_dropout": 0.0}
 
 
+WINDOWED = ("mistral", "gemma3_text", "olmo3", "gpt_oss")
+"""Families whose modules have layers with a window."""
+
+
+def _windows(model: ModelSpec) -> Config:
+    """One window for all layers that have one."""
+    windows = [model.window_of(layer) for layer in range(model.layers)]
+    sizes = sorted({window for window in windows if window})
+    if len(sizes) > 1:
+        raise UserError(
+            f"model.windows={list(model.windows)} cannot be written as family={model.family}; use one window, or 0"
+        )
+    if model.family == "mistral":
+        if 0 in windows:
+            raise UserError(
+                f"model.windows={list(model.windows)} cannot be written as family=mistral; use [{sizes[0]}]"
+            )
+        return {"sliding_window": sizes[0]}
+    kinds = ["sliding_attention" if window else "full_attention" for window in windows]
+    return {"sliding_window": sizes[0] if sizes else None, "layer_types": kinds}
+
+
+def _number(value: float) -> float:
+    """A whole one where the difference is rounding."""
+    return round(value) if abs(value - round(value)) < 1e-9 * abs(value) else value
+
+
 def _rope(model: ModelSpec) -> Config:
-    """As version 4 writes it, which version 5 reads."""
+    """As version 4 writes it, which version 5 reads; that has no other way where layers rotate in two ways."""
+    written = _one_rope(model)
+    if model.family not in ("gemma3_text", "olmo3"):
+        return written
+    full = {"rope_type": "default", **(written["rope_scaling"] or {}), "rope_theta": model.rope_theta}
+    sliding = {"rope_type": "default", "rope_theta": model.window_rope_theta or model.rope_theta}
+    local = {"rope_local_base_freq": sliding["rope_theta"]} if model.family == "gemma3_text" else {}
+    return {**written, **local, "rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
+
+
+def _one_rope(model: ModelSpec) -> Config:
+    if model.rope_factor != 1:
+        return {"rope_theta": model.rope_theta, "rope_scaling": {"rope_type": "linear", "factor": model.rope_factor}}
     if model.yarn is not None:
         scaling = {theirs: getattr(model.yarn, ours) for theirs, ours in YARN_SCALING.items()}
-        kept = {key: value for key, value in scaling.items() if value}
+        kept = {key: value for key, value in scaling.items() if value or key == "truncate"}
+        if model.yarn.truncate:
+            del kept["truncate"]  # which older versions do not know
         return {"rope_theta": model.rope_theta, "rope_scaling": {"rope_type": "yarn", **kept}}
     if model.rope_scaling is None:
         return {"rope_theta": model.rope_theta, "rope_scaling": None}

@@ -89,7 +89,6 @@ def test_windows_repeat_over_layers() -> None:
 @pytest.mark.parametrize(
     ("table", "sentence"),
     [
-        ({"windows": [1] * 6}, "has 6 entries for layers=5"),
         ({"windows": [4, -1]}, "has a number that is no window"),
         (
             {"latent": {"q_rank": 0, "kv_rank": 8, "qk_nope_dim": 4, "qk_rope_dim": 4, "v_dim": 4}, "sinks": True},

@@ -64,6 +64,41 @@ def test_with_experts(pool: Pool, layout: str) -> None:
     assert_equal(pool, windowed(layout, model="tiny-mixtral"))
 
 
+FAMILIES = ["tiny-gemma3", "tiny-olmo3", "tiny-gpt-oss"]
+
+
+@pytest.mark.parametrize("model", FAMILIES)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "tp=4,dp=2,zero=1",
+        "tp=2,dp=2,sequence_parallel=false,recompute=selective",
+        "dp=2,tp=2,pp=2,zero=3,schedule=zbv,recompute=full",
+        "cp=2,tp=2,pp=2,schedule=1f1b",
+    ],
+)
+def test_families(pool: Pool, model: str, layout: str) -> None:
+    """Norms on other places, gates of other kinds, two rotations, norms over all heads, biases of experts."""
+    assert_equal(pool, small_run(layout, model=model))
+
+
+@pytest.mark.parametrize("layout", ["dp=2,tp=2,ep=4,zero=2", "cp=2,tp=2,pp=2,ep=4,schedule=dualpipev,zero=1"])
+def test_biases_of_spread_experts(pool: Pool, layout: str) -> None:
+    assert_equal(pool, small_run(layout, model="tiny-gpt-oss"))
+
+
+def test_norms_behind_experts(pool: Pool) -> None:
+    """Recomputation sums again what such a norm takes."""
+    more = ("model.norms=both", "model.unit_norms=true")
+    assert_equal(pool, small_run("dp=2,tp=2,ep=2,recompute=full,sequence_parallel=false", *more, model="tiny-mixtral"))
+
+
+@pytest.mark.parametrize("layout", ["tp=4", "tp=8,sequence_parallel=false"])
+def test_norms_over_replicated_heads(pool: Pool, layout: str) -> None:
+    """Of two key-value heads, which several tensor ranks hold."""
+    assert_equal(pool, small_run(layout, "model.kv_heads=2", model="tiny-olmo3"))
+
+
 def test_heads_that_tensor_ranks_replicate(pool: Pool) -> None:
     assert_equal(pool, windowed("cp=2,tp=4", "model.kv_heads=2"))
 
