@@ -12,6 +12,7 @@ from cuboid.checkpoint.shards import ShardedTensor, TensorSlice
 from cuboid.checkpoint.weights import copy_tensors, read_weights
 from cuboid.generate.cache import Cache, CachedLatentAttention
 from cuboid.generate.kernels import PanelTable, use_kernels
+from cuboid.generate.window_cache import WindowCache
 from cuboid.model.attention import Attention
 from cuboid.model.feed_forward import FeedForward
 from cuboid.model.initialize import initial_tensor
@@ -80,7 +81,7 @@ class FusedAttention(nn.Module):
             query, key = rotate(both, positions, is_windowed).split((queries, keys), 2)
         if whole.query_scale != 1.0:
             query = query * whole.query_scale
-        return whole.output(self.cache(query, key, value, positions).reshape(x.shape[0], -1))
+        return whole.output(self.cache(query, key, value, positions, whole.sinks).reshape(x.shape[0], -1))
 
 
 class FusedFeedForward(nn.Module):
@@ -186,7 +187,9 @@ class Builder:
         if isinstance(block.feed_forward, MoE):
             spread_experts(block.feed_forward, self.groups.expert)
         self._materialize(block, f"layers.{layer}")
-        shape = cache_shape(self.model, self.spec.layout, self.spec.slots, self.spec.length)
+        window = self.model.window_of(layer)
+        sizes = self.model, self.spec.layout, self.spec.slots, self.spec.length
+        shape = cache_shape(*sizes, window)
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         attention = block.attention
         if isinstance(attention, MultiLatentAttention):
@@ -194,7 +197,11 @@ class Builder:
             block.attention = CachedLatentAttention(attention, cache)  # type: ignore[assignment]
         else:
             # The cache keeps each key-value head once, whichever query heads read it.
-            cache = Cache(shape, self.context, attention.kv_head_of_query, like)
+            served = attention.kv_head_of_query
+            if window:
+                cache = WindowCache(shape, self.context, served, like, window, cache_shape(*sizes).places)
+            else:
+                cache = Cache(shape, self.context, served, like)
             attention.kv_head_of_query, attention.mix = None, cache
             if self.held is None:
                 block.attention = FusedAttention(attention, cache)  # type: ignore[assignment]
