@@ -84,7 +84,9 @@ def their_logits(folder: Path) -> dict[int, torch.Tensor]:
         return {number: model(torch.tensor([prompt])).logits[0, -1] for number, prompt in enumerate(prompts())}
 
 
-@pytest.mark.parametrize("case", LAYOUTS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.thorough] * (case in ("mistral", "olmo3"))) for case in LAYOUTS]
+)
 def test_greedy_text_is_theirs_and_sampled_text_one_on_every_layout(
     pool: Pool, tmp_path: Path, thorough: bool, case: str
 ) -> None:

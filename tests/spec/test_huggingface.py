@@ -27,7 +27,8 @@ from transformers import (
 )
 
 from cuboid.errors import UserError
-from cuboid.spec.huggingface import config_from_model, table_from_config
+from cuboid.spec.huggingface import table_from_config
+from cuboid.spec.huggingface_writer import config_from_model
 from cuboid.spec.load import build_model, catalog_models
 from cuboid.spec.model import ModelSpec, RopeScaling, load_model
 
