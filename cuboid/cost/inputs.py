@@ -80,6 +80,8 @@ class Shape:
     v_dim: Array
     norms: Array = field(default_factory=lambda: number(2))
     """Norms of the width of the residual stream in a layer."""
+    post_norms: Array = field(default_factory=lambda: number(0))
+    """1 where norms stand behind attention and feed-forward block."""
     qk_norm_whole: Array = field(default_factory=lambda: number(0))
     """1 where norms of queries and keys are of all heads together."""
     sinks: Array = field(default_factory=lambda: number(0))
@@ -165,6 +167,7 @@ def _shape(model: ModelSpec) -> Shape:
         rope_dim=latent.qk_rope_dim if latent else 0,
         v_dim=latent.v_dim if latent else 0,
         norms=4 if model.norms == "both" else 2,
+        post_norms=model.norms != "before",
         qk_norm_whole=model.qk_norm_whole,
         sinks=model.sinks,
         expert_biases=mixture.biases if mixture else 0,

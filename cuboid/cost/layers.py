@@ -85,7 +85,11 @@ def _own(jobs: Jobs, shape: Shape, whole: Array, entered: Array, under: tuple[Ar
     feed_back, shared_back = (np.maximum(enter.backward - hidden, 0.0) + leave.backward for hidden in under[1:])
     shared = (shape.shared_ffn > 0).astype(np.float64)
     return TensorWaits(
-        dense=(attention + feed_forward, attention_back + feed_back + again * enter.forward),
+        # A norm behind the last sum needs it again.
+        dense=(
+            attention + feed_forward,
+            attention_back + feed_back + again * (enter.forward + shape.post_norms * leave.forward),
+        ),
         mixture=(
             attention + shared * feed_forward + together.forward,
             attention_back + shared * (shared_back + again * feed_forward) + together.backward,
