@@ -199,7 +199,9 @@ class RanksJob:
 
     def _compare(self, folder: Path, reference: Path) -> None:
         told = self.told
-        struck = [json.loads(path.read_text()) for path in sorted(folder.glob("fault-*.json"))]
+        # A rank that is lost as it notes its fault, or finds the disk full, leaves an empty file: that is not counted.
+        noted = [text for path in sorted(folder.glob("fault-*.json")) if (text := path.read_text())]
+        struck = [json.loads(text) for text in noted]
         for found in struck:
             fault = found["fault"]
             told.faults.append(f"{fault['kind']} rank={fault['rank']} step={fault['step']} at={fault['at']}")

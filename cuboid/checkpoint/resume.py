@@ -85,6 +85,7 @@ def begin_anew(engine: Engine, optimizer: Moments) -> None:
             for kept in optimizer.state_of(optimizer_shard).values():
                 kept.zero_()
     optimizer.set_steps_taken(0)
+    optimizer.begin_average()
     if engine.loss_scale is not None:
         engine.loss_scale.restore([])
     if engine.balance is not None:

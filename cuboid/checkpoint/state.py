@@ -14,6 +14,8 @@ from cuboid.parallel.parallelize import Engine
 from cuboid.parallel.zero import OptimizerShard
 
 PARAMETER = "parameter"
+AVERAGE = "average"
+"""Moving, of the weights."""
 GENERATOR = "generator"
 
 
@@ -24,6 +26,9 @@ class Moments(Protocol):
     def steps_taken(self) -> int: ...
 
     def set_steps_taken(self, steps: int) -> None: ...
+
+    def begin_average(self) -> None:
+        """The average of weights, where one is kept, is the weights as they are now."""
 
     def state_of(self, optimizer_shard: OptimizerShard) -> dict[str, Tensor]:
         """By kind; flat, or one number of the whole parameter."""

@@ -78,13 +78,16 @@ def _parse(folder: Location, name: str, content: bytes) -> Run:
 class Weights:
     """The parameters of a checkpoint, of which any part can be read."""
 
-    def __init__(self, checkpoint: Location, model: ModelSpec, index: Index | None = None) -> None:
-        """`index`: what is needed of it, checked by the rank that read it."""
-        self._reader = Reader(checkpoint, index)
+    def __init__(
+        self, checkpoint: Location, model: ModelSpec, index: Index | None = None, kind: str = "parameter"
+    ) -> None:
+        """`index`: what is needed of it, checked by the rank that read it. `kind`: or average, which a run with
+        `optimizer.average` keeps of each."""
+        self._reader, self._kind = Reader(checkpoint, index), kind
         if index is not None:
             return
         for name, shape in parameter_shapes(model).items():
-            entry = self.index.get(f"parameter/{name}")
+            entry = self.index.get(f"{kind}/{name}")
             if entry is None:
                 raise Damage(checkpoint, INDEX, f"lacks the parameter {name}")
             if (held := tuple(entry["shape"])) != shape:
@@ -96,12 +99,12 @@ class Weights:
 
     def read(self, wanted: Mapping[str, ShardedTensor]) -> None:
         """Fills the slices of the named parameters, each in its own dtype."""
-        self._reader.fill(stored_names(wanted))
+        self._reader.fill(stored_names(wanted, self._kind))
 
 
-def stored_names(wanted: Mapping[str, ShardedTensor]) -> dict[str, ShardedTensor]:
+def stored_names(wanted: Mapping[str, ShardedTensor], kind: str = "parameter") -> dict[str, ShardedTensor]:
     """Parameters under the names that checkpoints have for them."""
-    return {f"parameter/{name}": slices for name, slices in wanted.items()}
+    return {f"{kind}/{name}": slices for name, slices in wanted.items()}
 
 
 def whole(values: Tensor) -> ShardedTensor:

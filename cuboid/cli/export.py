@@ -28,6 +28,7 @@ def command(
         typer.Option(help="hf: float32, bf16, float16 or float64; default: bf16 of a bf16 run, or float32."),
     ] = None,
     shard_size: Annotated[str | None, typer.Option(help="hf: largest file of weights; 5GB by default.")] = None,
+    average: Annotated[bool, typer.Option("--average", help="hf: the moving average of the weights.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Write a trained model for Hugging Face transformers, or a plan for another engine.
@@ -41,8 +42,10 @@ def command(
     if to.startswith("hf:"):
         if output is not None:
             raise UserError(f"output={output} is for plans; name the folder after hf:, like --to hf:{output}")
-        write_model(source, Path(to.removeprefix("hf:")), precision, shard_size, as_json)
+        write_model(source, Path(to.removeprefix("hf:")), precision, shard_size, as_json, average)
         return
+    if average:
+        raise UserError("--average is for models; use it with --to hf:FOLDER")
     for name, value in (("precision", precision), ("shard-size", shard_size)):
         if value is not None:
             raise UserError(f"{name}={value} is for models; use it with --to hf:FOLDER")
@@ -64,7 +67,9 @@ def _write_plan(file: Path, to: str, output: Path | None, as_json: bool) -> None
         print(text, end="")
 
 
-def write_model(source: str, target: Path, dtype: str | None, shard_size: str | None, as_json: bool) -> None:
+def write_model(
+    source: str, target: Path, dtype: str | None, shard_size: str | None, as_json: bool, average: bool = False
+) -> None:
     from rich.console import Console
     from rich.progress import Progress
 
@@ -80,7 +85,7 @@ def write_model(source: str, target: Path, dtype: str | None, shard_size: str | 
     with Progress(console=console, transient=True, disable=as_json or not console.is_terminal) as bar:
         task = bar.add_task("writing files of weights", total=None)
         report = export_model(
-            source, target, dtype, limit, lambda done, total: bar.update(task, completed=done, total=total)
+            source, target, dtype, limit, lambda done, total: bar.update(task, completed=done, total=total), average
         )
     for warning in report.warnings:
         print(f"warning: {warning}", file=sys.stderr)

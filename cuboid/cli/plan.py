@@ -18,6 +18,7 @@ from cuboid.readers import write_output
 from cuboid.schedule.table import uncollected
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.model import ModelSpec, load_model
+from cuboid.spec.training import OptimizerSpec
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,6 +40,9 @@ def command(
         str | None, typer.Option(help="bf16, fp16, fp8 or float32; default: bf16, or fp16 on accelerators without it.")
     ] = None,
     optimizer: Annotated[str, typer.Option(help="adamw, or muon for the matrices of blocks.")] = "adamw",
+    average: Annotated[
+        float, typer.Option(help="Decay of a moving average of the weights, 4 bytes each; 0: none is kept.")
+    ] = 0.0,
     top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 5,
     objective: Annotated[
         str | None,
@@ -80,6 +84,7 @@ def command(
         sequence=seq,
         precision=precision_on(place, precision),
         optimizer=optimizer,
+        average=OptimizerSpec(average=average).average,
         engine=for_engine or engine,
         target=for_engine or "",
         fixed=_fixed(for_engine, parse_fixed(fix or [])),

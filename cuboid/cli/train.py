@@ -132,12 +132,13 @@ def _say_preempted(run: Run, outcome: Outcome, as_json: bool) -> None:
 def _announce(run: Run) -> None:
     stages = partition(run.model, run.layout.stages, run.training.sequence)
     tokens = run.training.global_batch * run.training.sequence
+    ramp = f", at first {run.training.batch_ramp}" if run.training.batch_ramp else ""
     ranks = "1 rank" if run.layout.world_size == 1 else f"{run.layout.world_size} ranks"
     print(f"{run.model.name}: {run.model.parameters:,} parameters on {ranks}, {run.layout}")
     if run.layout.stages > 1:
         print(f"layers per stage: {' '.join(str(len(layers)) for layers in stages)}")
     print(
-        f"{tokens:,} {run.counts} a step in {run.micro_batches} micro-batches per replica; "
+        f"{tokens:,} {run.counts} a step in {run.micro_batches} micro-batches per replica{ramp}; "
         f"{run.output.folder}/metrics.jsonl"
     )
 

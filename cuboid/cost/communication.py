@@ -64,20 +64,27 @@ def _curve(points: list[float] | None, nodes: Array) -> Array | None:
     return np.exp(np.interp(np.log2(np.maximum(nodes, 1.0)), np.arange(len(points)), np.log(points)))
 
 
+def _inside(fabric: Fabric, local: Array) -> Array:
+    """Bytes per second past each of so many members on one node."""
+    links = np.maximum(local - 1, 1.0) / (fabric.node - 1) if fabric.mesh else ONE
+    return fabric.inner_bandwidth * links
+
+
 @recent
 def bus_bandwidth(fabric: Fabric, kind: str, members: Group) -> Array:
     """Bytes per second at which a ring over the group moves data past each rank."""
     measured = _curve(fabric.curve.get(kind), members.nodes)
+    inside = _inside(fabric, members.local)
     whole = (members.local <= 1) | (members.local >= fabric.node)
     fraction = np.where(whole, 1.0, fabric.partial)
     if measured is not None:
         # Groups that hold fewer ranks of a node share its network ports with the node's other groups.
         outside = 1e9 * measured * members.local / fabric.node * fraction
         outside = np.minimum(outside, 1e9 * measured)
-        return np.where(members.nodes > 1, _narrowest(fabric, outside, members), fabric.inner_bandwidth)
+        return np.where(members.nodes > 1, _narrowest(fabric, outside, members), inside)
     outside = fraction * members.local * fabric.outer_bandwidth * np.maximum(members.nodes / 2, 1.0) ** -fabric.decay
     outside = _narrowest(fabric, outside, members)
-    return np.where(members.nodes > 1, np.minimum(outside, fabric.inner_bandwidth), fabric.inner_bandwidth)
+    return np.where(members.nodes > 1, np.minimum(outside, fabric.inner_bandwidth), inside)
 
 
 def _narrowest(fabric: Fabric, bandwidth: Array, members: Group) -> Array:
@@ -135,7 +142,7 @@ def _one_way(fabric: Fabric, size: Array, members: Group, kind: str) -> Array:
 
 def all_to_all(fabric: Fabric, size: Array, members: Group, outside: Array) -> Array:
     """Seconds for every rank to spread its `size` bytes over the group, `outside` of them to other nodes."""
-    inside = size * (members.local - 1) / members.size / fabric.inner_bandwidth
+    inside = size * (members.local - 1) / members.size / _inside(fabric, members.local)
     slower = np.maximum(inside, np.where(members.nodes > 1, outside / _port(fabric, members), 0.0))
     return np.where(members.size > 1, slower + _latency(fabric, "all_to_all", members), 0.0)
 
@@ -168,7 +175,7 @@ def stage_transfer(fabric: Fabric, size: Array, jobs: Jobs) -> Array:
 def transfer(fabric: Fabric, size: Array, crosses: Array, senders: Array = ONE, further: Sequence[Array] = ()) -> Array:
     """Seconds to send `size` bytes from one stage to the next. `crosses`: the fraction of such hops that leave a node;
     `senders`: ranks of a node that then send at once; `further`: the fractions that cross each further level."""
-    inside = size / fabric.inner_bandwidth + fabric.inner_latency
+    inside = size / _inside(fabric, ONE) + fabric.inner_latency
     port = np.clip(fabric.alone / senders, fabric.outer_bandwidth, None)
     outside = size / port + fabric.outer_latency
     seconds = crosses * outside + (1 - crosses) * inside

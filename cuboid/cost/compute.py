@@ -9,6 +9,7 @@ from cuboid.cost.communication import ONE
 from cuboid.cost.constants import Chip, Engine
 from cuboid.cost.inputs import Array, Jobs, Shape, pick
 from cuboid.cost.reuse import each_once, recent
+from cuboid.spec.layout import CONTEXT_METHODS
 
 # Parameters and arithmetic of a model, per layer: dense, grouped-query, MoE, latent attention.
 
@@ -241,6 +242,14 @@ def _heated(engine: Engine, linear: Array, rest: Array) -> Array:
     return np.asarray(linear * (1 + engine.heat * (np.maximum(fraction, COOL) - WARM)))
 
 
+GATHER = CONTEXT_METHODS.index("allgather")
+
+
+def added_blocks(jobs: Jobs) -> Array:
+    """Blocks of attention whose outputs a ring adds to that of the first."""
+    return np.where(jobs.cp_method == GATHER, 0.0, jobs.cp / jobs.cp_inner - 1)
+
+
 def _attention(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine) -> tuple[Array, Array]:
     """The attention core, forward and backward."""
     full = 4 * jobs.tokens * jobs.sequence * attention_width(shape) / jobs.tp
@@ -254,6 +263,10 @@ def _attention(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine) -> tuple[Ar
         forward = 0.5 * full / (peak * chip.attention_forward) * scale + chip.kernel_floor
         scale = scale * engine.attention_back
         backward = 1.25 * full / (peak * chip.attention_backward) * scale + 2 * chip.kernel_floor
+        if engine.block_traffic:
+            moved = engine.block_traffic * added_blocks(jobs) * jobs.tokens * attention_width(shape) / jobs.tp
+            added = moved / (chip.memory_bandwidth * chip.memory_efficiency)
+            forward, backward = forward + added, backward + added
         return forward, backward
     scores = jobs.tokens * jobs.sequence * shape.heads / jobs.tp
     batched = full / (peak * chip.linear_efficiency["bf16"] * 0.6)
@@ -270,6 +283,8 @@ def kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: str
     """Seconds of every part of one micro-batch on one rank."""
     columns = (jobs.tp, jobs.ep, *_decides_tokens(jobs), jobs.sequence_parallel, adds_nothing(jobs))
     columns += (adds_nothing(jobs, routed=True),)
+    if engine.block_traffic:
+        columns += (added_blocks(jobs),)
     return each_once(shape, jobs, columns, lambda some, _: _kernels(shape, some, chip, engine, precision))
 
 

@@ -88,6 +88,9 @@ class Engine:
     where the schedule puts them off."""
     context_overlap: float = 0.8
     """Most that a ring hides of its messages."""
+    block_traffic: float = 0.0
+    """Bytes moved forward, and as many backward, per element of queries for each further block that a ring attends to:
+    outputs of blocks are added up, and so are gradients of queries."""
     host_block: float = 5e-5
     """Seconds of the host for each further block of attention that context parallelism makes."""
     expert_overlap: float = 0.0
@@ -285,6 +288,9 @@ class Fabric:
     """Accelerators that share the fast links."""
     inner_bandwidth: float
     """Bytes per second and accelerator, one direction, that collectives reach inside a node."""
+    mesh: bool = False
+    """Links inside a node join accelerators in pairs, without a switch: a group that stays there has only those between
+    its members."""
     inner_latency: float = 4e-6
     """Seconds per hop inside a node."""
     outer_bandwidth: float

@@ -16,12 +16,11 @@ from cuboid.cost.communication import (
     reduce_scatter,
     stage_transfer,
 )
-from cuboid.cost.compute import Kernels, adds_nothing
+from cuboid.cost.compute import GATHER, Kernels, adds_nothing
 from cuboid.cost.constants import Engine, Fabric
 from cuboid.cost.inputs import Array, Jobs, Shape, heavier, lighter, mixed, mixes, number, pick
 from cuboid.cost.pipeline import DUAL_PIPE_V, paired_fraction, splits_backward
 from cuboid.cost.reuse import each_once, recent
-from cuboid.spec.layout import CONTEXT_METHODS
 
 # What tensor-parallel ranks wait for in a layer.
 
@@ -106,9 +105,6 @@ def _border(split: Array, forward: Array, backward: Array, whole_forward: Array,
 #
 # An inner group trades heads for tokens (all of cp with ulysses, none with a ring), an outer group then brings in keys
 # and values: in a ring, behind the computing with those at hand, or all at once.
-
-
-GATHER = CONTEXT_METHODS.index("allgather")
 
 
 @dataclass(frozen=True)

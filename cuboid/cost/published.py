@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cuboid.cost.constants import Fabric, chip_named, default_fabric, engine_named, fabric_named, tables
+from cuboid.cost.constants import Fabric, chip_named, default_fabric, engine_for, engine_named, fabric_named, tables
 from cuboid.cost.estimate import GIB, Machine, estimate_shapes, wired
 from cuboid.cost.inputs import Jobs, Shape
 from cuboid.errors import UserError
@@ -309,7 +309,8 @@ def understand(row: Row) -> Case:
     gpus = _number(row, "gpus")
     if gpus and abs(job["dp"] * job["tp"] * job["pp"] * job["cp"] - gpus) > 0.5:
         raise LookupError(f"a layout that makes {gpus:.0f} gpus")
-    return Case(shape, job, chip, _fabric(row, chip), _engine(row, chip), _precision(row, chip))
+    engine = engine_for(_engine(row, chip), chip_named(chip)).name
+    return Case(shape, job, chip, _fabric(row, chip), engine, _precision(row, chip))
 
 
 ANSWERS = ("pred_step_s", "pred_tok_s_gpu", "pred_mem_gb", "pred_fits", "skipped")

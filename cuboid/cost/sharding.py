@@ -227,7 +227,9 @@ def _tables(shape: Shape, jobs: Jobs) -> Array:
 def tied_sum(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine) -> Array:
     """Seconds to sum the gradient of a tied embedding over the two pipeline ranks that hold it, or their shards."""
     apart = (shape.tied > 0) & (is_v_shaped(jobs) == 0)
-    pair = group(fabric, np.where(apart, 2.0, 1.0), jobs.world_size / jobs.pp * np.maximum(jobs.pp - 1, 1))
+    # So far apart, and yet on one node where all ranks are.
+    stride = np.where(jobs.world_size > fabric.node, jobs.world_size / jobs.pp * np.maximum(jobs.pp - 1, 1), 1.0)
+    pair = group(fabric, np.where(apart, 2.0, 1.0), stride)
     shards = np.where((jobs.zero > 0) & engine.own_collectives, jobs.shard * jobs.cp, 1.0)
     return all_reduce(fabric, engine.gradient_wire * table_parameters(shape, jobs.tp) / shards, pair)
 

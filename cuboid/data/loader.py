@@ -14,9 +14,18 @@ from cuboid.spec.run import Run
 
 
 def micro_batches(source: Source, run: Run, step: int, replica: int, device: torch.device) -> list[MicroBatch]:
-    """Replica r takes the r-th run of consecutive positions in the global batch."""
-    per_replica = run.training.global_batch // run.layout.dp
-    first = step * run.training.global_batch + replica * per_replica
+    """Of a training step; `step` counts batches, also those that were omitted."""
+    sizes, length = run.training.batch_sizes, run.training.lengths.at(step)
+    cut = length if length < run.training.sequence else 0
+    return _micro_batches(source, run, sizes.sum_before(step), sizes.at(step), replica, device, cut)
+
+
+def _micro_batches(
+    source: Source, run: Run, first: int, size: int, replica: int, device: torch.device, cut: int = 0
+) -> list[MicroBatch]:
+    """Replica r takes the r-th run of consecutive positions in the global batch, which has `size` of them."""
+    per_replica = size // run.layout.dp
+    first += replica * per_replica
     width = run.layout.micro_batch
     batches = []
     for start in range(first, first + per_replica, width):
@@ -26,8 +35,10 @@ def micro_batches(source: Source, run: Run, step: int, replica: int, device: tor
             batches.append(_own_batch([sample for sample in samples if isinstance(sample, dict)], device))
             continue
         tokens, labels = (torch.stack(parts) for parts in zip(*samples, strict=True))
-        documents = torch.stack([source.documents_at(place) for place in places]) if run.data.uses_documents else None
-        batches.append(MicroBatch(_carry(tokens, device), _carry(labels, device), documents))
+        documents = torch.zeros(tokens.shape, dtype=torch.int64) if cut else None
+        if run.data.uses_documents:
+            documents = torch.stack([source.documents_at(place) for place in places])
+        batches.append(MicroBatch(_carry(tokens, device), _carry(labels, device), documents, cut))
     return batches
 
 
@@ -49,6 +60,6 @@ def evaluation_batches(
 
     `source` and `length` come from `make_validation_source`. No sample comes twice: what the last global batch has too
     many counts for nothing, so that the sum of losses over tokens with labels is exact."""
-    needed = -(-length // run.training.global_batch)
-    for batch in range(min(run.evaluation.batches, needed)):
-        yield micro_batches(source, run, batch, replica, device)
+    size = run.training.global_batch
+    for batch in range(min(run.evaluation.batches, -(-length // size))):
+        yield _micro_batches(source, run, batch * size, size, replica, device)

@@ -227,4 +227,5 @@ def data_identity(run: Run) -> str:
     held = {name: _identity(run, name) for name in run.data.sources}
     facts = [held, list(run.data.weights.values()), run.data.packing, run.data.mask_across_documents]
     facts += [run.data.validation_fraction, run.training.sequence, run.training.seed, run.training.global_batch]
+    facts += [run.training.batch_ramp] if run.training.batch_ramp else []
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]

@@ -17,10 +17,20 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def loss_and_gradient(  # type: ignore[no-untyped-def]
-    logits, labels, losses, columns, magnifier, IGNORED: tl.constexpr, STRIPS: tl.constexpr, STRIP: tl.constexpr
+    logits,
+    labels,
+    losses,
+    squares,
+    columns,
+    magnifier,
+    coefficient,
+    IGNORED: tl.constexpr,
+    Z_LOSS: tl.constexpr,
+    STRIPS: tl.constexpr,
+    STRIP: tl.constexpr,
 ):
-    """Logits of a row become the gradient of its loss, magnified. Sums are kept for each column of strips and added at
-    the end, because joining is what threads would wait for."""
+    """Logits of a row become the gradient of its loss and z-loss, magnified. Sums are kept for each column of strips
+    and added at the end, because joining is what threads would wait for."""
     row = tl.program_id(0).to(tl.int64)
     place = logits + row * columns
     offset = tl.arange(0, STRIPS)[:, None] * STRIP + tl.arange(0, STRIP)[None, :]
@@ -42,15 +52,22 @@ def loss_and_gradient(  # type: ignore[no-untyped-def]
     total = peak + tl.log2(tl.sum(sums * tl.exp2(peaks - peak), 0))
     tl.store(losses + row, tl.where(counted, (total - target) / LOG2E, 0.0))
     lowered = tl.where(counted, total - tl.log2(magnifier), float("inf"))
+    growth = 1.0
+    if Z_LOSS:
+        logarithm = total / LOG2E
+        tl.store(squares + row, tl.where(counted, logarithm * logarithm, 0.0))
+        growth = 1.0 + 2.0 * coefficient * logarithm
     last = tl.cdiv(columns, STRIPS * STRIP) - 1
     for step in range(last + 1):  # what was read last is nearest
         column = (last - step) * STRIPS * STRIP + offset
         inside = column < columns
         values = tl.load(place + column, mask=inside, other=float("-inf")).to(tl.float32)
         gradient = tl.exp2(values * LOG2E - lowered)
+        if Z_LOSS:
+            gradient = gradient * growth
         tl.store(place + column, gradient.to(logits.dtype.element_ty), mask=inside)
     tl.debug_barrier()  # the label's own is written twice
-    gradient = tl.exp2(target - lowered) - magnifier
+    gradient = tl.exp2(target - lowered) * growth - magnifier
     tl.store(place + label, gradient.to(logits.dtype.element_ty), mask=counted)
 
 

@@ -144,6 +144,8 @@ def state_bytes(run: Run) -> int:
     moments = 2 * wide * (1 if layout.zero >= 1 else replicas)
     if run.optimizer.is_own or (on_gpu and not layout.offload):
         moments = 0
+    if run.optimizer.average and not on_gpu:
+        moments += wide * (1 if layout.zero >= 1 else replicas)
     return run.model.parameters * (weights + gradients + moments)
 
 

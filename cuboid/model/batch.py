@@ -21,6 +21,8 @@ class MicroBatch:
     labels: Tensor
     documents: Tensor | None = None
     """Which document each token belongs to, where that matters; always in host memory."""
+    cut: int = 0
+    """Tokens after which sequences are cut, as if they were shorter; 0: nowhere. Needs `documents`."""
     fields: Mapping[str, Tensor] | None = None
     """All that a data set of one's own gives."""
 
@@ -36,6 +38,11 @@ class Documents:
         self.ids = ids
         self.kept: dict[Hashable, Any] = {}
         """What was derived from these documents, so that the next layer finds it."""
+
+    def cut(self, every: int) -> Documents:
+        """Each ends also where a sequence would, were it `every` tokens long."""
+        length = self.ids.shape[1]
+        return Documents(self.ids * length + torch.arange(length) // every)
 
     def take(self, places: Tensor) -> Documents:
         """The documents of some of the places, which must be in order."""

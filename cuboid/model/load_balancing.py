@@ -117,7 +117,11 @@ class Balance:
         self.over_sequence: Callable[[Tensor], Tensor] = _itself
         """Sums counts over the ranks that hold other chunks of the same sequences."""
 
-    def begin_step(self) -> None:
+    def begin_step(self, sequences: int = 0) -> None:
+        """`sequences`: of this global batch, where it has another size than that before."""
+        if sequences:
+            self.tokens = self.tokens // self.sequences * sequences
+            self.sequences = sequences
         self.statistics.zero_()
         self.is_noisy = self.mixture.router_noise > 0
 

@@ -116,10 +116,16 @@ class PositionTable:
         windowed = None if self._windowed is None else (self._windowed[0][index], self._windowed[1][index])
         return Positions(index, self._cosine[index], self._sine[index], documents, windowed)
 
-    def of(self, places: Tensor, ids: Tensor | None, data: DataSpec) -> Positions:
-        """Of these places of every sequence, whose tokens belong to the documents `ids` (sequences, whole length)."""
-        if ids is None or not data.uses_documents:
+    def of(self, places: Tensor, ids: Tensor | None, data: DataSpec, cut: int = 0) -> Positions:
+        """Of these places of every sequence, whose tokens belong to the documents `ids` (sequences, whole length).
+        `cut`: that of the micro-batch."""
+        if ids is None or not (data.uses_documents or cut):
             return self.at(places.unsqueeze(0))
+        if cut:
+            whole = Documents(torch.zeros_like(ids)).cut(cut)
+            documents = Documents(ids).cut(cut)
+            index = (documents if data.positions_within_documents else whole).index[:, places]
+            return self.at(index, documents if data.attention_within_documents else whole)
         documents = Documents(ids)
         index = documents.index[:, places] if data.positions_within_documents else places.unsqueeze(0)
         return self.at(index, documents if data.attention_within_documents else None)

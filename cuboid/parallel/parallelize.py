@@ -34,7 +34,7 @@ from cuboid.model.transformer import Block
 from cuboid.parallel.async_tp import compiler_options
 from cuboid.parallel.compiled import compiled_attention, compiled_block, is_compiled
 from cuboid.parallel.context import ContextMix
-from cuboid.parallel.cross_entropy import fused_cross_entropy
+from cuboid.parallel.cross_entropy import ZLoss, fused_cross_entropy, split_cross_entropy
 from cuboid.parallel.custom import Carrier, carry_buffers, initial_tensors, runner
 from cuboid.parallel.expert import join_sequences, make_balance, spread_experts, stay_on, watched
 from cuboid.parallel.fused_block import fuse_matmuls, fused_add_norm
@@ -100,6 +100,8 @@ class Engine:
     """What this rank communicated, if that is counted."""
     peaks: LayerPeaks | None = None
     """Of queries and keys, where their heads are clipped."""
+    z_loss: ZLoss | None = None
+    """Of the logits, where it takes part in training."""
     course: Course = field(default_factory=Course)
     """Which batches are omitted, and what the latest steps were like."""
 
@@ -149,7 +151,7 @@ def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -
         factor = LossScale(run.training.loss_scale, run.training.loss_scale_steps, device)
     compiled, balance = builder.compiled, builder.balance
     parts = (pipeline, layers, batches, compiled, balance, builder.activations, factor, ledger, builder.peaks)
-    engine = Engine(run, groups, device, units, *parts)
+    engine = Engine(run, groups, device, units, *parts, builder.z_loss)
     if draw:
         draw_weights(engine)
     return engine
@@ -228,6 +230,8 @@ class _Builder:
         self.carrier = None if self.custom is None else Carrier(self.custom, run)
         clips = run.optimizer.qk_clip > 0
         self.peaks = LayerPeaks(self.model, self.dtype, device) if clips else None
+        coefficient = run.training.z_loss
+        self.z_loss = ZLoss(coefficient, self.dtype, device) if coefficient else None
         self.activations = Activations(run, groups, wide(self.dtype), device, math.prod(self.flow))
         # Without experts elsewhere nothing in a pass would hand over.
         self.pair = DualPipePair() if self.layout.ep > 1 and pairs_overlap(schedule) else None
@@ -302,9 +306,9 @@ class _Builder:
             block.attention.mix = ContextMix(self.groups, gathers, self.model.window_of(layer))
         routed = isinstance(block.feed_forward, MoE)
         # The compiler stops at these, and gives up what it would have to stop in while it recomputes.
-        stops = self.layout.cp > 1 or self.run.data.attention_within_documents
-        stops = stops or self.model.window_of(layer) > 0 or self.model.sinks
-        stops = stops or (self.model.qk_norm_whole and self.region is not None)
+        within = self.run.data.attention_within_documents or bool(self.run.training.sequence_ramp)
+        in_window = self.model.window_of(layer) > 0 or self.model.sinks
+        stops = self.layout.cp > 1 or within or in_window or (self.model.qk_norm_whole and self.region is not None)
         traced = self.region is None or self.region.traced
         if not self.compiled or (stops and recompute == "selective"):
             run = with_recompute(block, recompute)
@@ -348,14 +352,19 @@ class _Builder:
         if self.custom is not None:
             return self._custom("head")
         head = make_head(self.model, self.region)
+        group, vocabulary, z_loss = self.groups.tensor, self.model.vocab, self.z_loss
         if self.compiled:
-            group, region = self.groups.tensor, self.region
-            vocabulary = self.model.vocab
-            return self._segment(
-                head,
-                "head",
-                lambda x, batch: fused_cross_entropy(head, x, batch.labels, vocabulary, group, region, self.deferral),
+            fused = partial(
+                fused_cross_entropy,
+                vocabulary=vocabulary,
+                group=group,
+                region=self.region,
+                deferral=self.deferral,
+                z_loss=z_loss,
             )
+            return self._segment(head, "head", lambda x, batch: fused(head, x, batch.labels))
+        if z_loss is not None:
+            head.summed_loss = partial(split_cross_entropy, vocabulary=vocabulary, group=group, z_loss=z_loss)
         return self._segment(head, "head", lambda x, batch: head.loss(x, batch.labels))
 
     def _segment(self, module: nn.Module, prefix: str, run: Callable[[Tensor, RankBatch], Tensor]) -> Segment:
@@ -400,10 +409,7 @@ class _Builder:
             experts, balance = name.endswith(EXPERTS), name.endswith(BALANCES)
             self.units[name] = Unit(
                 name,
-                [
-                    replace(part, rate_factor=learning_rate_factor(self.model, part.name))
-                    for part in lay_out(table, self.place)
-                ],
+                [replace(part, rate_factor=self._rate_factor(part.name)) for part in lay_out(table, self.place)],
                 0 if balance else self.layout.zero,
                 self.groups.routed if experts else self.groups,
                 wide(self.dtype) if balance else self.dtype,
@@ -411,6 +417,9 @@ class _Builder:
                 [part for part, declared in table.items() if one_scale and is_block_linear(name, declared)],
             )
         return self.units[name]
+
+    def _rate_factor(self, name: str) -> float:
+        return learning_rate_factor(self.model, name) * self.run.optimizer.rate_of(name)
 
 
 def set_parameter(module: nn.Module, path: str, parameter: nn.Parameter) -> None:

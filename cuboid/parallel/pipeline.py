@@ -20,6 +20,7 @@ from cuboid.parallel.p2p import PeerToPeer
 from cuboid.parallel.rank_batch import RankBatch
 from cuboid.parallel.stage import Entrance, Stage
 from cuboid.schedule.order import UNITS, Receive, Send, instructions
+from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.table import Action, Kind, Message, Schedule
 from cuboid.telemetry.heartbeat import HEARTBEAT, Activity
 
@@ -96,6 +97,7 @@ class Pipeline:
         """`stages`: those of this rank by index; `like`: shape of what stages send one another. `matmuls`: entered to
         compute in, again and again. `pair`: runs the pairs of DualPipeV together; None: one after the other."""
         self.schedule = schedule
+        self._schedules = {schedule.micro_batches: schedule}
         self.rank = groups.pipeline.index
         self.stages = stages
         self._groups = groups
@@ -121,8 +123,15 @@ class Pipeline:
         self._scale = scale
         self._in_flight: dict[tuple[int, int], tuple[Tensor, Entrance]] = {}
         self._postponed: dict[tuple[int, int], dict[Any, list[Callable[[], None]]]] = {}
-        self.timing = self._follow(self.schedule, micro_batches)
+        self.timing = self._follow(self._schedule_of(len(micro_batches)), micro_batches)
         return self._loss
+
+    def _schedule_of(self, micro_batches: int) -> Schedule:
+        """That of a smaller batch is made when it first comes."""
+        if micro_batches not in self._schedules:
+            name, ranks = self.schedule.name, self.schedule.ranks
+            self._schedules[micro_batches] = make_schedule(name, ranks, micro_batches, self.schedule.stages // ranks)
+        return self._schedules[micro_batches]
 
     @torch.no_grad()
     def evaluate(self, micro_batches: list[RankBatch]) -> Tensor:

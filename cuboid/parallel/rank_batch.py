@@ -57,7 +57,7 @@ class BatchSharder:
             return RankBatch(batch.tokens, batch.labels, positions, fields, self._custom.count)
         # Within documents positions begin anew at each, and attention ends there.
         if batch.documents is not None:
-            positions = self._table.of(self._places, batch.documents, self._data)
+            positions = self._table.of(self._places, batch.documents, self._data, batch.cut)
         if self._own is None:
             return RankBatch(batch.tokens, batch.labels, positions)
         # This rank's two zigzag chunks, early and late; RoPE's positions are those of the whole sequence.

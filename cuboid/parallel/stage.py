@@ -197,7 +197,7 @@ class Activations:
         """`held`: elements of what a block returns on this rank, of a micro-batch."""
         layout, model = run.layout, run.model
         apart = layout.cp * (layout.tp if layout.sequence_parallel else 1)
-        self._elements = held * apart * (run.training.global_batch // layout.micro_batch)
+        self._of_micro_batch = self._elements = held * apart
         # Tensor ranks hold tokens of their own with sequence parallelism, else all of them hold the same.
         self._counts = run.layout.sequence_parallel or groups.tensor.index == 0
         self._first = 0 if run.output.layer_norms else model.layers - 1
@@ -205,7 +205,9 @@ class Activations:
         """Mean square over the global batch, by layer: of the last one, which the head reads, or of all if
         `output.layer_norms` says so."""
 
-    def begin_step(self) -> None:
+    def begin_step(self, micro_batches: int) -> None:
+        """`micro_batches`: of all replicas."""
+        self._elements = self._of_micro_batch * micro_batches
         self.squares.zero_()
 
     def add(self, layer: int, x: Tensor) -> Tensor:

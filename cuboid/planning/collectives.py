@@ -460,12 +460,13 @@ def _pipeline(step: RankStep) -> Iterator[Collective]:
 
 
 def _control(step: RankStep) -> Iterator[Collective]:
-    """What every rank must know: tokens with labels, loss, gradient norm, whether to stop, the size of activations, and
-    the load of experts."""
+    """What every rank must know: tokens with labels, loss, gradient norm, whether to stop, the size of activations, the
+    z-loss, and the load of experts."""
     layout, mixture = step.layout, step.model.mixture
     yield Collective("data", "all-reduce", layout.dp * layout.cp, 1, 8, "tokens with labels: 8 bytes")
-    what = f"loss, norm, whether to stop and size of activations: 4 × {step.wide} bytes"
-    yield Collective("world", "all-reduce", layout.world_size, 1, 4 * step.wide, what)
+    numbers, apart = (5, ", z-loss") if step.run.training.z_loss else (4, "")
+    what = f"loss{apart}, norm, whether to stop and size of activations: {numbers} × {step.wide} bytes"
+    yield Collective("world", "all-reduce", layout.world_size, 1, numbers * step.wide, what)
     if mixture is not None:
         rows, columns = step.model.layers - mixture.first_dense_layers, mixture.experts + ROUTER_SUMS
         what = f"statistics of routers: 8 bytes × {rows} layers × {columns}"

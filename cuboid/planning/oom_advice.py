@@ -64,6 +64,7 @@ def _question(run: Run, cluster: ClusterSpec) -> Question:
         sequence=run.training.sequence,
         precision=known.get(run.training.precision, "float32"),
         optimizer=run.planned_optimizer(),
+        average=run.optimizer.average,
     )
 
 

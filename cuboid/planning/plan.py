@@ -119,7 +119,7 @@ class Plan(Refined):
         own = question.model if isinstance(question.model, PythonModelSpec) else None
         data = DataSpec(source=OWN_DATA if own is not None and own.built.data is not None else TO_CHOOSE)
         output = OutputSpec(folder=f"runs/{question.model.name}")
-        optimizer = OptimizerSpec(kind=question.optimizer)
+        optimizer = OptimizerSpec(kind=question.optimizer, average=question.average)
         return Run(
             model=question.model,
             layout=self.layout,
@@ -165,6 +165,7 @@ def plan_of(run: Run, where: str = "plan") -> Plan:
             sequence=run.training.sequence,
             precision=convert(table["precision"], str, "plan.precision"),
             optimizer=run.planned_optimizer(str(table["engine"])),
+            average=run.optimizer.average,
             engine=convert(table["engine"], str, "plan.engine"),
         )
         rows = convert(table["memory"], list[dict[str, float]], "plan.memory")

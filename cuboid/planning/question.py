@@ -33,6 +33,8 @@ class Question:
     precision: str = "bf16"
     optimizer: str = "adamw"
     """Or muon, which keeps less, computes more and has matrices travel."""
+    average: float = 0.0
+    """Decay of a moving average of the weights; 0: none is kept."""
     engine: str = "cuboid"
     """Whose profile of costs to use."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -88,6 +90,13 @@ class Question:
         if self.precision == "fp16" and profile.own_collectives:  # its master weights are whole, not bf16's other half
             profile = replace(profile, optimizer_bytes=profile.optimizer_bytes + 2)
         profile = profile.with_muon() if self.optimizer == "muon" else profile
+        if self.average:  # float32; read and written beside the master weights
+            bytes_moved = 12.0
+            profile = replace(
+                profile,
+                optimizer_bytes=profile.optimizer_bytes + 4,
+                optimizer_passes=profile.optimizer_passes + bytes_moved,
+            )
         profile = replace(profile, fixed=min(profile.fixed, 0.25 * 2**30)) if self.on_cpu else profile
         return profiled(profile, self.cluster, "engine") if self.engine == "cuboid" else profile
 
@@ -104,7 +113,8 @@ class Question:
     def tries_offload(self) -> bool:
         """Whether what does not fit is tried with the optimizer's state in CPU memory: the user left that open,
         and the engine does it without the host's computing."""
-        possible = self.optimizer == "adamw" and not self.on_cpu and self.profile.offload_elements > 0
+        resident = self.optimizer != "adamw" or self.average > 0
+        possible = not resident and not self.on_cpu and self.profile.offload_elements > 0
         return "offload" not in self.fixed and possible
 
     @property

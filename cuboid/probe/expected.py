@@ -57,6 +57,7 @@ def expected(run: Run, rank: int, cluster: ClusterSpec, routing: float | None = 
         sequence=training.sequence,
         precision=precision,
         optimizer=run.planned_optimizer(),
+        average=run.optimizer.average,
     )
     plan = predict(question, layout)
     stage = coordinates(rank, layout).pp

@@ -164,8 +164,10 @@ def measure(source: Source, schedule: Schedule, ranks: list[int], step: int) -> 
         rows[rank] = _row(_path(source, rank), line)
     lanes = {rank: [_done(entry) for entry in row["actions"]] for rank, row in rows.items()}
     actions = [done.action for lane in lanes.values() for done in lane]
-    if not all(lanes.values()) or any(
-        action.stage >= schedule.stages or action.micro_batch >= schedule.micro_batches for action in actions
+    if (
+        not all(lanes.values())
+        or any(action.stage >= schedule.stages for action in actions)
+        or 1 + max(action.micro_batch for action in actions) != schedule.micro_batches
     ):
         return None
     readings = {rank: Reading(str(row.get("host", "")), float(row.get("clock", 0.0))) for rank, row in rows.items()}

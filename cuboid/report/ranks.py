@@ -164,7 +164,8 @@ def _counted(source: Source) -> tuple[dict[str, int], int, list[str]]:
             continue
         ranks += 1
         ledger = Ledger.from_row(rows[-1])
-        surprises += [f"rank {rank} {line}" for line in unforeseen(source.run, rank, ledger)]
+        step = source.run.of_batch(rows[-1]["step"] - 1)
+        surprises += [f"rank {rank} {line}" for line in unforeseen(step, rank, ledger)]
         sums: dict[str, float] = {}
         for (dimension, _), entry in ledger.entries.items():
             sums[dimension] = sums.get(dimension, 0.0) + entry.sent

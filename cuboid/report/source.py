@@ -140,6 +140,7 @@ class Source:
             sequence=run.training.sequence,
             precision=str(asked) if asked in PRECISIONS else "float32",
             optimizer=run.planned_optimizer(str(run.plan.get("engine", "cuboid"))),
+            average=run.optimizer.average,
             engine=str(run.plan.get("engine", "cuboid")),
         )
         if question.cluster.accelerators != run.layout.world_size:

@@ -85,7 +85,7 @@ def measured(source: Source) -> dict[str, Any] | None:
     peaks = [row["peak"] for row in source.memory.values()]
     return {
         "steps": rows[-1]["step"],
-        "tokens": rows[-1]["step"] * source.run.training.global_batch * source.run.training.sequence,
+        "tokens": source.run.training.batch_sizes.sum_before(rows[-1]["step"]) * source.run.training.sequence,
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
         "step_seconds": sorted(row["seconds"] for row in timed)[len(timed) // 2] if timed else None,

@@ -65,7 +65,8 @@ def _chosen(source: Source) -> dict[str, int]:
     """The step of middle length among those kept, the slowest after the first, and the last."""
     kept = set(kept_steps(source))
     rows = [row for row in source.rows if row["step"] in kept and finite(row.get("seconds")) is not None]
-    rows = rows[1:] or rows
+    grown = source.run.training.global_batch * source.run.training.sequence  # not of a batch ramp
+    rows = [row for row in rows[1:] or rows if row.get("tokens", grown) == grown]
     if not rows:
         return {}
     middle = median_low([row["seconds"] for row in rows])

@@ -99,8 +99,10 @@ class Watched:
         last: Row = rows[-1] if rows else {}
         recent = [value for row in rows[1:][-RECENT:] or rows if (value := finite(row.get("seconds")))]
         each = median(recent) if recent else None
-        tokens = run.training.global_batch * run.training.sequence
-        done = int(last.get("step", 0))
+        done, training = int(last.get("step", 0)), run.training
+        newest = training.batch_sizes.at(max(0, done - 1))  # sequences of the last batch
+        tokens = newest * training.sequence
+        left = training.batch_sizes.sum_before(training.steps) - training.batch_sizes.sum_before(done)
         return {
             "folder": str(self.folder),
             "model": run.model.name,
@@ -114,7 +116,7 @@ class Watched:
             "step_seconds": each,
             "tokens_per_second": tokens / each if each else None,
             "mfu": utilization(self.source, tokens / each) if each else None,
-            "seconds_left": (run.training.steps - done) * each if each else None,
+            "seconds_left": left / newest * each if each else None,
             "memory_peak_bytes": max((row["peak"] for row in self.source.memory.values()), default=None),
             "failures": len(self.source.failures),
             **busiest(last, run),

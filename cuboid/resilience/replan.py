@@ -85,6 +85,7 @@ class Replanner:
             sequence=run.training.sequence,
             precision=precision,
             optimizer=run.planned_optimizer(),
+            average=run.optimizer.average,
         )
         scores = search(question, nodes * ranks, keep=CANDIDATES)
         for index in range(len(scores.space)):

@@ -10,7 +10,7 @@ steps = 100
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from cuboid.errors import UserError, either, nearest_names
 from cuboid.readers import parse_toml, read_toml
@@ -229,10 +229,18 @@ class Run:
         check_types(self)
         batch, sequence = self.training.global_batch, self.training.sequence
         check(self.layout, self.model, global_batch=batch, sequence=sequence, section="training.")
+        unit = self.layout.dp * self.layout.micro_batch
+        for sequences, _ in self.training.batch_sizes.stages:
+            if sequences % unit:
+                raise UserError(
+                    f"training.batch_ramp={self.training.batch_ramp} has a batch of {sequences}, which does not divide "
+                    f"by dp={self.layout.dp} × micro_batch={self.layout.micro_batch}; use multiples of {unit}"
+                )
         if isinstance(self.model, PythonModelSpec):
             self._check_own_model()
         self.optimizer.check_layout(self.layout)
-        self.optimizer.check_model(isinstance(self.model, PythonModelSpec), self.model.qk_norm)
+        own = isinstance(self.model, PythonModelSpec)
+        self.optimizer.check_model(own, self.model.qk_norm, self.model.tie_embeddings)
         if self.training.precision == "fp8":
             check_fp8(self.layout, self.model, sequence, section="training.")
         if self.training.overlap_tensor == "on" and self.layout.tp > 1:
@@ -250,6 +258,8 @@ class Run:
                 f"evaluation.every={self.evaluation.every} has no held-out data; "
                 "use data.validation_fraction=0.01 or name a source in data.validation"
             )
+        if self.evaluation.average and not self.optimizer.average:
+            raise UserError("evaluation.average=true has no average of weights; use optimizer.average=0.999 or false")
         self.profile.check(self.layout.world_size, self.training.steps)
         if self.resilience.goes_back and not self.checkpoint.every:
             policy = self.resilience.bad_steps
@@ -260,6 +270,8 @@ class Run:
         refused = {
             "training.precision=fp8": (self.training.precision == "fp8", "precision=bf16"),
             f"samples.every={self.samples.every}": (self.samples.every > 0, "every=0"),
+            f"training.sequence_ramp={self.training.sequence_ramp}": (bool(self.training.sequence_ramp), "none"),
+            f"training.z_loss={self.training.z_loss}": (self.training.z_loss > 0, "z_loss=0 and add it in the head"),
         }
         for setting, (asked, instead) in refused.items():
             if asked:
@@ -280,6 +292,8 @@ class Run:
             "output.count_communication=false": self.output.count_communication,
             "output.keep_timing=false": self.output.keep_timing,
             "a run that is not profiled": self.profile.steps > 0,
+            "batches of one size, not training.batch_ramp": bool(self.training.batch_ramp),
+            "sequences of one length, not training.sequence_ramp": bool(self.training.sequence_ramp),
             "a model of the catalog, not one of one's own": isinstance(self.model, PythonModelSpec),
             "a GPU, not training.device=cpu": self.training.device == "cpu",
             "compiled blocks": self.training.compiles_nothing,
@@ -299,9 +313,16 @@ class Run:
         counted = engine == "cuboid" and not isinstance(self.model, PythonModelSpec)
         return "muon" if self.optimizer.is_muon and counted else "adamw"
 
+    def of_batch(self, batch: int) -> Self:
+        """The run whose batches all have the size of this one, counted from 0."""
+        if not self.training.batch_ramp:
+            return self
+        training = replace(self.training, global_batch=self.training.batch_sizes.at(batch), batch_ramp="")
+        return replace(self, training=training)
+
     @property
     def micro_batches(self) -> int:
-        """Micro-batches each replica accumulates per optimizer step."""
+        """Micro-batches each replica accumulates per optimizer step, once batches have grown to `global_batch`."""
         return self.training.global_batch // (self.layout.dp * self.layout.micro_batch)
 
     @property

@@ -1,6 +1,7 @@
 """The tables of a run file that say what is computed, whatever the layout: [training], [optimizer], [learning_rate],
 [data], [evaluation] and [profile]."""
 
+import math
 import re
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Literal
@@ -9,6 +10,7 @@ from cuboid.errors import UserError, up_to
 from cuboid.spec.coding import check_types, require_at_most, require_in_range
 from cuboid.spec.layout import Layout
 from cuboid.spec.plugin import is_plugin
+from cuboid.spec.ramp import Ramp, parse_ramp
 
 MOST = {"steps": 10**9, "global_batch": 1 << 24, "sequence": 1 << 28, "threads_per_rank": 1024}
 """Above them no machine has the memory or the time."""
@@ -22,8 +24,14 @@ class TrainingSpec:
     """Optimizer steps in all."""
     global_batch: int = 16
     """Sequences per optimizer step, over all replicas."""
+    batch_ramp: str = ""
+    """Smaller batches at first: 8x100,16x50 is 100 steps of 8 sequences, then 50 of 16, then of `global_batch`. A batch
+    that `resilience.bad_steps` omits counts as one of these steps."""
     sequence: int = 256
     """Tokens per sequence."""
+    sequence_ramp: str = ""
+    """Shorter sequences at first: 64x100,128x50 cuts each sequence every 64 tokens for 100 steps, then every 128 for
+    50, then not at all. Attention and positions begin anew at a cut, and a step has as many tokens as always."""
     seed: int = 0
     """Decides the first parameters and the order of samples, whatever the layout."""
     precision: Literal["float32", "bf16", "fp16", "fp8", "float64"] = "float32"
@@ -41,6 +49,10 @@ class TrainingSpec:
     """Only kernels that give the same bits each time; slower on GPUs."""
     gradient_clip: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
+    z_loss: float = 0.0
+    """Coefficient of the z-loss, which keeps logits from drifting: what is minimised is the loss plus this times the
+    mean square of log Σ exp(logits) over tokens with labels (PaLM has 1e-4). Metrics tell that square apart from the
+    loss; 0 turns it off."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is one."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
@@ -75,6 +87,16 @@ class TrainingSpec:
         return "bf16" if self.precision == "fp8" else self.precision
 
     @property
+    def batch_sizes(self) -> Ramp:
+        """Sequences of each batch."""
+        return parse_ramp("batch_ramp", self.batch_ramp, self.global_batch)
+
+    @property
+    def lengths(self) -> Ramp:
+        """Tokens after which sequences of each batch are cut."""
+        return parse_ramp("sequence_ramp", self.sequence_ramp, self.sequence)
+
+    @property
     def compiles_nothing(self) -> bool:
         """Whatever the device."""
         exact = self.deterministic or self.precision == "float64"
@@ -88,8 +110,10 @@ class TrainingSpec:
             ("steps", "global_batch", "sequence", "threads_per_rank", "loss_scale", "loss_scale_steps"),
             low=1,
         )
-        require_in_range(self, "training", ("seed", "gradient_clip"), low=0)
+        require_in_range(self, "training", ("seed", "gradient_clip", "z_loss"), low=0)
         require_at_most(MOST, self, "training")
+        parse_ramp("batch_ramp", self.batch_ramp, self.global_batch)
+        parse_ramp("sequence_ramp", self.sequence_ramp, self.sequence)
         if self.deterministic and self.compile == "on":
             raise UserError(
                 "training.compile=on takes whichever kernel is fastest as a run starts, and its last bits, but "
@@ -128,6 +152,14 @@ class OptimizerSpec:
     """Added to the root of the second mean."""
     weight_decay: float = 0.1
     """Of matrices; norms and biases are not decayed."""
+    embedding_rate: float = 1.0
+    """What multiplies the learning rate of the embedding's parameters. Their weight decay follows learning_rate.peak
+    alone."""
+    head_rate: float = 1.0
+    """What multiplies the learning rate of the head's matrix, likewise; not for models that tie it to the embedding."""
+    average: float = 0.0
+    """Decay of a moving average of the weights, such as 0.999: after each update it is itself × this + weights × the
+    rest. In float32, sharded as master weights, saved in checkpoints; 0: none."""
     momentum: float = 0.95
     """Of muon: decay of the mean of gradients of matrices."""
     nesterov: bool = True
@@ -169,10 +201,14 @@ class OptimizerSpec:
                 "optimizer.options and optimizer.whole_parameters mean nothing to AdamW and Muon; use optimizer.beta1, "
                 "optimizer.momentum and the like, or another optimizer.kind"
             )
-        require_in_range(self, "optimizer", ("beta1", "beta2", "epsilon", "weight_decay", "momentum", "qk_clip"), low=0)
-        for name in ("beta1", "beta2", "momentum"):
+        decays = ("beta1", "beta2", "momentum", "average")
+        require_in_range(self, "optimizer", (*decays, "epsilon", "weight_decay", "qk_clip"), low=0)
+        for name in decays:
             if getattr(self, name) >= 1:
                 raise UserError(f"optimizer.{name}={getattr(self, name)} never forgets; use a number below 1")
+        for name in ("embedding_rate", "head_rate", "matrix_rate"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise UserError(f"optimizer.{name}={getattr(self, name)} would not learn; use a number above 0, like 1")
         self._check_muon()
 
     def _check_muon(self) -> None:
@@ -185,8 +221,6 @@ class OptimizerSpec:
                     f"use optimizer.kind=muon{instead}"
                 )
         require_in_range(self, "optimizer", ("newton_schulz_steps",), low=1, high=100)
-        if self.matrix_rate <= 0:
-            raise UserError(f"optimizer.matrix_rate={self.matrix_rate} would not learn; use a number above 0, like 1")
         if self.matrix_function and not is_plugin(self.matrix_function):
             raise UserError(
                 f"optimizer.matrix_function={self.matrix_function} names no function; write python:my_optimizer.py:name"
@@ -215,8 +249,20 @@ class OptimizerSpec:
         """In a sentence."""
         return f"optimizer.python={self.python}" if self.python else f"optimizer.kind={self.kind}"
 
-    def check_model(self, own: bool, qk_norm: bool) -> None:
-        """Refuse a model that this optimizer cannot serve. `own`: it is the user's."""
+    def rate_of(self, name: str) -> float:
+        """What multiplies the learning rate of a parameter, as the whole model calls it."""
+        if name.startswith("embedding."):
+            return self.embedding_rate
+        return self.head_rate if name.startswith("head.") and not name.startswith("head.norm.") else 1.0
+
+    def check_model(self, own: bool, qk_norm: bool, tied: bool) -> None:
+        """Refuse a model that this optimizer cannot serve. `own`: it is the user's. `tied`: head and embedding are
+        one matrix."""
+        if tied and self.head_rate != 1:
+            raise UserError(
+                f"optimizer.head_rate={self.head_rate} has no matrix of its own in a model that ties embeddings; use "
+                f"optimizer.embedding_rate={self.head_rate} for both or model.tie_embeddings=false"
+            )
         if self.qk_clip and own:
             raise UserError(f"optimizer.qk_clip={self.qk_clip} is not for a model of one's own; use qk_clip=0")
         if self.qk_clip and qk_norm:
@@ -234,6 +280,11 @@ class OptimizerSpec:
         """Refuse a layout that keeps parameters or state where this optimizer cannot use them."""
         if layout.offload and (self.is_own or self.is_muon):
             raise UserError(f"offload=true is for AdamW, not for {self.called}; use offload=false")
+        if layout.offload and self.average:
+            raise UserError(
+                f"optimizer.average={self.average} is kept on the device, where offload=true keeps no such state; use "
+                "offload=false or average=0"
+            )
         if not self.is_own:
             return
         cuts = {"zero": layout.zero if layout.dp * layout.cp > 1 else 0, "tp": layout.tp - 1, "ep": layout.ep - 1}
@@ -380,6 +431,8 @@ class EvaluationSpec:
     """Steps between evaluations; 0 is never."""
     batches: int = 8
     """How many global batches one evaluation takes at most: the same samples each time, each once."""
+    average: bool = False
+    """Evaluate the moving average of the weights, which `optimizer.average` keeps, in place of the weights."""
 
     def __post_init__(self) -> None:
         check_types(self, "evaluation")

@@ -92,7 +92,7 @@ class Ledger:
     @staticmethod
     def is_row(told: dict[str, Any]) -> bool:
         """Whether `from_row` can read it."""
-        rows = _collectives(told)
+        rows = _collectives(told) if type(told.get("step")) is int else None
         numbers, words = ("calls", "bytes", "ranks"), ("kind", "dimension")
         return isinstance(rows, list) and all(
             isinstance(row, dict)

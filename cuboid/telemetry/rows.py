@@ -14,7 +14,7 @@ NUMBERS = (
     *("seconds", "tokens", "tokens_per_second", "labelled_tokens", "learning_rate", "time", "goodput", "peak"),
     *("loss_scale", "overflows", "first", "clock"),
 )
-NUMBERS_OR_NONE = ("loss", "gradient_norm", "activation_rms", "validation_loss")
+NUMBERS_OR_NONE = ("loss", "gradient_norm", "activation_rms", "validation_loss", "z_loss")
 """JSON has no word for what is not finite."""
 NUMBERS_OF_SAVES = ("step", "bytes", "stall_seconds", "write_seconds")
 NEEDED: dict[str, tuple[str, ...]] = {

@@ -81,10 +81,10 @@ class BadSteps(Callback):
         # Every rank takes part in the all-gather above; the rest is rank 0's.
         if world.index:
             return
-        batch, size = self._engine.course.batch(step), run.training.global_batch
+        batch, ramp = self._engine.course.batch(step), run.training.batch_sizes
         # Where each sample of the batch comes from, so that bad data can be found and looked at.
         samples = []
-        for position in range(batch * size, (batch + 1) * size):
+        for position in range(ramp.sum_before(batch), ramp.sum_before(batch + 1)):
             origin = self._source.origin(position)
             samples.append({"position": position, **(asdict(origin) if origin else {})})
         row = {

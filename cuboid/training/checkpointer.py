@@ -64,6 +64,7 @@ class Checkpointer(Callback):
             start(self._engine, place, self._quiet)
         else:
             draw_weights(self._engine)
+        self._optimizer.begin_average()
 
     def go_back(self) -> int:
         """To the newest checkpoint; the steps it has done."""

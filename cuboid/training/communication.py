@@ -42,8 +42,9 @@ def summarize(run: Run) -> Summary:
             continue
         ranks += 1
         counted = Ledger.from_row(rows[-1])
-        predicted = predicted_ledger(run, rank)
-        surprises += [f"rank {rank} {line}" for line in unforeseen(run, rank, counted)]
+        step = run.of_batch(rows[-1]["step"] - 1)
+        predicted = predicted_ledger(step, rank)
+        surprises += [f"rank {rank} {line}" for line in unforeseen(step, rank, counted)]
         # Either side may lack an entry: a collective nobody predicted, or one that never came.
         for key in counted.entries.keys() | predicted.entries.keys():
             row = Compared(*key, counted.entries.get(key), predicted.entries.get(key))

@@ -105,21 +105,23 @@ class Metrics(Callback):
             self._timing.append(told)
         if self._rows is None:
             return
-        training = self._run.training
+        tokens = result.sequences * self._run.training.sequence
         row: dict[str, Any] = {
             "step": step,
             "loss": result.loss,
             "gradient_norm": result.gradient_norm,
             "learning_rate": result.learning_rate,
             # All positions of the batch, as throughput is told everywhere; the loss is a mean over those with labels.
-            "tokens": training.global_batch * training.sequence,
+            "tokens": tokens,
             "labelled_tokens": result.tokens,
             "seconds": result.seconds,
-            "tokens_per_second": training.global_batch * training.sequence / result.seconds,
+            "tokens_per_second": tokens / result.seconds,
             "finite": result.is_finite,
             "activation_rms": result.activation,
             "time": round(time.time(), 3),
         }
+        if result.z_loss is not None:
+            row["z_loss"] = result.z_loss
         if result.loss_scale:
             # `row` is what the console shows; `kept`, made of it below, is what the file and trackers get.
             row |= {"loss_scale": result.loss_scale, "overflows": result.overflows}
@@ -141,7 +143,7 @@ class Metrics(Callback):
         tracked, dead = kept, None
         if result.routers is not None and self._loads is not None:
             dead = self._loads.add(step, result.routers)
-            routing = report(result.routers, self._run, int(dead.sum()))
+            routing = report(result.routers, self._run, result.sequences, int(dead.sum()))
             tracked = {**kept, **routing.numbers}
             kept["routers"] = asdict(routing)
             row |= {"largest_load": max(routing.largest_load), "dead_experts": routing.dead}

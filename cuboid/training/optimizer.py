@@ -9,17 +9,19 @@ them."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from cuboid.checkpoint.state import AVERAGE
 from cuboid.kernels.adjacent import in_runs
 from cuboid.parallel.parallelize import Engine
 from cuboid.parallel.zero import OptimizerShard, Unit
 from cuboid.spec.training import OptimizerSpec
 from cuboid.training.adamw import Elements, Kind, kind_of, named_moments, update_compiled, update_eagerly
+from cuboid.training.average import WeightAverage
 from cuboid.training.muon import MuonState
 from cuboid.training.offload import OffloadedState
 from cuboid.training.own_optimizer import OwnState
@@ -100,6 +102,7 @@ class Optimizer:
             others = self._muon.names if self._muon else ()
             state = OffloadedState(moved, engine.device) if away else ResidentState(moved, others)
         self._state = state
+        self._average = WeightAverage(self._units, spec.average, self._compiled) if spec.average else None
         self._steps = torch.zeros((), dtype=torch.float64, device=engine.device)
         # State that is here is updated at once: a stream of its own gained nothing (docs/lab.md), and what waits for it
         # keeps memory from being used again.
@@ -244,8 +247,30 @@ class Optimizer:
         """What is kept of an optimizer shard beside its weights, by name; what is written into it counts once
         `set_steps_taken` is called. The host waits for it where it is on its way to its memory."""
         if self._muon is not None and optimizer_shard.part.name in self._muon.names:
-            return self._muon.tensors(optimizer_shard)
-        return (self._own or self._state).tensors(optimizer_shard)
+            kept = self._muon.tensors(optimizer_shard)
+        else:
+            kept = (self._own or self._state).tensors(optimizer_shard)
+        return kept if self._average is None else {**kept, AVERAGE: self._average.of(optimizer_shard)}
+
+    def begin_average(self) -> None:
+        """The average of weights, where one is kept, is the weights as they are now."""
+        if self._average is not None:
+            self._average.begin()
+
+    def move_average(self, counts: Tensor) -> None:
+        """When a step has changed all that it changes; `counts`: false skips it."""
+        if self._average is not None:
+            self._average.move(counts)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Meanwhile the weights are their average."""
+        assert self._average is not None
+        self._average.swap()
+        try:
+            yield
+        finally:
+            self._average.swap()
 
     def rows(self) -> Iterator[tuple[str, int, list[tuple[int, Tensor]]]]:
         """What is kept by row of a parameter, on one rank of all."""
@@ -264,7 +289,8 @@ class Optimizer:
 
     def state_bytes(self) -> int:
         """On the device, beside master weights."""
-        return (self._own or self._state).device_bytes + (self._muon.device_bytes if self._muon else 0)
+        beside = (self._muon, self._average)
+        return (self._own or self._state).device_bytes + sum(state.device_bytes for state in beside if state)
 
     @property
     def host_bytes(self) -> int:

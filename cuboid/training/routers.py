@@ -125,15 +125,16 @@ class ExpertLoads:
         self._rows.close()
 
 
-def report(statistics: Tensor, run: Run, dead: int = 0) -> RouterReport:
-    mixture, training = run.model.mixture, run.training
+def report(statistics: Tensor, run: Run, sequences: int, dead: int = 0) -> RouterReport:
+    """`sequences`: of the global batch."""
+    mixture, length = run.model.mixture, run.training.sequence
     assert mixture is not None
     # `sums`: (layers, 3), as `load_balancing.EXTRA` names them.
     asked, sums = statistics[:, : mixture.experts], statistics[:, mixture.experts :]
     mean = sums.mean(0)
     return RouterReport(
-        balance_loss=mean[0].item() / training.global_batch if mixture.balance_coefficient else None,
-        z_loss=mean[1].item() / (training.global_batch * training.sequence) if mixture.z_coefficient else None,
+        balance_loss=mean[0].item() / sequences if mixture.balance_coefficient else None,
+        z_loss=mean[1].item() / (sequences * length) if mixture.z_coefficient else None,
         dropped=int(sums[:, 2].sum()),
         largest_load=(asked.amax(1) / asked.mean(1)).tolist(),
         dead=dead,

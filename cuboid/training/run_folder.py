@@ -83,7 +83,9 @@ def check_same_training(old: Run, new: Run, owner: str = "") -> None:
     `owner`: another run, of which this is the training only if the learning rate is the same too."""
     fixed = {
         "training.global_batch": (old.training.global_batch, new.training.global_batch),
+        "training.batch_ramp": (old.training.batch_ramp, new.training.batch_ramp),
         "training.sequence": (old.training.sequence, new.training.sequence),
+        "training.sequence_ramp": (old.training.sequence_ramp, new.training.sequence_ramp),
         "training.seed": (old.training.seed, new.training.seed),
         "training.start_from": (old.training.start_from, new.training.start_from),
         "training.precision": (old.training.precision, new.training.precision),
@@ -95,6 +97,7 @@ def check_same_training(old: Run, new: Run, owner: str = "") -> None:
         rates = (vars(old.learning_rate), vars(new.learning_rate))
         fixed |= {f"learning_rate.{name}": (rates[0][name], rates[1][name]) for name in rates[1]}
         fixed["training.gradient_clip"] = (old.training.gradient_clip, new.training.gradient_clip)
+        fixed["training.z_loss"] = (old.training.z_loss, new.training.z_loss)
     # The first that differs is refused: one sentence, one setting to change.
     for name, (before, now) in fixed.items():
         if before != now:

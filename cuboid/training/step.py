@@ -49,8 +49,13 @@ class StepResult:
     batch."""
     activation: float = math.nan
     """Root mean square of the residual stream as the head reads it, over the global batch."""
+    z_loss: float | None = None
+    """Mean over tokens with labels, without its coefficient and no part of `loss`; None where it takes no part in
+    training."""
     layers: Norms | None = None
     """By layer, where they were asked for."""
+    sequences: int = 0
+    """Of the global batch."""
     learning_rate: float = 0.0
     seconds: float = 0.0
     """From the end of the step before."""
@@ -79,14 +84,17 @@ class PendingStep:
         loss: Tensor,
         gradient_norm: Tensor,
         tokens: Tensor,
+        sequences: int,
         asked: Tensor,
         own_square: Tensor,
         activation: Tensor,
         routers: Tensor | None = None,
         loss_scale: LossScale | None = None,
+        z_loss: Tensor | None = None,
     ) -> None:
         self.loss = loss
         self.gradient_norm = gradient_norm
+        self.sequences = sequences
         self.own_square = own_square
         """This rank's share of the squared gradient norm."""
         self.routers = routers
@@ -98,6 +106,8 @@ class PendingStep:
         if loss_scale is not None:
             self.loss_scale = loss_scale.factor
             told += [loss_scale.factor, loss_scale.overflows]
+        self._has_z_loss = z_loss is not None
+        told += [] if z_loss is None else [z_loss]
         values = torch.stack([value.double() for value in told])
         # To the host now: a copy that is asked for later would wait for the step that has been started since.
         self._copy = HostCopy(values, *(() if routers is None else (routers,)), timed=True)
@@ -119,9 +129,10 @@ class PendingStep:
         """Waits until the device has computed it."""
         values, *routers = self._copy.read()
         loss, norm, tokens, asked, activation, *scaling = values.tolist()
+        z_loss = scaling.pop() if self._has_z_loss else None
         scale, before = scaling or (0.0, 0)
         told = (int(tokens), asked > 0, self.left_out, scale, int(before), routers[0] if routers else None, activation)
-        result = StepResult(loss, norm, *told)
+        result = StepResult(loss, norm, *told, z_loss=z_loss, sequences=self.sequences)
         # Of an update that was not skipped.
         layers = None if self.layers is None or self.left_out or not result.is_finite else read_norms(self.layers)
         return replace(result, overflows=result.overflows + result.overflowed, layers=layers)
@@ -135,11 +146,14 @@ def run_passes(engine: Engine, batches: list[RankBatch], factor: Tensor) -> Pass
     tokens = all_reduce(counted, engine.groups.data)
     for unit in engine.units:
         unit.begin_step(len(batches))
-    engine.activations.begin_step()
+    replicas = engine.run.layout.dp
+    engine.activations.begin_step(len(batches) * replicas)
+    if engine.z_loss is not None:
+        engine.z_loss.begin_step()
     if engine.peaks is not None:
         engine.peaks.begin_step()
     if engine.balance is not None:
-        engine.balance.begin_step()
+        engine.balance.begin_step(len(batches) * replicas * engine.run.layout.micro_batch)
         engine.balance.factor = None if engine.loss_scale is None else factor
     # In float64, then in the dtype gradients are summed in. It stays on the device, as a CUDA graph needs it.
     scale = factor / tokens.clamp(min=1).double()
@@ -158,8 +172,9 @@ def compute_gradients(
     engine: Engine, micro_batches: list[MicroBatch], asked: bool = False, passes: RunPasses | None = None
 ) -> PendingStep:
     """After this the optimizer shards hold the gradient of (sum of token losses / tokens with labels) over the global
-    batch, plus that of the routers' auxiliary losses; in fp16 it is still multiplied by the loss scale. `asked`: this
-    rank was asked to stop, which all ranks learn. `passes`: another way to run them, with the same results."""
+    batch, plus that of z-loss and routers' auxiliary losses; in fp16 it is still multiplied by the loss scale.
+    `asked`: this rank was asked to stop, which all ranks learn. `passes`: another way to run them, with the same
+    results."""
     batches = [engine.batches.of(batch) for batch in micro_batches]
     scaling = engine.loss_scale
     factor = torch.ones((), dtype=torch.float64, device=engine.device) if scaling is None else scaling.factor
@@ -168,11 +183,17 @@ def compute_gradients(
     own_square = own.square if scaling is None else own.square / factor.square().to(own.square.dtype)
     if strikes(HEARTBEAT, "nan"):
         own_square = torch.full_like(own_square, math.nan)
-    # One all-reduce of four numbers over the world, in place of four: at this size a collective costs its latency.
-    told = torch.stack((own.loss, own_square, torch.full_like(own.loss, asked), engine.activations.squares[-1]))
-    loss, square, ranks_asked, activation = all_reduce(told, engine.groups.world).unbind()
-    loss, norm, statistics = loss / own.tokens.clamp(min=1), square.sqrt(), summed_statistics(engine)
-    return PendingStep(loss, norm, own.tokens, ranks_asked, own_square, activation.sqrt(), statistics, scaling)
+    # One all-reduce of a few numbers over the world, in place of several: at this size a collective costs its latency.
+    told = [own.loss, own_square, torch.full_like(own.loss, asked), engine.activations.squares[-1]]
+    if engine.z_loss is not None:
+        told.append(engine.z_loss.summed if engine.holds_loss else torch.zeros_like(own.loss))
+    loss, square, ranks_asked, activation, *others = all_reduce(torch.stack(told), engine.groups.world).unbind()
+    counted = own.tokens.clamp(min=1)
+    loss, norm, statistics = loss / counted, square.sqrt(), summed_statistics(engine)
+    z_loss = others[0] / counted if others else None
+    sequences = len(batches) * engine.run.layout.dp * engine.run.layout.micro_batch
+    numbers = (loss, norm, own.tokens, sequences, ranks_asked, own_square, activation.sqrt())
+    return PendingStep(*numbers, statistics, scaling, z_loss)
 
 
 def start_step(
@@ -219,6 +240,7 @@ def apply_update(
         engine.loss_scale.update(pending.loss, pending.gradient_norm, counts)
     if pending.routers is not None:
         rebalance(engine, pending.routers, counts)
+    optimizer.move_average(counts)
 
 
 def train_step(

@@ -247,7 +247,11 @@ class Trainer:
             return None
         HEARTBEAT.enter("evaluation")
         batches = evaluation_batches(*self.validation, self.run, self._replica, self.device)
-        return evaluate(self.engine, batches, self._agree)
+        if not self.run.evaluation.average:
+            return evaluate(self.engine, batches, self._agree)
+        self.checkpointer.before_update()  # a save may still copy what is about to change
+        with self.optimizer.averaged():
+            return evaluate(self.engine, batches, self._agree)
 
     def save(self) -> None:
         HEARTBEAT.enter("save")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cuboid.checkpoint.state import AVERAGE
 from cuboid.data.loader import micro_batches
 from cuboid.data.source import make_source
 from cuboid.kernels.precision import wide
@@ -18,6 +19,7 @@ from cuboid.parallel.compiled import is_compiled
 from cuboid.parallel.device import joined_device
 from cuboid.parallel.grad_norm import counted_shards
 from cuboid.parallel.parallelize import Engine, build_engine
+from cuboid.parallel.zero import OptimizerShard
 from cuboid.planning.collectives import unforeseen
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
@@ -66,24 +68,29 @@ def observed_trace(run: Run, rank: int) -> Trace | None:
         pending = compute_gradients(engine, batches)
         result = pending.result()
         trace.losses.append(result.loss)
+        if result.z_loss is not None:
+            trace.z_losses.append(result.z_loss)
         trace.gradient_norms.append(result.gradient_norm)
-        trace.gradients.append(_whole(engine, gradients=True, factor=result.loss_scale or 1.0))
+        trace.gradients.append(_whole(engine, lambda shard: shard.gradient, result.loss_scale or 1.0))
         if result.routers is not None:
             trace.routers.append(result.routers)
         apply_update(engine, optimizer, pending, learning_rate(run.learning_rate, step, run.training.steps))
         if engine.ledger is not None:
-            surprises = _gathered(engine, unforeseen(run, rank, engine.ledger.take()))
+            surprises = _gathered(engine, unforeseen(run.of_batch(step), rank, engine.ledger.take()))
             trace.unforeseen += [f"rank {place} {line}" for place, lines in surprises for line in lines]
-        trace.parameters.append(_whole(engine, gradients=False))
+        trace.parameters.append(_whole(engine, lambda shard: shard.master))
+        if run.optimizer.average:
+            averages = _whole(engine, lambda shard: optimizer.state_of(shard)[AVERAGE])
+            trace.averages.append({f"{AVERAGE}/{name}": average for name, average in averages.items()})
     HEARTBEAT.enter("finish")
     return trace if rank == 0 else None
 
 
-def _whole(engine: Engine, gradients: bool, factor: float = 1.0) -> Tensors:
-    """`factor`: what they are multiplied by."""
+def _whole(engine: Engine, of: Callable[[OptimizerShard], Tensor], factor: float = 1.0) -> Tensors:
+    """`of`: what is taken of each optimizer shard. `factor`: what it is multiplied by."""
     own: Contribution = []
     for optimizer_shard in counted_shards(engine):
-        held = optimizer_shard.gradient if gradients else optimizer_shard.master
+        held = of(optimizer_shard)
         own.append(
             (
                 optimizer_shard.part,
@@ -215,13 +222,15 @@ def _router_error(observed: Trace, reference: Trace) -> float | None:
 
 
 def compare(run: Run, observed: Trace, reference: Trace) -> Verdict:
-    pairs = list(zip(observed.losses, reference.losses, strict=True))
+    pairs = list(zip(observed.losses + observed.z_losses, reference.losses + reference.z_losses, strict=True))
     norms = list(zip(observed.gradient_norms, reference.gradient_norms, strict=True))
     gradient_error, worst_gradient = _worst(
         observed.gradients, reference.gradients, [FLOOR * _largest(step) for step in reference.gradients]
     )
     parameter_error, worst_parameter = _worst(
-        observed.parameters, reference.parameters, [run.learning_rate.peak] * len(reference.parameters)
+        observed.parameters + observed.averages,
+        reference.parameters + reference.averages,
+        [run.learning_rate.peak] * len(reference.parameters + reference.averages),
     )
     loss_error = max(relative_error(*pair) for pair in pairs)
     norm_error = max(relative_error(*pair) for pair in norms)
@@ -247,10 +256,10 @@ def compare_rounded(run: Run, observed: Trace, rounded: Sequence[Trace], exact: 
     ways = walked(exact.parameters, exact.start, among)
     rounding = MULTIPLE * TENSOR_ROUNDOFF.get(run.training.precision, ROUNDOFF)
     least = max(rounding, REROUTED if run.model.mixture is not None else 0.0)
-    norms, losses = [trace.gradient_norms for trace in rounded], [trace.losses for trace in rounded]
+    norms, losses = [trace.gradient_norms for trace in rounded], [trace.losses + trace.z_losses for trace in rounded]
     gradients = [trace.gradients for trace in rounded]
     bounds = {
-        "loss": number_bound(observed.losses, losses, exact.losses),
+        "loss": number_bound(observed.losses + observed.z_losses, losses, exact.losses + exact.z_losses),
         "gradient": tensor_bound(observed.gradients, gradients, exact.gradients, least),
         "gradient_norm": number_bound(observed.gradient_norms, norms, exact.gradient_norms),
         "parameter": tensor_bound(seen, expected, true, max(least, 1 / DECIDED), beside=ways),

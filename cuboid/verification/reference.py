@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from cuboid.checkpoint.state import AVERAGE
 from cuboid.data.corpus import Fields, Sample
 from cuboid.data.source import Source, make_source
 from cuboid.kernels.cpu_16bit import fast_matmuls
@@ -22,7 +23,7 @@ from cuboid.model.linear import Linear, Matmul, declared_split
 from cuboid.model.load_balancing import Balance
 from cuboid.model.rope import PositionTable
 from cuboid.model.router import Router
-from cuboid.model.transformer import IGNORED, Transformer
+from cuboid.model.transformer import IGNORED, Transformer, summed_loss
 from cuboid.parallel.device import choose_device
 from cuboid.spec.layout import Layout
 from cuboid.spec.plugin import PythonModelSpec
@@ -99,11 +100,15 @@ class Trace:
     start: Tensors = field(default_factory=dict)
     """The parameters before the first step; of one process."""
     losses: list[float] = field(default_factory=list)
+    z_losses: list[float] = field(default_factory=list)
+    """Without their coefficient; none where they take no part."""
     gradient_norms: list[float] = field(default_factory=list)
     gradients: list[Tensors] = field(default_factory=list)
     """Of the loss, before clipping."""
     parameters: list[Tensors] = field(default_factory=list)
     """After the update."""
+    averages: list[Tensors] = field(default_factory=list)
+    """Of the weights, as `average/…`; none where none is kept."""
     moments: dict[int, Tensors] = field(default_factory=dict)
     """After as many steps as the key says, what the optimizer keeps: `exp_avg/…` and `exp_avg_sq/…` of AdamW."""
     unforeseen: list[str] = field(default_factory=list)
@@ -153,31 +158,35 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
         balance.factor = torch.tensor(factor, device=device)
     source = make_source(run)
     samples = _Samples(run, computing.model, source, dtype, device)
+    decay = run.optimizer.average
+    averages = {f"{AVERAGE}/{name}": x.detach().clone() for name, x in parameters.items()} if decay else {}
     trace = Trace(start={name: parameter.detach().cpu().clone() for name, parameter in parameters.items()})
     for step in range(run.training.steps):
         model.zero_grad()
         computing.begin_step()
         if clip is not None:
             clip.begin_step()
+        places = range(run.training.batch_sizes.sum_before(step), run.training.batch_sizes.sum_before(step + 1))
         if balance is not None:
-            balance.begin_step()
-        first = step * run.training.global_batch
-        places = range(first, first + run.training.global_batch)
+            balance.begin_step(len(places))
         tokens = sum(samples.counted(place) for place in places)
-        loss = 0.0
+        loss = z_loss = 0.0
         for place in places:
             HEARTBEAT.do("")  # for a watchdog: a long computation is no silence
             with fast_matmuls(device, precision):
-                part = samples.loss(place) / max(tokens, 1)
-                (part * factor).backward()
+                part, squares = (each / max(tokens, 1) for each in samples.loss(place, run.training.lengths.at(step)))
+                ((part + run.training.z_loss * squares if run.training.z_loss else part) * factor).backward()
             computing.collect()
             loss += part.item()
+            z_loss += squares.item()
         if balance is not None:
             balance.end_passes()
         for parameter in parameters.values():
             if parameter.grad is not None and factor != 1:
                 parameter.grad /= factor
         trace.losses.append(loss)
+        if run.training.z_loss:
+            trace.z_losses.append(z_loss)
         trace.gradients.append({name: _gradient(parameter) for name, parameter in parameters.items()})
         norm = torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in trace.gradients[-1].values()]))
         trace.gradient_norms.append(norm.item())
@@ -191,13 +200,18 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
             balance.end_step(balance.statistics)
             _move_biases(model, trace.routers[-1])
         trace.parameters.append({name: parameter.detach().cpu().clone() for name, parameter in parameters.items()})
+        for name, average in averages.items():
+            average.mul_(decay).add_(parameters[name.partition("/")[2]].detach(), alpha=1 - decay)
+        if averages:
+            trace.averages.append({name: average.cpu().clone() for name, average in averages.items()})
         if step + 1 in moments_after:
-            trace.moments[step + 1] = {name: kept.cpu().clone() for name, kept in updates.state().items()}
+            kept_after = {**updates.state(), **averages}
+            trace.moments[step + 1] = {name: kept.cpu().clone() for name, kept in kept_after.items()}
     return trace
 
 
 class _Samples:
-    """The summed loss of one sample, and how many losses that is."""
+    """The summed loss and z-loss of one sample, and how many losses that is."""
 
     def __init__(
         self, run: Run, model: Transformer | WholeModel, source: Source, dtype: torch.dtype, device: torch.device
@@ -213,17 +227,26 @@ class _Samples:
         assert not isinstance(sample, dict)
         return int((sample[1] != IGNORED).sum())
 
-    def loss(self, place: int) -> Tensor:
+    def loss(self, place: int, length: int) -> tuple[Tensor, Tensor]:
+        """`length`: tokens after which the sample is cut."""
         sample = self._source.at(place)
+        nothing = torch.zeros((), device=self._device)
         if isinstance(self._model, WholeModel):
             loss: Tensor = self._model(self._fields(sample))
-            return loss.to(wide(self._dtype))
+            return loss.to(wide(self._dtype)), nothing
         assert not isinstance(sample, dict)
         run = self._run
-        ids = self._source.documents_at(place).unsqueeze(0) if run.data.uses_documents else None
-        positions = self._table.of(torch.arange(run.training.sequence), ids, run.data)
+        whole = run.training.sequence
+        ids = torch.zeros(1, whole, dtype=torch.int64)
+        if run.data.uses_documents:
+            ids = self._source.documents_at(place).unsqueeze(0)
+        positions = self._table.of(torch.arange(whole), ids, run.data, length if length < whole else 0)
         tokens, labels = (each.unsqueeze(0).to(self._device) for each in sample)
-        return self._model.loss(tokens, labels, positions)
+        if not run.training.z_loss:
+            return self._model.loss(tokens, labels, positions), nothing
+        logits, labels = self._model.head(self._model.hidden_states(tokens, positions)), labels.flatten()
+        counted = logits[labels != IGNORED].to(wide(self._dtype))
+        return summed_loss(logits, labels), counted.logsumexp(1).square().sum()
 
     def _fields(self, sample: Sample | Fields) -> Fields:
         given = sample if isinstance(sample, dict) else dict(zip(("tokens", "labels"), sample, strict=True))
@@ -249,7 +272,7 @@ class Updates:
         for name, parameter in self._parameters.items():
             if parameter.grad is None:
                 continue
-            factor = learning_rate_factor(self._run.model, name)
+            factor = learning_rate_factor(self._run.model, name) * spec.rate_of(name)
             first, second = self.moments[name]
             adamw(
                 [parameter],
@@ -289,7 +312,7 @@ class UpdatesOfOwn:
     def __init__(self, run: Run, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = {name: value for name, value in parameters.items() if isinstance(value, nn.Parameter)}
         named = [
-            Named(name, tuple(value.shape), learning_rate_factor(run.model, name), value)
+            Named(name, tuple(value.shape), learning_rate_factor(run.model, name) * run.optimizer.rate_of(name), value)
             for name, value in self._parameters.items()
         ]
         self._updates = OwnUpdates(run.optimizer, run.learning_rate.peak, named)

@@ -108,8 +108,9 @@ def replay_rank(rank: int, run: Run, checkpoint: str, first: int, step: int, tim
                 apply_update(engine, optimizer, pending, learning_rate(run.learning_rate, number, run.training.steps))
         attempts.append(_seen(engine, pending))
     HEARTBEAT.enter("finish")
-    batch, size = engine.course.batch(step), run.training.global_batch
-    origins = [(position, source.origin(position)) for position in range(batch * size, (batch + 1) * size)]
+    batch, ramp = engine.course.batch(step), run.training.batch_sizes
+    positions = range(ramp.sum_before(batch), ramp.sum_before(batch + 1))
+    origins = [(position, source.origin(position)) for position in positions]
     samples = [{"position": position, **(asdict(origin) if origin else {})} for position, origin in origins]
     return Replayed(attempts, batch, samples)
 

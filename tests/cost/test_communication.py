@@ -39,6 +39,17 @@ def test_ranks_on_one_node_add_up_their_ports() -> None:
     assert float(bus_bandwidth(FABRIC, "all_reduce", single)) == pytest.approx(20e9)
 
 
+def test_without_a_switch_a_group_inside_a_node_has_the_links_between_its_members() -> None:
+    mesh = replace(FABRIC, node=4, inner_bandwidth=150e9, mesh=True)
+    reached = bus_bandwidth(mesh, "all_reduce", group(mesh, number([2, 3, 4]), number(1)))
+    assert reached.tolist() == pytest.approx([50e9, 100e9, 150e9])
+    assert float(transfer(mesh, number(1e9), number(0))) == pytest.approx(1e9 / 50e9)
+    assert float(transfer(mesh, number(1e9), number(1))) == pytest.approx(1e9 / 20e9)
+    # Rings that leave the node are as fast as its ports, as with a switch.
+    apart = group(mesh, number(8), number(2))
+    assert float(bus_bandwidth(mesh, "all_reduce", apart)) == pytest.approx(2 * 20e9)
+
+
 def test_a_group_of_one_costs_nothing() -> None:
     alone = group(FABRIC, number(1), number(1))
     assert float(all_reduce(FABRIC, number(1e9), alone)) == 0

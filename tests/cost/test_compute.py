@@ -14,6 +14,7 @@ from cuboid.cost.compute import (
 )
 from cuboid.cost.constants import Engine, chip_named
 from cuboid.cost.inputs import Jobs, Shape, number
+from cuboid.spec.layout import CONTEXT_METHODS
 from cuboid.spec.model import LatentAttentionSpec, MixtureSpec, ModelSpec, load_model
 
 CHIP = chip_named("h100-80g")
@@ -43,6 +44,17 @@ def test_backward_takes_about_twice_as_long() -> None:
 def test_attention_grows_with_the_square_of_the_sequence() -> None:
     parts = kernels(LLAMA, made(sequence=number([32768, 65536])), replace(CHIP, kernel_floor=0.0), ENGINE, "bf16")
     assert float(parts.attention_forward[1] / parts.attention_forward[0]) == pytest.approx(4)
+
+
+def test_a_ring_adds_up_the_outputs_of_its_blocks() -> None:
+    adds = replace(ENGINE, block_traffic=5.0)
+    methods = number([CONTEXT_METHODS.index(name) for name in ("ring", "ring", "ring", "allgather", "ulysses")])
+    cp, inner = number([1, 2, 4, 4, 4]), number([1, 1, 1, 1, 4])
+    jobs = made(sequence=65536, cp=cp, cp_method=methods, cp_inner=inner)
+    without, added = (kernels(LLAMA, jobs, CHIP, engine, "bf16") for engine in (ENGINE, adds))
+    moved = 5.0 * number([0, 1, 3, 0, 0]) * jobs.tokens * 4096 / (CHIP.memory_bandwidth * CHIP.memory_efficiency)
+    assert (added.attention_forward - without.attention_forward).tolist() == pytest.approx(moved.tolist(), abs=1e-12)
+    assert (added.dense_backward - without.dense_backward).tolist() == pytest.approx(moved.tolist(), abs=1e-12)
 
 
 def test_context_parallelism_shares_attention() -> None:

@@ -221,6 +221,8 @@ def test_dp_follows_from_the_number_of_gpus() -> None:
         ({"engine": "homemade"}, "megatron"),
         ({"engine": "", "tp": "1", "pp": "1", "dp": "16"}, "fsdp"),
         ({"engine": "nanotron"}, "nanotron"),
+        ({"engine": "megatron-deepspeed", "gpu": "V100-32G"}, "megatron-deepspeed@v100"),
+        ({"engine": "nemo", "gpu": "A100"}, "nemo@a100"),
     ],
 )
 def test_engines_are_told_apart_by_name_age_and_notes(changes: dict[str, str], engine: str) -> None:

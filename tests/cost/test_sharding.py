@@ -196,6 +196,8 @@ def test_the_gradient_of_a_tied_embedding_crosses_the_pipeline() -> None:
     assert float(tied_sum(tied, jobs, FABRIC, OWN)) == pytest.approx(float(size) / 1e10)
     assert float(tied_sum(tied, made(dp=8, pp=4, tp=2, zero=1), FABRIC, OWN)) == pytest.approx(float(size) / 8e10)
     assert float(tied_sum(tied, made(dp=8), FABRIC, OWN)) == 0
+    # Six ranks apart, on one node of eight.
+    assert float(tied_sum(tied, made(dp=1, pp=4, tp=2), FABRIC, OWN)) == pytest.approx(float(size) / 1e11)
     assert float(tied_sum(LLAMA, jobs, FABRIC, OWN)) == 0
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from cuboid.model.split_backward import Deferral
 from cuboid.parallel import cross_entropy
+from cuboid.parallel.groups import Group
 from cuboid.spec.sharding import vocabulary_rows
 from tests.parallel.collective_jobs import world
 
@@ -21,9 +23,10 @@ def whole(vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, 30 * torch.randn(vocabulary, HIDDEN, generator=generator, dtype=torch.float64)
 
 
-def split(rank: int, vocabulary: int, fused: bool) -> tuple[float, torch.Tensor]:
-    """The loss, and the gradient of this rank's rows of the weight without those that pad it."""
-    group = world(None, local=False)
+def split(rank: int, vocabulary: int, fused: bool, coefficient: float) -> tuple[float, float, torch.Tensor]:
+    """The loss, the z-loss, and the gradient of this rank's rows of the weight without those that pad it."""
+    z_loss = cross_entropy.ZLoss(coefficient, torch.float64, torch.device("cpu")) if coefficient else None
+    group = world(None, local=False) if dist.is_initialized() else Group((0,), 0)  # of one rank
     x, weight = whole(vocabulary)
     first, rows = vocabulary_rows(vocabulary, group.size, rank)
     own = torch.zeros(-(-vocabulary // group.size), HIDDEN, dtype=torch.float64)
@@ -36,10 +39,10 @@ def split(rank: int, vocabulary: int, fused: bool) -> tuple[float, torch.Tensor]
         own = head.output.weight
         with torch.compiler.set_stance("default", force_backend="eager"):
             # As traced for the compiler: making kernels takes long.
-            loss = cross_entropy.fused_cross_entropy(head, x, LABELS, vocabulary, group, None, Deferral())  # type: ignore[arg-type]
+            loss = cross_entropy.fused_cross_entropy(head, x, LABELS, vocabulary, group, None, Deferral(), z_loss)  # type: ignore[arg-type]
     else:
-        loss = cross_entropy.split_cross_entropy(x @ own.t(), LABELS, vocabulary, group)
+        loss = cross_entropy.split_cross_entropy(x @ own.t(), LABELS, vocabulary, group, z_loss)
     (2 * loss).backward()
     assert own.grad is not None
     assert not own.grad[rows:].any(), "what pads the vocabulary has no gradient"
-    return loss.item(), own.grad[:rows]
+    return loss.item(), z_loss.summed.item() if z_loss else 0.0, own.grad[:rows]

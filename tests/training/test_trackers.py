@@ -22,7 +22,7 @@ def record(folder: Path, track: str, steps: range, done: int = 0) -> None:
     run = short_run("dp=2", str(folder), "training.steps=5", f"output.track={track}")
     with Metrics(run, 0, quiet=True, done=done) as metrics:
         for step in steps:
-            metrics.record(step + 1, StepResult(5.0 - step, 1.0, 8, learning_rate=1e-3, seconds=0.5), [])
+            metrics.record(step + 1, StepResult(5.0 - step, 1.0, 8, sequences=4, learning_rate=1e-3, seconds=0.5), [])
 
 
 def test_json_lines_hold_numbers_and_go_on(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from cuboid.checkpoint.huggingface.folder import companions
 from cuboid.checkpoint.manifest import Place
 from cuboid.checkpoint.shards import ShardedTensor, TensorSlice
+from cuboid.checkpoint.state import AVERAGE, PARAMETER
 from cuboid.checkpoint.weights import Weights, find_checkpoint, run_of
 from cuboid.errors import UserError
 from cuboid.model.huggingface import Origin, from_huggingface, parameter_shapes, to_huggingface
@@ -124,19 +125,23 @@ def export_model(
     dtype: str | None = None,
     shard_size: int = SHARD_SIZE,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    average: bool = False,
 ) -> ExportReport:
     """Weights in `dtype`; skipped, bf16 of a run that computed in it and float32 of every other. `progress` is told
-    how many files of all are written."""
+    how many files of all are written. `average`: not the weights, but their moving average."""
     if target.exists() or target.is_symlink():
         raise UserError(f"hf:{target} exists already; name a folder that does not")
     checkpoint, manifest, warnings = find_checkpoint(source)
     run = run_of(checkpoint, manifest)
+    if average and not run.optimizer.average:
+        raise UserError(f"{checkpoint} has no average of weights; train with optimizer.average=0.999 or omit --average")
     dtype = dtype or ("bf16" if run.training.weights == "bf16" else "float32")
     aside = target.with_name(f".{target.name}.writing")
     try:
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir(parents=True)
-        shards = _write_weights(run, Weights(checkpoint, run.model), aside, dtype, shard_size, progress)
+        weights = Weights(checkpoint, run.model, kind=AVERAGE if average else PARAMETER)
+        shards = _write_weights(run, weights, aside, dtype, shard_size, progress)
         tokenizer = _write_rest(run, aside, dtype)
         os.rename(aside, target)
     except OSError as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from hashlib import sha256
@@ -49,10 +50,18 @@ def map_new_file(place: Location, size: int, device: torch.device) -> Tensor:
         os.close(handle)
     mapped = torch.from_file(place.path, shared=True, size=size, dtype=torch.uint8)
     mapped.zero_()  # so that the first save need not wait for its pages to be found
-    if device.type == "cuda":  # so that the GPU copies into it by itself
-        library: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        library.cudaHostRegister(mapped.data_ptr(), size, 1)
+    if device.type == "cuda":
+        _pin(mapped, device)
     return mapped
+
+
+def _pin(mapped: Tensor, device: torch.device) -> None:
+    """So that the GPU copies into it by itself. Only pages in memory can be pinned: those of a folder on a disk cannot,
+    and are copied into by the CPU."""
+    library: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    if library.cudaHostRegister(mapped.data_ptr(), mapped.numel(), 1) != library.cudaError.success:
+        with suppress(RuntimeError):  # CUDA keeps the error and raises it at the next kernel launch: here
+            torch.zeros(1, device=device)
 
 
 def chunks(memory: Tensor) -> list[Tensor]:

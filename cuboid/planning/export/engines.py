@@ -148,6 +148,10 @@ def export(plan: Plan, target: str) -> str:
     if plan.question.optimizer != "adamw":
         kind = plan.question.optimizer
         raise UserError(f"optimizer.kind={kind} is not among what is written for {target}; use optimizer.kind=adamw")
+    if plan.question.average:
+        raise UserError(
+            f"optimizer.average={plan.question.average} is not among what is written for {target}; use average=0"
+        )
     return writers[target](plan)
 
 
