@@ -13,7 +13,7 @@ import types
 from pathlib import Path
 
 from cuboid.cli.main import main
-from cuboid.spec.huggingface import config_from_model
+from cuboid.spec.huggingface_writer import config_from_model
 from cuboid.spec.model import load_model
 
 RUN = """

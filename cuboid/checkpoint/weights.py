@@ -202,7 +202,7 @@ def _fill(
     for copy in copies:
         origin, offsets = copy.origin, copy.tensor_slice.offsets
         part = read(given[origin.tensor], origin.index(offsets, copy.tensor_slice.lengths))
-        origin.part_of(copy.values, offsets).copy_(part.t() if origin.transposed else part)
+        origin.part_of(copy.values, offsets).copy_(origin.oriented(part))
         size, largest = size + part.nbytes, max(largest, part.nbytes)
     return Started(size, largest)
 

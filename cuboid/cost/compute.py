@@ -68,19 +68,21 @@ def layer_parameters(shape: Shape, tp: Array = ONE) -> LayerParameters:
     are whole on each, as `spec.sharding` has them."""
     query, key_value = _query_key_value(shape, tp)
     biases = shape.qkv_bias * (query + key_value) + shape.output_bias * shape.hidden
-    inner = pick(shape.is_latent, shape.q_rank + shape.kv_rank, 2 * shape.head_dim * shape.qk_norm)
-    attention = attention_parameters(shape, tp) + pick(shape.is_latent, 0.0, biases)
-    attention = attention + 2 * norm_parameters(shape) + (1 + shape.layernorm) * inner
+    normed = pick(np.asarray(shape.qk_norm_whole > 0), query + key_value / 2, 2 * shape.head_dim)
+    inner = pick(shape.is_latent, shape.q_rank + shape.kv_rank, normed * shape.qk_norm)
+    attention = attention_parameters(shape, tp) + pick(shape.is_latent, 0.0, biases) + shape.sinks * shape.heads / tp
+    attention = attention + shape.norms * norm_parameters(shape) + (1 + shape.layernorm) * inner
 
     def feed_forward(width: Array) -> Array:
         biases = shape.mlp_bias * ((1 + shape.gated) * width / tp + shape.hidden)
         return feed_forward_parameters(shape, width / tp) + pick(np.asarray(width > 0), biases, 0.0)
 
-    router = (shape.hidden + shape.router_bias) * shape.experts
+    router = (shape.hidden + shape.router_bias + shape.expert_biases) * shape.experts
+    expert_biases = shape.expert_biases * ((1 + shape.gated) * shape.expert_ffn + shape.hidden)
     return LayerParameters(
         dense=attention + feed_forward(shape.ffn),
         mixture=attention + feed_forward(shape.shared_ffn) + router,
-        routed=shape.experts * feed_forward_parameters(shape, shape.expert_ffn),
+        routed=shape.experts * (feed_forward_parameters(shape, shape.expert_ffn) + expert_biases),
     )
 
 
@@ -110,9 +112,19 @@ def attention_width(shape: Shape) -> Array:
     return pick(shape.is_latent, latent, shape.heads * shape.head_dim)
 
 
+def seen_fraction(shape: Shape, sequence: Array) -> Array:
+    """Of all pairs of a query and a key before it, those that layers compute, as a mean over layers: 1 without windows.
+    Query i sees min(i, window) keys."""
+    window = np.minimum(np.maximum(shape.window, 1.0), sequence)
+    seen = window * (2 * sequence + 1 - window) / (sequence * (sequence + 1))
+    return 1 - shape.windowed * (1 - seen)
+
+
 def model_flops_per_token(shape: Shape, sequence: Array, causal: bool = False) -> Array:
     """Forward and backward arithmetic of one token, without recomputation; attention in full or its causal half."""
     attention = 12 * shape.layers * attention_width(shape) * sequence * (0.5 if causal else 1.0)
+    if shape.any_windows:
+        attention = attention * seen_fraction(shape, sequence)
     return 6 * active_parameters(shape) + attention
 
 
@@ -241,6 +253,8 @@ def added_blocks(jobs: Jobs) -> Array:
 def _attention(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine) -> tuple[Array, Array]:
     """The attention core, forward and backward."""
     full = 4 * jobs.tokens * jobs.sequence * attention_width(shape) / jobs.tp
+    if shape.any_windows and engine.own_collectives:
+        full = full * seen_fraction(shape, jobs.sequence)
     peak = chip.peak["bf16"]
     if engine.fused_attention:
         width = pick(shape.is_latent, shape.nope_dim + shape.rope_dim, shape.head_dim)

@@ -5,7 +5,7 @@ over two thousand rows of different models run the same lines.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -78,6 +78,20 @@ class Shape:
     nope_dim: Array
     rope_dim: Array
     v_dim: Array
+    norms: Array = field(default_factory=lambda: number(2))
+    """Norms of the width of the residual stream in a layer."""
+    post_norms: Array = field(default_factory=lambda: number(0))
+    """1 where norms stand behind attention and feed-forward block."""
+    qk_norm_whole: Array = field(default_factory=lambda: number(0))
+    """1 where norms of queries and keys are of all heads together."""
+    sinks: Array = field(default_factory=lambda: number(0))
+    """1 where each head has a learned logit beside its scores."""
+    expert_biases: Array = field(default_factory=lambda: number(0))
+    """1 where the router and routed experts have biases."""
+    window: Array = field(default_factory=lambda: number(0))
+    """Tokens that a query of a layer with a window sees; the mean where windows differ."""
+    windowed: Array = field(default_factory=lambda: number(0))
+    """Fraction of the layers with a window."""
 
     @cached_property
     def routes(self) -> NDArray[np.bool_]:
@@ -99,6 +113,11 @@ class Shape:
         """Whether any of the models has it."""
         return bool(np.any(self.is_latent))
 
+    @cached_property
+    def any_windows(self) -> bool:
+        """Whether any of the models has layers with a window."""
+        return bool(np.any(self.windowed > 0))
+
     @classmethod
     def of(cls, model: ModelSpec) -> "Shape":
         """The shape of one model."""
@@ -112,12 +131,13 @@ class Shape:
     @classmethod
     def stack(cls, shapes: Sequence["Shape"]) -> "Shape":
         """One entry per given shape."""
-        return cls(**{field.name: np.stack([getattr(shape, field.name) for shape in shapes]) for field in fields(cls)})
+        return cls(**{each.name: np.stack([getattr(shape, each.name) for shape in shapes]) for each in fields(cls)})
 
 
 @lru_cache(maxsize=64)
 def _shape(model: ModelSpec) -> Shape:
     mixture, latent = model.mixture, model.latent
+    windows = [window for window in map(model.window_of, range(model.layers)) if window]
     return Shape.make(
         hidden=model.hidden,
         layers=model.layers,
@@ -126,7 +146,7 @@ def _shape(model: ModelSpec) -> Shape:
         head_dim=model.head_dim,
         ffn=model.ffn,
         vocab=model.vocab,
-        gated=model.activation == "swiglu",
+        gated=model.is_gated,
         tied=model.tie_embeddings,
         qk_norm=model.qk_norm,
         layernorm=model.norm == "layernorm",
@@ -146,6 +166,13 @@ def _shape(model: ModelSpec) -> Shape:
         nope_dim=latent.qk_nope_dim if latent else 0,
         rope_dim=latent.qk_rope_dim if latent else 0,
         v_dim=latent.v_dim if latent else 0,
+        norms=4 if model.norms == "both" else 2,
+        post_norms=model.norms != "before",
+        qk_norm_whole=model.qk_norm_whole,
+        sinks=model.sinks,
+        expert_biases=mixture.biases if mixture else 0,
+        window=sum(windows) / len(windows) if windows else 0,
+        windowed=len(windows) / model.layers,
     )
 
 

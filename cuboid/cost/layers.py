@@ -84,7 +84,11 @@ def _own(jobs: Jobs, shape: Shape, whole: Array, entered: Array, under: tuple[Ar
     feed_back, shared_back = (np.maximum(enter.backward - hidden, 0.0) + leave.backward for hidden in under[1:])
     shared = (shape.shared_ffn > 0).astype(np.float64)
     return TensorWaits(
-        dense=(attention + feed_forward, attention_back + feed_back + again * enter.forward),
+        # A norm behind the last sum needs it again.
+        dense=(
+            attention + feed_forward,
+            attention_back + feed_back + again * (enter.forward + shape.post_norms * leave.forward),
+        ),
         mixture=(
             attention + shared * feed_forward + together.forward,
             attention_back + shared * (shared_back + again * feed_forward) + together.backward,
@@ -146,6 +150,8 @@ def waiting(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs, attention:
     heads = all_to_all(fabric, given, inner, given * (1 - 1 / inner.nodes))
     rings = (outer.size > 1) & (jobs.cp_method != GATHER)
     whole = token * widths.keys * outer.size
+    if shape.any_windows:
+        whole = np.where(rings, whole * passed_fraction(shape, jobs, outer.size), whole)
     # In a ring the rank at the end of a node sends its message alone, whoever else has a port there.
     passed = np.where(rings, all_gather(fabric, whole, one_port(outer)), all_gather(fabric, whole, outer))
     # A ring hides a message behind the computing of one of its steps, if that takes as long.
@@ -157,6 +163,14 @@ def waiting(engine: Engine, fabric: Fabric, shape: Shape, jobs: Jobs, attention:
     forward, backward = (times * passed - rings * saved for times, saved in zip((1, 2), hidden, strict=True))
     traded, brought = Links.of(inner, heads), Links.of(outer, passed)
     return ContextWaits((heads + forward, heads + backward), (traded + brought, traded + brought.times(2)))
+
+
+def passed_fraction(shape: Shape, jobs: Jobs, ranks: Array) -> Array:
+    """Of what a ring passes on, the part that layers send, as a mean over layers. In a window each of a rank's two
+    chunks sees so many keys before it, at most those of all others."""
+    others = np.maximum(ranks - 1, 1) / ranks * jobs.sequence
+    seen = np.minimum(2 * np.maximum(shape.window - 1, 0.0), others) / others
+    return np.asarray(1 - shape.windowed * (1 - seen))
 
 
 def further_blocks(jobs: Jobs) -> Array:

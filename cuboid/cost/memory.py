@@ -113,6 +113,8 @@ def compiled_kept(shape: Shape, jobs: Jobs, engine: Engine) -> tuple[Array, Arra
     normed = shape.qk_norm * (shape.heads + np.maximum(shape.kv_heads, jobs.tp)) * shape.head_dim
     each = each + np.where(jobs.recompute == 1, 0.0, element * normed / jobs.tp)
     each = each + (inputs * seen / jobs.tp if engine.fp8_activations else 0.0)
+    # What norms behind attention and feed-forward block take; selective recomputation sums it again.
+    each = each + shape.post_norms * np.where(jobs.recompute == 1, 0.0, 2 * element * shape.hidden / split)
     # Latents are gathered in place of the input they come of; with nothing recomputed values stay beside the keys that
     # came of the same matmul.
     latents = element * ((shape.q_rank + shape.kv_rank) * (1 + 1 / split) + shape.rope_dim)

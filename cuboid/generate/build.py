@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from cuboid.checkpoint.shards import ShardedTensor, TensorSlice
 from cuboid.checkpoint.weights import copy_tensors, read_weights
 from cuboid.generate.cache import Cache, CachedLatentAttention
 from cuboid.generate.kernels import PanelTable, use_kernels
+from cuboid.generate.window_cache import WindowCache
 from cuboid.model.attention import Attention
 from cuboid.model.feed_forward import FeedForward
 from cuboid.model.initialize import initial_tensor
@@ -70,26 +70,29 @@ class FusedAttention(nn.Module):
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         made = self.fused(x).view(1, x.shape[0], -1, self.whole.head_dim)
-        if self.whole.query_norm is not None and self.whole.key_norm is not None:
+        whole, is_windowed = self.whole, self.whole.window > 0
+        if whole.query_norm is not None:
             query, key, value = made.split(self.heads, 2)
-            query, key = self.whole.query_norm(query), self.whole.key_norm(key)
-            query, key = rotate(query, positions), rotate(key, positions)
+            query, key = whole.normed(query, key)
+            query, key = rotate(query, positions, is_windowed), rotate(key, positions, is_windowed)
         else:
             queries, keys, values = self.heads
             both, value = made.split((queries + keys, values), 2)
-            query, key = rotate(both, positions).split((queries, keys), 2)
-        return self.whole.output(self.cache(query, key, value, positions).reshape(x.shape[0], -1))
+            query, key = rotate(both, positions, is_windowed).split((queries, keys), 2)
+        if whole.query_scale != 1.0:
+            query = query * whole.query_scale
+        return whole.output(self.cache(query, key, value, positions, whole.sinks).reshape(x.shape[0], -1))
 
 
 class FusedFeedForward(nn.Module):
     def __init__(self, gate: Linear, whole: FeedForward) -> None:
         super().__init__()
         self.fused = fuse((gate, whole.up))
-        self.down = whole.down
+        self.down, self.gating = whole.down, whole.gating
 
     def forward(self, x: Tensor, _: Positions) -> Tensor:
         gate, up = self.fused(x).chunk(2, 1)
-        return self.down(functional.silu(gate) * up)
+        return self.down(self.gating(gate, up))
 
 
 def fused_feed_forward(whole: FeedForward) -> FeedForward | FusedFeedForward:
@@ -184,7 +187,9 @@ class Builder:
         if isinstance(block.feed_forward, MoE):
             spread_experts(block.feed_forward, self.groups.expert)
         self._materialize(block, f"layers.{layer}")
-        shape = cache_shape(self.model, self.spec.layout, self.spec.slots, self.spec.length)
+        window = self.model.window_of(layer)
+        sizes = self.model, self.spec.layout, self.spec.slots, self.spec.length
+        shape = cache_shape(*sizes, window)
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         attention = block.attention
         if isinstance(attention, MultiLatentAttention):
@@ -192,7 +197,11 @@ class Builder:
             block.attention = CachedLatentAttention(attention, cache)  # type: ignore[assignment]
         else:
             # The cache keeps each key-value head once, whichever query heads read it.
-            cache = Cache(shape, self.context, attention.kv_head_of_query, like)
+            served = attention.kv_head_of_query
+            if window:
+                cache = WindowCache(shape, self.context, served, like, window, cache_shape(*sizes).places)
+            else:
+                cache = Cache(shape, self.context, served, like)
             attention.kv_head_of_query, attention.mix = None, cache
             if self.held is None:
                 block.attention = FusedAttention(attention, cache)  # type: ignore[assignment]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from cuboid.generate.batch import Step
+from cuboid.generate.batch import Span, Step
 from cuboid.model.mla import MultiLatentAttention
 from cuboid.model.rope import Positions, PositionTable
 from cuboid.parallel.collectives import all_gather, all_to_all
@@ -83,6 +84,7 @@ class Rower:
             table.index,
             table.cosine,
             table.sine,
+            windowed=table.windowed,
             step=step,
             kept=packed[2, : len(kept)],
             mask=mask,
@@ -114,6 +116,27 @@ class Rower:
         return mask[:, None, None].to(self._like.device), queries
 
 
+class Asked(NamedTuple):
+    """Tokens of a step in one layer, each (rows, heads, dim)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    positions: StepPositions
+    scale: float
+    """What scores are multiplied by."""
+    sinks: Tensor | None
+
+
+class Visible(NamedTuple):
+    """Keys and values of one sequence, each (1, heads, places, dim)."""
+
+    key: Tensor
+    value: Tensor
+    hidden: Tensor
+    """(queries, places): what each query does not see."""
+
+
 class Cache:
     """Takes the place of `causal_mix`: keeps the keys and values of a step's tokens, then lets its queries see all of
     their sequences. A query head reads one key-value head of equal, consecutive groups, or the one `served` says."""
@@ -129,19 +152,27 @@ class Cache:
     def bytes(self) -> int:
         return self._key.nbytes + (0 if self._value is None else self._value.nbytes)
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, positions: Positions) -> Tensor:
-        return self.attend(query, key, value, positions, 1 / math.sqrt(query.shape[3]))
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, positions: Positions, sinks: Tensor | None = None
+    ) -> Tensor:
+        return self.attend(query, key, value, positions, 1 / math.sqrt(query.shape[3]), sinks)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, positions: Positions, scale: float) -> Tensor:
-        """(1, rows, heads, dim); rows that are no tokens give zeros."""
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        positions: Positions,
+        scale: float,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """(1, rows, heads, dim); rows that are no tokens give zeros. `sinks`: (heads)."""
         assert isinstance(positions, StepPositions)
         count, width = positions.kept.numel(), value.shape[3]
-        self._key.flatten(0, 1).index_copy_(0, positions.kept, key[0, :count])
-        if self._value is not None:
-            self._value.flatten(0, 1).index_copy_(0, positions.kept, value[0, :count])
+        asked = Asked(query[0, :count], key[0, :count], value[0, :count], positions, scale, sinks)
         if self._context.size > 1:
-            return self._over_context(query, width, positions, scale)
-        found = (self._decode if positions.step.decodes else self._prefill)(query[0, :count], width, positions, scale)
+            return self._over_context(query, width, asked)
+        found = self._decode(asked) if positions.step.decodes else self._prefill(asked)
         if count == query.shape[1]:
             return found.unsqueeze(0)
         seen = query.new_zeros(*query.shape[:3], width)
@@ -156,72 +187,131 @@ class Cache:
             return key, value
         return key.index_select(1, self._served), value.index_select(1, self._served)
 
-    def _decode(self, query: Tensor, width: int, positions: StepPositions, scale: float) -> Tensor:
+    def _keep(self, places: Tensor, key: Tensor, value: Tensor) -> None:
+        self._key.flatten(0, 1).index_copy_(0, places, key)
+        if self._value is not None:
+            self._value.flatten(0, 1).index_copy_(0, places, value)
+
+    def _kept_places(self, positions: StepPositions) -> Tensor:
+        """Where the key and value of each token go."""
+        return positions.kept
+
+    def _decode(self, asked: Asked) -> Tensor:
         """One query per sequence, all sequences at once. Query heads that share a key-value head stand where several
         queries would: no key is copied."""
+        query, positions, width = asked.query, asked.positions, asked.value.shape[2]
+        self._keep(self._kept_places(positions), asked.key, asked.value)
         mask, queries = positions.mask, positions.queries
         if mask is None:
             return query.new_zeros(0, query.shape[1], width)
         first = min(span.slot for span in positions.step.spans)
+        mask = mask[..., : self._key.shape[1]]
         key, value = self._kept(slice(first, first + mask.shape[0]), mask.shape[3], width)
         grouped = query.unflatten(1, (key.shape[1], -1))
         if queries is not None:
             grouped = grouped.new_zeros(mask.shape[0], *grouped.shape[1:]).index_copy_(0, queries, grouped)
-        seen = functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale).flatten(1, 2)
+        if asked.sinks is None:
+            seen = functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=asked.scale)
+        else:
+            seen = _with_sinks(grouped, key, value, mask, asked.scale, asked.sinks.view(key.shape[1], -1))
+        seen = seen.flatten(1, 2)
         return seen if queries is None else seen.index_select(0, queries)
 
-    def _prefill(self, query: Tensor, width: int, positions: StepPositions, scale: float) -> Tensor:
-        parts, row = [], 0
-        for span in positions.step.spans:
+    def _prefill(self, asked: Asked) -> Tensor:
+        self._keep(self._kept_places(asked.positions), asked.key, asked.value)
+        parts, row, query, sinks = [], 0, asked.query, asked.sinks
+        for span in asked.positions.step.spans:
             count = len(span.tokens)
-            key, value = self._kept(slice(span.slot, span.slot + 1), span.stop, width)
+            key, value = self._kept(slice(span.slot, span.slot + 1), span.stop, asked.value.shape[2])
             mask = None
-            if span.start:
+            if span.start or sinks is not None:
                 mask = torch.ones(count, span.stop, dtype=torch.bool, device=query.device).tril(span.start)
-            seen = functional.scaled_dot_product_attention(
-                query[row : row + count].transpose(0, 1).unsqueeze(0),
-                key,
-                value,
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scale,
-                enable_gqa=key.shape[1] != query.shape[1],
-            )
-            parts.append(seen[0].transpose(0, 1))
+            parts.append(seen_of(query[row : row + count], key, value, mask, asked.scale, sinks))
             row += count
         return torch.cat(parts)
 
-    def _over_context(self, query: Tensor, width: int, positions: StepPositions, scale: float) -> Tensor:
+    def _visible(self, span: Span, rank: int, asked: Asked) -> Visible | None:
+        """Of what this rank keeps, or has just been given, what the queries of a context rank see; None: nothing."""
+        size, index = self._context.size, self._context.index
+        own = range(span.start + (rank - span.start) % size, span.stop, size)
+        # Key j of this rank stands at position j · size + index.
+        visible = [(position - index) // size + 1 for position in own]
+        if not visible or visible[-1] <= 0:
+            return None
+        key, value = self._kept(slice(span.slot, span.slot + 1), visible[-1], asked.value.shape[2])
+        limits = torch.tensor(visible, device=key.device)
+        return Visible(key, value, torch.arange(key.shape[2], device=key.device) >= limits[:, None])
+
+    def _begin_context(self, asked: Asked) -> None:
+        self._keep(self._kept_places(asked.positions), asked.key, asked.value)
+
+    def _end_context(self, asked: Asked) -> None:
+        """After all queries have seen what there is."""
+
+    def _over_context(self, query: Tensor, width: int, asked: Asked) -> Tensor:
         """Every rank lets all queries of the step see what it keeps; each then combines what its own saw."""
         group, rows = self._context, query.shape[1]
+        self._begin_context(asked)
         found = query.new_zeros(group.size, rows, query.shape[2], width + 1)
         found[..., width] = -math.inf
         gathered = all_gather(query[0].contiguous(), group).unflatten(0, (group.size, rows))
         taken = [0] * group.size
-        for span in positions.step.spans:
+        for span in asked.positions.step.spans:
             for rank in range(group.size):
-                own = range(span.start + (rank - span.start) % group.size, span.stop, group.size)
-                here = slice(taken[rank], taken[rank] + len(own))
-                taken[rank] += len(own)
-                # Key j of this rank stands at position j · size + index.
-                visible = [(position - group.index) // group.size + 1 for position in own]
-                if visible and visible[-1] > 0:
-                    kept = self._kept(slice(span.slot, span.slot + 1), visible[-1], width)
-                    found[rank, here] = _attend(gathered[rank, here], *kept, visible, scale)
+                count = len(range(span.start + (rank - span.start) % group.size, span.stop, group.size))
+                here = slice(taken[rank], taken[rank] + count)
+                taken[rank] += count
+                visible = self._visible(span, rank, asked)
+                if visible is not None:
+                    found[rank, here] = _attend(gathered[rank, here], visible, asked.scale)
+        self._end_context(asked)
         parts = all_to_all(found, group)
         seen, sums = parts[..., :width], parts[..., width:]
+        if asked.sinks is not None:  # one more part, of which nothing is seen
+            sink = asked.sinks.to(sums.dtype).view(1, 1, -1, 1).expand_as(sums[:1])
+            seen, sums = torch.cat((seen, torch.zeros_like(seen[:1]))), torch.cat((sums, sink))
         weights = (sums - sums.amax(0)).nan_to_num_(nan=0.0).exp()
         return (seen * (weights / weights.sum(0))).sum(0).unsqueeze(0)
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, visible: list[int], scale: float) -> Tensor:
-    """What each query (rows, heads, dim) sees of its first `visible` keys, and behind it the logarithm of its sum of
-    exponentials."""
+def seen_of(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None
+) -> Tensor:
+    """What queries (rows, heads, dim) of one sequence see of its keys (1, heads, places, dim), as `mask` (rows, places)
+    says; without one each sees those up to itself."""
+    if sinks is None:
+        seen = functional.scaled_dot_product_attention(
+            query.transpose(0, 1).unsqueeze(0),
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scale,
+            enable_gqa=key.shape[1] != query.shape[1],
+        )
+        return seen[0].transpose(0, 1)
+    assert mask is not None
+    found = _attend(query, Visible(key, value, ~mask), scale)
+    seen, sums = found[..., :-1], found[..., -1:]
+    return seen * torch.sigmoid(sums - sinks.to(sums.dtype).unsqueeze(1))
+
+
+def _with_sinks(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, sinks: Tensor) -> Tensor:
+    """(slots, key-value heads, query heads of each, dim); `sinks`: (key-value heads, query heads of each)."""
+    wide = torch.float32 if query.element_size() < 4 else query.dtype
+    scores = query.to(wide) @ key.transpose(2, 3).to(wide) * scale + mask
+    more = sinks.to(wide).unsqueeze(2).expand(*scores.shape[:3], 1)
+    weights = torch.cat((scores, more), -1).softmax(-1)[..., :-1]
+    return (weights @ value.to(wide)).to(query.dtype)
+
+
+def _attend(query: Tensor, visible: Visible, scale: float) -> Tensor:
+    """What each query (rows, heads, dim) sees, and behind it the logarithm of its sum of exponentials."""
+    key, value, hidden = visible
     wide = torch.float32 if query.element_size() < 4 else query.dtype
     grouped = query.transpose(0, 1).unflatten(0, (key.shape[1], -1)).to(wide)
     scores = grouped @ key.transpose(2, 3).to(wide).transpose(0, 1) * scale
-    limits = torch.tensor(visible, device=query.device)
-    scores.masked_fill_(torch.arange(key.shape[2], device=query.device) >= limits[:, None], -math.inf)
+    scores.masked_fill_(hidden, -math.inf)
     sums = scores.logsumexp(-1, keepdim=True)
     weights = (scores - sums).nan_to_num_(nan=-math.inf).exp()
     seen = weights @ value.transpose(0, 1).to(wide)

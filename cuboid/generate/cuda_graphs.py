@@ -74,7 +74,14 @@ class FixedDecoder:
         mask = self._like.new_zeros(len(hidden), 1, 1, padded)[..., :width]
         mask.masked_fill_(hidden[:, None, None], -torch.inf)
         positions = StepPositions(
-            table.index, table.cosine, table.sine, step=self._step, kept=kept[0], mask=mask, queries=None
+            table.index,
+            table.cosine,
+            table.sine,
+            windowed=table.windowed,
+            step=self._step,
+            kept=kept[0],
+            mask=mask,
+            queries=None,
         )
         return self._stage.logits(self._stage.hidden(tokens, positions))
 

@@ -139,7 +139,8 @@ class KernelNorm(nn.Module):
 
     def __init__(self, whole: Norm, kernels: Kernels) -> None:
         super().__init__()
-        self.weight, self.size, self.epsilon = whole.weight, whole.size, whole.epsilon
+        self.weight = nn.Parameter(whole.factor, requires_grad=False) if whole.unit else whole.weight
+        self.size, self.epsilon = whole.size, whole.epsilon
         self.normalize = kernels.normalize
 
     def forward(self, x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -11,13 +12,14 @@ from torch import Tensor, nn
 
 from cuboid.model import flash_attention
 from cuboid.model.flash_attention import has_flash
-from cuboid.model.linear import ColumnLinear, Norm, RowLinear, columns
+from cuboid.model.linear import ColumnLinear, Norm, RowLinear, WholeNorm, columns, whole_norms
 from cuboid.model.rope import Positions, rotate
 from cuboid.spec.model import ModelSpec
-from cuboid.spec.sharding import PARTIAL, Split, heads
+from cuboid.spec.sharding import COLUMN, PARTIAL, Split, heads
 
-Mix = Callable[[Tensor, Tensor, Tensor, Positions], Tensor]
-"""From queries, keys and values, each (sequences, length, heads, head_dim), to what each query head sees."""
+Mix = Callable[..., Tensor]
+"""From queries, keys and values, each (sequences, length, heads, head_dim), and `Positions` to what each query head
+sees. Of a model with sinks, these, a number for each query head, are one argument more."""
 
 
 def causal_mix(query: Tensor, key: Tensor, value: Tensor, positions: Positions) -> Tensor:
@@ -25,7 +27,7 @@ def causal_mix(query: Tensor, key: Tensor, value: Tensor, positions: Positions) 
     key-value head."""
     documents = positions.documents
     if documents is not None and has_flash(query):
-        return flash_attention.documents_mix(query, key, value, documents)
+        return flash_attention.attention_mix(query, key, value, documents)
     mixed = functional.scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -35,6 +37,21 @@ def causal_mix(query: Tensor, key: Tensor, value: Tensor, positions: Positions) 
         enable_gqa=key.shape[2] != query.shape[2],
     )
     return mixed.transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class WindowMix:
+    """`causal_mix` of a layer with a window, with sinks, or with both."""
+
+    window: int
+    """Tokens that a query sees, itself included; 0: all before it."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, positions: Positions, sinks: Tensor | None = None
+    ) -> Tensor:
+        if not self.window and sinks is None:
+            return causal_mix(query, key, value, positions)
+        return flash_attention.attention_mix(query, key, value, positions.documents, self.window, sinks)
 
 
 Project = Callable[[Tensor, Positions], tuple[Tensor, Tensor, Tensor]]
@@ -59,21 +76,29 @@ class Attention(nn.Module):
     """Input and output are (batch · length, hidden): tokens of all sequences one after another."""
 
     # Norms act on each head, of which a tensor rank sees its own.
-    sharding: Mapping[str, Split] = {"query_norm.*": PARTIAL, "key_norm.*": PARTIAL}
+    sharding: Mapping[str, Split] = {"query_norm.*": PARTIAL, "key_norm.*": PARTIAL, "sinks": COLUMN}
 
-    def __init__(self, model: ModelSpec) -> None:
+    def __init__(self, model: ModelSpec, layer: int = 0) -> None:
         super().__init__()
-        self.head_dim = model.head_dim
+        self.head_dim, self.window = model.head_dim, model.window_of(layer)
         kv_width, kv_split = model.kv_heads * model.head_dim, heads(model.kv_heads)
         self.query = ColumnLinear(model.hidden, model.heads * model.head_dim, model.qkv_bias)
         self.key = ColumnLinear(model.hidden, kv_width, model.qkv_bias, kv_split)
         self.value = ColumnLinear(model.hidden, kv_width, model.qkv_bias, kv_split)
         self.output = RowLinear(model.heads * model.head_dim, model.hidden, model.output_bias)
-        self.query_norm = Norm(model, model.head_dim) if model.qk_norm else None
-        self.key_norm = Norm(model, model.head_dim) if model.qk_norm else None
+        self.query_norm: Norm | WholeNorm | None = None
+        self.key_norm: Norm | WholeNorm | None = None
+        if model.qk_norm_whole:
+            self.query_norm = WholeNorm(model, model.heads * model.head_dim, COLUMN)
+            self.key_norm = WholeNorm(model, kv_width, kv_split)
+        elif model.qk_norm:
+            self.query_norm, self.key_norm = Norm(model, model.head_dim), Norm(model, model.head_dim)
+        self.query_scale = model.query_scale * model.head_dim**0.5 if model.query_scale else 1.0
+        """What queries are multiplied by: attention itself divides by the root of head_dim."""
         # Which key-value head each query head reads; None: consecutive groups of equal size.
         self.kv_head_of_query: Tensor | None = None
-        self.mix: Mix = causal_mix
+        self.sinks = nn.Parameter(torch.empty(model.heads)) if model.sinks else None
+        self.mix: Mix = WindowMix(self.window) if self.window or model.sinks else causal_mix
         self.fused: Project | None = None
         """By one matmul, where something else knows how."""
         self.peaks: HeadPeaks | None = None
@@ -81,11 +106,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         query, key, value = (self.fused or self._project)(x, positions)
+        if self.query_scale != 1.0:
+            query = query * self.query_scale
         if self.peaks is not None:
             self.peaks.see(query, key)
         if self.kv_head_of_query is not None:
             key, value = key.index_select(2, self.kv_head_of_query), value.index_select(2, self.kv_head_of_query)
-        return self.output(self.mix(query, key, value, positions).reshape(-1, self.output.weight.shape[1]))
+        more = () if self.sinks is None else (self.sinks,)
+        return self.output(self.mix(query, key, value, positions, *more).reshape(-1, self.output.weight.shape[1]))
 
     def _project(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
         # The head counts come from the weights, so that a module holding a part of the heads works unchanged.
@@ -93,6 +121,15 @@ class Attention(nn.Module):
         kv_shape = (-1, positions.length, self.key.weight.shape[0] // self.head_dim, self.head_dim)
         query, key, value = columns(x, (self.query, self.key, self.value))
         query, key, value = query.view(shape), key.view(kv_shape), value.view(kv_shape)
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
-        return rotate(query, positions), rotate(key, positions), value
+        query, key = self.normed(query, key)
+        is_windowed = self.window > 0
+        return rotate(query, positions, is_windowed), rotate(key, positions, is_windowed), value
+
+    def normed(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Where queries and keys have norms."""
+        norms = self.query_norm, self.key_norm
+        if isinstance(norms[0], WholeNorm) and isinstance(norms[1], WholeNorm):
+            return whole_norms(query, key, (norms[0], norms[1]))
+        if isinstance(norms[0], Norm) and isinstance(norms[1], Norm):
+            return norms[0](query), norms[1](key)
+        return query, key

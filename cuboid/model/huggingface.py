@@ -21,6 +21,7 @@ from torch import Tensor
 from cuboid.errors import UserError
 from cuboid.model.custom import Model
 from cuboid.model.transformer import Transformer
+from cuboid.model.weight_names import WeightNames, check_family
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.plugin import PythonModelSpec
 
@@ -37,7 +38,11 @@ class Origin:
     stop: int
     transposed: bool
     expert: int | None = None
-    """Which of the experts that the parameter stacks; None: it stacks none."""
+    """Which of the experts that the parameter stacks; None: it stacks none, or the tensor stacks them too."""
+    stacked: bool = False
+    """The tensor stacks all experts: rows, and what is transposed, count behind its first dimension."""
+    step: int = 1
+    """Of rows, in a tensor that interleaves those of several parameters."""
 
     @property
     def rows(self) -> slice:
@@ -47,6 +52,10 @@ class Origin:
     @property
     def bounds(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Offsets and lengths of what it holds of the parameter."""
+        if self.stacked:
+            inner = (self.shape[1],) if self.transposed else self.shape[2:]
+            sizes = (self.shape[0], -(-(self.stop - self.start) // self.step), *inner)
+            return (0,) * len(sizes), sizes
         sizes = (self.stop - self.start, *((self.shape[0],) if self.transposed else self.shape[1:]))
         if self.expert is None:
             return (0,) * len(sizes), sizes
@@ -67,13 +76,21 @@ class Origin:
         if self.expert is not None:
             offsets, lengths = offsets[1:], lengths[1:]
         first, *rest = (slice(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True))
+        if self.stacked:
+            inside, *rest = rest
+            begin = self.start + self.step * inside.start
+            rows = slice(begin, begin + self.step * (inside.stop - inside.start - 1) + 1, self.step)
+            return (first, *rest, rows) if self.transposed else (first, rows, *rest)
         rows = slice(self.start + first.start, self.start + first.stop)
         return (*rest, rows) if self.transposed else (rows, *rest)
 
+    def oriented(self, part: Tensor) -> Tensor:
+        """A part of the stored tensor with the dimensions of the parameter, or of one expert of it."""
+        return part.transpose(-1, -2) if self.transposed else part
+
     def take(self, tensor: Tensor) -> Tensor:
         """Its `rows` of the parameter, as a view: what is written into it is written into the stored tensor."""
-        part = tensor[self.index()]
-        part = part.t() if self.transposed else part
+        part = self.oriented(tensor[self.index()])
         return part if self.expert is None else part.unsqueeze(0)
 
 
@@ -88,10 +105,15 @@ class Target:
     copy_of: str | None = None
     """The tensor it is tied to; files may omit it, modules list it."""
     expert: int | None = None
+    interleaved: bool = False
+    """It stacks all experts, whose rows come from each parameter in turn."""
 
     def make(self, parameters: Sequence[Tensor]) -> Tensor:
         if self.expert is not None:
             return parameters[0][self.expert]
+        if self.interleaved:
+            made = torch.stack(list(parameters), 2).flatten(1, 2)
+            return made.transpose(1, 2).contiguous() if self.transposed else made
         whole = parameters[0] if len(parameters) == 1 else torch.cat(list(parameters))
         return whole.t() if self.transposed else whole
 
@@ -124,6 +146,9 @@ def from_huggingface(model: ModelSpec) -> dict[str, tuple[Origin, ...]]:
                 for expert in range(shape[0])
             )
             continue
+        if family.stacks and ".experts." in name:
+            origins[name] = (_stacked(name, tensor, shape),)
+            continue
         start, stop, rows = 0, shape[0], shape[0]
         if family.fused and family.fused in tensor:
             (start, stop), rows = fused[name.split(".")[-2]], 3 * query
@@ -133,6 +158,15 @@ def from_huggingface(model: ModelSpec) -> dict[str, tuple[Origin, ...]]:
     return origins
 
 
+def _stacked(name: str, tensor: str, shape: tuple[int, ...]) -> Origin:
+    """Of GPT-OSS: matrices of all experts are held as (experts, in, out), and outputs of gate and up alternate."""
+    is_down, is_matrix = ".down" in name, len(shape) == 3
+    step = 1 if is_down else 2
+    start, outputs = int(".up" in name), step * shape[1]
+    stored = (shape[0], shape[2], outputs) if is_matrix else (shape[0], outputs)
+    return Origin(tensor, stored, start, outputs, is_matrix, stacked=True, step=step)
+
+
 def to_huggingface(model: ModelSpec) -> dict[str, Target]:
     """Their tensor -> which of our parameters make it; the names are those of their files, which their module has too
     except for experts (it stacks them itself when it loads)."""
@@ -140,7 +174,9 @@ def to_huggingface(model: ModelSpec) -> dict[str, Target]:
     pairs = [(name, origin) for name, origins in from_huggingface(model).items() for origin in origins]
     for name, origin in sorted(pairs, key=lambda pair: pair[1].start):
         before = targets[origin.tensor].parameters if origin.tensor in targets else ()
-        targets[origin.tensor] = Target((*before, name), origin.shape, origin.transposed, expert=origin.expert)
+        targets[origin.tensor] = Target(
+            (*before, name), origin.shape, origin.transposed, expert=origin.expert, interleaved=origin.stacked
+        )
     if model.tie_embeddings and not isinstance(model, PythonModelSpec):
         tokens = _their_name(check_family(model), "embedding.tokens.weight")
         targets["lm_head.weight"] = replace(targets[tokens], copy_of=tokens)
@@ -238,194 +274,3 @@ def _their_name(family: WeightNames, name: str) -> str:
 def _some(names: Sequence[str]) -> str:
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
-
-
-# What Hugging Face calls the parameters of each family, and what its module of that family always computes.
-#
-# To add a family: a `WeightNames` here and its line in `FAMILIES`; its name in `Family` (spec/model.py) with what its
-# tables need not say (spec/load.py); how its `config.json` is read and written (spec/huggingface.py). The tests in
-# tests/model take it from there: add a case to `CASES`.
-
-
-LLAMA_NAMES = {
-    "embedding.tokens": "model.embed_tokens",
-    "layers.*.attention_norm": "model.layers.*.input_layernorm",
-    "layers.*.attention.query": "model.layers.*.self_attn.q_proj",
-    "layers.*.attention.key": "model.layers.*.self_attn.k_proj",
-    "layers.*.attention.value": "model.layers.*.self_attn.v_proj",
-    "layers.*.attention.output": "model.layers.*.self_attn.o_proj",
-    "layers.*.attention.query_norm": "model.layers.*.self_attn.q_norm",
-    "layers.*.attention.key_norm": "model.layers.*.self_attn.k_norm",
-    "layers.*.feed_forward_norm": "model.layers.*.post_attention_layernorm",
-    "layers.*.feed_forward.gate": "model.layers.*.mlp.gate_proj",
-    "layers.*.feed_forward.up": "model.layers.*.mlp.up_proj",
-    "layers.*.feed_forward.down": "model.layers.*.mlp.down_proj",
-    "head.norm": "model.norm",
-    "head.output": "lm_head",
-}
-
-GPT2_NAMES = {
-    "embedding.tokens": "transformer.wte",
-    "embedding.positions": "transformer.wpe",
-    "layers.*.attention_norm": "transformer.h.*.ln_1",
-    "layers.*.attention.query": "transformer.h.*.attn.c_attn",
-    "layers.*.attention.key": "transformer.h.*.attn.c_attn",
-    "layers.*.attention.value": "transformer.h.*.attn.c_attn",
-    "layers.*.attention.output": "transformer.h.*.attn.c_proj",
-    "layers.*.feed_forward_norm": "transformer.h.*.ln_2",
-    "layers.*.feed_forward.up": "transformer.h.*.mlp.c_fc",
-    "layers.*.feed_forward.down": "transformer.h.*.mlp.c_proj",
-    "head.norm": "transformer.ln_f",
-    "head.output": "lm_head",
-}
-
-MIXTRAL_NAMES = {
-    "layers.*.feed_forward.router": "model.layers.*.block_sparse_moe.gate",
-    "layers.*.feed_forward.experts.gate": "model.layers.*.block_sparse_moe.experts.#.w1",
-    "layers.*.feed_forward.experts.up": "model.layers.*.block_sparse_moe.experts.#.w3",
-    "layers.*.feed_forward.experts.down": "model.layers.*.block_sparse_moe.experts.#.w2",
-}
-
-EXPERT_NAMES = {
-    "layers.*.feed_forward.router": "model.layers.*.mlp.gate",
-    "layers.*.feed_forward.router.bias": "model.layers.*.mlp.gate.e_score_correction_bias",
-    "layers.*.feed_forward.experts.gate": "model.layers.*.mlp.experts.#.gate_proj",
-    "layers.*.feed_forward.experts.up": "model.layers.*.mlp.experts.#.up_proj",
-    "layers.*.feed_forward.experts.down": "model.layers.*.mlp.experts.#.down_proj",
-    "layers.*.feed_forward.shared.gate": "model.layers.*.mlp.shared_experts.gate_proj",
-    "layers.*.feed_forward.shared.up": "model.layers.*.mlp.shared_experts.up_proj",
-    "layers.*.feed_forward.shared.down": "model.layers.*.mlp.shared_experts.down_proj",
-}
-
-LATENT_NAMES = {
-    "layers.*.attention.query_down": "model.layers.*.self_attn.q_a_proj",
-    "layers.*.attention.query_down_norm": "model.layers.*.self_attn.q_a_layernorm",
-    "layers.*.attention.query_up": "model.layers.*.self_attn.q_b_proj",
-    "layers.*.attention.query": "model.layers.*.self_attn.q_proj",
-    "layers.*.attention.key_value_down": "model.layers.*.self_attn.kv_a_proj_with_mqa",
-    "layers.*.attention.key_value_down_norm": "model.layers.*.self_attn.kv_a_layernorm",
-    "layers.*.attention.key_value_up": "model.layers.*.self_attn.kv_b_proj",
-}
-
-NO_BIASES: dict[str, object] = {"qkv_bias": False, "output_bias": False, "mlp_bias": False}
-PLAIN_ROUTING: dict[str, object] = {
-    "scoring": "softmax",
-    "scaling": 1.0,
-    "groups": 1,
-    "shared_experts": 0,
-    "first_dense_layers": 0,
-    "router_bias": False,
-    "capacity_factor": 0.0,
-}
-
-LLAMA_LIKE: dict[str, object] = {"norm": "rmsnorm", "positions": "rope", "activation": "swiglu"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class WeightNames:
-    """How the checkpoints of one family are written."""
-
-    names: Mapping[str, str]
-    """Our module -> theirs; * is the layer's number. An expert's parameter -> their module of it; # is its number."""
-    fixed: Mapping[str, object]
-    """What their module always has; a model that differs is another function there."""
-    prefix: str = "model."
-    """What all names but the head's begin with; checkpoints of the bare model lack it."""
-    transposed: tuple[str, ...] = ()
-    """Endings of the tensors whose weight is held as (in, out)."""
-    fused: str = ""
-    """The tensor in which queries, keys and values lie one below the other."""
-    ignored: str = r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
-    """What older checkpoints hold besides weights: rotary frequencies and causal masks, which follow from the shape.
-    No other tensor of a checkpoint is left unread."""
-    mixture: Mapping[str, object] | None = None
-    """What its mixture always has; None: it has no experts."""
-    latent: bool = False
-    """Whether it has latent attention."""
-    one_bias_switch: bool = False
-    """Whether one switch, attention_bias, is for the biases of queries, keys, values and output together."""
-
-    def fixed_for(self, model: ModelSpec) -> dict[str, object]:
-        fixed = dict(self.fixed)
-        if self.one_bias_switch:
-            fixed["output_bias"] = model.qkv_bias
-        if self.fused:
-            fixed |= {"kv_heads": model.heads, "head_dim": model.hidden // model.heads}
-        return fixed
-
-
-FAMILIES: dict[str, WeightNames] = {
-    "llama": WeightNames(names=LLAMA_NAMES, fixed=LLAMA_LIKE | {"qk_norm": False}, one_bias_switch=True),
-    "qwen2": WeightNames(
-        names=LLAMA_NAMES,
-        fixed=LLAMA_LIKE | {"qk_norm": False, "qkv_bias": True, "output_bias": False, "mlp_bias": False},
-    ),
-    "qwen3": WeightNames(
-        names=LLAMA_NAMES, fixed=LLAMA_LIKE | {"qk_norm": True, "mlp_bias": False}, one_bias_switch=True
-    ),
-    "mixtral": WeightNames(
-        names=LLAMA_NAMES | MIXTRAL_NAMES,
-        fixed=LLAMA_LIKE | NO_BIASES | {"qk_norm": False},
-        mixture=PLAIN_ROUTING | {"normalized": True},
-    ),
-    "qwen3_moe": WeightNames(
-        names=LLAMA_NAMES | EXPERT_NAMES,
-        fixed=LLAMA_LIKE | {"qk_norm": True, "mlp_bias": False},
-        mixture=PLAIN_ROUTING,
-        one_bias_switch=True,
-    ),
-    "deepseek_v3": WeightNames(
-        names=LLAMA_NAMES | EXPERT_NAMES | LATENT_NAMES,
-        fixed=LLAMA_LIKE | NO_BIASES | {"qk_norm": False},
-        mixture={"scoring": "sigmoid", "router_bias": True, "capacity_factor": 0.0},
-        latent=True,
-    ),
-    "gpt2": WeightNames(
-        names=GPT2_NAMES,
-        fixed={
-            "norm": "layernorm",
-            "positions": "learned",
-            "activation": "gelu",
-            "qk_norm": False,
-            "qkv_bias": True,
-            "output_bias": True,
-            "mlp_bias": True,
-        },
-        prefix="transformer.",
-        transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight"),
-        fused=".c_attn.",
-        ignored=r"transformer\.h\.\d+\.attn\.(bias|masked_bias)",
-    ),
-}
-
-
-def check_family(model: ModelSpec) -> WeightNames:
-    """The names of the model's family, if Hugging Face's module of it computes what the model computes."""
-    if isinstance(model, PythonModelSpec):
-        raise UserError(
-            f"model={model.name} is one's own, and no family of Hugging Face; "
-            "read its weights with cuboid.load_checkpoint"
-        )
-    family = FAMILIES[model.family]
-    for name, wanted in (("mixture", family.mixture is not None), ("latent", family.latent)):
-        if (getattr(model, name) is not None) != wanted:
-            raise UserError(
-                f"model.{name} {'is missing in' if wanted else 'has no place in'} family={model.family}; "
-                f"use a family {'without' if wanted else 'with'} it"
-            )
-    _check_fixed(model, "model", model.family, family.fixed_for(model))
-    _check_fixed(model.mixture, "mixture", model.family, family.mixture or {})
-    return family
-
-
-def _check_fixed(instance: object, where: str, family: str, fixed: Mapping[str, object]) -> None:
-    for name, value in fixed.items():
-        ours = getattr(instance, name)
-        if ours != value:
-            raise UserError(
-                f"{where}.{name}={_show(ours)} cannot be written as family={family}; use {name}={_show(value)}"
-            )
-
-
-def _show(value: object) -> str:
-    return str(value).lower()

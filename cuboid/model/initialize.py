@@ -38,10 +38,10 @@ def initial_tensor(
     dimension, wanted = part or (0, range(shape[0]))
     kept = (*shape[:dimension], len(wanted), *shape[dimension + 1 :])
     kind = name.rsplit(".", 2)[-2:]
-    if kind[1] == "bias":
+    if kind[1].endswith(("bias", "sinks")):
         return torch.zeros(kept, device=device)
     if kind[0].endswith("norm"):
-        return torch.ones(kept, device=device)
+        return (torch.zeros if model.unit_norms else torch.ones)(kept, device=device)
     deviation = standard_deviation(model, name)
     if not deviation:
         return torch.zeros(kept, device=device)
@@ -98,6 +98,11 @@ DEFAULTS: dict[Family, Initialization] = {
     "mixtral": "width",
     "qwen3_moe": "width",
     "deepseek_v3": "width",
+    "mistral": "width",
+    "gemma3_text": "width",
+    "olmo2": "width",
+    "olmo3": "width",
+    "gpt_oss": "width",
 }
 """What `model.initialization = "auto"` means."""
 
@@ -223,7 +228,7 @@ def standard_deviation(model: ModelSpec, name: str) -> float:
 def learning_rate_factor(model: ModelSpec, name: str) -> float:
     """What multiplies the learning rate of a parameter. AdamW moves every element alike, so the output of a matrix
     moves in proportion to its fan-in; with mup it moves alike at any width. Embeddings and vectors sum over nothing."""
-    if recipe_of(model) != "mup" or name.endswith((".bias", "norm.weight")):
+    if recipe_of(model) != "mup" or name.endswith(("bias", "norm.weight", ".sinks")):
         return 1.0
     matrix = matrix_of(model, name)
     return 1.0 if matrix.role in ("tokens", "positions") else model.base_width / matrix.fan_in
@@ -243,8 +248,7 @@ def matrix_of(model: ModelSpec, name: str) -> Matrix:
         return Matrix("router", model.hidden, layer)
     if inside[-1] == "down":
         return Matrix("write", _feed_forward_width(model, inside[0]), layer)
-    gated = model.activation == "swiglu"
-    return Matrix("up" if inside[-1] == "up" and gated else "read", model.hidden, layer)
+    return Matrix("up" if inside[-1] == "up" and model.is_gated else "read", model.hidden, layer)
 
 
 def _attention_matrix(model: ModelSpec, name: str, layer: int) -> Matrix:

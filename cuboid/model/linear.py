@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
+from cuboid.kernels.precision import wide
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.sharding import COLUMN, REPLICATED, ROW, VOCABULARY, Split
 
@@ -39,6 +40,10 @@ class Region(Protocol):
 
     def sliced_columns(self, inputs: Sequence[Tensor], linears: Sequence[Linear | None]) -> Sequence[Tensor]:
         """The same of one input for each linear; None leaves its input as it is."""
+        ...
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Over the ranks."""
         ...
 
 
@@ -140,11 +145,47 @@ class Norm(nn.Module):
         self.epsilon = model.norm_epsilon if epsilon is None else epsilon
         self.weight = nn.Parameter(torch.empty(size))
         self.bias = nn.Parameter(torch.empty(size)) if model.norm == "layernorm" else None
+        self.unit = model.unit_norms
+
+    @property
+    def factor(self) -> Tensor:
+        """What it multiplies by; in float32 or better where that is not the weight itself."""
+        return 1 + self.weight.to(wide(self.weight.dtype)) if self.unit else self.weight
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.unit:
+            factor = self.factor
+            return functional.rms_norm(x.to(factor.dtype), (self.size,), factor, self.epsilon).to(x.dtype)
         if self.bias is None:
             return functional.rms_norm(x, (self.size,), self.weight, self.epsilon)
         return functional.layer_norm(x, (self.size,), self.weight, self.bias, self.epsilon)
+
+
+class WholeNorm(nn.Module):
+    """RMSNorm of all heads of queries, or of keys, together, of which a tensor rank holds a part."""
+
+    region: Region | None = None
+
+    def __init__(self, model: ModelSpec, size: int, split: Split) -> None:
+        super().__init__()
+        self.epsilon, self.unit = model.norm_epsilon, model.unit_norms
+        self.weight = nn.Parameter(torch.empty(size))
+        self.sharding: Mapping[str, Split] = {"weight": split}
+
+
+def whole_norms(query: Tensor, key: Tensor, norms: tuple[WholeNorm, WholeNorm]) -> tuple[Tensor, Tensor]:
+    """Each (sequences, length, heads, head_dim). Tensor ranks add what their heads have of both means at once."""
+    inputs = [x.flatten(2).to(wide(x.dtype)) for x in (query, key)]
+    # Where ranks hold the same key-value heads, all heads are on as many ranks: the mean over ranks is that over heads.
+    means = torch.cat([x.square().mean(-1, keepdim=True) for x in inputs], -1)
+    region = norms[0].region
+    if region is not None:
+        means = region.mean(means)
+    made = []
+    for place, (x, norm) in enumerate(zip(inputs, norms, strict=True)):
+        weight = norm.weight.to(x.dtype) + norm.unit
+        made.append(x * torch.rsqrt(means[..., place : place + 1] + norm.epsilon) * weight)
+    return made[0].view(query.shape).to(query.dtype), made[1].view(key.shape).to(key.dtype)
 
 
 def declared_split(module: nn.Module, name: str) -> Split | None:

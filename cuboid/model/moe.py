@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from cuboid.kernels.compiler import uncompiled
 from cuboid.kernels.recompute import keep_matmuls
-from cuboid.model.feed_forward import FeedForward
+from cuboid.model.feed_forward import GATINGS, FeedForward, Gating
 from cuboid.model.load_balancing import Tokens
 from cuboid.model.rope import Positions
 from cuboid.model.router import Router, Routing, fuses, permutation_of
@@ -88,28 +88,42 @@ def _blocks(count: int) -> int:
     return max(1, -(-count // SWIGLU_BLOCK))
 
 
+def add_biases(rows: Tensor, biases: Tensor | None, counts: Tensor) -> Tensor:
+    """To each row the bias of its expert; rows behind the last group stay as they are."""
+    if biases is None:
+        return rows
+    # A matmul with zeros and ones, whose gradient adds in the same order every time.
+    edges = counts.cumsum(0)
+    place = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1)
+    own = (place >= edges - counts) & (place < edges)
+    return rows + own.to(rows.dtype) @ biases
+
+
 class Experts(nn.Module):
     """The routed experts, stacked; how many it holds comes from the weights."""
 
-    sharding: Mapping[str, Split] = {"gate": EXPERT, "up": EXPERT, "down": EXPERT}
+    sharding: Mapping[str, Split] = {"gate*": EXPERT, "up*": EXPERT, "down*": EXPERT}
 
     def __init__(self, model: ModelSpec, experts: int, width: int) -> None:
         super().__init__()
-        gated = model.activation == "swiglu"
-        self.gate = nn.Parameter(torch.empty(experts, width, model.hidden)) if gated else None
+        self.gate = nn.Parameter(torch.empty(experts, width, model.hidden)) if model.is_gated else None
         self.up = nn.Parameter(torch.empty(experts, width, model.hidden))
         self.down = nn.Parameter(torch.empty(experts, model.hidden, width))
+        biased = model.mixture is not None and model.mixture.biases
+        self.gate_bias = nn.Parameter(torch.empty(experts, width)) if biased and model.is_gated else None
+        self.up_bias = nn.Parameter(torch.empty(experts, width)) if biased else None
+        self.down_bias = nn.Parameter(torch.empty(experts, model.hidden)) if biased else None
         self.matmul: GroupedMatmul = grouped_matmul
-        self.swiglu: Callable[[Tensor, Tensor], Tensor] = swiglu
+        self.swiglu: Gating = swiglu if model.activation == "swiglu" else GATINGS.get(model.activation, swiglu)
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x: rows in the order of experts, `counts` of each."""
-        up = self.matmul(x, self.up, counts)
+        up = add_biases(self.matmul(x, self.up, counts), self.up_bias, counts)
         if self.gate is None:
             inner = functional.gelu(up, approximate="tanh")
         else:
-            inner = self.swiglu(self.matmul(x, self.gate, counts), up)
-        return self.matmul(inner, self.down, counts)
+            inner = self.swiglu(add_biases(self.matmul(x, self.gate, counts), self.gate_bias, counts), up)
+        return add_biases(self.matmul(inner, self.down, counts), self.down_bias, counts)
 
 
 class TokenDispatch(Protocol):

@@ -5,7 +5,7 @@ The tables are made in float32 whatever the model's precision, as every public c
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,6 +27,12 @@ class Positions:
     sine: Tensor | None
     documents: Documents | None = None
     """Of whole sequences, where attention stays inside documents."""
+    windowed: tuple[Tensor, Tensor] | None = None
+    """Cosine and sine for layers with a window, where these rotate otherwise."""
+
+    def rotation(self, windowed: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Cosine and sine for layers with a window, or for those without."""
+        return self.windowed if windowed and self.windowed is not None else (self.cosine, self.sine)
 
     @property
     def length(self) -> int:
@@ -82,7 +88,7 @@ def rope_frequencies(model: ModelSpec) -> Tensor:
     periods = model.rope_theta**exponents
     if model.yarn is not None:
         return yarn_frequencies(periods, model.yarn, model.rope_theta)
-    frequencies = 1.0 / periods
+    frequencies = 1.0 / periods / model.rope_factor
     return frequencies if model.rope_scaling is None else scaled_frequencies(frequencies, model.rope_scaling)
 
 
@@ -96,17 +102,19 @@ class PositionTable:
         if model.positions == "rope":
             frequencies = rope_frequencies(model)
             magnitude = attention_factor(model.yarn) if model.yarn is not None else 1.0
-            angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
-            angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
-            self._cosine = (angles.cos() * magnitude).to(device, dtype)
-            self._sine = (angles.sin() * magnitude).to(device, dtype)
+            self._cosine, self._sine = _table(frequencies, magnitude, length, dtype, device)
+        self._windowed: tuple[Tensor, Tensor] | None = None
+        if model.window_rope_theta:
+            plain = replace(model, rope_theta=model.window_rope_theta, rope_factor=1.0, rope_scaling=None, yarn=None)
+            self._windowed = _table(rope_frequencies(plain), 1.0, length, dtype, device)
 
     def at(self, index: Tensor, documents: Documents | None = None) -> Positions:
         """`index`: (sequences, length)."""
         index = index.to(self._device)
         if self._cosine is None or self._sine is None:
             return Positions(index, None, None, documents)
-        return Positions(index, self._cosine[index], self._sine[index], documents)
+        windowed = None if self._windowed is None else (self._windowed[0][index], self._windowed[1][index])
+        return Positions(index, self._cosine[index], self._sine[index], documents, windowed)
 
     def of(self, places: Tensor, ids: Tensor | None, data: DataSpec, cut: int = 0) -> Positions:
         """Of these places of every sequence, whose tokens belong to the documents `ids` (sequences, whole length).
@@ -123,16 +131,24 @@ class PositionTable:
         return self.at(index, documents if data.attention_within_documents else None)
 
 
+def _table(
+    frequencies: Tensor, magnitude: float, length: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of every place."""
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+    angles = torch.cat((angles, angles), dim=-1).unsqueeze(1)
+    return (angles.cos() * magnitude).to(device, dtype), (angles.sin() * magnitude).to(device, dtype)
+
+
 def make_positions(model: ModelSpec, length: int, dtype: torch.dtype, device: torch.device) -> Positions:
     """Of whole sequences."""
     return PositionTable(model, length, dtype, device).at(torch.arange(length).unsqueeze(0))
 
 
-def rotate(x: Tensor, positions: Positions) -> Tensor:
-    """x: (batch, length, heads, head_dim)."""
-    if positions.cosine is None or positions.sine is None:
-        return x
-    return rotated(x, positions.cosine, positions.sine)
+def rotate(x: Tensor, positions: Positions, windowed: bool = False) -> Tensor:
+    """x: (batch, length, heads, head_dim). `windowed`: of a layer with a window."""
+    cosine, sine = positions.rotation(windowed)
+    return x if cosine is None or sine is None else rotated(x, cosine, sine)
 
 
 def rotated(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

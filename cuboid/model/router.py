@@ -33,7 +33,7 @@ class Routing:
 
 class Router(nn.Module):
     # Each tensor rank routes its part of the tokens.
-    sharding: Mapping[str, Split] = {"weight": PARTIAL, "bias": BALANCE}
+    sharding: Mapping[str, Split] = {"weight": PARTIAL, "bias": BALANCE, "logit_bias": PARTIAL}
 
     def __init__(self, hidden: int, mixture: MixtureSpec) -> None:
         super().__init__()
@@ -41,6 +41,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(mixture.experts, hidden))
         # Moved by the balance of the load and not by a gradient; a parameter, because it belongs to the model's state.
         self.bias = nn.Parameter(torch.empty(mixture.experts)) if mixture.router_bias else None
+        self.logit_bias = nn.Parameter(torch.empty(mixture.experts)) if mixture.biases else None
         self.balance: Balance | None = None
         """Set while training; without it tokens are only routed."""
         self.row = 0
@@ -50,10 +51,14 @@ class Router(nn.Module):
             nn.init.normal_(self.weight, std=hidden**-0.5)
             if self.bias is not None:
                 nn.init.zeros_(self.bias)
+            if self.logit_bias is not None:
+                nn.init.zeros_(self.logit_bias)
 
     def forward(self, x: Tensor, tokens: Tokens) -> Routing:
         dtype = wide(x.dtype)
         logits = keep_matmuls(partial(functional.linear, x.to(dtype), self.weight.to(dtype)))
+        if self.logit_bias is not None:
+            logits = logits + self.logit_bias.to(dtype)
         scores = self._scores(logits)
         ranked = scores.detach()
         if self.balance is not None and self.balance.is_noisy:

@@ -36,10 +36,13 @@ class Embedding(nn.Module):
         self.tokens = VocabularyEmbedding(model.vocab, model.hidden)
         learned = model.positions == "learned"
         self.positions = Table(model.max_positions, model.hidden) if learned else None
+        self.scale = model.embedding_scale
 
     def forward(self, tokens: Tensor, positions: Positions) -> Tensor:
         """tokens: (batch, length) → (batch · length, hidden)."""
         x = self.tokens(tokens.flatten())
+        if self.scale != 1.0:
+            x = x * torch.tensor(self.scale).to(x.dtype).item()  # rounded as transformers does
         if self.positions is None:
             return x
         return x + self.positions(positions.index.expand_as(tokens).flatten())
@@ -55,27 +58,48 @@ def add_norm(norm: Norm, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tenso
 
 
 class Block(nn.Module):
-    sharding: Mapping[str, Split] = {"attention_norm.*": REPLICATED, "feed_forward_norm.*": REPLICATED}
+    sharding: Mapping[str, Split] = {
+        f"{part}{kind}.*": REPLICATED for part in ("attention", "feed_forward") for kind in ("_norm", "_post_norm")
+    }
 
     def __init__(self, model: ModelSpec, layer: int) -> None:
         super().__init__()
-        self.attention_norm = Norm(model, model.hidden)
+
+        def norm(exists: bool) -> Norm | None:
+            return Norm(model, model.hidden) if exists else None
+
+        before, after = model.norms != "after", model.norms != "before"
+        self.attention_norm = norm(before)
         self.attention: Attention | MultiLatentAttention = (
-            Attention(model) if model.latent is None else MultiLatentAttention(model)
+            Attention(model, layer) if model.latent is None else MultiLatentAttention(model)
         )
-        self.feed_forward_norm = Norm(model, model.hidden)
+        self.attention_post_norm = norm(after)
+        self.feed_forward_norm = norm(before)
         routed = model.has_experts(layer)
         self.feed_forward: MoE | FeedForward = MoE(model) if routed else FeedForward(model, model.ffn)
+        self.feed_forward_post_norm = norm(after)
         self.add_norm: AddNorm = add_norm
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         x, normed = self.attend(x, positions)
-        return x + self.feed_forward(normed, positions)
+        return self.finish(x, self.feed_forward(normed, positions))
 
     def attend(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """The residual stream after attention, and the input of the feed-forward block."""
-        x, normed = self.add_norm(self.attention_norm, x, None)
-        return self.add_norm(self.feed_forward_norm, x, self.attention(normed, positions))
+        normed = x
+        if self.attention_norm is not None:
+            x, normed = self.add_norm(self.attention_norm, x, None)
+        made = self.attention(normed, positions)
+        if self.attention_post_norm is not None:
+            made = self.attention_post_norm(made)
+        if self.feed_forward_norm is not None:
+            return self.add_norm(self.feed_forward_norm, x, made)
+        x = x + made
+        return x, x
+
+    def finish(self, x: Tensor, made: Tensor) -> Tensor:
+        """The residual stream with what the feed-forward block made."""
+        return x + (made if self.feed_forward_post_norm is None else self.feed_forward_post_norm(made))
 
 
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:

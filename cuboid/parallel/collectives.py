@@ -130,6 +130,32 @@ def start_shift(x: Tensor, group: Group, tag: int = 0) -> Pending:
     return Pending(None, received, finish, (group.track, "shift"))
 
 
+def start_distant_shift(x: Tensor, group: Group, distance: int, comes: int, most: int, tag: int = 0) -> Pending:
+    """Send a row of numbers to the rank so many places further in the ring, return the `comes` numbers of the rank as
+    far behind. No message without numbers is sent. `most`: numbers that any rank of the group sends."""
+    if not most:
+        return Pending(None, x)
+    if x.numel():
+        group.count("send", x.nbytes)
+    received = x.new_empty(comes)
+    if group.local is not None:
+        with group.track.collective("shift"):
+            return Pending(None, group.local.distant_shift(x, distance, received, most))
+    device = torch.device("cpu") if group.is_gloo else x.device
+    sent, received = x.to(device), received.to(device)
+    after, before = (group.ranks[(group.index + step) % group.size] for step in (distance, -distance))
+    both = [dist.P2POp(dist.isend, sent, after, group.handle, tag)] if x.numel() else []
+    both += [dist.P2POp(dist.irecv, received, before, group.handle, tag)] if comes else []
+    works = dist.batch_isend_irecv(both) if both else []
+
+    def finish() -> Tensor:
+        for work in works:
+            work.wait()
+        return received.to(x.device)
+
+    return Pending(None, received, finish, (group.track, "shift"))
+
+
 def all_to_all(x: Tensor, group: Group) -> Tensor:
     """Part r along the first dimension goes to rank r; returns the parts that came, in the order of ranks."""
     if group.handle is None:

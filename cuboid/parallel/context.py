@@ -8,7 +8,6 @@ a ring or by gathering them. The tokens of an inner group are two chunks again, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,43 +18,64 @@ from cuboid.kernels.compiler import operation, uncompiled
 from cuboid.kernels.recompute import SAVED
 from cuboid.model.attention import causal_mix
 from cuboid.model.batch import Documents
-from cuboid.model.flash_attention import Attended, Gradients, attend, attend_backward
+from cuboid.model.flash_attention import Attended, Gradients, add_sinks, attention_mix, sinks_gradient
 from cuboid.model.rope import Positions
-from cuboid.parallel.collectives import all_gather, all_to_all, reduce_scatter, start_shift
+from cuboid.parallel.collectives import (
+    Pending,
+    all_gather,
+    all_to_all,
+    reduce_scatter,
+    start_distant_shift,
+    start_shift,
+)
+from cuboid.parallel.context_blocks import Run, Seen, gathered_blocks, ring_blocks, window_blocks
 from cuboid.parallel.groups import Group, Groups
-from cuboid.spec.sharding import chunks_of, places_of
+from cuboid.spec.sharding import places_of, seen_places
 
 
 class ContextMix:
     """Takes the place of `causal_mix` where sequences are split over ranks."""
 
-    def __init__(self, groups: Groups, gathers: bool) -> None:
+    def __init__(self, groups: Groups, gathers: bool, window: int = 0) -> None:
+        """`window`: tokens that a query sees, itself included; 0: all before it."""
         self._inner, self._outer = groups.context_inner, groups.context_outer
-        self._gathers = gathers
+        self._gathers, self._window = gathers, window
 
     @uncompiled
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, positions: Positions) -> Tensor:
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, positions: Positions, sinks: Tensor | None = None
+    ) -> Tensor:
         inner = self._inner
         if inner.size > 1:
             # Ranks with fewer key-value heads than ranks repeat them, so that each gets those of its query heads.
             copies = math.lcm(key.shape[2], inner.size) // key.shape[2]
             key, value = (x.repeat_interleave(copies, dim=2) if copies > 1 else x for x in (key, value))
             query, key, value = _AllToAllHeads.apply(inner, False, query, key, value)
+            sinks = None if sinks is None else sinks.chunk(inner.size)[inner.index]  # of the heads that came
         if self._outer.size > 1:
             length = query.shape[1] * self._outer.size
-            seen = _OuterAttention.apply(query, key, value, self._method(positions.documents, length))
+            seen = _OuterAttention.apply(query, key, value, sinks, self._method(positions.documents, length))
+        elif self._window or sinks is not None:
+            seen = attention_mix(query, key, value, positions.documents, self._window, sinks)
         else:
             seen = causal_mix(query, key, value, positions)
         return _AllToAllHeads.apply(inner, True, seen)[0] if inner.size > 1 else seen
 
-    def _method(self, documents: Documents | None, length: int) -> Ring | Gathering:
-        kind = Gathering if self._gathers else Ring
+    def _method(self, documents: Documents | None, length: int) -> Method:
         if documents is None:
-            return kind(self._outer, length, None)
-        if kind not in documents.kept:
-            documents.kept[kind] = kind(self._outer, length, documents)
-        found: Ring | Gathering = documents.kept[kind]
+            return self._make(length, None)
+        key = (ContextMix, self._gathers, self._window)
+        if key not in documents.kept:
+            documents.kept[key] = self._make(length, documents)
+        found: Method = documents.kept[key]
         return found
+
+    def _make(self, length: int, documents: Documents | None) -> Method:
+        if self._gathers:
+            return Gathering(self._outer, length, documents, self._window)
+        if self._window:
+            return WindowRing(self._outer, length, documents, self._window)
+        return Ring(self._outer, length, documents)
 
 
 class Ring:
@@ -98,12 +118,127 @@ class Ring:
         return total, *unpack(own.add_(following.wait()), key, value)
 
 
+class WindowRing:
+    """Keys and values go straight to the ranks that see them in their window, and only those that these see; a rank
+    computes with what has come while the next is on its way. Gradients go back the same way."""
+
+    def __init__(self, group: Group, length: int, documents: Documents | None, window: int) -> None:
+        self._group = group
+        index, size = group.index, group.size
+        own, chunk = places_of(index, size, length), length // (2 * size)
+        self._steps = [Sent.of(group, step, length, window) for step in range(1, size)]
+        here = [Run(places, place * chunk) for place, places in enumerate(own)]
+        self._blocks = [window_blocks(here, here, window, documents)]
+        for sent in self._steps:
+            self._blocks.append(window_blocks(here, sent.arriving, window, documents))
+
+    def _start(self, step: int, key: Tensor, value: Tensor) -> Pending:
+        sent = self._steps[step]
+        # (sequences, heads, numbers of a key and of a value)
+        token = key.shape[0] * key.shape[2] * (key.shape[3] + value.shape[3])
+        parts = [x[:, place] for x in (key, value) for place in sent.leaving]
+        packed = torch.cat([part.flatten() for part in parts]) if parts else key.new_empty(0)
+        return start_distant_shift(packed, self._group, step + 1, token * sent.comes, token * sent.most)
+
+    def _unpacked(self, packed: Tensor, step: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Views of what came: keys and values one run after the other."""
+        shapes = [
+            (x.shape[0], len(run.places), *x.shape[2:]) for x in (key, value) for run in self._steps[step].arriving
+        ]
+        parts = [
+            part.view(shape) for part, shape in zip(packed.split([math.prod(s) for s in shapes]), shapes, strict=True)
+        ]
+        half = len(parts) // 2
+        return torch.cat(parts[:half], 1), torch.cat(parts[half:], 1)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        seen, at_hand = Seen(query, value), (key, value)
+        for step, blocks in enumerate(self._blocks):
+            coming = self._start(step, key, value) if step < len(self._steps) else None
+            for block in blocks:
+                seen.add(block, query, *at_hand)
+            if coming is not None and self._steps[step].comes:
+                at_hand = self._unpacked(coming.wait(), step, key, value)
+            elif coming is not None:
+                coming.wait()
+        return seen.result, seen.sums
+
+    def backward(self, gradient: Tensor, attended: Attended) -> Gradients:
+        query, key, value, seen, sums = attended
+        total, own = torch.zeros_like(query), (torch.zeros_like(key), torch.zeros_like(value))
+        at_hand, added = (key, value), own
+        returning: list[tuple[int, Pending]] = []
+        for step, blocks in enumerate(self._blocks):
+            coming = self._start(step, key, value) if step < len(self._steps) else None
+            here = Attended(query, *at_hand, seen, sums)
+            for block in blocks:
+                block.add_gradients(gradient, here, (total, *added))
+            if step:
+                returning.append((step - 1, self._return(step - 1, added, key, value)))
+            if coming is not None:
+                packed = coming.wait()
+                if self._steps[step].comes:
+                    at_hand = self._unpacked(packed, step, key, value)
+                    added = torch.zeros_like(at_hand[0]), torch.zeros_like(at_hand[1])
+                else:
+                    added = at_hand = (key[:, :0], value[:, :0])
+        for step, pending in returning:
+            self._add(pending.wait(), step, own)
+        return total, *own
+
+    def _return(self, step: int, added: tuple[Tensor, Tensor], key: Tensor, value: Tensor) -> Pending:
+        sent = self._steps[step]
+        token = key.shape[0] * key.shape[2] * (key.shape[3] + value.shape[3])
+        runs = [x[:, run.at : run.at + len(run.places)] for x in added for run in sent.arriving]
+        packed = torch.cat([run.flatten() for run in runs]) if runs else key.new_empty(0)
+        return start_distant_shift(packed, self._group, -(step + 1), token * sent.leaves, token * sent.most, tag=1)
+
+    def _add(self, packed: Tensor, step: int, own: tuple[Tensor, Tensor]) -> None:
+        targets = [x[:, place] for x in own for place in self._steps[step].leaving]
+        for target, part in zip(targets, packed.split([target.numel() for target in targets]), strict=True):
+            target += part.view(target.shape)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What ranks send one another that are so many steps apart in a ring: tokens, of which a rank sends some of its own
+    and gets some of another's."""
+
+    leaving: list[slice]
+    arriving: list[Run]
+    most: int
+    """Tokens that any rank of the group sends over this distance."""
+
+    @classmethod
+    def of(cls, group: Group, distance: int, length: int, window: int) -> Sent:
+        size, index, chunk = group.size, group.index, length // (2 * group.size)
+        counts = [sum(map(len, seen_places((one + distance) % size, one, size, length, window))) for one in range(size)]
+        leaving = []
+        for places in seen_places((index + distance) % size, index, size, length, window):
+            late = places.start >= length // 2
+            begin = places_of(index, size, length)[late].start
+            leaving.append(slice(late * chunk + places.start - begin, late * chunk + places.stop - begin))
+        arriving, at = [], 0
+        for places in seen_places(index, (index - distance) % size, size, length, window):
+            arriving.append(Run(places, at))
+            at += len(places)
+        return cls(leaving, arriving, max(counts))
+
+    @property
+    def leaves(self) -> int:
+        return sum(each.stop - each.start for each in self.leaving)
+
+    @property
+    def comes(self) -> int:
+        return sum(len(run.places) for run in self.arriving)
+
+
 class Gathering:
     """Every rank gathers all keys and values, again for the backward pass, and scatters the sum of their gradients."""
 
-    def __init__(self, group: Group, length: int, documents: Documents | None) -> None:
+    def __init__(self, group: Group, length: int, documents: Documents | None, window: int = 0) -> None:
         self._group = group
-        self._blocks = gathered_blocks(group.index, group.size, documents, length)
+        self._blocks = gathered_blocks(group.index, group.size, documents, length, window)
 
     def _whole(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         # Gathered again in the backward pass: whole keys and values of every layer would not fit.
@@ -126,6 +261,9 @@ class Gathering:
         rows = zip(by_rank(keys, self._group.size), by_rank(values, self._group.size), strict=True)
         summed = reduce_scatter(torch.stack([pack(*row) for row in rows]), self._group)
         return total, *unpack(summed[0], key, value)
+
+
+Method = Ring | WindowRing | Gathering
 
 
 def pack(key: Tensor, value: Tensor) -> Tensor:
@@ -187,15 +325,20 @@ def _with(call: Any, operation: Any, *arguments: Any) -> Any:
 
 class _OuterAttention(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, query: Tensor, key: Tensor, value: Tensor, outer: Ring | Gathering) -> Tensor:
+    def forward(context: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, outer: Method) -> Tensor:
         context.outer = outer
         seen, sums = _with(outer, _context_attention, query, key, value)
-        context.save_for_backward(query, key, value, seen, sums)
+        if sinks is not None:
+            seen, sums = add_sinks(seen, sums, sinks)
+        context.save_for_backward(query, key, value, seen, sums, sinks)
         return seen
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return *context.outer.backward(gradient, Attended(*context.saved_tensors)), None
+        *saved, sinks = context.saved_tensors
+        attended = Attended(*saved)
+        added = None if sinks is None else sinks_gradient(gradient, attended, sinks)
+        return *context.outer.backward(gradient, attended), added, None
 
 
 class _AllToAllHeads(torch.autograd.Function):
@@ -209,119 +352,3 @@ class _AllToAllHeads(torch.autograd.Function):
     @staticmethod
     def backward(context: Any, *gradients: Tensor) -> tuple[Any, ...]:
         return None, None, *_with(context.group, _all_to_all_heads, list(gradients), not context.back)
-
-
-# Attention of a context-parallel rank as blocks of queries × keys: only those that the causal mask, and documents, do
-# not hide entirely.
-
-
-@dataclass(frozen=True)
-class Block:
-    rows: slice
-    """Which sequences."""
-    queries: slice
-    """Of the tokens a rank holds."""
-    keys: slice
-    """Of the keys at hand."""
-    causal: bool
-    """Queries and keys are the same tokens, and each sees those up to itself; else every query sees every key."""
-    documents: Documents | None = None
-    """Of a causal block."""
-
-    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        return attend(*self._cut(query, key, value), self.causal, self.documents)
-
-    def add_gradients(self, gradient: Tensor, attended: Attended, total: Gradients) -> None:
-        """What this block adds to the gradients of queries, keys and values is added to `total`."""
-        gradient, seen = (x[self.rows, self.queries] for x in (gradient, attended.seen))
-        sums = attended.sums[self.rows, :, self.queries]
-        part = Attended(*self._cut(*attended[:3]), seen, sums)
-        added = attend_backward(gradient, part, self.causal, self.documents)
-        for whole, chunk in zip(self._cut(*total), added, strict=True):
-            whole += chunk
-
-    def _cut(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return query[self.rows, self.queries], key[self.rows, self.keys], value[self.rows, self.keys]
-
-
-def ring_blocks(index: int, source: int, size: int, documents: Documents | None, length: int) -> list[Block]:
-    """The queries of rank `index` against the keys of rank `source`, of sequences of this length."""
-    chunk = length // (2 * size)
-    every, early, late = slice(0, 2 * chunk), slice(0, chunk), slice(chunk, 2 * chunk)
-    if source == index:
-        return [_causal(every, every, documents, index, size, length)]
-    # Both chunks of a rank before this one are earlier than the late chunk, and the early one than both.
-    queries, keys = (every, early) if source < index else (late, every)
-    if documents is None:
-        return [Block(slice(None), queries, keys, causal=False)]
-    ids = [documents.ids[:, _places(rank, size, length)] for rank in (index, source)]
-    return list(_full(queries, keys, *ids))
-
-
-def gathered_blocks(index: int, size: int, documents: Documents | None, length: int) -> list[Block]:
-    """The queries of rank `index` against the keys of whole sequences; causal blocks first, which meet every query."""
-    chunk = length // (2 * size)
-    causal, full = [], []
-    for place, number in enumerate(chunks_of(index, size)):
-        queries = slice(place * chunk, (place + 1) * chunk)
-        same, before = slice(number * chunk, (number + 1) * chunk), slice(0, number * chunk)
-        part = documents.take(torch.arange(same.start, same.stop)) if documents is not None else None
-        causal.append(Block(slice(None), queries, same, True, part))
-        if number and documents is None:
-            full.append(Block(slice(None), queries, before, causal=False))
-        elif number and documents is not None:
-            full += _full(queries, before, documents.ids[:, _places(index, size, length)], documents.ids)
-    return causal + full
-
-
-def _places(index: int, size: int, length: int) -> Tensor:
-    return torch.cat([torch.arange(part.start, part.stop) for part in places_of(index, size, length)])
-
-
-def _causal(queries: slice, keys: slice, documents: Documents | None, index: int, size: int, length: int) -> Block:
-    # What is left of a document in the chunks of one rank is contiguous: their tokens are in order.
-    part = documents.take(_places(index, size, length)) if documents is not None else None
-    return Block(slice(None), queries, keys, True, part)
-
-
-def _full(queries: slice, keys: slice, query_ids: Tensor, key_ids: Tensor) -> Iterator[Block]:
-    """All keys are before all queries, so at most one document of a sequence reaches from them into these: it ends the
-    keys and begins the queries."""
-    for row, (after, before) in enumerate(zip(query_ids[:, queries], key_ids[:, keys], strict=True)):
-        if after[0] == before[-1]:
-            until = queries.start + int((after == after[0]).sum())
-            since = keys.stop - int((before == after[0]).sum())
-            yield Block(slice(row, row + 1), slice(queries.start, until), slice(since, keys.stop), causal=False)
-
-
-class Seen:
-    """What queries have seen of the blocks so far."""
-
-    def __init__(self, query: Tensor, value: Tensor) -> None:
-        self._dtype = query.dtype
-        wide = torch.float32 if query.element_size() < 4 else query.dtype
-        # float32, as a kernel that saw all keys at once would have added: a sum over blocks in bf16 would round each
-        # time.
-        self._seen = query.new_empty((*query.shape[:3], value.shape[3]), dtype=wide)
-        self.sums = query.new_empty((query.shape[0], query.shape[2], query.shape[1]), dtype=wide)
-
-    def add(self, block: Block, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """A causal block is the first that its queries meet."""
-        part, part_sums = block.attend(query, key, value)
-        seen, sums = self._seen[block.rows, block.queries], self.sums[block.rows, :, block.queries]
-        if block.causal:
-            seen.copy_(part)
-            sums.copy_(part_sums)
-            return
-        # Online softmax: both parts are normalised by their own sums; weigh each by its part of the sum of both.
-        total = torch.logaddexp(sums, part_sums)
-        seen.mul_(_by_token(sums - total)).add_(part * _by_token(part_sums - total))
-        sums.copy_(total)
-
-    @property
-    def result(self) -> Tensor:
-        return self._seen.to(self._dtype)
-
-
-def _by_token(logarithms: Tensor) -> Tensor:
-    return logarithms.exp().transpose(1, 2).unsqueeze(3)

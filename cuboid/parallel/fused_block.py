@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cuboid.kernels.compiler import operation
 from cuboid.kernels.precision import wide
 from cuboid.model.attention import Attention
-from cuboid.model.feed_forward import FeedForward
+from cuboid.model.feed_forward import FeedForward, swiglu
 from cuboid.model.linear import Linear, Norm
 from cuboid.model.rope import Positions, rotated
 from cuboid.model.split_backward import Deferral, split_fused_matmul
@@ -89,7 +89,7 @@ def fuse_matmuls(
         # A norm would come between matmul and rotation.
         if isinstance(child, Attention) and rotates and child.query_norm is None:
             _fuse_attention(child, unit, deferral, region)
-        if isinstance(child, FeedForward) and child.gate is not None:
+        if isinstance(child, FeedForward) and child.gate is not None and child.gating is swiglu:
             _fuse_feed_forward(child, child.gate, unit, deferral, region)
 
 
@@ -101,7 +101,7 @@ def _fuse_attention(attention: Attention, unit: Unit, deferral: Deferral | None,
     heads, kv_heads, _ = (linear.weight.shape[0] // attention.head_dim for linear in linears)
 
     def project(x: Tensor, positions: Positions) -> tuple[Tensor, Tensor, Tensor]:
-        query, key, value = FusedRope.apply(fused(x), positions.cosine, positions.sine, heads, kv_heads)
+        query, key, value = FusedRope.apply(fused(x), *positions.rotation(attention.window > 0), heads, kv_heads)
         return query, key, value
 
     attention.fused = project
@@ -293,5 +293,5 @@ class _FusedAddRmsNorm(torch.autograd.Function):
 
 def fused_add_norm(norm: Norm, x: Tensor, added: Tensor | None) -> tuple[Tensor, Tensor]:
     """As `transformer.add_norm`, of an RMS norm in float32 or less."""
-    stream, normed = _FusedAddRmsNorm.apply(x, added, norm.weight, norm.epsilon)
+    stream, normed = _FusedAddRmsNorm.apply(x, added, norm.factor, norm.epsilon)
     return stream, normed

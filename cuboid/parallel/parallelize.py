@@ -302,11 +302,13 @@ class _Builder:
                     child.matmul = Fp8Matmul(self.fp8_rows)
         # Outside in: attention over ranks, then recompute around the block, then experts and measures around that.
         if self.layout.cp > 1:
-            block.attention.mix = ContextMix(self.groups, gathers=self.layout.cp_method == "allgather")
+            gathers = self.layout.cp_method == "allgather"
+            block.attention.mix = ContextMix(self.groups, gathers, self.model.window_of(layer))
         routed = isinstance(block.feed_forward, MoE)
         # The compiler stops at these, and gives up what it would have to stop in while it recomputes.
         within = self.run.data.attention_within_documents or bool(self.run.training.sequence_ramp)
-        stops = self.layout.cp > 1 or within
+        in_window = self.model.window_of(layer) > 0 or self.model.sinks
+        stops = self.layout.cp > 1 or within or in_window or (self.model.qk_norm_whole and self.region is not None)
         traced = self.region is None or self.region.traced
         if not self.compiled or (stops and recompute == "selective"):
             run = with_recompute(block, recompute)

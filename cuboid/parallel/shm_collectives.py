@@ -134,6 +134,15 @@ class SharedMemoryGroup:
             into.view(-1)[chunk].copy_(self.all_show(flat[chunk])[self._index - 1])
         return into
 
+    def distant_shift(self, x: Tensor, distance: int, into: Tensor, most: int) -> Tensor:
+        """What the rank `distance` places behind shows, as much as `into` holds; every rank shows `most` numbers."""
+        shown = torch.nn.functional.pad(x, (0, most - x.numel()))
+        for chunk in self._chunks(most, x.element_size()):
+            found = self.all_show(shown[chunk])[(self._index - distance) % self._size]
+            part = into[chunk]
+            part.copy_(found[: part.numel()])
+        return into
+
     def all_reduce(self, x: Tensor, combine: Callable[[Tensor], Tensor]) -> Tensor:
         """In place. Small tensors are combined by every rank; of large ones each rank combines its part and shows
         it."""

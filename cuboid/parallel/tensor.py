@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cuboid.model.attention import Attention
 from cuboid.model.custom import VocabularyLoss
-from cuboid.model.linear import ColumnLinear, RowLinear, VocabularyEmbedding
+from cuboid.model.linear import ColumnLinear, RowLinear, VocabularyEmbedding, WholeNorm
 from cuboid.model.moe import RoutedExperts
 from cuboid.model.transformer import Block, Embedding, Head
 from cuboid.parallel.collectives import all_gather
@@ -32,7 +32,7 @@ def connect_region(module: nn.Module, region: Region) -> None:
     """Let the layers of a module that are split over tensor ranks communicate."""
     size, index = region.group.size, region.group.index
     for child in module.modules():
-        if isinstance(child, ColumnLinear | RowLinear | VocabularyEmbedding):
+        if isinstance(child, ColumnLinear | RowLinear | VocabularyEmbedding | WholeNorm):
             child.region = region
         if isinstance(child, VocabularyEmbedding):
             # A rank without the others finds its tokens in its own rows: with zeros in all layers a GPU is faster.

@@ -55,6 +55,19 @@ class _Sum(torch.autograd.Function):
         return gradient, None
 
 
+class _Mean(torch.autograd.Function):
+    """Of what each rank has of its own heads, for all of them; each then uses it for its heads."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, group: Group) -> Tensor:
+        context.group = group
+        return all_reduce(x.contiguous() / group.size, group)
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(gradient.contiguous() / context.group.size, context.group), None
+
+
 class _GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, group: Group) -> Tensor:
@@ -120,6 +133,11 @@ class Region:
     def sliced_columns(self, inputs: Sequence[Tensor], linears: Sequence[Linear | None]) -> Sequence[Tensor]:
         """What such linears make of an input each."""
         return sliced_columns(self, inputs, linears)
+
+    @uncompiled
+    def mean(self, x: Tensor) -> Tensor:
+        mean: Tensor = _Mean.apply(x, self.group)
+        return mean
 
     def gather(self, x: Tensor) -> Tensor:
         """The tokens of all ranks, without a gradient."""

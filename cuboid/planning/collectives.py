@@ -28,6 +28,7 @@ from cuboid.spec.sharding import (
     kv_head_of_query,
     kv_part_count,
     lay_out,
+    seen_places,
     units,
 )
 from cuboid.telemetry.communication_ledger import Kind, Ledger, differences
@@ -142,14 +143,16 @@ INTEGER = 8
 
 
 class LayerCollectives:
-    """Of all layers of one kind: with routed experts or without, and of one recomputation."""
+    """Of all layers of one kind: with routed experts or without, of one recomputation and of one window."""
 
-    def __init__(self, step: RankStep, routed: bool, recompute: Recompute) -> None:
-        self._step, self._routed, self._recompute = step, routed, recompute
+    def __init__(self, step: RankStep, routed: bool, recompute: Recompute, window: int = 0) -> None:
+        self._step, self._routed, self._recompute, self._window = step, routed, recompute, window
         self._layout, self._model = step.layout, step.model
         self._again = int(recompute != "none")
-        kinds = [(step.model.has_experts(layer), step.recompute[layer]) for layer in step.layers]
-        self._times = step.micro_batches * kinds.count((routed, recompute))
+        kinds = [
+            (step.model.has_experts(layer), step.recompute[layer], step.model.window_of(layer)) for layer in step.layers
+        ]
+        self._times = step.micro_batches * kinds.count((routed, recompute, window))
 
     def all(self) -> Iterator[Collective]:
         yield from self._attention()
@@ -159,7 +162,8 @@ class LayerCollectives:
             yield from self._mixture()
         else:
             yield from self._enter(self._model.hidden)
-            yield from self._leave(again=0)
+            # A norm behind the last sum needs it again.
+            yield from self._leave(self._again if self._model.norms != "before" else 0)
 
     def _attention(self) -> Iterator[Collective]:
         latent = self._model.latent
@@ -171,6 +175,10 @@ class LayerCollectives:
             yield from self._enter(self._model.hidden)
             yield from self._enter(latent.kv_rank + latent.qk_rope_dim)
         yield from self._leave(self._again)
+        if self._model.qk_norm_whole:
+            size, wide = self._step.tokens, self._step.wide
+            what = f"means of squares of queries and keys: 2 × {wide} bytes × {size:,} tokens"
+            yield self._collective("tp", "all-reduce", self._layout.tp, 2 + self._again, 2 * wide * size, what)
 
     def _context(self) -> Iterator[Collective]:
         """Heads for tokens inside, keys and values between. Selective recomputation keeps what came of them, full
@@ -196,8 +204,24 @@ class LayerCollectives:
             whole = f"{what} × {outer} ranks"
             yield self._collective("cp", "all-gather", outer, forward + 1, outer * size, whole)
             yield self._collective("cp", "reduce-scatter", outer, 1, outer * size, whole)
+        elif self._window:
+            yield from self._in_window(outer, both // inner, forward)
         else:
             yield self._collective("cp", "send", outer, (outer - 1) * (forward + 2), size, what)
+
+    def _in_window(self, ranks: int, width: int, forward: int) -> Iterator[Collective]:
+        """What a rank sends to others that see it in their window, and the gradients of what it sees of theirs.
+        `width`: numbers of a token's keys and values after the collective of heads."""
+        layout, element = self._layout, self._step.element
+        index, length = self._step.place.cp // layout.cp_inner, self._step.run.training.sequence
+        for other in range(ranks):
+            if other == index:
+                continue
+            pairs = ((other, index, forward + 1, "keys and values"), (index, other, 1, "gradients of keys and values"))
+            for asking, source, calls, name in pairs:
+                tokens = layout.micro_batch * sum(map(len, seen_places(asking, source, ranks, length, self._window)))
+                what = f"{name} in a window: {element} bytes × {tokens:,} tokens × {width:,}"
+                yield self._collective("cp", "send", ranks, calls * (tokens > 0), element * tokens * width, what)
 
     def _mixture(self) -> Iterator[Collective]:
         """Each tensor rank routes its part of the tokens; shared experts are split like any feed-forward block."""
@@ -207,7 +231,8 @@ class LayerCollectives:
             yield from self._enter(self._model.hidden)
             yield from self._leave(self._again)
         if not layout.sequence_parallel:  # parts gathered: results forward, gradients backward
-            yield self._tensor("all-gather", 2, self._model.hidden)
+            again = self._again if self._model.norms != "before" else 0
+            yield self._tensor("all-gather", 2 + again, self._model.hidden)
         rows = self._step.tokens // layout.tp * mixture.top_k
         what = f"rows to experts and back: {self._step.element} bytes × {rows:,} rows × {self._model.hidden:,} hidden"
         size = self._step.element * rows * self._model.hidden
@@ -300,7 +325,8 @@ def _passes(step: RankStep) -> Iterator[Collective]:
     """Of all micro-batches."""
     for routed in (False, True) if step.model.mixture is not None else (False,):
         for recompute in dict.fromkeys(step.recompute.values()):
-            yield from LayerCollectives(step, routed, recompute).all()
+            for window in dict.fromkeys(map(step.model.window_of, step.layers)):
+                yield from LayerCollectives(step, routed, recompute, window).all()
     yield from _ends(step)
 
 

@@ -132,7 +132,7 @@ def plan_generation(question: GenerationQuestion, layout: Layout) -> GenerationP
     stages = partition(model, layout.pp, question.length)
     ends = [(index == 0, index + 1 == layout.pp) for index in range(layout.pp)]
     weights = [weight_bytes(model, layout, held, *end, item) for held, end in zip(stages, ends, strict=True)]
-    each = [cache_bytes(model, layout, len(held), 1, question.length, item) for held in stages]
+    each = [cache_bytes(model, layout, held, 1, question.length, item) for held in stages]
     limit = MEMORY_FRACTION * question.machine.chip.memory
     engine = engine_for("cuboid", question.machine.chip)
     fixed = engine.fixed if question.cluster.accelerator != "cpu" else min(engine.fixed, 0.25 * 2**30)
@@ -191,7 +191,6 @@ def _stage_seconds(
     dense, mixture = (single(np.asarray(kind[0].total)) for kind in (times.dense, times.mixture))
     item = ITEM_BYTES[question.precision]
     bandwidth = chip.memory_bandwidth * chip.memory_efficiency
-    reading = batch * cache_bytes(model, layout, 1, 1, max(1, int(before)), item) / bandwidth if before else 0.0
     sent = number(batch * sequence * model.hidden * item)
     hop = single(stage_transfer(fabric, sent, jobs)) if layout.pp > 1 else 0.0
     leading = model.layers if model.mixture is None else model.mixture.first_dense_layers
@@ -201,6 +200,7 @@ def _stage_seconds(
     seconds = []
     for index, held in enumerate(partition(model, layout.pp, question.length)):
         plain = max(0, min(held.stop, leading) - held.start)
-        stage = plain * dense + (len(held) - plain) * mixture + len(held) * reading
+        kept = cache_bytes(model, layout, held, 1, max(1, int(before)), item) if before else 0
+        stage = plain * dense + (len(held) - plain) * mixture + batch * kept / bandwidth
         seconds.append(stage + (head if index + 1 == layout.pp else hop))
     return seconds

@@ -8,7 +8,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from cuboid.errors import UserError, either, nearest_names
-from cuboid.readers import LARGEST_INTEGER, is_text
+from cuboid.readers import LARGEST_INTEGER, is_text, parse_json
 
 T = TypeVar("T")
 
@@ -104,6 +104,11 @@ def parse_text(text: str, hint: Any, where: str) -> Any:
             return convert(hint(text), hint, where)
         except ValueError:
             raise UserError(f"{where}={text} has the wrong type; it must be {TYPE_NAMES[hint]}") from None
+    if get_origin(hint) in (tuple, list) and text.startswith("["):
+        try:
+            return convert(parse_json(text), hint, where)
+        except ValueError:
+            raise UserError(f"{where}={text} is no list; write it as [1, 2]") from None
     return convert(text, hint, where)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from math import prod
 from typing import Literal
@@ -162,15 +164,20 @@ class CacheShape:
         return prod((self.slots, self.heads, self.places, self.key + self.value))
 
 
-def cache_shape(model: ModelSpec, layout: Layout, slots: int, length: int) -> CacheShape:
-    """`slots`: sequences of one replica at a time; `length`: tokens of each, of which context ranks keep a part."""
-    places = -(-length // layout.cp)
+def cache_shape(model: ModelSpec, layout: Layout, slots: int, length: int, window: int = 0) -> CacheShape:
+    """`slots`: sequences of one replica at a time; `length`: tokens of each, of which context ranks keep a part, and
+    layers with a window the last ones."""
+    places = -(-(min(length, window) if window else length) // layout.cp)
     if model.latent is not None:  # every tensor rank keeps all: its heads are made from the same latents
         return CacheShape(slots, 1, places, model.latent.kv_rank + model.latent.qk_rope_dim, 0)
     heads = model.kv_heads // kv_part_count(model, layout.tp)
     return CacheShape(slots, heads, places, model.head_dim, model.head_dim)
 
 
-def cache_bytes(model: ModelSpec, layout: Layout, layers: int, slots: int, length: int, item_bytes: int) -> int:
-    """Of a rank with so many layers."""
-    return layers * cache_shape(model, layout, slots, length).numbers * item_bytes
+def cache_bytes(
+    model: ModelSpec, layout: Layout, layers: Iterable[int], slots: int, length: int, item_bytes: int
+) -> int:
+    """Of a rank with these layers."""
+    windows = Counter(map(model.window_of, layers))
+    numbers = (count * cache_shape(model, layout, slots, length, window).numbers for window, count in windows.items())
+    return sum(numbers) * item_bytes

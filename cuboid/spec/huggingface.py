@@ -1,167 +1,37 @@
-"""Hugging Face's `config.json`: read into the table of a model, and written from a model."""
+"""Hugging Face's `config.json`, read into the table of a model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from cuboid.errors import UserError, either, nearest_names
-from cuboid.readers import Table, read_json
+from cuboid.readers import Table
 from cuboid.spec.coding import show
-from cuboid.spec.model import BIAS_RATE, ROUTER_NOISE, ModelSpec
-from cuboid.spec.plugin import PythonModelSpec
-
-LATENT_KEYS = {
-    "q_lora_rank": "q_rank",
-    "kv_lora_rank": "kv_rank",
-    "qk_nope_head_dim": "qk_nope_dim",
-    "qk_rope_head_dim": "qk_rope_dim",
-    "v_head_dim": "v_dim",
-    "rope_interleave": "interleaved",
-}
-MIXTRAL_KEYS = {"num_local_experts": "experts", "num_experts_per_tok": "top_k"}
-QWEN_KEYS = {
-    "num_experts": "experts",
-    "num_local_experts": "experts",
-    "num_experts_per_tok": "top_k",
-    "moe_intermediate_size": "expert_ffn",
-    "norm_topk_prob": "normalized",
-}
-DEEPSEEK_KEYS = {
-    "n_routed_experts": "experts",
-    "num_experts_per_tok": "top_k",
-    "moe_intermediate_size": "expert_ffn",
-    "n_shared_experts": "shared_experts",
-    "first_k_dense_replace": "first_dense_layers",
-    "norm_topk_prob": "normalized",
-    "routed_scaling_factor": "scaling",
-    "n_group": "groups",
-    "topk_group": "top_groups",
-}
-DEEPSEEK_V3_ROUTING: Table = {
-    "scoring": "sigmoid",
-    "router_bias": True,
-    "scaling": 2.5,
-    "groups": 8,
-    "top_groups": 4,
-    "shared_experts": 1,
-    "balance_coefficient": 0.0001,  # its paper's, as is the rate
-    "balance_over": "sequence",
-    "bias_rate": BIAS_RATE,
-}
-DEEPSEEK_V2_ROUTING: Table = {"normalized": False, "balance_coefficient": 0.001, "balance_over": "sequence"}
-SOFTMAX_BALANCING: Table = {"balance_coefficient": 0.001, "balance_over": "global_batch"}
-"""Of Mixtral and Qwen3-MoE where the config says nothing: the default of Hugging Face's classes."""
-LOSS_KEYS = {
-    "router_aux_loss_coef": "balance_coefficient",
-    "aux_loss_alpha": "balance_coefficient",
-    "router_z_loss_coef": "z_coefficient",
-}
-"""Coefficients are taken as they stand; `cuboid.model.load_balancing` says how they compare."""
-
-
-def take(left: Table, keys: Mapping[str, str]) -> Table:
-    """What the config says under their keys, under ours; a null is as good as nothing."""
-    found = {ours: left.pop(key, None) for key, ours in keys.items() if key in left}
-    return {ours: value for ours, value in found.items() if value is not None}
-
-
-def read_rope(left: Table, table: Table) -> None:
-    """Rotary positions, written as `rope_theta` and `rope_scaling` until version 4 and `rope_parameters` since."""
-    parameters = {**(left.pop("rope_scaling", None) or {}), **(left.pop("rope_parameters", None) or {})}
-    theta = parameters.pop("rope_theta", left.pop("rope_theta", None))
-    if theta is not None:
-        table["rope_theta"] = theta
-    kind = parameters.pop("rope_type", parameters.pop("type", "default"))
-    parameters.pop("type", None)
-    if kind == "llama3":
-        table["rope_scaling"] = take(parameters, LLAMA3_SCALING)
-    elif kind == "yarn":
-        table["yarn"] = take(parameters, YARN_SCALING)
-    elif kind != "default":
-        raise UserError(
-            f"rope_type={show(kind)} of {table['name']} is unknown; use rope_type=default, rope_type=llama3 or "
-            "rope_type=yarn"
-        )
-    if parameters:
-        key, value = next(iter(parameters.items()))
-        raise UserError(f"rope_scaling.{key}={show(value)} of {table['name']} is unknown; remove the key")
-
-
-LLAMA3_SCALING = {
-    "factor": "factor",
-    "low_freq_factor": "low_frequency_factor",
-    "high_freq_factor": "high_frequency_factor",
-    "original_max_position_embeddings": "original_positions",
-}
-
-
-YARN_SCALING = {
-    "factor": "factor",
-    "original_max_position_embeddings": "original_positions",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "attention_factor": "attention_factor",
-    "mscale": "mscale",
-    "mscale_all_dim": "mscale_all_dim",
-    "truncate": "truncate",
-}
-
-
-def read_windows(left: Table, table: Table) -> None:
-    """Sliding windows: refused when on, whatever their other keys say."""
-    on = left.pop("use_sliding_window", "sliding_window" in left and "max_window_layers" not in left)
-    window = left.pop("sliding_window", None)
-    left.pop("max_window_layers", None)
-    if on and window is not None:
-        raise UserError(f"sliding_window={window} of {table['name']} is unknown; use sliding_window=null")
-    kinds = set(left.pop("layer_types", None) or ["full_attention"])
-    if kinds != {"full_attention"}:
-        other = next(iter(sorted(kinds - {"full_attention"})))
-        raise UserError(f"layer_types of {table['name']} holds {show(other)}; use full_attention in all layers")
-
-
-def read_mistral_window(left: Table, table: Table) -> None:
-    """On unless the config says otherwise."""
-    window = left.pop("sliding_window", 4096)
-    if window is not None:
-        raise UserError(f"sliding_window={window} of {table['name']} is unknown; use sliding_window=null")
-
-
-def read_attention_bias(left: Table, table: Table) -> None:
-    table["qkv_bias"] = table["output_bias"] = bool(left.pop("attention_bias", False))
-
-
-def read_gpt2_width(left: Table, table: Table) -> None:
-    table["ffn"] = left.pop("n_inner", None) or 4 * table.get("hidden", 0)
-
-
-def read_mixture(keys: Mapping[str, str], defaults: Table) -> Callable[[Table, Table], None]:
-    def read(left: Table, table: Table) -> None:
-        mixture = {"router_noise": ROUTER_NOISE, **defaults, **take(left, keys), **take(left, LOSS_KEYS)}
-        whole_sequences = left.pop("seq_aux", None)
-        if whole_sequences is not None:
-            mixture["balance_over"] = "sequence" if whole_sequences else "global_batch"
-        if "experts" not in mixture or "top_k" not in mixture:
-            raise UserError(
-                f"{table['name']} does not say how many experts it has and uses; name both in its config.json"
-            )
-        # Mixtral has no other feed-forward width than that of its experts.
-        mixture.setdefault("expert_ffn", table.get("ffn"))
-        if mixture.get("shared_experts"):
-            mixture["shared_ffn"] = mixture["shared_experts"] * mixture["expert_ffn"]
-        if left.pop("topk_method", None) == "greedy":
-            mixture |= {"groups": 1, "top_groups": 1}
-        table["mixture"] = mixture
-
-    return read
-
-
-def read_latent(left: Table, table: Table) -> None:
-    table["latent"] = {"q_rank": 0, **take(left, LATENT_KEYS)}
-    for derived in ("head_dim", "qk_head_dim"):
-        left.pop(derived, None)
-
+from cuboid.spec.huggingface_parts import (
+    DEEPSEEK_KEYS,
+    DEEPSEEK_V2_ROUTING,
+    DEEPSEEK_V3_ROUTING,
+    GPT_OSS_KEYS,
+    LATENT_KEYS,
+    LOSS_KEYS,
+    MIXTRAL_KEYS,
+    QWEN_KEYS,
+    SOFTMAX_BALANCING,
+    read_attention_bias,
+    read_attention_bias_on,
+    read_gemma_scales,
+    read_gpt2_width,
+    read_gpt_oss_rope,
+    read_latent,
+    read_layer_windows,
+    read_mistral_window,
+    read_mixture,
+    read_rope,
+    read_two_ropes,
+    read_windows,
+    refuse_quantized,
+    take,
+)
 
 NO_MATHS = frozenset(
     """_name_or_path architectures auto_map bos_token_id chunk_size_feed_forward dtype eos_token_id id2label label2id
@@ -235,6 +105,8 @@ def _check_types(config: Mapping[str, Any], name: str) -> None:
             raise UserError(f"{key}={show(value)} of {name} is not a table; write it as {{...}} or null")
         if key == "layer_types" and not (isinstance(value, list) and all(isinstance(each, str) for each in value)):
             raise UserError(f"{key}={show(value)} of {name} is no list of strings; use full_attention in all layers")
+        if key in WINDOWS and (type(value) is not int or value < 1):
+            raise UserError(f"{key}={show(value)} of {name} is no number of tokens; use null for no window")
         if key in NUMBERS and not isinstance(value, int | float):
             raise UserError(f"{key}={show(value)} of {name} is no number; copy the config.json again")
 
@@ -242,6 +114,8 @@ def _check_types(config: Mapping[str, Any], name: str) -> None:
 def _values(key: str, allowed: tuple[object, ...]) -> str:
     return either(f"{key}={'null' if value is None else show(value)}" for value in allowed)
 
+
+WINDOWS = ("sliding_window", "sliding_window_pattern", "_sliding_window_pattern")
 
 COMMON = {
     "hidden_size": "hidden",
@@ -257,6 +131,14 @@ COMMON = {
     "initializer_range": "initial_std",
 }
 SILU: dict[str, tuple[object, ...]] = {"hidden_act": ("silu", "swish")}
+OLMO_DEFAULTS: Table = {
+    "norms": "after",
+    "qk_norm": True,
+    "qk_norm_whole": True,
+    "norm_epsilon": 1e-5,
+    "rope_theta": 10000.0,
+    "max_positions": 2048,
+}
 LLAMA_DEFAULTS = {"norm_epsilon": 1e-6, "rope_theta": 10000.0, "max_positions": 2048}
 QWEN_DEFAULTS = {"norm_epsilon": 1e-6, "rope_theta": 10000.0, "max_positions": 32768}
 WITHOUT_HEAD_DIM = {key: ours for key, ours in COMMON.items() if key != "head_dim"}
@@ -276,6 +158,71 @@ READERS: dict[Any, Reader] = {
         fields=COMMON,
         only=SILU,
         finish=(read_mistral_window, read_rope),
+    ),
+    "gemma3_text": Reader(
+        family="gemma3_text",
+        defaults={
+            "norms": "both",
+            "unit_norms": True,
+            "qk_norm": True,
+            "activation": "geglu",
+            "norm_epsilon": 1e-6,
+            "rope_theta": 1000000.0,
+            "window_rope_theta": 10000.0,
+            "max_positions": 131072,
+            "tie_embeddings": True,
+            "hidden": 2304,
+            "layers": 26,
+            "heads": 8,
+            "kv_heads": 4,
+            "head_dim": 256,
+            "ffn": 9216,
+            "vocab": 262208,
+        },
+        fields=COMMON,
+        only={
+            "hidden_activation": ("gelu_pytorch_tanh",),
+            "attn_logit_softcapping": (None,),
+            "final_logit_softcapping": (None,),
+            "use_bidirectional_attention": (False, None),
+        },
+        ignored=frozenset(("hidden_act",)),
+        finish=(read_layer_windows(4096, 6), read_gemma_scales, read_attention_bias, read_two_ropes),
+    ),
+    "olmo2": Reader(
+        family="olmo2",
+        defaults=OLMO_DEFAULTS,
+        fields=COMMON,
+        only=SILU,
+        finish=(read_attention_bias, read_rope),
+    ),
+    "olmo3": Reader(
+        family="olmo3",
+        defaults={**OLMO_DEFAULTS, "window_rope_theta": 0.0, "rope_theta": 500000.0},
+        fields=COMMON,
+        only=SILU,
+        finish=(read_layer_windows(4096, 4), read_attention_bias, read_two_ropes),
+    ),
+    "gpt_oss": Reader(
+        family="gpt_oss",
+        defaults={
+            "sinks": True,
+            "activation": "clamped_swiglu",
+            "norm_epsilon": 1e-5,
+            "rope_theta": 150000.0,
+            "head_dim": 64,
+            "max_positions": 131072,
+        },
+        fields=COMMON,
+        only={**SILU, "swiglu_alpha": (1.702,), "swiglu_limit": (7.0,)},
+        ignored=frozenset(("output_router_logits", "experts_per_token", "initial_context_length")),
+        finish=(
+            refuse_quantized,
+            read_layer_windows(128, 2),
+            read_attention_bias_on,
+            read_mixture(GPT_OSS_KEYS, {"biases": True, **SOFTMAX_BALANCING}),
+            read_gpt_oss_rope,
+        ),
     ),
     "qwen2": Reader(family="qwen2", defaults=QWEN_DEFAULTS, fields=COMMON, only=SILU, finish=(read_windows, read_rope)),
     "qwen3": Reader(
@@ -373,74 +320,3 @@ NUMBERS = frozenset(
     for key in keys
 ) | {"n_inner", *LOSS_KEYS}
 """Keys whose values are numbers, or true or false."""
-
-Config = dict[str, Any]
-
-MODULES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "gpt2": "GPT2LMHeadModel",
-    "mixtral": "MixtralForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-}
-"""Family, which is also their model_type -> their class."""
-
-MIXTURES = {"mixtral": MIXTRAL_KEYS, "qwen3_moe": QWEN_KEYS, "deepseek_v3": DEEPSEEK_KEYS}
-"""Family -> their key -> our field of its mixture."""
-
-
-def config_from_model(model: ModelSpec) -> Config:
-    """Every field that `table_from_config` reads, written out: what a config leaves unsaid differs by version."""
-    if isinstance(model, PythonModelSpec):
-        return _own_config(model)
-    if (model.mixture is not None) != (model.family in MIXTURES) or (model.latent is not None) != (
-        model.family == "deepseek_v3"
-    ):
-        raise UserError(
-            f"model={model.name} is none of family={model.family} to Hugging Face; use a family with its parts"
-        )
-    reader = READERS[model.family]
-    config: Config = {"model_type": model.family, "architectures": [MODULES[model.family]]}
-    config |= {theirs: getattr(model, ours) for theirs, ours in reader.fields.items()}
-    config |= {key: values[0] for key, values in reader.only.items()}
-    if model.family == "gpt2":
-        return config | {"n_inner": model.ffn, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    if model.family == "qwen2":
-        config["use_sliding_window"] = False
-    elif model.family != "mixtral":
-        config["attention_bias"] = model.qkv_bias
-    if model.mixture is not None:
-        config |= {theirs: getattr(model.mixture, ours) for theirs, ours in MIXTURES[model.family].items()}
-        own = "aux_loss_alpha" if model.family == "deepseek_v3" else "router_aux_loss_coef"
-        config |= {own: model.mixture.balance_coefficient, "seq_aux": model.mixture.balance_over == "sequence"}
-        if model.mixture.z_coefficient:
-            config["router_z_loss_coef"] = model.mixture.z_coefficient
-    if model.family == "mixtral" and model.mixture is not None:
-        config["intermediate_size"] = model.mixture.expert_ffn
-    if model.latent is not None:
-        config |= {theirs: getattr(model.latent, ours) for theirs, ours in LATENT_KEYS.items()}
-        config["q_lora_rank"] = model.latent.q_rank or None
-    return config | _rope(model) | {"attention_dropout": 0.0}
-
-
-def _rope(model: ModelSpec) -> Config:
-    """As version 4 writes it, which version 5 reads."""
-    if model.yarn is not None:
-        scaling = {theirs: getattr(model.yarn, ours) for theirs, ours in YARN_SCALING.items()}
-        kept = {key: value for key, value in scaling.items() if value}
-        return {"rope_theta": model.rope_theta, "rope_scaling": {"rope_type": "yarn", **kept}}
-    if model.rope_scaling is None:
-        return {"rope_theta": model.rope_theta, "rope_scaling": None}
-    scaling = {theirs: getattr(model.rope_scaling, ours) for theirs, ours in LLAMA3_SCALING.items()}
-    return {"rope_theta": model.rope_theta, "rope_scaling": {"rope_type": "llama3", **scaling}}
-
-
-def _own_config(model: PythonModelSpec) -> Config:
-    """Of a family that Cuboid has no reader for: as the folder has it that the model was read from."""
-    folder = model.options.get("folder")
-    path = Path(str(folder)) / "config.json"
-    if folder is None or not path.is_file():
-        raise UserError(f"model={model.name} is one's own: it has no config.json; read it with cuboid.load_checkpoint")
-    return read_json(path)

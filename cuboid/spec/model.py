@@ -116,7 +116,7 @@ def with_balancing(mixture: Mapping[str, object]) -> dict[str, object]:
     the same few experts. A table that a run has saved says everything, and stays as it is; without `noise_on` it is of
     a run that began when noise was added to logits."""
     table = dict(mixture)
-    is_saved = table.keys() == {field.name for field in fields(MixtureSpec)} - {"noise_on"}
+    is_saved = table.keys() - {"biases"} == {field.name for field in fields(MixtureSpec)} - {"noise_on", "biases"}
     if is_saved and table["scoring"] == "sigmoid":
         table["noise_on"] = "logits"
     if "balance_coefficient" not in table:
@@ -174,6 +174,8 @@ class MixtureSpec:
     bias_rate: float = 0.0
     """By how much `router_bias` moves after each step: up for experts with fewer tokens of the global batch than the
     mean, down for those with more."""
+    biases: bool = False
+    """Of the router's logits and of all matrices of routed experts (GPT-OSS); gradients move them."""
     capacity_factor: float = 0.0
     """An expert takes at most this many times the mean of one sequence's assignments, the first ones; 0 takes all."""
 
@@ -228,7 +230,20 @@ __all__ = [
     "load_model",
 ]
 
-Family = Literal["llama", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3"]
+Family = Literal[
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gpt2",
+    "mixtral",
+    "qwen3_moe",
+    "deepseek_v3",
+    "mistral",
+    "gemma3_text",
+    "olmo2",
+    "olmo3",
+    "gpt_oss",
+]
 INITIAL_STD = 0.02
 Initialization = Literal["auto", "megatron", "flat", "depth", "width", "fan_in", "zero_output", "mup"]
 
@@ -261,6 +276,11 @@ class ModelSpec:
     """Longest sequence."""
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     """Which norm stands before attention, feed-forward and head."""
+    norms: Literal["before", "after", "both"] = "before"
+    """Where norms of a layer stand: before attention and feed-forward block, after each of them, where it adds to the
+    residual stream (OLMo 2 and 3), or both (Gemma 3)."""
+    unit_norms: bool = False
+    """Norms multiply by 1 + weight, and their weights begin at zero (Gemma 3)."""
     norm_epsilon: float = 1e-5
     """Added inside its root."""
     positions: Literal["rope", "learned"] = "rope"
@@ -271,8 +291,17 @@ class ModelSpec:
     """Llama 3's stretch of rotary frequencies."""
     yarn: YarnScaling | None = None
     """YaRN's stretch of them."""
-    activation: Literal["swiglu", "gelu"] = "swiglu"
-    """gelu is the tanh approximation, as in GPT-2."""
+    rope_factor: float = 1.0
+    """Rotary positions are divided by it (Gemma 3: 8)."""
+    window_rope_theta: float = 0.0
+    """Base of rotary frequencies in layers with a window, where nothing stretches them; 0: as in all other layers."""
+    activation: Literal["swiglu", "gelu", "geglu", "clamped_swiglu"] = "swiglu"
+    """gelu is the tanh approximation, as in GPT-2; geglu is gated by it. clamped_swiglu is GPT-OSS's: gate and up are
+    kept within 7, the sigmoid is of 1.702 gates, and one is added to up."""
+    embedding_scale: float = 1.0
+    """What embedded tokens are multiplied by (Gemma 3: the root of hidden)."""
+    query_scale: float = 0.0
+    """What scores of attention are multiplied by; 0: 1/√head_dim."""
     qkv_bias: bool = False
     """Biases of queries, keys and values."""
     output_bias: bool = False
@@ -281,6 +310,13 @@ class ModelSpec:
     """Biases of the feed-forward block."""
     qk_norm: bool = False
     """Norms of queries and keys in each head."""
+    qk_norm_whole: bool = False
+    """Those norms are of all heads together (OLMo 2 and 3)."""
+    windows: tuple[int, ...] = ()
+    """Tokens that a query sees, itself included, layer by layer and from the beginning again where there are more
+    layers; 0 is all before it. [1024, 1024, 0]: each third layer sees everything. Empty: every layer does."""
+    sinks: bool = False
+    """One learned logit for each head, which takes part in the softmax of attention and has no value (GPT-OSS)."""
     initialization: Initialization = "auto"
     """How wide each parameter is drawn, by its role. auto: the default of the family, or depth where `initial_std` is
     given. megatron: `initial_std`, divided by √(2 · layers) where a matrix adds to the residual stream. flat:
@@ -305,7 +341,7 @@ class ModelSpec:
         require_at_least(0, self, "model", ("kv_heads", "head_dim"))
         require_at_most(MOST, self, "model")
         self._resolve_heads()
-        for name in ("norm_epsilon", "rope_theta", "initial_std"):
+        for name in ("norm_epsilon", "rope_theta", "initial_std", "embedding_scale", "rope_factor"):
             if getattr(self, name) <= 0:
                 raise UserError(f"model.{name}={getattr(self, name)} is not positive; use a number above 0")
         if self.positions == "rope" and self.rope_dim % 2:
@@ -314,15 +350,39 @@ class ModelSpec:
                 f"model.{name}={self.rope_dim} is odd and RoPE rotates pairs; {use(name, [self.rope_dim + 1])}"
             )
         self._check_initialization()
-        for name in ("rope_scaling", "yarn"):
-            if getattr(self, name) and self.positions != "rope":
+        self._check_windows()
+        stretches = {"rope_scaling": self.rope_scaling, "yarn": self.yarn, "rope_factor": self.rope_factor != 1}
+        for name, is_set in {**stretches, "window_rope_theta": self.window_rope_theta}.items():
+            if is_set and self.positions != "rope":
                 raise UserError(f"model.{name} does nothing with positions={self.positions}; use positions=rope")
-        if self.rope_scaling and self.yarn:
-            raise UserError("model.yarn and model.rope_scaling stretch the same positions; keep one of them")
+        several = [name for name, is_set in stretches.items() if is_set]
+        if len(several) > 1:
+            raise UserError(f"model.{several[1]} and model.{several[0]} stretch the same positions; keep one of them")
         if self.mixture and self.mixture.first_dense_layers > self.layers:
             raise UserError(
                 f"mixture.first_dense_layers={self.mixture.first_dense_layers} is more than layers={self.layers}; "
                 f"{use('first_dense_layers', [self.layers])} or less"
+            )
+
+    def _check_windows(self) -> None:
+        shown = list(self.windows)
+        if any(not 0 <= window <= MOST["max_positions"] for window in self.windows):
+            raise UserError(f"model.windows={shown} has a number that is no window; use 0 for all tokens, or more")
+        for name in ("windows", "sinks", "query_scale", "qk_norm_whole"):
+            if getattr(self, name) and self.latent is not None:
+                raise UserError(f"model.{name} is not for attention through latents; use a model without latent")
+        for name in ("window_rope_theta", "query_scale"):
+            if getattr(self, name) < 0:
+                raise UserError(f"model.{name}={getattr(self, name)} is negative; use {name}=0 or more")
+        if self.window_rope_theta and not any(self.windows):
+            raise UserError(
+                f"model.window_rope_theta={self.window_rope_theta} has no layer with a window; use window_rope_theta=0"
+            )
+        if self.qk_norm_whole and not self.qk_norm:
+            raise UserError("model.qk_norm_whole=true has no norms to widen; use qk_norm=true")
+        if self.unit_norms and self.norm != "rmsnorm":
+            raise UserError(
+                f"model.unit_norms=true is for norm=rmsnorm, not for norm={self.norm}; use unit_norms=false"
             )
 
     def _check_initialization(self) -> None:
@@ -365,6 +425,11 @@ class ModelSpec:
         return self.latent.qk_rope_dim if self.latent else self.head_dim
 
     @property
+    def is_gated(self) -> bool:
+        """Whether feed-forward blocks have a gate."""
+        return self.activation != "gelu"
+
+    @property
     def is_routed(self) -> bool:
         """Whether some layers have experts that can be spread over ranks."""
         return self.mixture is not None
@@ -372,6 +437,10 @@ class ModelSpec:
     def has_experts(self, layer: int) -> bool:
         """Whether a layer routes its tokens to experts."""
         return self.mixture is not None and layer >= self.mixture.first_dense_layers
+
+    def window_of(self, layer: int) -> int:
+        """Tokens that a query of this layer sees, itself included; 0: all before it."""
+        return self.windows[layer % len(self.windows)] if self.windows else 0
 
     # Counts come from the tables of `spec.sharding`, which build on this file: hence imported where they are used.
 

@@ -116,21 +116,32 @@ def layer_costs(model: ModelSpec, sequence: int) -> tuple[list[float], float]:
         return [float(max(parameters(f"layers.{layer}"), 1)) for layer in range(model.layers)], float(
             parameters("head")
         )
-    mixture, latent = model.mixture, model.latent
+    latent = model.latent
     if latent is None:
         projections = model.hidden * model.head_dim * (2 * model.heads + 2 * model.kv_heads)
-        attention = sequence * model.heads * model.head_dim  # causal: half of two matmuls over the sequence
+        attention = [_attention_cost(model, layer, sequence) for layer in range(model.layers)]
     else:
         projections = model.attention_parameters()
-        attention = sequence * model.heads * (latent.qk_nope_dim + latent.qk_rope_dim + latent.v_dim) // 2
-    matrices = 3 if model.activation == "swiglu" else 2
-    dense = float(projections + attention + model.hidden * model.ffn * matrices)
-    if mixture is None:
-        return [dense] * model.layers, float(model.hidden * model.vocab)
+        each = sequence * model.heads * (latent.qk_nope_dim + latent.qk_rope_dim + latent.v_dim) // 2
+        attention = [each] * model.layers
+    costs = [projections + attention[layer] + _feed_forward_cost(model, layer) for layer in range(model.layers)]
+    return [float(cost) for cost in costs], float(model.hidden * model.vocab)
+
+
+def _feed_forward_cost(model: ModelSpec, layer: int) -> int:
+    matrices, mixture = 3 if model.is_gated else 2, model.mixture
+    if mixture is None or not model.has_experts(layer):
+        return model.hidden * model.ffn * matrices
     width = mixture.top_k * mixture.expert_ffn + mixture.shared_ffn
-    routed = float(projections + attention + model.hidden * (width * matrices + mixture.experts))
-    costs = [dense] * mixture.first_dense_layers + [routed] * (model.layers - mixture.first_dense_layers)
-    return costs, float(model.hidden * model.vocab)
+    return model.hidden * (width * matrices + mixture.experts)
+
+
+def _attention_cost(model: ModelSpec, layer: int, sequence: int) -> int:
+    """Two matmuls with the keys that a query sees on average, which without a window is half of the sequence."""
+    window = model.window_of(layer)
+    if not 0 < window < sequence:
+        return sequence * model.heads * model.head_dim
+    return window * (2 * sequence + 1 - window) // sequence * model.heads * model.head_dim
 
 
 @lru_cache(maxsize=1024)

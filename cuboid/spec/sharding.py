@@ -248,18 +248,22 @@ def attention_parameters(model: ModelSpec, name: str) -> Table:
     if model.latent is not None:
         return _latent_attention(model, model.latent, name)
     query, key_value = model.heads * model.head_dim, model.kv_heads * model.head_dim
-    table = _linear(f"{name}.query", model.hidden, query, model.qkv_bias, COLUMN)
+    table = {f"{name}.sinks": Declared((model.heads,), COLUMN)} if model.sinks else {}
+    table |= _linear(f"{name}.query", model.hidden, query, model.qkv_bias, COLUMN)
     table |= _linear(f"{name}.key", model.hidden, key_value, model.qkv_bias, heads(model.kv_heads))
     table |= _linear(f"{name}.value", model.hidden, key_value, model.qkv_bias, heads(model.kv_heads))
     table |= _linear(f"{name}.output", query, model.hidden, model.output_bias, ROW)
-    if model.qk_norm:
+    if model.qk_norm_whole:
+        table |= _norm(model, f"{name}.query_norm", query, COLUMN)
+        table |= _norm(model, f"{name}.key_norm", key_value, heads(model.kv_heads))
+    elif model.qk_norm:
         for norm in ("query_norm", "key_norm"):
             table |= _norm(model, f"{name}.{norm}", model.head_dim, PARTIAL)
     return table
 
 
 def _inner(model: ModelSpec) -> tuple[str, ...]:
-    return ("gate", "up") if model.activation == "swiglu" else ("up",)
+    return ("gate", "up") if model.is_gated else ("up",)
 
 
 def _feed_forward(model: ModelSpec, name: str, width: int) -> Table:
@@ -273,24 +277,33 @@ def _mixture(model: ModelSpec, mixture: MixtureSpec, name: str) -> Table:
     table = _linear(f"{name}.router", model.hidden, mixture.experts, False, PARTIAL)
     if mixture.router_bias:
         table[f"{name}.router.bias"] = Declared((mixture.experts,), BALANCE)
+    if mixture.biases:
+        table[f"{name}.router.logit_bias"] = Declared((mixture.experts,), PARTIAL)
     for matrix in _inner(model):
         table[f"{name}.experts.{matrix}"] = Declared((mixture.experts, mixture.expert_ffn, model.hidden), EXPERT)
     table[f"{name}.experts.down"] = Declared((mixture.experts, model.hidden, mixture.expert_ffn), EXPERT)
+    if mixture.biases:
+        for matrix in _inner(model):
+            table[f"{name}.experts.{matrix}_bias"] = Declared((mixture.experts, mixture.expert_ffn), EXPERT)
+        table[f"{name}.experts.down_bias"] = Declared((mixture.experts, model.hidden), EXPERT)
     return table | (_feed_forward(model, f"{name}.shared", mixture.shared_ffn) if mixture.shared_ffn else {})
 
 
 def block_parameters(model: ModelSpec, layer: int) -> Table:
     name = f"layers.{layer}"
     feed_forward = f"{name}.feed_forward"
+    before, after = model.norms != "after", model.norms != "before"
     return {
-        **_norm(model, f"{name}.attention_norm", model.hidden),
+        **(_norm(model, f"{name}.attention_norm", model.hidden) if before else {}),
         **attention_parameters(model, f"{name}.attention"),
-        **_norm(model, f"{name}.feed_forward_norm", model.hidden),
+        **(_norm(model, f"{name}.attention_post_norm", model.hidden) if after else {}),
+        **(_norm(model, f"{name}.feed_forward_norm", model.hidden) if before else {}),
         **(
             _mixture(model, model.mixture, feed_forward)
             if model.mixture is not None and model.has_experts(layer)
             else _feed_forward(model, feed_forward, model.ffn)
         ),
+        **(_norm(model, f"{name}.feed_forward_post_norm", model.hidden) if after else {}),
     }
 
 
@@ -353,3 +366,19 @@ def places_of(index: int, size: int, length: int) -> list[range]:
         return [range(length)]
     width = length // (2 * size)
     return [range(chunk * width, (chunk + 1) * width) for chunk in chunks_of(index, size)]
+
+
+def seen_of(queries: range, keys: range, window: int) -> range:
+    """Of keys that all stand before the queries, those that at least one of these sees."""
+    return range(max(keys.start, queries.start - window + 1), keys.stop)
+
+
+def seen_places(index: int, source: int, size: int, length: int, window: int) -> list[range]:
+    """The places of keys that rank `source` holds and that rank `index`, another one, sees in a window."""
+    found = []
+    for keys in places_of(source, size, length):
+        after = [queries for queries in places_of(index, size, length) if queries.start >= keys.stop]
+        # The nearest queries look back farthest.
+        if after and (seen := seen_of(after[0], keys, window)):
+            found.append(seen)
+    return found

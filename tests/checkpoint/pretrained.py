@@ -49,7 +49,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "deepseek-v3": ("deepseek_v3", DEEPSEEK),
     "gpt2-untied": ("gpt2", {"tie_word_embeddings": False}),
+    "mistral": ("mistral", {"sliding_window": 5}),
+    "gemma3": ("gemma3_text", {"sliding_window": 5, "sliding_window_pattern": 2, "query_pre_attn_scalar": 12}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {"sliding_window": 5}),
+    "gpt-oss": ("gpt_oss", {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5}),
 }
+EAGER = ("gpt_oss",)
+"""Model types without sdpa; their eager attention takes float64."""
 
 
 def save_pretrained(folder: Path, case: str, shard: str = "20KB", dtype: torch.dtype = torch.float32) -> Path:
@@ -77,7 +84,8 @@ def run_from(place: str, layout: str, *overrides: str, model: str = "") -> Run:
 
 def their_loss(folder: Path, run: Run, dtype: torch.dtype) -> float:
     """Of the first global batch."""
-    plain = {"attn_implementation": "sdpa", "experts_implementation": "eager"}  # those that take float64
+    attention = "eager" if run.model.family in EAGER else "sdpa"
+    plain = {"attn_implementation": attention, "experts_implementation": "eager"}  # those that take float64
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **plain)
     source = make_source(run)
     samples = [source.at(position) for position in range(run.training.global_batch)]

@@ -34,6 +34,7 @@ from tests.parallel.cases import small_run
 SIZES = ("training.precision=float32", "training.steps=4", "training.global_batch=8", "model.layers=4")
 # What transformers computes of a plain batch: it is told of no documents.
 SIZES += ("data.attention_within_documents=false", "data.positions_within_documents=false")
+OLMO2 = ("model.family=olmo2", "model.windows=[]", "model.window_rope_theta=0")
 QWEN2 = ("model.family=qwen2", "model.qkv_bias=true")
 # transformers takes the best experts, as our evaluation does.
 QUIET = ("model.mixture.router_noise=0",)
@@ -48,6 +49,11 @@ CASES = {
     "mixtral": ("tiny-mixtral", "dp=2,ep=2", UNBIASED),
     "qwen3-moe": ("tiny-qwen3-moe", "tp=2,ep=2,zero=3,dp=2", UNBIASED),
     "deepseek-v3": ("tiny-deepseek", "dp=2,tp=2,ep=4", QUIET),
+    "mistral": ("tiny-llama", "cp=2,tp=2", ("model.family=mistral", "model.windows=[5]")),
+    "gemma3": ("tiny-gemma3", "tp=2,pp=2", ()),
+    "olmo2": ("tiny-olmo3", "tp=2,dp=2", OLMO2),
+    "olmo3": ("tiny-olmo3", "cp=2,tp=2", ()),
+    "gpt-oss": ("tiny-gpt-oss", "dp=2,tp=2,ep=4", UNBIASED),
     "gpt2-untied": ("tiny-gpt2", "dp=3,zero=2", ("model.tie_embeddings=false", "training.global_batch=12")),
 }
 

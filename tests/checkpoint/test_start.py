@@ -29,6 +29,11 @@ LAYOUTS = {
     "qwen3": "tp=4",
     "gpt2": "tp=2,dp=2,zero=1",
     "gpt2-untied": "pp=4,schedule=1f1b",
+    "mistral": "cp=2,dp=2",
+    "gemma3": "tp=2,cp=2,cp_method=ulysses",
+    "olmo2": "tp=4",
+    "olmo3": "tp=2,pp=2",
+    "gpt-oss": "dp=2,ep=2,tp=2,zero=3",
 }
 
 
@@ -57,7 +62,7 @@ def test_the_loss_is_that_of_transformers_on_any_layout(pool: Pool, tmp_path: Pa
     assert losses[0] == pytest.approx(their_loss(folder, run, torch.float32), abs=1e-5)
 
 
-@pytest.mark.parametrize("case", ["llama-tied", "qwen3", "qwen2", "gpt2"])
+@pytest.mark.parametrize("case", ["llama-tied", "qwen3", "qwen2", "gpt2", "gemma3", "olmo3"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_there_and_back_not_a_bit_changes(pool: Pool, tmp_path: Path, case: str, dtype: torch.dtype) -> None:
     folder = save_pretrained(tmp_path / "model", case, shard="1GB", dtype=dtype)
@@ -135,3 +140,15 @@ def test_what_differs_from_the_folder_is_said(tmp_path: Path) -> None:
         checked(run_from(f"hf:{folder}", "dp=1", "model.layers=3"))
     with pytest.raises(UserError, match=r"has shape \(259, 32\), not \(300, 32\)"):
         checked(run_from(f"hf:{folder}", "dp=1", "model.vocab=300"))
+
+
+def test_interleaved_experts_go_there_and_back(pool: Pool, tmp_path: Path) -> None:
+    """Gate and up of all experts lie in one tensor, of which a rank with some experts reads these."""
+    folder = save_pretrained(tmp_path / "model", "gpt-oss", shard="1GB")
+    run = run_from(f"hf:{folder}", LAYOUTS["gpt-oss"])
+    arguments = (run, str(tmp_path / "checkpoints"), f"hf:{folder}")
+    pool.run("tests.checkpoint.jobs:start_and_save", arguments, ranks=run.layout.world_size)
+    export_model(tmp_path, tmp_path / "out", dtype="float32")
+    before, after = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in after)

@@ -122,7 +122,7 @@ def test_many_shapes_and_layouts_broadcast() -> None:
     assert np.shape(parts.dense_forward) == (2,)
 
 
-NAMES = ("gpt3-175b", "llama3-8b", "llama3-70b", "llama3-405b")
+NAMES = ("gpt3-175b", "llama3-8b", "llama3-70b", "llama3-405b", "tiny-gemma3", "tiny-olmo3")
 
 LATENT = LatentAttentionSpec(q_rank=1536, kv_rank=512, qk_nope_dim=128, qk_rope_dim=64, v_dim=128)
 MIXTURE = MixtureSpec(
@@ -138,10 +138,31 @@ def test_layers_match_the_exact_count(model: ModelSpec) -> None:
     assert (float(each.dense), float(last)) == (model.layer_parameters(0), model.layer_parameters(model.layers - 1))
 
 
+def test_biases_of_experts_are_counted() -> None:
+    model = load_model("tiny-gpt-oss")
+    each = layer_parameters(Shape.of(model))
+    assert float(each.mixture + each.routed) == model.layer_parameters(0)
+
+
 def test_active_parameters_of_a_mixture_are_those_a_token_meets() -> None:
     active = float(active_parameters(Shape.of(DEEPSEEK)))
     # The published 37 billion count the input embedding, which is not multiplied with.
     assert active == pytest.approx(37e9, rel=0.03)
+
+
+def test_attention_in_windows_is_what_queries_see() -> None:
+    """Counted pair by pair."""
+    sizes = {"hidden": 64, "heads": 4, "ffn": 128, "vocab": 100}
+    plain, windowed = ModelSpec(layers=3, **sizes), ModelSpec(layers=3, windows=(5, 5, 0), **sizes)
+    sequence = 12
+    pairs = sum(min(place, 5) for place in range(1, sequence + 1))
+    every = sequence * (sequence + 1) // 2
+    fraction = (2 * pairs + every) / (3 * every)
+    linear = 6 * float(active_parameters(Shape.of(plain)))
+    attention = [
+        float(model_flops_per_token(Shape.of(model), number(sequence))) - linear for model in (plain, windowed)
+    ]
+    assert attention[1] == pytest.approx(fraction * attention[0])
 
 
 def test_direct_queries_have_no_latent() -> None:

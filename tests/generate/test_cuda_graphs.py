@@ -18,7 +18,7 @@ from tests.generate.test_equality import LENGTH, spec
 CPU = torch.device("cpu")
 
 
-@pytest.mark.parametrize("case", ["llama", "gpt2", "deepseek-v3"])
+@pytest.mark.parametrize("case", ["llama", "gpt2", "deepseek-v3", "gemma3", "gpt-oss"])
 def test_fixed_rows_are_the_same_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
     """Where no graph can be recorded, as without CUDA, it says so once and continues."""
     records = not torch.cuda.is_available()

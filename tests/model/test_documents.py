@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as functional
 
 from cuboid.model.batch import Documents
-from cuboid.model.flash_attention import Attended, attend, attend_backward, documents_mix, plain_backward, plain_forward
+from cuboid.model.flash_attention import Attended, attend, attend_backward, attention_mix, plain_backward, plain_forward
 from cuboid.model.initialize import initialize
 from cuboid.model.rope import PositionTable
 from cuboid.model.transformer import Transformer
@@ -76,5 +76,5 @@ def test_a_block_equals_plain_attention(kernels: tuple[Any, Any], kind: str, kv_
         found = kernels[1](gradient, Attended(query, key, value, seen, sums), kind != "full", documents)
     assert all(torch.allclose(one, two, atol=1e-12) for one, two in zip(found, wanted, strict=True))
     if documents is not None:
-        again = torch.autograd.grad(documents_mix(query, key, value, documents), (query, key, value), gradient)
+        again = torch.autograd.grad(attention_mix(query, key, value, documents), (query, key, value), gradient)
         assert all(torch.allclose(one, two, atol=1e-12) for one, two in zip(again, wanted, strict=True))

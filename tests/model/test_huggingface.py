@@ -64,6 +64,21 @@ DEEPSEEK = {
     "v_head_dim": 10,
     "num_nextn_predict_layers": 0,
 }
+GEMMA3 = {"sliding_window": 5, "sliding_window_pattern": 3, "query_pre_attn_scalar": 16}
+GPT_OSS = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 4,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+        "rope_theta": 150000.0,
+    },
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -90,6 +105,44 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3",
         DEEPSEEK | {"q_lora_rank": None, "rope_interleave": False, "n_shared_experts": 2},
     ),
+    "mistral": ("mistral", {"sliding_window": 7}),
+    "gemma3": ("gemma3_text", GEMMA3),
+    "gemma3-scaled": (
+        "gemma3_text",
+        GEMMA3
+        | {
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 2,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+            },
+        },
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {"sliding_window": 6, "num_hidden_layers": 4}),
+    "olmo3-yarn": (
+        "olmo3",
+        {
+            "sliding_window": 9,
+            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn",
+                    "factor": 4.0,
+                    "original_max_position_embeddings": 32,
+                    "rope_theta": 5000.0,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+            },
+        },
+    ),
+    "gpt-oss": ("gpt_oss", GPT_OSS),
+    "gpt-oss-tied": (
+        "gpt_oss",
+        GPT_OSS | {"tie_word_embeddings": True, "num_experts_per_tok": 3, "attention_bias": False},
+    ),
     "gpt2": ("gpt2", {}),
     "gpt2-untied": ("gpt2", {"tie_word_embeddings": False, "n_inner": 56}),
 }
@@ -99,6 +152,8 @@ def exact_norm(module: Any, x: Tensor) -> Tensor:
     """Their RMSNorm computes in float32 whatever the model's precision, which would hide any error below 1e-7. This is
     the formula they mean, in the precision they are given."""
     assert x.dtype == torch.float64
+    if "Gemma" in type(module).__name__:
+        return (1 + module.weight) * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.eps)
     return module.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon)
 
 
@@ -115,6 +170,8 @@ def randomize(module: nn.Module) -> None:
 def exact_router(router: nn.Module) -> None:
     """Their routers compute in float32 as well: their own code, with the precision it is given."""
     source = textwrap.dedent(inspect.getsource(type(router).forward))
+    if "dtype=router_top_value.dtype" in source:  # GPT-OSS, which keeps the precision it is given
+        return
     assert ".float()" in source or "torch.float" in source
     for narrow in ("torch.float32", "torch.float,"):
         source = source.replace(narrow, narrow.replace("float32", "float64").replace("float,", "float64,"))
@@ -132,10 +189,12 @@ def make_pair(case: str) -> tuple[ModelSpec, Transformer, nn.Module]:
     """Our model, read from their config and holding their weights, and theirs."""
     model_type, changes = CASES[case]
     sizes = GPT2_SIZES if model_type == "gpt2" else SIZES
-    tokens = {"bos_token_id": 0, "eos_token_id": 0}
+    tokens = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}  # whose row would have no gradient
     config = AutoConfig.for_model(model_type, **sizes | changes | tokens)
     # The eager attention of transformers takes its softmax in float32; sdpa keeps to float64.
-    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", experts_implementation="eager")
+    # GPT-OSS has no sdpa, and its eager attention keeps the precision it is given.
+    attention = "eager" if model_type == "gpt_oss" else "sdpa"
+    theirs = AutoModelForCausalLM.from_config(config, attn_implementation=attention, experts_implementation="eager")
     theirs = theirs.double().eval()
     randomize(theirs)
     for name, buffer in theirs.named_buffers():

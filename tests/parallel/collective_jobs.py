@@ -74,6 +74,11 @@ def _differences(rank: int, group: Group, size: int, dtype: torch.dtype, seed: i
         "all_to_all": torch.equal(collectives.all_to_all(own, group), parts[:, rank]),
         "shift": torch.equal(collectives.start_shift(own, group).wait(), parts[rank - 1]),
         "shift of a view": torch.equal(collectives.start_shift(own.t(), group, tag=1).wait(), parts[rank - 1].t()),
+        **{
+            f"shift by {distance}": _shifted_by(distance, own, parts, group)
+            for distance in (1, 2, -1)
+            if distance % group.size
+        },
         "the input": torch.equal(own, parts[rank]),
     }
     into = torch.empty(group.size * group.size, size, dtype=dtype)
@@ -81,6 +86,14 @@ def _differences(rank: int, group: Group, size: int, dtype: torch.dtype, seed: i
         into, parts.flatten(0, 1)
     )
     return [name for name, right in found.items() if not right]
+
+
+def _shifted_by(distance: int, own: torch.Tensor, parts: torch.Tensor, group: Group) -> bool:
+    """Each rank sends as many numbers as its index says, the first none; those of the rank behind arrive."""
+    source = (group.index - distance) % group.size
+    sent = own.flatten()[: group.index]
+    found = collectives.start_distant_shift(sent, group, distance, source, group.size - 1).wait()
+    return torch.equal(found, parts[source].flatten()[:source])
 
 
 def sum_bits(rank: int, size: int) -> bytes:

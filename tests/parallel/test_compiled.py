@@ -84,6 +84,23 @@ def test_the_graphs_beside_experts(pool: Pool, model: str, layout: str) -> None:
         assert found == pytest.approx(plain, rel=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        pytest.param("tiny-gemma3", "tp=2", marks=pytest.mark.thorough),
+        pytest.param("tiny-olmo3", "tp=2,recompute=full", marks=pytest.mark.thorough),
+        ("tiny-gpt-oss", "dp=2,ep=2,recompute=selective"),
+    ],
+)
+def test_the_graphs_around_windows(pool: Pool, model: str, layout: str) -> None:
+    """The compiler stops at attention in a window, and at norms over the heads of all tensor ranks."""
+    fields = ("training.steps=2", *FIELDS[1:3], "model.layers=3", "training.global_batch=2", *FIELDS[5:])
+    plain = losses_and_evaluation(0, small_run("dp=1", *fields, "model.windows=[6, 0]", model=model))
+    run = small_run(layout, *fields, "model.windows=[6, 0]", "training.compile=on", model=model)
+    for found, _ in pool.run("tests.parallel.cases:traced", (run,), ranks=2):
+        assert found == pytest.approx(plain, rel=1e-5)
+
+
 @pytest.mark.parametrize("change", ["layout.recompute=full", "training.precision=fp8"])
 def test_weight_gradients_of_compiled_blocks_wait(pool: Pool, change: str) -> None:
     fields = ("training.steps=2", "model.layers=2", *FIELDS[2:3], *FIELDS[4:], "training.precision=float32", change)

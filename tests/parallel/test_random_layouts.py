@@ -10,8 +10,11 @@ from cuboid.spec.layout import CONTEXT_METHODS
 from cuboid.spec.run import Run
 from tests.parallel.cases import assert_equal, small_run
 
+PLAIN = ["tiny-llama", "tiny-qwen3", "tiny-gpt2"]
+WINDOWED = ["tiny-gemma3", "tiny-olmo3", "tiny-gpt-oss", "tiny-llama"]
 
-def draw(random_source: random.Random, most: int) -> Run:
+
+def draw(random_source: random.Random, most: int, models: list[str], *more: str) -> Run:
     """A run on at most `most` ranks; draws again when the rules refuse one."""
     while True:
         pick = random_source.choice
@@ -26,7 +29,8 @@ def draw(random_source: random.Random, most: int) -> Run:
         overrides = [f"model.layers={pick(range(4, 10))}", f"model.vocab={pick(range(5, 300))}"]
         overrides += [f"model.kv_heads={pick([1, 2, 4, 8])}", f"training.seed={pick(range(1000))}"]
         overrides += [f"data.attention_within_documents={pick(['true', 'false'])}"]
-        model = pick(["tiny-llama", "tiny-qwen3", "tiny-gpt2"])
+        overrides += more
+        model = pick(models)
         if model == "tiny-gpt2":
             overrides = [override for override in overrides if "kv_heads" not in override]
         try:
@@ -38,4 +42,14 @@ def draw(random_source: random.Random, most: int) -> Run:
 def test_random_layouts_equal_one_device(pool: Pool, thorough: bool) -> None:
     random_source = random.Random(20240607)
     for turn in range(200 if thorough else 5):
-        assert_equal(pool, draw(random_source, most=16 if turn % 5 == 0 else 8))
+        assert_equal(pool, draw(random_source, 16 if turn % 5 == 0 else 8, PLAIN))
+
+
+def test_random_layouts_with_windows_equal_one_device(pool: Pool, thorough: bool) -> None:
+    """Of any length, in any pattern, with sinks or without; experts stay whole on their ranks or are spread."""
+    random_source = random.Random(20261118)
+    for turn in range(100 if thorough else 4):
+        windows = [random_source.choice((0, 1, 2, 3, 5, 9, 30)) for _ in range(random_source.randrange(1, 5))]
+        more = [f"model.windows={windows}", f"model.sinks={random_source.choice(('true', 'false'))}"]
+        more += ["model.window_rope_theta=0"] * (not any(windows))
+        assert_equal(pool, draw(random_source, 16 if turn % 5 == 4 else 8, WINDOWED, *more))

@@ -348,3 +348,20 @@ def test_what_is_planned_for_an_engine_can_be_exported_to_it(
     assert found
     for made in found:
         assert export(made, target)
+
+
+@pytest.mark.parametrize("target", ["megatron", "torchtitan", "nanotron"])
+@pytest.mark.parametrize(
+    ("model", "part"),
+    [
+        ("tiny-gemma3", "model.unit_norms=true"),
+        ("tiny-olmo3", "model.qk_norm_whole"),
+        ("tiny-gpt-oss", "mixture.biases"),
+    ],
+)
+def test_parts_that_no_writer_has_words_for_are_refused(
+    plan: Callable[..., Plan], model: str, part: str, target: str
+) -> None:
+    with pytest.raises(UserError, match=f"{target} has no key for ") as error:
+        export(plan("dp=16", model), target)
+    assert part in str(error.value) and "model.windows=(6, " in str(error.value)

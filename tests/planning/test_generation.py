@@ -43,14 +43,16 @@ def test_memory_is_counted_and_never_exceeded() -> None:
     for plan in ask("llama3-70b", "h100x8"):
         assert plan.layout.world_size == 8
         assert plan.weight_bytes + plan.cache_bytes < 80 * 2**30
-        each = cache_bytes(model, plan.layout, model.layers // plan.layout.pp, 1, 1152, 2)
+        each = cache_bytes(model, plan.layout, range(model.layers // plan.layout.pp), 1, 1152, 2)
         assert plan.cache_bytes >= plan.batch * each
     # 2 (keys and values) · 80 layers · 8 heads · 128 numbers · 2 bytes for each token
-    assert cache_bytes(model, Layout(), 80, 1, 1, 2) == 327_680
+    assert cache_bytes(model, Layout(), range(80), 1, 1, 2) == 327_680
     latent = load_model("deepseek-v3")
-    assert cache_bytes(latent, Layout(tp=8), 61, 1, 1, 2) == 61 * (512 + 64) * 2, "every tensor rank keeps the latents"
+    assert cache_bytes(latent, Layout(tp=8), range(61), 1, 1, 2) == 61 * (512 + 64) * 2, (
+        "every tensor rank keeps the latents"
+    )
     grouped = Layout(tp=16)
-    assert cache_bytes(model, grouped, 80, 1, 1, 2) == 327_680 // 8, "one head is the least a rank keeps"
+    assert cache_bytes(model, grouped, range(80), 1, 1, 2) == 327_680 // 8, "one head is the least a rank keeps"
 
 
 def test_what_cannot_be_is_refused() -> None:

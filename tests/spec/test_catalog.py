@@ -9,6 +9,10 @@ from cuboid.spec.model import MixtureSpec, RopeScaling, load_model
 from cuboid.spec.run import build_run
 
 PUBLISHED = {
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "gemma3-1b": 999_885_952,
+    "olmo3-7b": 7_298_011_136,
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
     "gpt2-large": 774_030_080,

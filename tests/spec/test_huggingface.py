@@ -12,10 +12,14 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV3Config,
+    Gemma3TextConfig,
     GPT2Config,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Olmo3Config,
     PretrainedConfig,
     Qwen2Config,
     Qwen3Config,
@@ -23,7 +27,8 @@ from transformers import (
 )
 
 from cuboid.errors import UserError
-from cuboid.spec.huggingface import config_from_model, table_from_config
+from cuboid.spec.huggingface import table_from_config
+from cuboid.spec.huggingface_writer import config_from_model
 from cuboid.spec.load import build_model, catalog_models
 from cuboid.spec.model import ModelSpec, RopeScaling, load_model
 
@@ -55,6 +60,11 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "gpt2": GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=101, n_positions=32),
     "gpt2 wide": GPT2Config(n_embd=64, n_layer=3, n_head=4, vocab_size=101, n_inner=80),
     "mistral": MistralConfig(**SIZES, sliding_window=None),
+    "mistral with windows": MistralConfig(**SIZES, sliding_window=16),
+    "gemma3": Gemma3TextConfig(**SIZES, head_dim=16, sliding_window=16),
+    "olmo2": Olmo2Config(**SIZES),
+    "olmo3": Olmo3Config(**SIZES, sliding_window=16),
+    "gpt_oss": GptOssConfig(**SIZES, head_dim=16, num_local_experts=4, num_experts_per_tok=2),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
     "qwen3_moe": Qwen3MoeConfig(**SIZES, num_experts=8, moe_intermediate_size=24, head_dim=16),
     "deepseek_v2": DeepseekV2Config(**DEEPSEEK, q_lora_rank=12, n_shared_experts=2, n_group=1, topk_group=1),
@@ -163,8 +173,8 @@ def test_catalog_entries_equal_their_configs() -> None:
         ({"model_type": None}, "model_type=None of theirs is unknown; use "),
         ({"hidden_act": "gelu"}, 'hidden_act="gelu" of theirs changes what the model computes; use hidden_act="silu"'),
         (
-            {"rope_scaling": {"type": "linear", "factor": 2}},
-            'rope_type="linear" of theirs is unknown; use rope_type=default',
+            {"rope_scaling": {"type": "dynamic", "factor": 2}},
+            'rope_type="dynamic" of theirs is unknown; use rope_type=default',
         ),
         ({"rope_scaling": {"factor": 2}}, "rope_scaling.factor=2 of theirs is unknown; remove the key"),
         (
@@ -179,7 +189,27 @@ def test_catalog_entries_equal_their_configs() -> None:
             {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8},
             "sliding_window=8 of theirs is unknown",
         ),
-        ({"model_type": "mistral"}, "sliding_window=4096 of theirs is unknown; use sliding_window=null"),
+        ({"model_type": "mistral", "sliding_window": "8"}, 'sliding_window="8" of theirs is no number of tokens'),
+        (
+            {"model_type": "gemma3_text", "final_logit_softcapping": 30.0},
+            "final_logit_softcapping=30.0 of theirs changes what the model computes; use final_logit_softcapping=null",
+        ),
+        (
+            {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+            'quantization_config of theirs says that its experts are stored in "mxfp4", which is not read; save it',
+        ),
+        (
+            {"model_type": "olmo3", "rope_parameters": {"sliding_attention": {"rope_type": "yarn", "factor": 2.0}}},
+            "rope_parameters.sliding_attention of theirs stretches positions",
+        ),
+        (
+            {"model_type": "olmo3", "layer_types": ["chunked_attention"]},
+            'layer_types of theirs holds "chunked_attention"; use full_attention or sliding_attention',
+        ),
+        (
+            {"model_type": "gemma3_text", "query_pre_attn_scalar": 0},
+            "query_pre_attn_scalar=0 of theirs is no number above 0",
+        ),
         ({"model_type": "mixtral"}, "theirs does not say how many experts it has and uses"),
         (
             {"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True},
@@ -193,6 +223,26 @@ def test_catalog_entries_equal_their_configs() -> None:
 )
 def test_what_changes_the_maths_is_refused_by_name(changes: dict[str, object], sentence: str) -> None:
     assert refusal(**changes).startswith(sentence)
+
+
+def test_windows_are_read_layer_by_layer() -> None:
+    assert read({**LLAMA, "model_type": "mistral"}).windows == (4096,)
+    gemma = {**LLAMA, "model_type": "gemma3_text", "head_dim": 16, "num_hidden_layers": 13, "sliding_window": 512}
+    model = read(gemma)
+    assert model.windows == (512,) * 5 + (0,)
+    assert (model.rope_theta, model.window_rope_theta, model.embedding_scale) == (1e6, 1e4, 8.0)
+    assert read({**gemma, "sliding_window_pattern": 2}).windows == (512, 0)
+    kinds = ["full_attention"] * 12 + ["sliding_attention"]
+    assert read({**gemma, "layer_types": kinds}).windows == (0,) * 12 + (512,)
+    assert read({**gemma, "layer_types": ["full_attention"] * 13}).windows == ()
+    olmo = read({**LLAMA, "model_type": "olmo3", "num_hidden_layers": 8, "rope_theta": 5e4})
+    assert (olmo.windows, olmo.rope_theta, olmo.window_rope_theta) == ((4096,) * 3 + (0,), 5e4, 5e4)
+
+
+def test_windows_that_no_family_has_are_refused() -> None:
+    for windows, family in (((4, 8), "olmo3"), ((4, 0), "mistral")):
+        with pytest.raises(UserError, match=f"cannot be written as family={family}"):
+            config_from_model(replace(load_model("tiny-olmo3"), windows=windows, family=family))
 
 
 def test_windows_that_are_off_change_nothing() -> None:

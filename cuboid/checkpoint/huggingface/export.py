@@ -21,7 +21,7 @@ from cuboid.checkpoint.state import AVERAGE, PARAMETER
 from cuboid.checkpoint.weights import Weights, find_checkpoint, run_of
 from cuboid.errors import UserError
 from cuboid.model.huggingface import Origin, from_huggingface, parameter_shapes, to_huggingface
-from cuboid.spec.huggingface import config_from_model
+from cuboid.spec.huggingface_writer import config_from_model
 from cuboid.spec.run import Run
 
 # Safetensors files written one at a time: memory holds one of them and no more.

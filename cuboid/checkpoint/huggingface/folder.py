@@ -79,8 +79,10 @@ class ModelFolder:
 
     def read(self, tensor: str, index: Sequence[slice]) -> Tensor:
         """A part of a tensor; no more of the file is read."""
-        part: Tensor = self._open(self.tensors[tensor].file).get_slice(tensor)[tuple(index)]
-        return part
+        # A file has no steps: what lies between is read too, and skipped.
+        whole = tuple(slice(each.start, each.stop) for each in index)
+        part: Tensor = self._open(self.tensors[tensor].file).get_slice(tensor)[whole]
+        return part[tuple(slice(None, None, each.step) for each in index)]
 
     @property
     def bytes(self) -> int:

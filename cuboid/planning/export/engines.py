@@ -65,6 +65,18 @@ class Lost:
             )
 
 
+UNWRITTEN = (
+    "windows",
+    "sinks",
+    "norms",
+    "unit_norms",
+    "rope_factor",
+    "window_rope_theta",
+    "embedding_scale",
+    "query_scale",
+    "qk_norm_whole",
+)
+"""Fields of a model that no writer has words for."""
 Columns = dict[str, NDArray[np.int64]]
 FIXED: dict[str, dict[str, Any]] = {
     "megatron": {"recompute_layers": 0},
@@ -131,6 +143,8 @@ def export(plan: Plan, target: str) -> str:
     model = plan.question.model
     if isinstance(model, PythonModelSpec) and target != "deepspeed":  # whose files describe no model
         raise UserError(f"model={model.name} is one's own, which {target} does not have; train it with cuboid train")
+    if not isinstance(model, PythonModelSpec):
+        refuse_model(model, target)
     if plan.question.optimizer != "adamw":
         kind = plan.question.optimizer
         raise UserError(f"optimizer.kind={kind} is not among what is written for {target}; use optimizer.kind=adamw")
@@ -162,4 +176,15 @@ def refuse_model(model: ModelSpec, target: str) -> None:
     lost = Lost(target)
     if target in checks:
         checks[target](model, lost)
+        _unwritten(model, lost)
     lost.refuse()
+
+
+def _unwritten(model: ModelSpec, lost: Lost) -> None:
+    """Parts of a model that no writer has words for."""
+    for name in UNWRITTEN:
+        value = getattr(model, name)
+        lost.unless(value == getattr(ModelSpec, name), f"model.{name}", value, "it is not written")
+    lost.unless(model.activation in ("swiglu", "gelu"), "model.activation", model.activation, "it is not written")
+    biased = model.mixture is not None and model.mixture.biases
+    lost.unless(not biased, "mixture.biases", biased, "they are not written")
