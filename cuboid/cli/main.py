@@ -112,6 +112,8 @@ def _status(given: list[str]) -> int:
         # The reader of a pipe has seen enough; Python would complain again when it closes the stream.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except RecursionError:
+        return _refuse("what was given is nested too deep, say a path of a thousand folders; use fewer levels")
     except OSError as problem:
         if problem.filename is None:  # no file of the user's
             raise

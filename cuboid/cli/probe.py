@@ -185,6 +185,11 @@ def _one_rank(run: Run, rank: int, cluster: str | None, kind: str, as_json: bool
             "name one with all of them, or a profile of any size"
         )
     expected(run, rank, place)  # what cannot be predicted is refused before anything runs
+    if kind == "cpu" and (seconds := expected(run, rank, load_cluster("cpux8")).seconds) > MOST_SECONDS:
+        raise UserError(
+            f"global_batch={run.training.global_batch} with sequence={run.training.sequence} takes a rank on a CPU "
+            f"about {seconds / 3600:,.1f} hours a step; use a smaller batch, a shorter sequence or --device cuda"
+        )
     report = run_one_rank(run, rank)
     told = expected(run, rank, place, report.routing)
     if as_json:
@@ -207,6 +212,8 @@ def _accelerator_here() -> str:
 
 
 MIB = 2**20
+MOST_SECONDS = 600.0
+"""Of a step on a CPU, as predicted: whoever asks for more has mistyped it."""
 
 
 def show(cluster: ClusterSpec, samples: Sequence[Sample], output: Path | None) -> None:

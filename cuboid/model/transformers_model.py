@@ -46,7 +46,11 @@ class Family:
 
         self._auto: Any = AutoModelForCausalLM
         self.folder = folder
-        self.config = AutoConfig.from_pretrained(str(folder))
+        try:
+            self.config = AutoConfig.from_pretrained(str(folder))
+        except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            raise UserError(f"model={folder}: transformers cannot read its config.json ({said}); mend it") from None
         self._refuse_dropout()
         self.layers = int(self.config.num_hidden_layers)
         files = _weight_files(folder)

@@ -177,3 +177,21 @@ def test_hundreds_of_bad_inputs_do_no_harm() -> None:
     campaign = Path(__file__).parents[2] / "benchmarks" / "bad_input.py"
     done = subprocess.run([sys.executable, campaign, "--cases", "400"], capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def test_a_path_of_a_thousand_folders_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    fields = ["--set", "training.steps=1", "--set", f"output.folder={'a/' * 1500}a"]
+    assert "nested too deep" in refusal(["train", *fields], capsys)
+
+
+def test_a_probe_of_hours_on_a_cpu_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    job = ["probe", "--rank", "0", "--layout", "dp=1", "--model", "tiny-llama", "--device", "cpu"]
+    assert "hours a step; use a smaller batch" in refusal([*job, "--seq", "1000000"], capsys)
+
+
+def test_a_family_that_transformers_does_not_know_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": -1, "num_hidden_layers": 2}')
+    said = refusal(["plan", str(tmp_path), "h100x8", "--global-batch", "8", "--seq", "64"], capsys)
+    assert "transformers cannot read its config.json" in said
