@@ -169,6 +169,8 @@ def _default_ranks(kind: str) -> int:
 
 
 def _one_rank(run: Run, rank: int, cluster: str | None, kind: str, as_json: bool) -> None:
+    from psutil import virtual_memory
+
     from cuboid.cost.constants import engine_named
     from cuboid.probe.expected import expected
     from cuboid.probe.one_rank import check_one_rank, run_one_rank
@@ -185,10 +187,12 @@ def _one_rank(run: Run, rank: int, cluster: str | None, kind: str, as_json: bool
             "name one with all of them, or a profile of any size"
         )
     expected(run, rank, place)  # what cannot be predicted is refused before anything runs
-    if kind == "cpu" and (seconds := expected(run, rank, load_cluster("cpux8")).seconds) > MOST_SECONDS:
+    here = expected(run, rank, load_cluster("cpux8"))
+    # A model that does not fit is told so as it is made.
+    if kind == "cpu" and here.seconds > MOST_SECONDS and here.memory["parameters"] < virtual_memory().available:
         raise UserError(
             f"global_batch={run.training.global_batch} with sequence={run.training.sequence} takes a rank on a CPU "
-            f"about {seconds / 3600:,.1f} hours a step; use a smaller batch, a shorter sequence or --device cuda"
+            f"about {here.seconds / 3600:,.1f} hours a step; use a smaller batch, a shorter sequence or --device cuda"
         )
     report = run_one_rank(run, rank)
     told = expected(run, rank, place, report.routing)
