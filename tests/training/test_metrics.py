@@ -31,7 +31,7 @@ def record(folder: Path, *results: StepResult, rank: int = 0, quiet: bool = Fals
     run = short_run("dp=2", str(folder), f"training.steps={len(results)}", *settings)
     with Metrics(run, rank, quiet) as metrics:
         for step, result in enumerate(results, 1):
-            metrics.record(step, replace(result, learning_rate=1e-3, seconds=0.5), TIMING)
+            metrics.record(step, replace(result, sequences=8, learning_rate=1e-3, seconds=0.5), TIMING)
 
 
 def rows(folder: Path) -> list[dict[str, object]]:
@@ -78,7 +78,7 @@ def test_loads_of_experts_are_kept_in_few_rows(tmp_path: Path, capsys: pytest.Ca
 
     def routed(*asked: int) -> StepResult:
         loads = torch.tensor([[*asked, 2.0, 0, 0], [4.0, 4, 4, 4, 2, 0, 0]]).double()
-        return StepResult(5.0, 1.0, 1, routers=loads, seconds=0.5)
+        return StepResult(5.0, 1.0, 1, routers=loads, sequences=8, seconds=0.5)
 
     mixture = ("model=tiny-mixtral", "model.layers=2", "model.mixture.experts=4", "model.mixture.top_k=1")
     run = short_run("dp=2", str(tmp_path), f"training.steps={WINDOWS * 3}", "output.track=jsonl", *mixture)

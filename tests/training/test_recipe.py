@@ -29,7 +29,7 @@ from cuboid.verification.make import verification_run
 from cuboid.verification.reference import reference_trace
 from cuboid.verification.resume import judge_chain
 from tests.parallel.cases import assert_equal, losses_and_evaluation, small_run, verdict
-from tests.parallel.test_random_layouts import draw
+from tests.parallel.test_random_layouts import PLAIN, draw
 
 Z_LOSS = "training.z_loss=0.1"
 """Large, so that a wrong gradient would show."""
@@ -303,7 +303,7 @@ def test_no_average_is_exported_where_none_was_kept(pool: Pool, tmp_path: Path) 
 def test_all_parts_on_random_layouts(pool: Pool, thorough: bool) -> None:
     source = random.Random(20261119)
     for _ in range(60 if thorough else 4):
-        run = draw(source, 8)
+        run = draw(source, 8, PLAIN)
         head_rate = 1.0 if run.model.tie_embeddings else 5.0
         parts = replace(run.optimizer, average=0.7, embedding_rate=0.3, head_rate=head_rate)
         assert_equal(pool, replace(run, training=replace(run.training, z_loss=0.1), optimizer=parts))

@@ -46,7 +46,7 @@ def test_a_row_of_the_routers() -> None:
     experts = run.model.mixture.experts if run.model.mixture else 0
     even = [[10.0] * experts for _ in range(layers - 1)]
     uneven = [30.0, *[10.0] * (experts - 1)]
-    told = report(statistics(run, [uneven, *even], (2.0 * batch, 3.0 * tokens, 1.0)), run, dead=2)
+    told = report(statistics(run, [uneven, *even], (2.0 * batch, 3.0 * tokens, 1.0)), run, batch, dead=2)
     assert told.balance_loss == pytest.approx(2.0) and told.z_loss == pytest.approx(3.0)
     assert (told.dropped, told.dead) == (layers, 2)
     mean = (30.0 + 10.0 * (experts - 1)) / experts
@@ -57,7 +57,7 @@ def test_a_row_of_the_routers() -> None:
 def test_a_loss_that_takes_no_part_is_not_told() -> None:
     run = mixed("model.mixture.balance_coefficient=0", "model.mixture.z_coefficient=0")
     experts = run.model.mixture.experts if run.model.mixture else 0
-    told = report(statistics(run, [[10.0] * experts] * run.model.layers), run)
+    told = report(statistics(run, [[10.0] * experts] * run.model.layers), run, 8)
     assert told.balance_loss is None and told.z_loss is None
     assert set(told.numbers) == {"routers/dropped", "routers/largest_load", "routers/dead"}
 

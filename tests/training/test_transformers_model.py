@@ -41,7 +41,6 @@ SIZES: dict[str, Any] = {
 
 
 FAMILIES: dict[str, dict[str, Any]] = {
-    "olmo2": {},
     "gemma2": {},
     "phi3": {},
     # Weights that are renamed as they are loaded; its own sizes are those of SIZES.
@@ -76,7 +75,7 @@ def made(folder: Path, family: str, **more: Any) -> Any:
     return module
 
 
-@pytest.mark.parametrize("family", ["olmo2", "gemma2", "opt"])
+@pytest.mark.parametrize("family", ["phi3", "gemma2", "opt"])
 def test_layouts_equal_one_process(pool: Pool, tmp_path: Path, family: str) -> None:
     made(tmp_path / family, family)
     for layout in LAYOUTS:
@@ -142,7 +141,7 @@ def test_losses_are_those_of_transformers_and_the_export_loads(
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     expected = losses_of_transformers(module, run)
     assert [row["loss"] for row in rows] == pytest.approx(expected, rel=1e-9)
-    if family == "olmo2":
+    if family == "phi3":
         weights = load_checkpoint(tmp_path / "run")
         assert torch.allclose(weights["head.model.model.norm.weight"].double(), module.model.norm.weight)
     export_model(tmp_path / "run", tmp_path / "exported")
