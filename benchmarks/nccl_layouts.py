@@ -79,7 +79,12 @@ MANY = [
     Case("dp=2,cp=2,tp=2,pp=2,ep=4,zero=1,schedule=dualpipev", "tiny-mixtral", layers=5, batch=8),
     Case("dp=4,tp=2,pp=2,zero=3,shard=2,schedule=zbv", layers=5, batch=16),
 ]
-FLOAT64 = [*PIPELINES, *DATA, *TENSOR, *CONTEXT, *EXPERTS, *MANY]
+WINDOWS = [
+    *(Case(f"cp=4,cp_method={method}", "tiny-gpt-oss") for method in ("ring", "ulysses", "allgather", "hybrid")),
+    Case("tp=2,dp=2,zero=3", "tiny-gpt-oss"),
+    Case("dp=2,cp=2,tp=2,pp=2,ep=4,zero=1,schedule=zbv", "tiny-gpt-oss", layers=5, batch=8),
+]
+FLOAT64 = [*PIPELINES, *DATA, *TENSOR, *CONTEXT, *EXPERTS, *MANY, *WINDOWS]
 
 BF16 = [
     Case("dp=2", layers=2),
@@ -96,6 +101,8 @@ BF16 = [
     Case("dp=2,ep=2", "tiny-mixtral", layers=2),
     Case("dp=2,tp=2,pp=2,zero=1", layers=2),
     Case("tp=2,pp=2,schedule=zbv", layers=4),
+    Case("tp=2", "tiny-gpt-oss", layers=2),
+    Case("cp=2", "tiny-gpt-oss", layers=2),
 ]
 """Few layers, all of one stage alike: a rank compiles one block."""
 
