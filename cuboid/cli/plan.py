@@ -43,6 +43,9 @@ def command(
     average: Annotated[
         float, typer.Option(help="Decay of a moving average of the weights, 4 bytes each; 0: none is kept.")
     ] = 0.0,
+    gradient_sums: Annotated[
+        str, typer.Option(help="float32, or bf16: half the memory and traffic of gradients.")
+    ] = "float32",
     top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 5,
     objective: Annotated[
         str | None,
@@ -85,6 +88,7 @@ def command(
         precision=precision_on(place, precision),
         optimizer=optimizer,
         average=OptimizerSpec(average=average).average,
+        gradient_sums=gradient_sums,
         engine=for_engine or engine,
         target=for_engine or "",
         fixed=_fixed(for_engine, parse_fixed(fix or [])),

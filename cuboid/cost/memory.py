@@ -92,7 +92,7 @@ def communicator_bytes(shape: Shape, jobs: Jobs, engine: Engine) -> Array:
 LIBRARIES = 75e6
 """Bytes of workspaces that libraries of matmuls take for themselves."""
 WIDE = 4.0
-"""Bytes of a gradient that is summed."""
+"""Bytes of a number in float32."""
 
 
 def compiled_kept(shape: Shape, jobs: Jobs, engine: Engine) -> tuple[Array, Array]:
@@ -178,8 +178,10 @@ def fullest(
     shard, expert_shard = jobs.shard * jobs.cp, jobs.shard * jobs.cp * jobs.tp / np.maximum(jobs.ep, 1)
     summed = np.where(shard > 1, held.plain / shard, 0.0)
     summed = summed + np.where((expert_shard > 1) & ~keeps_routed(jobs), held.routed / expert_shard, 0.0)
-    summed = np.where((jobs.zero == 1) & ~alone, WIDE * summed, 0.0)
-    flat = np.where(sharded, WIDE * (1 + 1 / (jobs.shard * jobs.cp)), 0.0)  # per parameter of a unit being reduced
+    summed = np.where((jobs.zero == 1) & ~alone, engine.gradient_bytes * summed, 0.0)
+    flat = np.where(
+        sharded, engine.gradient_bytes * (1 + 1 / (jobs.shard * jobs.cp)), 0.0
+    )  # per parameter of a unit being reduced
     weights = np.where(gathered, element, 0.0)  # per parameter of a unit in use, and of the next one
     own = last * (states / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0) + states)  # what the head itself keeps
     logit = last * element * jobs.tokens * shape.vocab / jobs.tp

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from cuboid.kernels.precision import wide
 from cuboid.parallel.collectives import Pending, start_all_reduce, start_reduce_scatter
 from cuboid.parallel.groups import Holders
 from cuboid.spec.sharding import Part
@@ -30,7 +31,8 @@ class GradientReducer:
         self._summed: Tensor | None = None
         # Nobody else adds to the gradient of one micro-batch: autograd's own result is exact without a sum in float32.
         self._is_alone = groups.nobody_adds
-        self._adds_in_place = zero < 2 and first.dtype == dtype
+        self._is_rounded = first.dtype != wide(first.dtype)
+        self._may_add_in_place = zero < 2 and first.dtype == dtype
         self._reducing: Pending | None = None
         self._replicating: Pending | None = None
         # Whether something waits to be done with the result of the reduction: it is added to a shard, which frees the
@@ -41,7 +43,12 @@ class GradientReducer:
     @property
     def are_autograds(self) -> bool:
         """Whether the parameters' own gradients are the result."""
-        return self._is_alone and not self._adds_in_place and self._expected == 1
+        return self._is_alone and self._is_rounded and self._expected == 1
+
+    @property
+    def _adds_in_place(self) -> bool:
+        """Whether autograd adds to the sum itself."""
+        return self._may_add_in_place and not self.are_autograds
 
     @property
     def _sum(self) -> Tensor:

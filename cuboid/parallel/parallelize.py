@@ -415,6 +415,7 @@ class _Builder:
                 wide(self.dtype) if balance else self.dtype,
                 self.device,
                 [part for part, declared in table.items() if one_scale and is_block_linear(name, declared)],
+                torch.bfloat16 if self.run.training.gradient_sums == "bf16" and not balance else None,
             )
         return self.units[name]
 

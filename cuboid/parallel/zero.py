@@ -39,8 +39,10 @@ class Unit:
         compute: torch.dtype,
         device: torch.device,
         fp8: Collection[str] = (),
+        sums: torch.dtype | None = None,
     ) -> None:
-        """`fp8`: parameters whose matmuls are in fp8 with one scale for each; ZeRO 3 gathers them so."""
+        """`fp8`: parameters whose matmuls are in fp8 with one scale for each; ZeRO 3 gathers them so. `sums`: in what
+        gradients are summed; default: in float32 or wider."""
         self.name = name
         self.parts = parts
         self.zero = zero
@@ -74,7 +76,7 @@ class Unit:
         self.parameters = {part.name: nn.Parameter(self._view(self._flat.data, part)) for part in parts}
         shard = slice(self.begin, self.end)
         self._gradients = GradientReducer(
-            self.parameters, parts, zero, groups, shard, self._flat.numel(), self.accumulate
+            self.parameters, parts, zero, groups, shard, self._flat.numel(), sums or self.accumulate
         )
         self._gathering: Pending | None = None
         self._update: tuple[torch.cuda.Event, list[Tensor]] | None = None

@@ -83,7 +83,9 @@ class RankStep:
         self.micro_batches = run.micro_batches
         self.element = ELEMENT[run.training.weights]
         self.wide = max(self.element, 4)
-        """Bytes of a gradient, a logit or a loss: never less than float32."""
+        """Bytes of a logit or a loss: never less than float32."""
+        self.gradient = 2 if run.training.gradient_sums == "bf16" else self.wide
+        """Bytes of a gradient that is summed."""
         self.rank, self.place = rank, coordinates(rank, self.layout)
         self.tokens = self.layout.micro_batch * run.training.sequence // self.layout.cp
         """Of a micro-batch on this rank, those of its tensor-parallel neighbours included."""
@@ -362,17 +364,17 @@ def _data(step: RankStep) -> Iterator[Collective]:
             copies, prefix = copies * layout.tp // layout.ep, "expert_"
         every = unit.uses * step.micro_batches
         name = _words(unit.name)
-        gradient = f"gradients of {name}: {step.wide} bytes × {unit.flat:,}"
+        gradient = f"gradients of {name}: {step.gradient} bytes × {unit.flat:,}"
         if layout.zero == 0:
             calls = min(every, 1)
-            yield Collective(f"{prefix}data", "all-reduce", copies, calls, step.wide * unit.flat, gradient)
+            yield Collective(f"{prefix}data", "all-reduce", copies, calls, step.gradient * unit.flat, gradient)
             continue
         parameter = f"parameters of {name}: {step.element} bytes × {unit.flat:,}"
-        summed = f"shards of {name}: {step.wide} bytes × {unit.shard:,}"
+        summed = f"shards of {name}: {step.gradient} bytes × {unit.shard:,}"
         once = min(every, 1)
         scatters = every if layout.zero >= 2 else once
         gathers = 2 * every if layout.zero == 3 else once
-        shard, wide, element = f"{prefix}shard", step.wide, step.element
+        shard, wide, element = f"{prefix}shard", step.gradient, step.element
         fp8 = step.fp8_parts(unit)
         if fp8:
             element, parameter = 1, f"parameters of {name}: 1 bytes × {unit.flat:,}"
@@ -416,13 +418,13 @@ def _partial_gradients(step: RankStep) -> Iterator[Collective]:
                 if part.slice.sharing == sharing and part.slice.partial_gradient:
                     stop = min(part.offset + part.size, unit.begin + unit.shard)
                     held += max(stop - max(part.offset, unit.begin), 0)
-        what = f"gradients of what tensor ranks hold alike: {step.wide} bytes × {held:,}"
-        yield Collective(dimension, "all-reduce", ranks, int(held > 0), step.wide * held, what)
+        what = f"gradients of what tensor ranks hold alike: {step.gradient} bytes × {held:,}"
+        yield Collective(dimension, "all-reduce", ranks, int(held > 0), step.gradient * held, what)
     if step.model.tie_embeddings and step.first != step.last:
         for unit in step.units:
             if unit.name == TIED:
-                what = f"gradient of the tied embedding: {step.wide} bytes × {unit.shard:,}"
-                yield Collective("embedding", "all-reduce", 2, 1, step.wide * unit.shard, what)
+                what = f"gradient of the tied embedding: {step.gradient} bytes × {unit.shard:,}"
+                yield Collective("embedding", "all-reduce", 2, 1, step.gradient * unit.shard, what)
 
 
 def _matrices(step: RankStep) -> Iterator[Collective]:

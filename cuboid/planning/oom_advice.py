@@ -65,6 +65,7 @@ def _question(run: Run, cluster: ClusterSpec) -> Question:
         precision=known.get(run.training.precision, "float32"),
         optimizer=run.planned_optimizer(),
         average=run.optimizer.average,
+        gradient_sums=run.training.gradient_sums,
     )
 
 

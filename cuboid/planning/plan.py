@@ -113,6 +113,7 @@ class Plan(Refined):
             global_batch=question.global_batch,
             sequence=question.sequence,
             precision=cast(Literal["bf16", "fp16", "fp8", "float32"], trained),
+            gradient_sums=cast(Literal["float32", "bf16"], question.gradient_sums),
         )
         if self.train_tokens:
             training = replace(training, steps=ceil(self.train_tokens / (question.global_batch * question.sequence)))
@@ -166,6 +167,7 @@ def plan_of(run: Run, where: str = "plan") -> Plan:
             precision=convert(table["precision"], str, "plan.precision"),
             optimizer=run.planned_optimizer(str(table["engine"])),
             average=run.optimizer.average,
+            gradient_sums=run.training.gradient_sums,
             engine=convert(table["engine"], str, "plan.engine"),
         )
         rows = convert(table["memory"], list[dict[str, float]], "plan.memory")

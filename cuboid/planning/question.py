@@ -35,6 +35,8 @@ class Question:
     """Or muon, which keeps less, computes more and has matrices travel."""
     average: float = 0.0
     """Decay of a moving average of the weights; 0: none is kept."""
+    gradient_sums: str = "float32"
+    """Or bf16, which halves the memory and the traffic of gradients."""
     engine: str = "cuboid"
     """Whose profile of costs to use."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -67,6 +69,12 @@ class Question:
             raise UserError(
                 "optimizer=muon is counted for models of the catalog and engine=cuboid; use optimizer=adamw"
             )
+        if self.gradient_sums not in ("float32", "bf16"):
+            raise UserError(f"unknown gradient_sums={self.gradient_sums}; use float32 or bf16")
+        if self.gradient_sums == "bf16" and (self.engine != "cuboid" or self.precision not in ("bf16", "fp8")):
+            raise UserError(
+                "gradient_sums=bf16 is counted for engine=cuboid and precision=bf16 or fp8; use gradient_sums=float32"
+            )
         model = self.model
         if model.positions == "learned" and self.sequence > model.max_positions:
             raise UserError(
@@ -90,6 +98,7 @@ class Question:
         if self.precision == "fp16" and profile.own_collectives:  # its master weights are whole, not bf16's other half
             profile = replace(profile, optimizer_bytes=profile.optimizer_bytes + 2)
         profile = profile.with_muon() if self.optimizer == "muon" else profile
+        profile = profile.with_bf16_sums() if self.gradient_sums == "bf16" else profile
         if self.average:  # float32; read and written beside the master weights
             bytes_moved = 12.0
             profile = replace(

@@ -298,44 +298,48 @@ def _soon_scheduled(question: Question, space: Space, limit: float, mixes: bool)
 def _within(question: Question, some: Space, limit: float, mixes: bool) -> Space:
     """Shapes with every recomputation and ZeRO that might fit and take no longer than `limit`, also with only some of
     their layers recomputed: what is quickly said of them is asked first."""
-    space, again = _states_fit(question, with_recompute(question, some), split=True)
-    space = space.take(_soon(question, space, again, limit, mixes, least_in_layers))  # the same with any ZeRO
-    space, again = _states_fit(question, _sayable(question, with_zero(question, space)), split=False)
-    may = _may_fit(question, space)
-    space, again = space.take(may), again[may]
-    return space.take(_soon(question, space, again, limit, mixes, least_with_sums))
+    space = _soon(question, with_recompute(question, some), limit, mixes, least_in_layers, split=True)
+    space = _sayable(question, with_zero(question, space))
+    space = _soon(question, space, limit, mixes, least_with_sums, split=False)
+    return space.take(_may_fit(question, space))
 
 
 def _soon(
     question: Question,
     space: Space,
-    again: Array,
     limit: float,
     mixes: bool,
     least: Callable[[Question, Space], Array],
-) -> NDArray[np.bool_]:
-    """Whether so many seconds at least are within a limit. `again`: fraction of the layers that must be recomputed as
-    the layout says, the others one kind less."""
+    split: bool,
+) -> Space:
+    """Those whose states may fit and that may take no longer than `limit`. `least`: seconds that each takes at least as
+    it is; with `mixes` only as many layers need be recomputed as memory asks for, the others one kind less. `split`: as
+    if all states were split."""
     if not np.isfinite(limit):
-        return np.ones(len(space), dtype=bool)
+        return space.take(_states_fit(question, space, split)[0])
     heavy = np.flatnonzero((space.columns["recompute"] >= least_kind(question)) & mixes)
     both = space.concatenated(lighter(space.take(heavy)))  # asked at once: most of the time goes to asking
     seconds = np.concatenate([least(question, part) for part in chunks(both)])
-    more, less = seconds[: len(space)], seconds[len(space) :]
-    more[heavy] = np.minimum(more[heavy], less + again[heavy] * (more[heavy] - less))
-    return more <= limit * (1 + 1e-8)
+    more = seconds[: len(space)]
+    less = more.copy()
+    less[heavy] = np.minimum(less[heavy], seconds[len(space) :])
+    limit = limit * (1 + 1e-8)
+    soon = np.flatnonzero(less <= limit)  # few are, so memory is asked of these alone
+    space, more, less = space.take(soon), more[soon], less[soon]
+    fits, again = _states_fit(question, space, split)
+    return space.take(fits & (less + again * (more - less) <= limit))
 
 
-def _states_fit(question: Question, space: Space, split: bool) -> tuple[Space, Array]:
-    """Those whose states may fit, with what is kept, and the fraction of their layers that must be recomputed in full
-    for it; what recomputes less must fit as it is. `split`: as if all states were split."""
+def _states_fit(question: Question, space: Space, split: bool) -> tuple[NDArray[np.bool_], Array]:
+    """Whether the states of each may fit, with what is kept, and the fraction of its layers that must be recomputed in
+    full for it; what recomputes less must fit as it is. `split`: as if all states were split."""
     held = [Least.of(question, part, split) for part in chunks(space)]
     memory, again = (
         np.concatenate([of_size(each, len(part)) for each, part in zip(found, chunks(space), strict=True)])
         for found in ([each.recomputed for each in held], [each.again(question) for each in held])
     )
     fits = (memory <= question.limit) & ((space.columns["recompute"] == RECOMPUTE.index("full")) | (again == 0))
-    return space.take(fits), again[fits]
+    return fits, again
 
 
 def _may_fit(question: Question, space: Space) -> NDArray[np.bool_]:

@@ -58,6 +58,7 @@ def expected(run: Run, rank: int, cluster: ClusterSpec, routing: float | None = 
         precision=precision,
         optimizer=run.planned_optimizer(),
         average=run.optimizer.average,
+        gradient_sums=run.training.gradient_sums,
     )
     plan = predict(question, layout)
     stage = coordinates(rank, layout).pp

@@ -141,6 +141,7 @@ class Source:
             precision=str(asked) if asked in PRECISIONS else "float32",
             optimizer=run.planned_optimizer(str(run.plan.get("engine", "cuboid"))),
             average=run.optimizer.average,
+            gradient_sums=run.training.gradient_sums,
             engine=str(run.plan.get("engine", "cuboid")),
         )
         if question.cluster.accelerators != run.layout.world_size:

@@ -86,6 +86,7 @@ class Replanner:
             precision=precision,
             optimizer=run.planned_optimizer(),
             average=run.optimizer.average,
+            gradient_sums=run.training.gradient_sums,
         )
         scores = search(question, nodes * ranks, keep=CANDIDATES)
         for index in range(len(scores.space)):

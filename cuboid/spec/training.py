@@ -47,6 +47,9 @@ class TrainingSpec:
     """Of fp8: one scale for each tensor, or one for each of its rows: more exact, and slower."""
     deterministic: bool = False
     """Only kernels that give the same bits each time; slower on GPUs."""
+    gradient_sums: Literal["float32", "bf16"] = "float32"
+    """Of bf16 and fp8: in what gradients are summed, over micro-batches and over ranks. bf16 halves the memory of
+    gradients and the bytes of their collectives; each addition then rounds to 8 bits."""
     gradient_clip: float = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     z_loss: float = 0.0
@@ -118,6 +121,11 @@ class TrainingSpec:
             raise UserError(
                 "training.compile=on takes whichever kernel is fastest as a run starts, and its last bits, but "
                 "training.deterministic=true asks for the same each time; use training.compile=auto or off"
+            )
+        if self.gradient_sums == "bf16" and self.weights != "bf16":
+            raise UserError(
+                f"training.gradient_sums=bf16 is for precision=bf16 or fp8, not training.precision={self.precision}; "
+                "use gradient_sums=float32"
             )
         if self.backend == "nccl" and self.device == "cpu":
             raise UserError("training.backend=nccl needs GPUs, not training.device=cpu; use backend=auto or gloo")

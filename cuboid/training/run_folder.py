@@ -89,6 +89,7 @@ def check_same_training(old: Run, new: Run, owner: str = "") -> None:
         "training.seed": (old.training.seed, new.training.seed),
         "training.start_from": (old.training.start_from, new.training.start_from),
         "training.precision": (old.training.precision, new.training.precision),
+        "training.gradient_sums": (old.training.gradient_sums, new.training.gradient_sums),
         "model": (old.model, new.model),
         "data": (old.data, new.data),
         "optimizer": (old.optimizer, new.optimizer),

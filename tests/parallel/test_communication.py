@@ -24,6 +24,8 @@ from tests.parallel.cases import small_run
         ("float32", "dp=2,tp=4,zero=3,sequence_parallel=false,recompute=selective", ["model.kv_heads=2"]),
         ("bf16", "dp=2,pp=2,zero=3,schedule=dualpipev", ["model.tie_embeddings=true", "model.layers=5"]),
         ("bf16", "dp=4,zero=3,shard=1", []),
+        ("bf16", "dp=2,tp=2,pp=2", ["training.gradient_sums=bf16", "model.tie_embeddings=true"]),
+        ("bf16", "dp=4,tp=2,zero=2,shard=2", ["training.gradient_sums=bf16"]),
     ],
 )
 def test_other_precisions(pool: Pool, precision: str, layout: str, overrides: list[str]) -> None:

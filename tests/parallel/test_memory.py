@@ -82,6 +82,15 @@ def test_bf16_keeps_float32_master_weights_and_gradients(pool: Pool) -> None:
     assert close(rank["parameters"], 2 * count / 2)
 
 
+def test_gradients_summed_in_bf16_take_half_as_much(pool: Pool) -> None:
+    count = small_run("dp=1").model.parameters
+    bf16 = ("training.precision=bf16", "training.gradient_sums=bf16")
+    for zero, parts in ((0, 1), (1, 1), (2, 2), (3, 2)):
+        for rank in held(pool, f"dp=2,zero={zero}", *bf16):
+            assert close(rank["gradients"], 2 * count / parts)
+            assert close(rank["optimizer"], 8 * count / (2 if zero else 1)), "moments stay in float32"
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("method", ["ring", "ulysses", "allgather"])
 def test_what_a_rank_keeps_of_a_micro_batch_falls_with_context_ranks_as_predicted(

@@ -19,6 +19,17 @@ def test_bf16_stays_close_to_float32(pool: Pool, layout: str) -> None:
     assert all(result == results[0] for result in results), "every rank knows the same loss"
 
 
+@pytest.mark.parametrize("layout", ["dp=1", "dp=2,tp=2,pp=2", "dp=2,pp=2,zero=3,schedule=zbv", "dp=4,zero=1,shard=2"])
+def test_gradients_summed_in_bf16_stay_close_to_those_in_float32(pool: Pool, layout: str) -> None:
+    exact = small_run(layout, "training.precision=bf16", "training.steps=4")
+    coarse = small_run(layout, "training.precision=bf16", "training.gradient_sums=bf16", "training.steps=4")
+    expected = pool.run("tests.parallel.cases:losses", (exact,), ranks=exact.layout.world_size)
+    results = pool.run("tests.parallel.cases:losses", (coarse,), ranks=coarse.layout.world_size)
+    assert results[0] == pytest.approx(expected[0], rel=2e-3)
+    assert results[0] != expected[0], "several micro-batches are added"
+    assert all(result == results[0] for result in results), "every rank knows the same loss"
+
+
 @pytest.mark.parametrize("layout", ["dp=2,tp=2", "dp=2,pp=2,zero=2"])
 def test_a_step_that_is_not_finite_is_left_out_on_every_rank(pool: Pool, layout: str) -> None:
     run = small_run(layout)

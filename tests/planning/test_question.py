@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from cuboid.errors import UserError
+from cuboid.planning.choose import predict
 from cuboid.planning.question import MEMORY_FRACTION, PRECISIONS, Question, parse_fixed
 from cuboid.spec.layout import Layout
 from tests.planning.conftest import MIXED
@@ -71,3 +72,14 @@ def test_fp16_keeps_whole_master_weights(ask: Callable[..., Question]) -> None:
         ask("llama3-8b", "h100x8", precision=precision).profile.optimizer_bytes for precision in ("bf16", "fp16")
     )
     assert fp16 == bf16 + 2 == 12
+
+
+def test_gradients_summed_in_bf16_are_half_as_wide(ask: Callable[..., Question]) -> None:
+    question = ask("llama3-8b", "h100x8", gradient_sums="bf16")
+    assert (question.profile.gradient_bytes, question.profile.gradient_wire) == (2.0, 2.0)
+    layout = Layout.parse("dp=8,zero=1")
+    narrow, wide = predict(question, layout), predict(ask("llama3-8b", "h100x8"), layout)
+    assert narrow.memory[0]["gradients"] < 0.6 * wide.memory[0]["gradients"]
+    assert narrow.seconds < wide.seconds
+    with pytest.raises(UserError, match="gradient_sums=bf16 is counted for engine=cuboid"):
+        ask("llama3-8b", "h100x8", precision="float32", gradient_sums="bf16")

@@ -152,6 +152,8 @@ def export(plan: Plan, target: str) -> str:
         raise UserError(
             f"optimizer.average={plan.question.average} is not among what is written for {target}; use average=0"
         )
+    if plan.question.gradient_sums != "float32":
+        raise UserError(f"training.gradient_sums=bf16 is not among what is written for {target}; use float32")
     return writers[target](plan)
 
 
