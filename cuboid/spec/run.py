@@ -31,6 +31,7 @@ from cuboid.spec.generation import SamplesSpec
 from cuboid.spec.layout import Layout, parse_layout_fields
 from cuboid.spec.load import build_model, dump_model
 from cuboid.spec.model import ModelSpec
+from cuboid.spec.optimizer import OptimizerSpec
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.training import (
     OWN_DATA,
@@ -38,7 +39,6 @@ from cuboid.spec.training import (
     DataSpec,
     EvaluationSpec,
     LearningRateSpec,
-    OptimizerSpec,
     ProfileSpec,
     TrainingSpec,
 )
