@@ -17,11 +17,19 @@ def micro_batches(source: Source, run: Run, step: int, replica: int, device: tor
     """Of a training step; `step` counts batches, also those that were omitted."""
     sizes, length = run.training.batch_sizes, run.training.lengths.at(step)
     cut = length if length < run.training.sequence else 0
-    return _micro_batches(source, run, sizes.sum_before(step), sizes.at(step), replica, device, cut)
+    first = sizes.sum_before(step)
+    return _micro_batches(source, run, first, sizes.at(step), replica, device, cut, trains=True)
 
 
 def _micro_batches(
-    source: Source, run: Run, first: int, size: int, replica: int, device: torch.device, cut: int = 0
+    source: Source,
+    run: Run,
+    first: int,
+    size: int,
+    replica: int,
+    device: torch.device,
+    cut: int = 0,
+    trains: bool = False,
 ) -> list[MicroBatch]:
     """Replica r takes the r-th run of consecutive positions in the global batch, which has `size` of them."""
     per_replica = size // run.layout.dp
@@ -30,22 +38,24 @@ def _micro_batches(
     batches = []
     for start in range(first, first + per_replica, width):
         places = range(start, start + width)
+        numbers = places if trains else None
         samples = [source.at(place) for place in places]
         if isinstance(samples[0], dict):
-            batches.append(_own_batch([sample for sample in samples if isinstance(sample, dict)], device))
+            own = [sample for sample in samples if isinstance(sample, dict)]
+            batches.append(_own_batch(own, device, numbers))
             continue
         tokens, labels = (torch.stack(parts) for parts in zip(*samples, strict=True))
         documents = torch.zeros(tokens.shape, dtype=torch.int64) if cut else None
         if run.data.uses_documents:
             documents = torch.stack([source.documents_at(place) for place in places])
-        batches.append(MicroBatch(_carry(tokens, device), _carry(labels, device), documents, cut))
+        batches.append(MicroBatch(_carry(tokens, device), _carry(labels, device), documents, cut, None, numbers))
     return batches
 
 
-def _own_batch(samples: list[Fields], device: torch.device) -> MicroBatch:
+def _own_batch(samples: list[Fields], device: torch.device, numbers: range | None) -> MicroBatch:
     fields = {name: _carry(torch.stack([sample[name] for sample in samples]), device) for name in samples[0]}
     tokens = fields.get("tokens", next(iter(fields.values())))
-    return MicroBatch(tokens, fields.get("labels", tokens), fields=fields)
+    return MicroBatch(tokens, fields.get("labels", tokens), fields=fields, numbers=numbers)
 
 
 def _carry(x: Tensor, device: torch.device) -> Tensor:

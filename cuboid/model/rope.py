@@ -29,6 +29,9 @@ class Positions:
     """Of whole sequences, where attention stays inside documents."""
     windowed: tuple[Tensor, Tensor] | None = None
     """Cosine and sine for layers with a window, where these rotate otherwise."""
+    dropout: Tensor | None = None
+    """Of the tokens of the residual stream that this rank holds, what dropout draws from (`dropout.token_keys`); None
+    drops nothing."""
 
     def rotation(self, windowed: bool) -> tuple[Tensor | None, Tensor | None]:
         """Cosine and sine for layers with a window, or for those without."""

@@ -30,7 +30,7 @@ from cuboid.model.split_backward import (
     deferrable_matmul,
     split_matmul,
 )
-from cuboid.model.transformer import Block
+from cuboid.model.transformer import Block, drop_in
 from cuboid.parallel.async_tp import compiler_options
 from cuboid.parallel.compiled import compiled_attention, compiled_block, is_compiled
 from cuboid.parallel.context import ContextMix
@@ -144,7 +144,7 @@ def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -
         None if builder.compiled else fast_matmuls(device, run.training.precision),
         builder.pair,
     )
-    batches = BatchSharder(run, groups.coordinates.cp, builder.dtype, device)
+    batches = BatchSharder(run, groups.coordinates.cp, groups.tensor.index, builder.dtype, device)
     units = list(builder.units.values())
     factor = None
     if run.training.precision == "fp16":
@@ -201,6 +201,7 @@ class _Builder:
         self.run, self.groups, self.device, self.schedule = run, groups, device, schedule
         self.model, self.layout = run.model, run.layout
         self.dtype = DTYPES[run.training.weights]
+        self.dropout = run.training.dropout
         self.fp8_rows = run.training.fp8_scaling == "row" if run.training.precision == "fp8" else None
         """Of the blocks' linears: None is not in fp8, True with a scale for each row."""
         if self.fp8_rows is not None:
@@ -289,6 +290,8 @@ class _Builder:
         if self.custom is not None:
             return self._custom("embedding")
         embedding = make_embedding(self.model, self.region)
+        if self.dropout:
+            drop_in(embedding, "embedding", self.dropout, self.run.training.seed, self.device)
         return self._segment(embedding, "embedding", lambda x, batch: embedding(x, batch.positions))
 
     def _block(self, layer: int, recompute: Recompute) -> Segment:
@@ -296,6 +299,8 @@ class _Builder:
             return self._custom(f"layers.{layer}", recompute)
         # Without memory: `_segment` puts views of the unit's buffer in place.
         block = make_block(self.model, layer, self.region, self.device)
+        if self.dropout:
+            drop_in(block, f"layers.{layer}", self.dropout, self.run.training.seed, self.device)
         if self.fp8_rows is not None:
             for child in block.modules():
                 if isinstance(child, Linear):

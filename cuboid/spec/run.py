@@ -271,6 +271,10 @@ class Run:
             "training.precision=fp8": (self.training.precision == "fp8", "precision=bf16"),
             f"samples.every={self.samples.every}": (self.samples.every > 0, "every=0"),
             f"training.sequence_ramp={self.training.sequence_ramp}": (bool(self.training.sequence_ramp), "none"),
+            f"training.dropout={self.training.dropout}": (
+                self.training.dropout > 0,
+                "dropout=0 and cuboid.Dropout in its modules",
+            ),
             f"training.z_loss={self.training.z_loss}": (self.training.z_loss > 0, "z_loss=0 and add it in the head"),
         }
         for setting, (asked, instead) in refused.items():

@@ -54,6 +54,9 @@ class TrainingSpec:
     """Coefficient of the z-loss, which keeps logits from drifting: what is minimised is the loss plus this times the
     mean square of log Σ exp(logits) over tokens with labels (PaLM has 1e-4). Metrics tell that square apart from the
     loss; 0 turns it off."""
+    dropout: float = 0.0
+    """In training, the fraction of numbers dropped of what attention, feed-forward and embedding add to the residual
+    stream. The same on any layout. Attention probabilities are not dropped."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is one."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
@@ -112,6 +115,8 @@ class TrainingSpec:
             low=1,
         )
         require_in_range(self, "training", ("seed", "gradient_clip", "z_loss"), low=0)
+        if not 0 <= self.dropout < 1:
+            raise UserError(f"training.dropout={self.dropout} is no fraction below 1; use 0.1, or 0 for none")
         require_at_most(MOST, self, "training")
         parse_ramp("batch_ramp", self.batch_ramp, self.global_batch)
         parse_ramp("sequence_ramp", self.sequence_ramp, self.sequence)

@@ -17,6 +17,7 @@ from cuboid.data.source import Source, make_source
 from cuboid.kernels.cpu_16bit import fast_matmuls
 from cuboid.kernels.precision import wide
 from cuboid.model.custom import Model, WholeModel
+from cuboid.model.dropout import NUMBERS, token_keys
 from cuboid.model.fp8 import Fp8Matmul
 from cuboid.model.initialize import initialize, learning_rate_factor
 from cuboid.model.linear import Linear, Matmul, declared_split
@@ -141,6 +142,8 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
     else:
         model = Transformer(run.model).to(wide(dtype))
         initialize(run.model, model, run.training.seed)
+        if run.training.dropout:
+            model.drop(run.training.dropout, run.training.seed)
     model.to(device)
     parameters = dict(model.named_parameters())
     computing = Computing(model, dtype)
@@ -232,7 +235,8 @@ class _Samples:
         sample = self._source.at(place)
         nothing = torch.zeros((), device=self._device)
         if isinstance(self._model, WholeModel):
-            loss: Tensor = self._model(self._fields(sample))
+            fields = {**self._fields(sample), NUMBERS: torch.tensor([place], device=self._device)}
+            loss: Tensor = self._model(fields)
             return loss.to(wide(self._dtype)), nothing
         assert not isinstance(sample, dict)
         run = self._run
@@ -241,6 +245,9 @@ class _Samples:
         if run.data.uses_documents:
             ids = self._source.documents_at(place).unsqueeze(0)
         positions = self._table.of(torch.arange(whole), ids, run.data, length if length < whole else 0)
+        if run.training.dropout:
+            keys = token_keys(range(place, place + 1), torch.arange(whole, device=self._device))
+            positions = replace(positions, dropout=keys)
         tokens, labels = (each.unsqueeze(0).to(self._device) for each in sample)
         if not run.training.z_loss:
             return self._model.loss(tokens, labels, positions), nothing
