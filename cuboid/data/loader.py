@@ -17,19 +17,11 @@ def micro_batches(source: Source, run: Run, step: int, replica: int, device: tor
     """Of a training step; `step` counts batches, also those that were omitted."""
     sizes, length = run.training.batch_sizes, run.training.lengths.at(step)
     cut = length if length < run.training.sequence else 0
-    first = sizes.sum_before(step)
-    return _micro_batches(source, run, first, sizes.at(step), replica, device, cut, trains=True)
+    return _micro_batches(source, run, sizes.sum_before(step), sizes.at(step), replica, device, cut)
 
 
 def _micro_batches(
-    source: Source,
-    run: Run,
-    first: int,
-    size: int,
-    replica: int,
-    device: torch.device,
-    cut: int = 0,
-    trains: bool = False,
+    source: Source, run: Run, first: int, size: int, replica: int, device: torch.device, cut: int = 0
 ) -> list[MicroBatch]:
     """Replica r takes the r-th run of consecutive positions in the global batch, which has `size` of them."""
     per_replica = size // run.layout.dp
@@ -38,24 +30,23 @@ def _micro_batches(
     batches = []
     for start in range(first, first + per_replica, width):
         places = range(start, start + width)
-        numbers = places if trains else None
         samples = [source.at(place) for place in places]
         if isinstance(samples[0], dict):
             own = [sample for sample in samples if isinstance(sample, dict)]
-            batches.append(_own_batch(own, device, numbers))
+            batches.append(_own_batch(own, device, places))
             continue
         tokens, labels = (torch.stack(parts) for parts in zip(*samples, strict=True))
         documents = torch.zeros(tokens.shape, dtype=torch.int64) if cut else None
         if run.data.uses_documents:
             documents = torch.stack([source.documents_at(place) for place in places])
-        batches.append(MicroBatch(_carry(tokens, device), _carry(labels, device), documents, cut, None, numbers))
+        batches.append(MicroBatch(_carry(tokens, device), _carry(labels, device), documents, cut, None, places))
     return batches
 
 
-def _own_batch(samples: list[Fields], device: torch.device, numbers: range | None) -> MicroBatch:
+def _own_batch(samples: list[Fields], device: torch.device, places: range) -> MicroBatch:
     fields = {name: _carry(torch.stack([sample[name] for sample in samples]), device) for name in samples[0]}
     tokens = fields.get("tokens", next(iter(fields.values())))
-    return MicroBatch(tokens, fields.get("labels", tokens), fields=fields, numbers=numbers)
+    return MicroBatch(tokens, fields.get("labels", tokens), fields=fields, numbers=places)
 
 
 def _carry(x: Tensor, device: torch.device) -> Tensor:

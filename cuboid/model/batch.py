@@ -26,7 +26,7 @@ class MicroBatch:
     fields: Mapping[str, Tensor] | None = None
     """All that a data set of one's own gives."""
     numbers: range | None = None
-    """Of its sequences in the order of the data, in training: what dropout draws from. None drops nothing."""
+    """Of its sequences in the order of the data: what dropout draws from. None drops nothing."""
 
 
 # Documents packed into sequences, where attention stays inside each of them.

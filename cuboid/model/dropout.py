@@ -52,13 +52,13 @@ def kept(keys: Tensor, site: Tensor, width: int, rate: float) -> Tensor:
 class _Drop(torch.autograd.Function):
     @staticmethod
     def forward(context: Any, x: Tensor, keys: Tensor, site: Tensor, rate: float) -> Tensor:
-        context.save_for_backward(keys, site)
-        context.rate = rate
+        # Not as saved tensors: a recomputation would run to the end of the block, whose last collective nobody needs.
+        context.keys, context.site, context.rate = keys, site, rate
         return _dropped(x, keys, site, rate)
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return _dropped(gradient, *context.saved_tensors, context.rate), None, None, None
+        return _dropped(gradient, context.keys, context.site, context.rate), None, None, None
 
 
 def _dropped(x: Tensor, keys: Tensor, site: Tensor, rate: float) -> Tensor:
@@ -73,9 +73,7 @@ class _AtSite(nn.Module):
     def __init__(self, rate: float) -> None:
         super().__init__()
         if not 0 <= rate < 1:
-            raise UserError(
-                f"Dropout(rate={rate}) leaves nothing to learn from; use a rate from 0 to below 1, like 0.1"
-            )
+            raise UserError(f"Dropout({rate}) leaves nothing to learn from; use a rate below 1, like 0.1")
         self.rate = rate
         # A tensor, not a number: the compiler would make each layer a graph of its own.
         self.register_buffer("site", torch.zeros(2, dtype=torch.int32), persistent=False)

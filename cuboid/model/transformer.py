@@ -157,9 +157,9 @@ class Transformer(nn.Module):
 
     def drop(self, rate: float, seed: int) -> None:
         """What blocks and embedding add to the residual stream, of tokens whose positions say what to draw from."""
-        for prefix, module in [("embedding", self.embedding), *self.layers.named_children()]:
-            name = prefix if module is self.embedding else f"layers.{prefix}"
-            drop_in(module, name, rate, seed, torch.device("cpu"))
+        for name, module in self.named_modules():
+            if isinstance(module, Embedding | Block):
+                drop_in(module, name, rate, seed, torch.device("cpu"))
 
     def balance_with(self, balance: Balance) -> None:
         """Let the routers' auxiliary losses take part in every backward pass, and count what they do."""

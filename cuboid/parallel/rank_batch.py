@@ -65,19 +65,20 @@ class BatchSharder:
         built = run.model.built if isinstance(run.model, PythonModelSpec) else None
         self._custom = built if isinstance(built, Model) else None
 
-    def of(self, batch: MicroBatch) -> RankBatch:
+    def of(self, batch: MicroBatch, trains: bool = True) -> RankBatch:
+        """`trains`: numbers are dropped where the run or its model asks for it."""
         positions = self._positions
         if self._custom is not None:
             given = batch.fields or {"tokens": batch.tokens, "labels": batch.labels}
             # Images and the like are computed with: in the precision of the weights.
             fields = {name: x.to(self._dtype) if x.is_floating_point() else x for name, x in given.items()}
-            if batch.numbers is not None and self._custom.drops:
+            if trains and batch.numbers is not None and self._custom.drops:
                 fields[NUMBERS] = torch.arange(batch.numbers.start, batch.numbers.stop, device=batch.tokens.device)
             return RankBatch(batch.tokens, batch.labels, positions, fields, self._custom.count)
         # Within documents positions begin anew at each, and attention ends there.
         if batch.documents is not None:
             positions = self._table.of(self._places, batch.documents, self._data, batch.cut)
-        if self._drawn is not None and batch.numbers is not None:
+        if trains and self._drawn is not None and batch.numbers is not None:
             parts, own = self._part
             positions = replace(positions, dropout=token_keys(batch.numbers, self._drawn).chunk(parts)[own])
         if self._own is None:
