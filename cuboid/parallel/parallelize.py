@@ -311,9 +311,7 @@ class _Builder:
             block.attention.mix = ContextMix(self.groups, gathers, self.model.window_of(layer))
         routed = isinstance(block.feed_forward, MoE)
         # The compiler stops at these, and gives up what it would have to stop in while it recomputes.
-        within = self.run.data.attention_within_documents or bool(self.run.training.sequence_ramp)
-        in_window = self.model.window_of(layer) > 0 or self.model.sinks
-        stops = self.layout.cp > 1 or within or in_window or (self.model.qk_norm_whole and self.region is not None)
+        stops = self.layout.cp > 1 or (self.model.qk_norm_whole and self.region is not None)
         traced = self.region is None or self.region.traced
         if not self.compiled or (stops and recompute == "selective"):
             run = with_recompute(block, recompute)
