@@ -166,6 +166,13 @@ def prepare_folder(run: Run, overwrite: bool = False, take_over: bool = False) -
     return said
 
 
+def require_folder(run: Run) -> None:
+    """In rank 0, while it sets up: refuse to train in a new folder, which would not say what run it is of."""
+    folder = Path(run.output.folder)
+    if not _is_there(folder / RUN_FILE):
+        raise UserError(f"output.folder={folder} was removed, or unmounted, before a step was done; use one that stays")
+
+
 def forget_reports(run: Run) -> None:
     """What ended the run before is not what ends it now."""
     _remove(Path(run.output.folder), REPORTS)
