@@ -19,7 +19,7 @@ from cuboid.model.initialize import hashed, key_number
 LONGEST = 28
 """Bits of a position in a sequence."""
 GOLDEN, FIRST, SECOND = -0x61C88647, -0x7A143595, -0x3D4D51CB
-"""Odd constants as int32, whose products wrap around: Weyl's, and the two of MurmurHash3's finalizer."""
+"""Odd constants as int32, which wrap around when multiplied: Weyl's, and the two of MurmurHash3's finalizer."""
 
 
 def token_keys(numbers: range, positions: Tensor) -> Tensor:

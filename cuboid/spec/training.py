@@ -41,8 +41,9 @@ class TrainingSpec:
     skipped."""
     loss_scale_steps: int = 2000
     """Of fp16: after so many good steps in a row the factor doubles."""
-    fp8_scaling: Literal["tensor", "row"] = "tensor"
-    """Of fp8: one scale for each tensor, or one for each of its rows: more exact, and slower."""
+    fp8_scaling: Literal["tensor", "row", "block"] = "tensor"
+    """Of fp8: one scale for each tensor, one for each of its rows (more exact, and slower), or block: one for every 128
+    numbers of an input and every 128 × 128 of a weight, as DeepSeek-V3 was trained, on Hopper (and CPUs)."""
     deterministic: bool = False
     """Only kernels that give the same bits each time; slower on GPUs."""
     gradient_sums: Literal["float32", "bf16"] = "float32"

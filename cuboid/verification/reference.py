@@ -151,7 +151,7 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
     if precision == "fp8" and isinstance(computing.model, Transformer):
         for child in computing.model.layers.modules():
             if isinstance(child, Linear):
-                child.matmul = Fp8Matmul(run.training.fp8_scaling == "row")
+                child.matmul = Fp8Matmul(run.training.fp8_scaling)
     if hops > 1 and isinstance(computing.model, Transformer):
         sum_hop_by_hop(computing.model, hops)
     kind = UpdatesOfOwn if run.optimizer.is_own else WithMuon if run.optimizer.is_muon else Updates
