@@ -146,7 +146,8 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
             model.drop(run.training.dropout, run.training.seed)
     model.to(device)
     parameters = dict(model.named_parameters())
-    computing = Computing(model, dtype)
+    rounds = dtype == torch.bfloat16 and run.training.gradient_sums == "bf16"
+    computing = Computing(model, dtype, rounds)
     if precision == "fp8" and isinstance(computing.model, Transformer):
         for child in computing.model.layers.modules():
             if isinstance(child, Linear):
@@ -342,8 +343,9 @@ class UpdatesOfOwn:
 class Computing:
     """The model that computes: itself, or a copy in 16 bits of weights kept in float32, where gradients are summed."""
 
-    def __init__(self, kept: Transformer | WholeModel, dtype: torch.dtype) -> None:
-        self.model, self._pairs = kept, list[tuple[Tensor, Tensor]]()
+    def __init__(self, kept: Transformer | WholeModel, dtype: torch.dtype, rounds: bool = False) -> None:
+        """`rounds`: each sum of gradients to the 16 bits."""
+        self.model, self._pairs, self._rounds = kept, list[tuple[Tensor, Tensor]](), rounds
         if dtype == wide(dtype):
             return
         self.model = copy.deepcopy(kept).to(dtype)
@@ -365,6 +367,8 @@ class Computing:
             if copied.grad is not None:
                 own = copied.grad.to(parameter.dtype)
                 parameter.grad = own if parameter.grad is None else parameter.grad + own
+                if self._rounds:
+                    parameter.grad = parameter.grad.to(copied.dtype).to(own.dtype)
                 copied.grad = None
 
 
