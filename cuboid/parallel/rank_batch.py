@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cuboid.model.batch import MicroBatch
+from cuboid.model.batch import IGNORED, Further, MicroBatch, further
 from cuboid.model.custom import Model, counted_labels
 from cuboid.model.rope import Positions, PositionTable
 from cuboid.spec.plugin import PythonModelSpec
@@ -27,6 +27,12 @@ class RankBatch:
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     """All that a model of one's own reads."""
     count: Callable[[Mapping[str, Tensor]], Tensor] = counted_labels
+    further: tuple[Further, ...] = ()
+    """For each prediction layer."""
+
+    def counted_further(self, depth: int) -> Tensor:
+        """How many losses a prediction layer sums."""
+        return (self.further[depth].labels != IGNORED).sum()
 
     @property
     def counted(self) -> Tensor:
@@ -44,6 +50,7 @@ class BatchSharder:
         self._positions = self._table.at(self._places.unsqueeze(0))
         self._own = self._places.to(device) if size > 1 else None
         self._data = run.data
+        self._depths = range(1, run.model.prediction_layers + 1)
         self._dtype = dtype
         built = run.model.built if isinstance(run.model, PythonModelSpec) else None
         self._custom = built if isinstance(built, Model) else None
@@ -58,7 +65,10 @@ class BatchSharder:
         # Within documents positions begin anew at each, and attention ends there.
         if batch.documents is not None:
             positions = self._table.of(self._places, batch.documents, self._data, batch.cut)
-        if self._own is None:
-            return RankBatch(batch.tokens, batch.labels, positions)
-        # This rank's two zigzag chunks, early and late; RoPE's positions are those of the whole sequence.
-        return RankBatch(batch.tokens[:, self._own], batch.labels[:, self._own], positions)
+        # Of whole sequences, so that a chunk's last token has its further ones too.
+        found = [Further(batch.tokens, batch.labels), *(further(batch, depth) for depth in self._depths)]
+        if self._own is not None:
+            # This rank's two zigzag chunks, early and late; RoPE's positions are those of the whole sequence.
+            found = [Further(*(x[:, self._own] for x in each)) for each in found]
+        own, *others = found
+        return RankBatch(own.tokens, own.labels, positions, further=tuple(others))

@@ -56,6 +56,9 @@ class TrainingSpec:
     """Coefficient of the z-loss, which keeps logits from drifting: what is minimised is the loss plus this times the
     mean square of log Σ exp(logits) over tokens with labels (PaLM has 1e-4). Metrics tell that square apart from the
     loss; 0 turns it off."""
+    prediction_loss: float = 0.3
+    """Coefficient of the loss of prediction layers (`model.prediction_layers`), a mean over them: DeepSeek-V3's first
+    one; later it had 0.1. Metrics tell their losses apart from the loss."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is one."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
@@ -113,7 +116,7 @@ class TrainingSpec:
             ("steps", "global_batch", "sequence", "threads_per_rank", "loss_scale", "loss_scale_steps"),
             low=1,
         )
-        require_in_range(self, "training", ("seed", "gradient_clip", "z_loss"), low=0)
+        require_in_range(self, "training", ("seed", "gradient_clip", "z_loss", "prediction_loss"), low=0)
         require_at_most(MOST, self, "training")
         parse_ramp("batch_ramp", self.batch_ramp, self.global_batch)
         parse_ramp("sequence_ramp", self.sequence_ramp, self.sequence)
