@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from cuboid.data.assignment import Assignment, assignment
 from cuboid.data.corpus import Fields
 from cuboid.data.source import Source
 from cuboid.kernels.pinned_memory import to_device
@@ -15,21 +16,34 @@ from cuboid.spec.run import Run
 
 def micro_batches(source: Source, run: Run, step: int, replica: int, device: torch.device) -> list[MicroBatch]:
     """Of a training step; `step` counts batches, also those that were omitted."""
-    sizes, length = run.training.batch_sizes, run.training.lengths.at(step)
-    cut = length if length < run.training.sequence else 0
-    return _micro_batches(source, run, sizes.sum_before(step), sizes.at(step), replica, device, cut)
+    sizes = run.training.batch_sizes
+    return _micro_batches(source, run, sizes.sum_before(step), sizes.at(step), replica, device, _cut(run, step))
+
+
+def assigned(source: Source, run: Run, step: int) -> Assignment | None:
+    """How the sequences of a training step are assigned; None: in their order."""
+    sizes = run.training.batch_sizes
+    if run.data.assignment == "order":
+        return None
+    return assignment(source, run, sizes.sum_before(step), sizes.at(step), _cut(run, step))
+
+
+def _cut(run: Run, step: int) -> int:
+    length = run.training.lengths.at(step)
+    return length if length < run.training.sequence else 0
 
 
 def _micro_batches(
     source: Source, run: Run, first: int, size: int, replica: int, device: torch.device, cut: int = 0
 ) -> list[MicroBatch]:
-    """Replica r takes the r-th run of consecutive positions in the global batch, which has `size` of them."""
+    """Of `size` positions from `first` on. In their order, replica r takes the r-th run of them."""
     per_replica = size // run.layout.dp
-    first += replica * per_replica
-    width = run.layout.micro_batch
+    start, width = first + replica * per_replica, run.layout.micro_batch
+    taken: Sequence[Sequence[int]] = [range(at, at + width) for at in range(start, start + per_replica, width)]
+    if run.data.assignment == "work":
+        taken = assignment(source, run, first, size, cut).replicas[replica]
     batches = []
-    for start in range(first, first + per_replica, width):
-        places = range(start, start + width)
+    for places in taken:
         samples = [source.at(place) for place in places]
         if isinstance(samples[0], dict):
             batches.append(_own_batch([sample for sample in samples if isinstance(sample, dict)], device))
