@@ -46,20 +46,21 @@ def _micro_batches(
     for places in taken:
         samples = [source.at(place) for place in places]
         if isinstance(samples[0], dict):
-            batches.append(_own_batch([sample for sample in samples if isinstance(sample, dict)], device))
+            own = [sample for sample in samples if isinstance(sample, dict)]
+            batches.append(_own_batch(own, device, places))
             continue
         tokens, labels = (torch.stack(parts) for parts in zip(*samples, strict=True))
         documents = torch.zeros(tokens.shape, dtype=torch.int64) if cut else None
         if run.data.uses_documents:
             documents = torch.stack([source.documents_at(place) for place in places])
-        batches.append(MicroBatch(to_device(tokens, device), to_device(labels, device), documents, cut))
+        batches.append(MicroBatch(to_device(tokens, device), to_device(labels, device), documents, cut, None, places))
     return batches
 
 
-def _own_batch(samples: list[Fields], device: torch.device) -> MicroBatch:
+def _own_batch(samples: list[Fields], device: torch.device, places: range) -> MicroBatch:
     fields = {name: to_device(torch.stack([sample[name] for sample in samples]), device) for name in samples[0]}
     tokens = fields.get("tokens", next(iter(fields.values())))
-    return MicroBatch(tokens, fields.get("labels", tokens), fields=fields)
+    return MicroBatch(tokens, fields.get("labels", tokens), fields=fields, numbers=places)
 
 
 def evaluation_batches(

@@ -26,6 +26,8 @@ class MicroBatch:
     """Tokens after which sequences are cut, as if they were shorter; 0: nowhere. Needs `documents`."""
     fields: Mapping[str, Tensor] | None = None
     """All that a data set of one's own gives."""
+    numbers: range | None = None
+    """Of its sequences in the order of the data: what dropout draws from. None drops nothing."""
 
 
 # Documents packed into sequences, where attention stays inside each of them.

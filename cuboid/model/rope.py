@@ -30,6 +30,9 @@ class Positions:
     """Of whole sequences, where attention stays inside documents."""
     windowed: tuple[Tensor, Tensor] | None = None
     """Cosine and sine for layers with a window, where these rotate otherwise."""
+    dropout: Tensor | None = None
+    """Of the tokens of the residual stream that this rank holds, what dropout draws from (`dropout.token_keys`); None
+    drops nothing."""
     edges: Edges | None = None
     """Of `documents`, as kernels read them."""
 

@@ -30,7 +30,7 @@ from cuboid.model.split_backward import (
     deferrable_matmul,
     split_matmul,
 )
-from cuboid.model.transformer import Block
+from cuboid.model.transformer import Block, drop_in
 from cuboid.parallel.async_tp import compiler_options
 from cuboid.parallel.compiled import compiled_attention, compiled_block, is_compiled
 from cuboid.parallel.context import ContextMix
@@ -144,7 +144,7 @@ def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -
         None if builder.compiled else fast_matmuls(device, run.training.precision),
         builder.pair,
     )
-    batches = BatchSharder(run, groups.coordinates.cp, builder.dtype, device)
+    batches = BatchSharder(run, groups.coordinates.cp, groups.tensor.index, builder.dtype, device)
     units = list(builder.units.values())
     factor = None
     if run.training.precision == "fp16":
@@ -201,10 +201,11 @@ class _Builder:
         self.run, self.groups, self.device, self.schedule = run, groups, device, schedule
         self.model, self.layout = run.model, run.layout
         self.dtype = DTYPES[run.training.weights]
-        self.fp8_rows = run.training.fp8_scaling == "row" if run.training.precision == "fp8" else None
-        """Of the blocks' linears: None is not in fp8, True with a scale for each row."""
-        if self.fp8_rows is not None:
-            require_fp8(device)
+        self.dropout = run.training.dropout
+        self.fp8 = run.training.fp8_scaling if run.training.precision == "fp8" else None
+        """The scales of the blocks' linears; None is not in fp8."""
+        if self.fp8 is not None:
+            require_fp8(device, self.fp8)
         tensor, expert = groups.tensor, groups.expert
         sequence_parallel = self.layout.sequence_parallel
         self.place = ShardingRank(tensor.size, tensor.index, expert.size, expert.index, sequence_parallel)
@@ -289,6 +290,8 @@ class _Builder:
         if self.custom is not None:
             return self._custom("embedding")
         embedding = make_embedding(self.model, self.region)
+        if self.dropout:
+            drop_in(embedding, "embedding", self.dropout, self.run.training.seed, self.device)
         return self._segment(embedding, "embedding", lambda x, batch: embedding(x, batch.positions))
 
     def _block(self, layer: int, recompute: Recompute) -> Segment:
@@ -296,10 +299,12 @@ class _Builder:
             return self._custom(f"layers.{layer}", recompute)
         # Without memory: `_segment` puts views of the unit's buffer in place.
         block = make_block(self.model, layer, self.region, self.device)
-        if self.fp8_rows is not None:
+        if self.dropout:
+            drop_in(block, f"layers.{layer}", self.dropout, self.run.training.seed, self.device)
+        if self.fp8 is not None:
             for child in block.modules():
                 if isinstance(child, Linear):
-                    child.matmul = Fp8Matmul(self.fp8_rows)
+                    child.matmul = Fp8Matmul(self.fp8)
         # Outside in: attention over ranks, then recompute around the block, then experts and measures around that.
         if self.layout.cp > 1:
             gathers = self.layout.cp_method == "allgather"
@@ -337,14 +342,14 @@ class _Builder:
     def _rework(self, block: Block, unit: Unit) -> None:
         """Of a block that is compiled: what the compiler does not find."""
         waits = self.deferral if self.schedule.splits_backward else None
-        if self.fp8_rows is None:
+        if self.fp8 in (None, "block"):  # in the others the compiler fuses what rounds
             fuse_matmuls(block, unit, self.model.positions == "rope", waits, self.region)
             if self.model.norm == "rmsnorm" and self.dtype != torch.float64:
                 block.add_norm = fused_add_norm
         if waits is not None:
             for child in block.modules():
                 if isinstance(child, Linear):
-                    child.matmul = split_matmul(child, waits, self.fp8_rows)
+                    child.matmul = split_matmul(child, waits, self.fp8)
 
     def _head(self) -> Segment:
         if self.custom is not None:
@@ -370,7 +375,7 @@ class _Builder:
         if self.schedule.splits_backward and self.custom is None:
             for child in module.modules():
                 if isinstance(child, Linear) and not (self.compiled and in_block):
-                    child.matmul = deferrable_matmul(self.deferral, self.fp8_rows if in_block else None)
+                    child.matmul = deferrable_matmul(self.deferral, self.fp8 if in_block else None)
                 if isinstance(child, Experts):
                     child.matmul = deferrable_grouped_matmul(self.deferral)
         # A module of one's own may use one parameter under several names.
@@ -403,7 +408,7 @@ class _Builder:
 
     def _unit(self, name: str, table: dict[str, Declared]) -> Unit:
         if name not in self.units:
-            one_scale = self.fp8_rows is False
+            one_scale = self.fp8 == "tensor"
             experts, balance = name.endswith(EXPERTS), name.endswith(BALANCES)
             self.units[name] = Unit(
                 name,
