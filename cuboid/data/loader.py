@@ -57,7 +57,7 @@ def _micro_batches(
     return batches
 
 
-def _own_batch(samples: list[Fields], device: torch.device, places: range) -> MicroBatch:
+def _own_batch(samples: list[Fields], device: torch.device, places: Sequence[int]) -> MicroBatch:
     fields = {name: to_device(torch.stack([sample[name] for sample in samples]), device) for name in samples[0]}
     tokens = fields.get("tokens", next(iter(fields.values())))
     return MicroBatch(tokens, fields.get("labels", tokens), fields=fields, numbers=places)
