@@ -11,9 +11,9 @@ uniform lengths in turn, so that all have the same card at the same temperature.
 without the embedding, and 12 per layer, width and pair of a query and a key that it sees: documents have fewer pairs,
 so what is compared is FLOP/s.
 
-`cpu` trains on dp=4; each step is taken with its sequences assigned in order and then by work. Documents have
-long-tailed lengths. What it prints are seconds of a step, and processor seconds of its busiest rank, which are the same
-only where each rank has a core of its own."""
+`cpu` trains on dp=4, with ZeRO 1 and 2; each step is taken with its sequences assigned in order and then by work. Documents have
+long-tailed lengths. What it prints are seconds of a step, and processor seconds of its busiest rank; the ratio of the
+former means something only where each rank has a core of its own."""
 
 from __future__ import annotations
 
@@ -258,31 +258,30 @@ RANKS = 4
 def cpu(options: argparse.Namespace) -> None:
     with TemporaryDirectory() as folder, Pool() as pool:
         store = letters_store(Path(folder), options.sequence, options.seed)
-        table = {
-            "model": {**CPU_SHAPE, "family": "llama", "vocab": 257},
-            "layout": f"dp={RANKS}",
-            "training": {
-                "global_batch": RANKS * options.per_rank,
-                "sequence": options.sequence,
-                "device": "cpu",
-                "steps": options.rounds,
-            },
-            "data": {"source": store, "attention_within_documents": True, "positions_within_documents": True},
-        }
-        run = build_run(table, options.set)
-        told = pool.run("packing:taken", (run,), ranks=RANKS, timeout=600)
-    by_kind: dict[str, dict[str, float]] = {}
-    for kind in KINDS:
-        rows = [rank[kind] for rank in told]
-        by_kind[kind] = {
-            "step_seconds": statistics.median(wall for wall, _ in rows[0]),
-            "busiest_rank_seconds": statistics.median(
-                max(own for _, own in steps) for steps in zip(*rows, strict=True)
-            ),
-        }
-    ratios = {name: by_kind["order"][name] / by_kind["work"][name] for name in by_kind["work"]}
-    planned = statistics.median(in_order / by_work for in_order, by_work in told[0]["imbalance"])
-    print(json.dumps({**by_kind, "ratios": ratios, "planned": planned, "cores": os.cpu_count()}))
+        for layout in (f"dp={RANKS},zero=1", f"dp={RANKS},zero=2"):
+            table = {
+                "model": {**CPU_SHAPE, "family": "llama", "vocab": 257},
+                "layout": layout,
+                "training": {
+                    "global_batch": RANKS * options.per_rank,
+                    "sequence": options.sequence,
+                    "device": "cpu",
+                    "steps": options.rounds,
+                },
+                "data": {"source": store, "attention_within_documents": True, "positions_within_documents": True},
+            }
+            told = pool.run("packing:taken", (build_run(table, options.set),), ranks=RANKS, timeout=600)
+            row: dict[str, Any] = {"layout": layout, "cores": os.cpu_count()}
+            for kind in KINDS:
+                steps = list(zip(*(rank[kind] for rank in told), strict=True))
+                row[kind] = {
+                    "step_seconds": statistics.median(ranks[0][0] for ranks in steps),
+                    "busiest_rank_seconds": statistics.median(max(own for _, own in ranks) for ranks in steps),
+                }
+            row["ratios"] = {name: row["order"][name] / row["work"][name] for name in row["work"]}
+            imbalance = told[0]["imbalance"]
+            row["planned"] = sum(in_order for in_order, _ in imbalance) / sum(by_work for _, by_work in imbalance)
+            print(json.dumps(row), flush=True)
 
 
 KINDS = ("order", "work")
@@ -290,10 +289,10 @@ CPU_SHAPE = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 128}
 
 
 def letters_store(folder: Path, sequence: int, seed: int) -> str:
-    """Documents of long-tailed lengths, as `drawn_ids` has them."""
-    ids = drawn_ids("long-tailed", 256, sequence, seed)
-    assert ids is not None
-    lengths = Documents(ids.view(1, -1)).lengths.tolist()
+    """Half of all documents below a 64th of a sequence, a tenth of all tokens in some that are longer than one."""
+    drawn = np.random.default_rng(seed).lognormal(np.log(sequence / 64), 1.5, size=100_000)
+    lengths = [max(2, int(each)) for each in drawn]
+    lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), 512 * sequence))]
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": "a" * (n - 1) + " "}) + "\n" for n in lengths))
     build(BuildRequest(sources=(str(folder / "text.jsonl"),), output=folder / "store", workers=1))
     return str(folder / "store")
@@ -345,7 +344,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=tuple(SHAPES), default="1B")
     parser.add_argument("--micro-batch", type=int, default=2)
     parser.add_argument("--sequence", type=int, help="default: 8192, of cpu 4096")
-    parser.add_argument("--per-rank", type=int, default=4, help="cpu: sequences of a step")
+    parser.add_argument("--per-rank", type=int, default=8, help="cpu: sequences of a step")
     parser.add_argument("--seed", type=int, default=0, help="cpu: of the lengths of documents")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     parser.add_argument("--steps", type=int, default=4, help="of each side in a row")

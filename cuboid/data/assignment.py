@@ -25,7 +25,8 @@ class Assignment:
     replicas: list[list[list[int]]]
     """Of each replica, of each of its micro-batches: positions in the global order."""
     imbalance: float
-    """Work of the busiest replica over the mean of all."""
+    """What replicas compute or wait for, over the mean of what they compute: the busiest one's work; with ZeRO 2 and 3,
+    and with experts on several ranks, that of the busiest in each micro-batch."""
     in_order: float
     """The same if sequences were taken in their order."""
 
@@ -39,12 +40,20 @@ def assignment(source: Source, run: Run, first: int, size: int, cut: int) -> Ass
     lengths = [(each.cut(cut) if cut else each).lengths.numpy() for each in documents]
     works = [work(run, each) for each in lengths]
     replicas = assign(works, run.layout.dp, run.layout.micro_batch)
-    taken = [sum(works[number] for batch in batches for number in batch) for batches in replicas]
-    each = size // run.layout.dp
-    in_order = [sum(works[start : start + each]) for start in range(0, size, each)]
-    mean = sum(works) / run.layout.dp
+    each, width = size // run.layout.dp, run.layout.micro_batch
+    in_order = [
+        [list(range(at, at + width)) for at in range(start, start + each, width)] for start in range(0, size, each)
+    ]
     places = [[[first + number for number in batch] for batch in batches] for batches in replicas]
-    return Assignment(places, max(taken) / mean, max(in_order) / mean)
+    waits = run.layout.zero >= 2 or run.layout.ep > 1
+    return Assignment(places, _imbalance(works, replicas, waits), _imbalance(works, in_order, waits))
+
+
+def _imbalance(works: Sequence[int], replicas: Sequence[Sequence[Sequence[int]]], waits: bool) -> float:
+    """`waits`: in each micro-batch for all others."""
+    loads = [[sum(works[number] for number in batch) for batch in batches] for batches in replicas]
+    longest = sum(map(max, zip(*loads, strict=True))) if waits else max(map(sum, loads))
+    return longest * len(loads) / sum(works)
 
 
 def work(run: Run, lengths: NDArray[np.int64]) -> int:
