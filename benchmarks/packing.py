@@ -11,9 +11,9 @@ uniform lengths in turn, so that all have the same card at the same temperature.
 without the embedding, and 12 per layer, width and pair of a query and a key that it sees: documents have fewer pairs,
 so what is compared is FLOP/s.
 
-`cpu` trains on dp=4, with ZeRO 1 and 2; each step is taken with its sequences assigned in order and then by work. Documents have
-long-tailed lengths. What it prints are seconds of a step, and processor seconds of its busiest rank; the ratio of the
-former means something only where each rank has a core of its own."""
+`cpu` trains on dp=4, with ZeRO 1 and 2; each step is taken with its sequences assigned in order and then by work.
+Documents have long-tailed lengths. What it prints are seconds of a step, and processor seconds of its busiest rank; the
+ratio of the former means something only where each rank has a core of its own."""
 
 from __future__ import annotations
 

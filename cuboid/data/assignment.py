@@ -40,9 +40,9 @@ def assignment(source: Source, run: Run, first: int, size: int, cut: int) -> Ass
     lengths = [(each.cut(cut) if cut else each).lengths.numpy() for each in documents]
     works = [work(run, each) for each in lengths]
     replicas = assign(works, run.layout.dp, run.layout.micro_batch)
-    each, width = size // run.layout.dp, run.layout.micro_batch
+    own, width = size // run.layout.dp, run.layout.micro_batch
     in_order = [
-        [list(range(at, at + width)) for at in range(start, start + each, width)] for start in range(0, size, each)
+        [list(range(at, at + width)) for at in range(start, start + own, width)] for start in range(0, size, own)
     ]
     places = [[[first + number for number in batch] for batch in batches] for batches in replicas]
     waits = run.layout.zero >= 2 or run.layout.ep > 1
