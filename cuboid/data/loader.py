@@ -51,7 +51,7 @@ def _micro_batches(
             continue
         tokens, labels = (torch.stack(parts) for parts in zip(*samples, strict=True))
         documents = torch.zeros(tokens.shape, dtype=torch.int64) if cut else None
-        if run.data.uses_documents:
+        if run.data.uses_documents or run.model.prediction_layers:
             documents = torch.stack([source.documents_at(place) for place in places])
         batches.append(MicroBatch(to_device(tokens, device), to_device(labels, device), documents, cut, None, places))
     return batches

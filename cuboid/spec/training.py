@@ -58,6 +58,9 @@ class TrainingSpec:
     dropout: float = 0.0
     """In training, the fraction of numbers dropped of what attention, feed-forward and embedding add to the residual
     stream. The same on any layout. Attention probabilities are not dropped."""
+    prediction_loss: float = 0.3
+    """Coefficient of the loss of prediction layers (`model.prediction_layers`), a mean over them: DeepSeek-V3's first
+    one; later it had 0.1. Metrics tell their losses apart from the loss."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is one."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
@@ -115,7 +118,7 @@ class TrainingSpec:
             ("steps", "global_batch", "sequence", "threads_per_rank", "loss_scale", "loss_scale_steps"),
             low=1,
         )
-        require_in_range(self, "training", ("seed", "gradient_clip", "z_loss"), low=0)
+        require_in_range(self, "training", ("seed", "gradient_clip", "z_loss", "prediction_loss"), low=0)
         if not 0 <= self.dropout < 1:
             raise UserError(f"training.dropout={self.dropout} is no fraction below 1; use 0.1, or 0 for none")
         require_at_most(MOST, self, "training")
