@@ -119,12 +119,12 @@ def test_weight_gradients_of_compiled_blocks_wait(pool: Pool, change: tuple[str,
 
 @pytest.mark.parametrize("layout", ["dp=1", "tp=2,recompute=selective"])
 def test_compiled_blocks_with_scales_of_squares(pool: Pool, layout: str) -> None:
-    """Fused projections have the scales of each by itself: the same numbers, until an update has acted on what the order
-    of sums rounds."""
+    """Fused projections have the scales of each by itself: the same numbers, until sums in another order (of ranks, of
+    an update) are rounded to others."""
     wide = ("model.hidden=256", "model.heads=2", "model.kv_heads=2", "model.ffn=512", SQUARES[-1])
     fields = ("training.steps=2", "model.layers=2", *FIELDS[2:3], *FIELDS[4:], "training.precision=fp8", *wide)
     plain = losses(0, small_run("dp=1", *fields))
     run = small_run(layout, *fields, "training.compile=on")
     for found, _ in pool.run("tests.parallel.cases:traced_split", (run,), ranks=run.layout.world_size):
-        assert found[0] == pytest.approx(plain[0], rel=1e-5 if layout == "dp=1" else 1e-3)
+        assert found[0] == pytest.approx(plain[0], rel=1e-5 if layout == "dp=1" else 3e-3)
         assert found == pytest.approx(plain, rel=3e-3)
