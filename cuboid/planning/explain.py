@@ -220,8 +220,10 @@ def memory_lines(explanation: Explanation) -> list[str]:
     kept = "boundaries of its layers" if layout.recompute == "full" else "what its layers keep for backward"
     if layout.recompute_layers:
         kept = f"what they keep with {recomputation(layout)}"
+    predicted = plan.question.model.prediction_layers * (layout.stages - 1 in layout.stages_of(rank))
+    beside = f" and {predicted} prediction {'layer' if predicted == 1 else 'layers'}" if predicted else ""
     lines.append(
-        f"activations: {own} layers, {kept}, of the micro-batches in flight under {layout.schedule} = "
+        f"activations: {own} layers{beside}, {kept}, of the micro-batches in flight under {layout.schedule} = "
         f"{row['activations'] / GIB:.2f} GiB"
     )
     others = sum(row[name] for name in ("logits", "transient", "buffers", "reserve"))

@@ -21,9 +21,10 @@ from cuboid.planning.refine import Refined
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.coding import convert, decode, encode
 from cuboid.spec.layout import Layout
+from cuboid.spec.optimizer import OptimizerSpec
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import OutputSpec, Run, dump_run, load_run
-from cuboid.spec.training import OWN_DATA, TO_CHOOSE, DataSpec, OptimizerSpec, TrainingSpec
+from cuboid.spec.training import OWN_DATA, TO_CHOOSE, DataSpec, TrainingSpec
 
 GIB = 2**30
 
