@@ -339,20 +339,30 @@ def open_safetensors(path: str | Path) -> Any:
     """`safe_open`, of a plain file whose header is there and can be one."""
     from safetensors import SafetensorError, safe_open
 
-    instead = "copy the model again"
+    read_safetensors_header(path)
+    try:
+        return safe_open(str(path), framework="pt")
+    except (SafetensorError, OSError) as problem:
+        raise Unreadable(path, f"is damaged: {problem}", COPY_AGAIN) from None
+
+
+COPY_AGAIN = "copy the model again"
+
+
+def read_safetensors_header(path: str | Path) -> Table:
+    """What a plain file says of its tensors, by their names."""
+    instead = COPY_AGAIN
     with open_plain(path, instead) as file:
         size, begin = os.fstat(file.fileno()).st_size, file.read(8)
         header = int.from_bytes(begin, "little")
         if len(begin) < 8 or header > min(LARGEST_HEADER, size - 8):
             raise Unreadable(path, f"is damaged: its {size:,} bytes do not hold the header they begin with", instead)
         try:
-            require_sane(parse_json(file.read(header).rstrip(b" ")))
+            found = parse_json(file.read(header).rstrip(b" "))
+            require_sane(found)
         except (ValueError, UnicodeDecodeError) as problem:
             raise Unreadable(path, f"is damaged: its header is not JSON ({problem})", instead) from None
-    try:
-        return safe_open(str(path), framework="pt")
-    except (SafetensorError, OSError) as problem:
-        raise Unreadable(path, f"is damaged: {problem}", instead) from None
+    return found if isinstance(found, dict) else {}
 
 
 def open_parquet(path: Path) -> Any:

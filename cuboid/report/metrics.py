@@ -140,7 +140,7 @@ def experts(source: Source, numbers: int = EXPERT_NUMBERS) -> dict[str, Any] | N
     shown = max(1, min(len(rows), numbers // size))
     frames = [rows[-1 - index * len(rows) // shown] for index in range(shown)][::-1]
     return {
-        "layers": list(range(first, source.run.model.layers)),
+        "layers": list(range(first, source.run.model.all_layers)),
         "experts": mixture.experts,
         "most": mixture.experts / mixture.top_k,
         "steps": [[row["first"], row["step"]] for row in rows],
