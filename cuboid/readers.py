@@ -417,7 +417,7 @@ def _words(column: Any) -> int:
     if not pyarrow.types.is_dictionary(column.type) or not pyarrow.types.is_string(column.type.value_type):
         return 0
     lengths = compute.binary_length(column.dictionary).cast("int64")
-    return compute.sum(lengths.take(column.indices)).as_py() or 0
+    return int(compute.sum(lengths.take(column.indices)).as_py() or 0)
 
 
 def is_finite(value: object) -> bool:
