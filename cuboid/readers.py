@@ -396,11 +396,28 @@ def map_array(path: Path, dtype: Any) -> Any:
     return np.memmap(path, mode="r", dtype=dtype)
 
 
-def checked_batches(batches: Iterator[Any]) -> Iterator[Any]:
-    """Batches of Arrow whose offsets and text were looked at: what a file says of them may lead anywhere."""
+def checked_batches(batches: Iterator[Any], path: Path) -> Iterator[Any]:
+    """Batches of Arrow whose offsets and text were looked at: what a file says of them may lead anywhere. Rows without
+    content, and words of a dictionary, take no bytes there and do here."""
+    most = max(LARGEST_LINE, INFLATED * path.stat().st_size)
+    held = 0
     for batch in batches:
         batch.validate(full=True)
+        held += batch.nbytes + 8 * batch.num_rows + sum(map(_words, batch.columns))
+        if held > most:
+            raise Unreadable(path, f"holds more than {most:,} bytes, far beyond its own size", "write it again")
         yield batch
+
+
+def _words(column: Any) -> int:
+    """Bytes of a column that has numbers of words in place of the words."""
+    import pyarrow
+    import pyarrow.compute as compute
+
+    if not pyarrow.types.is_dictionary(column.type) or not pyarrow.types.is_string(column.type.value_type):
+        return 0
+    lengths = compute.binary_length(column.dictionary).cast("int64")
+    return compute.sum(lengths.take(column.indices)).as_py() or 0
 
 
 def is_finite(value: object) -> bool:

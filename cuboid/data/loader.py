@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from cuboid.data.corpus import Fields
 from cuboid.data.source import Source
+from cuboid.kernels.pinned_memory import to_device
 from cuboid.model.batch import MicroBatch
 from cuboid.spec.run import Run
 
@@ -32,25 +32,21 @@ def _micro_batches(
         places = range(start, start + width)
         samples = [source.at(place) for place in places]
         if isinstance(samples[0], dict):
-            batches.append(_own_batch([sample for sample in samples if isinstance(sample, dict)], device))
+            own = [sample for sample in samples if isinstance(sample, dict)]
+            batches.append(_own_batch(own, device, places))
             continue
         tokens, labels = (torch.stack(parts) for parts in zip(*samples, strict=True))
         documents = torch.zeros(tokens.shape, dtype=torch.int64) if cut else None
         if run.data.uses_documents or run.model.prediction_layers:
             documents = torch.stack([source.documents_at(place) for place in places])
-        batches.append(MicroBatch(_carry(tokens, device), _carry(labels, device), documents, cut))
+        batches.append(MicroBatch(to_device(tokens, device), to_device(labels, device), documents, cut, None, places))
     return batches
 
 
-def _own_batch(samples: list[Fields], device: torch.device) -> MicroBatch:
-    fields = {name: _carry(torch.stack([sample[name] for sample in samples]), device) for name in samples[0]}
+def _own_batch(samples: list[Fields], device: torch.device, places: range) -> MicroBatch:
+    fields = {name: to_device(torch.stack([sample[name] for sample in samples]), device) for name in samples[0]}
     tokens = fields.get("tokens", next(iter(fields.values())))
-    return MicroBatch(tokens, fields.get("labels", tokens), fields=fields)
-
-
-def _carry(x: Tensor, device: torch.device) -> Tensor:
-    """To a GPU through memory it can read by itself: nobody waits."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+    return MicroBatch(tokens, fields.get("labels", tokens), fields=fields, numbers=places)
 
 
 def evaluation_batches(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from cuboid.kernels.precision import wide
 from cuboid.model.attention import Attention
 from cuboid.model.batch import IGNORED, Further
+from cuboid.model.dropout import ResidualDropout, residual_dropout
 from cuboid.model.feed_forward import FeedForward
 from cuboid.model.linear import ColumnLinear, Linear, Norm, Table, VocabularyEmbedding
 from cuboid.model.load_balancing import Balance
@@ -35,13 +36,14 @@ class Embedding(nn.Module):
         learned = model.positions == "learned"
         self.positions = Table(model.max_positions, model.hidden) if learned else None
         self.scale = model.embedding_scale
+        self.dropout: ResidualDropout | None = None
 
     def forward(self, tokens: Tensor, positions: Positions) -> Tensor:
         """tokens: (batch, length) → (batch · length, hidden)."""
         x = scaled(self.tokens(tokens.flatten()), self.scale)
-        if self.positions is None:
-            return x
-        return x + self.positions(positions.index.expand_as(tokens).flatten())
+        if self.positions is not None:
+            x = x + self.positions(positions.index.expand_as(tokens).flatten())
+        return x if self.dropout is None else self.dropout(x, positions.dropout)
 
 
 def scaled(x: Tensor, scale: float) -> Tensor:
@@ -79,11 +81,13 @@ class Block(nn.Module):
         routed = model.has_experts(layer)
         self.feed_forward: MoE | FeedForward = MoE(model) if routed else FeedForward(model, model.ffn)
         self.feed_forward_post_norm = norm(after)
+        self.attention_dropout: ResidualDropout | None = None
+        self.feed_forward_dropout: ResidualDropout | None = None
         self.add_norm: AddNorm = add_norm
 
     def forward(self, x: Tensor, positions: Positions) -> Tensor:
         x, normed = self.attend(x, positions)
-        return self.finish(x, self.feed_forward(normed, positions))
+        return self.finish(x, self.feed_forward(normed, positions), positions)
 
     def attend(self, x: Tensor, positions: Positions) -> tuple[Tensor, Tensor]:
         """The residual stream after attention, and the input of the feed-forward block."""
@@ -93,14 +97,29 @@ class Block(nn.Module):
         made = self.attention(normed, positions)
         if self.attention_post_norm is not None:
             made = self.attention_post_norm(made)
+        if self.attention_dropout is not None:
+            made = self.attention_dropout(made, positions.dropout)
         if self.feed_forward_norm is not None:
             return self.add_norm(self.feed_forward_norm, x, made)
         x = x + made
         return x, x
 
-    def finish(self, x: Tensor, made: Tensor) -> Tensor:
+    def finish(self, x: Tensor, made: Tensor, positions: Positions) -> Tensor:
         """The residual stream with what the feed-forward block made."""
-        return x + (made if self.feed_forward_post_norm is None else self.feed_forward_post_norm(made))
+        if self.feed_forward_post_norm is not None:
+            made = self.feed_forward_post_norm(made)
+        if self.feed_forward_dropout is not None:
+            made = self.feed_forward_dropout(made, positions.dropout)
+        return x + made
+
+
+def drop_in(module: Embedding | Block, prefix: str, rate: float, seed: int, device: torch.device) -> None:
+    """Let an embedding, or a block, drop what it adds to the residual stream. `prefix`: its name in the model."""
+    if isinstance(module, Embedding):
+        module.dropout = residual_dropout(rate, prefix, seed, device)
+        return
+    module.attention_dropout = residual_dropout(rate, f"{prefix}.attention", seed, device)
+    module.feed_forward_dropout = residual_dropout(rate, f"{prefix}.feed_forward", seed, device)
 
 
 class Prediction(Block):
@@ -176,6 +195,12 @@ class Transformer(nn.Module):
     @property
     def predictions(self) -> list[Prediction]:
         return [layer for layer in self.layers.values() if isinstance(layer, Prediction)]
+
+    def drop(self, rate: float, seed: int) -> None:
+        """What blocks and embedding add to the residual stream, of tokens whose positions say what to draw from."""
+        for name, module in self.named_modules():
+            if isinstance(module, Embedding | Block):
+                drop_in(module, name, rate, seed, torch.device("cpu"))
 
     def balance_with(self, balance: Balance) -> None:
         """Let the routers' auxiliary losses take part in every backward pass, and count what they do."""

@@ -30,7 +30,7 @@ from cuboid.model.split_backward import (
     deferrable_matmul,
     split_matmul,
 )
-from cuboid.model.transformer import Block, Head, Prediction
+from cuboid.model.transformer import Block, Head, Prediction, drop_in
 from cuboid.parallel.async_tp import compiler_options
 from cuboid.parallel.compiled import compiled_attention, compiled_block, is_compiled
 from cuboid.parallel.context import ContextMix
@@ -61,6 +61,7 @@ from cuboid.spec.sharding import (
     Declared,
     Part,
     ShardingRank,
+    embedding_is_shared,
     is_block_linear,
     kv_part_count,
     lay_out,
@@ -120,7 +121,7 @@ def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -
     layout, model = run.layout, run.model
     schedule = make_schedule(layout.schedule, layout.pp, run.micro_batches, layout.vpp)
     layers = held_layers(model, layout.stages, run.training.sequence)
-    tied_apart = model.shares_embedding and schedule.stage_rank[0] != schedule.stage_rank[-1]
+    tied_apart = embedding_is_shared(model) and schedule.stage_rank[0] != schedule.stage_rank[-1]
     groups = make_groups(
         layout,
         rank,
@@ -147,7 +148,7 @@ def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -
         None if builder.compiled else fast_matmuls(device, run.training.precision),
         builder.pair,
     )
-    batches = BatchSharder(run, groups.coordinates.cp, builder.dtype, device)
+    batches = BatchSharder(run, groups.coordinates.cp, groups.tensor.index, builder.dtype, device)
     units = list(builder.units.values())
     factor = None
     if run.training.precision == "fp16":
@@ -204,10 +205,11 @@ class _Builder:
         self.run, self.groups, self.device, self.schedule = run, groups, device, schedule
         self.model, self.layout = run.model, run.layout
         self.dtype = DTYPES[run.training.weights]
-        self.fp8_rows = run.training.fp8_scaling == "row" if run.training.precision == "fp8" else None
-        """Of the blocks' linears: None is not in fp8, True with a scale for each row."""
-        if self.fp8_rows is not None:
-            require_fp8(device)
+        self.dropout = run.training.dropout
+        self.fp8 = run.training.fp8_scaling if run.training.precision == "fp8" else None
+        """The scales of the blocks' linears; None is not in fp8."""
+        if self.fp8 is not None:
+            require_fp8(device, self.fp8)
         tensor, expert = groups.tensor, groups.expert
         sequence_parallel = self.layout.sequence_parallel
         self.place = ShardingRank(tensor.size, tensor.index, expert.size, expert.index, sequence_parallel)
@@ -294,6 +296,8 @@ class _Builder:
         if self.custom is not None:
             return self._custom("embedding")
         embedding = make_embedding(self.model, self.region)
+        if self.dropout:
+            drop_in(embedding, "embedding", self.dropout, self.run.training.seed, self.device)
         return self._segment(embedding, "embedding", lambda x, batch: embedding(x, batch.positions))
 
     def _block(self, layer: int, recompute: Recompute) -> Segment:
@@ -301,19 +305,19 @@ class _Builder:
             return self._custom(f"layers.{layer}", recompute)
         # Without memory: `_segment` puts views of the unit's buffer in place.
         block = make_block(self.model, layer, self.region, self.device)
-        if self.fp8_rows is not None:
+        if self.dropout:
+            drop_in(block, f"layers.{layer}", self.dropout, self.run.training.seed, self.device)
+        if self.fp8 is not None:
             for child in block.modules():
                 if isinstance(child, Linear):
-                    child.matmul = Fp8Matmul(self.fp8_rows)
+                    child.matmul = Fp8Matmul(self.fp8)
         # Outside in: attention over ranks, then recompute around the block, then experts and measures around that.
         if self.layout.cp > 1:
             gathers = self.layout.cp_method == "allgather"
             block.attention.mix = ContextMix(self.groups, gathers, self.model.window_of(layer))
         routed = isinstance(block.feed_forward, MoE)
         # The compiler stops at these, and gives up what it would have to stop in while it recomputes.
-        within = self.run.data.attention_within_documents or bool(self.run.training.sequence_ramp)
-        in_window = self.model.window_of(layer) > 0 or self.model.sinks
-        stops = self.layout.cp > 1 or within or in_window or (self.model.qk_norm_whole and self.region is not None)
+        stops = self.layout.cp > 1 or (self.model.qk_norm_whole and self.region is not None)
         traced = self.region is None or self.region.traced
         if not self.compiled or (stops and recompute == "selective"):
             run = with_recompute(block, recompute)
@@ -349,14 +353,14 @@ class _Builder:
     def _rework(self, block: Block, unit: Unit) -> None:
         """Of a block that is compiled: what the compiler does not find."""
         waits = self.deferral if self.schedule.splits_backward else None
-        if self.fp8_rows is None:
+        if self.fp8 in (None, "block"):  # in the others the compiler fuses what rounds
             fuse_matmuls(block, unit, self.model.positions == "rope", waits, self.region)
             if self.model.norm == "rmsnorm" and self.dtype != torch.float64:
                 block.add_norm = fused_add_norm
         if waits is not None:
             for child in block.modules():
                 if isinstance(child, Linear):
-                    child.matmul = split_matmul(child, waits, self.fp8_rows)
+                    child.matmul = split_matmul(child, waits, self.fp8)
 
     def _head(self) -> Segment:
         if self.custom is not None:
@@ -388,7 +392,7 @@ class _Builder:
         if self.schedule.splits_backward and self.custom is None:
             for child in module.modules():
                 if isinstance(child, Linear) and not (self.compiled and in_block):
-                    child.matmul = deferrable_matmul(self.deferral, self.fp8_rows if in_block else None)
+                    child.matmul = deferrable_matmul(self.deferral, self.fp8 if in_block else None)
                 if isinstance(child, Experts):
                     child.matmul = deferrable_grouped_matmul(self.deferral)
         # A module of one's own may use one parameter under several names.
@@ -419,7 +423,7 @@ class _Builder:
 
     def _unit(self, name: str, table: dict[str, Declared]) -> Unit:
         if name not in self.units:
-            one_scale = self.fp8_rows is False
+            one_scale = self.fp8 == "tensor"
             experts, balance = name.endswith(EXPERTS), name.endswith(BALANCES)
             self.units[name] = Unit(
                 name,

@@ -31,6 +31,7 @@ from cuboid.spec.generation import SamplesSpec
 from cuboid.spec.layout import Layout, parse_layout_fields
 from cuboid.spec.load import build_model, dump_model
 from cuboid.spec.model import ModelSpec
+from cuboid.spec.optimizer import OptimizerSpec
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.training import (
     OWN_DATA,
@@ -38,7 +39,6 @@ from cuboid.spec.training import (
     DataSpec,
     EvaluationSpec,
     LearningRateSpec,
-    OptimizerSpec,
     ProfileSpec,
     TrainingSpec,
 )
@@ -271,6 +271,10 @@ class Run:
             "training.precision=fp8": (self.training.precision == "fp8", "precision=bf16"),
             f"samples.every={self.samples.every}": (self.samples.every > 0, "every=0"),
             f"training.sequence_ramp={self.training.sequence_ramp}": (bool(self.training.sequence_ramp), "none"),
+            f"training.dropout={self.training.dropout}": (
+                self.training.dropout > 0,
+                "dropout=0 and cuboid.Dropout in its modules",
+            ),
             f"training.z_loss={self.training.z_loss}": (self.training.z_loss > 0, "z_loss=0 and add it in the head"),
         }
         for setting, (asked, instead) in refused.items():

@@ -122,9 +122,9 @@ class Split:
         if self.kind == "expert":
             return _even(0, shape, rank.expert, rank.expert_index, "own", False)
         # Whole on every rank. The gradient is a part where a rank sees a part of the tokens (sequence parallelism), and
-        # of what is partial always.
+        # of what is partial always. What is moved by a balance has none.
         rows = shape[0] if shape else 1
-        partial = ranks > 1 and (rank.sequence_parallel or self.kind in ("partial", "balance"))
+        partial = ranks > 1 and self.kind != "balance" and (rank.sequence_parallel or self.kind == "partial")
         return Slice(0, 0, rows, rows, "tensor", partial)
 
 
@@ -305,6 +305,11 @@ def block_parameters(model: ModelSpec, layer: int) -> Table:
         ),
         **(_norm(model, f"{name}.feed_forward_post_norm", model.hidden) if after else {}),
     }
+
+
+def embedding_is_shared(model: ModelSpec) -> bool:
+    """Whether the last stage has the token embedding too: as its head, or to predict further tokens."""
+    return model.tie_embeddings or model.prediction_layers > 0
 
 
 def prediction_parameters(model: ModelSpec, layer: int) -> Table:

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cuboid.errors import UserError
-from cuboid.model.batch import Further
 from cuboid.parallel.collectives import all_reduce_maximum
 from cuboid.parallel.parallelize import Engine
 from cuboid.parallel.rank_batch import RankBatch
@@ -106,7 +105,7 @@ class CapturedPasses:
         """Nothing is computed yet. What the passes leave on the host, above all which tensors are the gradients, stays
         as it is from then on."""
         # A graph reads fixed addresses: each step's tokens are copied into these.
-        copies = [_copied(batch) for batch in batches]
+        copies = [batch.cloned() for batch in batches]
         self._inputs = (copies, factor.clone())
         for unit in self._engine.units:
             unit.settle_gather()
@@ -121,11 +120,8 @@ class CapturedPasses:
         assert self._graph is not None
         copies, kept_factor = self._inputs
         for copy, batch in zip(copies, batches, strict=True):
-            copy.tokens.copy_(batch.tokens)
-            copy.labels.copy_(batch.labels)
-            for kept, given in zip(copy.further, batch.further, strict=True):
-                kept.tokens.copy_(given.tokens)
-                kept.labels.copy_(given.labels)
+            for own, new in zip(copy.inputs, batch.inputs, strict=True):
+                own.copy_(new)
         # The loss scale changes between steps; it is an input like the tokens.
         kept_factor.copy_(factor)
         for unit in self._engine.units:
@@ -133,11 +129,6 @@ class CapturedPasses:
         self._graph.replay()
         # The next step overwrites these.
         return Passes(self._outputs.tokens.clone(), self._outputs.loss.clone(), self._outputs.square.clone())
-
-
-def _copied(batch: RankBatch) -> RankBatch:
-    further = tuple(Further(each.tokens.clone(), each.labels.clone()) for each in batch.further)
-    return replace(batch, tokens=batch.tokens.clone(), labels=batch.labels.clone(), further=further)
 
 
 def _has_room() -> bool:

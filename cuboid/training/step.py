@@ -278,7 +278,7 @@ def evaluate(
     loss = torch.zeros((), dtype=torch.float64, device=engine.device)
     tokens = torch.zeros((), dtype=torch.float64, device=engine.device)
     for micro_batches in batches:
-        own = [engine.batches.of(batch) for batch in micro_batches]
+        own = [engine.batches.of(batch, trains=False) for batch in micro_batches]
         summed = engine.pipeline.evaluate(own)
         if engine.holds_loss:
             loss += summed

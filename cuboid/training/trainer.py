@@ -60,11 +60,15 @@ def train(
     quiet: bool = False,
     asked: Callable[[], bool] = lambda: False,
     make_sampler: MakeSampler | None = None,
+    ready: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Train to the last step, from the newest checkpoint of the run or the first step. `asked`: whether this rank was
-    asked to stop; if any was, all save and stop at the next step. `make_sampler`: for a run with `samples.every`."""
+    asked to stop; if any was, all save and stop at the next step. `make_sampler`: for a run with `samples.every`.
+    `ready` is called when all is set up, before a step is written down."""
     with device_progress(device):
-        return Trainer(run, rank, device, quiet, asked, make_sampler).train()
+        trainer = Trainer(run, rank, device, quiet, asked, make_sampler)
+        ready()
+        return trainer.train()
 
 
 @dataclass(frozen=True)

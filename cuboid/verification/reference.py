@@ -18,6 +18,7 @@ from cuboid.kernels.cpu_16bit import fast_matmuls
 from cuboid.kernels.precision import wide
 from cuboid.model.batch import IGNORED, Further, MicroBatch, further
 from cuboid.model.custom import Model, WholeModel
+from cuboid.model.dropout import NUMBERS, token_keys
 from cuboid.model.fp8 import Fp8Matmul
 from cuboid.model.initialize import initialize, learning_rate_factor
 from cuboid.model.linear import Linear, Matmul, declared_split
@@ -148,13 +149,16 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
     else:
         model = Transformer(run.model).to(wide(dtype))
         initialize(run.model, model, run.training.seed)
+        if run.training.dropout:
+            model.drop(run.training.dropout, run.training.seed)
     model.to(device)
     parameters = dict(model.named_parameters())
-    computing = Computing(model, dtype)
+    rounds = dtype == torch.bfloat16 and run.training.gradient_sums == "bf16"
+    computing = Computing(model, dtype, rounds)
     if precision == "fp8" and isinstance(computing.model, Transformer):
         for child in computing.model.layers.modules():
             if isinstance(child, Linear):
-                child.matmul = Fp8Matmul(run.training.fp8_scaling == "row")
+                child.matmul = Fp8Matmul(run.training.fp8_scaling)
     if hops > 1 and isinstance(computing.model, Transformer):
         sum_hop_by_hop(computing.model, hops)
     kind = UpdatesOfOwn if run.optimizer.is_own else WithMuon if run.optimizer.is_muon else Updates
@@ -259,7 +263,8 @@ class _Samples:
         sample = self._source.at(place)
         nothing = torch.zeros((), device=self._device)
         if isinstance(self._model, WholeModel):
-            loss: Tensor = self._model(self._fields(sample))
+            fields = {**self._fields(sample), NUMBERS: torch.tensor([place], device=self._device)}
+            loss: Tensor = self._model(fields)
             return loss.to(wide(self._dtype)), nothing, []
         assert not isinstance(sample, dict)
         run = self._run
@@ -268,6 +273,9 @@ class _Samples:
         if run.data.uses_documents:
             ids = self._source.documents_at(place).unsqueeze(0)
         positions = self._table.of(torch.arange(whole), ids, run.data, length if length < whole else 0)
+        if run.training.dropout:
+            keys = token_keys(range(place, place + 1), torch.arange(whole, device=self._device))
+            positions = replace(positions, dropout=keys)
         tokens, labels = (each.unsqueeze(0).to(self._device) for each in sample)
         x = self._model.hidden_states(tokens, positions)
         depths = range(1, run.model.prediction_layers + 1)
@@ -366,8 +374,9 @@ class UpdatesOfOwn:
 class Computing:
     """The model that computes: itself, or a copy in 16 bits of weights kept in float32, where gradients are summed."""
 
-    def __init__(self, kept: Transformer | WholeModel, dtype: torch.dtype) -> None:
-        self.model, self._pairs = kept, list[tuple[Tensor, Tensor]]()
+    def __init__(self, kept: Transformer | WholeModel, dtype: torch.dtype, rounds: bool = False) -> None:
+        """`rounds`: each sum of gradients to the 16 bits."""
+        self.model, self._pairs, self._rounds = kept, list[tuple[Tensor, Tensor]](), rounds
         if dtype == wide(dtype):
             return
         self.model = copy.deepcopy(kept).to(dtype)
@@ -389,6 +398,8 @@ class Computing:
             if copied.grad is not None:
                 own = copied.grad.to(parameter.dtype)
                 parameter.grad = own if parameter.grad is None else parameter.grad + own
+                if self._rounds:
+                    parameter.grad = parameter.grad.to(copied.dtype).to(own.dtype)
                 copied.grad = None
 
 

@@ -67,6 +67,22 @@ def test_who_has_saved_nothing_yet_is_not_mixed_with_either(tmp_path: Path, stor
     assert held(store) == [(2, 0.01), (4, 0.01)]
 
 
+def test_a_store_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
+    first = made(tmp_path, "first", "")
+    prepare_folder(first)
+    rows = tmp_path / "first" / "metrics.jsonl"
+    rows.write_text("{}\n")
+    (tmp_path / "file").touch()
+    for store in (str(tmp_path / "file"), f"file://{tmp_path}/file", "/proc/nothing"):
+        with pytest.raises(UserError, match=r"checkpoint.folder=.* cannot be written"):
+            prepare_folder(made(tmp_path, "first", store), overwrite=True)
+        assert rows.exists(), "of the earlier run nothing is removed"
+        new = made(tmp_path, "new/run", store)
+        with pytest.raises(UserError, match="cannot be written"), claimed(tmp_path / "new" / "run"):
+            prepare_folder(new)
+        assert not (tmp_path / "new").exists()
+
+
 TAKES_OVER = """
 import time
 from cuboid.spec.run import load_run
