@@ -62,6 +62,7 @@ from cuboid.spec.sharding import (
     Declared,
     Part,
     ShardingRank,
+    embedding_is_shared,
     is_block_linear,
     kv_part_count,
     lay_out,
@@ -121,7 +122,7 @@ def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -
     layout, model = run.layout, run.model
     schedule = make_schedule(layout.schedule, layout.pp, run.micro_batches, layout.vpp)
     layers = held_layers(model, layout.stages, run.training.sequence)
-    tied_apart = model.shares_embedding and schedule.stage_rank[0] != schedule.stage_rank[-1]
+    tied_apart = embedding_is_shared(model) and schedule.stage_rank[0] != schedule.stage_rank[-1]
     groups = make_groups(
         layout,
         rank,
