@@ -34,7 +34,8 @@ class TrainingSpec:
     """Decides the first parameters and the order of samples, whatever the layout."""
     precision: Literal["float32", "bf16", "fp16", "fp8", "float64"] = "float32"
     """bf16 and fp16 keep float32 master weights, and fp16 multiplies the loss so that small gradients survive; fp8 is
-    bf16 with the matmuls of the blocks' linears in fp8 (not those of routed experts, routers, attention and head);
+    bf16 with the matmuls of the blocks' linears in fp8 (not those of routers, attention and head, nor, unless
+    `fp8_experts` asks for it, of routed experts);
     float64 is for verification."""
     loss_scale: float = 65536.0
     """Of fp16: what the loss is multiplied by at first. It halves when a gradient overflows, in a step that is then
@@ -44,6 +45,9 @@ class TrainingSpec:
     fp8_scaling: Literal["tensor", "row", "block"] = "tensor"
     """Of fp8: one scale for each tensor, one for each of its rows (more exact, and slower), or block: one for every 128
     numbers of an input and every 128 × 128 of a weight, as DeepSeek-V3 was trained, on Hopper (and CPUs)."""
+    fp8_experts: bool = False
+    """Of fp8: also the matmuls of routed experts, forward and for the gradient of their input, with a scale for each
+    row whatever `fp8_scaling` says; their weight gradients stay in bf16. On Hopper (and CPUs)."""
     deterministic: bool = False
     """Only kernels that give the same bits each time; slower on GPUs."""
     gradient_sums: Literal["float32", "bf16"] = "float32"
@@ -133,6 +137,11 @@ class TrainingSpec:
             raise UserError(
                 f"training.gradient_sums=bf16 is for precision=bf16 or fp8, not training.precision={self.precision}; "
                 "use gradient_sums=float32"
+            )
+        if self.fp8_experts and self.precision != "fp8":
+            raise UserError(
+                f"training.fp8_experts=true is for precision=fp8, not training.precision={self.precision}; use "
+                "precision=fp8 or fp8_experts=false"
             )
         if self.backend == "nccl" and self.device == "cpu":
             raise UserError("training.backend=nccl needs GPUs, not training.device=cpu; use backend=auto or gloo")
