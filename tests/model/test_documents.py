@@ -98,7 +98,10 @@ def test_on_a_cpu_documents_cost_what_they_are() -> None:
     key, value = torch.randn(2, 2, 512, 2, 6, dtype=torch.float64, generator=generator).unbind()
     for since in (None, -6):
         runs = list(_runs(edges, since, query))
-        assert sum((here.stop - here.start) ** 2 for here, _ in runs) <= int(documents.lengths.square().sum()) + TOGETHER * 1024
+        assert (
+            sum((here.stop - here.start) ** 2 for here, _ in runs)
+            <= int(documents.lengths.square().sum()) + TOGETHER * 1024
+        )
         alone = [here.stop - here.start for here, mask in runs if mask is None]
         assert alone == ([150, 200, 365] if since is None else [])
         ours, plain = (each(query, key, value, True, edges, since) for each in (attend, plain_forward))
