@@ -31,6 +31,7 @@ WORDS = (
     *("../../../../etc/passwd", "/dev/zero", "/dev/stdin", "/proc/self/mem", "/", "~", "nothing", "café", "日本", "🙂"),
     *("x" * 300, "x" * 5000, "a/" * 2000, "%s%n", "{0}", "{{", "$HOME", "`id`", "a\nb", "a\rb", "\x1b[31m", "\x7f"),
     *("[" * 3000, "{a=" * 2000, "'" * 3, '"', "\\", "\\u0000", "\\ud800", "\u202e", "\ufeff", "byte", "cpux1", "dp=1"),
+    *("python:builtins:str", "python:math:nothing", "python:..:x", "python:a..b:x", "python:builtins:object"),
     *("dp=0", "dp=-1", "dp=99999999999", "tp=" + "9" * 5000, "dp=1,dp=1", "pp=1000000", "dp=1000000000,tp=1000000000"),
 )
 URLS = (

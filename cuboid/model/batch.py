@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 from cuboid.kernels.pinned_memory import to_device
+
+IGNORED = -100
+"""The label of a token that does not count in the loss."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,34 @@ class MicroBatch:
     """Tokens after which sequences are cut, as if they were shorter; 0: nowhere. Needs `documents`."""
     fields: Mapping[str, Tensor] | None = None
     """All that a data set of one's own gives."""
-    numbers: range | None = None
+    numbers: Sequence[int] | None = None
     """Of its sequences in the order of the data: what dropout draws from. None drops nothing."""
+
+
+class Further(NamedTuple):
+    """What a prediction layer reads beside hidden states, and what it predicts."""
+
+    tokens: Tensor
+    """(sequences, length): of each place the token that is so many places further; nothing in particular behind the
+    end."""
+    labels: Tensor
+    """… the label of that token."""
+
+
+def further(batch: MicroBatch, depth: int) -> Further:
+    """`depth`: places that tokens are further. What is predicted lies in the same sequence and, where documents are
+    known, in the same document."""
+    tokens, labels = (x.roll(-depth, 1) for x in (batch.tokens, batch.labels))
+    length = labels.shape[1]
+    places = torch.arange(length)
+    beyond = (places + depth >= length).expand(labels.shape)
+    if batch.documents is not None:
+        # Of the label of the last place it is not known where it belongs.
+        target = (places + depth + 1).clamp(max=length - 1)
+        beyond = beyond | (batch.documents[:, target] != batch.documents)
+    if batch.cut:
+        beyond = beyond | ((places + depth) // batch.cut != places // batch.cut)
+    return Further(tokens, labels.masked_fill(beyond.to(labels.device), IGNORED))
 
 
 # Documents packed into sequences, where attention stays inside each of them.

@@ -24,11 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from cuboid.errors import UserError
+from cuboid.model.batch import IGNORED
 from cuboid.model.dropout import Dropout, name_dropouts
 from cuboid.model.linear import ColumnLinear, declared_split
 from cuboid.model.load_balancing import Balance
 from cuboid.model.router import Router
-from cuboid.model.transformer import IGNORED, summed_loss
+from cuboid.model.transformer import summed_loss
 from cuboid.spec.model import MixtureSpec
 from cuboid.spec.plugin import SegmentRun
 from cuboid.spec.sharding import EXPERT, REPLICATED, TIED, VOCABULARY, Declared, ShardingRank, Split

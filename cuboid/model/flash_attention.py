@@ -124,9 +124,7 @@ def cpu_forward(
     return seen, sums.transpose(0, 1)
 
 
-def _cpu_forward(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _cpu_forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     seen, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *_by_head(query, key, value), 0.0, causal and mask is None, attn_mask=mask
     )
@@ -235,8 +233,8 @@ def attend(
     since: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(what each query sees, log of its sum of exponentials). Without `causal` every query sees every key; with it
-    there are as many keys as queries, and documents may divide them, whose `edges` these are. `since`: of a window, query i sees no key before
-    key i + since; each query sees at least one."""
+    there are as many keys as queries, and documents may divide them, whose `edges` these are. `since`: of a window,
+    query i sees no key before key i + since; each query sees at least one."""
     if has_flash(query):
         return cuda_forward(query, key, value, causal, edges, since)
     if not query.is_cuda:

@@ -13,18 +13,16 @@ from torch import Tensor, nn
 
 from cuboid.kernels.precision import wide
 from cuboid.model.attention import Attention
+from cuboid.model.batch import IGNORED, Further
 from cuboid.model.dropout import ResidualDropout, residual_dropout
 from cuboid.model.feed_forward import FeedForward
-from cuboid.model.linear import ColumnLinear, Norm, Table, VocabularyEmbedding
+from cuboid.model.linear import ColumnLinear, Linear, Norm, Table, VocabularyEmbedding
 from cuboid.model.load_balancing import Balance
 from cuboid.model.mla import MultiLatentAttention
 from cuboid.model.moe import MoE
 from cuboid.model.rope import Positions, make_positions
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.sharding import REPLICATED, VOCABULARY, Split
-
-IGNORED = -100
-"""The label of a token that does not count in the loss."""
 
 
 class Embedding(nn.Module):
@@ -42,12 +40,15 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor, positions: Positions) -> Tensor:
         """tokens: (batch, length) → (batch · length, hidden)."""
-        x = self.tokens(tokens.flatten())
-        if self.scale != 1.0:
-            x = x * torch.tensor(self.scale).to(x.dtype).item()  # rounded as transformers does
+        x = scaled(self.tokens(tokens.flatten()), self.scale)
         if self.positions is not None:
             x = x + self.positions(positions.index.expand_as(tokens).flatten())
         return x if self.dropout is None else self.dropout(x, positions.dropout)
+
+
+def scaled(x: Tensor, scale: float) -> Tensor:
+    """Embedded tokens, rounded as transformers does."""
+    return x if scale == 1.0 else x * torch.tensor(scale).to(x.dtype).item()
 
 
 AddNorm = Callable[[Norm, Tensor, Tensor | None], tuple[Tensor, Tensor]]
@@ -121,6 +122,39 @@ def drop_in(module: Embedding | Block, prefix: str, rate: float, seed: int, devi
     module.feed_forward_dropout = residual_dropout(rate, f"{prefix}.feed_forward", seed, device)
 
 
+class Prediction(Block):
+    """A prediction layer: a block that reads, of each token, what a head read of it and the embedding of a further
+    token. The head reads what it returns.
+
+    What it begins with is behind the norm of the head, as in Megatron-LM and in the engines that serve DeepSeek-V3."""
+
+    sharding: Mapping[str, Split] = {
+        **Block.sharding,
+        **{f"{name}_norm.*": REPLICATED for name in ("embedding", "hidden", "head", "final")},
+        # As what leads to latents is: with sequence parallelism each rank has tokens of its own.
+        "projection.*": REPLICATED,
+    }
+
+    def __init__(self, model: ModelSpec, layer: int) -> None:
+        super().__init__(model, layer)
+        self.tokens = VocabularyEmbedding(model.vocab, model.hidden)
+        self.scale = model.embedding_scale
+        self.embedding_norm, self.hidden_norm = Norm(model, model.hidden), Norm(model, model.hidden)
+        self.projection = Linear(2 * model.hidden, model.hidden, bias=False)
+        self.head_norm = Norm(model, model.hidden)
+        self.final_norm: Norm
+        """That of the head, where a pipeline has it in the first of these layers."""
+
+    def join(self, x: Tensor, tokens: Tensor) -> Tensor:
+        """What the block reads. x: (batch · length, hidden); tokens: the further ones, (batch, length)."""
+        embedded = self.embedding_norm(scaled(self.tokens(tokens.flatten()), self.scale))
+        return self.projection(torch.cat((embedded, self.hidden_norm(x)), -1))
+
+    def predict(self, x: Tensor, tokens: Tensor, positions: Positions) -> Tensor:
+        """What the head reads."""
+        return self.head_norm(self(self.join(x, tokens), positions))
+
+
 def summed_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """Summed cross-entropy of the tokens whose label counts, in float32 or better."""
     return functional.cross_entropy(logits.to(wide(logits.dtype)), labels, reduction="sum", ignore_index=IGNORED)
@@ -133,7 +167,7 @@ class Head(nn.Module):
 
     def __init__(self, model: ModelSpec) -> None:
         super().__init__()
-        self.norm = Norm(model, model.hidden)
+        self.norm: nn.Module = Norm(model, model.hidden)
         self.output = ColumnLinear(model.hidden, model.vocab, False, VOCABULARY)
         self.summed_loss: Callable[[Tensor, Tensor], Tensor] = summed_loss
 
@@ -150,10 +184,17 @@ class Transformer(nn.Module):
         self.model = model
         with torch.random.fork_rng(devices=[]):  # layers draw numbers that `initialize` replaces
             self.embedding = Embedding(model)
-            self.layers = nn.ModuleDict({str(index): Block(model, index) for index in range(model.layers)})
+            kinds: list[type[Block]] = [Block] * model.layers + [Prediction] * model.prediction_layers
+            self.layers = nn.ModuleDict({str(index): kind(model, index) for index, kind in enumerate(kinds)})
             self.head = Head(model)
         if model.tie_embeddings:
             self.head.output.weight = self.embedding.tokens.weight
+        for layer in self.predictions:
+            layer.tokens.weight = self.embedding.tokens.weight
+
+    @property
+    def predictions(self) -> list[Prediction]:
+        return [layer for layer in self.layers.values() if isinstance(layer, Prediction)]
 
     def drop(self, rate: float, seed: int) -> None:
         """What blocks and embedding add to the residual stream, of tokens whose positions say what to draw from."""
@@ -173,7 +214,8 @@ class Transformer(nn.Module):
         positions = positions or make_positions(self.model, tokens.shape[1], weight.dtype, weight.device)
         x = self.embedding(tokens, positions)
         for block in self.layers.values():
-            x = block(x, positions)
+            if not isinstance(block, Prediction):
+                x = block(x, positions)
         return x
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -183,3 +225,13 @@ class Transformer(nn.Module):
     def loss(self, tokens: Tensor, labels: Tensor, positions: Positions | None = None) -> Tensor:
         """Summed over the tokens whose label counts; labels: (batch, length), IGNORED where a token does not."""
         return self.head.loss(self.hidden_states(tokens, positions), labels)
+
+    def prediction_losses(self, x: Tensor, further: list[Further], positions: Positions | None = None) -> list[Tensor]:
+        """Of each prediction layer, summed like `loss`. x: the hidden states; `further`: what they read and predict."""
+        weight = self.head.norm.weight
+        positions = positions or make_positions(self.model, further[0].tokens.shape[1], weight.dtype, weight.device)
+        x, losses = self.head.norm(x), []
+        for layer, each in zip(self.predictions, further, strict=True):
+            x = layer.predict(x, each.tokens, positions)
+            losses.append(self.head.summed_loss(self.head.output(x), each.labels.flatten()))
+        return losses

@@ -17,10 +17,11 @@ from cuboid.kernels.precision import LossScale, wide
 from cuboid.kernels.recompute import Memory, with_recompute
 from cuboid.model.custom import Model
 from cuboid.model.fp8 import Fp8Matmul, require_fp8
+from cuboid.model.fp8_experts import fp8_grouped_matmul
 from cuboid.model.initialize import initial_tensor, learning_rate_factor
 from cuboid.model.linear import Linear, declared_split
 from cuboid.model.load_balancing import Balance
-from cuboid.model.moe import Experts, MoE, RoutedExperts
+from cuboid.model.moe import Experts, MoE, RoutedExperts, grouped_matmul
 from cuboid.model.router import Router
 from cuboid.model.split_backward import (
     UNTOUCHED,
@@ -30,7 +31,7 @@ from cuboid.model.split_backward import (
     deferrable_matmul,
     split_matmul,
 )
-from cuboid.model.transformer import Block, drop_in
+from cuboid.model.transformer import Block, Head, Prediction, drop_in
 from cuboid.parallel.async_tp import compiler_options
 from cuboid.parallel.compiled import compiled_attention, compiled_block, is_compiled
 from cuboid.parallel.context import ContextMix
@@ -40,6 +41,7 @@ from cuboid.parallel.expert import join_sequences, make_balance, spread_experts,
 from cuboid.parallel.fused_block import fuse_matmuls, fused_add_norm
 from cuboid.parallel.groups import Groups, connect_groups, make_groups
 from cuboid.parallel.pipeline import DualPipePair, Pipeline
+from cuboid.parallel.predictions import PredictionLosses, predict
 from cuboid.parallel.qk_clip import LayerPeaks
 from cuboid.parallel.rank_batch import BatchSharder, RankBatch
 from cuboid.parallel.stage import Activations, Reduction, Segment, Stage
@@ -50,20 +52,21 @@ from cuboid.schedule.order import pairs_overlap
 from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.table import Schedule
 from cuboid.spec.layout import Recompute
-from cuboid.spec.partition import partition
+from cuboid.spec.partition import held_layers
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
 from cuboid.spec.sharding import (
     BALANCES,
     EXPERTS,
     REPLICATED,
-    TIED,
     Declared,
     Part,
     ShardingRank,
+    embedding_is_shared,
     is_block_linear,
     kv_part_count,
     lay_out,
+    parameter_name,
     unit_of,
 )
 from cuboid.spec.train_state import Course
@@ -102,6 +105,8 @@ class Engine:
     """Of queries and keys, where their heads are clipped."""
     z_loss: ZLoss | None = None
     """Of the logits, where it takes part in training."""
+    predictions: PredictionLosses | None = None
+    """Of prediction layers, in a model that has them."""
     course: Course = field(default_factory=Course)
     """Which batches are omitted, and what the latest steps were like."""
 
@@ -116,8 +121,8 @@ def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -
     """`draw`: the initial weights; else they are zero until something fills them."""
     layout, model = run.layout, run.model
     schedule = make_schedule(layout.schedule, layout.pp, run.micro_batches, layout.vpp)
-    layers = partition(model, layout.stages, run.training.sequence)
-    tied_apart = model.tie_embeddings and schedule.stage_rank[0] != schedule.stage_rank[-1]
+    layers = held_layers(model, layout.stages, run.training.sequence)
+    tied_apart = embedding_is_shared(model) and schedule.stage_rank[0] != schedule.stage_rank[-1]
     groups = make_groups(
         layout,
         rank,
@@ -151,7 +156,7 @@ def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -
         factor = LossScale(run.training.loss_scale, run.training.loss_scale_steps, device)
     compiled, balance = builder.compiled, builder.balance
     parts = (pipeline, layers, batches, compiled, balance, builder.activations, factor, ledger, builder.peaks)
-    engine = Engine(run, groups, device, units, *parts, builder.z_loss)
+    engine = Engine(run, groups, device, units, *parts, builder.z_loss, builder.predictions)
     if draw:
         draw_weights(engine)
     return engine
@@ -205,7 +210,9 @@ class _Builder:
         self.fp8 = run.training.fp8_scaling if run.training.precision == "fp8" else None
         """The scales of the blocks' linears; None is not in fp8."""
         if self.fp8 is not None:
-            require_fp8(device, self.fp8)
+            require_fp8(device, self.fp8, run.training.fp8_experts)
+        self.grouped_matmul = fp8_grouped_matmul if run.training.fp8_experts else grouped_matmul
+        """Of routed experts."""
         tensor, expert = groups.tensor, groups.expert
         sequence_parallel = self.layout.sequence_parallel
         self.place = ShardingRank(tensor.size, tensor.index, expert.size, expert.index, sequence_parallel)
@@ -233,6 +240,8 @@ class _Builder:
         self.peaks = LayerPeaks(self.model, self.dtype, device) if clips else None
         coefficient = run.training.z_loss
         self.z_loss = ZLoss(coefficient, self.dtype, device) if coefficient else None
+        depths, coefficient = self.model.prediction_layers, run.training.prediction_loss
+        self.predictions = PredictionLosses(coefficient, depths, wide(self.dtype), device) if depths else None
         self.activations = Activations(run, groups, wide(self.dtype), device, math.prod(self.flow))
         # Without experts elsewhere nothing in a pass would hand over.
         self.pair = DualPipePair() if self.layout.ep > 1 and pairs_overlap(schedule) else None
@@ -305,6 +314,8 @@ class _Builder:
             for child in block.modules():
                 if isinstance(child, Linear):
                     child.matmul = Fp8Matmul(self.fp8)
+                if isinstance(child, Experts) and self.run.training.fp8_experts:
+                    child.matmul = deferrable_grouped_matmul(self.deferral, self.grouped_matmul)
         # Outside in: attention over ranks, then recompute around the block, then experts and measures around that.
         if self.layout.cp > 1:
             gathers = self.layout.cp_method == "allgather"
@@ -321,7 +332,12 @@ class _Builder:
             run = compiled_block(block, recompute, traced and not stops and not routed, self.options)
         run = self._routed(block, f"layers.{layer}", run)
         measured = partial(self.activations.add, layer)
-        segment = self._segment(block, f"layers.{layer}", lambda x, batch: measured(run(x, batch.positions)))
+        if isinstance(block, Prediction):
+            depth = layer - self.model.layers
+            whole = partial(predict, block, depth, lambda x, positions: measured(run(x, positions)))
+            segment = self._segment(block, f"layers.{layer}", whole)
+        else:
+            segment = self._segment(block, f"layers.{layer}", lambda x, batch: measured(run(x, batch.positions)))
         if self.peaks is not None:
             block.attention.peaks = self.peaks.of(layer, self.units[f"layers.{layer}"].parts)
         # After the unit exists: fused weights are views of its buffer.
@@ -354,21 +370,27 @@ class _Builder:
     def _head(self) -> Segment:
         if self.custom is not None:
             return self._custom("head")
-        head = make_head(self.model, self.region)
+        head, predictions = make_head(self.model, self.region), self.predictions
+        read = self._reader(head)
+        if predictions is None:
+            return self._segment(head, "head", lambda x, batch: read(x, batch.labels, True))
+        return self._segment(head, "head", lambda x, batch: predictions.total(x, batch, read))
+
+    def _reader(self, head: Head) -> Callable[[Tensor, Tensor, bool], Tensor]:
+        """The summed loss of hidden states; the z-loss is of the model's own alone."""
         group, vocabulary, z_loss = self.groups.tensor, self.model.vocab, self.z_loss
         if self.compiled:
-            fused = partial(
-                fused_cross_entropy,
-                vocabulary=vocabulary,
-                group=group,
-                region=self.region,
-                deferral=self.deferral,
-                z_loss=z_loss,
-            )
-            return self._segment(head, "head", lambda x, batch: fused(head, x, batch.labels))
-        if z_loss is not None:
-            head.summed_loss = partial(split_cross_entropy, vocabulary=vocabulary, group=group, z_loss=z_loss)
-        return self._segment(head, "head", lambda x, batch: head.loss(x, batch.labels))
+            where = {"group": group, "region": self.region, "deferral": self.deferral}
+            fused = partial(fused_cross_entropy, head, vocabulary=vocabulary, **where)
+            return lambda x, labels, own: fused(x, labels, z_loss=z_loss if own else None)
+        if z_loss is None:
+            return lambda x, labels, _: head.loss(x, labels)
+
+        def read(x: Tensor, labels: Tensor, own: bool) -> Tensor:
+            logits = head(x)
+            return split_cross_entropy(logits, labels.flatten(), vocabulary, group, z_loss if own else None)
+
+        return read
 
     def _segment(self, module: nn.Module, prefix: str, run: Callable[[Tensor, RankBatch], Tensor]) -> Segment:
         in_block = prefix.startswith("layers.")
@@ -377,7 +399,7 @@ class _Builder:
                 if isinstance(child, Linear) and not (self.compiled and in_block):
                     child.matmul = deferrable_matmul(self.deferral, self.fp8 if in_block else None)
                 if isinstance(child, Experts):
-                    child.matmul = deferrable_grouped_matmul(self.deferral)
+                    child.matmul = deferrable_grouped_matmul(self.deferral, self.grouped_matmul)
         # A module of one's own may use one parameter under several names.
         aliases: dict[int, list[str]] = {}
         for path, parameter in module.named_parameters(remove_duplicate=False):
@@ -385,11 +407,9 @@ class _Builder:
         inside: dict[str, list[str]] = {}
         members: dict[str, dict[str, Declared]] = {}
         for inner, parameter in module.named_parameters():
-            name = f"{prefix}.{inner}"
+            name = parameter_name(self.model, prefix, inner)
             if self.custom is not None:
-                name = self.custom.called(name)
-            elif self.model.tie_embeddings and name in (TIED, "head.output.weight"):
-                name = TIED
+                name = self.custom.called(f"{prefix}.{inner}")
             inside[name] = aliases[id(parameter)]
             split = declared_split(module, inner)
             if split is None and self.region is not None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from cuboid.model.batch import MicroBatch
+from cuboid.model.batch import IGNORED, Further, MicroBatch, further
 from cuboid.model.custom import Model, counted_labels
 from cuboid.model.dropout import NUMBERS, token_keys
 from cuboid.model.rope import Positions, PositionTable
@@ -28,18 +28,27 @@ class RankBatch:
     fields: Mapping[str, Tensor] = field(default_factory=dict)
     """All that a model of one's own reads."""
     count: Callable[[Mapping[str, Tensor]], Tensor] = counted_labels
+    further: tuple[Further, ...] = ()
+    """For each prediction layer."""
+
+    def counted_further(self, depth: int) -> Tensor:
+        """How many losses a prediction layer sums."""
+        return (self.further[depth].labels != IGNORED).sum()
 
     @property
     def inputs(self) -> list[Tensor]:
         """What differs between micro-batches of one shape without documents."""
         keys = self.positions.dropout
-        return [self.tokens, self.labels, *(() if keys is None else (keys,))]
+        further = [x for each in self.further for x in each]
+        return [self.tokens, self.labels, *(() if keys is None else (keys,)), *further]
 
     def cloned(self) -> RankBatch:
         """With `inputs` of its own."""
         keys = self.positions.dropout
         positions = replace(self.positions, dropout=None if keys is None else keys.clone())
-        return replace(self, tokens=self.tokens.clone(), labels=self.labels.clone(), positions=positions)
+        further = tuple(Further(*(x.clone() for x in each)) for each in self.further)
+        own = {"tokens": self.tokens.clone(), "labels": self.labels.clone()}
+        return replace(self, **own, positions=positions, further=further)
 
     @property
     def counted(self) -> Tensor:
@@ -61,6 +70,7 @@ class BatchSharder:
         self._part = (run.layout.tp, tensor) if run.layout.sequence_parallel else (1, 0)
         """Of the residual stream's tokens: how many parts they have, and which of them is here."""
         self._data = run.data
+        self._depths = range(1, run.model.prediction_layers + 1)
         self._dtype = dtype
         built = run.model.built if isinstance(run.model, PythonModelSpec) else None
         self._custom = built if isinstance(built, Model) else None
@@ -81,7 +91,9 @@ class BatchSharder:
         if trains and self._drawn is not None and batch.numbers is not None:
             parts, own = self._part
             positions = replace(positions, dropout=token_keys(batch.numbers, self._drawn).chunk(parts)[own])
-        if self._own is None:
-            return RankBatch(batch.tokens, batch.labels, positions)
-        # This rank's two zigzag chunks, early and late; RoPE's positions are those of the whole sequence.
-        return RankBatch(batch.tokens[:, self._own], batch.labels[:, self._own], positions)
+        # Of whole sequences, so that a chunk's last token has its further ones too.
+        found = [Further(batch.tokens, batch.labels), *(further(batch, depth) for depth in self._depths)]
+        if self._own is not None:
+            # This rank's two zigzag chunks, early and late; RoPE's positions are those of the whole sequence.
+            found = [Further(*(x[:, self._own] for x in each)) for each in found]
+        return RankBatch(found[0].tokens, found[0].labels, positions, further=tuple(found[1:]))

@@ -99,6 +99,7 @@ def check_same_training(old: Run, new: Run, owner: str = "") -> None:
         fixed |= {f"learning_rate.{name}": (rates[0][name], rates[1][name]) for name in rates[1]}
         fixed["training.gradient_clip"] = (old.training.gradient_clip, new.training.gradient_clip)
         fixed["training.z_loss"] = (old.training.z_loss, new.training.z_loss)
+        fixed["training.prediction_loss"] = (old.training.prediction_loss, new.training.prediction_loss)
         fixed["training.dropout"] = (old.training.dropout, new.training.dropout)
     # The first that differs is refused: one sentence, one setting to change.
     for name, (before, now) in fixed.items():
@@ -164,6 +165,13 @@ def prepare_folder(run: Run, overwrite: bool = False, take_over: bool = False) -
     except OSError as error:
         raise UserError(f"output.folder={folder} cannot be written: {error.strerror}; use another folder") from None
     return said
+
+
+def require_folder(run: Run) -> None:
+    """In rank 0, while it sets up: refuse to train in a new folder, which would not say what run it is of."""
+    folder = Path(run.output.folder)
+    if not _is_there(folder / RUN_FILE):
+        raise UserError(f"output.folder={folder} was removed, or unmounted, before a step was done; use one that stays")
 
 
 def forget_reports(run: Run) -> None:
