@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cuboid.model.batch import IGNORED, Further, MicroBatch, further
 from cuboid.model.custom import Model, counted_labels
-from cuboid.model.dropout import NUMBERS, token_keys
+from cuboid.model.dropout import NUMBERS, on_device, token_keys
 from cuboid.model.rope import Positions, PositionTable
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
@@ -83,7 +83,7 @@ class BatchSharder:
             # Images and the like are computed with: in the precision of the weights.
             fields = {name: x.to(self._dtype) if x.is_floating_point() else x for name, x in given.items()}
             if trains and batch.numbers is not None and self._custom.drops:
-                fields[NUMBERS] = torch.arange(batch.numbers.start, batch.numbers.stop, device=batch.tokens.device)
+                fields[NUMBERS] = on_device(batch.numbers, batch.tokens.device)
             return RankBatch(batch.tokens, batch.labels, positions, fields, self._custom.count)
         # Within documents positions begin anew at each, and attention ends there.
         if batch.documents is not None:
