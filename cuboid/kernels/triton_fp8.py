@@ -67,3 +67,42 @@ def quantise_tiles(  # type: ignore[no-untyped-def]
             place = turned + column[:, None] * height + row[None, :]
             tl.store(place, tl.trans(rounded), mask=(column < columns)[:, None])
             tl.store(turned_scales + block_row.to(tl.int64) * columns + column, scale, mask=column < columns)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def quantise_long_rows(source, values, scales, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One program a row, which has one scale; BLOCK holds all of it."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    x = tl.load(source + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    scale, inverse = power_of_two(tl.max(tl.abs(x), 0))
+    tl.store(values + row * columns + column, (x * inverse).to(tl.float8e4nv), mask=inside)
+    tl.store(scales + row, scale)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def quantise_long_columns(  # type: ignore[no-untyped-def]
+    source, turned, scales, rows, columns, TALL: tl.constexpr, WIDE: tl.constexpr
+):
+    """Of matrices one behind the other: the transpose of each, with a scale for each of its rows. A program takes WIDE
+    columns of one, twice: the second time they come from the cache."""
+    matrix = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0).to(tl.int64) * WIDE + tl.arange(0, WIDE)
+    held = column < columns
+    first = matrix * rows * columns
+    peaks = tl.zeros((WIDE,), tl.float32)
+    for start in range(0, rows, TALL):
+        row = start + tl.arange(0, TALL)
+        inside = (row < rows)[:, None] & held[None, :]
+        tile = tl.load(source + first + row[:, None].to(tl.int64) * columns + column[None, :], mask=inside, other=0.0)
+        peaks = tl.maximum(peaks, tl.max(tl.abs(tile.to(tl.float32)), 0))
+    scale, inverse = power_of_two(peaks)
+    tl.store(scales + matrix * columns + column, scale, mask=held)
+    for start in range(0, rows, TALL):
+        row = start + tl.arange(0, TALL)
+        inside = (row < rows)[:, None] & held[None, :]
+        tile = tl.load(source + first + row[:, None].to(tl.int64) * columns + column[None, :], mask=inside, other=0.0)
+        rounded = (tile.to(tl.float32) * inverse[None, :]).to(tl.float8e4nv)
+        place = turned + first + column[:, None] * rows + row[None, :]
+        tl.store(place, tl.trans(rounded), mask=held[:, None] & (row < rows)[None, :])

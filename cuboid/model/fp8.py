@@ -24,7 +24,7 @@ Scaling = Literal["tensor", "row", "block"]
 _SMALLEST = 1e-30  # a tensor of zeros has a scale too
 
 
-def require_fp8(device: torch.device, scaling: Scaling) -> None:
+def require_fp8(device: torch.device, scaling: Scaling, experts: bool = False) -> None:
     if device.type != "cuda":
         return
     capability, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
@@ -34,6 +34,11 @@ def require_fp8(device: torch.device, scaling: Scaling) -> None:
         raise UserError(
             f"training.fp8_scaling=block needs matmuls with scales of blocks, which Hopper has and {name} lacks; use "
             "fp8_scaling=row"
+        )
+    if experts and capability[0] != 9:
+        raise UserError(
+            f"training.fp8_experts=true needs grouped matmuls in fp8, which torch has for Hopper and not for {name}; "
+            "use fp8_experts=false"
         )
 
 

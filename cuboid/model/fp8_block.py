@@ -57,7 +57,9 @@ def _rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """In plain operations, 1 × 128."""
     tiles = _filled(x).unflatten(1, (-1, BLOCK))
     exponents = exponents_of(tiles.abs().amax(2))
-    return _rounded(tiles, exponents.unsqueeze(2)).flatten(1), torch.exp2(exponents.t().float()).contiguous()
+    return _rounded(tiles, exponents.unsqueeze(2)).flatten(1).contiguous(), torch.exp2(
+        exponents.t().float()
+    ).contiguous()
 
 
 def _squares(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -242,10 +242,15 @@ class Run:
         own = isinstance(self.model, PythonModelSpec)
         self.optimizer.check_model(own, self.model.qk_norm, self.model.tie_embeddings)
         if self.training.precision == "fp8":
-            check_fp8(self.layout, self.model, sequence, section="training.")
+            check_fp8(self.layout, self.model, sequence, "training.", self.training.fp8_experts)
         if self.training.overlap_tensor == "on" and self.layout.tp > 1:
             if not self.layout.sequence_parallel:
                 raise UserError("training.overlap_tensor=on needs sequence_parallel=true; use it or overlap_tensor=off")
+            if self.training.precision == "fp8" and self.training.fp8_scaling == "block":
+                raise UserError(
+                    "training.overlap_tensor=on splits matmuls that the compiler sees, and training.fp8_scaling=block "
+                    "has others; use overlap_tensor=off or fp8_scaling=row"
+                )
             if self.output.count_communication:
                 raise UserError(
                     "training.overlap_tensor=on hides collectives, which output.count_communication=true counts; "
@@ -310,7 +315,7 @@ class Run:
         mixture = self.model.mixture
         if mixture is None:
             return False
-        return self.training.precision != "bf16" or mixture.expert_ffn % 8 > 0 or self.model.hidden % 8 > 0
+        return self.training.weights != "bf16" or mixture.expert_ffn % 8 > 0 or self.model.hidden % 8 > 0
 
     def planned_optimizer(self, engine: str = "cuboid") -> str:
         """What a planner counts: Muon of models of the catalog and this engine, else AdamW."""

@@ -34,7 +34,8 @@ class TrainingSpec:
     """Decides the first parameters and the order of samples, whatever the layout."""
     precision: Literal["float32", "bf16", "fp16", "fp8", "float64"] = "float32"
     """bf16 and fp16 keep float32 master weights, and fp16 multiplies the loss so that small gradients survive; fp8 is
-    bf16 with the matmuls of the blocks' linears in fp8 (not those of routed experts, routers, attention and head);
+    bf16 with the matmuls of the blocks' linears in fp8 (not those of routers, attention and head, nor, unless
+    `fp8_experts` asks for it, of routed experts);
     float64 is for verification."""
     loss_scale: float = 65536.0
     """Of fp16: what the loss is multiplied by at first. It halves when a gradient overflows, in a step that is then
@@ -44,6 +45,9 @@ class TrainingSpec:
     fp8_scaling: Literal["tensor", "row", "block"] = "tensor"
     """Of fp8: one scale for each tensor, one for each of its rows (more exact, and slower), or block: one for every 128
     numbers of an input and every 128 × 128 of a weight, as DeepSeek-V3 was trained, on Hopper (and CPUs)."""
+    fp8_experts: bool = False
+    """Of fp8: also the matmuls of routed experts, forward and for the gradient of their input, with a scale for each
+    row whatever `fp8_scaling` says; their weight gradients stay in bf16. On Hopper (and CPUs)."""
     deterministic: bool = False
     """Only kernels that give the same bits each time; slower on GPUs."""
     gradient_sums: Literal["float32", "bf16"] = "float32"
@@ -55,12 +59,12 @@ class TrainingSpec:
     """Coefficient of the z-loss, which keeps logits from drifting: what is minimised is the loss plus this times the
     mean square of log Σ exp(logits) over tokens with labels (PaLM has 1e-4). Metrics tell that square apart from the
     loss; 0 turns it off."""
-    prediction_loss: float = 0.3
-    """Coefficient of the loss of prediction layers (`model.prediction_layers`), a mean over them: DeepSeek-V3's first
-    one; later it had 0.1. Metrics tell their losses apart from the loss."""
     dropout: float = 0.0
     """In training, the fraction of numbers dropped of what attention, feed-forward and embedding add to the residual
     stream. The same on any layout. Attention probabilities are not dropped."""
+    prediction_loss: float = 0.3
+    """Coefficient of the loss of prediction layers (`model.prediction_layers`), a mean over them: DeepSeek-V3's first
+    one; later it had 0.1. Metrics tell their losses apart from the loss."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: CUDA where there is one."""
     backend: Literal["auto", "nccl", "gloo"] = "auto"
@@ -134,6 +138,11 @@ class TrainingSpec:
                 f"training.gradient_sums=bf16 is for precision=bf16 or fp8, not training.precision={self.precision}; "
                 "use gradient_sums=float32"
             )
+        if self.fp8_experts and self.precision != "fp8":
+            raise UserError(
+                f"training.fp8_experts=true is for precision=fp8, not training.precision={self.precision}; use "
+                "precision=fp8 or fp8_experts=false"
+            )
         if self.backend == "nccl" and self.device == "cpu":
             raise UserError("training.backend=nccl needs GPUs, not training.device=cpu; use backend=auto or gloo")
         if self.overlap_tensor == "on" and self.device == "cpu":
@@ -199,6 +208,11 @@ class DataSpec:
     positions_within_documents: bool = False
     """Positions count from the start of each document, as Hugging Face's packed collators and Megatron's
     reset-position-ids do. Rotary positions are relative: to them it matters only where attention crosses documents."""
+    assignment: Literal["order", "work"] = "order"
+    """Which replica and micro-batch takes which sequences of a step. order: one run of them after another. work: so
+    that all have as much to compute, by the lengths of documents: whole sequences, as many for each. Needs
+    attention_within_documents, without which all sequences are the same work. It changes the order of sums and nothing
+    else; every rank looks up the lengths of all sequences of a step."""
     validation: str = ""
     """A source of its own for evaluation."""
     validation_fraction: float = 0.0
@@ -211,6 +225,11 @@ class DataSpec:
             raise UserError('data.source="" names no data; use python-stdlib or the path of a store')
         if self.mixture is not None:
             self._check_mixture(self.mixture)
+        if self.assignment == "work" and not self.attention_within_documents:
+            raise UserError(
+                "data.assignment=work needs data.attention_within_documents=true, without which all sequences are the "
+                "same work; use assignment=order"
+            )
         if not 0 <= self.validation_fraction < 1:
             raise UserError(
                 f"data.validation_fraction={self.validation_fraction} is no part of the documents; "

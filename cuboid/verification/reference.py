@@ -20,11 +20,14 @@ from cuboid.model.batch import IGNORED, Further, MicroBatch, further
 from cuboid.model.custom import Model, WholeModel
 from cuboid.model.dropout import NUMBERS, token_keys
 from cuboid.model.fp8 import Fp8Matmul
+from cuboid.model.fp8_experts import fp8_grouped_matmul
 from cuboid.model.initialize import initialize, learning_rate_factor
 from cuboid.model.linear import Linear, Matmul, declared_split
 from cuboid.model.load_balancing import Balance
+from cuboid.model.moe import Experts
 from cuboid.model.rope import PositionTable
 from cuboid.model.router import Router
+from cuboid.model.split_backward import Deferral, deferrable_grouped_matmul
 from cuboid.model.transformer import Transformer, summed_loss
 from cuboid.parallel.device import choose_device
 from cuboid.spec.layout import Layout
@@ -159,6 +162,8 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
         for child in computing.model.layers.modules():
             if isinstance(child, Linear):
                 child.matmul = Fp8Matmul(run.training.fp8_scaling)
+            if isinstance(child, Experts) and run.training.fp8_experts:
+                child.matmul = deferrable_grouped_matmul(Deferral(), fp8_grouped_matmul)
     if hops > 1 and isinstance(computing.model, Transformer):
         sum_hop_by_hop(computing.model, hops)
     kind = UpdatesOfOwn if run.optimizer.is_own else WithMuon if run.optimizer.is_muon else Updates

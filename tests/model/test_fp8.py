@@ -8,6 +8,9 @@ from torch import Tensor
 
 from cuboid.errors import UserError
 from cuboid.model.fp8 import Fp8Matmul, Scaling, multiply, quantise, quantise_columns, require_fp8
+from cuboid.model.fp8_experts import fp8_grouped_matmul
+from cuboid.model.moe import grouped_matmul
+from cuboid.model.split_backward import Deferral, deferrable_grouped_matmul
 from cuboid.spec.run import build_run
 
 TENSOR, ROW = False, True
@@ -114,3 +117,34 @@ def test_dimensions_that_do_not_divide_are_refused() -> None:
 
 def test_a_cpu_needs_no_fp8_hardware() -> None:
     require_fp8(torch.device("cpu"), "block")
+
+
+def test_experts_in_fp8_are_close_to_exact_ones() -> None:
+    """Forward and input gradient; the weight gradient is that of 16 bits. One expert has no token at all."""
+    counts = torch.tensor([5, 0, 11])
+    x, weight = numbers(20, 32, spread=4).requires_grad_(), numbers(3 * 48, 32, 1).view(3, 48, 32).requires_grad_()
+    gradient = numbers(20, 48, 2)
+    gradient[16:] = 0
+    found = []
+    for matmul in (grouped_matmul, deferrable_grouped_matmul(Deferral(), fp8_grouped_matmul)):
+        x.grad = weight.grad = None
+        y = matmul(x, weight, counts)
+        y.backward(gradient)
+        found.append([y.detach(), x.grad, weight.grad])
+    for exact, rounded, most in zip(*found, [0.05, 0.05, 1e-6], strict=True):
+        assert error(rounded[:16], exact[:16]) < most
+        assert most < 1e-5 or not torch.equal(rounded, exact)
+
+
+def test_what_asks_for_fp8_experts_in_vain_is_refused() -> None:
+    shape = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 192, "vocab": 256}
+
+    def refusal(precision: str, **changes: object) -> str:
+        with pytest.raises(UserError) as caught:
+            build_run({"model": {**shape, **changes}, "training": {"precision": precision, "fp8_experts": True}})
+        return str(caught.value)
+
+    assert refusal("bf16").endswith("use precision=fp8 or fp8_experts=false")
+    assert refusal("fp8").endswith("has none; use fp8_experts=false")
+    narrow = {"experts": 4, "top_k": 2, "expert_ffn": 24}
+    assert "needs mixture.expert_ffn=24 to divide by 16" in refusal("fp8", mixture=narrow)
