@@ -47,8 +47,8 @@ class RankBatch:
         keys = self.positions.dropout
         positions = replace(self.positions, dropout=None if keys is None else keys.clone())
         further = tuple(Further(*(x.clone() for x in each)) for each in self.further)
-        own = {"tokens": self.tokens.clone(), "labels": self.labels.clone()}
-        return replace(self, **own, positions=positions, further=further)
+        tokens, labels = self.tokens.clone(), self.labels.clone()
+        return replace(self, tokens=tokens, labels=labels, positions=positions, further=further)
 
     @property
     def counted(self) -> Tensor:

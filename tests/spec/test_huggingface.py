@@ -69,7 +69,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen3_moe": Qwen3MoeConfig(**SIZES, num_experts=8, moe_intermediate_size=24, head_dim=16),
     "deepseek_v2": DeepseekV2Config(**DEEPSEEK, q_lora_rank=12, n_shared_experts=2, n_group=1, topk_group=1),
     "deepseek_v2 direct": DeepseekV2Config(**DEEPSEEK, q_lora_rank=None, n_group=1, topk_group=1),
-    "deepseek_v3": DeepseekV3Config(**DEEPSEEK, q_lora_rank=12, n_group=2, topk_group=1),
+    "deepseek_v3": DeepseekV3Config(**DEEPSEEK, q_lora_rank=12, n_group=2, topk_group=1, num_nextn_predict_layers=0),
 }
 LLAMA = {"model_type": "llama", **SIZES}
 
@@ -260,7 +260,11 @@ def test_deepseek_as_released_gives_its_sizes() -> None:
         "moe_layer_freq": 1,
         "scoring_func": "sigmoid",
     }
-    assert read(released).parameters == load_model("deepseek-v3").parameters
+    main, whole = load_model("deepseek-v3"), build_model({"base": "deepseek-v3", "prediction_layers": 1})
+    assert read(released).parameters == whole.parameters  # with the layer that its checkpoint has
+    assert read(released | {"num_nextn_predict_layers": 0}).parameters == main.parameters
+    # Its 14 billion parameters of the layer count copies of embedding and head.
+    assert round((whole.parameters - main.parameters + 2 * main.vocab * main.hidden) / 1e9) == 13
 
 
 def test_broken_files_are_named(tmp_path: Path) -> None:
