@@ -51,15 +51,9 @@ def fp8_grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     weights, weight_scales = quantise_long(weight)
     if takes_one_kernel(x, weight.shape[1]):
         by_row = functional.ScalingType.RowWise
-        return functional.scaled_grouped_mm(
-            values,
-            weights.transpose(1, 2),
-            scales,
-            by_row,
-            weight_scales,
-            by_row,
-            offs=counts.cumsum(0, dtype=torch.int32),
-            output_dtype=x.dtype,
-        )
+        offsets = counts.cumsum(0, dtype=torch.int32)
+        factors = (values, weights.transpose(1, 2), scales, by_row, weight_scales, by_row)
+        y: Tensor = functional.scaled_grouped_mm(*factors, offs=offsets, output_dtype=x.dtype)  # type: ignore[attr-defined,unused-ignore]
+        return y
     exact = grouped_matmul(values.float() * scales.unsqueeze(-1), weights.float() * weight_scales.unsqueeze(-1), counts)
     return exact.to(x.dtype)
