@@ -35,9 +35,9 @@ def quantise_tiles(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One program a tile of TILE × TILE: read once, written as it is (`values`, rows of `width`), transposed (`transposed`,
-    rows of `height`), or both. Its scales: one (SQUARE; `across` and `down` scales lie in a row of `scales` and of
-    `transposed_scales`), or one for each of its rows and one for each of its columns."""
+    """One program a tile of TILE × TILE: read once, written as it is (`values`, rows of `width`), as its transpose
+    (`transposed`, rows of `height`), or both. Its scales: one (SQUARE; `across` and `down` scales lie in a row of
+    `scales` and of `transposed_scales`), or one for each of its rows and one for each of its columns."""
     block_row, block_column = tl.program_id(1), tl.program_id(0)
     row = block_row.to(tl.int64) * TILE + tl.arange(0, TILE)
     column = block_column.to(tl.int64) * TILE + tl.arange(0, TILE)
