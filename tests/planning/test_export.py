@@ -94,6 +94,18 @@ def test_megatron_interleaved_and_fully_sharded(plan: Callable[..., Plan]) -> No
     assert "unset CUDA_DEVICE_MAX_CONNECTIONS" in script
 
 
+def test_scales_of_fp8_are_named_or_refused(plan: Callable[..., Plan]) -> None:
+    def written(target: str, scaling: str, **more: Any) -> str:
+        return export(plan("dp=8,tp=2,zero=3,shard=4", precision="fp8", fp8_scaling=scaling, **more), target)
+
+    flags = flags_of(written("megatron", "block"))
+    assert (flags["--fp8-recipe"], flags["--fp8-format"]) == ("blockwise", "e4m3")
+    assert tomllib.loads(written("torchtitan", "row"))["quantize"]["linear"]["float8"]["recipe_name"] == "rowwise"
+    for target, scaling in (("megatron", "row"), ("torchtitan", "block")):
+        with pytest.raises(UserError, match=f"fp8_scaling={scaling} is no recipe of {target}"):
+            written(target, scaling)
+
+
 def test_megatron_mixture_with_latent_attention(plan: Callable[..., Plan]) -> None:
     flags = flags_of(export(plan("dp=8,tp=1,pp=8,ep=8,zero=1", "deepseek-v3", "h100x64"), "megatron"))
     assert flags["--expert-model-parallel-size"] == "8"
