@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from cuboid.errors import UserError
-from cuboid.spec.huggingface import table_from_config
+from cuboid.spec.huggingface import dropout_of, table_from_config
 from cuboid.spec.huggingface_writer import config_from_model
 from cuboid.spec.load import build_model, catalog_models
 from cuboid.spec.model import ModelSpec, RopeScaling, load_model
@@ -164,6 +164,15 @@ def test_catalog_entries_equal_their_configs() -> None:
     }
     assert build_model(table_from_config(config, "llama3-8b")) == load_model("llama3-8b")
     assert build_model(table_from_config(GPT2Config().to_dict(), "gpt2")) == load_model("gpt2")
+
+
+def test_dropout_is_the_trainings_and_that_of_attention_is_said_not_to_be_computed() -> None:
+    dropout, notes = dropout_of(GPT2Config().to_dict())
+    assert dropout == 0.1 and len(notes) == 1
+    assert notes[0].startswith("attn_pdrop=0.1 of its config.json is not used")
+    dropout, notes = dropout_of(GPT2Config(embd_pdrop=0.0, attn_pdrop=0.0).to_dict())
+    assert dropout == 0.1 and notes == ["embd_pdrop=0 of its config.json is not used: training.dropout=0.1 is for all"]
+    assert dropout_of({"attention_dropout": 0.0}) == (0.0, [])
 
 
 @pytest.mark.parametrize(
