@@ -27,7 +27,9 @@ from cuboid.spec.sharding import Part
 from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.training.learning_rate import learning_rate
 from cuboid.training.optimizer import Optimizer
+from cuboid.training.replicas import deviations
 from cuboid.training.step import apply_update, compute_gradients
+from cuboid.verification.record import RankRecord, RankRecorder
 from cuboid.verification.reference import Tensors, Trace, known_trace
 from cuboid.verification.rounding import (
     DECIDED,
@@ -52,6 +54,15 @@ Contribution = list[tuple[Part, int, int, Tensor]]
 
 def observed_trace(run: Run, rank: int) -> Trace | None:
     """The trace on rank 0, None elsewhere. Every rank calls this."""
+    return _observe(run, rank)[0]
+
+
+def recorded_trace(run: Run, rank: int, step: int) -> tuple[Trace | None, list[RankRecord]]:
+    """The same up to a step, and what each rank recorded of this; nothing on other ranks than 0."""
+    return _observe(run, rank, step)
+
+
+def _observe(run: Run, rank: int, recorded: int | None = None) -> tuple[Trace | None, list[RankRecord]]:
     device = joined_device(run.training.device)
     # Counting takes collectives out of compiled graphs, which would then not be the graphs that train.
     # What tensor ranks of one's own modules sum is found by running these; it would take every rank seconds.
@@ -62,8 +73,11 @@ def observed_trace(run: Run, rank: int) -> Trace | None:
     optimizer = Optimizer(engine, run.optimizer)
     source = make_source(run)
     trace = Trace()
-    for step in range(run.training.steps):
+    recorder = None if recorded is None else RankRecorder(engine, rank)
+    for step in range(run.training.steps if recorded is None else recorded + 1):
         HEARTBEAT.enter("step", step + 1)
+        if recorder is not None and step == recorded:
+            recorder.attach()
         batches = micro_batches(source, run, step, engine.groups.coordinates.dp, device)
         pending = compute_gradients(engine, batches)
         result = pending.result()
@@ -72,6 +86,9 @@ def observed_trace(run: Run, rank: int) -> Trace | None:
             trace.z_losses.append(result.z_loss)
         trace.gradient_norms.append(result.gradient_norm)
         trace.gradients.append(_whole(engine, lambda shard: shard.gradient, result.loss_scale or 1.0))
+        if recorder is not None and step == recorded:
+            recorder.detach()
+            recorder.see_gradients(result.loss, result.gradient_norm, result.loss_scale or 1.0)
         if result.routers is not None:
             trace.routers.append(result.routers)
         apply_update(engine, optimizer, pending, learning_rate(run.learning_rate, step, run.training.steps))
@@ -82,8 +99,14 @@ def observed_trace(run: Run, rank: int) -> Trace | None:
         if run.optimizer.average:
             averages = _whole(engine, lambda shard: optimizer.state_of(shard)[AVERAGE])
             trace.averages.append({f"{AVERAGE}/{name}": average for name, average in averages.items()})
+        found = [str(deviation) for deviation in deviations(engine, optimizer)]
+        trace.deviations.append(found)
+    records: list[tuple[int, RankRecord]] = []
+    if recorder is not None:
+        recorder.see_update()
+        records = _gathered(engine, recorder.record)
     HEARTBEAT.enter("finish")
-    return trace if rank == 0 else None
+    return trace if rank == 0 else None, [record for _, record in records]
 
 
 def _whole(engine: Engine, of: Callable[[OptimizerShard], Tensor], factor: float = 1.0) -> Tensors:
@@ -180,6 +203,10 @@ class Verdict:
     passed: bool
     unforeseen: list[str]
     """Collectives between ranks that are not as the planner counts them, to the byte."""
+    deviations: list[str]
+    """Copies on several ranks that are not equal, bit by bit; `passed` is then false."""
+    located: dict[str, Any] | None = None
+    """Where it first differs, as `evidence.Located` has it; None where it does not."""
 
 
 def relative_error(value: float, reference: float) -> float:
@@ -287,8 +314,9 @@ def _verdict(run: Run, observed: Trace, bounds: dict[str, Bound]) -> Verdict:
         worst_parameter=bounds["parameter"].name,
         tolerance=max(bound.allowed for bound in bounds.values()),
         tolerances={name: bound.allowed for name, bound in bounds.items()},
-        passed=all(bound.ratio <= 1 for bound in bounds.values()),
+        passed=all(bound.ratio <= 1 for bound in bounds.values()) and not any(observed.deviations),
         unforeseen=observed.unforeseen,
+        deviations=[line for step in observed.deviations for line in step],
     )
 
 
@@ -299,10 +327,46 @@ def rounded_traces(run: Run) -> list[Trace]:
 
 
 def verify_rank(rank: int, run: Run) -> dict[str, Any] | None:
-    """What each rank process does; the verdict comes from rank 0."""
+    """What each rank process does; the verdict comes from rank 0. Where it is bad, all ranks go through the step that
+    failed once more, and record it."""
     observed = observed_trace(run, rank)
-    if observed is None:
-        return None
+    verdict = None if observed is None else judge(run, observed)
+    failed = None
+    if verdict is not None and observed is not None and not verdict.passed:
+        failed = first_failure(run, observed)
+    failed = _told_by_rank_0(run, failed)
+    if failed is not None:
+        from cuboid.verification.locate import locate  # which a layout that is right never needs
+
+        again, records = recorded_trace(run, rank, failed)
+        if verdict is not None and again is not None:
+            located = locate(run, failed, again, records)
+            verdict = replace(verdict, located=None if located is None else asdict(located))
+    return None if verdict is None else asdict(verdict)
+
+
+def judge(run: Run, observed: Trace) -> Verdict:
     if run.training.precision in ROUNDED:
-        return asdict(compare_rounded(run, observed, rounded_traces(run), known_trace(run, "float32")))
-    return asdict(compare(run, observed, known_trace(run)))
+        return compare_rounded(run, observed, rounded_traces(run), known_trace(run, "float32"))
+    return compare(run, observed, known_trace(run))
+
+
+def first_failure(run: Run, observed: Trace) -> int:
+    """The first step, counted from 0, up to which it differs."""
+    steps = range(len(observed.losses))
+    if run.training.precision in ROUNDED:
+        rounded, exact = rounded_traces(run), known_trace(run, "float32")
+        verdicts = (
+            compare_rounded(run, observed.until(n), [each.until(n) for each in rounded], exact.until(n)) for n in steps
+        )
+    else:
+        verdicts = (compare(run, observed.until(step), known_trace(run).until(step)) for step in steps)
+    return next((step for step, verdict in enumerate(verdicts) if not verdict.passed), steps[-1])
+
+
+def _told_by_rank_0(run: Run, what: int | None) -> int | None:
+    if run.layout.world_size == 1:
+        return what
+    told = [what]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -113,8 +114,15 @@ class Trace:
     """After as many steps as the key says, what the optimizer keeps: `exp_avg/…` and `exp_avg_sq/…` of AdamW."""
     unforeseen: list[str] = field(default_factory=list)
     """Collectives between ranks that are not as the planner counts them."""
+    deviations: list[list[str]] = field(default_factory=list)
+    """After each step, copies on several ranks that are not equal."""
     routers: list[Tensor] = field(default_factory=list)
     """Of a mixture: a row per layer, assignments of each expert and the sums of its auxiliary losses."""
+
+    def until(self, step: int) -> Trace:
+        """What it says up to a step, this included."""
+        lists = {name: value[: step + 1] for name, value in vars(self).items() if isinstance(value, list)}
+        return replace(self, **lists)
 
 
 def known_trace(run: Run, precision: str = "", hops: int = 1) -> Trace:
@@ -127,7 +135,19 @@ def _known(run: Run, precision: str, hops: int) -> Trace:
     return reference_trace(run, precision=precision, hops=hops)
 
 
-def reference_trace(run: Run, moments_after: Collection[int] = (), precision: str = "", hops: int = 1) -> Trace:
+class Watch(Protocol):
+    """Sees samples on their way through the model."""
+
+    def attach(self, model: nn.Module) -> None: ...
+
+    def begin_sample(self, step: int, place: int) -> None: ...
+
+    def end_sample(self) -> None: ...
+
+
+def reference_trace(
+    run: Run, moments_after: Collection[int] = (), precision: str = "", hops: int = 1, watch: Watch | None = None
+) -> Trace:
     """`precision`: another than the run's. `hops`: of how many tensor ranks the sums are rounded as NCCL does."""
     precision = precision or run.training.precision
     dtype = DTYPES[precision]
@@ -156,6 +176,8 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
     balance = _balance(run, computing.model, device)
     if balance is not None:
         balance.factor = torch.tensor(factor, device=device)
+    if watch is not None:
+        watch.attach(computing.model)
     source = make_source(run)
     samples = _Samples(run, computing.model, source, dtype, device)
     decay = run.optimizer.average
@@ -173,9 +195,13 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
         loss = z_loss = 0.0
         for place in places:
             HEARTBEAT.do("")  # for a watchdog: a long computation is no silence
+            if watch is not None:
+                watch.begin_sample(step, place)
             with fast_matmuls(device, precision):
                 part, squares = (each / max(tokens, 1) for each in samples.loss(place, run.training.lengths.at(step)))
                 ((part + run.training.z_loss * squares if run.training.z_loss else part) * factor).backward()
+            if watch is not None:
+                watch.end_sample()
             computing.collect()
             loss += part.item()
             z_loss += squares.item()

@@ -1,0 +1,171 @@
+"""Bugs of tensor and sequence parallelism."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuboid.model.linear import RowLinear
+from cuboid.parallel import cross_entropy, grad_norm, parallelize, tensor_region
+from cuboid.parallel.grad_norm import _sum_together
+from cuboid.parallel.tensor_region import Region, _GatherTokens, _SumGradient
+from tests.verification.bugs.bug import Patches, bug
+
+MEGATRON = "https://github.com/NVIDIA/Megatron-LM/issues/"
+FINDINGS = f"{MEGATRON}7452"
+PLAIN = "sequence_parallel=false"
+
+
+@bug("norms-not-summed-sp", f"{MEGATRON}1446", "tp=2", r"norm", "reduction", "missing over tp")
+def _(patches: Patches) -> None:
+    """Gradients of norms under sequence parallelism stay those of a rank's own tokens."""
+
+    def sums(tensors: list[Tensor], group: Any) -> None:
+        if group.dimension not in ("tp", "kv"):
+            _sum_together(tensors, group)
+
+    patches.put(grad_norm, "_sum_together", lambda tensors, group: None)
+
+
+@bug(
+    "kv-not-summed",
+    "https://github.com/bigcode-project/Megatron-LM/issues/11",
+    "tp=4",
+    r"attention\.(key|value)",
+    "reduction",
+    "missing over tp",
+    model="tiny-qwen3",
+    set=("model.kv_heads=2",),
+)
+def _(patches: Patches) -> None:
+    """Key-value heads that several tensor ranks hold: each keeps the gradient of its own query heads."""
+    plain, calls = _sum_together, [0]
+
+    def sums(tensors: list[Tensor], group: Any) -> None:
+        calls[0] += 1
+        if calls[0] % 2:
+            plain(tensors, group)
+
+    patches.put(grad_norm, "_sum_together", sums)
+
+
+@bug(
+    "row-bias-twice",
+    "https://github.com/GeeeekExplorer/nano-vllm/issues/99",
+    f"tp=2,{PLAIN}",
+    r"attention",
+    "forward",
+    r"bias|every token",
+    model="tiny-gpt2",
+)
+def _(patches: Patches) -> None:
+    """The bias of a row-parallel linear is added by every rank before the sum."""
+
+    def forward(self: RowLinear, x: Tensor) -> Tensor:
+        if self.region is None:
+            return self.matmul(x, self.weight, self.bias)
+        # Biases begin at zero: a constant shows from the first step on.
+        constant = None if self.bias is None else self.bias + 0.01
+        y = self.region.leave(self.matmul(x, self.weight, constant))
+        return y if self.bias is None else y
+
+    patches.put(RowLinear, "forward", forward)
+
+
+@bug("loss-log-tp", FINDINGS, "tp=2", r"head|loss", "loss|forward", r"log\(tp\)")
+def _(patches: Patches) -> None:
+    """Logits that are whole enter the cross-entropy of split ones: log(tp) is added."""
+    plain = cross_entropy._split_loss
+
+    def wrong(logits: Tensor, labels: Tensor, vocabulary: int, group: Any, *more: Any) -> Tensor:
+        loss = plain(logits, labels, vocabulary, group, *more)
+        counted = int((labels != cross_entropy.IGNORED).sum())
+        return loss + counted * math.log(group.size)
+
+    patches.put(cross_entropy, "_split_loss", wrong)
+
+
+@bug(
+    "input-gradient-not-summed",
+    "https://github.com/NovaSky-AI/SkyRL/pull/1886",
+    f"tp=2,{PLAIN}",
+    r"head",
+    "input gradient",
+    "missing over tp",
+)
+def _(patches: Patches) -> None:
+    """The gradient that leaves a column-parallel region backward is a rank's own."""
+
+    class Sums(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, x: Tensor, group: Any) -> Tensor:
+            return x.view_as(x)
+
+        @staticmethod
+        def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+            return gradient, None
+
+    patches.put(tensor_region, "_SumGradient", Sums)
+
+
+@bug(
+    "output-not-summed", "https://arxiv.org/abs/2506.10426", f"tp=2,{PLAIN}", r"embedding", "forward", "missing over tp"
+)
+def _(patches: Patches) -> None:
+    """What leaves a region is a rank's own part."""
+    patches.put(Region, "leave", lambda self, x: x)
+
+
+@bug(
+    "gradient-summed-twice",
+    "https://github.com/NVIDIA-NeMo/Megatron-Bridge/issues/5411",
+    "tp=2",
+    r"head",
+    "input gradient",
+    r"factor 2|tp",
+)
+def _(patches: Patches) -> None:
+    """The gradient is summed over tensor ranks twice: as if it was whole on each."""
+    plain = _GatherTokens.backward
+
+    class Gathers(torch.autograd.Function):
+        forward = _GatherTokens.forward
+
+        @staticmethod
+        def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
+            result, _ = plain(context, gradient)
+            return result * context.group.size, None
+
+    patches.put(tensor_region, "_GatherTokens", Gathers)
+
+
+@bug(
+    "norm-counts-replicated",
+    "https://github.com/NVIDIA-NeMo/RL/pull/3788",
+    "tp=2",
+    "gradient norm",
+    "norm",
+    r"all tp ranks hold are counted 2",
+)
+def _(patches: Patches) -> None:
+    """Parameters that all tensor ranks hold are counted by each in the gradient norm."""
+    plain = grad_norm.answers_for
+
+    def answers(engine: Any, unit: Any, part: Any) -> bool:
+        return plain(engine, unit, part) or part.slice.sharing == "tensor"
+
+    def square(engine: Any) -> Tensor:
+        patches.put(grad_norm, "answers_for", answers)
+        try:
+            return squared(engine)
+        finally:
+            patches.put(grad_norm, "answers_for", plain)
+
+    squared = grad_norm.squared_norm
+    from cuboid.training import step
+
+    patches.put(step, "squared_norm", square)
+    assert parallelize and _SumGradient
