@@ -166,6 +166,8 @@ def _show(verdict: dict[str, Any]) -> None:
         # In bf16 and the like each tensor has a bound of its own; shown is the one that comes nearest to it.
         told = f"error {error:.1e} of {tolerance:.1e} allowed" if rounded else f"largest relative error {error:.1e}"
         print(f"  {name.replace('_', ' '):<14} {mark}  {told}{worst}")
+    for line in verdict["deviations"][:3]:
+        print(f"  copies         DIFFER: {line}")
     for line in verdict["unforeseen"][:3]:
         print(f"  communication  not as the planner counts it: {line}")
     steps = f"{verdict['steps']} clipped optimizer steps"
@@ -174,3 +176,18 @@ def _show(verdict: dict[str, Any]) -> None:
         print(f"The layout changed nothing but speed: all within {within} over {steps}.")
     else:
         print(f"The layout is NOT equal to one process within {within} over {steps}.")
+        _show_located(verdict["located"])
+
+
+def _show_located(located: dict[str, Any] | None) -> None:
+    if located is None:
+        print("  What differs is further off at the end of a step than in any tensor within it.")
+        return
+    place = [f"step {located['step']}"]
+    place += [
+        f"{kind.replace('_', '-')} {located[kind]}" for kind in ("micro_batch", "rank") if located[kind] is not None
+    ]
+    print(f"  first wrong    {located['tensor']}: {located['where']} of {', '.join(place)}")
+    print(f"  module         {located['module']}")
+    print(f"  error          {located['error']:.1e} of {located['allowed']:.1e} allowed")
+    print(f"  likely cause   {located['cause']}")

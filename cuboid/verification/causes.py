@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from cuboid.data.source import make_source
+from cuboid.model.transformer import IGNORED
 from cuboid.spec.ranks import groups
 from cuboid.spec.run import Run
 from cuboid.verification.evidence import Evidence, Seen
@@ -19,11 +21,14 @@ Hypothesis = tuple[str, Callable[[], Tensor | None]]
 
 
 def degrees(run: Run, micro_batches: int) -> dict[str, int]:
+    """What a factor may come of: the layout's degrees, and products of two of them."""
     layout = run.layout
     found = {"tp": layout.tp, "dp": layout.dp, "cp": layout.cp, "ep": layout.ep, "pp": layout.pp}
-    found |= {"dp × cp": layout.dp * layout.cp, "tp × cp": layout.tp * layout.cp, "micro-batches": micro_batches}
-    found |= {"micro-batches × dp": micro_batches * layout.dp}
-    return {name: count for name, count in found.items() if count > 1}
+    found["micro-batches"] = micro_batches
+    single = {name: count for name, count in found.items() if count > 1}
+    pairs = (("dp", "cp"), ("tp", "cp"), ("dp", "micro-batches"))
+    both = {f"{one} × {other}": found[one] * found[other] for one, other in pairs if {one, other} <= single.keys()}
+    return single | both
 
 
 def named_factor(factor: float, run: Run, micro_batches: int, exact: bool = True) -> str:
@@ -31,13 +36,18 @@ def named_factor(factor: float, run: Run, micro_batches: int, exact: bool = True
     close = 1e-6 if exact else 0.06
     told = {"2": 2.0, "1/2": 0.5, "-1": -1.0, "0": 0.0}
     counts = degrees(run, micro_batches)
-    names = [name for name, count in counts.items() if abs(factor / count - 1) <= close]
-    inverse = [f"1/{name}" for name, count in counts.items() if abs(factor * count - 1) <= close]
-    squares = [f"{name}²" for name, count in counts.items() if abs(factor / count**2 - 1) <= close]
-    roots = [f"√{name}" for name, count in counts.items() if abs(factor / count**0.5 - 1) <= close]
-    roots += [f"1/√{name}" for name, count in counts.items() if abs(factor * count**0.5 - 1) <= close]
-    if named := names + inverse + squares + roots:
-        return f"factor {factor:.4g} = {' or '.join(named)}"
+    shapes: tuple[tuple[str, Callable[[int], float]], ...] = (
+        ("{}", lambda count: count),
+        ("1/{}", lambda count: 1 / count),
+        ("{}²", lambda count: count**2),
+        ("1/{}²", lambda count: count**-2),
+        ("√{}", math.sqrt),
+        ("1/√{}", lambda count: count**-0.5),
+    )
+    for shape, value_of in shapes:
+        names = [shape.format(name) for name, count in counts.items() if abs(factor / value_of(count) - 1) <= close]
+        if names:
+            return f"factor {factor:.4g} = {' or '.join(names)}"
     for text, value in told.items():
         if abs(factor - value) <= close:
             return f"factor {text}" if value else "it is zero"
@@ -57,7 +67,42 @@ def first_cause(hypotheses: Iterator[Hypothesis], seen: Seen, evidence: Evidence
     return ""
 
 
-def factor_cause(seen: Seen, evidence: Evidence, kind: str) -> str:
+def token_factor(evidence: Evidence, factor: float, replica: int, micro_batch: int) -> str:
+    """Where gradients are multiplied by one over another number of tokens than that of the global batch."""
+    counts = token_counts(evidence)
+    own, of_replica = counts.get((replica, micro_batch), 0), sum(n for (r, _), n in counts.items() if r == replica)
+    total, close = sum(counts.values()), 1e-6 if not evidence.is_rounded else 0.01
+    if not own or total == 0:
+        return ""
+    dp, most = evidence.run.layout.dp, evidence.micro_batches
+    told = {
+        total / of_replica: "divided by its own dp rank's tokens: their count is not summed over dp",
+        total / (dp * of_replica): "mean of means: each dp rank by its own tokens",
+        total / own: "divided by the micro-batch's own tokens, and not by those of the global batch",
+        total / (dp * most * own): "mean of means: each micro-batch by its own tokens",
+        total / (most * own): "each micro-batch is divided by its own tokens: mean over micro-batches, sum over dp",
+        float(total): "not divided by the number of tokens",
+        total / (total + own): "a micro-batch's tokens are counted twice",
+    }
+    return next(
+        (text for value, text in told.items() if abs(factor / value - 1) <= close and abs(value - 1) > close), ""
+    )
+
+
+def token_counts(evidence: Evidence) -> dict[tuple[int, int], int]:
+    """Tokens whose label counts, by dp rank and micro-batch."""
+    source, found = make_source(evidence.run), {}
+    for replica in range(evidence.run.layout.dp):
+        for micro_batch in range(evidence.micro_batches):
+            samples = [source.at(place) for place in evidence.sample_places(replica, micro_batch)]
+            if any(isinstance(sample, dict) for sample in samples):
+                return {}
+            found[replica, micro_batch] = sum(int((sample[1] != IGNORED).sum()) for sample in samples)  # type: ignore[index]
+    return found
+
+
+def factor_cause(seen: Seen, evidence: Evidence, kind: str, replica: int | None = None, micro_batch: int = 0) -> str:
+    """`replica`: whose tokens it is of, where that is known."""
     if seen.observed.shape != seen.right.shape:
         return f"another shape: {tuple(seen.observed.shape)} in place of {tuple(seen.right.shape)}"
     if not bool(seen.observed.isfinite().all()):
@@ -68,6 +113,8 @@ def factor_cause(seen: Seen, evidence: Evidence, kind: str) -> str:
     if not evidence.explains(seen.right * factor, seen, kind):
         return ""
     named = named_factor(factor, evidence.run, evidence.micro_batches, exact=not evidence.is_rounded)
+    if kind != "forward" and replica is not None:
+        named = token_factor(evidence, factor, replica, micro_batch) or named
     return named or (f"factor {factor:.4g}" if not evidence.is_rounded else "")
 
 
@@ -79,7 +126,7 @@ def activation_cause(evidence: Evidence, kind: str, name: str, rank: int, micro_
     hypotheses = _sums(evidence, kind, name, rank, micro_batch, seen)
     return (
         first_cause(hypotheses, seen, evidence, kind)
-        or factor_cause(seen, evidence, kind)
+        or factor_cause(seen, evidence, kind, evidence.place(rank).dp, micro_batch)
         or first_cause(_added(evidence, name, seen), seen, evidence, kind)
         or first_cause(_elsewhere(evidence, kind, name, rank, micro_batch), seen, evidence, kind)
         or _rotation_cause(evidence, name, seen)
@@ -251,7 +298,7 @@ def weighted_hypotheses(parts: list[tuple[Axes, Tensor]], counts: dict[tuple[int
         )
     if len(replicas) > 1 and all(of_replica.values()):
         yield (
-            "divided by the tokens of its own dp rank, and not by those of all: token counts not summed over dp",
+            "divided by the tokens of its own dp rank, and not by those of all: token not summed over dp",
             lambda: weighted(lambda place: total / of_replica[place["dp"]]),
         )
         yield (

@@ -29,6 +29,7 @@ from cuboid.training.learning_rate import learning_rate
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.replicas import deviations
 from cuboid.training.step import apply_update, compute_gradients
+from cuboid.verification.follows import norm_of, update_bound
 from cuboid.verification.record import RankRecord, RankRecorder
 from cuboid.verification.reference import Tensors, Trace, known_trace
 from cuboid.verification.rounding import (
@@ -99,7 +100,8 @@ def _observe(run: Run, rank: int, recorded: int | None = None) -> tuple[Trace | 
         if run.optimizer.average:
             averages = _whole(engine, lambda shard: optimizer.state_of(shard)[AVERAGE])
             trace.averages.append({f"{AVERAGE}/{name}": average for name, average in averages.items()})
-        found = [str(deviation) for deviation in deviations(engine, optimizer)]
+        found = [f"rank {place} {line}" for place, lines in _gathered(engine, _not_as_kept(engine)) for line in lines]
+        found += [str(deviation) for deviation in deviations(engine, optimizer)]
         trace.deviations.append(found)
     records: list[tuple[int, RankRecord]] = []
     if recorder is not None:
@@ -107,6 +109,19 @@ def _observe(run: Run, rank: int, recorded: int | None = None) -> tuple[Trace | 
         records = _gathered(engine, recorder.record)
     HEARTBEAT.enter("finish")
     return trace if rank == 0 else None, [record for _, record in records]
+
+
+def _not_as_kept(engine: Engine) -> list[str]:
+    """Weights that matmuls use and that are not those this rank keeps, bit by bit. Fp8 rounds them once more."""
+    found = []
+    for unit in engine.units:
+        unit.gather()
+        for shard in unit.optimizer_shards() if unit.gathers_exactly else ():
+            kept = shard.kept if shard.weight is None else shard.weight
+            if not torch.equal(unit.parameters[shard.part.name].detach().flatten()[shard.start : shard.stop], kept):
+                found.append(f"computes with other weights of {shard.part.name} than it keeps")
+        unit.release()
+    return found
 
 
 def _whole(engine: Engine, of: Callable[[OptimizerShard], Tensor], factor: float = 1.0) -> Tensors:
@@ -291,6 +306,11 @@ def compare_rounded(run: Run, observed: Trace, rounded: Sequence[Trace], exact: 
         "gradient_norm": number_bound(observed.gradient_norms, norms, exact.gradient_norms),
         "parameter": tensor_bound(seen, expected, true, max(least, 1 / DECIDED), beside=ways),
     }
+    # These need no reference: what follows from the observed gradients alone is exact but for rounding in float32.
+    bounds["gradient_norm"] = max(bounds["gradient_norm"], norm_of(observed), key=lambda bound: bound.ratio)
+    update = update_bound(run, observed, exact.start)
+    if update is not None:
+        bounds["parameter"] = max(bounds["parameter"], update, key=lambda bound: bound.ratio)
     if exact.routers:
         routers = [[{"": statistics} for statistics in trace.routers] for trace in (observed, exact, *rounded)]
         bounds["router"] = tensor_bound(routers[0], routers[2:], routers[1], rounding)

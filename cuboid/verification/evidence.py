@@ -4,7 +4,7 @@ apart they may be."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
 from typing import Literal
@@ -15,6 +15,7 @@ from torch import Tensor
 from cuboid.spec.ranks import Coordinates, coordinates
 from cuboid.spec.run import Run
 from cuboid.spec.sharding import Part, places_of, vocabulary_rows
+from cuboid.verification.follows import replayed
 from cuboid.verification.record import Notes, RankRecord, SampleRecorder, Shard
 from cuboid.verification.reference import Tensors, Trace
 from cuboid.verification.rounding import MULTIPLE, REROUTED, ROUNDED, ROUNDOFF, TENSOR_ROUNDOFF
@@ -162,7 +163,7 @@ class Evidence:
         found: dict[str, float] = {}
         for kind in ("forward", "gradient"):
             tables = [self.notes(recorder, kind) for recorder in self.samples]
-            found[kind] = _median_spread([table for table in tables])
+            found[kind] = _median_spread(tables)
         found["weight gradient"] = _median_spread([recorder.weight for recorder in self.samples])
         return found
 
@@ -198,6 +199,19 @@ class Evidence:
         return away <= 0.35 * apart
 
     # Parameters.
+
+    @cached_property
+    def follows(self) -> Trace:
+        """What updates are compared with: one process, or in 16 bits what follows from the observed gradients."""
+        if not self.is_rounded:
+            return self.traces[0]
+        start = self.traces[-1].start
+        made = replayed(self.run, self.observed, start)
+        if not made:
+            return self.traces[0]
+        gradients, norms = self.observed.gradients, self.observed.gradient_norms
+        whole = [{**one, **other} for one, other in zip(self.traces[0].parameters, made, strict=False)]
+        return replace(self.traces[0], start=start, gradients=gradients, gradient_norms=norms, parameters=whole)
 
     def before(self, trace: Trace, step: int) -> Tensors:
         """Parameters that step `step` begins with."""

@@ -179,6 +179,8 @@ class RankRecord:
     """Gradients as the optimizer gets them."""
     updated: list[Shard] = field(default_factory=list)
     """Master weights after the update."""
+    published: list[Shard] = field(default_factory=list)
+    """Weights that matmuls use from then on."""
     loss: float = 0.0
     gradient_norm: float = 0.0
 
@@ -273,7 +275,13 @@ class RankRecorder:
         self.record.reduced = self._shards(lambda shard: shard.gradient / factor)
 
     def see_update(self) -> None:
+        """Every rank calls this: weights may have to be gathered."""
         self.record.updated = self._shards(lambda shard: shard.master)
+        for unit in self._engine.units:
+            unit.gather()
+            for part in unit.parts:
+                self.record.published.append((part, 0, part.size, _kept(unit.parameters[part.name]).flatten()))
+            unit.release()
 
     def _shards(self, of: Callable[[OptimizerShard], Tensor]) -> list[Shard]:
         return [

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from cuboid.data.source import make_source
-from cuboid.model.transformer import IGNORED
 from cuboid.spec.sharding import EXPERTS, Part
 from cuboid.verification.causes import (
     UNKNOWN,
@@ -17,32 +15,18 @@ from cuboid.verification.causes import (
     Hypothesis,
     factor_cause,
     first_cause,
+    fitted_factor,
     named_factor,
     sum_hypotheses,
+    token_counts,
     weighted_hypotheses,
 )
 from cuboid.verification.compare import relative_error
 from cuboid.verification.evidence import Error, Evidence, Located, Seen, module_of, part_of, shard_of, size
+from cuboid.verification.follows import NORM, norm
 from cuboid.verification.rounding import allowed
 
-
-def token_counts(evidence: Evidence) -> dict[tuple[int, int], int]:
-    """Tokens whose label counts, by dp rank and micro-batch."""
-    source, found = make_source(evidence.run), {}
-    for replica in range(evidence.run.layout.dp):
-        for micro_batch in range(evidence.micro_batches):
-            samples = [source.at(place) for place in evidence.sample_places(replica, micro_batch)]
-            if any(isinstance(sample, dict) for sample in samples):
-                return {}
-            found[replica, micro_batch] = sum(int((sample[1] != IGNORED).sum()) for sample in samples)  # type: ignore[index]
-    return found
-
-
 # The loss.
-
-
-def first_loss(evidence: Evidence) -> Located | None:
-    return _loss_of_a_micro_batch(evidence) or _whole_loss(evidence)
 
 
 def _number(evidence: Evidence, observed: float, expected: list[float]) -> Error:
@@ -57,7 +41,7 @@ def _number(evidence: Evidence, observed: float, expected: list[float]) -> Error
     return Error(error if error == error else math.inf, allowed(spread))
 
 
-def _loss_of_a_micro_batch(evidence: Evidence) -> Located | None:
+def first_loss(evidence: Evidence) -> Located | None:
     layout = evidence.run.layout
     counts = token_counts(evidence)
     for micro_batch in range(evidence.micro_batches):
@@ -101,7 +85,7 @@ def _loss_cause(evidence: Evidence, observed: float, right: float, tokens: int) 
     )
 
 
-def _whole_loss(evidence: Evidence) -> Located | None:
+def first_whole_loss(evidence: Evidence) -> Located | None:
     step = evidence.step
     error = _number(evidence, evidence.observed.losses[step], [trace.losses[step] for trace in evidence.traces])
     if not error.is_wrong:
@@ -210,7 +194,7 @@ def _wrong_part(evidence: Evidence, name: str, part: Part, parts: Parts) -> Loca
             seen = Seen(torch.stack(chosen).sum(0), expected)
             error = evidence.error(seen, "weight gradient")
             if error.is_wrong:
-                cause = factor_cause(seen, evidence, "weight gradient") or _other_batch(
+                cause = factor_cause(seen, evidence, "weight gradient", replica, micro_batch) or _other_batch(
                     evidence, name, part, seen, replicas, micro_batch
                 )
                 rank = _worst_rank(evidence, name, part, replica)
@@ -288,7 +272,9 @@ def _reduction_cause(evidence: Evidence, name: str, rank: int, part: Part, start
         if step:
             before = part_of(evidence.traces[0].gradients[step - 1][name].double(), part).flatten()[start:stop]
             yield "stale by one step: it is the gradient of the step before", lambda: before
-            yield "the gradient of the step before is still in it: not cleared", lambda: seen.right + before
+            # An update may have scaled it by then.
+            left = fitted_factor(seen.observed - seen.right, before)
+            yield "the gradient of the step before is still in it: not cleared", lambda: seen.right + left * before
         whole = part_of(evidence.traces[0].gradients[step][name].double(), part).flatten()
         for other in range(0, whole.numel() - (stop - start) + 1, max(stop - start, 1)):
             if other != start:
@@ -305,14 +291,17 @@ def _reduction_cause(evidence: Evidence, name: str, rank: int, part: Part, start
 
 
 def first_norm(evidence: Evidence) -> Located | None:
+    """Beside that of the gradients that were observed, which is known exactly."""
     step = evidence.step
-    expected = [trace.gradient_norms[step] for trace in evidence.traces]
+    right = norm(evidence.observed.gradients[step])
     for observed, rank in [(evidence.observed.gradient_norms[step], 0)] + [
         (record.gradient_norm, record.rank) for record in evidence.ranks
     ]:
-        error = _number(evidence, observed, expected)
+        error = Error(relative_error(observed, right), NORM if evidence.is_rounded else 1e-9)
+        if evidence.run.training.precision == "float32":
+            error = Error(error.error, NORM)
         if error.is_wrong:
-            cause = _norm_cause(evidence, observed, expected[0])
+            cause = _norm_cause(evidence, observed, right)
             told = error.error, error.allowed, cause
             return Located("gradient norm", "gradient norm", "norm", step + 1, None, rank, *told)
     return None
@@ -320,8 +309,8 @@ def first_norm(evidence: Evidence) -> Located | None:
 
 def _norm_cause(evidence: Evidence, observed: float, right: float) -> str:
     """Of squares: what is counted more than once, or not at all."""
-    close = 1e-7 if not evidence.is_rounded else 0.03
-    gradients = evidence.traces[0].gradients[evidence.step]
+    close = 1e-7 if not evidence.is_rounded else 1e-3
+    gradients = evidence.observed.gradients[evidence.step]
     squares = {name: float(gradient.double().square().sum()) for name, gradient in gradients.items()}
     parts = {part.name: part for record in evidence.ranks for part in record.parts.values()}
     kinds = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,14 +15,16 @@ from cuboid.spec.ranks import groups
 from cuboid.training.learning_rate import learning_rate
 from cuboid.verification.causes import UNKNOWN, Hypothesis, first_cause, fitted_factor, named_factor
 from cuboid.verification.evidence import Error, Evidence, Located, Seen, module_of, part_of, shard_of, size
+from cuboid.verification.follows import UPDATE, replayed
 from cuboid.verification.record import RankRecord, Shard
+from cuboid.verification.reference import Tensors
 from cuboid.verification.rounding import DECIDED, ROUNDOFF, allowed, decided, walked
 
 
 def first_weight(evidence: Evidence) -> Located | None:
     """What the first forward pass of the step computed with."""
     step = evidence.step
-    now = evidence.before(evidence.traces[0], step)
+    now = evidence.before(evidence.follows, step)
     held = {(record.rank, shard[0].name): shard for record in evidence.ranks for shard in record.weights}
     for name in now:
         for record in evidence.ranks:
@@ -29,41 +32,44 @@ def first_weight(evidence: Evidence) -> Located | None:
             if shard is None:
                 continue
             seen = Seen(shard[3].double(), [shard_of(now[name].double(), shard)])
-            error = _weight_error(evidence, name, shard, seen)
+            # What updates before may differ by; less than one that is missing.
+            before = evidence.before(evidence.follows, max(step - 1, 0))
+            error = _weight_error(evidence, shard, seen, size(seen.right - shard_of(before[name].double(), shard)))
             if error.is_wrong:
-                cause = _weight_cause(evidence, record.rank, shard, seen)
+                cause = _weight_cause(evidence, record.rank, shard, seen, step)
                 told = error.error, error.allowed, cause
                 return Located(name, module_of(name), "weights", step + 1, None, record.rank, *told)
     return None
 
 
-def _weight_error(evidence: Evidence, name: str, shard: Shard, seen: Seen) -> Error:
-    scale = size(seen.right)
+def _weight_error(evidence: Evidence, shard: Shard, seen: Seen, moved: float) -> Error:
+    """`moved`: by the last update."""
+    scale = max(size(seen.right), evidence.run.learning_rate.peak)
     if seen.observed.shape != seen.right.shape:
         return Error(math.inf, 0.0)
     apart = size(seen.observed - seen.right)
     apart = apart if apart == apart else math.inf
     if not evidence.is_rounded:
         tolerance = 1e-9 if evidence.run.training.precision == "float64" else 1e-3
-        return Error(apart / max(scale, evidence.run.learning_rate.peak), tolerance)
-    # Rounding to 16 bits, and what updates may differ by: less than an update that is missing.
-    moved = 0.0
-    if evidence.step:
-        before = evidence.before(evidence.traces[0], evidence.step - 1)
-        moved = size(seen.right - shard_of(before[name].double(), shard))
-    scale = max(scale, evidence.run.learning_rate.peak)
-    return Error(apart / scale, (0.6 * moved + 0.5 * ROUNDOFF * scale) / scale)
+        return Error(apart / scale, tolerance)
+    return Error(apart / scale, (0.5 * moved + 0.5 * ROUNDOFF * scale) / scale)
 
 
-def _weight_cause(evidence: Evidence, rank: int, shard: Shard, seen: Seen) -> str:
-    part, step = shard[0], evidence.step
-    now = evidence.before(evidence.traces[0], step)[part.name].double()
+def _weight_cause(evidence: Evidence, rank: int, shard: Shard, seen: Seen, step: int) -> str:
+    """`step`: which begins with these weights."""
+    part = shard[0]
+    now = evidence.before(evidence.follows, step)[part.name].double()
 
     def hypotheses() -> Iterator[Hypothesis]:
         for back in range(1, step + 1):
-            then = evidence.before(evidence.traces[0], step - back)[part.name].double()
+            then = evidence.before(evidence.follows, step - back)[part.name].double()
             told = "by one step" if back == 1 else f"by {back} steps"
             yield f"stale {told}: the last update did not reach this rank's weights", lambda t=then: shard_of(t, shard)  # type: ignore[misc]
+        if step and not evidence.is_rounded:
+            then = shard_of(evidence.before(evidence.follows, step - 1)[part.name].double(), shard)
+            nearer = (seen.observed - then).abs() < (seen.observed - seen.right).abs()
+            some = f"stale by one step in {int(nearer.sum())} of its {nearer.numel()} elements: a shard did not arrive"
+            yield some, lambda: torch.where(nearer, then, seen.right)
         cut = part.slice
         for record in evidence.ranks:
             other = record.parts.get(part.name)
@@ -74,7 +80,9 @@ def _weight_cause(evidence: Evidence, rank: int, shard: Shard, seen: Seen) -> st
     found = first_cause(hypotheses(), seen, evidence, "forward")
     if found:
         return found
-    others = _copies(evidence, rank, shard, lambda record: record.weights)
+    others = _copies(
+        evidence, rank, shard, lambda record: record.weights if step == evidence.step else record.published
+    )
     differ = [other for other, values in others.items() if not torch.equal(values, shard[3])]
     if step == 0:
         told = "another initial value: another seed, name or slice"
@@ -111,19 +119,37 @@ def _between(evidence: Evidence, one: int, other: int) -> str:
 
 def first_update(evidence: Evidence) -> Located | None:
     step = evidence.step
+    now, after = evidence.before(evidence.follows, step), evidence.follows.parameters[step]
     bounds = _Bounds(evidence)
     for kind in ("updated", "averages"):
         if kind == "averages" and not evidence.observed.averages:
             continue
-        for name in evidence.traces[0].parameters[step]:
+        for name in evidence.follows.parameters[step]:
             found = _wrong_average(evidence, name) if kind == "averages" else _wrong_update(evidence, bounds, name)
             if found is not None:
                 return found
-    return _copies_that_differ(evidence)
+    return _wrong_weights(evidence, now, after) or _copies_that_differ(evidence)
+
+
+def _wrong_weights(evidence: Evidence, before: Tensors, after: Tensors) -> Located | None:
+    """Master weights are right, and weights that matmuls use do not follow."""
+    for name in after:
+        for record in evidence.ranks:
+            for shard in record.published:
+                if shard[0].name != name or shard[0].slice.start == shard[0].slice.stop:
+                    continue
+                seen = Seen(shard[3].double(), [shard_of(after[name].double(), shard)])
+                moved = size(seen.right - shard_of(before[name].double(), shard))
+                error = _weight_error(evidence, shard, seen, moved)
+                if error.is_wrong:
+                    cause = _weight_cause(evidence, record.rank, shard, seen, evidence.step + 1)
+                    told = error.error, error.allowed, cause
+                    return Located(name, module_of(name), "update", evidence.step + 1, None, record.rank, *told)
+    return None
 
 
 def _wrong_update(evidence: Evidence, bounds: _Bounds, name: str) -> Located | None:
-    after = evidence.traces[0].parameters[evidence.step][name].double()
+    after = evidence.follows.parameters[evidence.step][name].double()
     for record in evidence.ranks:
         for shard in record.updated:
             if shard[0].name != name:
@@ -138,7 +164,8 @@ def _wrong_update(evidence: Evidence, bounds: _Bounds, name: str) -> Located | N
 
 
 class _Bounds:
-    """How far off a parameter may be: in 16 bits as `rounding` has it, of elements whose direction is decided."""
+    """How far off a parameter may be: in 16 bits in parts of the learning rate, from what follows from the observed
+    gradients; of matrices that Muon updates, of their way, where `rounding` says that it is decided."""
 
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
@@ -146,6 +173,7 @@ class _Bounds:
             return
         *rounded, exact = evidence.traces
         steps = evidence.step + 1
+        self._replayed = replayed(evidence.run, evidence.observed, exact.start)
         self._among = decided([trace.gradients[:steps] for trace in rounded], exact.gradients[:steps])[-1]
         every = [{name: torch.ones_like(x, dtype=torch.bool) for name, x in exact.start.items()}] * steps
         ways = walked(exact.parameters[:steps], exact.start, every)[-1]
@@ -155,20 +183,28 @@ class _Bounds:
         evidence, part = self._evidence, shard[0]
         if seen.observed.shape != seen.right.shape:
             return Error(math.inf, 0.0)
+        if not seen.right.numel():
+            return Error(0.0, 1.0)
         if not evidence.is_rounded:
             tolerance = 1e-9 if evidence.run.training.precision == "float64" else 1e-3
-            scale = max(float(seen.right.abs().max()), evidence.run.learning_rate.peak) if seen.right.numel() else 1.0
-            error = float((seen.observed - seen.right).abs().max()) / scale if seen.right.numel() else 0.0
+            scale = max(float(seen.right.abs().max()), evidence.run.learning_rate.peak)
+            error = float((seen.observed - seen.right).abs().max()) / scale
             return Error(error if error == error else math.inf, tolerance)
-        if part.name not in self._among:
-            return Error(0.0, 1.0)
-        among = shard_of(self._among[part.name], shard)
+        if self._replayed and part.name in self._replayed[0] and not part.name.endswith("router.bias"):
+            rate = learning_rate(evidence.run.learning_rate, evidence.step, evidence.run.training.steps)
+            rounding = 2.0**-22 * float(seen.right.abs().max())
+            error = max(size(seen.observed - seen.right) - rounding, 0.0) / (rate or 1.0)
+            return Error(error if error == error else math.inf, UPDATE)
+        return self._of_way(shard, seen)
+
+    def _of_way(self, shard: Shard, seen: Seen) -> Error:
+        evidence, name = self._evidence, shard[0].name
+        among = shard_of(self._among[name], shard) if name in self._among else torch.zeros(0, dtype=torch.bool)
         if not bool(among.any()):
             return Error(0.0, 1.0)
-        *rounded, exact = [
-            shard_of(trace.parameters[evidence.step][part.name].double(), shard) for trace in evidence.traces
-        ]
-        way = size(shard_of(self._ways[part.name].double(), shard)[among]) or 1.0
+        after = [trace.parameters[evidence.step][name].double() for trace in evidence.traces]
+        *rounded, exact = [shard_of(each, shard) for each in after]
+        way = size(shard_of(self._ways[name].double(), shard)[among]) or 1.0
         spread = max(size((each - exact)[among]) for each in rounded) / way
         error = size((seen.observed - rounded[0])[among]) / way
         return Error(error if error == error else math.inf, 1.5 * allowed(spread, max(4 * ROUNDOFF, 1 / DECIDED)))
@@ -176,10 +212,10 @@ class _Bounds:
 
 def _wrong_average(evidence: Evidence, name: str) -> Located | None:
     step, key = evidence.step, f"average/{name}"
-    if key not in evidence.observed.averages[step] or key not in evidence.traces[0].averages[step]:
+    if key not in evidence.observed.averages[step] or key not in evidence.follows.averages[step]:
         return None
-    observed, right = (trace.averages[step][key].double() for trace in (evidence.observed, evidence.traces[0]))
-    now = evidence.traces[0].parameters[step][name].double()
+    observed, right = (trace.averages[step][key].double() for trace in (evidence.observed, evidence.follows))
+    now = evidence.follows.parameters[step][name].double()
     apart, moved = size(observed - right), size(right - now)
     limit = 1e-9 * max(size(right), evidence.run.learning_rate.peak) if not evidence.is_rounded else 0.6 * moved
     if not apart > limit:
@@ -187,8 +223,8 @@ def _wrong_average(evidence: Evidence, name: str) -> Located | None:
     seen = Seen(observed, [right])
 
     def hypotheses() -> Iterator[Hypothesis]:
-        then = evidence.before(evidence.traces[0], step)[name].double()
-        before = evidence.traces[0].averages[step - 1][key].double() if step else then
+        then = evidence.before(evidence.follows, step)[name].double()
+        before = evidence.follows.averages[step - 1][key].double() if step else then
         decay = evidence.run.optimizer.average
         yield "stale by one step: it was not moved", lambda: before
         yield (
@@ -205,7 +241,7 @@ def _wrong_average(evidence: Evidence, name: str) -> Located | None:
 
 def _update_cause(evidence: Evidence, rank: int, shard: Shard, seen: Seen) -> str:
     part, step, run = shard[0], evidence.step, evidence.run
-    trace = evidence.traces[0]
+    trace = evidence.follows
     begun = evidence.before(trace, step)[part.name].double()
     before = shard_of(begun, shard)
     right, observed = seen.right - before, seen.observed - before
@@ -213,6 +249,10 @@ def _update_cause(evidence: Evidence, rank: int, shard: Shard, seen: Seen) -> st
     def hypotheses() -> Iterator[Hypothesis]:
         yield "stale by one step: it was not updated", lambda: before
         yield "the update has the wrong sign", lambda: before - right
+        yield (
+            "the gradient is clipped by another norm than that of the whole gradient",
+            lambda: _clipped_otherwise(evidence, shard, seen),
+        )
         for told, whole in _adam_variants(evidence, part.name):
             yield told, lambda w=whole: shard_of(w, shard)  # type: ignore[misc]
         moved = trace.parameters[step][part.name].double() - begun
@@ -241,52 +281,79 @@ def _update_cause(evidence: Evidence, rank: int, shard: Shard, seen: Seen) -> st
     return UNKNOWN
 
 
+def _clipped_otherwise(evidence: Evidence, shard: Shard, seen: Seen) -> Tensor | None:
+    """What comes nearest, whatever this step's gradient is multiplied by."""
+    adam = _Adam.of(evidence, shard[0].name)
+    if adam is None:
+        return None
+    best, width = 0.0, math.log(64)
+    for _ in range(6):
+        tries = [best + width * place / 16 for place in range(-16, 17)]
+        best = min(tries, key=lambda each: size(seen.observed - shard_of(adam.after(last=math.exp(each)), shard)))
+        width /= 8
+    return shard_of(adam.after(last=math.exp(best)), shard)
+
+
 def _adam_variants(evidence: Evidence, name: str) -> Iterator[tuple[str, Tensor]]:
     """What AdamW would have made of the same gradients, done wrongly in one way or another."""
-    run, trace, step = evidence.run, evidence.traces[0], evidence.step
-    spec, clip = run.optimizer, run.training.gradient_clip
-    if (
-        spec.is_own
-        or (spec.is_muon and trace.parameters[step][name].ndim > 1)
-        or isinstance(run.model, PythonModelSpec)
-    ):
+    adam = _Adam.of(evidence, name)
+    if adam is None:
         return
-    rates = [learning_rate(run.learning_rate, each, run.training.steps) for each in range(step + 1)]
-    factor = learning_rate_factor(run.model, name) * spec.rate_of(name)
-    decays = trace.parameters[step][name].ndim > 1
+    yield "gradients are not clipped", adam.after(clipped=False)
+    yield "no bias correction of the moments", adam.after(corrected=False)
+    if adam.decays:
+        yield "weight decay is missing", adam.after(decays=False)
+    else:
+        yield "weight decay on a parameter that has none", adam.after(decays=True)
+    if evidence.step:
+        yield "the moments of the steps before are lost", adam.after(fresh=True)
 
-    def scales(clipped: bool) -> list[float]:
-        norms = trace.gradient_norms[: step + 1]
-        return [min(1.0, clip / (norm + 1e-6)) if clipped and clip > 0 else 1.0 for norm in norms]
 
-    def run_adam(
-        clipped: bool = True, corrected: bool = True, decay: bool = decays, fresh: bool = False, last: bool = False
+@dataclass(frozen=True)
+class _Adam:
+    """AdamW on one parameter, from the first step to the one that failed."""
+
+    evidence: Evidence
+    name: str
+    decays: bool
+
+    @classmethod
+    def of(cls, evidence: Evidence, name: str) -> _Adam | None:
+        """None where another optimizer has it."""
+        matrix = evidence.follows.start[name].ndim > 1
+        spec = evidence.run.optimizer
+        other = spec.is_own or (spec.is_muon and matrix) or isinstance(evidence.run.model, PythonModelSpec)
+        return None if other else cls(evidence, name, matrix)
+
+    def after(
+        self,
+        clipped: bool = True,
+        corrected: bool = True,
+        decays: bool | None = None,
+        fresh: bool = False,
+        last: float = 1.0,
     ) -> Tensor:
-        value = trace.start[name].double() if name in trace.start else evidence.traces[-1].start[name].double()
+        """`fresh`: the step that failed begins with moments of zero. `last`: what multiplies its gradient besides."""
+        run, trace, name = self.evidence.run, self.evidence.follows, self.name
+        spec, clip = run.optimizer, run.training.gradient_clip
+        factor = learning_rate_factor(run.model, name) * spec.rate_of(name)
+        value = trace.start[name].double()
         first, second = torch.zeros_like(value), torch.zeros_like(value)
-        for each, scale in enumerate(scales(clipped)):
-            gradient = trace.gradients[each][name].double() * scale
-            if fresh and each == step:
+        for step in range(self.evidence.step + 1):
+            is_last = step == self.evidence.step
+            rate = learning_rate(run.learning_rate, step, run.training.steps)
+            scale = min(1.0, clip / (trace.gradient_norms[step] + 1e-6)) if clipped and clip > 0 else 1.0
+            gradient = trace.gradients[step][name].double() * scale * (last if is_last else 1.0)
+            if fresh and is_last:
                 first, second = torch.zeros_like(value), torch.zeros_like(value)
             first = spec.beta1 * first + (1 - spec.beta1) * gradient
             second = spec.beta2 * second + (1 - spec.beta2) * gradient.square()
-            taken = each + 1 if corrected else 10**9
-            lead = first / (1 - spec.beta1**taken)
+            taken = step + 1 if corrected else 10**9
             root = (second / (1 - spec.beta2**taken)).sqrt() + spec.epsilon
-            wrong_now = each == step or not last
-            if decay and (wrong_now or decays):
-                value = value * (1 - rates[each] * spec.weight_decay)
-            value = value - rates[each] * factor * lead / root
+            if self.decays if decays is None else decays:
+                value = value * (1 - rate * spec.weight_decay)
+            value = value - rate * factor * first / (1 - spec.beta1**taken) / root
         return value
-
-    yield "gradients are not clipped", run_adam(clipped=False)
-    yield "no bias correction of the moments", run_adam(corrected=False)
-    if decays:
-        yield "weight decay is missing", run_adam(decay=False)
-    else:
-        yield "weight decay on a parameter that has none", run_adam(decay=True)
-    if step:
-        yield "the moments of the steps before are lost", run_adam(fresh=True)
 
 
 def _copies_that_differ(evidence: Evidence) -> Located | None:

@@ -101,7 +101,7 @@ def _(patches: Patches) -> None:
     "https://github.com/deepspeedai/DeepSpeed/issues/5059",
     "dp=2,zero=3",
     r"layers\.",
-    "weights",
+    "weights|update",
     "stale by one step",
 )
 def _(patches: Patches) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cuboid.model.linear import RowLinear
-from cuboid.parallel import cross_entropy, grad_norm, parallelize, tensor_region
+from cuboid.parallel import cross_entropy, grad_norm
+from cuboid.parallel.collectives import Pending
 from cuboid.parallel.grad_norm import _sum_together
-from cuboid.parallel.tensor_region import Region, _GatherTokens, _SumGradient
+from cuboid.parallel.tensor_region import Region
 from tests.verification.bugs.bug import Patches, bug
 
 MEGATRON = "https://github.com/NVIDIA/Megatron-LM/issues/"
@@ -99,16 +99,7 @@ def _(patches: Patches) -> None:
 def _(patches: Patches) -> None:
     """The gradient that leaves a column-parallel region backward is a rank's own."""
 
-    class Sums(torch.autograd.Function):
-        @staticmethod
-        def forward(context: Any, x: Tensor, group: Any) -> Tensor:
-            return x.view_as(x)
-
-        @staticmethod
-        def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-            return gradient, None
-
-    patches.put(tensor_region, "_SumGradient", Sums)
+    patches.put(Region, "start_sum", lambda self, gradient: Pending(None, gradient))
 
 
 @bug(
@@ -128,18 +119,9 @@ def _(patches: Patches) -> None:
     r"factor 2|tp",
 )
 def _(patches: Patches) -> None:
-    """The gradient is summed over tensor ranks twice: as if it was whole on each."""
-    plain = _GatherTokens.backward
-
-    class Gathers(torch.autograd.Function):
-        forward = _GatherTokens.forward
-
-        @staticmethod
-        def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-            result, _ = plain(context, gradient)
-            return result * context.group.size, None
-
-    patches.put(tensor_region, "_GatherTokens", Gathers)
+    """The gradient of a column-parallel input is summed over tensor ranks twice."""
+    plain = Region.start_sum
+    patches.put(Region, "start_sum", lambda self, gradient: plain(self, gradient * self.group.size))
 
 
 @bug(
@@ -168,4 +150,3 @@ def _(patches: Patches) -> None:
     from cuboid.training import step
 
     patches.put(step, "squared_norm", square)
-    assert parallelize and _SumGradient
