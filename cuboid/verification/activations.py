@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from cuboid.spec.sharding import places_of
 from cuboid.verification.causes import UNKNOWN, Hypothesis, activation_cause, first_cause
 from cuboid.verification.evidence import Error, Evidence, Located, Seen
 from cuboid.verification.record import PARTS
+from cuboid.verification.sums import wrong_weight_gradient
 
 
 def first_activation(evidence: Evidence) -> Located | None:
@@ -25,6 +26,8 @@ def first_activation(evidence: Evidence) -> Located | None:
         cause = cause or activation_cause(evidence, "forward", name, rank, micro_batch, seen)
         if name in ("embedding", "embedding.positions"):
             cause = _position_cause(evidence, rank, micro_batch, seen) or cause
+        if cause.startswith(UNKNOWN):
+            cause = _deduced(evidence, name) or cause
         module = _inside(name)
         return Located(
             name, module, "forward", evidence.step + 1, micro_batch + 1, rank, error.error, error.allowed, cause
@@ -46,6 +49,8 @@ def first_gradient(evidence: Evidence) -> Located | None:
             continue
         name, (rank, micro_batch, seen, error) = worst
         cause = activation_cause(evidence, "gradient", name, rank, micro_batch, seen)
+        if cause.startswith(UNKNOWN) and name.endswith("feed_forward_norm"):
+            cause = _only_through_router(evidence, name) or cause
         consumer = groups[index + 1][0] if index + 1 < len(groups) else "head"
         if name.rpartition(".")[2] in PARTS[:3] and cause.startswith(UNKNOWN):
             cause = _backward_of_attention(evidence, name, rank, micro_batch, seen) or cause
@@ -85,6 +90,26 @@ def _first_of(evidence: Evidence, kind: str, name: str) -> tuple[int, int, Seen,
     return found[min(found)] if found else None
 
 
+def _deduced(evidence: Evidence, name: str) -> str:
+    """From what is right before it."""
+    if name.endswith("feed_forward") and f"{name}.router" in evidence.names:
+        return "the router's weights are right: what experts made comes back to other rows (dispatch), or from others"
+    if name.endswith("feed_forward.router"):
+        told = "other experts are chosen, or weighted otherwise, for the same input"
+        mixture = evidence.run.model.mixture
+        return f"{told}: the router's noise has another seed" if mixture and mixture.router_noise else told
+    return ""
+
+
+def _only_through_router(evidence: Evidence, name: str) -> str:
+    """What enters a mixture gets its gradient from experts and from the router, whose weights alone are then wrong."""
+    prefix = name.removesuffix("feed_forward_norm") + "feed_forward"
+    names = [each for each in evidence.traces[0].gradients[evidence.step] if each.startswith(f"{prefix}.experts.")]
+    if not names or any(wrong_weight_gradient(evidence, each) is not None for each in names):
+        return ""
+    return "only what comes back through the router is wrong: auxiliary losses, their factor or their statistics"
+
+
 # What attention saw, computed again from right queries, keys and values under other masks.
 
 
@@ -111,7 +136,9 @@ def _masks(evidence: Evidence, name: str, rank: int, micro_batch: int) -> Iterat
     causal = distance >= 0
     sinks = evidence.before(evidence.traces[0], evidence.step).get(f"{prefix}.sinks")
 
-    def seen_with(documents: bool, mask: Tensor, with_sinks: bool = True) -> Tensor:
+    def seen_with(
+        documents: bool, mask: Tensor, with_sinks: bool = True, shuffle: Callable[[Tensor], Tensor] | None = None
+    ) -> Tensor:
         made = []
         for sample in samples:
             allowed = mask
@@ -119,12 +146,19 @@ def _masks(evidence: Evidence, name: str, rank: int, micro_batch: int) -> Iterat
                 ids = source.documents_at(sample)
                 allowed = mask & (ids.unsqueeze(1) == ids)
             parts = [notes[f"{prefix}.{part}", sample][0].double() for part in PARTS[:3]]
+            if shuffle is not None:
+                parts = [parts[0], shuffle(parts[1]), shuffle(parts[2])]
             made.append(_attend(*parts, allowed, sinks.double() if sinks is not None and with_sinks else None)[own])
         mixed = torch.cat(made)
         heads = mixed.shape[1]
         return mixed.chunk(run.layout.tp, 1)[place.tp] if run.layout.tp > 1 and heads > 1 else mixed
 
     inside = causal & (distance < window) if window else causal
+
+    def shuffled(shuffle: Callable[[Tensor], Tensor]) -> Tensor:
+        """With keys and values put together otherwise."""
+        return seen_with(True, inside, shuffle=shuffle)
+
     if run.data.attention_within_documents:
         yield "documents ignored: tokens see those of documents before their own", lambda: seen_with(False, inside)
     if window:
@@ -139,7 +173,18 @@ def _masks(evidence: Evidence, name: str, rank: int, micro_batch: int) -> Iterat
         yield "sinks ignored", lambda: seen_with(True, inside, with_sinks=False)
     yield "mask ignored: tokens after are seen", lambda: seen_with(True, torch.ones_like(causal))
     yield "tokens do not see themselves: the mask is off by one", lambda: seen_with(True, inside & (distance > 0))
+    heads, kv_heads = (notes[f"{prefix}.{part}", samples[0]].shape[2] for part in PARTS[:2])
+    if kv_heads < heads:
+        copies = heads // kv_heads
+        told = "query heads read other key-value heads: these are repeated in another order"
+        yield told, lambda: shuffled(lambda x: x.repeat(1, copies, 1))
     if run.layout.cp > 1:
+        size = run.layout.cp
+        held = [[torch.tensor(part) for part in places_of(each, size, length)] for each in range(size)]
+        by_half = torch.cat([chunks[half] for half in range(2) for chunks in held])
+        for order in (by_half, torch.cat([torch.cat(chunks) for chunks in held])):
+            told = "keys and values of chunks of the sequence in the wrong order"
+            yield told, lambda order=order: shuffled(lambda x: x[order])  # type: ignore[misc]
         yield (
             "only keys of the rank's own chunks are seen: those of other cp ranks are missing",
             lambda: seen_with(True, inside & is_own),

@@ -129,6 +129,7 @@ def activation_cause(evidence: Evidence, kind: str, name: str, rank: int, micro_
         or factor_cause(seen, evidence, kind, evidence.place(rank).dp, micro_batch)
         or first_cause(_added(evidence, name, seen), seen, evidence, kind)
         or first_cause(_elsewhere(evidence, kind, name, rank, micro_batch), seen, evidence, kind)
+        or _of_each_token(evidence, seen, kind)
         or _rotation_cause(evidence, name, seen)
         or _which_tokens(evidence, seen, kind)
     )
@@ -191,6 +192,20 @@ def _elsewhere(evidence: Evidence, kind: str, name: str, rank: int, micro_batch:
 def _right(evidence: Evidence, kind: str, name: str, rank: int, micro_batch: int) -> Tensor | None:
     seen = evidence.seen(kind, name, rank, micro_batch)
     return None if seen is None else seen.right
+
+
+def _of_each_token(evidence: Evidence, seen: Seen, kind: str) -> str:
+    """Each token by a factor of its own, as a norm over another set of numbers has it."""
+    rows = [x.flatten(1) for x in (seen.observed, seen.right)]
+    if rows[0].shape[1] < 4:
+        return ""
+    factors = (rows[0] * rows[1]).sum(1) / rows[1].square().sum(1).clamp(min=1e-300)
+    if not evidence.explains((rows[1] * factors.unsqueeze(1)).view(seen.right.shape), seen, kind):
+        return ""
+    low, high = float(factors.min()), float(factors.max())
+    return (
+        f"each token by a factor of its own, {low:.3g} to {high:.3g}: a norm over a part of it, a sum missing over tp"
+    )
 
 
 def _rotation_cause(evidence: Evidence, name: str, seen: Seen) -> str:

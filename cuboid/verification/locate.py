@@ -15,7 +15,14 @@ from cuboid.verification.evidence import Evidence, Located
 from cuboid.verification.record import RankRecord, SampleRecorder
 from cuboid.verification.reference import Trace, reference_trace
 from cuboid.verification.rounding import ROUNDED
-from cuboid.verification.sums import first_loss, first_norm, first_reduction, first_weight_gradient, first_whole_loss
+from cuboid.verification.sums import (
+    first_loss,
+    first_norm,
+    first_reduction,
+    first_statistics,
+    first_weight_gradient,
+    first_whole_loss,
+)
 from cuboid.verification.updates import first_update, first_weight
 
 
@@ -32,6 +39,7 @@ def locate(run: Run, step: int, observed: Trace, records: list[RankRecord]) -> L
         first_reduction,
         first_whole_loss,
         first_norm,
+        first_statistics,
         first_update,
     ):
         found = look(evidence)

@@ -80,9 +80,8 @@ def _loss_cause(evidence: Evidence, observed: float, right: float, tokens: int) 
             for sign, told in ((1, "+"), (-1, "-")):
                 if abs((observed - right) / tokens - sign * math.log(count)) <= close * math.log(count):
                     return f"loss {told} log({name}) for each token: the vocabulary is counted {count} times"
-    return (
-        named_factor(observed / right, evidence.run, evidence.micro_batches, exact=not evidence.is_rounded) or UNKNOWN
-    )
+    named = named_factor(observed / right, evidence.run, evidence.micro_batches, exact=not evidence.is_rounded)
+    return named or "logits are right and their loss is not: labels of other tokens, or a mask of them"
 
 
 def first_whole_loss(evidence: Evidence) -> Located | None:
@@ -157,11 +156,15 @@ def adds_up(part: Part, parts: Parts) -> Parts:
 def first_weight_gradient(evidence: Evidence) -> Located | None:
     """In the order of a backward pass: of the last module first."""
     order = list(evidence.traces[0].gradients[evidence.step])
-    for name in _backward_order(evidence, order):
-        for part, parts in own_parts(evidence, name).values():
-            found = _wrong_part(evidence, name, part, adds_up(part, parts))
-            if found is not None:
-                return found
+    found = (wrong_weight_gradient(evidence, name) for name in _backward_order(evidence, order))
+    return next((each for each in found if each is not None), None)
+
+
+def wrong_weight_gradient(evidence: Evidence, name: str) -> Located | None:
+    for part, parts in own_parts(evidence, name).values():
+        found = _wrong_part(evidence, name, part, adds_up(part, parts))
+        if found is not None:
+            return found
     return None
 
 
@@ -198,6 +201,8 @@ def _wrong_part(evidence: Evidence, name: str, part: Part, parts: Parts) -> Loca
                     evidence, name, part, seen, replicas, micro_batch
                 )
                 rank = _worst_rank(evidence, name, part, replica)
+                if not cause and ".router." in name:
+                    cause = "only the router's weights are wrong: auxiliary losses, their factor or their statistics"
                 told = error.error, error.allowed, cause or UNKNOWN
                 where = evidence.step + 1, micro_batch + 1, rank
                 return Located(f"gradient of {name}", module_of(name), "weight gradient", *where, *told)
@@ -230,6 +235,29 @@ def _other_batch(
             yield f"that of micro-batch {other + 1} is added", lambda t=theirs: seen.right + t  # type: ignore[misc]
 
     return first_cause(hypotheses(), seen, evidence, "weight gradient")
+
+
+# Statistics of routers.
+
+
+def first_statistics(evidence: Evidence) -> Located | None:
+    step = evidence.step
+    mixture = evidence.run.model.mixture
+    if step >= len(evidence.observed.routers) or mixture is None:
+        return None
+    for row, seen in enumerate(evidence.observed.routers[step]):
+        loads, right = seen[: mixture.experts], evidence.traces[0].routers[step][row][: mixture.experts]
+        apart, limit = size(loads - right) / (size(right) or 1.0), 0.25 if evidence.is_rounded else 1e-9
+        if apart > limit:
+            cause = "statistics of routers are not those of the global batch: other tokens are counted"
+            factor = float(loads.sum()) / (float(right.sum()) or math.nan)
+            named = named_factor(factor, evidence.run, evidence.micro_batches)
+            if abs(factor - 1) > 1e-6 and named:
+                told = "tokens are counted again" if factor > 1 else "sum missing over ranks"
+                cause = f"statistics of routers are not those of the global batch: {named}, {told}"
+            module = f"layers.{row + mixture.first_dense_layers}.feed_forward.router"
+            return Located("loads of experts", module, "reduction", step + 1, None, None, apart, limit, cause)
+    return None
 
 
 # Their sums over ranks and micro-batches.
@@ -275,7 +303,15 @@ def _reduction_cause(evidence: Evidence, name: str, rank: int, part: Part, start
             # An update may have scaled it by then.
             left = fitted_factor(seen.observed - seen.right, before)
             yield "the gradient of the step before is still in it: not cleared", lambda: seen.right + left * before
-        whole = part_of(evidence.traces[0].gradients[step][name].double(), part).flatten()
+        full = evidence.traces[0].gradients[step][name].double()
+        for record in evidence.ranks:
+            other = record.parts.get(name)
+            if other is not None and other.slice != part.slice and other.shape == part.shape:
+                theirs = part_of(full, other).flatten()[start:stop]
+                kind = "other experts" if ".experts." in name else "another slice"
+                yield f"it is that of {kind}, on rank {record.rank}", lambda t=theirs: t  # type: ignore[misc]
+                yield f"that of {kind}, on rank {record.rank}, is added", lambda t=theirs: seen.right + t  # type: ignore[misc]
+        whole = part_of(full, part).flatten()
         for other in range(0, whole.numel() - (stop - start) + 1, max(stop - start, 1)):
             if other != start:
                 yield "it is the gradient of another shard", lambda o=other: whole[o : o + stop - start]  # type: ignore[misc]

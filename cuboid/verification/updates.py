@@ -231,6 +231,7 @@ def _wrong_average(evidence: Evidence, name: str) -> Located | None:
             "stale by one step: it is moved towards the weights before the update",
             lambda: before * decay + (1 - decay) * then,
         )
+        yield "it moves away from the weights", lambda: before - (1 - decay) * (now - before)
         yield "it is the weights themselves", lambda: now
         yield "the decay is applied the wrong way round", lambda: before * (1 - decay) + decay * now
 

@@ -7,7 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
+from cuboid.parallel import grad_norm
 from cuboid.spec.run import Run
+from cuboid.training import step
 from cuboid.verification.make import verification_run
 
 
@@ -69,3 +73,22 @@ def bug(
         return install
 
     return enter
+
+
+def leave_out(patches: Patches, words: str) -> None:
+    """Some parameters from the sum over tensor ranks."""
+    plain, plain_sum = step.finish_gradients, grad_norm._sum_together
+    apart: set[int] = set()
+
+    def finish(engine: Any) -> None:
+        apart.clear()
+        for unit in engine.units:
+            unit.finish_reduction()
+            apart.update(shard.gradient.data_ptr() for shard in unit.optimizer_shards() if words in shard.part.name)
+        plain(engine)
+
+    def sums(tensors: list[Tensor], group: Any) -> None:
+        plain_sum([tensor for tensor in tensors if tensor.data_ptr() not in apart], group)
+
+    patches.put(step, "finish_gradients", finish)
+    patches.put(grad_norm, "_sum_together", sums)

@@ -7,10 +7,10 @@ from typing import Any
 
 from cuboid.verification import compare
 from cuboid.verification.compare import verify_rank
-from tests.verification.bugs import context_bugs, data_bugs, expert_bugs, pipeline_bugs, tensor_bugs
+from tests.verification.bugs import context_bugs, data_bugs, expert_bugs, optimizer_bugs, pipeline_bugs, tensor_bugs
 from tests.verification.bugs.bug import CATALOGUE, Patches
 
-FILES = (tensor_bugs, data_bugs, context_bugs, pipeline_bugs, expert_bugs)
+FILES = (tensor_bugs, data_bugs, context_bugs, pipeline_bugs, expert_bugs, optimizer_bugs)
 
 
 def verify_with(rank: int, name: str, precision: str) -> dict[str, Any] | None:

@@ -11,10 +11,10 @@ from torch import Tensor
 from cuboid.model import load_balancing
 from cuboid.model.load_balancing import Balance
 from cuboid.model.router import Permutation, Reorder
-from cuboid.parallel import expert, grad_norm, parallelize
+from cuboid.parallel import expert, parallelize
 from cuboid.parallel.expert import AllToAllDispatch
 from cuboid.training import step
-from tests.verification.bugs.bug import Patches, bug
+from tests.verification.bugs.bug import Patches, bug, leave_out
 
 MIXTURE = "tiny-qwen3-moe"
 
@@ -238,22 +238,3 @@ def _(patches: Patches) -> None:
 def _(patches: Patches) -> None:
     """The router's weights are the same on all tensor ranks, which route other tokens; their gradients stay apart."""
     leave_out(patches, "router")
-
-
-def leave_out(patches: Patches, words: str) -> None:
-    """Some parameters from the sum over tensor ranks."""
-    plain, plain_sum = step.finish_gradients, grad_norm._sum_together
-    apart: set[int] = set()
-
-    def finish(engine: Any) -> None:
-        apart.clear()
-        for unit in engine.units:
-            unit.finish_reduction()
-            apart.update(shard.gradient.data_ptr() for shard in unit.optimizer_shards() if words in shard.part.name)
-        plain(engine)
-
-    def sums(tensors: list[Tensor], group: Any) -> None:
-        plain_sum([tensor for tensor in tensors if tensor.data_ptr() not in apart], group)
-
-    patches.put(step, "finish_gradients", finish)
-    patches.put(grad_norm, "_sum_together", sums)

@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from cuboid.model.linear import RowLinear
-from cuboid.parallel import cross_entropy, grad_norm
+from cuboid.parallel import cross_entropy, grad_norm, parallelize
 from cuboid.parallel.collectives import Pending
 from cuboid.parallel.grad_norm import _sum_together
 from cuboid.parallel.tensor_region import Region
-from tests.verification.bugs.bug import Patches, bug
+from tests.verification.bugs.bug import Patches, bug, leave_out
 
 MEGATRON = "https://github.com/NVIDIA/Megatron-LM/issues/"
 FINDINGS = f"{MEGATRON}7452"
@@ -69,8 +69,7 @@ def _(patches: Patches) -> None:
             return self.matmul(x, self.weight, self.bias)
         # Biases begin at zero: a constant shows from the first step on.
         constant = None if self.bias is None else self.bias + 0.01
-        y = self.region.leave(self.matmul(x, self.weight, constant))
-        return y if self.bias is None else y
+        return self.region.leave(self.matmul(x, self.weight, constant))
 
     patches.put(RowLinear, "forward", forward)
 
@@ -122,6 +121,96 @@ def _(patches: Patches) -> None:
     """The gradient of a column-parallel input is summed over tensor ranks twice."""
     plain = Region.start_sum
     patches.put(Region, "start_sum", lambda self, gradient: plain(self, gradient * self.group.size))
+
+
+@bug(
+    "qk-norms-not-summed",
+    "https://github.com/NVIDIA-NeMo/RL/issues/3716",
+    "tp=2",
+    r"attention\.(query|key)_norm",
+    "reduction",
+    "missing over tp",
+    model="tiny-qwen3",
+)
+def _(patches: Patches) -> None:
+    """Norms of queries and keys see the heads of one rank each; their gradients are not added."""
+    leave_out(patches, "attention.query_norm")
+
+
+@bug(
+    "qk-norm-over-own-heads",
+    f"{MEGATRON}816",
+    "tp=2",
+    r"attention",
+    "forward",
+    "factor of its own|norm over a part",
+    model="tiny-olmo3",
+)
+def _(patches: Patches) -> None:
+    """A norm over all heads is computed over those of the rank."""
+    patches.put(Region, "mean", lambda self, x: x)
+
+
+@bug(
+    "vocabulary-padding-counts",
+    "https://github.com/unslothai/unsloth/pull/10616",
+    "tp=2",
+    "head",
+    "loss",
+    r"labels|padding|factor",
+    set=("model.vocab=37",),
+)
+def _(patches: Patches) -> None:
+    """Columns that only pad the vocabulary have a share in the softmax."""
+    patches.put(cross_entropy, "_without_padding", lambda logits, rows: cross_entropy._exact(logits))
+
+
+@bug(
+    "sinks-count-twice-in-the-norm",
+    f"{FINDINGS}#finding-08",
+    "tp=2",
+    "gradient norm",
+    "norm",
+    "counted",
+    model="tiny-gpt-oss",
+)
+def _(patches: Patches) -> None:
+    """Sinks, which tensor ranks split, are left out of the gradient norm on all ranks but the first."""
+    from cuboid.training import step
+
+    plain = step.squared_norm
+
+    def square(engine: Any) -> Tensor:
+        total = plain(engine)
+        for unit in engine.units:
+            for shard in unit.optimizer_shards():
+                if shard.part.name.endswith("sinks") and engine.groups.tensor.index:
+                    total = total - shard.gradient.square().sum()
+        return total
+
+    patches.put(step, "squared_norm", square)
+
+
+@bug(
+    "key-of-another-rank",
+    "https://github.com/alibaba/ChatLearn/pull/277",
+    "tp=2",
+    r"attention\.key",
+    "weights",
+    r"slice of rank",
+)
+def _(patches: Patches) -> None:
+    """A converter gives each tensor rank the key heads of another."""
+    plain = parallelize.initial_tensor
+
+    def drawn(model: Any, name: str, shape: Any, seed: int, part: Any = None, *more: Any) -> Tensor:
+        if part is not None and name.endswith("attention.key.weight"):
+            dimension, held = part
+            start = (held.start + len(held)) % shape[dimension]
+            part = (dimension, range(start, start + len(held)))
+        return plain(model, name, shape, seed, part, *more)
+
+    patches.put(parallelize, "initial_tensor", drawn)
 
 
 @bug(
