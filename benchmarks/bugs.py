@@ -65,8 +65,29 @@ def main() -> int:
                     print(row["crashed"])
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1))
+    if options.markdown:
+        options.markdown.write_text(markdown(rows))
     print(summary(rows))
     return 0
+
+
+KINDS = ("found", "module", "where", "cause")
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """The table of docs/prove.md."""
+    lines = ["| bug, and where it is public | shows in | found | module | pass | cause |", "|---|---|---|---|---|---|"]
+    for name in dict.fromkeys(row["name"] for row in rows):
+        bug, these = CATALOGUE[name], [row for row in rows if row["name"] == name]
+        source = bug.source.split("#")[0]
+        told = (
+            source.removeprefix("https://").removeprefix("github.com/").replace("/issues/", "#").replace("/pull/", "#")
+        )
+        told = "TrainCheck: " + told.rpartition("/")[2] if told.startswith("OrderLab") else told
+        marks = [" ".join(row["precision"] for row in these if row[kind]) or "–" for kind in KINDS]
+        cells = [f"{name.replace('-', ' ')}: [{told}]({source})", f"{bug.model}, `{bug.layout}`", *marks]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
 def summary(rows: list[dict[str, Any]]) -> str:

@@ -117,6 +117,11 @@ class Pipeline:
         }
         """What computes an action of each kind, of a stage and a micro-batch."""
 
+    @property
+    def pairs(self) -> bool:
+        """Whether two passes may be under way at once."""
+        return self._pair is not None
+
     def run(self, micro_batches: list[RankBatch], scale: Tensor) -> Tensor:
         """Forward and backward of all micro-batches. `scale` multiplies the summed loss before its gradient is taken.
 

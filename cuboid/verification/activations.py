@@ -177,7 +177,9 @@ def _masks(evidence: Evidence, name: str, rank: int, micro_batch: int) -> Iterat
     if kv_heads < heads:
         copies = heads // kv_heads
         told = "query heads read other key-value heads: these are repeated in another order"
-        yield told, lambda: shuffled(lambda x: x.repeat(1, copies, 1))
+        for count in range(2, copies + 1):
+            if copies % count == 0:
+                yield told, lambda count=count: shuffled(lambda x: x.repeat(1, count, 1))  # type: ignore[misc]
     if run.layout.cp > 1:
         size = run.layout.cp
         held = [[torch.tensor(part) for part in places_of(each, size, length)] for each in range(size)]

@@ -75,18 +75,17 @@ def token_factor(evidence: Evidence, factor: float, replica: int, micro_batch: i
     if not own or total == 0:
         return ""
     dp, most = evidence.run.layout.dp, evidence.micro_batches
-    told = {
-        total / of_replica: "divided by its own dp rank's tokens: their count is not summed over dp",
-        total / (dp * of_replica): "mean of means: each dp rank by its own tokens",
-        total / own: "divided by the micro-batch's own tokens, and not by those of the global batch",
-        total / (dp * most * own): "mean of means: each micro-batch by its own tokens",
-        total / (most * own): "each micro-batch is divided by its own tokens: mean over micro-batches, sum over dp",
-        float(total): "not divided by the number of tokens",
-        total / (total + own): "a micro-batch's tokens are counted twice",
-    }
-    return next(
-        (text for value, text in told.items() if abs(factor / value - 1) <= close and abs(value - 1) > close), ""
-    )
+    each = "mean of means: each micro-batch is divided by its own tokens"
+    told = [
+        (total / (dp * most * own), f"{each}, and not by those of the global batch"),
+        (total / (most * own), f"{each}: mean over micro-batches, sum over dp"),
+        (total / own, "divided by the micro-batch's own tokens, and not by those of the global batch"),
+        (total / (dp * of_replica), "mean of means: each dp rank is divided by its own tokens"),
+        (total / of_replica, "divided by its own dp rank's tokens: their count is not summed over dp"),
+        (float(total), "not divided by the number of tokens"),
+        (total / (total + own), "a micro-batch's tokens are counted twice"),
+    ]
+    return next((text for value, text in told if abs(factor / value - 1) <= close and abs(value - 1) > close), "")
 
 
 def token_counts(evidence: Evidence) -> dict[tuple[int, int], int]:
@@ -197,7 +196,7 @@ def _right(evidence: Evidence, kind: str, name: str, rank: int, micro_batch: int
 def _of_each_token(evidence: Evidence, seen: Seen, kind: str) -> str:
     """Each token by a factor of its own, as a norm over another set of numbers has it."""
     rows = [x.flatten(1) for x in (seen.observed, seen.right)]
-    if rows[0].shape[1] < 4:
+    if rows[0].shape[1] < 4 or kind != "forward":
         return ""
     factors = (rows[0] * rows[1]).sum(1) / rows[1].square().sum(1).clamp(min=1e-300)
     if not evidence.explains((rows[1] * factors.unsqueeze(1)).view(seen.right.shape), seen, kind):

@@ -77,9 +77,9 @@ def _observe(run: Run, rank: int, recorded: int | None = None) -> tuple[Trace | 
     recorder = None if recorded is None else RankRecorder(engine, rank)
     for step in range(run.training.steps if recorded is None else recorded + 1):
         HEARTBEAT.enter("step", step + 1)
-        if recorder is not None and step == recorded:
-            recorder.attach()
         batches = micro_batches(source, run, step, engine.groups.coordinates.dp, device)
+        if recorder is not None and step == recorded:
+            recorder.attach(len(batches))
         pending = compute_gradients(engine, batches)
         result = pending.result()
         trace.losses.append(result.loss)

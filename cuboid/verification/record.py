@@ -195,6 +195,8 @@ class RankRecorder:
         self._of_thread: dict[int, int] = {}
         self._latest = 0
         self._before: dict[tuple[str, str], Tensor] = {}
+        self._left: dict[str, int] = {}
+        """How many times each unit will still be collected."""
         self._seen: set[str] = set()
         self._undo: list[Callable[[], None]] = []
 
@@ -202,8 +204,10 @@ class RankRecorder:
     def _now(self) -> int:
         return self._of_thread.get(threading.get_ident(), self._latest)
 
-    def attach(self) -> None:
+    def attach(self, micro_batches: int) -> None:
+        """Before a step of so many micro-batches."""
         pipeline = self._engine.pipeline
+        self._left = {unit.name: unit.uses * micro_batches for unit in self._engine.units}
         for kind, run in list(pipeline.runners.items()):
             pipeline.runners[kind] = self._noted(run)
             self._undo.append(lambda kind=kind, run=run: pipeline.runners.__setitem__(kind, run))  # type: ignore[misc]
@@ -221,8 +225,24 @@ class RankRecorder:
         def act(stage: int, micro_batch: int) -> None:
             self._of_thread[threading.get_ident()] = self._latest = micro_batch
             run(stage, micro_batch)
+            # Where matmuls are put off, other weights have their gradients long before they are collected.
+            if not self._engine.pipeline.pairs:
+                for unit in self._engine.units:
+                    self._note(unit)
 
         return act
+
+    def _note(self, unit: Unit) -> None:
+        """What has been added to the gradients of a unit belongs to the micro-batch that is being computed."""
+        if self._left[unit.name] == 0:
+            return  # on its way to other ranks, perhaps in place
+        for name, parameter in unit.parameters.items():
+            if parameter.grad is None:
+                continue
+            now, before = _kept(parameter.grad), self._before.get((unit.name, name))
+            key, own = (name, self._now), now if before is None else now - before
+            self._before[unit.name, name] = now
+            self.record.own[key] = self.record.own[key] + own if key in self.record.own else own
 
     def _attach_segment(self, segment: Segment) -> None:
         plain = segment.run
@@ -253,17 +273,12 @@ class RankRecorder:
         self.record.parts |= {part.name: part for part in unit.parts}
 
         def collect() -> None:
-            for name, parameter in unit.parameters.items():
-                if parameter.grad is None:
-                    continue
-                before = self._before.get((unit.name, name))
-                own = _kept(parameter.grad) if before is None else _kept(parameter.grad) - before
-                key = (name, self._now)
-                self.record.own[key] = self.record.own[key] + own if key in self.record.own else own
+            self._note(unit)
+            self._left[unit.name] -= 1
             plain()
             for name, parameter in unit.parameters.items():
                 self._before.pop((unit.name, name), None)
-                if parameter.grad is not None:
+                if parameter.grad is not None and self._left[unit.name]:
                     self._before[unit.name, name] = _kept(parameter.grad)
 
         unit.collect = collect  # type: ignore[method-assign]
