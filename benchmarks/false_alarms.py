@@ -49,7 +49,7 @@ def drawn(numbers: random.Random, model: str, precision: str) -> Run:
         layout += f",sequence_parallel={pick(['true', 'false'])},ep={pick([1, 1, 2, 4])}"
         settings = [f"training.seed={pick(range(1000))}", f"model.vocab={pick(range(9, 300))}", "model.layers=4"]
         settings += [f"data.attention_within_documents={pick(['true', 'false'])}"]
-        settings += [f"optimizer.average={pick([0.0, 0.9])}", f"optimizer.name={pick(['adamw', 'adamw', 'muon'])}"]
+        settings += [f"optimizer.average={pick([0.0, 0.9])}", f"optimizer.kind={pick(['adamw', 'adamw', 'muon'])}"]
         try:
             run = verification_run(layout, model, tuple(settings), 2, precision)
             check_supported(run)

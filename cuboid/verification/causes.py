@@ -15,7 +15,7 @@ from cuboid.spec.ranks import groups
 from cuboid.spec.run import Run
 from cuboid.verification.evidence import Evidence, Seen
 
-UNKNOWN = "no simple one: not a factor, a sum, another place or another step"
+UNKNOWN = "unknown: nothing that was tried explains it"
 Hypothesis = tuple[str, Callable[[], Tensor | None]]
 """What is told, and what would have been observed."""
 
@@ -25,6 +25,7 @@ def degrees(run: Run, micro_batches: int) -> dict[str, int]:
     layout = run.layout
     found = {"tp": layout.tp, "dp": layout.dp, "cp": layout.cp, "ep": layout.ep, "pp": layout.pp}
     found["micro-batches"] = micro_batches
+    found["replicas of shards"] = layout.dp // layout.shard_size if layout.zero else 1
     single = {name: count for name, count in found.items() if count > 1}
     pairs = (("dp", "cp"), ("tp", "cp"), ("dp", "micro-batches"))
     both = {f"{one} × {other}": found[one] * found[other] for one, other in pairs if {one, other} <= single.keys()}
@@ -273,6 +274,11 @@ def sum_hypotheses(parts: list[tuple[Axes, Tensor]]) -> Iterator[Hypothesis]:
                     f"the part of {named} rank {value} is counted twice",
                     lambda a=axis, v=value: whole + of((a, v)),  # type: ignore[misc]
                 )
+    for axis, values in many.items():
+        if axis != "micro-batch":
+            for some in _runs(values):
+                told = f"sum missing over {axis}: only the parts of {axis} ranks {_listed(tuple(some))} are in it"
+                yield told, lambda a=axis, s=some: torch.stack([of((a, value)) for value in s]).sum(0)  # type: ignore[misc]
     names = list(many)
     for index, one in enumerate(names):
         for other in names[index + 1 :]:
@@ -294,6 +300,15 @@ def sum_hypotheses(parts: list[tuple[Axes, Tensor]]) -> Iterator[Hypothesis]:
                             f"sum missing over {one} and {other}",
                             lambda a=one, v=value, b=other, w=second: of((a, v), (b, w)),  # type: ignore[misc]
                         )
+
+
+def _runs(values: list[int]) -> Iterator[list[int]]:
+    """Groups of neighbours, and groups of ranks as far apart: what a part of all replicas may be."""
+    for width in range(2, len(values) // 2 + 1):
+        if len(values) % width == 0:
+            count = len(values) // width
+            yield from (values[index * width : (index + 1) * width] for index in range(count))
+            yield from (values[index::count] for index in range(count))
 
 
 def weighted_hypotheses(parts: list[tuple[Axes, Tensor]], counts: dict[tuple[int, int], int]) -> Iterator[Hypothesis]:

@@ -379,4 +379,5 @@ def _norm_cause(evidence: Evidence, observed: float, right: float) -> str:
 
 def _counts(evidence: Evidence) -> list[int]:
     layout = evidence.run.layout
-    return [count for count in (layout.tp, layout.dp, layout.cp, layout.ep, layout.pp) if count > 1]
+    replicas = layout.dp // layout.shard_size if layout.zero else 1
+    return [count for count in (layout.tp, layout.dp, layout.cp, layout.ep, layout.pp, replicas) if count > 1]

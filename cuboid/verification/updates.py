@@ -273,6 +273,10 @@ def _update_cause(evidence: Evidence, rank: int, shard: Shard, seen: Seen) -> st
     found = first_cause(hypotheses(), seen, evidence, "forward")
     if found:
         return found
+    # Beside decay, which depends on no gradient.
+    rate = learning_rate(run.learning_rate, step, run.training.steps)
+    decay = rate * run.optimizer.weight_decay * before if begun.ndim > 1 else torch.zeros_like(before)
+    observed, right = observed + decay, right + decay
     factor = fitted_factor(observed, right)
     if size(observed - factor * right) <= (1e-6 if not evidence.is_rounded else 0.2) * size(observed):
         named = named_factor(factor, run, evidence.micro_batches, exact=not evidence.is_rounded)

@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from cuboid.verification import compare
+from cuboid.verification.causes import UNKNOWN
 from cuboid.verification.compare import verify_rank
 from tests.verification.bugs import context_bugs, data_bugs, expert_bugs, optimizer_bugs, pipeline_bugs, tensor_bugs
 from tests.verification.bugs.bug import CATALOGUE, Patches
@@ -37,6 +38,9 @@ def verify_with(rank: int, name: str, precision: str) -> dict[str, Any] | None:
 def score(name: str, verdict: dict[str, Any]) -> dict[str, bool]:
     """Whether the bug was found, and its module, pass and cause named."""
     bug, located = CATALOGUE[name], verdict["located"] or {}
+    if located.get("cause", UNKNOWN).startswith(UNKNOWN):
+        located = {**located, "cause": ""}
     asked = {"module": bug.module, "where": bug.where, "cause": bug.cause}
     named = {kind: bool(re.search(pattern, str(located.get(kind, "")))) for kind, pattern in asked.items()}
+    named["cause"] &= bool(located.get("cause"))
     return {"found": not verdict["passed"], **named}
