@@ -119,7 +119,7 @@ class Pipeline:
 
     @property
     def pairs(self) -> bool:
-        """Whether two passes may be under way at once."""
+        """Whether two passes may run together."""
         return self._pair is not None
 
     def run(self, micro_batches: list[RankBatch], scale: Tensor) -> Tensor:

@@ -51,6 +51,8 @@ def first_gradient(evidence: Evidence) -> Located | None:
         cause = activation_cause(evidence, "gradient", name, rank, micro_batch, seen)
         if cause.startswith(UNKNOWN) and name.endswith("feed_forward_norm"):
             cause = _only_through_router(evidence, name) or cause
+        if cause.startswith(UNKNOWN) and name == "head.output":
+            cause = "logits are right and the gradient of their loss is not: labels of other tokens, or a mask of them"
         consumer = groups[index + 1][0] if index + 1 < len(groups) else "head"
         if name.rpartition(".")[2] in PARTS[:3] and cause.startswith(UNKNOWN):
             cause = _backward_of_attention(evidence, name, rank, micro_batch, seen) or cause

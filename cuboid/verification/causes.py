@@ -21,7 +21,7 @@ Hypothesis = tuple[str, Callable[[], Tensor | None]]
 
 
 def degrees(run: Run, micro_batches: int) -> dict[str, int]:
-    """What a factor may come of: the layout's degrees, and products of two of them."""
+    """What a factor may come of: the layout's degrees, and two of them multiplied."""
     layout = run.layout
     found = {"tp": layout.tp, "dp": layout.dp, "cp": layout.cp, "ep": layout.ep, "pp": layout.pp}
     found["micro-batches"] = micro_batches

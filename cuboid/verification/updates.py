@@ -18,7 +18,7 @@ from cuboid.verification.evidence import Error, Evidence, Located, Seen, module_
 from cuboid.verification.follows import UPDATE, replayed
 from cuboid.verification.record import RankRecord, Shard
 from cuboid.verification.reference import Tensors
-from cuboid.verification.rounding import DECIDED, ROUNDOFF, allowed, decided, walked
+from cuboid.verification.rounding import DECIDED, ROUNDOFF, TENSOR_ROUNDOFF, allowed, decided, walked
 
 
 def first_weight(evidence: Evidence) -> Located | None:
@@ -52,7 +52,9 @@ def _weight_error(evidence: Evidence, shard: Shard, seen: Seen, moved: float) ->
     if not evidence.is_rounded:
         tolerance = 1e-9 if evidence.run.training.precision == "float64" else 1e-3
         return Error(apart / scale, tolerance)
-    return Error(apart / scale, (0.5 * moved + 0.5 * ROUNDOFF * scale) / scale)
+    # ZeRO 3 may gather in fp8 what fp8 matmuls would round to it.
+    rounding = TENSOR_ROUNDOFF.get(evidence.run.training.precision, ROUNDOFF)
+    return Error(apart / scale, (0.5 * moved + 0.5 * rounding * scale) / scale)
 
 
 def _weight_cause(evidence: Evidence, rank: int, shard: Shard, seen: Seen, step: int) -> str:

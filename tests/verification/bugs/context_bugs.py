@@ -185,7 +185,7 @@ def _(patches: Patches) -> None:
     "https://github.com/verl-project/verl/pull/4250#labels",
     "cp=2",
     "head",
-    "loss",
+    "loss|input gradient",
     "labels",
 )
 def _(patches: Patches) -> None:

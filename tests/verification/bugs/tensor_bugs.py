@@ -156,8 +156,8 @@ def _(patches: Patches) -> None:
     "https://github.com/unslothai/unsloth/pull/10616",
     "tp=2",
     "head",
-    "loss",
-    r"labels|padding|factor",
+    "loss|input gradient",
+    "labels|padding",
     set=("model.vocab=37",),
 )
 def _(patches: Patches) -> None:
