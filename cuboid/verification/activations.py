@@ -86,7 +86,7 @@ def _first_of(evidence: Evidence, kind: str, name: str) -> tuple[int, int, Seen,
     """The first micro-batch and rank where it is wrong; of one micro-batch, the rank where it is most wrong."""
     found: dict[int, tuple[int, int, Seen, Error]] = {}
     for rank, micro_batch, seen in evidence.all_seen(kind, name):
-        error = evidence.error(seen, kind)
+        error = evidence.error(seen, kind, name)
         if error.is_wrong and (micro_batch not in found or error.error > 1.001 * found[micro_batch][3].error):
             found[micro_batch] = rank, micro_batch, seen, error
     return found[min(found)] if found else None
@@ -158,7 +158,7 @@ def _masks(evidence: Evidence, name: str, rank: int, micro_batch: int) -> Iterat
     inside = causal & (distance < window) if window else causal
 
     def shuffled(shuffle: Callable[[Tensor], Tensor]) -> Tensor:
-        """With keys and values put together otherwise."""
+        """With keys and values in another order."""
         return seen_with(True, inside, shuffle=shuffle)
 
     if run.data.attention_within_documents:

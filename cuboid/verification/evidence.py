@@ -170,12 +170,18 @@ class Evidence:
         found["weight gradient"] = _median_spread([recorder.weight for recorder in self.samples])
         return found
 
-    @property
-    def _least(self) -> float:
-        rounding = MULTIPLE * TENSOR_ROUNDOFF.get(self.run.training.precision, ROUNDOFF)
-        return max(rounding, REROUTED if self.run.model.mixture is not None else 0.0)
+    @cached_property
+    def _before_routing(self) -> set[str]:
+        """Activations that no router has had a part in: no rounding sends their tokens elsewhere."""
+        routers = [index for index, name in enumerate(self.names) if name.endswith("router")]
+        return set(self.names[: routers[0]] if routers else self.names)
 
-    def error(self, seen: Seen, kind: str) -> Error:
+    def _least(self, kind: str, name: str) -> float:
+        rounding = LOCATING * MULTIPLE * TENSOR_ROUNDOFF.get(self.run.training.precision, ROUNDOFF)
+        routed = self.run.model.mixture is not None and not (kind == "forward" and name in self._before_routing)
+        return max(rounding, REROUTED) if routed else rounding
+
+    def error(self, seen: Seen, kind: str, name: str = "") -> Error:
         if seen.observed.shape != seen.right.shape:
             return Error(float("inf"), 0.0)
         if not self.is_rounded:
@@ -187,7 +193,7 @@ class Evidence:
         if not scale:
             return Error(_finite(size(seen.observed)), 0.0)
         spread = max(size(each - exact) for each in rounded) / scale
-        bound = LOCATING * max(MULTIPLE * max(spread, self._typical[kind]), self._least)
+        bound = max(LOCATING * MULTIPLE * max(spread, self._typical[kind]), self._least(kind, name))
         return Error(_finite(size(seen.observed - rounded[0]) / scale), bound)
 
     def explains(self, made: Tensor, seen: Seen, kind: str) -> bool:

@@ -294,6 +294,10 @@ def _reduction_cause(evidence: Evidence, name: str, rank: int, part: Part, start
             own = {"dp": here.dp, "cp": here.cp, "tp": here.tp, "pp": here.pp}
             ordered = sorted(parts, key=lambda item: [item[0][axis] != own[axis] for axis in own])
             counts = token_counts(evidence)
+            factor = fitted_factor(seen.observed, seen.right)
+            exact = not evidence.is_rounded
+            if not exact and (named := named_factor(factor, evidence.run, evidence.micro_batches, exact)):
+                yield named, lambda: factor * seen.right
             yield from sum_hypotheses(ordered)
             if counts:
                 yield from weighted_hypotheses(parts, counts)

@@ -284,7 +284,7 @@ def _update_cause(evidence: Evidence, rank: int, shard: Shard, seen: Seen) -> st
         named = named_factor(factor, run, evidence.micro_batches, exact=not evidence.is_rounded)
         return f"the update is too large or too small: {named or f'factor {factor:.4g}'}"
     if run.optimizer.is_muon and len(part.full_shape) > 1:
-        return "another matrix was orthogonalised: a part of it, or one put together wrongly"
+        return "another matrix was orthogonalised: a part of it, or parts in the wrong places"
     return UNKNOWN
 
 
