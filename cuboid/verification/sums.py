@@ -271,14 +271,19 @@ def first_reduction(evidence: Evidence) -> Located | None:
         for index, shard in enumerate(record.reduced):
             by_name.setdefault(shard[0].name, []).append((record.rank, index))
     for name in order:
+        copies: dict[tuple[int, int, int], tuple[int, Tensor]] = {}
         for rank, index in by_name.get(name, ()):
             shard = evidence.ranks[rank].reduced[index]
+            part, start, stop, values = shard
             whole = [trace.gradients[step][name].double() for trace in evidence.traces]
-            seen = Seen(shard[3].double(), [shard_of(each, shard) for each in whole])
+            seen = Seen(values.double(), [shard_of(each, shard) for each in whole])
             error = evidence.error(seen, "weight gradient")
-            if error.is_wrong:
-                cause = _reduction_cause(evidence, name, rank, shard[0], shard[1], shard[2], seen)
-                told = error.error, error.allowed, cause
+            first, kept = copies.setdefault((part.slice.start, start, stop), (rank, values))
+            # In 16 bits copies tell more than bounds: all who hold the same must have the same bits.
+            apart = "" if torch.equal(kept, values) else f"copies differ: ranks {first} and {rank} should hold the same"
+            if error.is_wrong or apart:
+                cause = _reduction_cause(evidence, name, rank, part, start, stop, seen)
+                told = error.error, error.allowed, cause if cause != UNKNOWN else apart or UNKNOWN
                 return Located(f"gradient of {name}", module_of(name), "reduction", step + 1, None, rank, *told)
     return None
 
