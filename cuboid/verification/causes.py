@@ -134,7 +134,7 @@ def activation_cause(evidence: Evidence, kind: str, name: str, rank: int, micro_
     return (
         first_cause(hypotheses, seen, evidence, kind)
         or factor_cause(seen, evidence, kind, evidence.place(rank).dp, micro_batch)
-        or first_cause(_added(evidence, name, seen), seen, evidence, kind)
+        or (first_cause(_added(evidence, name, seen), seen, evidence, kind) if kind == "forward" else "")
         or first_cause(_elsewhere(evidence, kind, name, rank, micro_batch), seen, evidence, kind)
         or _of_each_token(evidence, seen, kind)
         or _rotation_cause(evidence, name, seen)

@@ -29,7 +29,7 @@ from cuboid.training.learning_rate import learning_rate
 from cuboid.training.optimizer import Optimizer
 from cuboid.training.replicas import deviations
 from cuboid.training.step import apply_update, compute_gradients
-from cuboid.verification.follows import norm_of, update_bound
+from cuboid.verification.follows import average_bound, norm_of, update_bound
 from cuboid.verification.record import RankRecord, RankRecorder
 from cuboid.verification.reference import Tensors, Trace, known_trace
 from cuboid.verification.rounding import (
@@ -308,9 +308,9 @@ def compare_rounded(run: Run, observed: Trace, rounded: Sequence[Trace], exact: 
     }
     # These need no reference: what follows from the observed gradients alone is exact but for rounding in float32.
     bounds["gradient_norm"] = max(bounds["gradient_norm"], norm_of(observed), key=lambda bound: bound.ratio)
-    update = update_bound(run, observed, exact.start)
-    if update is not None:
-        bounds["parameter"] = max(bounds["parameter"], update, key=lambda bound: bound.ratio)
+    for bound in (update_bound(run, observed, exact.start), average_bound(run, observed, exact.start)):
+        if bound is not None:
+            bounds["parameter"] = max(bounds["parameter"], bound, key=lambda bound: bound.ratio)
     if exact.routers:
         routers = [[{"": statistics} for statistics in trace.routers] for trace in (observed, exact, *rounded)]
         bounds["router"] = tensor_bound(routers[0], routers[2:], routers[1], rounding)

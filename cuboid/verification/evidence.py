@@ -15,7 +15,7 @@ from torch import Tensor
 from cuboid.spec.ranks import Coordinates, coordinates
 from cuboid.spec.run import Run
 from cuboid.spec.sharding import Part, places_of, vocabulary_rows
-from cuboid.verification.follows import replayed
+from cuboid.verification.follows import replayed, replayed_averages
 from cuboid.verification.record import Notes, RankRecord, SampleRecorder, Shard
 from cuboid.verification.reference import Tensors, Trace
 from cuboid.verification.rounding import MULTIPLE, REROUTED, ROUNDED, ROUNDOFF, TENSOR_ROUNDOFF
@@ -220,7 +220,9 @@ class Evidence:
             return self.traces[0]
         gradients, norms = self.observed.gradients, self.observed.gradient_norms
         whole = [{**one, **other} for one, other in zip(self.traces[0].parameters, made, strict=False)]
-        return replace(self.traces[0], start=start, gradients=gradients, gradient_norms=norms, parameters=whole)
+        averages = replayed_averages(self.run, self.observed, start)
+        follows = replace(self.traces[0], start=start, gradients=gradients, gradient_norms=norms, parameters=whole)
+        return replace(follows, averages=averages)
 
     def before(self, trace: Trace, step: int) -> Tensors:
         """Parameters that step `step` begins with."""

@@ -3,6 +3,10 @@ optimizer makes of them. In 16 bits these are known much better than the numbers
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
+from cuboid.checkpoint.state import AVERAGE
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
 from cuboid.training.learning_rate import learning_rate
@@ -62,3 +66,33 @@ def update_bound(run: Run, observed: Trace, start: Tensors) -> Bound | None:
             if worst is None or error > worst.error:
                 worst = Bound(error, UPDATE, name)
     return worst
+
+
+def replayed_averages(run: Run, observed: Trace, start: Tensors) -> list[Tensors]:
+    """The averages after each step that follow from the observed parameters; empty where none are kept."""
+    decay, found = run.optimizer.average, list[Tensors]()
+    if not observed.averages:
+        return found
+    kept = {name: value.double() for name, value in start.items()}
+    for parameters in observed.parameters:
+        kept = {name: torch.lerp(value, parameters[name].double(), 1 - decay) for name, value in kept.items()}
+        found.append({f"{AVERAGE}/{name}": value for name, value in kept.items()})
+    return found
+
+
+def average_bound(run: Run, observed: Trace, start: Tensors) -> Bound | None:
+    """Averages beside those that follow from the observed parameters, in parts of what one step moves them."""
+    worst = None
+    for step, expected in enumerate(replayed_averages(run, observed, start)):
+        for name, right in expected.items():
+            error = average_error(run, step, observed.averages[step][name], right)
+            if worst is None or error > worst.error:
+                worst = Bound(error, UPDATE, name)
+    return worst
+
+
+def average_error(run: Run, step: int, seen: Tensor, right: Tensor) -> float:
+    moves = learning_rate(run.learning_rate, step, run.training.steps) * (1 - run.optimizer.average)
+    apart = float((seen.double() - right).square().mean().sqrt())
+    error = max(apart - 2.0**-22 * float(right.abs().max()), 0.0) / (moves or 1.0)
+    return error if apart == apart else float("inf")

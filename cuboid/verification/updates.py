@@ -15,7 +15,7 @@ from cuboid.spec.ranks import groups
 from cuboid.training.learning_rate import learning_rate
 from cuboid.verification.causes import UNKNOWN, Hypothesis, first_cause, fitted_factor, named_factor
 from cuboid.verification.evidence import Error, Evidence, Located, Seen, module_of, part_of, shard_of, size
-from cuboid.verification.follows import UPDATE, replayed
+from cuboid.verification.follows import UPDATE, average_error, replayed
 from cuboid.verification.record import RankRecord, Shard
 from cuboid.verification.reference import Tensors
 from cuboid.verification.rounding import DECIDED, ROUNDOFF, TENSOR_ROUNDOFF, allowed, decided, walked
@@ -218,9 +218,10 @@ def _wrong_average(evidence: Evidence, name: str) -> Located | None:
         return None
     observed, right = (trace.averages[step][key].double() for trace in (evidence.observed, evidence.follows))
     now = evidence.follows.parameters[step][name].double()
-    apart, moved = size(observed - right), size(right - now)
-    limit = 1e-9 * max(size(right), evidence.run.learning_rate.peak) if not evidence.is_rounded else 0.6 * moved
-    if not apart > limit:
+    apart, limit = size(observed - right) / (size(right) or 1.0), 1e-9
+    if evidence.is_rounded:
+        apart, limit = average_error(evidence.run, step, observed, right), UPDATE
+    if apart <= limit:
         return None
     seen = Seen(observed, [right])
 
@@ -238,7 +239,7 @@ def _wrong_average(evidence: Evidence, name: str) -> Located | None:
         yield "the decay is applied the wrong way round", lambda: before * (1 - decay) + decay * now
 
     cause = first_cause(hypotheses(), seen, evidence, "forward") or "the average of another shard, or of another step"
-    told = apart / (size(right) or 1.0), limit / (size(right) or 1.0), cause
+    told = apart, limit, cause
     return Located(f"average of {name}", module_of(name), "update", step + 1, None, None, *told)
 
 
