@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from cuboid.data.source import make_source
 from cuboid.spec.sharding import places_of
 from cuboid.verification.causes import UNKNOWN, Hypothesis, activation_cause, first_cause
 from cuboid.verification.evidence import Error, Evidence, Located, Seen
@@ -126,7 +125,7 @@ def _masks(evidence: Evidence, name: str, rank: int, micro_batch: int) -> Iterat
     window = run.model.window_of(layer)
     samples = list(evidence.sample_places(place.dp, micro_batch))
     notes = evidence.samples[0].notes.forward
-    source = make_source(run)
+    source = evidence.source
     own = torch.cat([torch.arange(part.start, part.stop) for part in places_of(place.cp, run.layout.cp, length)])
     is_own = torch.zeros(length, dtype=torch.bool)
     is_own[own] = True

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from cuboid.data.source import make_source
 from cuboid.model.transformer import IGNORED
 from cuboid.spec.ranks import groups
 from cuboid.spec.run import Run
@@ -98,7 +97,7 @@ def token_factor(evidence: Evidence, factor: float, replica: int, micro_batch: i
 
 def token_counts(evidence: Evidence) -> dict[tuple[int, int], int]:
     """Tokens whose label counts, by dp rank and micro-batch."""
-    source, found = make_source(evidence.run), {}
+    source, found = evidence.source, {}
     for replica in range(evidence.run.layout.dp):
         for micro_batch in range(evidence.micro_batches):
             samples = [source.at(place) for place in evidence.sample_places(replica, micro_batch)]

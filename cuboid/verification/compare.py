@@ -286,7 +286,17 @@ def compare(run: Run, observed: Trace, reference: Trace) -> Verdict:
     }
     if router_error is not None:
         bounds["router"] = Bound(router_error, tolerance)
+    if run.training.precision != "float64":
+        _with_what_follows(run, observed, reference.start, bounds)
     return _verdict(run, observed, bounds)
+
+
+def _with_what_follows(run: Run, observed: Trace, start: Tensors, bounds: dict[str, Bound]) -> None:
+    """Numbers that need no reference: what follows from the observed gradients alone is exact but for float32."""
+    bounds["gradient_norm"] = max(bounds["gradient_norm"], norm_of(observed), key=lambda bound: bound.ratio)
+    for bound in (update_bound(run, observed, start), average_bound(run, observed, start)):
+        if bound is not None:
+            bounds["parameter"] = max(bounds["parameter"], bound, key=lambda bound: bound.ratio)
 
 
 def compare_rounded(run: Run, observed: Trace, rounded: Sequence[Trace], exact: Trace) -> Verdict:
@@ -306,11 +316,7 @@ def compare_rounded(run: Run, observed: Trace, rounded: Sequence[Trace], exact: 
         "gradient_norm": number_bound(observed.gradient_norms, norms, exact.gradient_norms),
         "parameter": tensor_bound(seen, expected, true, max(least, 1 / DECIDED), beside=ways),
     }
-    # These need no reference: what follows from the observed gradients alone is exact but for rounding in float32.
-    bounds["gradient_norm"] = max(bounds["gradient_norm"], norm_of(observed), key=lambda bound: bound.ratio)
-    for bound in (update_bound(run, observed, exact.start), average_bound(run, observed, exact.start)):
-        if bound is not None:
-            bounds["parameter"] = max(bounds["parameter"], bound, key=lambda bound: bound.ratio)
+    _with_what_follows(run, observed, exact.start, bounds)
     if exact.routers:
         routers = [[{"": statistics} for statistics in trace.routers] for trace in (observed, exact, *rounded)]
         bounds["router"] = tensor_bound(routers[0], routers[2:], routers[1], rounding)

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from cuboid.data.source import Source
 from cuboid.spec.ranks import Coordinates, coordinates
 from cuboid.spec.run import Run
 from cuboid.spec.sharding import Part, places_of, vocabulary_rows
@@ -60,6 +61,7 @@ class Evidence:
     samples: list[SampleRecorder]
     """What the same processes recorded."""
     ranks: list[RankRecord]
+    source: Source
 
     @property
     def is_rounded(self) -> bool:
@@ -203,16 +205,19 @@ class Evidence:
         away = size(seen.observed - made)
         apart = size(seen.observed - seen.right)
         if not self.is_rounded:
-            close = 1e-8 if self.run.training.precision == "float64" else 1e-3
-            return away <= 1e-3 * apart and away <= close * max(size(seen.observed), self._floors[kind])
+            is_exact = self.run.training.precision == "float64"
+            share, close = (1e-3, 1e-8) if is_exact else (0.02, 1e-3)
+            return away <= share * apart and away <= close * max(
+                size(seen.observed), self._floors[kind]
+            )
         return away <= 0.35 * apart
 
     # Parameters.
 
     @cached_property
     def follows(self) -> Trace:
-        """What updates are compared with: one process, or in 16 bits what follows from the observed gradients."""
-        if not self.is_rounded:
+        """What updates are compared with: one process, or below float64 what follows from the observed gradients."""
+        if self.run.training.precision == "float64":
             return self.traces[0]
         start = self.traces[-1].start
         made = replayed(self.run, self.observed, start)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from cuboid.data.source import Source, make_source
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run
 from cuboid.verification.activations import first_activation, first_gradient
 from cuboid.verification.evidence import Evidence, Located
 from cuboid.verification.record import RankRecord, SampleRecorder
-from cuboid.verification.reference import Trace, reference_trace
+from cuboid.verification.reference import Tensors, Trace, reference_trace
 from cuboid.verification.rounding import ROUNDED
 from cuboid.verification.sums import (
     first_loss,
@@ -28,8 +29,12 @@ from cuboid.verification.updates import first_update, first_weight
 
 def locate(run: Run, step: int, observed: Trace, records: list[RankRecord]) -> Located | None:
     """`step`: the first that differs, counted from 0; `observed`: its trace, and `records` of it by all ranks."""
-    traces, samples = _recorded_references(run, step)
-    evidence = Evidence(run, step, observed, traces, samples, sorted(records, key=lambda record: record.rank))
+    traces, samples = recorded_references(run, step)
+    ordered = sorted(records, key=lambda record: record.rank)
+    return first_difference(Evidence(run, step, observed, traces, samples, ordered, make_source(run)))
+
+
+def first_difference(evidence: Evidence) -> Located | None:
     for look in (
         first_weight,
         first_activation,
@@ -48,7 +53,9 @@ def locate(run: Run, step: int, observed: Trace, records: list[RankRecord]) -> L
     return None
 
 
-def _recorded_references(run: Run, step: int) -> tuple[list[Trace], list[SampleRecorder]]:
+def recorded_references(
+    run: Run, step: int, source: Source | None = None, weights: Tensors | None = None
+) -> tuple[list[Trace], list[SampleRecorder]]:
     """One process in the run's precision; in 16 bits also with sums that round as between ranks, and in float32."""
     alone = replace(run, layout=Layout())
     ways = [(run.training.precision, 1)]
@@ -58,6 +65,7 @@ def _recorded_references(run: Run, step: int) -> tuple[list[Trace], list[SampleR
     traces, samples = [], []
     for precision, hops in ways:
         recorder = SampleRecorder(step)
-        traces.append(reference_trace(alone, precision=precision, hops=hops, watch=recorder))
+        more = {"precision": precision, "hops": hops, "watch": recorder, "source": source, "weights": weights}
+        traces.append(reference_trace(alone, **more))  # type: ignore[arg-type]
         samples.append(recorder)
     return traces, samples

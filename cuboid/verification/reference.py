@@ -146,9 +146,16 @@ class Watch(Protocol):
 
 
 def reference_trace(
-    run: Run, moments_after: Collection[int] = (), precision: str = "", hops: int = 1, watch: Watch | None = None
+    run: Run,
+    moments_after: Collection[int] = (),
+    precision: str = "",
+    hops: int = 1,
+    watch: Watch | None = None,
+    source: Source | None = None,
+    weights: Mapping[str, Tensor] | None = None,
 ) -> Trace:
-    """`precision`: another than the run's. `hops`: of how many tensor ranks the sums are rounded as NCCL does."""
+    """`precision`: another than the run's. `hops`: of how many tensor ranks the sums are rounded as NCCL does.
+    `source`, `weights`: other samples and initial weights than the run's."""
     precision = precision or run.training.precision
     dtype = DTYPES[precision]
     factor = run.training.loss_scale if precision == "fp16" else 1.0
@@ -161,6 +168,8 @@ def reference_trace(
     else:
         model = Transformer(run.model).to(wide(dtype))
         initialize(run.model, model, run.training.seed)
+    if weights is not None:
+        model.load_state_dict(dict(weights), strict=False)
     model.to(device)
     parameters = dict(model.named_parameters())
     computing = Computing(model, dtype)
@@ -178,7 +187,7 @@ def reference_trace(
         balance.factor = torch.tensor(factor, device=device)
     if watch is not None:
         watch.attach(computing.model)
-    source = make_source(run)
+    source = source or make_source(run)
     samples = _Samples(run, computing.model, source, dtype, device)
     decay = run.optimizer.average
     averages = {f"{AVERAGE}/{name}": x.detach().clone() for name, x in parameters.items()} if decay else {}

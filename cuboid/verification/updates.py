@@ -171,11 +171,12 @@ class _Bounds:
 
     def __init__(self, evidence: Evidence) -> None:
         self._evidence = evidence
+        is_exact = evidence.run.training.precision == "float64"
+        *rounded, exact = evidence.traces
+        self._replayed = [] if is_exact else replayed(evidence.run, evidence.observed, exact.start)
         if not evidence.is_rounded:
             return
-        *rounded, exact = evidence.traces
         steps = evidence.step + 1
-        self._replayed = replayed(evidence.run, evidence.observed, exact.start)
         self._among = decided([trace.gradients[:steps] for trace in rounded], exact.gradients[:steps])[-1]
         every = [{name: torch.ones_like(x, dtype=torch.bool) for name, x in exact.start.items()}] * steps
         ways = walked(exact.parameters[:steps], exact.start, every)[-1]
@@ -187,16 +188,16 @@ class _Bounds:
             return Error(math.inf, 0.0)
         if not seen.right.numel():
             return Error(0.0, 1.0)
-        if not evidence.is_rounded:
-            tolerance = 1e-9 if evidence.run.training.precision == "float64" else 1e-3
-            scale = max(float(seen.right.abs().max()), evidence.run.learning_rate.peak)
-            error = float((seen.observed - seen.right).abs().max()) / scale
-            return Error(error if error == error else math.inf, tolerance)
         if self._replayed and part.name in self._replayed[0] and not part.name.endswith("router.bias"):
             rate = learning_rate(evidence.run.learning_rate, evidence.step, evidence.run.training.steps)
             rounding = 2.0**-22 * float(seen.right.abs().max())
             error = max(size(seen.observed - seen.right) - rounding, 0.0) / (rate or 1.0)
             return Error(error if error == error else math.inf, UPDATE)
+        if not evidence.is_rounded:
+            tolerance = 1e-9 if evidence.run.training.precision == "float64" else 1e-3
+            scale = max(float(seen.right.abs().max()), evidence.run.learning_rate.peak)
+            error = float((seen.observed - seen.right).abs().max()) / scale
+            return Error(error if error == error else math.inf, tolerance)
         return self._of_way(shard, seen)
 
     def _of_way(self, shard: Shard, seen: Seen) -> Error:
