@@ -115,8 +115,10 @@ def _not_as_kept(engine: Engine) -> list[str]:
     """Weights that matmuls use and that are not those this rank keeps, bit by bit. Fp8 rounds them once more."""
     found = []
     for unit in engine.units:
+        if not unit.gathers_exactly:
+            continue  # and would be counted, where it finds amaxes once after each update
         unit.gather()
-        for shard in unit.optimizer_shards() if unit.gathers_exactly else ():
+        for shard in unit.optimizer_shards():
             kept = shard.kept if shard.weight is None else shard.weight
             if not torch.equal(unit.parameters[shard.part.name].detach().flatten()[shard.start : shard.stop], kept):
                 found.append(f"computes with other weights of {shard.part.name} than it keeps")

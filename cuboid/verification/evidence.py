@@ -207,9 +207,7 @@ class Evidence:
         if not self.is_rounded:
             is_exact = self.run.training.precision == "float64"
             share, close = (1e-3, 1e-8) if is_exact else (0.02, 1e-3)
-            return away <= share * apart and away <= close * max(
-                size(seen.observed), self._floors[kind]
-            )
+            return away <= share * apart and away <= close * max(size(seen.observed), self._floors[kind])
         return away <= 0.35 * apart
 
     # Parameters.
