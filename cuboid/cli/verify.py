@@ -20,6 +20,9 @@ from cuboid.spec.run import Run, check_supported
 from cuboid.verification.make import check_provable, verification_run
 from cuboid.verification.rounding import MULTIPLE, ROUNDED
 
+MOST_STEPS = 10_000
+"""That a proof needs; all of them are done twice before anything is said."""
+
 
 def chain_runs(chain: str, model: str, overrides: tuple[str, ...], steps: int, dtype: str, seed: int) -> list[Run]:
     """One run per layout of `A -> B -> C`, equal in all but the layout."""
@@ -57,7 +60,7 @@ def command(
     ] = None,
     model: Annotated[str, typer.Option(help="A model's name, a TOML file or a Hugging Face folder.")] = "tiny-llama",
     overrides: Annotated[list[str] | None, typer.Option("--set", help="Change one field: model.layers=7.")] = None,
-    steps: Annotated[int, typer.Option(help="Optimizer steps; with --resume on each layout.")] = 3,
+    steps: Annotated[int, typer.Option(max=MOST_STEPS, help="Optimizer steps; with --resume on each layout.")] = 3,
     dtype: Annotated[
         Literal["float64", "float32", "bf16", "fp16", "fp8"],
         typer.Option(

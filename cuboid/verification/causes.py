@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from cuboid.model.transformer import IGNORED
+from cuboid.model.batch import IGNORED
 from cuboid.spec.ranks import groups
 from cuboid.spec.run import Run
 from cuboid.verification.evidence import Evidence, Seen, size

@@ -17,14 +17,19 @@ from cuboid.data.corpus import Fields, Sample
 from cuboid.data.source import Source, make_source
 from cuboid.kernels.cpu_16bit import fast_matmuls
 from cuboid.kernels.precision import wide
+from cuboid.model.batch import IGNORED, Further, MicroBatch, further
 from cuboid.model.custom import Model, WholeModel
+from cuboid.model.dropout import NUMBERS, token_keys
 from cuboid.model.fp8 import Fp8Matmul
+from cuboid.model.fp8_experts import fp8_grouped_matmul
 from cuboid.model.initialize import initialize, learning_rate_factor
 from cuboid.model.linear import Linear, Matmul, declared_split
 from cuboid.model.load_balancing import Balance
+from cuboid.model.moe import Experts
 from cuboid.model.rope import PositionTable
 from cuboid.model.router import Router
-from cuboid.model.transformer import IGNORED, Transformer, summed_loss
+from cuboid.model.split_backward import Deferral, deferrable_grouped_matmul
+from cuboid.model.transformer import Transformer, summed_loss
 from cuboid.parallel.device import choose_device
 from cuboid.spec.layout import Layout
 from cuboid.spec.plugin import PythonModelSpec
@@ -103,6 +108,8 @@ class Trace:
     losses: list[float] = field(default_factory=list)
     z_losses: list[float] = field(default_factory=list)
     """Without their coefficient; none where they take no part."""
+    prediction_losses: list[float] = field(default_factory=list)
+    """Of each prediction layer at each step, without their coefficient."""
     gradient_norms: list[float] = field(default_factory=list)
     gradients: list[Tensors] = field(default_factory=list)
     """Of the loss, before clipping."""
@@ -121,8 +128,14 @@ class Trace:
 
     def until(self, step: int) -> Trace:
         """What it says up to a step, this included."""
-        lists = {name: value[: step + 1] for name, value in vars(self).items() if isinstance(value, list)}
-        return replace(self, **lists)
+        steps, done = max(len(self.losses), 1), step + 1
+        lists = {name: value for name, value in vars(self).items() if isinstance(value, list)}
+        # Of some there are several a step.
+        return replace(self, **{name: value[: len(value) // steps * done] for name, value in lists.items()})
+
+    @property
+    def all_losses(self) -> list[float]:
+        return self.losses + self.z_losses + self.prediction_losses
 
 
 def known_trace(run: Run, precision: str = "", hops: int = 1) -> Trace:
@@ -168,15 +181,20 @@ def reference_trace(
     else:
         model = Transformer(run.model).to(wide(dtype))
         initialize(run.model, model, run.training.seed)
+        if run.training.dropout:
+            model.drop(run.training.dropout, run.training.seed)
     if weights is not None:
         model.load_state_dict(dict(weights), strict=False)
     model.to(device)
     parameters = dict(model.named_parameters())
-    computing = Computing(model, dtype)
+    rounds = dtype == torch.bfloat16 and run.training.gradient_sums == "bf16"
+    computing = Computing(model, dtype, rounds)
     if precision == "fp8" and isinstance(computing.model, Transformer):
         for child in computing.model.layers.modules():
             if isinstance(child, Linear):
-                child.matmul = Fp8Matmul(run.training.fp8_scaling == "row")
+                child.matmul = Fp8Matmul(run.training.fp8_scaling)
+            if isinstance(child, Experts) and run.training.fp8_experts:
+                child.matmul = deferrable_grouped_matmul(Deferral(), fp8_grouped_matmul)
     if hops > 1 and isinstance(computing.model, Transformer):
         sum_hop_by_hop(computing.model, hops)
     kind = UpdatesOfOwn if run.optimizer.is_own else WithMuon if run.optimizer.is_muon else Updates
@@ -201,14 +219,24 @@ def reference_trace(
         if balance is not None:
             balance.begin_step(len(places))
         tokens = sum(samples.counted(place) for place in places)
+        length = run.training.lengths.at(step)
+        depths = range(1, run.model.prediction_layers + 1)
+        predicted = [sum(samples.counted_further(place, length, depth) for place in places) for depth in depths]
         loss = z_loss = 0.0
+        prediction_losses = [0.0 for _ in depths]
         for place in places:
             HEARTBEAT.do("")  # for a watchdog: a long computation is no silence
             if watch is not None:
                 watch.begin_sample(step, place)
             with fast_matmuls(device, precision):
-                part, squares = (each / max(tokens, 1) for each in samples.loss(place, run.training.lengths.at(step)))
-                ((part + run.training.z_loss * squares if run.training.z_loss else part) * factor).backward()
+                *both, further_losses = samples.loss(place, length)
+                part, squares = (each / max(tokens, 1) for each in both)
+                whole = part + run.training.z_loss * squares if run.training.z_loss else part
+                for depth, each in enumerate(further_losses):
+                    mean = each / max(predicted[depth], 1)
+                    whole = whole + run.training.prediction_loss / len(depths) * mean
+                    prediction_losses[depth] += mean.item()
+                (whole * factor).backward()
             if watch is not None:
                 watch.end_sample()
             computing.collect()
@@ -222,6 +250,7 @@ def reference_trace(
         trace.losses.append(loss)
         if run.training.z_loss:
             trace.z_losses.append(z_loss)
+        trace.prediction_losses += prediction_losses
         trace.gradients.append({name: _gradient(parameter) for name, parameter in parameters.items()})
         norm = torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in trace.gradients[-1].values()]))
         trace.gradient_norms.append(norm.item())
@@ -246,7 +275,7 @@ def reference_trace(
 
 
 class _Samples:
-    """The summed loss and z-loss of one sample, and how many losses that is."""
+    """The summed loss and z-loss of one sample, those of prediction layers, and how many losses that is."""
 
     def __init__(
         self, run: Run, model: Transformer | WholeModel, source: Source, dtype: torch.dtype, device: torch.device
@@ -262,13 +291,23 @@ class _Samples:
         assert not isinstance(sample, dict)
         return int((sample[1] != IGNORED).sum())
 
-    def loss(self, place: int, length: int) -> tuple[Tensor, Tensor]:
+    def counted_further(self, place: int, length: int, depth: int) -> int:
+        return int((self._further(place, length, depth).labels != IGNORED).sum())
+
+    def _further(self, place: int, length: int, depth: int) -> Further:
+        """What the prediction layer of some depth reads and predicts."""
+        tokens, labels = (each.unsqueeze(0) for each in self._source.at(place))
+        documents = self._source.documents_at(place).unsqueeze(0)
+        return further(MicroBatch(tokens, labels, documents, length if length < tokens.shape[1] else 0), depth)
+
+    def loss(self, place: int, length: int) -> tuple[Tensor, Tensor, list[Tensor]]:
         """`length`: tokens after which the sample is cut."""
         sample = self._source.at(place)
         nothing = torch.zeros((), device=self._device)
         if isinstance(self._model, WholeModel):
-            loss: Tensor = self._model(self._fields(sample))
-            return loss.to(wide(self._dtype)), nothing
+            fields = {**self._fields(sample), NUMBERS: torch.tensor([place], device=self._device)}
+            loss: Tensor = self._model(fields)
+            return loss.to(wide(self._dtype)), nothing, []
         assert not isinstance(sample, dict)
         run = self._run
         whole = run.training.sequence
@@ -276,12 +315,19 @@ class _Samples:
         if run.data.uses_documents:
             ids = self._source.documents_at(place).unsqueeze(0)
         positions = self._table.of(torch.arange(whole), ids, run.data, length if length < whole else 0)
+        if run.training.dropout:
+            keys = token_keys(range(place, place + 1), torch.arange(whole, device=self._device))
+            positions = replace(positions, dropout=keys)
         tokens, labels = (each.unsqueeze(0).to(self._device) for each in sample)
+        x = self._model.hidden_states(tokens, positions)
+        depths = range(1, run.model.prediction_layers + 1)
+        found = [Further(*(each.to(self._device) for each in self._further(place, length, depth))) for depth in depths]
+        others = self._model.prediction_losses(x, found, positions) if found else []
         if not run.training.z_loss:
-            return self._model.loss(tokens, labels, positions), nothing
-        logits, labels = self._model.head(self._model.hidden_states(tokens, positions)), labels.flatten()
+            return self._model.head.loss(x, labels), nothing, others
+        logits, labels = self._model.head(x), labels.flatten()
         counted = logits[labels != IGNORED].to(wide(self._dtype))
-        return summed_loss(logits, labels), counted.logsumexp(1).square().sum()
+        return summed_loss(logits, labels), counted.logsumexp(1).square().sum(), others
 
     def _fields(self, sample: Sample | Fields) -> Fields:
         given = sample if isinstance(sample, dict) else dict(zip(("tokens", "labels"), sample, strict=True))
@@ -370,8 +416,9 @@ class UpdatesOfOwn:
 class Computing:
     """The model that computes: itself, or a copy in 16 bits of weights kept in float32, where gradients are summed."""
 
-    def __init__(self, kept: Transformer | WholeModel, dtype: torch.dtype) -> None:
-        self.model, self._pairs = kept, list[tuple[Tensor, Tensor]]()
+    def __init__(self, kept: Transformer | WholeModel, dtype: torch.dtype, rounds: bool = False) -> None:
+        """`rounds`: each sum of gradients to the 16 bits."""
+        self.model, self._pairs, self._rounds = kept, list[tuple[Tensor, Tensor]](), rounds
         if dtype == wide(dtype):
             return
         self.model = copy.deepcopy(kept).to(dtype)
@@ -393,6 +440,8 @@ class Computing:
             if copied.grad is not None:
                 own = copied.grad.to(parameter.dtype)
                 parameter.grad = own if parameter.grad is None else parameter.grad + own
+                if self._rounds:
+                    parameter.grad = parameter.grad.to(copied.dtype).to(own.dtype)
                 copied.grad = None
 
 
@@ -400,8 +449,7 @@ def _balance(run: Run, model: Transformer | WholeModel, device: torch.device) ->
     mixture, batch = run.model.mixture, run.training.global_batch
     if mixture is None:
         return None
-    layers = run.model.layers - mixture.first_dense_layers
-    balance = Balance(mixture, layers, batch, batch * run.training.sequence, device, run.training.seed)
+    balance = Balance(mixture, run.model.routed_layers, batch, batch * run.training.sequence, device, run.training.seed)
     model.balance_with(balance)
     return balance
 

@@ -81,7 +81,7 @@ def _(patches: Patches) -> None:
 
     def wrong(logits: Tensor, labels: Tensor, vocabulary: int, group: Any, *more: Any) -> Tensor:
         loss = plain(logits, labels, vocabulary, group, *more)
-        counted = int((labels != cross_entropy.IGNORED).sum())
+        counted = int((labels >= 0).sum())
         return loss + counted * math.log(group.size)
 
     patches.put(cross_entropy, "_split_loss", wrong)
