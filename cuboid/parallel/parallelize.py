@@ -426,7 +426,7 @@ class _Builder:
                     set_parameter(module, path, unit.parameters[name])
             if not unit_name.endswith(BALANCES):  # always whole, and no gradient ever comes to it
                 used.append(unit)
-        return Segment(prefix, run, used, self.deferral, self.reduction)
+        return Segment(prefix, run, used, self.deferral, self.reduction, module)
 
     def _unit(self, name: str, table: dict[str, Declared]) -> Unit:
         if name not in self.units:
