@@ -1,5 +1,5 @@
-"""Islands: clusters that train one model together and share only a slow link (streaming DiLoCo), as pure data: the table
-`[islands]`, which part of the model is synchronised when, and in how many bytes.
+"""Islands: clusters that train one model together and share only a slow link (streaming DiLoCo), as pure data: the
+table `[islands]`, which part of the model is synchronised when, and in how many bytes.
 
 The model is cut into fragments of whole blocks, embedding and head, and each fragment, flattened tensor by tensor, into
 blocks of 256 elements. A block is what is rounded together and what travels; none of this depends on a layout."""
@@ -100,6 +100,10 @@ class IslandsSpec:
     def applied(self, round_: int, steps: int) -> int:
         """The step after which its result is applied."""
         return min(self.due(round_, steps) + self.delay, steps)
+
+    def entered(self, round_: int, steps: int) -> int:
+        """The step after which an island begins that enters before a round."""
+        return self.due(round_ - 1, steps) if round_ else 0
 
     def fragment_of(self, round_: int) -> int:
         return round_ % self.fragments

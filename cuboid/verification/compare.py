@@ -71,22 +71,22 @@ def observed_trace(run: Run, rank: int) -> Trace | None:
         if result.z_loss is not None:
             trace.z_losses.append(result.z_loss)
         trace.gradient_norms.append(result.gradient_norm)
-        trace.gradients.append(_whole(engine, lambda shard: shard.gradient, result.loss_scale or 1.0))
+        trace.gradients.append(whole(engine, lambda shard: shard.gradient, result.loss_scale or 1.0))
         if result.routers is not None:
             trace.routers.append(result.routers)
         apply_update(engine, optimizer, pending, learning_rate(run.learning_rate, step, run.training.steps))
         if engine.ledger is not None:
-            surprises = _gathered(engine, unforeseen(run.of_batch(step), rank, engine.ledger.take()))
+            surprises = gathered(engine, unforeseen(run.of_batch(step), rank, engine.ledger.take()))
             trace.unforeseen += [f"rank {place} {line}" for place, lines in surprises for line in lines]
-        trace.parameters.append(_whole(engine, lambda shard: shard.master))
+        trace.parameters.append(whole(engine, lambda shard: shard.master))
         if run.optimizer.average:
-            averages = _whole(engine, lambda shard: optimizer.state_of(shard)[AVERAGE])
+            averages = whole(engine, lambda shard: optimizer.state_of(shard)[AVERAGE])
             trace.averages.append({f"{AVERAGE}/{name}": average for name, average in averages.items()})
     HEARTBEAT.enter("finish")
     return trace if rank == 0 else None
 
 
-def _whole(engine: Engine, of: Callable[[OptimizerShard], Tensor], factor: float = 1.0) -> Tensors:
+def whole(engine: Engine, of: Callable[[OptimizerShard], Tensor], factor: float = 1.0) -> Tensors:
     """`of`: what is taken of each optimizer shard. `factor`: what it is multiplied by."""
     own: Contribution = []
     for optimizer_shard in counted_shards(engine):
@@ -99,11 +99,11 @@ def _whole(engine: Engine, of: Callable[[OptimizerShard], Tensor], factor: float
                 held.to(wide(held.dtype)).cpu() / factor,
             )
         )
-    gathered = _gathered(engine, own)
-    return assemble([contribution for _, contribution in gathered]) if gathered else {}
+    found = gathered(engine, own)
+    return assemble([contribution for _, contribution in found]) if found else {}
 
 
-def _gathered(engine: Engine, own: Any) -> list[tuple[int, Any]]:
+def gathered(engine: Engine, own: Any) -> list[tuple[int, Any]]:
     """(rank, what it has) of all ranks on rank 0, nothing elsewhere. Beside the engine, and so not counted."""
     world = engine.groups.world
     if world.handle is None:

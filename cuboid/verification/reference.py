@@ -129,85 +129,109 @@ def _known(run: Run, precision: str, hops: int) -> Trace:
 
 def reference_trace(run: Run, moments_after: Collection[int] = (), precision: str = "", hops: int = 1) -> Trace:
     """`precision`: another than the run's. `hops`: of how many tensor ranks the sums are rounded as NCCL does."""
-    precision = precision or run.training.precision
-    dtype = DTYPES[precision]
-    factor = run.training.loss_scale if precision == "fp16" else 1.0
-    device = choose_device(run.training.device, 0)
-    model: Transformer | WholeModel
-    if isinstance(run.model, PythonModelSpec):
-        built = run.model.built
-        assert isinstance(built, Model)
-        model = WholeModel(built, run.training.seed).to(wide(dtype))
-    else:
-        model = Transformer(run.model).to(wide(dtype))
-        initialize(run.model, model, run.training.seed)
-    model.to(device)
-    parameters = dict(model.named_parameters())
-    computing = Computing(model, dtype)
-    if precision == "fp8" and isinstance(computing.model, Transformer):
-        for child in computing.model.layers.modules():
-            if isinstance(child, Linear):
-                child.matmul = Fp8Matmul(run.training.fp8_scaling == "row")
-    if hops > 1 and isinstance(computing.model, Transformer):
-        sum_hop_by_hop(computing.model, hops)
-    kind = UpdatesOfOwn if run.optimizer.is_own else WithMuon if run.optimizer.is_muon else Updates
-    updates = kind(run, parameters)
-    clip = HeadClip(run, computing.model, model) if run.optimizer.qk_clip else None
-    balance = _balance(run, computing.model, device)
-    if balance is not None:
-        balance.factor = torch.tensor(factor, device=device)
-    source = make_source(run)
-    samples = _Samples(run, computing.model, source, dtype, device)
-    decay = run.optimizer.average
-    averages = {f"{AVERAGE}/{name}": x.detach().clone() for name, x in parameters.items()} if decay else {}
-    trace = Trace(start={name: parameter.detach().cpu().clone() for name, parameter in parameters.items()})
+    process = OneProcess(run, precision, hops)
     for step in range(run.training.steps):
-        model.zero_grad()
-        computing.begin_step()
-        if clip is not None:
-            clip.begin_step()
-        places = range(run.training.batch_sizes.sum_before(step), run.training.batch_sizes.sum_before(step + 1))
-        if balance is not None:
-            balance.begin_step(len(places))
+        process.step(step, step)
+        if step + 1 in moments_after:
+            process.keep_moments(step + 1)
+    return process.trace
+
+
+class OneProcess:
+    """Trains without a layout, and notes what it computes."""
+
+    def __init__(self, run: Run, precision: str = "", hops: int = 1) -> None:
+        precision = precision or run.training.precision
+        dtype = DTYPES[precision]
+        self._run, self._precision = run, precision
+        self._factor = run.training.loss_scale if precision == "fp16" else 1.0
+        self._device = device = choose_device(run.training.device, 0)
+        model: Transformer | WholeModel
+        if isinstance(run.model, PythonModelSpec):
+            built = run.model.built
+            assert isinstance(built, Model)
+            model = WholeModel(built, run.training.seed).to(wide(dtype))
+        else:
+            model = Transformer(run.model).to(wide(dtype))
+            initialize(run.model, model, run.training.seed)
+        self._model = model.to(device)
+        self.parameters = dict(model.named_parameters())
+        self._computing = computing = Computing(model, dtype)
+        if precision == "fp8" and isinstance(computing.model, Transformer):
+            for child in computing.model.layers.modules():
+                if isinstance(child, Linear):
+                    child.matmul = Fp8Matmul(run.training.fp8_scaling == "row")
+        if hops > 1 and isinstance(computing.model, Transformer):
+            sum_hop_by_hop(computing.model, hops)
+        kind = UpdatesOfOwn if run.optimizer.is_own else WithMuon if run.optimizer.is_muon else Updates
+        self._updates = kind(run, self.parameters)
+        self._clip = HeadClip(run, computing.model, model) if run.optimizer.qk_clip else None
+        self._balance = _balance(run, computing.model, device)
+        if self._balance is not None:
+            self._balance.factor = torch.tensor(self._factor, device=device)
+        self._samples = _Samples(run, computing.model, make_source(run), dtype, device)
+        kept = self.parameters.items() if run.optimizer.average else ()
+        self._averages = {f"{AVERAGE}/{name}": x.detach().clone() for name, x in kept}
+        self.trace = Trace(
+            start={name: parameter.detach().cpu().clone() for name, parameter in self.parameters.items()}
+        )
+
+    def step(self, step: int, batch: int) -> int:
+        """On a batch of the global order; returns its tokens with labels."""
+        run, trace, samples, factor = self._run, self.trace, self._samples, self._factor
+        self._model.zero_grad()
+        self._computing.begin_step()
+        if self._clip is not None:
+            self._clip.begin_step()
+        places = range(run.training.batch_sizes.sum_before(batch), run.training.batch_sizes.sum_before(batch + 1))
+        if self._balance is not None:
+            self._balance.begin_step(len(places))
         tokens = sum(samples.counted(place) for place in places)
         loss = z_loss = 0.0
         for place in places:
             HEARTBEAT.do("")  # for a watchdog: a long computation is no silence
-            with fast_matmuls(device, precision):
-                part, squares = (each / max(tokens, 1) for each in samples.loss(place, run.training.lengths.at(step)))
+            with fast_matmuls(self._device, self._precision):
+                length = run.training.lengths.at(batch)
+                part, squares = (each / max(tokens, 1) for each in samples.loss(place, length))
                 ((part + run.training.z_loss * squares if run.training.z_loss else part) * factor).backward()
-            computing.collect()
+            self._computing.collect()
             loss += part.item()
             z_loss += squares.item()
-        if balance is not None:
-            balance.end_passes()
-        for parameter in parameters.values():
+        if self._balance is not None:
+            self._balance.end_passes()
+        for parameter in self.parameters.values():
             if parameter.grad is not None and factor != 1:
                 parameter.grad /= factor
         trace.losses.append(loss)
         if run.training.z_loss:
             trace.z_losses.append(z_loss)
-        trace.gradients.append({name: _gradient(parameter) for name, parameter in parameters.items()})
+        trace.gradients.append({name: _gradient(parameter) for name, parameter in self.parameters.items()})
         norm = torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in trace.gradients[-1].values()]))
         trace.gradient_norms.append(norm.item())
         if run.training.gradient_clip > 0:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), run.training.gradient_clip)
-        updates.step(learning_rate(run.learning_rate, step, run.training.steps))
-        if clip is not None:
-            clip.step()
-        if balance is not None:
-            trace.routers.append(balance.statistics.cpu().clone())
-            balance.end_step(balance.statistics)
-            _move_biases(model, trace.routers[-1])
-        trace.parameters.append({name: parameter.detach().cpu().clone() for name, parameter in parameters.items()})
-        for name, average in averages.items():
-            average.mul_(decay).add_(parameters[name.partition("/")[2]].detach(), alpha=1 - decay)
-        if averages:
-            trace.averages.append({name: average.cpu().clone() for name, average in averages.items()})
-        if step + 1 in moments_after:
-            kept_after = {**updates.state(), **averages}
-            trace.moments[step + 1] = {name: kept.cpu().clone() for name, kept in kept_after.items()}
-    return trace
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), run.training.gradient_clip)
+        self._updates.step(learning_rate(run.learning_rate, step, run.training.steps))
+        self._finish_step()
+        return tokens
+
+    def _finish_step(self) -> None:
+        trace, decay = self.trace, self._run.optimizer.average
+        if self._clip is not None:
+            self._clip.step()
+        if self._balance is not None:
+            trace.routers.append(self._balance.statistics.cpu().clone())
+            self._balance.end_step(self._balance.statistics)
+            _move_biases(self._model, trace.routers[-1])
+        trace.parameters.append({name: x.detach().cpu().clone() for name, x in self.parameters.items()})
+        for name, average in self._averages.items():
+            average.mul_(decay).add_(self.parameters[name.partition("/")[2]].detach(), alpha=1 - decay)
+        if self._averages:
+            trace.averages.append({name: average.cpu().clone() for name, average in self._averages.items()})
+
+    def keep_moments(self, after: int) -> None:
+        """What the optimizer keeps now, after so many steps."""
+        kept = {**self._updates.state(), **self._averages}
+        self.trace.moments[after] = {name: each.cpu().clone() for name, each in kept.items()}
 
 
 class _Samples:
