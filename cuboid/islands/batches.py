@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 Run = tuple[int, int, int]
 
@@ -18,7 +18,7 @@ class Batches:
     def __len__(self) -> int:
         return sum(count for _, _, count in self.runs)
 
-    def __iter__(self) -> Iterable[int]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[int]:
         for first, distance, count in self.runs:
             yield from range(first, first + distance * count, distance)
 

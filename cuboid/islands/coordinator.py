@@ -184,7 +184,8 @@ class Client:
     # What the island says.
 
     def enter(self, wait: Callable[[], None]) -> Entered:
-        return self._wait_for(lambda: self._entered, wait)
+        found: Entered = self._wait_for(lambda: self._entered, wait)
+        return found
 
     def arrive(self, round_: int, tokens: int, left: int) -> None:
         self._say({"say": "arrive", "round": round_, "tokens": tokens, "left": left}, round_)
@@ -195,7 +196,7 @@ class Client:
     def more(self, count: int, wait: Callable[[], None]) -> list[Any]:
         self._more, self._asked = None, self._asked + 1
         self._say({"say": "more", "count": count, "asked": self._asked}, -1)
-        found = self._wait_for(lambda: self._more, wait)
+        found: list[Any] = self._wait_for(lambda: self._more, wait)
         self._pending.pop(("more", -1), None)
         return found
 
@@ -206,7 +207,8 @@ class Client:
             news = self._rounds.get(round_)
             return None if news is None or (news.version, news.committed) == after else news
 
-        return self._wait_for(found, wait)
+        answer: News = self._wait_for(found, wait)
+        return answer
 
     def peek(self, round_: int) -> tuple[int, bool]:
         """Version of a round, and whether it is committed."""

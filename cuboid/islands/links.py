@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -149,7 +150,7 @@ class LinkServer:
         step = max(PART // blocks.shape[1], 1)
         for start in range(0, len(blocks), step):
             part = blocks[start : start + step].contiguous()
-            line.send(memoryview(part.numpy()).cast("B"))
+            line.send(as_bytes(part))
             self._counts.add(sent=part.numel() + FRAME)
 
 
@@ -190,7 +191,7 @@ class Link:
                 step = max(PART // into.shape[1], 1)
                 while done < len(into):
                     part = into[done : done + step]
-                    line.receive_into(memoryview(part.numpy()).cast("B"))
+                    line.receive_into(as_bytes(part))
                     self._counts.add(received=part.numel() + FRAME)
                     done += len(part)
             except (OSError, struct.error):
@@ -210,6 +211,12 @@ class Link:
                 raise
             self._line.wait_no_longer_than(SILENCE)
         return self._line
+
+
+def as_bytes(wire: Tensor) -> memoryview:
+    """The memory of a contiguous tensor of bytes."""
+    content: Any = wire.numpy()
+    return memoryview(content).cast("B")
 
 
 def as_wire(values: Tensor) -> Tensor:

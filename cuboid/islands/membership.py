@@ -56,8 +56,9 @@ class Round:
 class Membership:
     """Not on the network, and without a clock of its own: `now` are seconds."""
 
-    def __init__(self, spec: IslandsSpec, steps: int) -> None:
-        self._spec, self._steps = spec, steps
+    def __init__(self, spec: IslandsSpec, steps: int, first: int = 0) -> None:
+        """`first`: how many islands begin together; default: as many as the run has."""
+        self._spec, self._steps, self._first = spec, steps, first or spec.count
         self.islands: dict[int, Island] = {}
         self.rounds: dict[int, Round] = {}
         self.next = 0
@@ -146,7 +147,7 @@ class Membership:
         """When all are there, or enough and grace is over."""
         present = {number: island for number, island in sorted(self.islands.items()) if island.connected}
         over = self._first_joined is not None and now - self._first_joined >= self._spec.grace_seconds
-        if len(present) < (self._spec.quorum if over else self._spec.count) or not present:
+        if len(present) < (self._spec.quorum if over else self._first) or not present:
             return
         newest = max(present.values(), key=lambda island: int(island.reported["round"]))
         self.next = int(newest.reported["round"])

@@ -12,14 +12,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from cuboid.checkpoint.shards import ShardedTensor, slices_of_range
+from cuboid.checkpoint.shards import ShardedTensor, TensorSlice, slices_of_range
 from cuboid.islands.wire import decode, encode
 from cuboid.parallel.collectives import all_reduce
 from cuboid.parallel.home_route import Pair, Route
 from cuboid.parallel.parallelize import Engine
 from cuboid.parallel.zero import OptimizerShard, Unit
-from cuboid.spec.island_homes import Chunk, stage_chunks, stage_size
-from cuboid.spec.islands import BLOCK
+from cuboid.spec.homes import stage_size
+from cuboid.spec.island_homes import Chunk, stage_chunks
+from cuboid.spec.islands import BLOCK, fragments_of
 from cuboid.spec.sharding import TIED
 
 WEIGHTS, MOMENTUM, ERROR = "outer", "outer_momentum", "outer_error"
@@ -99,7 +100,7 @@ class OuterState:
     def _shards(self, fragment: int) -> dict[str, tuple[Unit, OptimizerShard]]:
         """What this rank keeps of a fragment."""
         names = {chunk.tensor.name for chunk in self._chunks_of_stage(fragment)}
-        found = {}
+        found: dict[str, tuple[Unit, OptimizerShard]] = {}
         for unit in self.engine.units:
             if not names.isdisjoint(unit.parameters):
                 unit.settle_gather()  # it would write over what is set
@@ -237,8 +238,6 @@ class OuterState:
 
 
 def _names(engine: Engine, fragment: int, fragments: int) -> set[str]:
-    from cuboid.spec.islands import fragments_of
-
     return {tensor.name for tensor in fragments_of(engine.run.model, fragments)[fragment].tensors}
 
 
@@ -247,7 +246,7 @@ def _part(values: Tensor, pair: Pair, shard: OptimizerShard) -> Tensor:
     return values[start : start + pair[1].size]
 
 
-def _sharded(chunk: Chunk, place: int, values: Tensor) -> tuple:  # type: ignore[type-arg]
+def _sharded(chunk: Chunk, place: int, values: Tensor) -> tuple[tuple[TensorSlice, Tensor], ...]:
     first, stop = chunk.elements
     flat = values.view(-1)[place * BLOCK :][: stop - first]
     return tuple(

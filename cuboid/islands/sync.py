@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cuboid.errors import RankError
 from cuboid.islands.batches import Batches
-from cuboid.islands.coordinator import Client, Entered, News
+from cuboid.islands.coordinator import Client, News
 from cuboid.islands.links import SENT, STATE, Abandoned, Counts, Gone, Held, Link, LinkServer, Outbox, as_wire
 from cuboid.islands.outer import OuterState, Sent
 from cuboid.parallel.coordination import open_coordination
@@ -104,7 +104,7 @@ class Islands:
         addresses = self._own.gather((site.address, self._server.port))
         self._client: Client | None = None
         if self._rank == 0:
-            said = {
+            said: dict[str, Any] = {
                 "run": fingerprint(self.run),
                 "layout": str(self.run.layout),
                 "addresses": addresses,
@@ -133,7 +133,7 @@ class Islands:
         return self.queue.take(1).runs[0][0]
 
     def _ask_for(self, count: int) -> None:
-        runs = self._client.more(count, _still_here) if self._client is not None else None
+        runs = self._client.more(count, _still_here) if self._client is not None else []
         for each in self._own.broadcast(runs):
             self.queue.add(*each)
 
@@ -142,7 +142,8 @@ class Islands:
     def enter(self, step: int) -> int:
         """Begin or continue with the others; returns the step after which that is. `step`: after which this island
         has stopped."""
-        entered: Entered = self._own.broadcast(self._client.enter(_still_here) if self._client is not None else None)
+        entered: Any = self._client.enter(_still_here) if self._client is not None else None
+        entered = self._own.broadcast(entered)
         self._learn(entered.islands)
         self._versions = [_last(entered.round, each, self.spec.fragments) for each in range(self.spec.fragments)]
         self.queue = Batches(entered.batches)
@@ -220,7 +221,7 @@ class Islands:
 
     def _catch_up(self, step: int) -> int:
         """Take the steps that others have taken meanwhile, without a part in them, and continue where they are."""
-        newest = self._own.broadcast(self._client.newest() if self._client is not None else None)
+        newest = self._own.broadcast(self._client.newest() if self._client is not None else -1)
         while self.round <= newest:
             job = InFlight(self.round, None, done=threading.Event())
             self.round += 1
@@ -266,7 +267,7 @@ class Islands:
         """Until the round is committed, and stepped with here."""
         mark, wires = (0, False), dict[int, Tensor]()
         while not mark[1]:
-            said = self._client.news(job.round, mark, lambda: None) if self._client is not None else None
+            said: Any = self._client.news(job.round, mark, lambda: None) if self._client is not None else None
             news: News = self._beside.broadcast(said)
             self._learn(news.islands)
             mark = (news.version, news.committed)
@@ -330,7 +331,7 @@ class Islands:
         for first, stop in own:
             places.append((first, before))
             before += stop - first
-        found = []
+        found: list[Callable[[], list[int]]] = []
         for rank, (host, port) in enumerate(addresses):
             shared = overlap(own, runs_of_blocks(other, fragment, rank))
             if not shared:

@@ -14,6 +14,8 @@ LEVELS = {8: 127, 4: 7}
 
 def encode(values: Tensor, bits: int) -> Tensor:
     """(blocks, 256) numbers as (blocks, bytes)."""
+    if not len(values):  # a home may have nothing of a fragment
+        return torch.empty(0, BLOCK * bits // 8 + (4 if bits < 16 else 0), dtype=torch.uint8)
     if bits == 32:
         return values.contiguous().view(torch.uint8)
     if bits == 16:
@@ -32,6 +34,8 @@ def encode(values: Tensor, bits: int) -> Tensor:
 
 def decode(wire: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
     """What `encode` made, as numbers of this precision."""
+    if not len(wire):
+        return torch.empty(0, BLOCK, dtype=dtype)
     if bits == 32:
         return wire.contiguous().view(dtype)
     if bits == 16:

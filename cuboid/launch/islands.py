@@ -15,9 +15,9 @@ from cuboid.spec.run import Run
 
 
 @contextmanager
-def coordinated(run: Run, listener: socket.socket, secret: bytes) -> Iterator[Coordinator]:
-    """Meanwhile this process decides for all islands."""
-    coordinator = Coordinator(listener, secret, Membership(run.islands, run.training.steps))
+def coordinated(run: Run, listener: socket.socket, secret: bytes, first: int = 0) -> Iterator[Coordinator]:
+    """Meanwhile this process decides for all islands. `first`: how many begin together."""
+    coordinator = Coordinator(listener, secret, Membership(run.islands, run.training.steps, first))
     try:
         yield coordinator
     finally:
@@ -29,7 +29,7 @@ def prove(runs: Sequence[Run], pool: Pool) -> dict[str, Any]:
     secret = secrets.token_bytes(32)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        with coordinated(runs[0], listener, secret):
+        with coordinated(runs[0], listener, secret, len(runs)):
             jobs = [((run, number, port, secret), run.layout.world_size) for number, run in enumerate(runs)]
             found = pool.run_apart("cuboid.verification.islands:train_island", jobs)
         observed = [ranks[0] for ranks in found]
