@@ -126,7 +126,7 @@ class Coordinator:
             if not word["running"]:
                 self._welcome.add(number)
         elif said == "arrive":
-            members.arrive(number, word["round"], word["tokens"], word["left"])
+            members.arrive(number, word["round"], word["tokens"], word["left"], word["step"])
         elif said == "have":
             members.have(number, word["round"], word["version"])
         elif said == "more":
@@ -187,8 +187,8 @@ class Client:
         found: Entered = self._wait_for(lambda: self._entered, wait)
         return found
 
-    def arrive(self, round_: int, tokens: int, left: int) -> None:
-        self._say({"say": "arrive", "round": round_, "tokens": tokens, "left": left}, round_)
+    def arrive(self, round_: int, tokens: int, left: int, step: int) -> None:
+        self._say({"say": "arrive", "round": round_, "tokens": tokens, "left": left, "step": step}, round_)
 
     def have(self, round_: int, version: int) -> None:
         self._say({"say": "have", "round": round_, "version": version}, round_)
@@ -233,6 +233,7 @@ class Client:
                 "running": True,
                 "round": round_ + 1,
                 "left": left,
+                "need": 0,
                 "state": self.state,
                 "rounds": self._committed,
             }

@@ -32,6 +32,8 @@ class Island:
     entered: bool = False
     round: int = 0
     """The first one it takes part in."""
+    step: int = 0
+    """After which it told of its queue."""
     lost_since: float = 0.0
     more: tuple[int, list[Any]] = (0, [])
     """What it last asked for, and got."""
@@ -74,8 +76,9 @@ class Membership:
     # What islands say.
 
     def join(self, number: int, layout: str, addresses: list[tuple[str, int]], reported: Table, now: float) -> None:
-        """`reported`: the `round` it would take part in next; `left`, its batches; `state`, the newest it was told of
-        all; `rounds`, the latest it knows to be committed; `running`: it has trained up to there in this process."""
+        """`reported`: the `round` it would take part in next; the `step` after which it says this; `left`, its batches,
+        and how many more it will `need` before; `state`, the newest it was told of all; `rounds`, the latest it knows
+        to be committed; `running`: it has trained up to there in this process."""
         self._first_joined = now if self._first_joined is None else self._first_joined
         before = self.islands.get(number)
         if before is not None and before.entered and reported["running"]:
@@ -85,9 +88,10 @@ class Membership:
             self._take_back(before.queue)
         self.islands[number] = Island(layout, addresses, reported)
 
-    def arrive(self, number: int, round_: int, tokens: int, left: int) -> None:
-        """`left`: batches of its queue that it has not trained on."""
+    def arrive(self, number: int, round_: int, tokens: int, left: int, step: int) -> None:
+        """`left`: batches of its queue that it has not trained on after a step."""
         island = self.islands[number]
+        island.step = step
         island.queue.take(max(0, len(island.queue) - left))
         if round_ >= self.next:
             self.rounds.setdefault(round_, Round()).tokens[number] = tokens
@@ -153,9 +157,11 @@ class Membership:
         self.next = int(newest.reported["round"])
         if state := newest.reported.get("state"):
             self.fresh, self.returned = int(state["fresh"]), Batches(state["returned"])
-            for number, queue in state["queues"].items():
+            for number, (step, queue) in state["queues"].items():
                 if int(number) not in present:
-                    self._take_back(Batches(queue))
+                    left = Batches(queue)
+                    left.take(max(0, newest.reported["step"] - step))  # it trained on these before the same checkpoint
+                    self._take_back(left)
         wanted = {}
         for number, island in present.items():
             for known, members in island.reported.get("rounds", {}).items():
@@ -164,7 +170,7 @@ class Membership:
             if island.reported["running"] or island.reported["round"] == self.next:
                 island.queue = Batches(island.reported["left"])
                 island.entered, island.round = True, int(island.reported["round"])
-                wanted[number] = 0 if island.reported["running"] else self._wanted(self.next) - len(island.queue)
+                wanted[number] = max(0, int(island.reported["need"]))
         self._grant(wanted)
         self.begun = True
 
@@ -236,7 +242,7 @@ class Membership:
     # What everybody is told.
 
     def state(self) -> Table:
-        queues = {str(number): island.queue.runs for number, island in self.islands.items()}
+        queues = {str(number): (island.step, island.queue.runs) for number, island in self.islands.items()}
         return {"fresh": self.fresh, "returned": list(self.returned.runs), "queues": queues}
 
     def table(self) -> Table:

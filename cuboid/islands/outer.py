@@ -176,9 +176,10 @@ class OuterState:
         wire = encode(moved, self.spec.bits)
         return Sent(wire, moved.sub_(decode(wire, self.spec.bits, self.dtype)))
 
-    def step(self, fragment: int, sent: Weighted, own: Sent | None) -> float:
-        """The outer optimizer's step with the mean; returns the sum of squares of that, of what is at home here. `own`:
-        what this island has sent, where it is in the mean. In CPU memory; may run in a thread beside the training."""
+    def step(self, fragment: int, sent: Weighted, own: Sent | None) -> tuple[float, float]:
+        """The outer optimizer's step with the mean; returns, of what is at home here, the sum of squares of that, and
+        the mean one of what islands are away from it. `own`: what this island has sent, where it is in the mean. In CPU
+        memory; may run in a thread beside the training."""
         state, total = self._fragments[fragment], sum(weight for weight, _ in sent)
         mean = torch.zeros_like(state.weights)
         # Multiplied, then added: what one operation did of both could round otherwise on another processor.
@@ -192,7 +193,8 @@ class OuterState:
         state.momentum.mul_(self.spec.momentum).add_(mean)
         step = (state.momentum * self.spec.momentum).add_(mean).mul_(self.spec.rate)
         state.weights.sub_(step)
-        return float(mean.double().square().sum())
+        away = [(decode(wire, self.spec.bits, self.dtype) - mean).double().square().sum() for _, wire in sent]
+        return float(mean.double().square().sum()), float(sum(away)) / len(sent)
 
     def apply(self, fragment: int, takes_part: bool, at_once: bool) -> None:
         """Let the weights follow the outer ones. What an island has learned that is not in the mean stays its own, and

@@ -55,8 +55,8 @@ class InFlight:
     members: dict[int, int] | None = None
     """None: not known yet."""
     batches: Sequence[Any] = ()
-    norm: float = 0.0
-    """Sum of squares of the mean, of what is at home here."""
+    square: float = 0.0
+    spread: float = 0.0
     seconds: float = 0.0
     """How long the training waited for it."""
     done: threading.Event | None = None
@@ -70,25 +70,33 @@ class Synchronised:
     members: dict[int, int]
     takes_part: bool
     waited: float
+    """Seconds for which the training waited for it."""
     square: float
+    """Of the mean over islands, of what is at home here, the sum of squares."""
+    spread: float
+    """The same of what islands are away from the mean, on average."""
 
 
 class Islands:
     """Every rank of the island has one and calls the same methods in the same order."""
 
-    def __init__(self, outer: OuterState, site: Site, join: dict[str, Any]) -> None:
-        """`join`: what a checkpoint says of the island's past; empty: it has none."""
+    def __init__(self, outer: OuterState, site: Site, past: dict[str, Any], step: int = 0) -> None:
+        """`past`: what a checkpoint says of it, written after a step; empty: there is none."""
         self.outer, self.site = outer, site
         self.run, self.spec = outer.engine.run, outer.spec
         self._steps, self._rank = self.run.training.steps, outer.engine.groups.world.index
         self.counts = Counts()
-        self.queue = Batches(join.get("left", ()))
-        self.round = int(join.get("round", 0))
+        self.queue = Batches(past.get("left", ()))
+        self.round = int(past.get("round", 0))
         """The first that has not begun."""
         self._known: dict[int, dict[str, Any]] = {}
         """Layouts and addresses of islands."""
         self._others: dict[str, Run] = {}
-        self._flying: deque[InFlight] = deque()
+        # Those that were in flight are in the outer state already: only the weights do not follow it yet.
+        pending = past.get("pending", ())
+        self._flying = deque(InFlight(round_, None, members={site.number: 0}, batches=runs) for round_, runs in pending)
+        for fragment, tokens in enumerate(past.get("tokens", ())):
+            outer[fragment].tokens = tokens
         self._jobs: deque[InFlight] = deque()
         self._wake = threading.Condition()
         self._problem: BaseException | None = None
@@ -111,7 +119,9 @@ class Islands:
                 "running": False,
                 "round": self.round,
                 "left": self.queue.runs,
-                **{name: join[name] for name in ("state", "rounds") if name in join},
+                "need": self._needed(step) - sum(count for _, runs in pending for _, _, count in runs),
+                "step": step,
+                **{name: past[name] for name in ("state",) if name in past},
             }
             self._client = Client(site.places, site.secret, site.number, said)
         threading.Thread(target=self._work, name="islands", daemon=True).start()
@@ -124,12 +134,21 @@ class Islands:
             self._jobs.appendleft(InFlight(-1, None))
             self._wake.notify_all()
 
+    @property
+    def known(self) -> set[int]:
+        """Islands that have taken part since this one did."""
+        return set(self._known)
+
     # Batches.
+
+    def _needed(self, step: int) -> int:
+        """Batches until the next round brings more."""
+        return self.spec.applied(self.round, self._steps) - step - len(self.queue)
 
     def next_batch(self, step: int) -> int:
         """Of the global order, for a step counted from 0."""
         if not len(self.queue):
-            self._ask_for(max(1, self.spec.applied(self.round, self._steps) - step))
+            self._ask_for(max(1, self._needed(step)))
         return self.queue.take(1).runs[0][0]
 
     def _ask_for(self, count: int) -> None:
@@ -150,6 +169,7 @@ class Islands:
         if entered.round == self.round:
             return step
         self.round = entered.round
+        self._flying.clear()
         self._outbox.start_at(self.round)
         self._fetch_state()
         return self.spec.entered(self.round, self._steps)
@@ -180,7 +200,7 @@ class Islands:
         sent, tokens = self.outer.contribute(fragment), self.outer[fragment].tokens
         self._outbox.put(round_, Held(self._runs[fragment], sent.wire))
         if self._client is not None:
-            self._client.arrive(round_, tokens, len(self.queue))
+            self._client.arrive(round_, tokens, len(self.queue), self.spec.due(round_, self._steps))
         self.round = round_ + 1
         self._start(InFlight(round_, sent, tokens, done=threading.Event()))
 
@@ -205,9 +225,9 @@ class Islands:
         self.outer.apply(fragment, takes_part, at_once)
         for each in job.batches:
             self.queue.add(*each)
-        if self._client is not None:
+        if self._client is not None and job.done is not None:
             self._client.finish(job.round, list(self.queue.runs))
-        return Synchronised(job.round, job.members, takes_part, job.seconds, job.norm)
+        return Synchronised(job.round, job.members, takes_part, job.seconds, job.square, job.spread)
 
     def _wait_for(self, job: InFlight) -> None:
         start = time.perf_counter()
@@ -229,15 +249,18 @@ class Islands:
             self._flying.popleft()
             self._apply(job)
         later = max(step, self.spec.entered(self.round, self._steps))
-        if (need := self.spec.applied(self.round, self._steps) - later - len(self.queue)) > 0 and later < self._steps:
+        if (need := self._needed(later)) > 0 and later < self._steps:
             self._ask_for(need)
         return later
 
     def settle(self) -> dict[str, Any]:
         """Before the state is saved: wait for what is in flight, whose result then belongs to it. What a checkpoint
         needs of it besides tensors."""
-        for job in self._flying:
+        for job in list(self._flying):
             self._wait_for(job)
+            if self.site.number not in (job.members or {}):  # what it moves along by is not kept
+                self._flying.remove(job)
+                self._apply(job)
         state = self._own.broadcast(self._client.state if self._client is not None else None)
         return {
             "round": self.round,
@@ -280,7 +303,7 @@ class Islands:
         takes_part = self.site.number in news.members
         weighted = [(float(tokens), wires[number]) for number, tokens in sorted(news.members.items())]
         with self._state_lock:
-            job.norm = self.outer.step(fragment, weighted, job.sent if takes_part else None)
+            job.square, job.spread = self.outer.step(fragment, weighted, job.sent if takes_part else None)
             self._versions[fragment] = job.round
         if takes_part:
             self.outer[fragment].tokens -= job.tokens

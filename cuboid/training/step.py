@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,6 +55,8 @@ class StepResult:
     training."""
     layers: Norms | None = None
     """By layer, where they were asked for."""
+    islands: dict[str, Any] | None = None
+    """What there is to tell of the rounds of islands since the step before."""
     sequences: int = 0
     """Of the global batch."""
     learning_rate: float = 0.0
