@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from cuboid.errors import RankError, UserError
@@ -48,6 +48,10 @@ class Coordinator:
         for line in list(self._lines.values()):
             line.hang_up()
 
+    @property
+    def rounds_closed(self) -> int:
+        return self._members.next
+
     def wait_until_left(self, seconds: float) -> None:
         """Until no island is connected."""
         until = time.monotonic() + seconds
@@ -67,31 +71,20 @@ class Coordinator:
             island = members.islands.get(number)
             if island is None or not island.entered or not members.begun:
                 continue
-            said: list[Table] = []
+            # One message: the state is that after all rounds in it, and goes with them to whoever decides next.
+            word: Table = {"state": members.state(), "islands": members.table(), "rounds": []}
             if number in self._welcome:
                 self._welcome.discard(number)
-                begins = {"round": island.round, "batches": island.queue.runs}
-                said.append({"entered": begins, "state": members.state(), "islands": members.table()})
+                word["entered"] = {"round": island.round, "batches": island.queue.runs}
             told = self._told[number]
             for place, found in sorted(known.items()):
                 mark = (place, found.version, found.committed)
                 if found.version and mark not in told:
                     told.add(mark)
-                    said.append(self._news(number, place, found))
-            for word in said:
+                    word["rounds"].append(_news(place, found))
+            if word["rounds"] or "entered" in word:
                 with suppress(OSError):  # who cannot be reached is found to be lost
                     line.send(json.dumps(word).encode())
-
-    def _news(self, number: int, place: int, found: Round) -> Table:
-        return {
-            "round": place,
-            "version": found.version,
-            "members": found.members,
-            "committed": found.committed,
-            "batches": found.batches.get(number, []),
-            "state": self._members.state(),
-            "islands": self._members.table(),
-        }
 
     def _serve(self, line: Channel) -> None:
         number = -1
@@ -134,6 +127,16 @@ class Coordinator:
         return bool(said == "leave")
 
 
+def _news(number: int, found: Round) -> Table:
+    return {
+        "round": number,
+        "version": found.version,
+        "members": found.members,
+        "committed": found.committed,
+        "batches": found.batches,
+    }
+
+
 @dataclass(frozen=True)
 class News:
     """Of one round, as an island is told."""
@@ -143,9 +146,8 @@ class News:
     members: dict[int, int]
     """Island -> tokens."""
     committed: bool
-    batches: list[Any]
-    """Runs of batches that this island takes after it."""
-    state: Table
+    batches: dict[int, list[Any]]
+    """Runs of batches that islands take after it."""
     islands: dict[int, Table]
     """Their layouts and addresses."""
 
@@ -156,7 +158,6 @@ class Entered:
 
     round: int
     batches: list[Any]
-    state: Table
     islands: dict[int, Table]
 
 
@@ -170,7 +171,6 @@ class Client:
         self._join = join
         self._pending: dict[tuple[str, int], Table] = {}
         self._rounds: dict[int, News] = {}
-        self._committed: dict[int, dict[int, int]] = {}
         self._entered: Entered | None = None
         self._more: list[Any] | None = None
         self._asked = 0
@@ -222,8 +222,6 @@ class Client:
     def finish(self, round_: int, left: list[Any]) -> None:
         """The round is stepped with here; `left`: this island's batches now."""
         with self._news:
-            self._committed[round_] = self._rounds[round_].members
-            self._committed = dict(sorted(self._committed.items())[-16:])
             for key in [key for key in self._pending if 0 <= key[1] <= round_]:
                 del self._pending[key]
             for old in [old for old in self._rounds if old < round_ - 64]:
@@ -234,9 +232,14 @@ class Client:
                 "round": round_ + 1,
                 "left": left,
                 "need": 0,
-                "state": self.state,
-                "rounds": self._committed,
             }
+
+    def _report(self) -> Table:
+        """What another place needs to decide from here on: what was decided of the latest rounds."""
+        if not self._join["running"]:
+            return {}
+        known = {number: {**asdict(news), "islands": {}} for number, news in sorted(self._rounds.items())[-32:]}
+        return {"rounds": known, "state": self.state}
 
     def close(self, for_good: bool) -> None:
         if for_good:
@@ -281,7 +284,7 @@ class Client:
             channel = greet(line, self._secret, PURPOSE, longest=LONGEST)
             channel.wait_no_longer_than(BEAT)
             self._line = channel
-            self._send({"say": "join", **self._join})
+            self._send({"say": "join", **self._join, **self._report()})
             sent = time.monotonic()
             for word in list(self._pending.values()):
                 self._send(word)
@@ -306,11 +309,11 @@ class Client:
             else:
                 islands = {int(number): each for number, each in word["islands"].items()}
                 self.state = word["state"]
-                if "entered" in word:
-                    begins = word["entered"]
-                    self._entered = Entered(begins["round"], begins["batches"], word["state"], islands)
-                else:
-                    members = {int(number): tokens for number, tokens in word["members"].items()}
-                    news = (word["version"], members, word["committed"], word["batches"], word["state"], islands)
-                    self._rounds[word["round"]] = News(word["round"], *news)
+                if begins := word.get("entered"):
+                    self._entered = Entered(begins["round"], begins["batches"], islands)
+                for each in word["rounds"]:
+                    members = {int(number): tokens for number, tokens in each["members"].items()}
+                    batches = {int(number): runs for number, runs in each["batches"].items()}
+                    news = (each["version"], members, each["committed"], batches, islands)
+                    self._rounds[each["round"]] = News(each["round"], *news)
             self._news.notify_all()

@@ -60,6 +60,7 @@ class Membership:
 
     def __init__(self, spec: IslandsSpec, steps: int, first: int = 0) -> None:
         """`first`: how many islands begin together; default: as many as the run has."""
+        self._version = 0
         self._spec, self._steps, self._first = spec, steps, first or spec.count
         self.islands: dict[int, Island] = {}
         self.rounds: dict[int, Round] = {}
@@ -154,7 +155,11 @@ class Membership:
         if len(present) < (self._spec.quorum if over else self._first) or not present:
             return
         newest = max(present.values(), key=lambda island: int(island.reported["round"]))
-        self.next = int(newest.reported["round"])
+        next_ = self.next = int(newest.reported["round"])
+        reports = [report for island in present.values() for report in island.reported.get("rounds", {}).items()]
+        self._version = max((int(said["version"]) for _, said in reports), default=0)
+        for known, said in reports:
+            self._remember(int(known), said)
         if state := newest.reported.get("state"):
             self.fresh, self.returned = int(state["fresh"]), Batches(state["returned"])
             for number, (step, queue) in state["queues"].items():
@@ -164,12 +169,12 @@ class Membership:
                     self._take_back(left)
         wanted = {}
         for number, island in present.items():
-            for known, members in island.reported.get("rounds", {}).items():
-                counted = {int(each): int(tokens) for each, tokens in members.items()}
-                self.rounds[int(known)] = Round(version=1, members=counted, committed=True)
-            if island.reported["running"] or island.reported["round"] == self.next:
+            if island.reported["running"] or island.reported["round"] == next_:
                 island.queue = Batches(island.reported["left"])
                 island.entered, island.round = True, int(island.reported["round"])
+                for known, found in sorted(self.rounds.items()):
+                    for runs in found.batches.get(number, []) if known >= island.round else ():
+                        island.queue.add(*runs)
                 wanted[number] = max(0, int(island.reported["need"]))
         self._grant(wanted)
         self.begun = True
@@ -178,6 +183,17 @@ class Membership:
         """The round at which an island enters: nobody waits while it fetches the state that is before it."""
         last = self._spec.rounds_due(self._steps, self._steps).start
         return max(self.next, min(self.next + self._spec.fragments, last))
+
+    def _remember(self, number: int, said: Table) -> None:
+        """A round that was closed at another place, which decides no more; what it granted holds."""
+        found = self.rounds.setdefault(number, Round())  # islands may have arrived at it here before
+        if found.version and (found.committed or not said["committed"]):
+            return
+        self._version += 1
+        found.version, found.committed = self._version, bool(said["committed"])
+        found.members = {int(each): int(tokens) for each, tokens in said["members"].items()}
+        found.batches = {int(each): runs for each, runs in said["batches"].items()}
+        self.next = max(self.next, number + 1)
 
     def _wanted(self, round_: int) -> int:
         """Batches that an island needs which enters before a round."""
@@ -199,8 +215,10 @@ class Membership:
     def _close(self, number: int, tokens: Mapping[int, int], now: float) -> None:
         found, live = self.rounds[number], self._live
         found.members = {each: tokens[each] for each in sorted(tokens) if each in live}
-        found.version, found.since, found.have = found.version + 1, now, set()
-        if found.version == 1:
+        anew = found.version > 0
+        self._version += 1
+        found.version, found.since, found.have = self._version, now, set()
+        if not anew:
             spec, steps = self._spec, self._steps
             count = spec.applied(number + 1, steps) - spec.applied(number, steps)
             found.batches = self._grant(dict.fromkeys(found.members, count))

@@ -307,7 +307,7 @@ class Islands:
             self._versions[fragment] = job.round
         if takes_part:
             self.outer[fragment].tokens -= job.tokens
-        job.members, job.batches = news.members, news.batches
+        job.members, job.batches = news.members, news.batches.get(self.site.number, [])
 
     def _learn(self, islands: dict[int, dict[str, Any]]) -> None:
         self._known |= islands
@@ -338,10 +338,10 @@ class Islands:
         """Of a round, the newest that this rank can know of."""
         store = self._signals.store
         if self._client is None:
-            return known + 1 if store.check([f"{round_}/{known + 1}"]) else known
+            return known + 1 if store.check([f"{round_}/{known}"]) else known
         version = self._client.peek(round_)[0]
         if version > known and store is not None:
-            store.set(f"{round_}/{version}", b"1")
+            store.set(f"{round_}/{known}", b"1")
         return version
 
     def _questions(

@@ -137,12 +137,14 @@ def coordinated(run: Run, listener: socket.socket, secret: bytes, first: int = 0
 
 def prove(runs: Sequence[Run], pool: Pool) -> dict[str, Any]:
     """All islands on this machine, over loopback, against a simulation in one process."""
-    secret = secrets.token_bytes(32)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        with coordinated(runs[0], listener, secret, len(runs)):
-            jobs = [((run, number, port, secret), run.layout.world_size) for number, run in enumerate(runs)]
-            found = pool.run_apart("cuboid.verification.islands:train_island", jobs)
-        observed = [ranks[0] for ranks in found]
-        verdict: dict[str, Any] = pool.run("cuboid.verification.islands:judge", (list(runs), observed), ranks=1)[0]
+    secret, listener = secrets.token_bytes(32), socket.create_server(("127.0.0.1", 0))
+    with coordinated(runs[0], listener, secret, len(runs)):
+        return prove_at(runs, pool, (("127.0.0.1", listener.getsockname()[1]),), secret)
+
+
+def prove_at(runs: Sequence[Run], pool: Pool, places: tuple[tuple[str, int], ...], secret: bytes) -> dict[str, Any]:
+    """… where somebody decides for them at one of these places."""
+    jobs = [((run, number, places, secret), run.layout.world_size) for number, run in enumerate(runs)]
+    observed = [ranks[0] for ranks in pool.run_apart("cuboid.verification.islands:train_island", jobs)]
+    verdict: dict[str, Any] = pool.run("cuboid.verification.islands:judge", (list(runs), observed), ranks=1)[0]
     return verdict

@@ -26,6 +26,9 @@ from cuboid.training.step import train_step
 from cuboid.verification.compare import TOLERANCE, gathered, relative_error, tensor_error, whole
 from cuboid.verification.reference import OneProcess, Tensors
 
+Places = tuple[tuple[str, int], ...]
+"""Where islands meet."""
+
 # The islands, observed.
 
 
@@ -44,14 +47,14 @@ class Observed:
     """Of each rank the bytes that it sent and received."""
 
 
-def train_island(rank: int, run: Run, number: int, port: int, secret: bytes) -> Observed | None:
+def train_island(rank: int, run: Run, number: int, places: Places, secret: bytes) -> Observed | None:
     """What each rank of an island does; rank 0 returns what it computed."""
     device = joined_device(run.training.device)
     engine = build_engine(run, rank, device)
     optimizer = Optimizer(engine, run.optimizer)
     outer = OuterState(engine)
     outer.begin()
-    islands = Islands(outer, Site(number, (("127.0.0.1", port),), "127.0.0.1", secret), {})
+    islands = Islands(outer, Site(number, places, "127.0.0.1", secret), {})
     done, losses, middle = islands.enter(0), list[float](), Tensors()
     source = make_source(run)
     while done < run.training.steps:
