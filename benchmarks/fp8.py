@@ -3,10 +3,14 @@
     python benchmarks/fp8.py                                    # Llama 3 8B with 16 layers, 1 x 8192 tokens, 200 steps
     python benchmarks/fp8.py --shape tiny --steps 20            # on a CPU
     python benchmarks/fp8.py --kernels 25 --picture folder      # where the time goes; curves as folder/fp8.svg
+    python benchmarks/fp8.py --shape 125M --sequence 1024 --micro-batch 4 --steps 300 --seeds 2 --together --last 50 \
+        --precisions bf16,fp8-tensor,fp8-block                  # only losses: all of them side by side
+    python benchmarks/fp8.py --shape qwen3-30b-a3b-4L --sequence 4096 --micro-batch 4 --steps 40 \
+        --precisions bf16,fp8-block,fp8-experts                 # what fp8 for routed experts adds
 
 The text is Python's own: its manual's topics and the sources of its standard library, in tokens of a vocabulary made of
 it. Every precision has a process of its own and sees the same batches in the same order from the same initial weights.
-Prints a line of JSON for each precision, and one that compares them."""
+Prints a line of JSON for each precision, and one that compares them: losses step by step with bf16 of the same seed."""
 
 from __future__ import annotations
 
@@ -41,14 +45,21 @@ from cuboid.training.step import PendingStep, start_step
 SHAPES = {
     "tiny": {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 192, "vocab": 4096},
     **{name: {**shape, "vocab": VOCABULARY} for name, shape in GPU_SHAPES.items()},
+    "125M": {**GPU_SHAPES["125M"], "vocab": 16384},
+    "tiny-mixture": {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 192, "vocab": 4096},
+    "qwen3-30b-a3b-4L": {"vocab": 151936},
 }
+"""What a shape leaves out is that of its model in the catalog."""
+MIXTURE = {"experts": 8, "top_k": 2, "expert_ffn": 64}
 PRECISIONS = {
     "bf16": ["training.precision=bf16"],
     "fp8-tensor": ["training.precision=fp8", "training.fp8_scaling=tensor"],
     "fp8-row": ["training.precision=fp8", "training.fp8_scaling=row"],
+    "fp8-block": ["training.precision=fp8", "training.fp8_scaling=block"],
+    "fp8-experts": ["training.precision=fp8", "training.fp8_scaling=block", "training.fp8_experts=true"],
 }
-COLOURS = {"bf16": "#1f77b4", "fp8-tensor": "#d62728", "fp8-row": "#2ca02c"}
-LAST = 10
+DENSE = "bf16,fp8-tensor,fp8-row,fp8-block"
+COLOURS = dict(zip(PRECISIONS, ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e"), strict=True))
 
 
 def real_text(folder: Path, megabytes: float, vocabulary: int) -> str:
@@ -78,21 +89,28 @@ def real_text(folder: Path, megabytes: float, vocabulary: int) -> str:
 
 
 def make_run(options: argparse.Namespace, precision: str, store: str) -> Run:
-    tiny = options.shape == "tiny"
+    tiny, name = options.shape.startswith("tiny"), options.shape.removesuffix("-4L")
     sequence = options.sequence or (128 if tiny else 8192)
+    model: dict[str, Any] | str = {**SHAPES[options.shape], "family": "llama", "rope_theta": 500000.0}
+    if options.shape == "tiny-mixture":
+        model = {**SHAPES[options.shape], "family": "mixtral", "mixture": MIXTURE}
+    cut = []
+    if name != options.shape:
+        model, cut = name, ["model.layers=4"]
     return build_run(
         {
-            "model": {**SHAPES[options.shape], "family": "llama", "rope_theta": 500000.0},
+            "model": model,
             "layout": f"micro_batch={options.micro_batch}",
             "training": {
                 "steps": options.steps,
                 "global_batch": options.micro_batch * options.micro_batches,
                 "sequence": sequence,
+                "seed": options.seed,
             },
             "learning_rate": {"peak": options.rate, "warmup_steps": max(1, options.steps // 10)},
             "data": {"source": store},
         },
-        [*PRECISIONS[precision], *options.set],
+        [*cut, *PRECISIONS[precision], *options.set],
     )
 
 
@@ -123,7 +141,7 @@ def measure(run: Run, options: argparse.Namespace) -> dict[str, Any]:
         "milliseconds": 1e3 * statistics.median(seconds),
         "compiled": engine.compiled,
         "losses": {step: round(losses[step], 4) for step in [*range(0, steps, 10), steps - 1]},
-        "last_losses": statistics.mean(losses[-LAST:]),
+        "last_losses": statistics.mean(losses[-options.last :]),
         "largest_gradient_norm": max(norms[steps // 10 :]),
         "every_loss": [round(loss, 4) for loss in losses],
     }
@@ -182,19 +200,42 @@ def draw(rows: dict[str, dict[str, Any]], path: Path, title: str) -> None:
     path.write_text("\n".join([*parts, "</svg>\n"]))
 
 
-def one(options: argparse.Namespace, precision: str, store: str) -> dict[str, Any]:
+def begin(precision: str, seed: int, store: str) -> subprocess.Popen[str]:
     """A precision in a process of its own."""
-    command = [sys.executable, __file__, *sys.argv[1:], "--one", precision, "--store", store]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        return {"failed": f"exit code {done.returncode}"}
+    command = [sys.executable, __file__, *sys.argv[1:], "--one", precision, "--store", store, "--seed", str(seed)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def end(process: subprocess.Popen[str]) -> dict[str, Any]:
+    lines = process.communicate()[0].strip().splitlines()
+    if process.returncode or not lines:
+        return {"failed": f"exit code {process.returncode}"}
     return dict(json.loads(lines[-1]))
+
+
+def compare(rows: dict[tuple[str, int], dict[str, Any]], last: int) -> dict[str, Any]:
+    """Each precision with bf16 of the same seed: times its speed, and differences of losses over the last steps."""
+    found: dict[str, dict[str, Any]] = {}
+    for (precision, seed), row in rows.items():
+        base = rows.get(("bf16", seed))
+        if base is None or precision == "bf16":
+            continue
+        pairs = zip(row["every_loss"][-last:], base["every_loss"][-last:], strict=True)
+        apart = [one - other for one, other in pairs]
+        entry = found.setdefault(precision, {"speed": [], "difference": [], "absolute": []})
+        entry["speed"].append(row["tokens_per_second"] / base["tokens_per_second"])
+        entry["difference"].append(statistics.mean(apart))
+        entry["absolute"].append(statistics.mean(map(abs, apart)))
+    return {
+        name: {key: round(statistics.mean(each), 5) for key, each in entry.items()}
+        | {"differences": [round(each, 5) for each in entry["difference"]]}
+        for name, entry in found.items()
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--precisions", default=",".join(PRECISIONS), help="commas between them")
+    parser.add_argument("--precisions", default=DENSE, help=f"commas between them, of {', '.join(PRECISIONS)}")
     parser.add_argument("--shape", choices=SHAPES, default="8B-16L")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--sequence", type=int, default=0, help="tokens; left out: 8192, or 128 of the tiny shape")
@@ -202,34 +243,35 @@ def main() -> None:
     parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--rate", type=float, default=3e-4, help="the highest learning rate")
     parser.add_argument("--megabytes", type=float, default=8.0, help="of text")
+    parser.add_argument("--seeds", type=int, default=1, help="of weights and order, each with every precision")
+    parser.add_argument("--together", action="store_true", help="all side by side on the GPU: speeds mean nothing")
+    parser.add_argument("--last", type=int, default=10, help="steps at the end whose losses are compared")
     parser.add_argument("--kernels", type=int, default=0, help="how many kernels to list, the longest first")
     parser.add_argument("--picture", type=Path, help="a folder for fp8.svg")
     parser.add_argument("--set", action="append", default=[], help="change a field of the run")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--store", help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         print(json.dumps(measure(make_run(options, options.one, options.store), options)))
         return
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[tuple[str, int], dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         store = real_text(Path(folder), options.megabytes, min(16384, SHAPES[options.shape]["vocab"]))
-        for precision in options.precisions.split(","):
-            row = one(options, precision, store)
+        cases = [(name, seed) for seed in range(options.seeds) for name in options.precisions.split(",")]
+        begun = {case: begin(*case, store) for case in cases} if options.together else {}
+        for case in cases:
+            row = end(begun.get(case) or begin(*case, store))
             shown = {key: value for key, value in row.items() if key != "every_loss"}
-            print(json.dumps({"precision": precision, "shape": options.shape, **shown}), flush=True)
+            print(json.dumps({"precision": case[0], "seed": case[1], "shape": options.shape, **shown}), flush=True)
             if "failed" not in row:
-                rows[precision] = row
-    base = rows.get("bf16")
-    if base is not None and len(rows) > 1:
-        others = {name: row for name, row in rows.items() if name != "bf16"}
-        speed = {name: row["tokens_per_second"] / base["tokens_per_second"] for name, row in others.items()}
-        loss = {name: row["last_losses"] / base["last_losses"] - 1 for name, row in others.items()}
-        where = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        print(json.dumps({"speed": speed, "loss_difference": loss, "device": where, "torch": torch.__version__}))
+                rows[case] = row
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    print(json.dumps({**compare(rows, options.last), "device": where, "torch": torch.__version__}))
     if options.picture and rows:
-        title = f"Loss of {options.shape}, {options.steps} steps, mean of five steps; at the right, of the last {LAST}"
-        draw(rows, options.picture / "fp8.svg", title)
+        title = f"Loss of {options.shape}, {options.steps} steps, mean of five; right: of the last {options.last}"
+        draw({name: row for (name, seed), row in rows.items() if seed == 0}, options.picture / "fp8.svg", title)
 
 
 if __name__ == "__main__":

@@ -75,6 +75,31 @@ folder = "runs/mixed"
 layer_norms = true
 track = "jsonl"
 """
+GROWING = """
+layout = "dp=1"
+model = "tiny-gemma3"
+[training]
+steps = 3
+global_batch = 4
+batch_ramp = "2x1"
+sequence = 16
+sequence_ramp = "8x1"
+z_loss = 1e-4
+device = "cpu"
+[optimizer]
+kind = "muon"
+average = 0.9
+normuon = true
+per_head = true
+[learning_rate]
+python = "python:own.py:halves"
+[checkpoint]
+every = 2
+folder = "kept"
+[output]
+folder = "runs/growing"
+"""
+OWN = "def halves(step, steps):\n    return 0.5**step\n"
 CHAT = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 FAILURE = {"time": "2026-01-01T00:00:00", "reason": "rank 0 was killed", "checkpoint": 2, "restarted": True}
@@ -88,6 +113,9 @@ SCENARIOS: list[tuple[str, tuple[str, ...]]] = [
     ("plan hf/config.json h100x16 --global-batch 64 --seq 64", ("hf/config.json",)),
     ("plan configs/mixed/config.json h100x16 --global-batch 64 --seq 64", ("configs/*/config.json",)),
     ("plan configs/yarn/config.json h100x64 --global-batch 64 --seq 64", ("configs/yarn/config.json",)),
+    ("plan configs/gemma/config.json h100x16 --global-batch 64 --seq 64", ("configs/gemma/config.json",)),
+    ("explain configs/oss/config.json h100x8 --layout dp=8 --global-batch 64 --seq 64", ("configs/oss/config.json",)),
+    ("plan configs/olmo/config.json h100x16 --global-batch 64 --seq 64", ("configs/olmo/config.json",)),
     ("plan tiny-mixtral h100x8 --global-batch 64 --seq 64 --for generate", ()),
     ("explain plan.toml", ("plan.toml",)),
     ("explain tiny-llama cluster.toml --layout dp=4 --global-batch 8 --seq 64", ("cluster.toml",)),
@@ -104,6 +132,7 @@ SCENARIOS: list[tuple[str, tuple[str, ...]]] = [
     ("train run.toml --set training.steps=6", ("run.toml", SEED_RUN, SEED_RUN, CHECKPOINTS, CHECKPOINTS)),
     ("train run.toml --layout dp=2 --set training.steps=6", (SEED_RUN, CHECKPOINTS)),
     ("train mixed.toml --set training.steps=3", ("mixed.toml", "runs/mixed/*")),
+    ("train growing.toml --set training.steps=4", ("growing.toml", "runs/growing/*", "kept/*", "kept/*/*")),
     ("train stored.toml", ("stored.toml", "store/*", "store/*")),
     ("train tune.toml", ("tune.toml", "hf/*", "hf/*")),
     ("launch slurm run.toml --gpus-per-node 1", ("run.toml",)),
@@ -159,6 +188,8 @@ def make_good(folder: Path) -> None:
         "prompts.jsonl": '{"prompt": "def main("}\n{"prompt": "x", "seed": 1}\n',
         "choices.jsonl": '{"prompt": "a", "choices": ["b", "c"], "answer": 0}\n' * 2,
         "mixed.toml": MIXED,
+        "growing.toml": GROWING,
+        "own.py": OWN,
         "talk.jsonl": (json.dumps({"messages": TALK}) + "\n") * 2,
         "chats.jsonl": '{"prompt": "a", "completion": "b"}\n{"prompt": "c", "completion": "d"}\n',
         "corpus/a.txt": "A text of a few words, to be tokenised.\n" * 20,
@@ -188,6 +219,7 @@ def make_good(folder: Path) -> None:
     for command in (
         "train run.toml",
         "train mixed.toml",
+        "train growing.toml",
         "export runs/seed --to hf:hf",
         "plan tiny-llama cpux8 --global-batch 8 --seq 64 -o plan.toml",
         "import hf:hf -o tune.toml --set training.steps=2 --set training.global_batch=2 --set training.sequence=16",
@@ -217,7 +249,8 @@ def make_good(folder: Path) -> None:
     Path("runs/seed/ranks-00000.jsonl").write_text(json.dumps(RANK_TIMES) + "\n")
     shutil.copytree("hf", "chat", ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
     Path("chat/tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT, "eos_token": "<|endoftext|>"}))
-    for name, model in (("mixed", "tiny-deepseek"), ("yarn", "deepseek-v3"), ("moe", "qwen3-30b-a3b")):
+    configs = {"mixed": "tiny-deepseek", "yarn": "deepseek-v3", "moe": "qwen3-30b-a3b"}
+    for name, model in (configs | {"gemma": "tiny-gemma3", "oss": "gpt-oss-20b", "olmo": "tiny-olmo3"}).items():
         Path("configs", name).mkdir(parents=True)
         Path("configs", name, "config.json").write_text(json.dumps(config_from_model(load_model(model))))
     shutil.copytree("runs/seed", "runs/other")

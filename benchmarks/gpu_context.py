@@ -29,16 +29,16 @@ DEVICE = torch.device("cuda")
 def blocks() -> None:
     """Largest relative difference from plain matmuls in float64; bf16 rounds to about 4e-3."""
     torch.manual_seed(0)
-    ids = (torch.rand(2, 512) < 0.02).cumsum(1)
-    for name, causal, documents in (("full", False, None), ("causal", True, None), ("documents", True, Documents(ids))):
+    packed = Documents((torch.rand(2, 512) < 0.02).cumsum(1)).edges(DEVICE)
+    for name, causal, edges in (("full", False, None), ("causal", True, None), ("documents", True, packed)):
         for heads, shared, value_dim in ((8, 8, 128), (8, 2, 128), (8, 8, 64)):
             sizes = ((heads, 128), (shared, 128), (shared, value_dim), (heads, value_dim))
             coarse = [torch.randn(2, 512, *size, device=DEVICE, dtype=torch.bfloat16) for size in sizes]
             query, key, value, gradient = (x.double() for x in coarse)
-            expected = plain_forward(query, key, value, causal, documents)
-            expected += plain_backward(gradient, Attended(query, key, value, *expected), causal, documents)
-            found = attend(*coarse[:3], causal, documents)
-            found += attend_backward(coarse[3], Attended(*coarse[:3], *found), causal, documents)
+            expected = plain_forward(query, key, value, causal, edges)
+            expected += plain_backward(gradient, Attended(query, key, value, *expected), causal, edges)
+            found = attend(*coarse[:3], causal, edges)
+            found += attend_backward(coarse[3], Attended(*coarse[:3], *found), causal, edges)
             errors = [float((x - y).abs().max() / y.abs().max()) for x, y in zip(found, expected, strict=True)]
             shown = " ".join(f"{error:.1e}" for error in errors)
             print(f"{name:>9} heads {heads}/{shared} value {value_dim}: {shown}", "" if max(errors) < 3e-2 else "WRONG")

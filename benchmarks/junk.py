@@ -31,6 +31,7 @@ WORDS = (
     *("../../../../etc/passwd", "/dev/zero", "/dev/stdin", "/proc/self/mem", "/", "~", "nothing", "café", "日本", "🙂"),
     *("x" * 300, "x" * 5000, "a/" * 2000, "%s%n", "{0}", "{{", "$HOME", "`id`", "a\nb", "a\rb", "\x1b[31m", "\x7f"),
     *("[" * 3000, "{a=" * 2000, "'" * 3, '"', "\\", "\\u0000", "\\ud800", "\u202e", "\ufeff", "byte", "cpux1", "dp=1"),
+    *("python:builtins:str", "python:math:nothing", "python:..:x", "python:a..b:x", "python:builtins:object"),
     *("dp=0", "dp=-1", "dp=99999999999", "tp=" + "9" * 5000, "dp=1,dp=1", "pp=1000000", "dp=1000000000,tp=1000000000"),
 )
 URLS = (
@@ -284,18 +285,20 @@ def broken_parquet(content: bytes, random: Random) -> bytes:
     import pyarrow
     import pyarrow.parquet as parquet
 
-    kind = random.randrange(6)
-    if kind > 3:
+    kind = random.randrange(9)
+    if kind > 6:
         return broken_bytes(content, random)
-    not_text = pyarrow.array([b"\xff\xfe", b"a"], type=pyarrow.binary()).view(pyarrow.string())
-    columns = {
-        0: not_text,
-        1: pyarrow.array([1, 2]),
-        2: pyarrow.array([None, None], type=pyarrow.string()),
-        3: pyarrow.array([["a"], ["b"]]),
+    columns: dict[int, Callable[[], Any]] = {
+        0: lambda: pyarrow.array([b"\xff\xfe", b"a"], type=pyarrow.binary()).view(pyarrow.string()),
+        1: lambda: pyarrow.array([1, 2]),
+        2: lambda: pyarrow.array([None, None], type=pyarrow.string()),
+        3: lambda: pyarrow.array([["a"], ["b"]]),
+        4: lambda: pyarrow.array([2**31 - 1], type=pyarrow.date32()),
+        5: lambda: pyarrow.nulls(20_000_000),
+        6: lambda: pyarrow.array(["x" * 1000] * 100_000),
     }
     stream = BytesIO()
-    parquet.write_table(pyarrow.table({"text": columns[kind]}), stream)
+    parquet.write_table(pyarrow.table({"text": columns[kind]()}), stream)
     return stream.getvalue()
 
 

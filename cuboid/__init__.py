@@ -15,6 +15,7 @@ _PLACES = {
     **dict.fromkeys(("Batch", "Flow", "Model", "VocabularyLoss"), "cuboid.model.custom"),
     **dict.fromkeys(("ColumnLinear", "RowLinear", "VocabularyEmbedding"), "cuboid.model.linear"),
     **dict.fromkeys(("EXPERT", "PARTIAL", "REPLICATED", "VOCABULARY", "split"), "cuboid.spec.sharding"),
+    "Dropout": "cuboid.model.dropout",
     "RoutedExperts": "cuboid.model.moe",
     **dict.fromkeys(("Router", "Routing"), "cuboid.model.router"),
     "Tokens": "cuboid.model.load_balancing",
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from cuboid.checkpoint.weights import load_checkpoint
     from cuboid.errors import UserError
     from cuboid.model.custom import Batch, Flow, Model, VocabularyLoss
+    from cuboid.model.dropout import Dropout
     from cuboid.model.family import family
     from cuboid.model.linear import ColumnLinear, RowLinear, VocabularyEmbedding
     from cuboid.model.load_balancing import Tokens
@@ -48,6 +50,7 @@ __all__ = [
     "Batch",
     "Callback",
     "ColumnLinear",
+    "Dropout",
     "Flow",
     "MixtureSpec",
     "Model",

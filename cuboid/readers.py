@@ -339,20 +339,30 @@ def open_safetensors(path: str | Path) -> Any:
     """`safe_open`, of a plain file whose header is there and can be one."""
     from safetensors import SafetensorError, safe_open
 
-    instead = "copy the model again"
+    read_safetensors_header(path)
+    try:
+        return safe_open(str(path), framework="pt")
+    except (SafetensorError, OSError) as problem:
+        raise Unreadable(path, f"is damaged: {problem}", COPY_AGAIN) from None
+
+
+COPY_AGAIN = "copy the model again"
+
+
+def read_safetensors_header(path: str | Path) -> Table:
+    """What a plain file says of its tensors, by their names."""
+    instead = COPY_AGAIN
     with open_plain(path, instead) as file:
         size, begin = os.fstat(file.fileno()).st_size, file.read(8)
         header = int.from_bytes(begin, "little")
         if len(begin) < 8 or header > min(LARGEST_HEADER, size - 8):
             raise Unreadable(path, f"is damaged: its {size:,} bytes do not hold the header they begin with", instead)
         try:
-            require_sane(parse_json(file.read(header).rstrip(b" ")))
+            found = parse_json(file.read(header).rstrip(b" "))
+            require_sane(found)
         except (ValueError, UnicodeDecodeError) as problem:
             raise Unreadable(path, f"is damaged: its header is not JSON ({problem})", instead) from None
-    try:
-        return safe_open(str(path), framework="pt")
-    except (SafetensorError, OSError) as problem:
-        raise Unreadable(path, f"is damaged: {problem}", instead) from None
+    return found if isinstance(found, dict) else {}
 
 
 def open_parquet(path: Path) -> Any:
@@ -386,11 +396,28 @@ def map_array(path: Path, dtype: Any) -> Any:
     return np.memmap(path, mode="r", dtype=dtype)
 
 
-def checked_batches(batches: Iterator[Any]) -> Iterator[Any]:
-    """Batches of Arrow whose offsets and text were looked at: what a file says of them may lead anywhere."""
+def checked_batches(batches: Iterator[Any], path: Path) -> Iterator[Any]:
+    """Batches of Arrow whose offsets and text were looked at: what a file says of them may lead anywhere. Rows without
+    content, and words of a dictionary, take no bytes there and do here."""
+    most = max(LARGEST_LINE, INFLATED * path.stat().st_size)
+    held = 0
     for batch in batches:
         batch.validate(full=True)
+        held += batch.nbytes + 8 * batch.num_rows + sum(map(_words, batch.columns))
+        if held > most:
+            raise Unreadable(path, f"holds more than {most:,} bytes, far beyond its own size", "write it again")
         yield batch
+
+
+def _words(column: Any) -> int:
+    """Bytes of a column that has numbers of words in place of the words."""
+    import pyarrow
+    import pyarrow.compute as compute
+
+    if not pyarrow.types.is_dictionary(column.type) or not pyarrow.types.is_string(column.type.value_type):
+        return 0
+    lengths = compute.binary_length(column.dictionary).cast("int64")
+    return int(compute.sum(lengths.take(column.indices)).as_py() or 0)
 
 
 def is_finite(value: object) -> bool:
@@ -405,14 +432,24 @@ def check_output(output: Path) -> None:
     """Refuse what `write_output` would refuse, before the work whose result it is; nothing is left behind."""
     from tempfile import TemporaryFile
 
-    with _refused(output), output.open("ab") if output.exists() else TemporaryFile(dir=output.parent):
-        pass
+    with _refused(output):
+        if output.is_fifo():  # whoever reads from it would take the end of this for the end of all
+            return
+        with _open_output(output, os.O_APPEND) if output.exists() else TemporaryFile(dir=output.parent):
+            pass
 
 
 def write_output(output: Path, text: str) -> None:
     """Write the file of `--output`."""
-    with _refused(output):
-        output.write_text(text, encoding="utf-8")
+    with _refused(output), _open_output(output, os.O_CREAT | os.O_TRUNC) as file:
+        file.write(text.encode())
+
+
+def _open_output(output: Path, flags: int) -> BinaryIO:
+    """A FIFO that nobody reads is refused: without O_NONBLOCK this would wait for a reader for ever."""
+    handle = os.open(output, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags, 0o666)
+    os.set_blocking(handle, True)
+    return os.fdopen(handle, "wb")
 
 
 @contextmanager

@@ -253,7 +253,7 @@ def _read(line: socket.socket, size: int, until: float) -> bytes:
         line.settimeout(max(0.001, until - time.monotonic()))
         part = line.recv(size - len(found))
         if not part:
-            raise Stranger("it left before it had proved anything")
+            raise ConnectionError("it left before it had proved anything")  # one of too many, perhaps
         found += part
     return found
 

@@ -25,6 +25,7 @@ from cuboid.readers import (
     LARGEST_LINE,
     Missing,
     Unreadable,
+    check_output,
     open_inflated,
     open_plain,
     open_safetensors,
@@ -35,6 +36,7 @@ from cuboid.readers import (
     read_line,
     read_text,
     read_toml,
+    write_output,
 )
 from cuboid.spec.load import build_model
 from cuboid.spec.run import build_run
@@ -321,6 +323,31 @@ def test_columns_that_are_no_text_and_damaged_files_are_refused(tmp_path: Path) 
     assert refused > 40
 
 
+def test_rows_that_take_no_bytes_in_their_file_are_refused_before_they_are_made(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    def refusal(name: str, column: Any) -> str:
+        table = pyarrow.table({"text": column})
+        path = tmp_path / name
+        if path.suffix == ".parquet":
+            parquet.write_table(table, path)
+        else:
+            with pyarrow.OSFile(str(path), "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as out:
+                out.write_table(table)
+        with pytest.raises(UserError) as refused:
+            list(read_rows(find_inputs([str(path)])[0], ["text"]))
+        return str(refused.value)
+
+    assert "far beyond its own size" in refusal("nothing.arrow", pyarrow.nulls(1 << 30))
+    word = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 1000, pyarrow.int8()), ["x" * 100_000])
+    assert "far beyond its own size" in refusal("word.arrow", word)
+    ends = pyarrow.array([2**31 - 1])
+    assert "far beyond its own size" in refusal("run.arrow", pyarrow.RunEndEncodedArray.from_arrays(ends, ["a"]))
+    assert "far beyond its own size" in refusal("words.parquet", pyarrow.array(["x" * 1000] * 100_000))
+    assert "is damaged" in refusal("day.parquet", pyarrow.array([2**31 - 1], pyarrow.date32()))
+
+
 def test_broken_tensors_are_read_or_refused(tmp_path: Path) -> None:
     import torch
     from safetensors.torch import save_file
@@ -413,3 +440,16 @@ def test_tokens_and_what_a_model_writes_may_hold_nuls(tmp_path: Path) -> None:
         readers.read_rows(tmp_path / "samples.jsonl")
     (tmp_path / "samples.jsonl").write_text('{"step": 1, "text": "a\\u0000b"}\n')
     assert readers.read_rows(tmp_path / "samples.jsonl") == [{"step": 1, "text": "a\0b"}]
+
+
+def test_output_to_a_fifo_waits_for_nobody(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    check_output(fifo)
+    with pytest.raises(UserError, match=r"fifo cannot be written: No such device or address"):
+        write_output(fifo, "text")
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    check_output(fifo)
+    write_output(fifo, "text")
+    assert os.read(reader, 10) == b"text"
+    os.close(reader)

@@ -20,6 +20,7 @@ from cuboid.readers import parse_json
 from cuboid.spec.run import Run, dump_run
 
 FILE = "owner.json"
+PROBE = ".writable"
 LARGEST = 1 << 20
 """Bytes of a file that may be one."""
 
@@ -60,9 +61,22 @@ def own(run: Run, folder: Location) -> None:
     if not run.checkpoint.folder and (folder / FILE).size is None:
         return
     here = Owner(identity_of(run, make=True), os.path.abspath(run.output.folder), socket.gethostname(), dump_run(run))
+    _write(folder, FILE, json.dumps(asdict(here)).encode())
+
+
+def check_writable(run: Run, folder: Location) -> None:
+    """Before anything of the run is written, or of an earlier one removed."""
+    if run.checkpoint.folder:
+        if (folder / FILE).size is None and FILE in folder.names():
+            raise UserError(f"checkpoint.folder={folder} cannot be written: its {FILE} is no file; remove it")
+        _write(folder, PROBE, b"")
+        (folder / PROBE).remove()
+
+
+def _write(folder: Location, name: str, content: bytes) -> None:
     try:
         folder.make_folder()
-        (folder / FILE).write_durably(json.dumps(asdict(here)).encode())
+        (folder / name).write_durably(content)
     except Exception as error:  # every driver of a store fails in its own way
         why = getattr(error, "strerror", None) or error
         raise UserError(f"checkpoint.folder={folder} cannot be written: {why}; use another folder") from None

@@ -38,6 +38,9 @@ def command(
     repetition_penalty: Annotated[float, typer.Option(help="Above 1: tokens of the text so far lose.")] = 1.0,
     stop: Annotated[list[str] | None, typer.Option(help="Text before which a result ends.")] = None,
     seed: Annotated[int, typer.Option(help="Of the random numbers; the layout changes nothing in them.")] = 0,
+    draft: Annotated[
+        int, typer.Option(help="Tokens that prediction layers draft for the model to check; the text stays the same.")
+    ] = 0,
     batch: Annotated[int, typer.Option(min=1, help="Sequences at a time on each replica.")] = 32,
     precision: Annotated[str | None, typer.Option(help="float32, bf16 or float64; default: as trained.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
@@ -84,6 +87,7 @@ def command(
         backend=backend,  # type: ignore[arg-type]
         slots=min(batch, -(-len(requests) // wanted.dp)),
         length=longest(requests),
+        draft=draft,
     )
     made_with = {"model": found.weights, "precision": spec.precision, **asdict(sampling), "stop": list(sampling.stop)}
     results = Results(output, given, made_with) if output is not None else None
@@ -147,6 +151,8 @@ def _conclude(
             "results": [rows[number] for number in sorted(rows)],
             "skipped": skipped,
             "new_tokens": texts.tokens,
+            "drafts": texts.drafts,
+            "accepted_drafts": texts.accepted,
             "seconds": texts.seconds,
             "first_token_seconds": texts.first_token_seconds,
             **backend_used,
@@ -155,4 +161,5 @@ def _conclude(
         return
     where = f"; {output}" if output is not None else ""
     done = f", {skipped} were done before" if skipped else ""
-    print(f"{texts.tokens} tokens in {texts.seconds:.1f} s{done}{where}", file=sys.stderr)
+    drafts = f", {texts.accepted} of {texts.drafts} drafts accepted" if texts.drafts else ""
+    print(f"{texts.tokens} tokens in {texts.seconds:.1f} s{drafts}{done}{where}", file=sys.stderr)

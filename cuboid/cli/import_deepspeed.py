@@ -2,14 +2,17 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from cuboid.planning.plan import to_choose
 from cuboid.readers import read_json, write_output
 from cuboid.spec.deepspeed import notes_from_deepspeed, run_table_from_deepspeed
 from cuboid.spec.run import build_run, dump_run
+from cuboid.spec.training import TO_CHOOSE, DataSpec
 
 
 def command(
@@ -32,7 +35,11 @@ def command(
     table = {"model": model, **run_table_from_deepspeed(config, world_size)}
     for note in notes_from_deepspeed(config):
         print(f"note: {note}", file=sys.stderr)
-    text = dump_run(build_run(table, changes or []))
+    run = build_run(table, changes or [])
+    if run.data.source == DataSpec().source and not any(change.startswith("data.source") for change in changes or []):
+        run = replace(run, data=replace(run.data, source=TO_CHOOSE))  # nothing is trained on by accident
+    left = [*to_choose(run), f"Such a JSON does not say training.sequence either (now {run.training.sequence})."]
+    text = "".join(f"# {line}\n" for line in left) + dump_run(run)
     if output is not None:
         write_output(output, text)
     if as_json:

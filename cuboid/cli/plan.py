@@ -18,7 +18,7 @@ from cuboid.readers import write_output
 from cuboid.schedule.table import uncollected
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.model import ModelSpec, load_model
-from cuboid.spec.training import OptimizerSpec
+from cuboid.spec.optimizer import OptimizerSpec
 
 if TYPE_CHECKING:
     from rich.console import Console

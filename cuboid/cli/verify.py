@@ -21,6 +21,9 @@ from cuboid.spec.run import Run, check_supported
 from cuboid.verification.make import check_provable, islands_runs, verification_run
 from cuboid.verification.rounding import MULTIPLE, ROUNDED
 
+MOST_STEPS = 10_000
+"""That a proof needs; all of them are done twice before anything is said."""
+
 
 def chain_runs(chain: str, model: str, overrides: tuple[str, ...], steps: int, dtype: str, seed: int) -> list[Run]:
     """One run per layout of `A -> B -> C`, equal in all but the layout."""
@@ -62,6 +65,7 @@ def command(
     steps: Annotated[
         int | None,
         typer.Option(
+            max=MOST_STEPS,
             help="Optimizer steps; with --resume on each layout. Default: 3; with --islands two intervals.",
             show_default=False,
         ),

@@ -103,7 +103,17 @@ def active_parameters(shape: Shape) -> Array:
     body = body + shape.dense_layers * feed_forward_parameters(shape, shape.ffn)
     width = shape.shared_ffn + shape.top_k * shape.expert_ffn
     body = body + mixture_layers * (feed_forward_parameters(shape, width) + shape.hidden * shape.experts)
+    if shape.any_predictions:
+        wide = pick(shape.routes, feed_forward_parameters(shape, width) + shape.hidden * shape.experts, 0.0)
+        layer = attention_parameters(shape) + pick(shape.routes, wide, feed_forward_parameters(shape, shape.ffn))
+        layer = layer + projection_parameters(shape) + table_parameters(shape) + 2 * shape.hidden
+        body = body + shape.predictions * layer
     return body + table_parameters(shape)
+
+
+def projection_parameters(shape: Shape) -> Array:
+    """Of the matrix that joins hidden states and embeddings in a prediction layer, whole on every tensor rank."""
+    return 2 * shape.hidden**2
 
 
 def attention_width(shape: Shape) -> Array:
@@ -122,7 +132,8 @@ def seen_fraction(shape: Shape, sequence: Array) -> Array:
 
 def model_flops_per_token(shape: Shape, sequence: Array, causal: bool = False) -> Array:
     """Forward and backward arithmetic of one token, without recomputation; attention in full or its causal half."""
-    attention = 12 * shape.layers * attention_width(shape) * sequence * (0.5 if causal else 1.0)
+    layers = shape.layers + shape.predictions
+    attention = 12 * layers * attention_width(shape) * sequence * (0.5 if causal else 1.0)
     if shape.any_windows:
         attention = attention * seen_fraction(shape, sequence)
     return 6 * active_parameters(shape) + attention
@@ -161,6 +172,8 @@ class Kernels:
     """… of gate and up."""
     shared_columns: Array
     """… of those of shared experts."""
+    projection: Array
+    """What joins hidden states and embeddings in a prediction layer, forward; backward takes twice that."""
 
 
 @dataclass(frozen=True)
@@ -354,6 +367,7 @@ def _kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: st
         head + 0.5 * loss,
         2 * head + 0.5 * loss + table,
         *_columns(rates, shape, rows, tp),
+        _multiply(rates, rows / split, 2 * shape.hidden, shape.hidden),
     )
 
 

@@ -267,7 +267,8 @@ def _table() -> dict[tuple[str, str, str, int], Seen]:
 
 
 def seen(engine: str, chip: str, mixture: bool, accelerators: int) -> Seen | None:
-    """The errors on runs like this: of its scale where there are some, else of any; None where nobody published one."""
+    """The errors on runs like this: of its scale where there are some, else of any; None where fewer than three were
+    held out."""
     key = (*family(engine, chip), "moe" if mixture else "dense")
     return _table().get((*key, scale_of(accelerators))) or _table().get((*key, 0))
 

@@ -92,6 +92,8 @@ class Shape:
     """Tokens that a query of a layer with a window sees; the mean where windows differ."""
     windowed: Array = field(default_factory=lambda: number(0))
     """Fraction of the layers with a window."""
+    predictions: Array = field(default_factory=lambda: number(0))
+    """Prediction layers behind the others, which the last stage has beside the head."""
 
     @cached_property
     def routes(self) -> NDArray[np.bool_]:
@@ -112,6 +114,11 @@ class Shape:
     def any_latent(self) -> bool:
         """Whether any of the models has it."""
         return bool(np.any(self.is_latent))
+
+    @cached_property
+    def any_predictions(self) -> bool:
+        """Whether any of the models has prediction layers."""
+        return bool(np.any(self.predictions > 0))
 
     @cached_property
     def any_windows(self) -> bool:
@@ -173,6 +180,7 @@ def _shape(model: ModelSpec) -> Shape:
         expert_biases=mixture.biases if mixture else 0,
         window=sum(windows) / len(windows) if windows else 0,
         windowed=len(windows) / model.layers,
+        predictions=model.prediction_layers,
     )
 
 

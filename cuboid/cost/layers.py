@@ -368,6 +368,40 @@ def _each(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine, parts: Kerne
     )
 
 
+@dataclass(frozen=True)
+class HeadSeconds:
+    """Of the head and the loss; with prediction layers, of each the layer too, what it begins with, and the head."""
+
+    forward: Array
+    backward: Array
+    weight: Array
+    """Of the backward pass, what a schedule may put off."""
+
+    @property
+    def both(self) -> Array:
+        """Forward and backward."""
+        return self.forward + self.backward
+
+
+def head_seconds(shape: Shape, parts: Kernels, times: LayerTimes) -> HeadSeconds:
+    """`times`: of the layers; a prediction layer is like the last of them."""
+    head = HeadSeconds(parts.head_forward, parts.head_backward, parts.head_forward)
+    if not shape.any_predictions:
+        return head
+    forward, backward = times.mixture
+    begins = parts.projection + 0.3 * parts.embedding
+    each = HeadSeconds(
+        forward.total + begins + head.forward,
+        backward.total + 2 * parts.projection + 0.7 * parts.embedding + head.backward,
+        forward.compute - parts.attention_forward + parts.projection + head.weight,
+    )
+    return HeadSeconds(
+        head.forward + shape.predictions * each.forward,
+        head.backward + shape.predictions * each.backward,
+        head.weight + shape.predictions * each.weight,
+    )
+
+
 def transfer_bytes(shape: Shape, jobs: Jobs, engine: Engine) -> Array:
     """Bytes one rank sends to the next stage per micro-batch."""
     sliced = (jobs.sequence_parallel > 0) | engine.transfer_split

@@ -13,7 +13,14 @@ from cuboid.cost.layers import gathered_bytes
 from cuboid.cost.muon import matrices, matrix_bytes
 from cuboid.cost.pipeline import Partition, in_flight, is_v_shaped, partition
 from cuboid.cost.reuse import recent
-from cuboid.cost.sharding import RankParameters, brought_bytes, dense_layers_of, keeps_gradients, rank_parameters
+from cuboid.cost.sharding import (
+    RankParameters,
+    brought_bytes,
+    dense_layers_of,
+    embedding_apart,
+    keeps_gradients,
+    rank_parameters,
+)
 
 # Communicators of a rank, as `parallel/groups.py` makes them, and the memory they take on its accelerator.
 
@@ -65,7 +72,7 @@ def communicators(shape: Shape, jobs: Jobs, matrices_travel: bool = False) -> Co
         jobs.cp_inner,
         jobs.cp / jobs.cp_inner,
         np.where(parts > 1, jobs.tp / parts, 1.0),
-        np.where((shape.tied > 0) & (jobs.pp > 1) & (is_v_shaped(jobs) == 0), 2.0, 1.0),
+        np.where(embedding_apart(shape, jobs) & (jobs.pp > 1), 2.0, 1.0),
         # One that is there already, where it comes to the same ranks.
         np.where(matrices_travel & (jobs.pp > 1) & (jobs.tp > 1) & (copies > 1), copies * jobs.tp, 1.0),
     ]
@@ -171,7 +178,11 @@ def fullest(
     table = table_parameters(shape, jobs.tp)
     states = jobs.tokens * shape.hidden * element
     gradient = element  # bytes of one that autograd made
-    alone = (jobs.dp * jobs.cp * jobs.tp == 1) & (jobs.micro_batches == 1) & ((shape.tied == 0) | (jobs.pp == 1))
+    alone = (
+        (jobs.dp * jobs.cp * jobs.tp == 1)
+        & (jobs.micro_batches == 1)
+        & (~embedding_apart(shape, jobs) | (jobs.pp == 1))
+    )
     sharded, gathered = (jobs.zero >= 2) & ~alone, jobs.zero == 3
     left_routed = np.where(keeps_routed(jobs) & ~alone, gradient * held.routed, 0.0)
     # Shards of gradients that ZeRO 1 has summed over ranks wait for the end of the step, beside the whole.
@@ -183,8 +194,9 @@ def fullest(
         sharded, engine.gradient_bytes * (1 + 1 / (jobs.shard * jobs.cp)), 0.0
     )  # per parameter of a unit being reduced
     weights = np.where(gathered, element, 0.0)  # per parameter of a unit in use, and of the next one
-    own = last * (states / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0) + states)  # what the head itself keeps
-    logit = last * element * jobs.tokens * shape.vocab / jobs.tp
+    heads = last * (1 + shape.predictions)
+    own = heads * (states / np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0) + states)  # what the head itself keeps
+    logit = heads * element * jobs.tokens * shape.vocab / jobs.tp
     width = np.maximum(shape.ffn, shape.shared_ffn + shape.top_k * shape.expert_ffn)
     working = (
         element * jobs.tokens * (1 + shape.gated) * width / jobs.tp + 4 * states + gathered_bytes(shape, jobs, engine)
@@ -298,6 +310,23 @@ def _kept(shape: Shape, jobs: Jobs, engine: Engine, layers: Array, first: Array,
     )
 
 
+JOINED = 7.0
+"""Numbers of the width of the residual stream that a prediction layer keeps of a token beside its block: the embedded
+token and its norm, that of what it reads, both side by side, and what goes in and out of its last norm."""
+
+
+def predictions_kept(shape: Shape, jobs: Jobs, engine: Engine, rank: Array) -> Array:
+    """Bytes that prediction layers keep for their backward, in the last stage."""
+    if not shape.any_predictions:
+        return np.zeros(())
+    split = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
+    width = engine.activation_wire * jobs.tokens * shape.hidden / split
+    layer = np.where(jobs.recompute == 2, width, kept_per_layer(shape, jobs, engine)[1])
+    # A V's last stage is run backward at once.
+    flight = np.where((is_v_shaped(jobs) > 0) & (jobs.pp > 1), 1.0, in_flight(jobs, rank))
+    return np.asarray(shape.predictions * flight * (layer + JOINED * width))
+
+
 def kept_fraction(shape: Shape, jobs: Jobs, engine: Engine) -> float:
     """What a layer of one layout keeps that is recomputed more, over what one keeps that is recomputed less."""
     one, middle = np.ones(()), np.zeros(())  # of a mixture's layers most have experts
@@ -347,13 +376,13 @@ def rank_memory(
     gradients = np.where(keeps_gradients(jobs, engine), engine.gradient_bytes * held.total, gradients)
     optimizer = _split(jobs, held, engine.optimizer_bytes, 1)
     if engine.matrix_steps:
-        found = matrices(shape, jobs, layers, first)
+        found = matrices(shape, jobs, layers + last * shape.predictions, first)
         rest = RankParameters(held.plain - found.plain, held.routed - found.routed)
         optimizer = optimizer + _split(jobs, rest, engine.second_bytes, 1)
     optimizer = np.where(jobs.offload > 0, brought_bytes(jobs, engine, held), optimizer)
     update = matrix_bytes(shape, jobs, engine, layers, first)
     kept = _kept(shape, jobs, engine, layers, first, again)
-    activations = in_flight(jobs, rank) * kept.layers
+    activations = in_flight(jobs, rank) * kept.layers + last * predictions_kept(shape, jobs, engine, rank)
     if engine.compiled:
         # From both neighbours one message is received ahead, and the gradient that is being used has come from one.
         split = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
@@ -365,7 +394,7 @@ def rank_memory(
         buffers = np.asarray(engine.fixed + communicator_bytes(shape, jobs, engine))
         lines = (moment.activations, moment.logits, moment.transient, buffers)
         return Memory(weights, gradients, optimizer, *lines)
-    logit = last * jobs.tokens * shape.vocab / jobs.tp
+    logit = last * (1 + shape.predictions) * jobs.tokens * shape.vocab / jobs.tp
     logits = engine.kept_logit * logit
     working = _working(shape, jobs, engine, kept, logit)
     working = working + _gathered(jobs, engine, held, layers, weights, gradients)

@@ -6,7 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuboid.cost.communication import ONE, all_gather, all_reduce, group, reduce_scatter
-from cuboid.cost.compute import layer_parameters, norm_parameters, position_parameters, table_parameters
+from cuboid.cost.compute import (
+    layer_parameters,
+    norm_parameters,
+    position_parameters,
+    projection_parameters,
+    table_parameters,
+)
 from cuboid.cost.constants import Chip, Engine, Fabric
 from cuboid.cost.inputs import Array, Jobs, Shape, pick
 from cuboid.cost.layers import LayerTimes
@@ -43,10 +49,23 @@ def rank_parameters(shape: Shape, jobs: Jobs, layers: Array, first: Array, last:
     each = layer_parameters(shape, jobs.tp)
     dense = dense_layers_of(shape, jobs, layers, first)
     mixture = layers - dense
-    tables = pick(np.asarray(shape.tied > 0), np.maximum(first, last), first + last) * table_parameters(shape, jobs.tp)
+    shared = np.maximum(first, last)
+    embedding = np.where(shape.predictions > 0, shared, first) if shape.any_predictions else first
+    tables = pick(np.asarray(shape.tied > 0), shared, embedding + last) * table_parameters(shape, jobs.tp)
     outside = tables + first * position_parameters(shape) + last * norm_parameters(shape)
     plain = dense * each.dense + mixture * each.mixture + outside
-    return RankParameters(plain, mixture * each.routed / np.maximum(jobs.ep, 1))
+    routed = mixture * each.routed
+    if shape.any_predictions:
+        layer = pick(shape.routes, each.mixture, each.dense)
+        layer = layer + projection_parameters(shape) + 3 * norm_parameters(shape)
+        plain = plain + last * shape.predictions * layer
+        routed = routed + last * shape.predictions * pick(shape.routes, each.routed, 0.0)
+    return RankParameters(plain, routed / np.maximum(jobs.ep, 1))
+
+
+def embedding_apart(shape: Shape, jobs: Jobs) -> NDArray[np.bool_]:
+    """Whether two pipeline ranks hold the token embedding: where it is the head too, or prediction layers read it."""
+    return np.asarray(((shape.tied > 0) | (shape.predictions > 0)) & (is_v_shaped(jobs) == 0))
 
 
 def owned_parameters(jobs: Jobs, held: RankParameters) -> Array:
@@ -221,12 +240,13 @@ def _sharded(
 
 def _tables(shape: Shape, jobs: Jobs) -> Array:
     """Vocabulary tables on the pipeline rank with most of them."""
-    return np.where((shape.tied == 0) & (is_v_shaped(jobs) > 0), 2.0, 1.0)
+    own = np.where((shape.tied == 0) & (is_v_shaped(jobs) > 0), 2.0, 1.0)
+    return np.asarray(own + shape.predictions)
 
 
 def tied_sum(shape: Shape, jobs: Jobs, fabric: Fabric, engine: Engine) -> Array:
-    """Seconds to sum the gradient of a tied embedding over the two pipeline ranks that hold it, or their shards."""
-    apart = (shape.tied > 0) & (is_v_shaped(jobs) == 0)
+    """Seconds to sum the gradient of an embedding over the two pipeline ranks that hold it, or their shards."""
+    apart = embedding_apart(shape, jobs)
     # So far apart, and yet on one node where all ranks are.
     stride = np.where(jobs.world_size > fabric.node, jobs.world_size / jobs.pp * np.maximum(jobs.pp - 1, 1), 1.0)
     pair = group(fabric, np.where(apart, 2.0, 1.0), stride)

@@ -8,7 +8,7 @@ from cuboid.cost.communication import ONE
 from cuboid.cost.compute import Kernels, kernels
 from cuboid.cost.constants import Chip, Engine, Fabric
 from cuboid.cost.inputs import Array, Jobs, Shape
-from cuboid.cost.layers import LayerTimes, hop, layer_times
+from cuboid.cost.layers import HeadSeconds, LayerTimes, head_seconds, hop, layer_times
 from cuboid.cost.muon import matrix_time
 from cuboid.cost.pipeline import Partition, bubble, is_v_shaped, partition, waited_transfers, with_shared_cores
 from cuboid.cost.sharding import (
@@ -53,9 +53,10 @@ class StepTime:
         return np.asarray(sum(getattr(self, name) for name in PARTS))
 
 
-def _slowest(shape: Shape, jobs: Jobs, stage: Partition, layer: Array, parts: Kernels) -> tuple[Array, Array]:
+def _slowest(
+    shape: Shape, jobs: Jobs, stage: Partition, layer: Array, parts: Kernels, head: Array
+) -> tuple[Array, Array]:
     """Seconds of one micro-batch on the slowest rank and on all ranks together."""
-    head = parts.head_forward + parts.head_backward
     folded = is_v_shaped(jobs)
     first = stage.first * layer + parts.embedding + folded * head
     ends = np.maximum(first, stage.last * layer + (1 - folded) * head)
@@ -64,12 +65,12 @@ def _slowest(shape: Shape, jobs: Jobs, stage: Partition, layer: Array, parts: Ke
     return slowest, everything
 
 
-def _idle(shape: Shape, jobs: Jobs, times: LayerTimes, parts: Kernels, others: Array) -> Array:
+def _idle(shape: Shape, jobs: Jobs, times: LayerTimes, parts: Kernels, head: HeadSeconds, others: Array) -> Array:
     """Seconds of the pipeline's bubble."""
-    forward = (shape.layers * times.mean("total", 0) + parts.head_forward + 0.3 * parts.embedding) / jobs.pp
-    backward = (shape.layers * times.mean("total", 1) + parts.head_backward + 0.7 * parts.embedding) / jobs.pp
+    forward = (shape.layers * times.mean("total", 0) + head.forward + 0.3 * parts.embedding) / jobs.pp
+    backward = (shape.layers * times.mean("total", 1) + head.backward + 0.7 * parts.embedding) / jobs.pp
     # Weight gradients take as long as the multiplications forward.
-    weight = (shape.layers * (times.mean("compute", 0) - parts.attention_forward) + parts.head_forward) / jobs.pp
+    weight = (shape.layers * (times.mean("compute", 0) - parts.attention_forward) + head.weight) / jobs.pp
     return bubble(jobs, forward, backward, np.minimum(weight, backward / 2), np.maximum(others, 0.0))
 
 
@@ -105,13 +106,13 @@ def replica_time(
 ) -> Array:
     """Seconds of a step in which ranks wait for gradients to be summed and parameters to be gathered."""
     free = [stage.first * free_time(jobs, fabric, times, way) for way in (0, 1)]
-    head = parts.head_forward, parts.head_backward
+    head = head_seconds(shape, parts, times)
     data = reduction(shape, jobs, fabric, engine, held, *free)
     if shape.any_routes and np.any((shape.dense_layers > 0) & shape.routes & (jobs.pp > 1)):
         # The first rank holds the leading layers without experts: others may have more to sum.
         between = rank_parameters(shape, jobs, stage.middle, 0 * ONE, 0 * ONE)
         data = np.where(jobs.pp > 2, np.maximum(data, reduction(shape, jobs, fabric, engine, between, *free)), data)
-    data = data + fully_sharded(shape, jobs, fabric, engine, times, head)
+    data = data + fully_sharded(shape, jobs, fabric, engine, times, (head.forward, head.backward))
     if engine.own_collectives:  # in the rows of others it is part of what was fitted
         data = data + tied_sum(shape, jobs, fabric, engine)
     return data
@@ -123,7 +124,8 @@ def step_time(shape: Shape, jobs: Jobs, chip: Chip, fabric: Fabric, engine: Engi
     times = layer_times(shape, jobs, fabric, engine, parts, precision)
     stage = partition(shape, jobs, engine)
     layer = times.mean("total", 0) + times.mean("total", 1)
-    alone, everything = _slowest(shape, jobs, stage, layer, parts)
+    head = head_seconds(shape, parts, times)
+    alone, everything = _slowest(shape, jobs, stage, layer, parts, head.both)
     slowest = with_shared_cores(chip, alone, everything / jobs.pp)
     fullest = np.maximum(stage.first, np.maximum(stage.middle, stage.last))
     # The slowest rank may be one with fewer layers and the head: its other parts count as compute.
@@ -132,7 +134,7 @@ def step_time(shape: Shape, jobs: Jobs, chip: Chip, fabric: Fabric, engine: Engi
     names = ("tensor", "context", "expert", "host")
     waits = {name: count * layers * (times.mean(name, 0) + times.mean(name, 1)) for name in names}
     compute = count * slowest - sum(waits.values())
-    idle = _idle(shape, jobs, times, parts, everything - alone)
+    idle = _idle(shape, jobs, times, parts, head, everything - alone)
     if chip.together < 1:
         idle = np.maximum(chip.together * (count * alone + idle) - count * slowest, 0.0)
     message = hop(shape, jobs, fabric, engine) * (jobs.pp > 1)

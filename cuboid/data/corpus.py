@@ -17,7 +17,7 @@ from torch import Tensor
 from cuboid.data.indexed import IndexedTokens
 from cuboid.data.opened import OpenedSource
 from cuboid.errors import UserError
-from cuboid.model.transformer import IGNORED
+from cuboid.model.batch import IGNORED
 
 # Where a sample comes from, for people who look for it.
 

@@ -191,7 +191,7 @@ def _read_parquet(file: InputFile, columns: Sequence[str], skip: int) -> Iterato
         kept = _present(file, columns, table.schema_arrow.names)
         batches = table.iter_batches(ROWS, columns=kept, use_threads=False)
         yield from _rows(file, batches, table.metadata.num_rows, skip)
-    except (arrow.ArrowException, OSError, ValueError) as error:
+    except (arrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise _unreadable(file, error) from None
 
 
@@ -203,13 +203,13 @@ def _read_arrow(file: InputFile, columns: Sequence[str], skip: int) -> Iterator[
             kept = _present(file, columns, stream.schema.names)
             # The number of rows stands nowhere in a stream: its bytes tell how far it is read.
             yield from _rows(file, (batch.select(kept) for batch in stream), 0, skip, source.tell)
-    except (arrow.ArrowException, OSError, ValueError) as error:
+    except (arrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise _unreadable(file, error) from None
 
 
 def _rows(file: InputFile, batches: Any, total: int, skip: int, tell: Any = None) -> Iterator[Row]:
     number = 0
-    for batch in checked_batches(batches):
+    for batch in checked_batches(batches, file.path):
         if number + batch.num_rows > skip:
             for values in batch.slice(max(skip - number, 0)).to_pylist():
                 place = max(number, skip)

@@ -36,6 +36,12 @@ def tensors_of(found: Any, name: str, place: int, collate: Collate | None) -> Sa
     )
 
 
+def one_document(sample: Sample | Fields) -> Tensor:
+    """Of a data set that knows no documents; `make_own` refuses it where attention must stay inside them."""
+    tokens = next(iter(sample.values())) if isinstance(sample, dict) else sample[0]
+    return torch.zeros_like(tokens, dtype=torch.long)
+
+
 class OwnDataset:
     """`len(dataset)` samples, each a dict of tensors or a pair (tokens, labels), or what `dataset.collate` takes."""
 
@@ -50,7 +56,7 @@ class OwnDataset:
         return tensors_of(self._dataset[index], self._name, index, self._collate)
 
     def documents(self, index: int) -> Tensor:
-        raise UserError(f"data.source={self._name} has no documents; use attention_within_documents=false")
+        return one_document(self.sample(index))
 
     def origin(self, index: int) -> Origin:
         return Origin(self._name, index)
@@ -128,7 +134,7 @@ class Stream:
         return hasattr(self._make(), "skip")
 
     def documents_at(self, position: int) -> Tensor:
-        raise UserError(f"data.source={self._name} has no documents; use attention_within_documents=false")
+        return one_document(self.at(position))
 
     def origin(self, position: int) -> Origin | None:
         return Origin(self._name, position)

@@ -20,7 +20,7 @@ from cuboid.model.linear import Linear, declared_split
 from cuboid.model.mla import MultiLatentAttention
 from cuboid.model.moe import MoE
 from cuboid.model.rope import Positions, rotate
-from cuboid.model.transformer import Block, Embedding, Head
+from cuboid.model.transformer import Block, Embedding, Head, Prediction
 from cuboid.parallel.collectives import all_gather
 from cuboid.parallel.coordination import open_coordination
 from cuboid.parallel.expert import spread_experts
@@ -29,7 +29,7 @@ from cuboid.parallel.parallelize import DTYPES, set_parameter
 from cuboid.parallel.tensor import make_block, make_embedding, make_head
 from cuboid.parallel.tensor_region import Region
 from cuboid.spec.generation import GenerationSpec, cache_shape
-from cuboid.spec.sharding import BALANCE, TIED, Part, ShardingRank, kv_part_count
+from cuboid.spec.sharding import BALANCE, Part, ShardingRank, kv_part_count, parameter_name
 
 # Fused QKV and fused gate-up: matmuls of the same rows made into one, because a decoding step has few rows, and takes
 # as long as it takes to begin each operation. Queries and keys are rotated (RoPE) together too, where they have no
@@ -113,6 +113,8 @@ class Stage:
     caches: tuple[Cache, ...]
     tensor: Group
     vocabulary: int
+    predictions: tuple[Prediction, ...] = ()
+    """Which draft; the first has the norm of the head, because all of them read behind it."""
 
     def use_kernels(self) -> str:
         """See `generate.kernels`. A table that tokens are looked up in too stays as it is where ranks share it."""
@@ -131,7 +133,7 @@ class Stage:
             x = self.embedding(x, positions)
         for block in self.blocks:
             x = block(x, positions)
-        return x
+        return self.predictions[0].final_norm(x) if self.predictions else x
 
     def logits(self, x: Tensor) -> Tensor:
         """Of these rows for the whole vocabulary, in float32 or better, the same on every tensor rank."""
@@ -165,17 +167,22 @@ class Builder:
         self.spec, self.groups, self.context, self.device, self.held = spec, groups, context, device, held
         mixture = spec.model.mixture
         # Which tokens an expert has room for depends on how many follow, which nobody knows here: all are taken.
-        self.model = replace(spec.model, mixture=mixture and replace(mixture, capacity_factor=0.0))
+        mixture = mixture and replace(mixture, capacity_factor=0.0)
+        self.model = replace(spec.model, mixture=mixture, prediction_layers=spec.draft)
         self.dtype = DTYPES[spec.precision]
         self.region = Region(groups.tensor, False) if groups.tensor.size > 1 else None
         self.parameters: dict[str, tuple[Part, nn.Parameter]] = {}
 
     def stage(self, layers: range) -> Stage:
         embedding = self._embedding() if layers.start == 0 else None
-        pairs = [self._block(layer) for layer in layers]
-        head = self._head() if layers.stop == self.model.layers else None
-        blocks, caches = tuple(block for block, _ in pairs), tuple(cache for _, cache in pairs)
-        return Stage(embedding, blocks, head, caches, self.groups.tensor, self.model.vocab)
+        is_last = layers.stop == self.model.layers
+        stop = self.model.all_layers if is_last else layers.stop
+        pairs = [self._block(layer) for layer in range(layers.start, stop)]
+        head = self._head() if is_last else None
+        blocks = tuple(block for block, _ in pairs if not isinstance(block, Prediction))
+        predictions = tuple(block for block, _ in pairs if isinstance(block, Prediction))
+        caches = tuple(cache for _, cache in pairs)
+        return Stage(embedding, blocks, head, caches, self.groups.tensor, self.model.vocab, predictions)
 
     def _embedding(self) -> Embedding:
         embedding = make_embedding(self.model, self.region)
@@ -226,8 +233,7 @@ class Builder:
         tensor, expert = self.groups.tensor, self.groups.expert
         place = ShardingRank(tensor.size, tensor.index, expert.size, expert.index)
         for inner, whole in list(module.named_parameters()):
-            tied = self.model.tie_embeddings and f"{prefix}.{inner}" == "head.output.weight"
-            name, shape = TIED if tied else f"{prefix}.{inner}", tuple(whole.shape)
+            name, shape = parameter_name(self.model, prefix, inner), tuple(whole.shape)
             if self.held is not None:
                 set_parameter(module, inner, self.held[name])
                 continue
@@ -256,10 +262,10 @@ class Builder:
     def _fill(self, tensors: Mapping[str, Tensor] | None) -> None:
         wanted = {name: _sharded(part, held.data) for name, (part, held) in self.parameters.items()}
         if tensors is not None:
-            copy_tensors(tensors, lambda name, index: tensors[name][index], self.model, wanted)
+            copy_tensors(tensors, lambda name, index: tensors[name][index], self.spec.model, wanted)
             return
         if self.spec.weights:
-            read_weights(self.spec.weights, self.model, wanted, open_coordination(LOAD_SECONDS))
+            read_weights(self.spec.weights, self.spec.model, wanted, open_coordination(LOAD_SECONDS))
             return
         for name, (part, held) in self.parameters.items():
             cut = part.slice

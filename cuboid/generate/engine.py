@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cuboid.console import say
-from cuboid.generate.batch import Batch, Event, Request, Step
+from cuboid.generate.batch import Batch, Event, Request, Span, Step
 from cuboid.generate.build import Builder, Stage, make_generation_groups
 from cuboid.generate.cache import Rower, Rows
 from cuboid.generate.cuda_graphs import FixedDecoder
@@ -98,7 +99,9 @@ def make_generator(
     index = groups.coordinates.pp
     stage = builder.stage(partition(spec.model, spec.layout.pp, spec.length)[index])
     builder.load(tensors)
-    if wants_kernels(device, builder.dtype) and (reason := stage.use_kernels()) and rank == 0:
+    # Which put a table that is the head too where no other module finds its rows.
+    fits = not (spec.draft and spec.model.tie_embeddings)
+    if fits and wants_kernels(device, builder.dtype) and (reason := stage.use_kernels()) and rank == 0:
         say(f"a token takes up to twice its time: {reason}", as_warning=True)
     return Generator(spec, groups, groups.context_outer, {index: stage}, tuple(range(spec.layout.pp)), device)
 
@@ -179,7 +182,8 @@ class Generator:
         last stage, which see the same."""
         waiting = deque(requests[self.groups.coordinates.dp :: self.spec.layout.dp])
         batches = [
-            Batch(slots, self.spec.chunk, ends, waiting) for slots in _equal_parts(self.spec.slots, self._batches)
+            Batch(slots, self.spec.chunk, ends, waiting, self.spec.draft)
+            for slots in _equal_parts(self.spec.slots, self._batches)
         ]
         answers: dict[Batch, list[int]] = {}  # of the last stage to itself
         busy = True
@@ -194,14 +198,17 @@ class Generator:
                 if not self._anybody(step is not None):
                     continue
                 busy = True
-                if self._is_alone and step is not None and batch.decodes:
-                    logits: Tensor | None = self._decoder(batch.slots)(step)
-                else:
-                    logits = self._forward(step or Step(()))
-                if logits is not None:
-                    answers[batch] = answer(logits, batch)
-                    if answers[batch]:
-                        self._links.answer(answers[batch])
+                if self._is_alone and step is not None and batch.decodes and not self.spec.draft:
+                    answers[batch] = answer(self._decoder(batch.slots)(step), batch)
+                    continue  # nobody else asks
+                made = self._forward(step or Step(()))
+                if made is None:
+                    continue
+                answers[batch] = answer(self._logits(*made, step), batch) if step and step.asked else []
+                if self.spec.draft:
+                    answers[batch] += self._drafts(made[0], batch, answers[batch])
+                if answers[batch]:
+                    self._links.answer(answers[batch])
         self._links.finish()
 
     @property
@@ -221,7 +228,7 @@ class Generator:
         """The tokens that the step in flight gave."""
         if self._is_last:
             return own.pop(batch, [])
-        count = len(batch.written())
+        count = batch.answers
         return self._links.receive_answer(count, self._stage_rank[-1]) if count else []
 
     def _anybody(self, busy: bool) -> bool:
@@ -229,8 +236,8 @@ class Generator:
             return busy
         return bool(all_reduce_maximum(torch.tensor([int(busy)], device=self.device), self.groups.data).item())
 
-    def _forward(self, step: Step) -> Tensor | None:
-        """The logits that were asked for, on the rank of the last stage."""
+    def _forward(self, step: Step) -> tuple[Tensor, Rows] | None:
+        """What the head reads, on the rank of the last stage."""
         rows = self._rower.rows(step)
         own, x = self._links.index, rows.tokens
         for index, stage in self._stages.items():
@@ -240,9 +247,32 @@ class Generator:
             x = stage.hidden(x, rows.positions)
             if index + 1 < len(self._stage_rank) and self._stage_rank[index + 1] != own:
                 self._links.send(x, self._stage_rank[index + 1])
-        if not self._is_last or not step.asked:
-            return None
+        return (x, rows) if self._is_last else None
+
+    def _logits(self, x: Tensor, rows: Rows, step: Step) -> Tensor:
+        """Those that were asked for."""
         return self._stages[len(self._stage_rank) - 1].logits(self._asked(x, rows, step.asked))
+
+    def _drafts(self, x: Tensor, batch: Batch, answers: Sequence[int]) -> list[int]:
+        """Of each text that gets a token those that prediction layers say may follow it, on the ranks of the last
+        stage. They read all tokens that the model has read, so that they can look back."""
+        parts = batch.known(answers) if batch.under_way is not None else []
+        drafts: list[list[int]] = [[] for _, _, gains in parts if gains]
+        for depth, layer in enumerate(self._stages[len(self._stage_rank) - 1].predictions, 1):
+            spans = [replace(span, tokens=_further(span, tokens, depth)) for span, tokens, _ in parts]
+            step = Step(tuple(spans))
+            rows = self._rower.rows(step)
+            x = layer.predict(x, rows.tokens, rows.positions)
+            if not step.asked:
+                continue
+            likeliest = self._logits(x, rows, step).argmax(1).tolist()
+            writing, row = iter(drafts), 0
+            for span, tokens, gains in parts:
+                if gains:
+                    next(writing).append(likeliest[row + gains - 1])
+                    tokens.append(likeliest[row + gains - 1])
+                row += span.asked
+        return [token for each in drafts for token in each]
 
     def _asked(self, x: Tensor, rows: Rows, count: int) -> Tensor:
         """The rows whose logits are wanted, on every context rank all of them."""
@@ -255,15 +285,23 @@ class Generator:
         return all_reduce(whole, self.context)
 
     def _choose(self, logits: Tensor, batch: Batch, sampling: SamplingSpec, words: Words) -> list[int]:
-        texts = batch.written()
+        # Behind each draft as if it were right: then the same random number decides that would without drafts.
+        texts = [
+            (text, text.tokens + text.tried[:row]) for text in batch.written() for row in range(len(text.tried) + 1)
+        ]
         numbers: list[float] = []
         if sampling.temperature:
-            numbers = [uniform(sampling.seed, text.request.number, len(text.tokens)) for text in texts]
-        chosen = choose(logits, sampling, numbers, [text.tokens for text in texts])
-        for place, (text, token) in enumerate(zip(texts, chosen, strict=True)):
-            if sampling.stop and words.stops([*text.tokens[len(text.request.tokens) :], token], sampling.stop):
+            numbers = [uniform(sampling.seed, text.request.number, len(tokens)) for text, tokens in texts]
+        chosen = choose(logits, sampling, numbers, [tokens for _, tokens in texts])
+        for place, ((text, tokens), token) in enumerate(zip(texts, chosen, strict=True)):
+            if sampling.stop and words.stops([*tokens[len(text.request.tokens) :], token], sampling.stop):
                 chosen[place] = -1 - token
         return chosen
+
+
+def _further(span: Span, tokens: Sequence[int], depth: int) -> tuple[int, ...]:
+    """Of each token of a part of a step the one so many places further; of those that are not known, any."""
+    return tuple(tokens[place] if place < len(tokens) else 0 for place in range(span.start + depth, span.stop + depth))
 
 
 def _equal_parts(count: int, parts: int) -> list[range]:

@@ -207,13 +207,15 @@ class Texts:
         self._show, self._keep = show, keep
         self._start = time.perf_counter()
         self.first_token_seconds: float | None = None
-        self.tokens = 0
+        self.tokens = self.drafts = self.accepted = 0
 
     def hear(self, events: list[Event]) -> None:
         if self.first_token_seconds is None:
             self.first_token_seconds = self.seconds
         self.tokens += len(events)
         for event in events:
+            self.drafts += event.drafted
+            self.accepted += event.accepted
             text = self._texts[event.number]
             new = text.add(event)
             if text.ending:

@@ -19,6 +19,12 @@ PAGE = 4096
 GIB = 2**30
 
 
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """From host memory to a GPU through memory it can read by itself: nobody waits."""
+    pins = device.type == "cuda" and x.device.type == "cpu"
+    return x.pin_memory().to(device, non_blocking=True) if pins else x.to(device)
+
+
 class HostCopy:
     """Small results on their way from the device. Nothing waits for them until they are read; and then only for what
     the device was given to do before, because the copy starts here."""

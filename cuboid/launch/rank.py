@@ -6,9 +6,10 @@ import json
 import os
 import time
 import traceback
-from collections.abc import MutableSequence
+from collections.abc import Callable, MutableSequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,7 +35,7 @@ from cuboid.resilience.hang_dumps import offer_record
 from cuboid.resilience.preemption import Listener
 from cuboid.spec.run import Run
 from cuboid.telemetry.heartbeat import HEARTBEAT
-from cuboid.training.run_folder import BACKEND
+from cuboid.training.run_folder import BACKEND, require_folder
 from cuboid.training.trainer import Outcome, train
 
 # Keep a rank on the cores near its GPU, where the system says which: those of the GPU's NUMA node.
@@ -136,9 +137,9 @@ def _tell(run: Run, joined: Joined, binding: Binding | None, quiet: bool) -> Non
         say(joined.sentence)
         if binding is not None:
             say(binding.sentence)
-    folder = Path(run.output.folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / BACKEND).write_text(json.dumps({**joined.as_json(), "bound": binding and binding.as_json()}))
+    (Path(run.output.folder) / BACKEND).write_text(
+        json.dumps({**joined.as_json(), "bound": binding and binding.as_json()})
+    )
 
 
 def what_went_wrong(error: Exception) -> str:
@@ -169,11 +170,13 @@ def run_rank(run: Run, signals: Listener, quiet: bool = False, place: Place | No
         if place.world_size > 1:
             with HEARTBEAT.everybody("world", place.world_size).collective("join"):
                 joined = join(place, device, run.training.backend)
+        ready: Callable[[], None] = partial(require_folder, run) if place.rank == 0 else lambda: None
+        ready()
         if place.rank == 0:
             _tell(run, joined, binding, quiet)
         with told_when_short(run, place.rank, device):
             site = site_of(run, os.environ)
-            outcome = train(run, place.rank, device, quiet, lambda: signals.asked, Sampler, site)
+            outcome = train(run, place.rank, device, quiet, lambda: signals.asked, Sampler, ready, site)
         if place.world_size > 1:
             if not place.attempt:  # rank 0 may serve the store, from which others read how the last save went
                 dist.barrier(device_ids=[device.index] if joined.backend == "nccl" else None)

@@ -24,7 +24,8 @@ from cuboid.launch.supervisor import check_machine, start_training
 from cuboid.resilience.replan import Replanner
 from cuboid.spec.layout import require_positive
 from cuboid.spec.run import Run, check_chosen, check_supported, dump_run
-from cuboid.training.callbacks import named_callbacks
+from cuboid.training.callbacks import callback_classes
+from cuboid.training.learning_rate import check_schedule
 from cuboid.training.run_folder import InUse, as_begun, checkpoint_folder, claimed, prepare_folder
 from cuboid.training.trackers import check_trackers
 
@@ -276,7 +277,8 @@ def _lead(
 
 
 def _check_start(run: Run, overwrite: bool) -> list[str]:
-    named_callbacks(run.training.callbacks)
+    callback_classes(run.training.callbacks)
+    check_schedule(run)
     if run.samples.every:
         from cuboid.generate.samples import prompts_of
 

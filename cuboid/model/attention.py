@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from cuboid.model import flash_attention
-from cuboid.model.flash_attention import has_flash
+from cuboid.model.attention_operation import attention_mix
 from cuboid.model.linear import ColumnLinear, Norm, RowLinear, WholeNorm, columns, whole_norms
 from cuboid.model.rope import Positions, rotate
 from cuboid.spec.model import ModelSpec
@@ -25,15 +24,13 @@ sees. Of a model with sinks, these, a number for each query head, are one argume
 def causal_mix(query: Tensor, key: Tensor, value: Tensor, positions: Positions) -> Tensor:
     """Every token sees itself and those before it in its sequence, or document. Each run of query heads reads one
     key-value head."""
-    documents = positions.documents
-    if documents is not None and has_flash(query):
-        return flash_attention.attention_mix(query, key, value, documents)
+    if positions.edges is not None:
+        return attention_mix(query, key, value, positions.edges)
     mixed = functional.scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
-        attn_mask=None if documents is None else documents.mask(query.device),
-        is_causal=documents is None,
+        is_causal=True,
         enable_gqa=key.shape[2] != query.shape[2],
     )
     return mixed.transpose(1, 2)
@@ -51,7 +48,7 @@ class WindowMix:
     ) -> Tensor:
         if not self.window and sinks is None:
             return causal_mix(query, key, value, positions)
-        return flash_attention.attention_mix(query, key, value, positions.documents, self.window, sinks)
+        return attention_mix(query, key, value, positions.edges, self.window, sinks)
 
 
 Project = Callable[[Tensor, Positions], tuple[Tensor, Tensor, Tensor]]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from cuboid.kernels.pinned_memory import to_device
+
+IGNORED = -100
+"""The label of a token that does not count in the loss."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +29,48 @@ class MicroBatch:
     """Tokens after which sequences are cut, as if they were shorter; 0: nowhere. Needs `documents`."""
     fields: Mapping[str, Tensor] | None = None
     """All that a data set of one's own gives."""
+    numbers: Sequence[int] | None = None
+    """Of its sequences in the order of the data: what dropout draws from. None drops nothing."""
+
+
+class Further(NamedTuple):
+    """What a prediction layer reads beside hidden states, and what it predicts."""
+
+    tokens: Tensor
+    """(sequences, length): of each place the token that is so many places further; nothing in particular behind the
+    end."""
+    labels: Tensor
+    """… the label of that token."""
+
+
+def further(batch: MicroBatch, depth: int) -> Further:
+    """`depth`: places that tokens are further. What is predicted lies in the same sequence and, where documents are
+    known, in the same document."""
+    tokens, labels = (x.roll(-depth, 1) for x in (batch.tokens, batch.labels))
+    length = labels.shape[1]
+    places = torch.arange(length)
+    beyond = (places + depth >= length).expand(labels.shape)
+    if batch.documents is not None:
+        # Of the label of the last place it is not known where it belongs.
+        target = (places + depth + 1).clamp(max=length - 1)
+        beyond = beyond | (batch.documents[:, target] != batch.documents)
+    if batch.cut:
+        beyond = beyond | ((places + depth) // batch.cut != places // batch.cut)
+    return Further(tokens, labels.masked_fill(beyond.to(labels.device), IGNORED))
 
 
 # Documents packed into sequences, where attention stays inside each of them.
+
+
+class Edges(NamedTuple):
+    """Documents as kernels read them. Shapes depend on the micro-batch alone, so that a block is compiled once."""
+
+    places: Tensor
+    """(tokens + 1), int32, on the device: where documents begin when all sequences follow one another, and then the
+    number of tokens, as often as there is room."""
+    sizes: Tensor
+    """(2), on the host: how many documents there are, and the tokens of the longest. What a kernel is launched with is
+    read here, so that nobody asks the device."""
 
 
 class Documents:
@@ -49,31 +92,30 @@ class Documents:
         return Documents(self.ids[:, places])
 
     @cached_property
-    def lengths(self) -> list[int]:
-        """Tokens of each document, sequence after sequence; a document ends with its sequence."""
-        changes = self.ids.diff(dim=1) != 0
-        starts = torch.cat((torch.ones(len(self.ids), 1, dtype=torch.bool), changes), dim=1).flatten()
-        edges = [*starts.nonzero().flatten().tolist(), starts.numel()]
-        return [stop - start for start, stop in pairwise(edges)]
+    def starts(self) -> Tensor:
+        """Where documents begin when all sequences follow one another, and the number of tokens; a document ends with
+        its sequence."""
+        changes = torch.ones(self.ids.shape, dtype=torch.bool)
+        torch.ne(self.ids[:, 1:], self.ids[:, :-1], out=changes[:, 1:])
+        return torch.cat((changes.flatten().nonzero().flatten(), torch.tensor([changes.numel()])))
+
+    @property
+    def lengths(self) -> Tensor:
+        """Tokens of each document, sequence after sequence."""
+        return self.starts.diff()
 
     @cached_property
     def index(self) -> Tensor:
         """The place of each token in its own document."""
-        return torch.cat([torch.arange(length) for length in self.lengths]).view(self.ids.shape)
+        begins = self.starts[:-1].repeat_interleave(self.lengths)
+        return (torch.arange(self.ids.numel()) - begins).view(self.ids.shape)
 
-    def edges(self, device: torch.device) -> Tensor:
-        """Where documents begin and end when all sequences follow one another."""
+    def edges(self, device: torch.device) -> Edges:
         if device not in self.kept:
-            sums = torch.tensor([0, *self.lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-            self.kept[device] = sums.to(device)
-        found: Tensor = self.kept[device]
-        return found
-
-    def mask(self, device: torch.device) -> Tensor:
-        """(sequences, 1, length, length): whom each token sees, the 1 for heads."""
-        key = ("mask", device)
-        if key not in self.kept:
-            ids = self.ids.to(device)
-            self.kept[key] = (ids.unsqueeze(2) == ids.unsqueeze(1)).tril().unsqueeze(1)
-        found: Tensor = self.kept[key]
+            tokens = self.ids.numel()
+            places = torch.full((tokens + 1,), tokens, dtype=torch.int32)
+            places[: len(self.starts)] = self.starts
+            sizes = torch.stack((torch.tensor(len(self.lengths)), self.lengths.max()))
+            self.kept[device] = Edges(to_device(places, device), sizes)
+        found: Edges = self.kept[device]
         return found

@@ -24,10 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from cuboid.errors import UserError
+from cuboid.model.batch import IGNORED
+from cuboid.model.dropout import Dropout, name_dropouts
 from cuboid.model.linear import ColumnLinear, declared_split
 from cuboid.model.load_balancing import Balance
 from cuboid.model.router import Router
-from cuboid.model.transformer import IGNORED, summed_loss
+from cuboid.model.transformer import summed_loss
 from cuboid.spec.model import MixtureSpec
 from cuboid.spec.plugin import SegmentRun
 from cuboid.spec.sharding import EXPERT, REPLICATED, TIED, VOCABULARY, Declared, ShardingRank, Split
@@ -133,6 +135,7 @@ class Model:
             torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
             module = self.make(prefix)
         self._refuse(prefix, module)
+        name_dropouts(module, prefix, seed)
         if self.initial is not None:
             with torch.no_grad():
                 for name, parameter in module.named_parameters():
@@ -146,7 +149,7 @@ class Model:
             if getattr(child, "p", 0) and type(child).__name__.startswith(("Dropout", "AlphaDropout")):
                 raise UserError(
                     f"{prefix}.{name} drops {child.p:g} of its inputs: such random numbers differ with the layout; "
-                    "use a dropout of 0"
+                    f"use cuboid.Dropout({child.p:g}), called with (x, batch), or a dropout of 0"
                 )
             if isinstance(child, nn.modules.batchnorm._BatchNorm):
                 raise UserError(
@@ -177,19 +180,25 @@ class Model:
         return sum(torch.Size(shape).numel() for shape in self.parameter_shapes.values())
 
     @cached_property
-    def _declarations(self) -> dict[str, list[tuple[str, tuple[int, ...], Split | None]]]:
-        return {prefix: declared for prefix, (declared, _) in self._segments.items()}
+    def drops(self) -> bool:
+        """Whether some module of it is a `Dropout`."""
+        return any(drops for _, _, drops in self._segments.values())
 
     @cached_property
-    def _segments(self) -> dict[str, tuple[list[tuple[str, tuple[int, ...], Split | None]], list[MixtureSpec]]]:
-        """Prefix -> its parameters, and what its routers say."""
+    def _declarations(self) -> dict[str, list[tuple[str, tuple[int, ...], Split | None]]]:
+        return {prefix: declared for prefix, (declared, *_) in self._segments.items()}
+
+    @cached_property
+    def _segments(self) -> dict[str, tuple[list[tuple[str, tuple[int, ...], Split | None]], list[MixtureSpec], bool]]:
+        """Prefix -> its parameters, what its routers say, and whether it has a `Dropout`."""
         found = {}
         for prefix in self.prefixes:
             with torch.device("meta"):
                 module = self.make(prefix)
             held = module.named_parameters()
             declared = [(name, tuple(each.shape), declared_split(module, name)) for name, each in held]
-            found[prefix] = declared, [child.mixture for child in module.modules() if isinstance(child, Router)]
+            drops = any(isinstance(child, Dropout) and child.rate > 0 for child in module.modules())
+            found[prefix] = declared, [child.mixture for child in module.modules() if isinstance(child, Router)], drops
         return found
 
     def declared(self, prefix: str) -> dict[str, Declared]:

@@ -7,15 +7,15 @@ pass for sums over other blocks too. Shapes and arguments are those of `attend` 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from cuboid.kernels.compiler import uncompiled
 from cuboid.kernels.precision import wide
-from cuboid.model.batch import Documents
+from cuboid.model.batch import Edges
 
 Gradients = tuple[Tensor, Tensor, Tensor]
 
@@ -37,13 +37,12 @@ def has_flash(query: Tensor) -> bool:
 
 
 def cuda_forward(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, documents: Documents | None, since: int | None
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, edges: Edges | None, since: int | None
 ) -> tuple[Tensor, Tensor]:
     width, scale = value.shape[3], query.shape[3] ** -0.5
-    packed, edges, longest = _packed(documents, *_padded(query, key, value))
-    lengths = (longest, longest) if edges is not None else (query.shape[1], key.shape[1])
+    packed, bounds, lengths = _packed(edges, *_padded(query, key, value))
     seen, sums, *_ = torch.ops.aten._flash_attention_forward(
-        *packed, edges, edges, *lengths, 0.0, causal, False, scale=scale, **_window(query, key, causal, since)
+        *packed, bounds, bounds, *lengths, 0.0, causal, False, scale=scale, **_window(query, key, causal, since)
     )
     if edges is not None:
         seen, sums = seen.unflatten(0, query.shape[:2]), sums.unflatten(1, query.shape[:2]).transpose(0, 1)
@@ -51,24 +50,22 @@ def cuda_forward(
 
 
 def cuda_backward(
-    gradient: Tensor, attended: Attended, causal: bool, documents: Documents | None, since: int | None
+    gradient: Tensor, attended: Attended, causal: bool, edges: Edges | None, since: int | None
 ) -> Gradients:
     query, key, value, seen, sums = attended
     scale = query.shape[3] ** -0.5
     padded = _padded(gradient, query, key, value, seen.to(query.dtype))
-    packed, edges, longest = _packed(documents, *padded)
-    lengths = (longest, longest) if edges is not None else (query.shape[1], key.shape[1])
+    packed, bounds, lengths = _packed(edges, *padded)
     sums = sums.contiguous() if edges is None else sums.transpose(0, 1).flatten(1).contiguous()
-    random = torch.zeros(2, dtype=torch.uint64, device=query.device)  # of dropout, which there is none
     gradients = torch.ops.aten._flash_attention_backward(
         *packed,
         sums,
-        edges,
-        edges,
+        bounds,
+        bounds,
         *lengths,
         0.0,
         causal,
-        random,
+        torch.zeros(2, dtype=torch.uint64, device=query.device),  # of dropout, which there is none
         torch.empty(0, device=query.device),
         scale=scale,
         **_window(query, key, causal, since),
@@ -93,21 +90,41 @@ def _padded(*tensors: Tensor) -> list[Tensor]:
     """All heads as wide as the widest, in steps of 8, as the kernels want them. Zeros change no score; what they add
     to outputs and gradients is cut off again."""
     width = -(-max(x.shape[3] for x in tensors) // 8) * 8
-    return [functional.pad(x, (0, width - x.shape[3])) for x in tensors]
+    return [_widened(x, width) for x in tensors]
 
 
-def _packed(documents: Documents | None, *tensors: Tensor) -> tuple[list[Tensor], Tensor | None, int]:
-    """With documents, all sequences in one row with the edges of documents in it, and the longest document."""
-    if documents is None:
-        return [x.contiguous() for x in tensors], None, 0
-    edges = documents.edges(tensors[0].device)
-    return [x.flatten(0, 1).contiguous() for x in tensors], edges, max(documents.lengths)
+def _widened(x: Tensor, width: int) -> Tensor:
+    # Padding by nothing would copy.
+    return x if x.shape[3] == width else functional.pad(x, (0, width - x.shape[3]))
+
+
+def _packed(edges: Edges | None, *tensors: Tensor) -> tuple[list[Tensor], Tensor | None, tuple[int, int]]:
+    """The tensors, the edges of documents in them, and the longest run of queries and of keys. With documents all
+    sequences are one row. `tensors`: keys are the last but one."""
+    if edges is None:
+        return [x.contiguous() for x in tensors], None, (tensors[-3].shape[1], tensors[-2].shape[1])
+    documents, longest = edges.sizes.tolist()
+    # The kernel is started for the documents that there are and for the longest, not for those there might be.
+    return [x.flatten(0, 1).contiguous() for x in tensors], edges.places[: documents + 1], (longest, longest)
 
 
 def cpu_forward(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, documents: Documents | None, since: int | None
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, edges: Edges | None, since: int | None
 ) -> tuple[Tensor, Tensor]:
-    mask = _added(documents, query) if since is None else _added_band(query, key, causal, documents, since)
+    if edges is None:
+        mask = None if since is None else _added(_band(query, key, causal, since), query)
+        return _cpu_forward(query, key, value, causal, mask)
+    rows = [x.flatten(0, 1).unsqueeze(0) for x in (query, key, value)]
+    seen = query.new_empty(*query.shape[:3], value.shape[3])
+    sums = query.new_empty(query.shape[2], *query.shape[:2], dtype=wide(query.dtype))
+    for here, mask in _runs(edges, since, query):
+        part, part_sums = _cpu_forward(*(x[:, here] for x in rows), True, mask)
+        seen.flatten(0, 1)[here] = part[0]
+        sums.flatten(1)[:, here] = part_sums[0]
+    return seen, sums.transpose(0, 1)
+
+
+def _cpu_forward(query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     seen, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *_by_head(query, key, value), 0.0, causal and mask is None, attn_mask=mask
     )
@@ -115,10 +132,25 @@ def cpu_forward(
 
 
 def cpu_backward(
-    gradient: Tensor, attended: Attended, causal: bool, documents: Documents | None, since: int | None
+    gradient: Tensor, attended: Attended, causal: bool, edges: Edges | None, since: int | None
 ) -> Gradients:
     query, key, value, seen, sums = attended
-    mask = _added(documents, query) if since is None else _added_band(query, key, causal, documents, since)
+    if edges is None:
+        mask = None if since is None else _added(_band(query, key, causal, since), query)
+        return _cpu_backward(gradient, attended, causal, mask)
+    rows = [x.flatten(0, 1).unsqueeze(0) for x in (gradient, query, key, value, seen)]
+    row_sums = sums.transpose(0, 1).flatten(1).unsqueeze(0)
+    gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    for here, mask in _runs(edges, since, query):
+        outer, *parts = (x[:, here] for x in rows)
+        found = _cpu_backward(outer, Attended(*parts, row_sums[:, :, here]), True, mask)
+        for whole, part in zip(gradients, found, strict=True):
+            whole.flatten(0, 1)[here] = part[0]
+    return gradients
+
+
+def _cpu_backward(gradient: Tensor, attended: Attended, causal: bool, mask: Tensor | None) -> Gradients:
+    query, key, value, seen, sums = attended
     missing, copies = query.shape[3] - value.shape[3], query.shape[2] // key.shape[2]
     outer = [functional.pad(x, (0, missing)).transpose(1, 2) for x in (gradient, seen.to(query.dtype))]
     parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -139,36 +171,49 @@ def cpu_backward(
 def _by_head(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
     """As the kernel wants them: heads before tokens, as many and as wide for all three."""
     copies = query.shape[2] // key.shape[2]
-    value = functional.pad(value, (0, query.shape[3] - value.shape[3]))
+    value = _widened(value, query.shape[3])
     shared = (x.repeat_interleave(copies, dim=2) if copies > 1 else x for x in (key, value))
     return [x.transpose(1, 2) for x in (query, *shared)]
 
 
-def _added(documents: Documents | None, query: Tensor) -> Tensor | None:
-    """The mask of documents as what is added to scores."""
-    if documents is None:
-        return None
-    key = ("added", query.dtype)
-    if key not in documents.kept:
-        mask = documents.mask(query.device)
-        documents.kept[key] = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -math.inf)
-    found: Tensor = documents.kept[key]
-    return found
+TOGETHER = 128
+"""Tokens of short documents that are computed at once, under a mask: a call takes as long as these do."""
 
 
-def _band(query: Tensor, key: Tensor, causal: bool, documents: Documents | None, since: int) -> Tensor:
-    """(1 or sequences, 1, queries, keys): which keys a window, and documents, let each query see."""
-    queries, keys = (torch.arange(x.shape[1], device=query.device) for x in (query, key))
-    distance = keys - queries.unsqueeze(1)
-    seen = distance >= since
-    if causal:
-        seen &= distance <= 0
-    return seen[None, None] if documents is None else seen & documents.mask(query.device)
+def _runs(edges: Edges, since: int | None, query: Tensor) -> Iterator[tuple[slice, Tensor | None]]:
+    """Of all sequences in one row: a document, or several short ones, and what is added to its scores where the kernel
+    does not know by itself whom a query sees."""
+    documents, _ = edges.sizes.tolist()
+    places = edges.places[: documents + 1].tolist()
+    first = 0
+    while first < documents:
+        last = first + 1
+        while last < documents and places[last + 1] - places[first] <= TOGETHER:
+            last += 1
+        here = slice(places[first], places[last])
+        mask = None
+        if last - first > 1 or since is not None:
+            lengths = torch.tensor(places[first : last + 1]).diff()
+            ids = torch.arange(last - first).repeat_interleave(lengths).unsqueeze(0)
+            mask = _added(_within(ids, since), query)
+        yield here, mask
+        first = last
 
 
-def _added_band(query: Tensor, key: Tensor, causal: bool, documents: Documents | None, since: int) -> Tensor:
+def _within(ids: Tensor, since: int | None) -> Tensor:
+    """(sequences, 1, length, length): which keys each query sees in its own document, and in a window."""
+    seen = (ids.unsqueeze(2) == ids.unsqueeze(1)).tril()
+    return (seen if since is None else seen.triu(since)).unsqueeze(1)
+
+
+def _band(query: Tensor, key: Tensor, causal: bool, since: int) -> Tensor:
+    """(1, 1, queries, keys): which keys a window lets each query see."""
+    seen = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=query.device).triu(since)
+    return (seen.tril() if causal else seen)[None, None]
+
+
+def _added(seen: Tensor, query: Tensor) -> Tensor:
     """The same as what is added to scores."""
-    seen = _band(query, key, causal, documents, since)
     return torch.zeros_like(seen, dtype=query.dtype).masked_fill_(~seen, -math.inf)
 
 
@@ -184,45 +229,45 @@ def attend(
     key: Tensor,
     value: Tensor,
     causal: bool,
-    documents: Documents | None = None,
+    edges: Edges | None = None,
     since: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(what each query sees, log of its sum of exponentials). Without `causal` every query sees every key; with it
-    there are as many keys as queries, and `documents` may divide them. `since`: of a window, query i sees no key before
-    key i + since; each query sees at least one."""
+    there are as many keys as queries, and documents may divide them, whose `edges` these are. `since`: of a window,
+    query i sees no key before key i + since; each query sees at least one."""
     if has_flash(query):
-        return cuda_forward(query, key, value, causal, documents, since)
+        return cuda_forward(query, key, value, causal, edges, since)
     if not query.is_cuda:
-        return cpu_forward(query, key, value, causal, documents, since)
-    return plain_forward(query, key, value, causal, documents, since)
+        return cpu_forward(query, key, value, causal, edges, since)
+    return plain_forward(query, key, value, causal, edges, since)
 
 
 def plain_forward(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, documents: Documents | None, since: int | None = None
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, edges: Edges | None, since: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    scores = _scores(query, key, causal, documents, since)
+    scores = _scores(query, key, causal, edges, since)
     sums = scores.logsumexp(-1)
     seen = torch.einsum("bgrqk,bkgd->bqgrd", (scores - sums.unsqueeze(-1)).exp(), _wide(value))
     return seen.flatten(2, 3), sums.flatten(1, 2)
 
 
 def attend_backward(
-    gradient: Tensor, attended: Attended, causal: bool, documents: Documents | None = None, since: int | None = None
+    gradient: Tensor, attended: Attended, causal: bool, edges: Edges | None = None, since: int | None = None
 ) -> Gradients:
     """What this block adds to the gradients of its queries, keys and values."""
     if has_flash(attended.query):
-        return cuda_backward(gradient, attended, causal, documents, since)
+        return cuda_backward(gradient, attended, causal, edges, since)
     if not attended.query.is_cuda:
-        return cpu_backward(gradient, attended, causal, documents, since)
-    return plain_backward(gradient, attended, causal, documents, since)
+        return cpu_backward(gradient, attended, causal, edges, since)
+    return plain_backward(gradient, attended, causal, edges, since)
 
 
 def plain_backward(
-    gradient: Tensor, attended: Attended, causal: bool, documents: Documents | None, since: int | None = None
+    gradient: Tensor, attended: Attended, causal: bool, edges: Edges | None, since: int | None = None
 ) -> Gradients:
     query, key, value, seen, sums = attended
     heads = key.shape[2]
-    scores = _scores(query, key, causal, documents, since)
+    scores = _scores(query, key, causal, edges, since)
     weights = (scores - sums.unflatten(1, (heads, -1)).unsqueeze(-1)).exp()
     gradient, seen = _grouped(gradient, heads), _grouped(seen, heads)
     value_gradient = torch.einsum("bgrqk,bqgrd->bkgd", weights, gradient)
@@ -234,66 +279,6 @@ def plain_backward(
     return query_gradient, key_gradient, value_gradient
 
 
-# Sinks: one more logit for each head, whose value is zero. A query sees less of everything else, by the part that the
-# sink has of its sum of exponentials. With that sum and what is then seen, the backward pass of blocks is the same.
-
-
-def add_sinks(seen: Tensor, sums: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """`sinks`: (heads)."""
-    total = torch.logaddexp(sums, _wide(sinks).unsqueeze(1).to(sums.dtype))
-    kept = (sums - total).exp().transpose(1, 2).unsqueeze(3)
-    return (seen * kept).to(seen.dtype), total
-
-
-def sinks_gradient(gradient: Tensor, attended: Attended, sinks: Tensor) -> Tensor:
-    """`attended`: with sinks."""
-    whole = (_wide(gradient) * _wide(attended.seen)).sum(-1).transpose(1, 2)
-    part = (_wide(sinks).unsqueeze(1).to(attended.sums.dtype) - attended.sums).exp()
-    return -(part * whole).sum((0, 2)).to(sinks.dtype)
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        context: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        documents: Documents | None,
-        since: int | None,
-    ) -> Tensor:
-        seen, sums = attend(query, key, value, True, documents, since)
-        if sinks is not None:
-            seen, sums = add_sinks(seen, sums, sinks)
-        context.save_for_backward(query, key, value, seen, sums, sinks)
-        context.documents, context.since = documents, since
-        return seen
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        *saved, sinks = context.saved_tensors
-        attended = Attended(*saved)
-        parts = attend_backward(gradient, attended, True, context.documents, context.since)
-        added = None if sinks is None else sinks_gradient(gradient, attended, sinks)
-        return *parts, added, None, None
-
-
-@uncompiled
-def attention_mix(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    documents: Documents | None,
-    window: int = 0,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Causal attention, inside each document, in a window (0: in none), with sinks."""
-    since = 1 - window if 0 < window < query.shape[1] else None
-    seen: Tensor = _Attention.apply(query, key, value, sinks, documents, since)
-    return seen
-
-
 def _wide(x: Tensor) -> Tensor:
     return x.to(wide(x.dtype))
 
@@ -303,14 +288,21 @@ def _grouped(x: Tensor, heads: int) -> Tensor:
     return _wide(x).unflatten(2, (heads, -1))
 
 
-def _scores(query: Tensor, key: Tensor, causal: bool, documents: Documents | None, since: int | None) -> Tensor:
+def _scores(query: Tensor, key: Tensor, causal: bool, edges: Edges | None, since: int | None) -> Tensor:
     """(sequences, key-value heads, query heads of each, queries, keys)."""
     scores = torch.einsum("bqgrd,bkgd->bgrqk", _grouped(query, key.shape[2]), _wide(key)) / math.sqrt(query.shape[3])
-    if since is not None:
-        return scores.masked_fill_(~_band(query, key, causal, documents, since).unsqueeze(1), -math.inf)
-    if documents is not None:
-        return scores.masked_fill_(~documents.mask(query.device).unsqueeze(1), -math.inf)
-    if causal:
+    if edges is not None:
+        hidden = ~_within(_ids(edges, query), since).unsqueeze(1)
+    elif since is not None:
+        hidden = ~_band(query, key, causal, since)
+    elif causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
-        scores.masked_fill_(hidden, -math.inf)
-    return scores
+    else:
+        return scores
+    return scores.masked_fill_(hidden, -math.inf)
+
+
+def _ids(edges: Edges, query: Tensor) -> Tensor:
+    """(sequences, length): which document each token belongs to."""
+    tokens = torch.arange(query.shape[0] * query.shape[1], dtype=torch.int32, device=query.device)
+    return torch.bucketize(tokens, edges.places[1:], right=True).view(query.shape[:2])

@@ -21,9 +21,10 @@ from torch import Tensor
 from cuboid.errors import UserError
 from cuboid.model.custom import Model
 from cuboid.model.transformer import Transformer
-from cuboid.model.weight_names import WeightNames, check_family
+from cuboid.model.weight_names import PREDICTION_COPIES, WeightNames, check_family
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.plugin import PythonModelSpec
+from cuboid.spec.sharding import TIED
 
 
 @dataclass(frozen=True)
@@ -180,6 +181,11 @@ def to_huggingface(model: ModelSpec) -> dict[str, Target]:
     if model.tie_embeddings and not isinstance(model, PythonModelSpec):
         tokens = _their_name(check_family(model), "embedding.tokens.weight")
         targets["lm_head.weight"] = replace(targets[tokens], copy_of=tokens)
+    for layer in range(model.layers, model.all_layers):
+        for copy, ours in PREDICTION_COPIES.items():
+            tied = model.tie_embeddings and ours == "head.output.weight"
+            original = _their_name(check_family(model), TIED if tied else ours)
+            targets[f"model.layers.{layer}.{copy}"] = replace(targets[original], copy_of=original)
     return targets
 
 
@@ -206,6 +212,12 @@ def match_names(model: ModelSpec, names: Iterable[str]) -> dict[str, str]:
             found[full] = name
         elif not re.fullmatch(family.ignored, full):
             unknown.append(name)
+    beyond = re.compile(rf"model\.layers\.{model.layers}\.")  # where a first prediction layer lies
+    if not model.prediction_layers and any(map(beyond.match, unknown)) and "prediction_layers" in family.free:
+        raise UserError(
+            f"the checkpoint holds prediction layers and model={model.name} has none; use model.prediction_layers=1, "
+            "or as many as num_nextn_predict_layers of its config.json says"
+        )
     if unknown:
         raise UserError(
             f"the checkpoint holds {_some(unknown)}, which model={model.name} of family={model.family} has no place "
@@ -215,6 +227,10 @@ def match_names(model: ModelSpec, names: Iterable[str]) -> dict[str, str]:
     if missing == ["lm_head.weight"]:
         raise UserError(
             f"the checkpoint lacks lm_head.weight and model={model.name} is untied; use tie_embeddings=true"
+        )
+    if missing and model.prediction_layers and all(map(beyond.match, missing)):
+        raise UserError(
+            f"the checkpoint lacks the prediction layers of model={model.name}; use model.prediction_layers=0"
         )
     if missing:
         raise UserError(

@@ -242,6 +242,8 @@ def matrix_of(model: ModelSpec, name: str) -> Matrix:
     if path[0] == "head":
         return Matrix("head", model.hidden, 0)
     layer, inside = int(path[1]), path[3:]
+    if path[2] == "projection":
+        return Matrix("read", 2 * model.hidden, layer)
     if path[2] == "attention":
         return _attention_matrix(model, inside[0], layer)
     if inside[-1] == "router":

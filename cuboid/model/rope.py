@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cuboid.model.batch import Documents
+from cuboid.kernels.pinned_memory import to_device
+from cuboid.model.batch import Documents, Edges
 from cuboid.spec.model import ModelSpec, RopeScaling, YarnScaling
 from cuboid.spec.training import DataSpec
 
@@ -29,6 +30,11 @@ class Positions:
     """Of whole sequences, where attention stays inside documents."""
     windowed: tuple[Tensor, Tensor] | None = None
     """Cosine and sine for layers with a window, where these rotate otherwise."""
+    dropout: Tensor | None = None
+    """Of the tokens of the residual stream that this rank holds, what dropout draws from (`dropout.token_keys`); None
+    drops nothing."""
+    edges: Edges | None = None
+    """Of `documents`, as kernels read them."""
 
     def rotation(self, windowed: bool) -> tuple[Tensor | None, Tensor | None]:
         """Cosine and sine for layers with a window, or for those without."""
@@ -110,11 +116,12 @@ class PositionTable:
 
     def at(self, index: Tensor, documents: Documents | None = None) -> Positions:
         """`index`: (sequences, length)."""
-        index = index.to(self._device)
+        index = to_device(index, self._device)
+        edges = None if documents is None else documents.edges(self._device)
         if self._cosine is None or self._sine is None:
-            return Positions(index, None, None, documents)
+            return Positions(index, None, None, documents, edges=edges)
         windowed = None if self._windowed is None else (self._windowed[0][index], self._windowed[1][index])
-        return Positions(index, self._cosine[index], self._sine[index], documents, windowed)
+        return Positions(index, self._cosine[index], self._sine[index], documents, windowed, edges=edges)
 
     def of(self, places: Tensor, ids: Tensor | None, data: DataSpec, cut: int = 0) -> Positions:
         """Of these places of every sequence, whose tokens belong to the documents `ids` (sequences, whole length).

@@ -16,7 +16,7 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 
 from cuboid.kernels.compiler import operation
-from cuboid.model.fp8 import input_gradient_factors, input_gradient_of, multiply, output_of
+from cuboid.model.fp8 import Scaling, input_gradient_factors, input_gradient_of, multiply, output_of
 from cuboid.model.linear import Linear, Matmul
 from cuboid.model.moe import Experts, GroupedMatmul, RoutedExperts, grouped_matmul, grouped_outer
 
@@ -76,18 +76,18 @@ class _DeferrableFp8Matmul(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, by_row: bool, deferral: Deferral
+        context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling, deferral: Deferral
     ) -> Tensor:
-        y, columns, scale = output_of(x, weight, by_row)
+        y, columns, scale = output_of(x, weight, scaling)
         context.save_for_backward(columns, scale)
-        context.weight, context.bias, context.by_row, context.deferral = weight, bias, by_row, deferral
+        context.weight, context.bias, context.scaling, context.deferral = weight, bias, scaling, deferral
         return y if bias is None else y + bias
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         columns, scale = context.saved_tensors
         weight, bias, deferral = context.weight, context.bias, context.deferral
-        input_gradient, transposed, transposed_scale = input_gradient_of(gradient, weight, context.by_row)
+        input_gradient, transposed, transposed_scale = input_gradient_of(gradient, weight, context.scaling)
         bias_gradient = gradient.sum(0) if bias is not None else None
 
         def weight_gradient() -> Tensor:
@@ -105,15 +105,15 @@ class _DeferrableFp8Matmul(torch.autograd.Function):
         return input_gradient, None, None, None, None
 
 
-def deferrable_matmul(deferral: Deferral, fp8_rows: bool | None = None) -> Matmul:
-    """`fp8_rows`: in fp8, with a scale for each row or (False) each tensor."""
+def deferrable_matmul(deferral: Deferral, fp8: Scaling | None = None) -> Matmul:
+    """`fp8`: in it, with such scales."""
 
     def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if x.ndim > 2:
             return matmul(x.reshape(-1, x.shape[-1]), weight, bias).unflatten(0, x.shape[:-1])
-        if fp8_rows is None:
+        if fp8 is None:
             return _DeferrableMatmul.apply(x, weight, bias, deferral)
-        return _DeferrableFp8Matmul.apply(x, weight, bias, fp8_rows, deferral)
+        return _DeferrableFp8Matmul.apply(x, weight, bias, fp8, deferral)
 
     return matmul
 
@@ -258,33 +258,39 @@ class _SplitFp8Matmul(torch.autograd.Function):
     """`fp8.Fp8Matmul`; what waits is kept in fp8."""
 
     @staticmethod
-    def forward(context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, by_row: bool, number: Tensor) -> Tensor:
-        y, columns, scale = output_of(x, weight, by_row)
+    def forward(
+        context: Any, x: Tensor, weight: Tensor, bias: Tensor | None, scaling: Scaling, number: Tensor
+    ) -> Tensor:
+        y, columns, scale = output_of(x, weight, scaling)
         context.save_for_backward(columns, scale, weight, number)
-        context.by_row, context.has_bias = by_row, bias is not None
+        context.scaling, context.has_bias = scaling, bias is not None
         return y if bias is None else y + bias
 
     @staticmethod
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         columns, scale, weight, number = context.saved_tensors
-        factors, transposed = input_gradient_factors(gradient, weight, context.by_row)
+        factors, transposed = input_gradient_factors(gradient, weight, context.scaling)
         result = fp8_input_gradient([*factors], [*transposed, columns, scale], weight.dtype, number)
         return result, None, gradient.sum(0) if context.has_bias else None, None, None
 
 
-def split_fused_matmul(weights: Sequence[Tensor], fused: Tensor, deferral: Deferral) -> Callable[[Tensor], Tensor]:
+def split_fused_matmul(
+    weights: Sequence[Tensor], fused: Tensor, deferral: Deferral, fp8: Scaling | None = None
+) -> Callable[[Tensor], Tensor]:
     """With all of the weights, which are the rows of `fused`."""
     postponer = Postponer(weights, deferral)
+    if fp8 is not None:
+        return lambda x: _SplitFp8Matmul.apply(x, fused, None, fp8, postponer.number)
     return lambda x: _SplitMatmul.apply(x, fused, None, postponer.number)
 
 
-def split_matmul(linear: Linear, deferral: Deferral, fp8_rows: bool | None) -> Matmul:
-    """For this linear. `fp8_rows`: in fp8, with a scale for each row or (False) each tensor."""
+def split_matmul(linear: Linear, deferral: Deferral, fp8: Scaling | None) -> Matmul:
+    """For this linear. `fp8`: in it, with such scales."""
     postponer = Postponer([linear.weight], deferral)
 
     def matmul(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if fp8_rows is None:
+        if fp8 is None:
             return _SplitMatmul.apply(x, weight, bias, postponer.number)
-        return _SplitFp8Matmul.apply(x, weight, bias, fp8_rows, postponer.number)
+        return _SplitFp8Matmul.apply(x, weight, bias, fp8, postponer.number)
 
     return matmul

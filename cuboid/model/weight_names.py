@@ -73,6 +73,15 @@ LATENT_NAMES = {
     "layers.*.attention.key_value_up": "model.layers.*.self_attn.kv_b_proj",
 }
 
+PREDICTION_NAMES = {
+    "layers.*.embedding_norm": "model.layers.*.enorm",
+    "layers.*.hidden_norm": "model.layers.*.hnorm",
+    "layers.*.projection": "model.layers.*.eh_proj",
+    "layers.*.head_norm": "model.layers.*.shared_head.norm",
+}
+PREDICTION_COPIES = {"embed_tokens.weight": "embedding.tokens.weight", "shared_head.head.weight": "head.output.weight"}
+"""What each of their prediction layers holds a copy of."""
+
 GEMMA_NAMES = LLAMA_NAMES | {
     "layers.*.attention_post_norm": "model.layers.*.post_attention_layernorm",
     "layers.*.feed_forward_norm": "model.layers.*.pre_feedforward_layernorm",
@@ -118,6 +127,7 @@ PLAIN: dict[str, object] = {
     "embedding_scale": 1.0,
     "query_scale": 0.0,
     "qk_norm_whole": False,
+    "prediction_layers": 0,
 }
 """What a family has that does not say otherwise."""
 
@@ -187,10 +197,11 @@ FAMILIES: dict[str, WeightNames] = {
         one_bias_switch=True,
     ),
     "deepseek_v3": WeightNames(
-        names=LLAMA_NAMES | EXPERT_NAMES | LATENT_NAMES,
+        names=LLAMA_NAMES | EXPERT_NAMES | LATENT_NAMES | PREDICTION_NAMES,
         fixed=LLAMA_LIKE | NO_BIASES | {"qk_norm": False},
         mixture={"scoring": "sigmoid", "router_bias": True, "capacity_factor": 0.0, "biases": False},
         latent=True,
+        free=("prediction_layers",),
     ),
     "mistral": WeightNames(
         names=LLAMA_NAMES, fixed=LLAMA_LIKE | NO_BIASES | {"qk_norm": False}, free=("windows", "rope_factor")

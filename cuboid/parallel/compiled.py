@@ -60,6 +60,6 @@ def compiled_attention(block: Block, whole: bool, options: dict[str, Any] | None
 
     def run(x: Tensor, positions: Positions) -> Tensor:
         x, normed = attend(x, positions)
-        return block.finish(x, feed_forward(normed, positions))
+        return block.finish(x, feed_forward(normed, positions), positions)
 
     return run

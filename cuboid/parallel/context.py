@@ -17,8 +17,9 @@ from torch import Tensor
 from cuboid.kernels.compiler import operation, uncompiled
 from cuboid.kernels.recompute import SAVED
 from cuboid.model.attention import causal_mix
+from cuboid.model.attention_operation import add_sinks, attention_mix, sinks_gradient
 from cuboid.model.batch import Documents
-from cuboid.model.flash_attention import Attended, Gradients, add_sinks, attention_mix, sinks_gradient
+from cuboid.model.flash_attention import Attended, Gradients
 from cuboid.model.rope import Positions
 from cuboid.parallel.collectives import (
     Pending,
@@ -56,7 +57,7 @@ class ContextMix:
             length = query.shape[1] * self._outer.size
             seen = _OuterAttention.apply(query, key, value, sinks, self._method(positions.documents, length))
         elif self._window or sinks is not None:
-            seen = attention_mix(query, key, value, positions.documents, self._window, sinks)
+            seen = attention_mix(query, key, value, positions.edges, self._window, sinks)
         else:
             seen = causal_mix(query, key, value, positions)
         return _AllToAllHeads.apply(inner, True, seen)[0] if inner.size > 1 else seen

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cuboid.model.batch import Documents
+from cuboid.model.batch import Documents, Edges
 from cuboid.model.flash_attention import Attended, Gradients, attend, attend_backward
 from cuboid.spec.sharding import chunks_of, places_of, seen_of
 
@@ -39,16 +39,19 @@ class Block:
     """Of a window: query i of the block sees no key before key i + since of it."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        return attend(*self._cut(query, key, value), self.causal, self.documents, self.since)
+        return attend(*self._cut(query, key, value), self.causal, self._edges(query), self.since)
 
     def add_gradients(self, gradient: Tensor, attended: Attended, total: Gradients) -> None:
         """What this block adds to the gradients of queries, keys and values is added to `total`."""
         gradient, seen = (x[self.rows, self.queries] for x in (gradient, attended.seen))
         sums = attended.sums[self.rows, :, self.queries]
         part = Attended(*self._cut(*attended[:3]), seen, sums)
-        added = attend_backward(gradient, part, self.causal, self.documents, self.since)
+        added = attend_backward(gradient, part, self.causal, self._edges(gradient), self.since)
         for whole, chunk in zip(self._cut(*total), added, strict=True):
             whole += chunk
+
+    def _edges(self, x: Tensor) -> Edges | None:
+        return None if self.documents is None else self.documents.edges(x.device)
 
     def _cut(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return query[self.rows, self.queries], key[self.rows, self.keys], value[self.rows, self.keys]

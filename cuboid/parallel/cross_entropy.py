@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from cuboid.kernels.precision import wide
+from cuboid.model.batch import IGNORED
 from cuboid.model.split_backward import Deferral, accumulate
-from cuboid.model.transformer import IGNORED, Head
+from cuboid.model.transformer import Head
 from cuboid.parallel.collectives import all_reduce, all_reduce_maximum
 from cuboid.parallel.groups import Group
 from cuboid.parallel.tensor_region import Region

@@ -174,8 +174,7 @@ def spread_experts(mixture: RoutedExperts, group: Group, hand_over: HandOver = s
 def make_balance(run: Run, device: torch.device) -> Balance:
     assert run.model.mixture is not None
     mixture, batch = run.model.mixture, run.training.global_batch
-    layers = run.model.layers - mixture.first_dense_layers
-    return Balance(mixture, layers, batch, batch * run.training.sequence, device, run.training.seed)
+    return Balance(mixture, run.model.routed_layers, batch, batch * run.training.sequence, device, run.training.seed)
 
 
 def watched(router: Router, balance: Balance, layer: int, run: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -17,6 +17,8 @@ from cuboid.kernels.compiler import operation
 from cuboid.kernels.precision import wide
 from cuboid.model.attention import Attention
 from cuboid.model.feed_forward import FeedForward, swiglu
+from cuboid.model.fp8 import Fp8Matmul, input_gradient_of, multiply, output_of
+from cuboid.model.fp8_block import BLOCK as SQUARE
 from cuboid.model.linear import Linear, Norm
 from cuboid.model.rope import Positions, rotated
 from cuboid.model.split_backward import Deferral, split_fused_matmul
@@ -80,6 +82,25 @@ class _FusedMatmul(torch.autograd.Function):
         return gradient @ fused, None, *(gradient.t() @ x).split(context.rows)
 
 
+class _FusedFp8Matmul(torch.autograd.Function):
+    """`_FusedMatmul` in fp8 with scales of blocks."""
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, *held: Tensor) -> Tensor:
+        fused, *weights = held
+        y, columns, scales = output_of(x, fused, "block")
+        context.save_for_backward(columns, scales, fused)
+        context.rows = [weight.shape[0] for weight in weights]
+        return y
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        columns, scales, fused = context.saved_tensors
+        input_gradient, *transposed = input_gradient_of(gradient, fused, "block")
+        own = multiply(transposed[0], transposed[1], columns, scales, fused.dtype, fast=False)
+        return input_gradient, None, *own.split(context.rows)
+
+
 def fuse_matmuls(
     module: nn.Module, unit: Unit, rotates: bool, deferral: Deferral | None = None, region: Region | None = None
 ) -> None:
@@ -120,7 +141,13 @@ def _fused_matmul(
 ) -> Callable[[Tensor], Tensor] | None:
     """The matmul with several linears."""
     weights = [linear.weight for linear in linears]
-    plain = all(linear.matmul is functional.linear and linear.bias is None for linear in linears)
+    kind = linears[0].matmul
+    fp8 = kind.scaling if isinstance(kind, Fp8Matmul) else None
+    # A square of a scale never reaches from one weight into the next: the numbers are those of each weight by itself.
+    # What overlaps with collectives in fp8 is fused otherwise (`tensor_region`).
+    apart = any(weight.shape[0] % SQUARE for weight in weights) or (region is not None and region.overlaps)
+    plain = kind is functional.linear or (fp8 == "block" and not apart)
+    plain = plain and all(linear.matmul == kind and linear.bias is None for linear in linears)
     # A view of the unit's buffer (sum of outs, in), not a copy: ZeRO 3 frees and gathers it with the rest.
     together = unit.side_by_side(weights) if plain else None
     if together is None:
@@ -129,10 +156,10 @@ def _fused_matmul(
         return lambda x: fused_columns(region, x, together, weights)
 
     def matmul(x: Tensor) -> Tensor:
-        y: Tensor = _FusedMatmul.apply(x, together, *weights)
+        y: Tensor = (_FusedMatmul if fp8 is None else _FusedFp8Matmul).apply(x, together, *weights)
         return y
 
-    made = matmul if deferral is None else split_fused_matmul(weights, together, deferral)
+    made = matmul if deferral is None else split_fused_matmul(weights, together, deferral, fp8)
     return made if region is None else lambda x: made(region.enter(x))
 
 

@@ -17,10 +17,11 @@ from cuboid.kernels.precision import LossScale, wide
 from cuboid.kernels.recompute import Memory, with_recompute
 from cuboid.model.custom import Model
 from cuboid.model.fp8 import Fp8Matmul, require_fp8
+from cuboid.model.fp8_experts import fp8_grouped_matmul
 from cuboid.model.initialize import initial_tensor, learning_rate_factor
 from cuboid.model.linear import Linear, declared_split
 from cuboid.model.load_balancing import Balance
-from cuboid.model.moe import Experts, MoE, RoutedExperts
+from cuboid.model.moe import Experts, MoE, RoutedExperts, grouped_matmul
 from cuboid.model.router import Router
 from cuboid.model.split_backward import (
     UNTOUCHED,
@@ -30,7 +31,7 @@ from cuboid.model.split_backward import (
     deferrable_matmul,
     split_matmul,
 )
-from cuboid.model.transformer import Block
+from cuboid.model.transformer import Block, Head, Prediction, drop_in
 from cuboid.parallel.async_tp import compiler_options
 from cuboid.parallel.compiled import compiled_attention, compiled_block, is_compiled
 from cuboid.parallel.context import ContextMix
@@ -40,6 +41,7 @@ from cuboid.parallel.expert import join_sequences, make_balance, spread_experts,
 from cuboid.parallel.fused_block import fuse_matmuls, fused_add_norm
 from cuboid.parallel.groups import Groups, connect_groups, make_groups
 from cuboid.parallel.pipeline import DualPipePair, Pipeline
+from cuboid.parallel.predictions import PredictionLosses, predict
 from cuboid.parallel.qk_clip import LayerPeaks
 from cuboid.parallel.rank_batch import BatchSharder, RankBatch
 from cuboid.parallel.stage import Activations, Reduction, Segment, Stage
@@ -50,20 +52,21 @@ from cuboid.schedule.order import pairs_overlap
 from cuboid.schedule.schedules import make_schedule
 from cuboid.schedule.table import Schedule
 from cuboid.spec.layout import Recompute
-from cuboid.spec.partition import partition
+from cuboid.spec.partition import held_layers
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
 from cuboid.spec.sharding import (
     BALANCES,
     EXPERTS,
     REPLICATED,
-    TIED,
     Declared,
     Part,
     ShardingRank,
+    embedding_is_shared,
     is_block_linear,
     kv_part_count,
     lay_out,
+    parameter_name,
     unit_of,
 )
 from cuboid.spec.train_state import Course
@@ -102,6 +105,8 @@ class Engine:
     """Of queries and keys, where their heads are clipped."""
     z_loss: ZLoss | None = None
     """Of the logits, where it takes part in training."""
+    predictions: PredictionLosses | None = None
+    """Of prediction layers, in a model that has them."""
     course: Course = field(default_factory=Course)
     """Which batches are omitted, and what the latest steps were like."""
 
@@ -116,8 +121,8 @@ def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -
     """`draw`: the initial weights; else they are zero until something fills them."""
     layout, model = run.layout, run.model
     schedule = make_schedule(layout.schedule, layout.pp, run.micro_batches, layout.vpp)
-    layers = partition(model, layout.stages, run.training.sequence)
-    tied_apart = model.tie_embeddings and schedule.stage_rank[0] != schedule.stage_rank[-1]
+    layers = held_layers(model, layout.stages, run.training.sequence)
+    tied_apart = embedding_is_shared(model) and schedule.stage_rank[0] != schedule.stage_rank[-1]
     groups = make_groups(
         layout,
         rank,
@@ -144,14 +149,14 @@ def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -
         None if builder.compiled else fast_matmuls(device, run.training.precision),
         builder.pair,
     )
-    batches = BatchSharder(run, groups.coordinates.cp, builder.dtype, device)
+    batches = BatchSharder(run, groups.coordinates.cp, groups.tensor.index, builder.dtype, device)
     units = list(builder.units.values())
     factor = None
     if run.training.precision == "fp16":
         factor = LossScale(run.training.loss_scale, run.training.loss_scale_steps, device)
     compiled, balance = builder.compiled, builder.balance
     parts = (pipeline, layers, batches, compiled, balance, builder.activations, factor, ledger, builder.peaks)
-    engine = Engine(run, groups, device, units, *parts, builder.z_loss)
+    engine = Engine(run, groups, device, units, *parts, builder.z_loss, builder.predictions)
     if draw:
         draw_weights(engine)
     return engine
@@ -201,10 +206,13 @@ class _Builder:
         self.run, self.groups, self.device, self.schedule = run, groups, device, schedule
         self.model, self.layout = run.model, run.layout
         self.dtype = DTYPES[run.training.weights]
-        self.fp8_rows = run.training.fp8_scaling == "row" if run.training.precision == "fp8" else None
-        """Of the blocks' linears: None is not in fp8, True with a scale for each row."""
-        if self.fp8_rows is not None:
-            require_fp8(device)
+        self.dropout = run.training.dropout
+        self.fp8 = run.training.fp8_scaling if run.training.precision == "fp8" else None
+        """The scales of the blocks' linears; None is not in fp8."""
+        if self.fp8 is not None:
+            require_fp8(device, self.fp8, run.training.fp8_experts)
+        self.grouped_matmul = fp8_grouped_matmul if run.training.fp8_experts else grouped_matmul
+        """Of routed experts."""
         tensor, expert = groups.tensor, groups.expert
         sequence_parallel = self.layout.sequence_parallel
         self.place = ShardingRank(tensor.size, tensor.index, expert.size, expert.index, sequence_parallel)
@@ -232,6 +240,8 @@ class _Builder:
         self.peaks = LayerPeaks(self.model, self.dtype, device) if clips else None
         coefficient = run.training.z_loss
         self.z_loss = ZLoss(coefficient, self.dtype, device) if coefficient else None
+        depths, coefficient = self.model.prediction_layers, run.training.prediction_loss
+        self.predictions = PredictionLosses(coefficient, depths, wide(self.dtype), device) if depths else None
         self.activations = Activations(run, groups, wide(self.dtype), device, math.prod(self.flow))
         # Without experts elsewhere nothing in a pass would hand over.
         self.pair = DualPipePair() if self.layout.ep > 1 and pairs_overlap(schedule) else None
@@ -289,6 +299,8 @@ class _Builder:
         if self.custom is not None:
             return self._custom("embedding")
         embedding = make_embedding(self.model, self.region)
+        if self.dropout:
+            drop_in(embedding, "embedding", self.dropout, self.run.training.seed, self.device)
         return self._segment(embedding, "embedding", lambda x, batch: embedding(x, batch.positions))
 
     def _block(self, layer: int, recompute: Recompute) -> Segment:
@@ -296,19 +308,21 @@ class _Builder:
             return self._custom(f"layers.{layer}", recompute)
         # Without memory: `_segment` puts views of the unit's buffer in place.
         block = make_block(self.model, layer, self.region, self.device)
-        if self.fp8_rows is not None:
+        if self.dropout:
+            drop_in(block, f"layers.{layer}", self.dropout, self.run.training.seed, self.device)
+        if self.fp8 is not None:
             for child in block.modules():
                 if isinstance(child, Linear):
-                    child.matmul = Fp8Matmul(self.fp8_rows)
+                    child.matmul = Fp8Matmul(self.fp8)
+                if isinstance(child, Experts) and self.run.training.fp8_experts:
+                    child.matmul = deferrable_grouped_matmul(self.deferral, self.grouped_matmul)
         # Outside in: attention over ranks, then recompute around the block, then experts and measures around that.
         if self.layout.cp > 1:
             gathers = self.layout.cp_method == "allgather"
             block.attention.mix = ContextMix(self.groups, gathers, self.model.window_of(layer))
         routed = isinstance(block.feed_forward, MoE)
         # The compiler stops at these, and gives up what it would have to stop in while it recomputes.
-        within = self.run.data.attention_within_documents or bool(self.run.training.sequence_ramp)
-        in_window = self.model.window_of(layer) > 0 or self.model.sinks
-        stops = self.layout.cp > 1 or within or in_window or (self.model.qk_norm_whole and self.region is not None)
+        stops = self.layout.cp > 1 or (self.model.qk_norm_whole and self.region is not None)
         traced = self.region is None or self.region.traced
         if not self.compiled or (stops and recompute == "selective"):
             run = with_recompute(block, recompute)
@@ -318,7 +332,12 @@ class _Builder:
             run = compiled_block(block, recompute, traced and not stops and not routed, self.options)
         run = self._routed(block, f"layers.{layer}", run)
         measured = partial(self.activations.add, layer)
-        segment = self._segment(block, f"layers.{layer}", lambda x, batch: measured(run(x, batch.positions)))
+        if isinstance(block, Prediction):
+            depth = layer - self.model.layers
+            whole = partial(predict, block, depth, lambda x, positions: measured(run(x, positions)))
+            segment = self._segment(block, f"layers.{layer}", whole)
+        else:
+            segment = self._segment(block, f"layers.{layer}", lambda x, batch: measured(run(x, batch.positions)))
         if self.peaks is not None:
             block.attention.peaks = self.peaks.of(layer, self.units[f"layers.{layer}"].parts)
         # After the unit exists: fused weights are views of its buffer.
@@ -339,42 +358,48 @@ class _Builder:
     def _rework(self, block: Block, unit: Unit) -> None:
         """Of a block that is compiled: what the compiler does not find."""
         waits = self.deferral if self.schedule.splits_backward else None
-        if self.fp8_rows is None:
+        if self.fp8 in (None, "block"):  # in the others the compiler fuses what rounds
             fuse_matmuls(block, unit, self.model.positions == "rope", waits, self.region)
             if self.model.norm == "rmsnorm" and self.dtype != torch.float64:
                 block.add_norm = fused_add_norm
         if waits is not None:
             for child in block.modules():
                 if isinstance(child, Linear):
-                    child.matmul = split_matmul(child, waits, self.fp8_rows)
+                    child.matmul = split_matmul(child, waits, self.fp8)
 
     def _head(self) -> Segment:
         if self.custom is not None:
             return self._custom("head")
-        head = make_head(self.model, self.region)
+        head, predictions = make_head(self.model, self.region), self.predictions
+        read = self._reader(head)
+        if predictions is None:
+            return self._segment(head, "head", lambda x, batch: read(x, batch.labels, True))
+        return self._segment(head, "head", lambda x, batch: predictions.total(x, batch, read))
+
+    def _reader(self, head: Head) -> Callable[[Tensor, Tensor, bool], Tensor]:
+        """The summed loss of hidden states; the z-loss is of the model's own alone."""
         group, vocabulary, z_loss = self.groups.tensor, self.model.vocab, self.z_loss
         if self.compiled:
-            fused = partial(
-                fused_cross_entropy,
-                vocabulary=vocabulary,
-                group=group,
-                region=self.region,
-                deferral=self.deferral,
-                z_loss=z_loss,
-            )
-            return self._segment(head, "head", lambda x, batch: fused(head, x, batch.labels))
-        if z_loss is not None:
-            head.summed_loss = partial(split_cross_entropy, vocabulary=vocabulary, group=group, z_loss=z_loss)
-        return self._segment(head, "head", lambda x, batch: head.loss(x, batch.labels))
+            where = {"group": group, "region": self.region, "deferral": self.deferral}
+            fused = partial(fused_cross_entropy, head, vocabulary=vocabulary, **where)
+            return lambda x, labels, own: fused(x, labels, z_loss=z_loss if own else None)
+        if z_loss is None:
+            return lambda x, labels, _: head.loss(x, labels)
+
+        def read(x: Tensor, labels: Tensor, own: bool) -> Tensor:
+            logits = head(x)
+            return split_cross_entropy(logits, labels.flatten(), vocabulary, group, z_loss if own else None)
+
+        return read
 
     def _segment(self, module: nn.Module, prefix: str, run: Callable[[Tensor, RankBatch], Tensor]) -> Segment:
         in_block = prefix.startswith("layers.")
         if self.schedule.splits_backward and self.custom is None:
             for child in module.modules():
                 if isinstance(child, Linear) and not (self.compiled and in_block):
-                    child.matmul = deferrable_matmul(self.deferral, self.fp8_rows if in_block else None)
+                    child.matmul = deferrable_matmul(self.deferral, self.fp8 if in_block else None)
                 if isinstance(child, Experts):
-                    child.matmul = deferrable_grouped_matmul(self.deferral)
+                    child.matmul = deferrable_grouped_matmul(self.deferral, self.grouped_matmul)
         # A module of one's own may use one parameter under several names.
         aliases: dict[int, list[str]] = {}
         for path, parameter in module.named_parameters(remove_duplicate=False):
@@ -382,11 +407,9 @@ class _Builder:
         inside: dict[str, list[str]] = {}
         members: dict[str, dict[str, Declared]] = {}
         for inner, parameter in module.named_parameters():
-            name = f"{prefix}.{inner}"
+            name = parameter_name(self.model, prefix, inner)
             if self.custom is not None:
-                name = self.custom.called(name)
-            elif self.model.tie_embeddings and name in (TIED, "head.output.weight"):
-                name = TIED
+                name = self.custom.called(f"{prefix}.{inner}")
             inside[name] = aliases[id(parameter)]
             split = declared_split(module, inner)
             if split is None and self.region is not None:
@@ -405,7 +428,7 @@ class _Builder:
 
     def _unit(self, name: str, table: dict[str, Declared]) -> Unit:
         if name not in self.units:
-            one_scale = self.fp8_rows is False
+            one_scale = self.fp8 == "tensor"
             experts, balance = name.endswith(EXPERTS), name.endswith(BALANCES)
             self.units[name] = Unit(
                 name,

@@ -26,7 +26,7 @@ class LayerPeaks:
     def __init__(self, model: ModelSpec, dtype: torch.dtype, device: torch.device) -> None:
         self._model = model
         self.keys = model.heads if model.latent is not None else model.kv_heads
-        self.squares = torch.zeros(model.layers, model.heads + self.keys, dtype=wide(dtype), device=device)
+        self.squares = torch.zeros(model.all_layers, model.heads + self.keys, dtype=wide(dtype), device=device)
 
     def begin_step(self) -> None:
         self.squares.zero_()

@@ -200,10 +200,15 @@ class Activations:
         self._of_micro_batch = self._elements = held * apart
         # Tensor ranks hold tokens of their own with sequence parallelism, else all of them hold the same.
         self._counts = run.layout.sequence_parallel or groups.tensor.index == 0
-        self._first = 0 if run.output.layer_norms else model.layers - 1
-        self.squares = torch.zeros(model.layers, dtype=dtype, device=device)
+        self._last = model.layers - 1
+        self._first = 0 if run.output.layer_norms else self._last
+        self.squares = torch.zeros(model.all_layers, dtype=dtype, device=device)
         """Mean square over the global batch, by layer: of the last one, which the head reads, or of all if
-        `output.layer_norms` says so."""
+        `output.layer_norms` says so; and of prediction layers."""
+
+    @property
+    def read_by_head(self) -> Tensor:
+        return self.squares[self._last]
 
     def begin_step(self, micro_batches: int) -> None:
         """`micro_batches`: of all replicas."""

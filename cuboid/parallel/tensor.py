@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from cuboid.model.attention import Attention
 from cuboid.model.custom import VocabularyLoss
-from cuboid.model.linear import ColumnLinear, RowLinear, VocabularyEmbedding, WholeNorm
+from cuboid.model.linear import ColumnLinear, Norm, RowLinear, VocabularyEmbedding, WholeNorm
 from cuboid.model.moe import RoutedExperts
-from cuboid.model.transformer import Block, Embedding, Head
+from cuboid.model.transformer import Block, Embedding, Head, Prediction
 from cuboid.parallel.collectives import all_gather
 from cuboid.parallel.cross_entropy import split_cross_entropy
 from cuboid.parallel.groups import Group
@@ -105,7 +105,9 @@ def make_embedding(model: ModelSpec, region: Region | None) -> Embedding:
 
 def make_block(model: ModelSpec, layer: int, region: Region | None, device: torch.device) -> Block:
     with torch.device("meta"):
-        block = Block(model, layer)
+        block = Block(model, layer) if layer < model.layers else Prediction(model, layer)
+        if isinstance(block, Prediction) and layer == model.layers:
+            block.final_norm = Norm(model, model.hidden)
     if region is None:
         return block
     connect_region(block, region)
@@ -119,6 +121,8 @@ def make_block(model: ModelSpec, layer: int, region: Region | None, device: torc
 def make_head(model: ModelSpec, region: Region | None) -> Head:
     with torch.device("meta"):
         head = Head(model)
+    if model.prediction_layers:  # the first of them has the norm, because all of them read behind it
+        head.norm = nn.Identity()
     if region is not None:
         connect_region(head, region)
     return head

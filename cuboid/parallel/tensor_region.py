@@ -18,7 +18,7 @@ from torch.distributed._functional_collectives import (
 
 from cuboid.kernels.compiler import operation, uncompiled
 from cuboid.kernels.recompute import SAVED
-from cuboid.model.fp8 import Fp8Matmul, input_gradient_factors, multiply, output_of
+from cuboid.model.fp8 import Fp8Matmul, Scaling, input_gradient_factors, multiply, output_of
 from cuboid.model.linear import Linear
 from cuboid.parallel.collectives import (
     Pending,
@@ -223,7 +223,7 @@ def _overlapped(region: Region, x: Tensor, linears: Sequence[Linear], sliced: bo
     if all(matmul is functional.linear for matmul in matmuls):
         return _Columns.apply(region.number, sliced, x, region.gather(x), *held)
     if isinstance(matmuls[0], Fp8Matmul):
-        return _Fp8Columns.apply(region.number, sliced, matmuls[0].by_row, x, region.gather(x), *held)
+        return _Fp8Columns.apply(region.number, sliced, matmuls[0].scaling, x, region.gather(x), *held)
     return None
 
 
@@ -369,17 +369,17 @@ class _Fp8Columns(torch.autograd.Function):
     """In fp8, as `fp8.Fp8Matmul`."""
 
     @staticmethod
-    def forward(context: Any, region: int, sliced: bool, by_row: bool, *held: Tensor | None) -> tuple[Tensor, ...]:
+    def forward(context: Any, region: int, sliced: bool, scaling: Scaling, *held: Tensor | None) -> tuple[Tensor, ...]:
         """`held`: as `_Columns` has it."""
         _, whole, weights, biases = _apart(held)
         outputs: list[Tensor] = []
         kept: list[Tensor] = []
         for x, weight, bias in zip(_inputs(whole, weights, sliced), weights, biases, strict=True):
-            y, *columns = output_of(x, weight, by_row)
+            y, *columns = output_of(x, weight, scaling)
             outputs.append(y if bias is None else y + bias)
             kept = [*kept, *columns] if sliced else columns  # the same input, so the same for all
         context.save_for_backward(*weights, *kept)
-        context.region, context.sliced, context.by_row = region, sliced, by_row
+        context.region, context.sliced, context.scaling = region, sliced, scaling
         context.has_bias = [bias is not None for bias in biases]
         return *outputs, *_rest(whole, weights, sliced)
 
@@ -391,7 +391,7 @@ class _Fp8Columns(torch.autograd.Function):
         factors: list[Tensor] = []
         waiting: list[Tensor] = []
         for place, (gradient, weight) in enumerate(zip(made, weights, strict=True)):
-            needed, transposed = input_gradient_factors(gradient, weight, context.by_row)
+            needed, transposed = input_gradient_factors(gradient, weight, context.scaling)
             factors += needed
             waiting += [*transposed, *(kept[2 * place : 2 * place + 2] if context.sliced else kept)]
         traced = torch.compiler.is_compiling()

@@ -14,7 +14,7 @@ from math import lcm, prod
 
 from cuboid.spec.homes import sent_elements, stage_size, wire_precision
 from cuboid.spec.layout import V_SHAPED, Recompute
-from cuboid.spec.partition import partition
+from cuboid.spec.partition import held_layers
 from cuboid.spec.plugin import PythonModelSpec, SegmentRun
 from cuboid.spec.ranks import coordinates
 from cuboid.spec.run import Run
@@ -24,6 +24,7 @@ from cuboid.spec.sharding import (
     DeclaredUnit,
     Part,
     ShardingRank,
+    embedding_is_shared,
     is_block_linear,
     kv_head_of_query,
     kv_part_count,
@@ -91,7 +92,7 @@ class RankStep:
         """Of a micro-batch on this rank, those of its tensor-parallel neighbours included."""
         self.stages = self.layout.stages_of(self.place.pp)
         self.first, self.last = 0 in self.stages, self.layout.stages - 1 in self.stages
-        layers = partition(self.model, self.layout.stages, run.training.sequence)
+        layers = held_layers(self.model, self.layout.stages, run.training.sequence)
         self.layers = [layer for stage in self.stages for layer in layers[stage]]
         self.recompute = {
             layer: self.layout.recompute_at(place) for stage in self.stages for place, layer in enumerate(layers[stage])
@@ -102,7 +103,8 @@ class RankStep:
     def _units(self) -> Iterator[HeldUnit]:
         """Of layers that are alike one is looked at, and stands for all."""
         own = isinstance(self.model, PythonModelSpec)  # whose layers may all differ
-        kinds = [layer if own else self.model.has_experts(layer) for layer in self.layers]
+        apart = 0 if own else self.model.layers  # prediction layers are like no other
+        kinds = [-layer if layer >= apart else self.model.has_experts(layer) for layer in self.layers]
         firsts = dict(zip(reversed(kinds), reversed(self.layers), strict=True))
         held = [self._held(unit) for unit in units(self.model, sorted(firsts.values()), self.first, self.last)]
         before = [*takewhile(lambda unit: not unit.name.startswith("layers."), held)]
@@ -399,11 +401,13 @@ def _ends(step: RankStep) -> Iterator[Collective]:
     kinds: tuple[Kind, ...] = ("all-gather", "reduce-scatter") if layout.sequence_parallel else ("all-reduce",)
     size = step.element * step.tokens * model.hidden
     activation = f"{step.element} bytes × {step.tokens:,} tokens × {model.hidden:,} hidden"
+    predicted = step.last * model.prediction_layers  # each looks tokens up, and the head reads it
+    heads = step.last + predicted
     for kind in kinds:
-        for name, held in (("embedding", step.first), ("head", step.last)):
-            yield Collective("tp", kind, layout.tp, step.micro_batches * held, size, f"{name}: {activation}")
+        for name, times in (("embedding", step.first + predicted), ("head", heads)):
+            yield Collective("tp", kind, layout.tp, step.micro_batches * times, size, f"{name}: {activation}")
     for numbers, what in ((1, "largest logit"), (2, "sum and logit of the label")):
-        calls, size = step.micro_batches * step.last, numbers * step.wide * step.tokens
+        calls, size = step.micro_batches * heads, numbers * step.wide * step.tokens
         formula = f"{what}: {numbers} × {step.wide} bytes × {step.tokens:,} tokens"
         yield Collective("tp", "all-reduce", layout.tp, calls, size, formula)
 
@@ -420,10 +424,10 @@ def _partial_gradients(step: RankStep) -> Iterator[Collective]:
                     held += max(stop - max(part.offset, unit.begin), 0)
         what = f"gradients of what tensor ranks hold alike: {step.gradient} bytes × {held:,}"
         yield Collective(dimension, "all-reduce", ranks, int(held > 0), step.gradient * held, what)
-    if step.model.tie_embeddings and step.first != step.last:
+    if embedding_is_shared(step.model) and step.first != step.last:
         for unit in step.units:
             if unit.name == TIED:
-                what = f"gradient of the tied embedding: {step.gradient} bytes × {unit.shard:,}"
+                what = f"gradient of the token embedding of two stages: {step.gradient} bytes × {unit.shard:,}"
                 yield Collective("embedding", "all-reduce", 2, 1, step.gradient * unit.shard, what)
 
 
@@ -438,7 +442,7 @@ def _matrices(step: RankStep) -> Iterator[Collective]:
             yield Collective("stage", "all-to-all", stage_size(step.layout), 1, element * elements, what)
     model = step.model
     if step.run.optimizer.qk_clip:
-        numbers = model.layers * (model.heads + (model.heads if model.latent is not None else model.kv_heads))
+        numbers = model.all_layers * (model.heads + (model.heads if model.latent is not None else model.kv_heads))
         what = f"largest norms of queries and keys: {step.wide} bytes × {numbers:,}"
         yield Collective("world", "all-reduce", step.layout.world_size, 1, step.wide * numbers, what)
 
@@ -465,11 +469,14 @@ def _control(step: RankStep) -> Iterator[Collective]:
     """What every rank must know: tokens with labels, loss, gradient norm, whether to stop, the size of activations, the
     z-loss, and the load of experts."""
     layout, mixture = step.layout, step.model.mixture
-    yield Collective("data", "all-reduce", layout.dp * layout.cp, 1, 8, "tokens with labels: 8 bytes")
+    depths = step.model.prediction_layers
+    size = 8 * (1 + depths)
+    yield Collective("data", "all-reduce", layout.dp * layout.cp, 1, size, f"tokens with labels: {size} bytes")
     numbers, apart = (5, ", z-loss") if step.run.training.z_loss else (4, "")
+    numbers, apart = numbers + depths, apart + ", losses of prediction layers" * (depths > 0)
     what = f"loss{apart}, norm, whether to stop and size of activations: {numbers} × {step.wide} bytes"
     yield Collective("world", "all-reduce", layout.world_size, 1, numbers * step.wide, what)
     if mixture is not None:
-        rows, columns = step.model.layers - mixture.first_dense_layers, mixture.experts + ROUTER_SUMS
+        rows, columns = step.model.routed_layers, mixture.experts + ROUTER_SUMS
         what = f"statistics of routers: 8 bytes × {rows} layers × {columns}"
         yield Collective("world", "all-reduce", layout.world_size, 1, 8 * rows * columns, what)

@@ -220,8 +220,10 @@ def memory_lines(explanation: Explanation) -> list[str]:
     kept = "boundaries of its layers" if layout.recompute == "full" else "what its layers keep for backward"
     if layout.recompute_layers:
         kept = f"what they keep with {recomputation(layout)}"
+    predicted = plan.question.model.prediction_layers * (layout.stages - 1 in layout.stages_of(rank))
+    beside = f" and {predicted} prediction {'layer' if predicted == 1 else 'layers'}" if predicted else ""
     lines.append(
-        f"activations: {own} layers, {kept}, of the micro-batches in flight under {layout.schedule} = "
+        f"activations: {own} layers{beside}, {kept}, of the micro-batches in flight under {layout.schedule} = "
         f"{row['activations'] / GIB:.2f} GiB"
     )
     others = sum(row[name] for name in ("logits", "transient", "buffers", "reserve"))
@@ -264,7 +266,7 @@ def bubble_line(explanation: Explanation) -> str:
         return "no pipeline, no bubble"
     return (
         f"bubble: a rank does nothing in {plan.bubble:.1%} of the pipeline's time on average, simulated with these "
-        f"stages and messages ({layout.schedule}, {plan.micro_batches} micro-batches)"
+        f"stages and messages ({layout.schedule}, {plan.micro_batches} micro-batches); the times are the busiest rank's"
     )
 
 
@@ -286,13 +288,14 @@ def rival_lines(explanation: Explanation) -> list[str]:
     plan, best = explanation.plan, explanation.best
     lines = []
     if plan.peak > plan.question.limit:
-        lines.append(f"this layout is over the limit of {plan.question.limit / GIB:.1f} GiB a rank")
+        more = (plan.peak - plan.question.limit) / GIB
+        lines.append(f"this layout is {more:.1f} GiB over the limit of {plan.question.limit / GIB:.1f} GiB a rank")
     if best is plan:
         lines.append("no other layout searched is faster")
     else:
-        gain = plan.seconds / best.seconds - 1
+        change = best.seconds / plan.seconds - 1
         lines.append(
-            f"the planner's own choice, {best.layout}, takes {best.seconds:.4g} s and beats it by {gain:.1%}: "
+            f"the planner's own choice, {best.layout}, takes {best.seconds:.4g} s ({change:+.1%}): "
             f"{losses(best.parts, plan.parts, 3) or 'the same parts'} here"
         )
     for other in explanation.rivals:

@@ -21,9 +21,10 @@ from cuboid.planning.refine import Refined
 from cuboid.spec.cluster import ClusterSpec, load_cluster
 from cuboid.spec.coding import convert, decode, encode
 from cuboid.spec.layout import Layout
+from cuboid.spec.optimizer import OptimizerSpec
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import OutputSpec, Run, dump_run, load_run
-from cuboid.spec.training import OWN_DATA, TO_CHOOSE, DataSpec, OptimizerSpec, TrainingSpec
+from cuboid.spec.training import OWN_DATA, TO_CHOOSE, DataSpec, TrainingSpec
 
 GIB = 2**30
 
@@ -287,10 +288,12 @@ def reasons(plan: Plan) -> list[str]:
             f"domain; its collectives cost {_percent(plan, 'tensor')} of the step"
         )
     if layout.pp > 1:
+        least, most, count = min(plan.layers), max(plan.layers), plan.micro_batches
+        layers = f"{least} to {most} layers" if least < most else f"{most} layer{'s' if most > 1 else ''}"
+        batches = f"{count} micro-batches leave" if count > 1 else "one micro-batch leaves"
         found.append(
-            f"pp={layout.pp} ({layout.schedule}{f', {layout.vpp} stages a rank' if layout.vpp > 1 else ''}) leaves "
-            f"{min(plan.layers)} to {max(plan.layers)} layers a stage; {plan.micro_batches} micro-batches keep the "
-            f"bubble at {plan.bubble:.1%}"
+            f"pp={layout.pp} ({layout.schedule}{f', {layout.vpp} stages a rank' if layout.vpp > 1 else ''}) makes "
+            f"{layers} a stage; {batches} a bubble of {plan.bubble:.1%}"
         )
     if layout.cp > 1:
         found.append(
@@ -326,8 +329,8 @@ def error_line(plan: Plan) -> str:
     question = plan.question
     kind = "mixture" if question.model.mixture else "dense model"
     return (
-        f"nobody published a {kind} trained with {question.engine} on {question.cluster.accelerator}: how far this "
-        "step time is off is not known"
+        f"fewer than three published runs of a {kind} with {question.engine} on {question.cluster.accelerator} were "
+        "held out: how far this step time is off is not known"
     )
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from cuboid.cost.constants import Engine
 from cuboid.cost.estimate import Estimates, estimate_many
 from cuboid.cost.inputs import Array, Jobs, Shape, mixes, number, of_size
-from cuboid.cost.layers import LayerTimes, Pass, decides_layers
+from cuboid.cost.layers import LayerTimes, Pass, decides_layers, head_seconds
 from cuboid.cost.memory import first_memory, kept_per_layer, peak_memory
 from cuboid.cost.pipeline import (
     DUAL_PIPE_V,
@@ -201,10 +201,11 @@ class Passes:
             leading * layer(dense) + routed * layer(mixture)
             for dense, mixture in zip(times.dense, times.mixture, strict=True)
         )
-        weight = shape.layers * (times.mean("compute", 0) - parts.attention_forward) + parts.head_forward
+        head = head_seconds(shape, parts, times)
+        weight = shape.layers * (times.mean("compute", 0) - parts.attention_forward) + head.weight
         return cls(
-            forward + parts.head_forward + 0.3 * parts.embedding,
-            backward + parts.head_backward + 0.7 * parts.embedding,
+            forward + head.forward + 0.3 * parts.embedding,
+            backward + head.backward + 0.7 * parts.embedding,
             weight,
             routed * _paired(question, times),
         )

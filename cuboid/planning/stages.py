@@ -10,7 +10,7 @@ from cuboid.cost.compute import Kernels, kernels
 from cuboid.cost.constants import Engine, engine_for
 from cuboid.cost.estimate import Machine
 from cuboid.cost.inputs import Array, Jobs, Shape, heavier, lighter, mixes, single
-from cuboid.cost.layers import LayerTimes, Pass, hop, layer_times
+from cuboid.cost.layers import LayerTimes, Pass, head_seconds, hop, layer_times
 from cuboid.cost.pipeline import is_v_shaped, with_shared_cores
 from cuboid.cost.pipeline import partition as assumed_partition
 from cuboid.planning.question import Question
@@ -90,6 +90,7 @@ def held(model: ModelSpec, schedule: str, pp: int, vpp: int, sequence: int) -> H
 class LayerSeconds:
     """Seconds of one micro-batch, one entry per layout: a layer of each kind, the embedding and the head."""
 
+    shape: Shape
     parts: Kernels
     times: LayerTimes
     """On average over the layers."""
@@ -105,7 +106,7 @@ class LayerSeconds:
         parts = kernels(shape, jobs, machine.chip, engine, question.cost_precision)
         kinds = (jobs, heavier(jobs), lighter(jobs)) if mixes(jobs) else (jobs,)
         times = [layer_times(shape, each, machine.fabric, engine, parts, question.cost_precision) for each in kinds]
-        return cls(parts, times[0], times[len(times) // 2], times[-1])
+        return cls(shape, parts, times[0], times[len(times) // 2], times[-1])
 
     @property
     def dense(self) -> Array:
@@ -120,7 +121,7 @@ class LayerSeconds:
     @property
     def head(self) -> Array:
         """The head and the loss, forward and backward."""
-        return self.parts.head_forward + self.parts.head_backward
+        return head_seconds(self.shape, self.parts, self.more).both
 
 
 def _both(passes: tuple[Pass, Pass]) -> Array:
@@ -215,8 +216,9 @@ def stage_costs(
         if stage == 0:
             ahead, back = ahead + 0.3 * single(parts.embedding), back + 0.7 * single(parts.embedding)
         if stage == len(counts) - 1:
-            ahead, back = ahead + single(parts.head_forward), back + single(parts.head_backward)
-            weight += single(parts.head_forward)
+            head = head_seconds(shape, parts, more)
+            ahead, back = ahead + single(head.forward), back + single(head.backward)
+            weight += single(head.weight)
         weight = min(weight, back / 2)
         forward.append(ahead)
         inputs.append(back - weight)

@@ -37,8 +37,11 @@ KEYS: dict[str, type | Only] = {
     "steps_per_print": int,
     "wall_clock_breakdown": bool,
     "prescale_gradients": OFF,
-    "sequence_parallel_size": Only((1,)),
+    "sequence_parallel_size": int,
+    "torch_autocast.enabled": OFF,
     "bf16.enabled": bool,
+    "bf16.bf16_master_weights_and_grads": OFF,
+    "bf16.bf16_optimizer_states": OFF,
     "fp16.enabled": bool,
     "fp16.initial_scale_power": int,
     "fp16.loss_scale_window": int,
@@ -69,6 +72,7 @@ KEYS: dict[str, type | Only] = {
     "zero_optimization.offload_optimizer.ratio": Only((1, 1.0)),
     "zero_optimization.offload_param.device": Only(("none",)),
     "zero_optimization.cpu_offload": EITHER,
+    "zero_optimization.cpu_offload_param": OFF,
     "zero_optimization.cpu_offload_params": OFF,
     "zero_optimization.zero_hpz_partition_size": Only((1,)),
     "zero_optimization.zero_quantized_weights": OFF,
@@ -100,14 +104,21 @@ NOTED = (
     "zero_optimization.(round_robin_gradients|sub_group_size|ignore_unused_parameters|stage3_.*|load_from_fp32_weights)",
     "zero_optimization.(max_live_parameters|max_reuse_distance|gather_16bit_weights_on_model_save|prefetch_bucket_size)",
     "zero_optimization.((param|model)_persistence_threshold|legacy_stage1|leaf_module.*|module_granularity_threshold)",
+    "zero_optimization.(compute_grad_norm|use_all_reduce_for_fetch_params|allgather_sequential|parameter_alignment)",
+    "zero_optimization.(zero_quantized_nontrainable_weights|pipeline_loading_checkpoint|override_module_apply)",
+    "zero_optimization.(enable_sanity_checks|save_muon_momentum_buffer_in_memory|zenflow(\\..*)?)",
     "zero_optimization.(cpu_offload_use_pin_memory|log_trace_cache_warnings|mics_hierarchical_params_gather)",
     "zero_optimization.(memory_efficient_linear|elastic_checkpoint|use_multi_rank_bucket_allreduce)",
     "zero_optimization.offload_(optimizer|param).(buffer_count|buffer_size|fast_init|pipeline_.*|max_in_cpu|pin_memory)",
+    "zero_optimization.offload_(optimizer|param).(nvme_path|super_offload|cpuadam_cores_perc)",
+    "tensor_parallel.(dtype|tp_overlap_comm|vocab_parallel_.*|partition_config.*|preset_model|injection_policy.*)",
+    "tensor_parallel.(keep_module_on_host|replace_with_kernel_inject)|torch_autocast.(dtype|lower_precision_.*)",
     "optimizer.params.(torch_adam|fused|bias_correction)",
     "(flops_profiler|comms_logger|tensorboard|wandb|csv_monitor|aio|monitor_config)\\..*",
     "zero_allow_untested_optimizer|zero_force_ds_cpu_optimizer|memory_breakdown|dump_state|gradient_predivide_factor",
     "compile\\..*|data_types\\..*|nebula\\..*|autotuning\\..*|timers\\..*|hybrid_engine\\..*|checkpoint\\..*",
     "graph_harvesting|use_data_before_expert_parallel_|sparse_gradients|fp32_allreduce|dataloader_drop_last",
+    "disable_python_gc|vocabulary_size|managed_gradient_accumulation|use_data_before_expert_parallelism",
     "(amp|curriculum_learning|data_efficiency|progressive_layer_drop|compression_training|elasticity)\\..*",
     "(eigenvalue|quantize_training|sparse_attention|weight_quantization)\\..*",
     "checkpoint.use_node_local_storage|checkpoint.load_universal|disable_allgather|communication_data_type|seq_parallel.*",
@@ -126,6 +137,7 @@ OTHERWISE = {
     "zero_optimization.offload_optimizer.ratio": "all of the optimizer's state goes to CPU memory",
     "zero_optimization.offload_param.device": "parameters stay on the accelerator; use zero_optimization.stage=3 and "
     "enough of them",
+    "zero_optimization.cpu_offload_param": "parameters stay on the accelerator",
     "zero_optimization.cpu_offload_params": "parameters stay on the accelerator",
     "scheduler.params.warmup_min_lr": "the learning rate rises from 0",
     "scheduler.params.warmup_type": "the learning rate rises linearly",
@@ -159,11 +171,6 @@ CHANGED = {
 
 ALIASES = {"bfloat16": "bf16"}
 """Old names of sections."""
-
-INSTEAD = {
-    "sequence_parallel_size": "layout cp in the run file",
-}
-"""What to write instead, where the value that works does not say it."""
 
 
 def run_table_from_deepspeed(config: Mapping[str, Any], world_size: int | None = None) -> Table:
@@ -211,9 +218,12 @@ def _read(config: Mapping[str, Any]) -> tuple[Table, list[str]]:
     """Dotted key -> value, for the keys that can be honoured, and notes; one sentence names all that cannot."""
     found: Table = {}
     refused, ignored, open_keys, strange, otherwise = _sections(config), [], [], [], []
+    empty = []
     for key, value in _flatten(_spelled(config)):
         kind = KEYS.get(key)
-        if key not in KEYS and any(re.fullmatch(pattern, key) for pattern in NOTED):
+        if value is None and kind != Only((None,)):
+            empty.append(key)
+        elif key not in KEYS and any(re.fullmatch(pattern, key) for pattern in NOTED):
             ignored.append(key)
         elif value == "auto" and kind is not None:
             open_keys.append(key)
@@ -231,7 +241,7 @@ def _read(config: Mapping[str, Any]) -> tuple[Table, list[str]]:
                 otherwise.append(f"{key}={show(value)}: {OTHERWISE[key]}")
                 found |= {key: "cpu"} if key == "zero_optimization.offload_optimizer.device" else {}
             else:
-                instead = INSTEAD.get(key) or either(f"{key}={show(allowed)}" for allowed in kind.values)
+                instead = either(f"{key}={show(allowed)}" for allowed in kind.values)
                 refused.append(f"{key}={show(value)} (use {instead})")
         else:
             found[key] = value if kind is list else convert(_meant(value, kind), kind, key)
@@ -240,6 +250,7 @@ def _read(config: Mapping[str, Any]) -> tuple[Table, list[str]]:
         raise UserError(f"DeepSpeed keys that cannot be honoured: {', '.join(refused)}; change or remove them")
     notes = [f"{', '.join(ignored)}: about DeepSpeed's own buffers, checks and logs; not used here"] if ignored else []
     notes += [f"{', '.join(strange)}: no keys of DeepSpeed; not used"] if strange else []
+    notes += [f"{', '.join(empty)}: null, as if not there"] if empty else []
     if open_keys:
         found |= _opened(found, open_keys)
         taken = (f"{key}={show(found[key])}" if key in found else f"{key} as by default" for key in open_keys)
@@ -279,7 +290,11 @@ def _sections(config: Mapping[str, Any]) -> list[str]:
     def whole(key: str) -> bool:
         return key in ("sparse_attention", "elasticity") and "enabled" not in config[key]
 
-    return [f"{key} ({words})" for key, words in CHANGED.items() if key in config and (on(config[key]) or whole(key))]
+    found = [f"{key} ({words})" for key, words in CHANGED.items() if key in config and (on(config[key]) or whole(key))]
+    zero = config.get("zero_optimization")
+    if isinstance(zero, Mapping) and zero.get("zenflow"):
+        found.append("zero_optimization.zenflow (every gradient is used in its own step)")
+    return found
 
 
 def _known_section(key: str) -> bool:
@@ -335,13 +350,17 @@ def _layout(found: Table, world_size: int | None) -> Layout:
     pp = _one_of(found, "pipeline.stages", "pipeline.pipe_degree")
     vpp = found.get("pipeline.interleave_degree", 1)
     require_positive("pipeline.interleave_degree", vpp)
+    cp = found.get("sequence_parallel_size", 1)
+    require_positive("sequence_parallel_size", cp)
     checkpointed = any(key.startswith("activation_checkpointing.") for key in found)
-    dp = _replicas(found, tp * pp, world_size)
+    dp = _replicas(found, tp * pp * cp, world_size)
     stage = found.get("zero_optimization.stage", 0)
     return Layout(
         dp=dp,
         tp=tp,
         pp=pp,
+        cp=cp,
+        cp_method="ulysses" if cp > 1 else "ring",
         zero=stage,
         shard=max(found.get("zero_optimization.mics_shard_size", 0), 0),
         recompute="full" if checkpointed or found.get("pipeline.activation_checkpoint_interval") else "none",
@@ -374,7 +393,7 @@ def _replicas(found: Table, model_ranks: int, world_size: int | None) -> int:
         if world_size % model_ranks:
             near = [world_size // model_ranks * model_ranks, (world_size // model_ranks + 1) * model_ranks]
             raise UserError(
-                f"world_size={world_size} does not divide by tensor × pipeline = {model_ranks}; "
+                f"world_size={world_size} does not divide by tensor × pipeline × sequence = {model_ranks}; "
                 f"{use('world_size', [number for number in near if number])}"
             )
         return world_size // model_ranks
@@ -382,7 +401,7 @@ def _replicas(found: Table, model_ranks: int, world_size: int | None) -> int:
     if batch is None or micro is None or "gradient_accumulation_steps" not in found:
         raise UserError(
             "world_size is missing and the three batch sizes are not all there to tell it; "
-            f"give world_size as a multiple of tensor × pipeline = {model_ranks}"
+            f"give world_size as a multiple of tensor × pipeline × sequence = {model_ranks}"
         )
     _require_product(batch, micro, found["gradient_accumulation_steps"])
     return int(batch // (micro * found["gradient_accumulation_steps"]))

@@ -160,9 +160,9 @@ def _check_recompute(layout: Layout, model: ModelSpec, sequence: int) -> None:
 FP8_MULTIPLE = 16
 
 
-def check_fp8(layout: Layout, model: ModelSpec, sequence: int, section: str = "") -> None:
+def check_fp8(layout: Layout, model: ModelSpec, sequence: int, section: str = "", experts: bool = False) -> None:
     """Both dimensions of each linear in a block, as a rank holds it, and its tokens must divide by 16. `section`: as in
-    `check`."""
+    `check`. `experts`: those too."""
     tokens = layout.micro_batch * sequence // layout.cp
     wanted = FP8_MULTIPLE * layout.cp
     if tokens % FP8_MULTIPLE:
@@ -172,7 +172,12 @@ def check_fp8(layout: Layout, model: ModelSpec, sequence: int, section: str = ""
             f"{section}sequence={sequence}{f' / cp={layout.cp}' if layout.cp > 1 else ''} = {tokens} does not divide "
             f"by it; {use(f'{section}sequence', near)}"
         )
-    for name, size in _linear_widths(layout, model).items():
+    widths = _linear_widths(layout, model)
+    if experts:
+        if model.mixture is None:
+            raise UserError(f"{section}fp8_experts=true needs experts and {model.name} has none; use fp8_experts=false")
+        widths["mixture.expert_ffn"] = model.mixture.expert_ffn
+    for name, size in widths.items():
         if size % FP8_MULTIPLE:
             smaller = f"a smaller tp than {layout.tp} or " if layout.tp > 1 else ""
             raise UserError(

@@ -108,12 +108,23 @@ class GenerationSpec:
     """Tokens of each, prompt and result together."""
     chunk: int = 512
     """Most tokens of prompts in one forward pass."""
+    draft: int = 0
+    """Tokens that prediction layers draft behind each that is written; the model reads them with it, and keeps those
+    that it would have written."""
 
     def __post_init__(self) -> None:
         check_types(self, "generation")
         require_at_least(1, self, "generation", ("slots", "length", "chunk"))
         require_at_most({"slots": 1 << 20, "length": MOST_TOKENS, "chunk": MOST_TOKENS}, self, "generation")
         check_layout(self.layout, self.model)
+        most = self.model.prediction_layers
+        if not 0 <= self.draft <= most:
+            instead = f"use draft={most} or less" if most else "use draft=0, or a model with model.prediction_layers"
+            raise UserError(
+                f"draft={self.draft} is more than the {most} prediction layers of {self.model.name}; {instead}"
+            )
+        if self.draft and any(self.model.windows):
+            raise UserError(f"draft={self.draft} is not for model.windows={list(self.model.windows)}; use draft=0")
 
     @property
     def batches(self) -> int:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from cuboid.errors import UserError
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import ModelSpec
-from cuboid.spec.partition import partition
+from cuboid.spec.partition import held_layers
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
 from cuboid.spec.sharding import BALANCES, Declared, DeclaredUnit, Part, ShardingRank, is_block_linear, lay_out, units
@@ -222,12 +222,12 @@ def stage_buckets(run: Run, pipeline_rank: int) -> tuple[Bucket, ...]:
     """The matrices of all layers that a pipeline rank holds, with their homes, in the order they travel."""
     layout, model, steps = run.layout, run.model, run.optimizer.newton_schulz_steps
     size = stage_size(layout)
-    layers = partition(model, layout.stages, run.training.sequence)
+    layers = held_layers(model, layout.stages, run.training.sequence)
     own = isinstance(model, PythonModelSpec)  # whose layers may all differ
-    known: dict[int, list[tuple[Matrix, NDArray[np.int64]]]] = {}
+    known: dict[object, list[tuple[Matrix, NDArray[np.int64]]]] = {}
     lots: list[list[tuple[str, Matrix, NDArray[np.int64]]]] = [[]]
     for layer in (layer for stage in layout.stages_of(pipeline_rank) for layer in layers[stage]):
-        kind = layer if own else int(model.has_experts(layer))
+        kind = layer if own else (model.has_experts(layer), layer < model.layers)
         if kind not in known:
             known[kind] = [(matrix, _holders(matrix)) for matrix in _placeless(run, layer)]
         elements = sum(matrix.rows * matrix.columns for _, matrix, _ in lots[-1])

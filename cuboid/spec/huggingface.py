@@ -44,8 +44,8 @@ DROPOUT = frozenset("attention_dropout attn_pdrop embd_pdrop resid_pdrop".split(
 """Dropout belongs to a training, not to a model, and Cuboid trains without it."""
 
 ROUTING = frozenset("ep_size num_mtp_layers num_nextn_predict_layers output_router_logits quantization_config".split())
-"""Keys of mixtures about storage, what a forward pass returns, and layers that predict further tokens, which are no
-part of the language model."""
+"""Keys of mixtures about storage, what a forward pass returns, and layers that predict further tokens, which only
+DeepSeek-V3's checkpoints are known to have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,7 +300,7 @@ READERS: dict[Any, Reader] = {
     "deepseek_v3": Reader(
         family="deepseek_v3",
         defaults={**LLAMA_DEFAULTS, "max_positions": 4096},
-        fields=WITHOUT_HEAD_DIM,
+        fields={**WITHOUT_HEAD_DIM, "num_nextn_predict_layers": "prediction_layers"},
         only={
             **SILU,
             "moe_layer_freq": (1,),
@@ -308,7 +308,7 @@ READERS: dict[Any, Reader] = {
             "scoring_func": ("sigmoid",),
             "topk_method": ("noaux_tc",),
         },
-        ignored=ROUTING,
+        ignored=ROUTING - {"num_nextn_predict_layers"},
         finish=(read_latent, read_mixture(DEEPSEEK_KEYS, DEEPSEEK_V3_ROUTING), read_rope),
     ),
 }

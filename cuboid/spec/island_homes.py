@@ -14,7 +14,7 @@ from math import gcd, prod
 
 from cuboid.spec.homes import Kept, Matrix, Span, at_home, kept_by, stage_size
 from cuboid.spec.islands import BLOCK, Fragment, Tensor, fragments_of
-from cuboid.spec.partition import partition
+from cuboid.spec.partition import held_layers
 from cuboid.spec.run import Run
 from cuboid.spec.sharding import TIED, DeclaredUnit, units
 
@@ -45,7 +45,7 @@ def elements_of(tensor: Tensor, blocks: Blocks) -> tuple[int, int]:
 
 def _stage_units(run: Run, pipeline_rank: int) -> list[DeclaredUnit]:
     """What a pipeline rank answers for: a tied embedding belongs to the first stage alone."""
-    layers = partition(run.model, run.layout.stages, run.training.sequence)
+    layers = held_layers(run.model, run.layout.stages, run.training.sequence)
     stages = run.layout.stages_of(pipeline_rank)
     held = [layer for stage in stages for layer in layers[stage]]
     first, last = 0 in stages, run.layout.stages - 1 in stages

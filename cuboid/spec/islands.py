@@ -76,7 +76,7 @@ class IslandsSpec:
             raise UserError(f"islands.quorum={self.quorum} is more than count={self.count}; use that or less")
 
     def check_model(self, model: ModelSpec) -> None:
-        most = model.layers + 2
+        most = model.layers + model.prediction_layers + 2
         if self.fragments > most:
             raise UserError(
                 f"islands.fragments={self.fragments} is more than {model.name} has blocks, embedding and head; use "
@@ -159,7 +159,7 @@ class Fragment:
 
 def _segments(model: ModelSpec) -> Iterator[tuple[str, str, Declared]]:
     """Segment, name and shape of every parameter once: of blocks, embedding and head."""
-    for unit in units(model, range(model.layers), first=True, last=True):
+    for unit in units(model, range(model.layers + model.prediction_layers), first=True, last=True):
         for name, declared in unit.parameters.items():
             depth = 2 if name.startswith("layers.") else 1
             yield ".".join(name.split(".")[:depth]), name, declared

@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from cuboid.errors import UserError, either, nearest_names
-from cuboid.readers import Table, parse_toml, read_json, read_toml
+from cuboid.readers import Table, parse_toml, read_json, read_safetensors_header, read_toml
 from cuboid.spec.coding import decode, encode, field_types, require_known
 from cuboid.spec.huggingface import is_known, table_from_config
 from cuboid.spec.model import ModelSpec, with_balancing
@@ -103,7 +103,23 @@ def model_table(text: str, folder: Path = Path()) -> Table:
             "options": {"folder": str(path.parent.resolve())},
             "name": path.resolve().parent.name,
         }
-    return table_from_config(config, path.resolve().parent.name if path.name == "config.json" else path.stem)
+    named = path.resolve().parent.name if path.name == "config.json" else path.stem
+    return as_stored(table_from_config(config, named), path.parent)
+
+
+def as_stored(table: Table, folder: Path) -> Table:
+    """Without prediction layers where weights lie beside the config.json and none is of such a layer: transformers
+    drops these layers when it loads a model, and writes folders whose config.json still has them."""
+    if not table.get("prediction_layers"):
+        return table
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    names: object = None
+    if index.is_file():
+        names = read_json(index).get("weight_map")
+    elif single.is_file():
+        names = read_safetensors_header(single)
+    first = f"model.layers.{table.get('layers')}.eh_proj.weight"
+    return {**table, "prediction_layers": 0} if isinstance(names, dict) and first not in names else table
 
 
 def catalog_table(name: str) -> Table:

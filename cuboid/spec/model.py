@@ -18,6 +18,7 @@ MOST = {
     "vocab": 1 << 24,
     "max_positions": 1 << 31,
     "base_width": 1 << 24,
+    "prediction_layers": 64,
 }
 """Sizes of a model a hundred times beyond any that was trained; above them memory and time of planning end too."""
 
@@ -245,6 +246,7 @@ Family = Literal[
     "gpt_oss",
 ]
 INITIAL_STD = 0.02
+NEED_ROPE = ("window_rope_theta", "prediction_layers")
 Initialization = Literal["auto", "megatron", "flat", "depth", "width", "fan_in", "zero_output", "mup"]
 
 
@@ -334,11 +336,13 @@ class ModelSpec:
     """Routed experts in place of feed-forward blocks."""
     latent: LatentAttentionSpec | None = None
     """Attention through low-rank latents."""
+    prediction_layers: int = 0
+    """Layers behind the others that predict further tokens, with the model's embedding and head (DeepSeek-V3)."""
 
     def __post_init__(self) -> None:
         check_types(self, "model")
         require_at_least(1, self, "model", ("hidden", "layers", "heads", "ffn", "vocab", "max_positions", "base_width"))
-        require_at_least(0, self, "model", ("kv_heads", "head_dim"))
+        require_at_least(0, self, "model", ("kv_heads", "head_dim", "prediction_layers"))
         require_at_most(MOST, self, "model")
         self._resolve_heads()
         for name in ("norm_epsilon", "rope_theta", "initial_std", "embedding_scale", "rope_factor"):
@@ -352,7 +356,7 @@ class ModelSpec:
         self._check_initialization()
         self._check_windows()
         stretches = {"rope_scaling": self.rope_scaling, "yarn": self.yarn, "rope_factor": self.rope_factor != 1}
-        for name, is_set in {**stretches, "window_rope_theta": self.window_rope_theta}.items():
+        for name, is_set in {**stretches, **{name: getattr(self, name) for name in NEED_ROPE}}.items():
             if is_set and self.positions != "rope":
                 raise UserError(f"model.{name} does nothing with positions={self.positions}; use positions=rope")
         several = [name for name, is_set in stretches.items() if is_set]
@@ -434,6 +438,16 @@ class ModelSpec:
         """Whether some layers have experts that can be spread over ranks."""
         return self.mixture is not None
 
+    @property
+    def all_layers(self) -> int:
+        """Transformer blocks, those of prediction layers among them, which are numbered behind the others."""
+        return self.layers + self.prediction_layers
+
+    @property
+    def routed_layers(self) -> int:
+        """How many of them route their tokens to experts."""
+        return self.all_layers - (self.mixture.first_dense_layers if self.mixture else self.all_layers)
+
     def has_experts(self, layer: int) -> bool:
         """Whether a layer routes its tokens to experts."""
         return self.mixture is not None and layer >= self.mixture.first_dense_layers
@@ -449,7 +463,7 @@ class ModelSpec:
         """Exact number of parameters, learned positions included, a tied embedding counted once."""
         from cuboid.spec.sharding import count, embedding_parameters, head_parameters
 
-        layers = sum(self.layer_parameters(layer) for layer in range(self.layers))
+        layers = sum(self.layer_parameters(layer) for layer in range(self.all_layers))
         return layers + count(embedding_parameters(self) | head_parameters(self))
 
     @property
@@ -462,13 +476,13 @@ class ModelSpec:
         last = block_parameters(self, self.layers - 1)
         routed = count({name: declared for name, declared in last.items() if declared.split.kind == "expert"})
         idle = routed // self.mixture.experts * (self.mixture.experts - self.mixture.top_k)
-        return self.parameters - sum(map(self.has_experts, range(self.layers))) * idle
+        return self.parameters - self.routed_layers * idle
 
     def layer_parameters(self, layer: int) -> int:
         """Parameters of one transformer layer; they differ where leading layers of a mixture are dense."""
-        from cuboid.spec.sharding import block_parameters, count
+        from cuboid.spec.sharding import block_parameters, count, prediction_parameters
 
-        return count(block_parameters(self, layer))
+        return count(block_parameters(self, layer) | prediction_parameters(self, layer))
 
     def attention_parameters(self) -> int:
         """Parameters of one attention block, without the norm before it."""

@@ -125,7 +125,11 @@ def layer_costs(model: ModelSpec, sequence: int) -> tuple[list[float], float]:
         each = sequence * model.heads * (latent.qk_nope_dim + latent.qk_rope_dim + latent.v_dim) // 2
         attention = [each] * model.layers
     costs = [projections + attention[layer] + _feed_forward_cost(model, layer) for layer in range(model.layers)]
-    return [float(cost) for cost in costs], float(model.hidden * model.vocab)
+    head = model.hidden * model.vocab
+    if model.prediction_layers:  # the last stage has them, and the head's matmul once more for each
+        layer = projections + attention[-1] + _feed_forward_cost(model, model.layers)
+        head += model.prediction_layers * (layer + 2 * model.hidden**2 + head)
+    return [float(cost) for cost in costs], float(head)
 
 
 def _feed_forward_cost(model: ModelSpec, layer: int) -> int:
@@ -153,6 +157,12 @@ def _partition(model: ModelSpec, stages: int, sequence: int) -> tuple[range, ...
 def partition(model: ModelSpec, stages: int, sequence: int) -> list[range]:
     """Layers per stage, balanced by forward matmuls per token; the engine and the planner both ask here."""
     return list(_partition(model, stages, sequence))
+
+
+def held_layers(model: ModelSpec, stages: int, sequence: int) -> list[range]:
+    """As `partition`, with the prediction layers behind the last stage's own."""
+    *others, last = partition(model, stages, sequence)
+    return [*others, range(last.start, model.all_layers)]
 
 
 def longest_stage(model: ModelSpec, stages: int, sequence: int) -> int:

@@ -30,6 +30,8 @@ def resolve(text: str, folder: Path, where: str) -> str:
     if not colon or not source or not name:
         raise UserError(f"{where}={text} names no object; write it like {PREFIX}my_model.py:build")
     if not source.endswith(".py"):
+        if not all(part.isidentifier() for part in source.split(".")):
+            raise UserError(f"{where}={text}: {source} is no module; write it like {PREFIX}package.module:name")
         return text
     for path in (folder / source, Path(source)):
         if path.is_file():

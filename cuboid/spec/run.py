@@ -32,6 +32,7 @@ from cuboid.spec.islands import IslandsSpec
 from cuboid.spec.layout import Layout, parse_layout_fields
 from cuboid.spec.load import build_model, dump_model
 from cuboid.spec.model import ModelSpec
+from cuboid.spec.optimizer import OptimizerSpec
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.training import (
     OWN_DATA,
@@ -39,7 +40,6 @@ from cuboid.spec.training import (
     DataSpec,
     EvaluationSpec,
     LearningRateSpec,
-    OptimizerSpec,
     ProfileSpec,
     TrainingSpec,
 )
@@ -244,10 +244,15 @@ class Run:
         own = isinstance(self.model, PythonModelSpec)
         self.optimizer.check_model(own, self.model.qk_norm, self.model.tie_embeddings)
         if self.training.precision == "fp8":
-            check_fp8(self.layout, self.model, sequence, section="training.")
+            check_fp8(self.layout, self.model, sequence, "training.", self.training.fp8_experts)
         if self.training.overlap_tensor == "on" and self.layout.tp > 1:
             if not self.layout.sequence_parallel:
                 raise UserError("training.overlap_tensor=on needs sequence_parallel=true; use it or overlap_tensor=off")
+            if self.training.precision == "fp8" and self.training.fp8_scaling == "block":
+                raise UserError(
+                    "training.overlap_tensor=on splits matmuls that the compiler sees, and training.fp8_scaling=block "
+                    "has others; use overlap_tensor=off or fp8_scaling=row"
+                )
             if self.output.count_communication:
                 raise UserError(
                     "training.overlap_tensor=on hides collectives, which output.count_communication=true counts; "
@@ -288,6 +293,10 @@ class Run:
             "training.precision=fp8": (self.training.precision == "fp8", "precision=bf16"),
             f"samples.every={self.samples.every}": (self.samples.every > 0, "every=0"),
             f"training.sequence_ramp={self.training.sequence_ramp}": (bool(self.training.sequence_ramp), "none"),
+            f"training.dropout={self.training.dropout}": (
+                self.training.dropout > 0,
+                "dropout=0 and cuboid.Dropout in its modules",
+            ),
             f"training.z_loss={self.training.z_loss}": (self.training.z_loss > 0, "z_loss=0 and add it in the head"),
         }
         for setting, (asked, instead) in refused.items():
@@ -323,7 +332,7 @@ class Run:
         mixture = self.model.mixture
         if mixture is None:
             return False
-        return self.training.precision != "bf16" or mixture.expert_ffn % 8 > 0 or self.model.hidden % 8 > 0
+        return self.training.weights != "bf16" or mixture.expert_ffn % 8 > 0 or self.model.hidden % 8 > 0
 
     def planned_optimizer(self, engine: str = "cuboid") -> str:
         """What a planner counts: Muon of models of the catalog and this engine, else AdamW."""

@@ -122,9 +122,9 @@ class Split:
         if self.kind == "expert":
             return _even(0, shape, rank.expert, rank.expert_index, "own", False)
         # Whole on every rank. The gradient is a part where a rank sees a part of the tokens (sequence parallelism), and
-        # of what is partial always.
+        # of what is partial always. What is moved by a balance has none.
         rows = shape[0] if shape else 1
-        partial = ranks > 1 and (rank.sequence_parallel or self.kind in ("partial", "balance"))
+        partial = ranks > 1 and self.kind != "balance" and (rank.sequence_parallel or self.kind == "partial")
         return Slice(0, 0, rows, rows, "tensor", partial)
 
 
@@ -307,6 +307,31 @@ def block_parameters(model: ModelSpec, layer: int) -> Table:
     }
 
 
+def embedding_is_shared(model: ModelSpec) -> bool:
+    """Whether the last stage has the token embedding too: as its head, or to predict further tokens."""
+    return model.tie_embeddings or model.prediction_layers > 0
+
+
+def prediction_parameters(model: ModelSpec, layer: int) -> Table:
+    """What a prediction layer has beside its block, for itself; of other layers nothing."""
+    name = f"layers.{layer}"
+    if layer < model.layers:
+        return {}
+    return {
+        **_norm(model, f"{name}.embedding_norm", model.hidden),
+        **_norm(model, f"{name}.hidden_norm", model.hidden),
+        **_linear(f"{name}.projection", 2 * model.hidden, model.hidden, False, REPLICATED),
+        **_norm(model, f"{name}.head_norm", model.hidden),
+    }
+
+
+def _prediction_segment(model: ModelSpec, layer: int) -> Table:
+    """With the token embedding; the first one also has the norm of the model's head, behind which it reads."""
+    table = {**block_parameters(model, layer), TIED: embedding_parameters(model)[TIED]}
+    table |= prediction_parameters(model, layer)
+    return table | (_norm(model, "head.norm", model.hidden) if layer == model.layers else {})
+
+
 def embedding_parameters(model: ModelSpec) -> Table:
     table = {TIED: Declared((model.vocab, model.hidden), VOCABULARY)}
     if model.positions == "learned":
@@ -346,7 +371,21 @@ def segment_parameters(model: ModelSpec, prefix: str) -> Table:
         return model.built.declared(prefix)
     if prefix == "embedding":
         return embedding_parameters(model)
-    return head_parameters(model) if prefix == "head" else block_parameters(model, int(prefix.partition(".")[2]))
+    if prefix == "head":
+        table = head_parameters(model)
+        moved = _norm(model, "head.norm", model.hidden) if model.prediction_layers else {}
+        return {name: declared for name, declared in table.items() if name not in moved}
+    layer = int(prefix.partition(".")[2])
+    return block_parameters(model, layer) if layer < model.layers else _prediction_segment(model, layer)
+
+
+def parameter_name(model: ModelSpec, prefix: str, inner: str) -> str:
+    """What the whole model calls the parameter `inner` of a segment's module."""
+    if inner == "tokens.weight" and prefix != "head":  # of the embedding, and of prediction layers
+        return TIED
+    if prefix == "head" and inner == "output.weight" and model.tie_embeddings:
+        return TIED
+    return f"head.norm.{inner.rpartition('.')[2]}" if inner.startswith("final_norm.") else f"{prefix}.{inner}"
 
 
 # Which part of a sequence each context-parallel rank holds.

@@ -14,8 +14,8 @@ from torch.optim.adamw import adamw
 from cuboid.kernels.adjacent import follows, together
 from cuboid.kernels.precision import join_halves, split_halves
 from cuboid.parallel.zero import OptimizerShard
+from cuboid.spec.optimizer import OptimizerSpec
 from cuboid.spec.sharding import Part
-from cuboid.spec.training import OptimizerSpec
 
 ROW = 1024
 """Long tensors are updated as rows of this length: a compiler that knows one even length reads wider words (7 % faster

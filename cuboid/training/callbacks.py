@@ -90,10 +90,15 @@ def named_callbacks(names: str) -> list[str]:
 
 def load_callbacks(names: str) -> list[Callback]:
     """One of each class that `training.callbacks` names."""
+    return [made() for made in callback_classes(names)]
+
+
+def callback_classes(names: str) -> list[type[Callback]]:
+    """The classes, imported; one that is no callback is refused."""
     found = []
     for name in named_callbacks(names):
-        made = load_plugin(name, "training.callbacks")()
-        if not isinstance(made, Callback):
+        made = load_plugin(name, "training.callbacks")
+        if not isinstance(made, type) or not issubclass(made, Callback):
             raise UserError(f"training.callbacks={name} is no cuboid.Callback; derive it from that")
         found.append(made)
     return found

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -105,7 +105,7 @@ class CapturedPasses:
         """Nothing is computed yet. What the passes leave on the host, above all which tensors are the gradients, stays
         as it is from then on."""
         # A graph reads fixed addresses: each step's tokens are copied into these.
-        copies = [replace(batch, tokens=batch.tokens.clone(), labels=batch.labels.clone()) for batch in batches]
+        copies = [batch.cloned() for batch in batches]
         self._inputs = (copies, factor.clone())
         for unit in self._engine.units:
             unit.settle_gather()
@@ -120,8 +120,8 @@ class CapturedPasses:
         assert self._graph is not None
         copies, kept_factor = self._inputs
         for copy, batch in zip(copies, batches, strict=True):
-            copy.tokens.copy_(batch.tokens)
-            copy.labels.copy_(batch.labels)
+            for own, new in zip(copy.inputs, batch.inputs, strict=True):
+                own.copy_(new)
         # The loss scale changes between steps; it is an input like the tokens.
         kept_factor.copy_(factor)
         for unit in self._engine.units:

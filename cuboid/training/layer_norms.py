@@ -39,7 +39,7 @@ class LayerNorms:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._world = replace(engine.groups.world, ledger=None)  # no part of the step that is predicted
-        self._last = engine.run.model.layers + 1
+        self._last = engine.run.model.all_layers + 1
         self._squares = torch.zeros(len(KINDS) + 1, self._last + 1, dtype=torch.float64, device=engine.device)
 
     def begin_step(self) -> None:

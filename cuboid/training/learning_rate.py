@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from cuboid.errors import UserError
 from cuboid.spec.plugin import load_plugin, resolve_here
 from cuboid.spec.run import Run
 from cuboid.spec.training import LearningRateSpec
@@ -27,6 +28,21 @@ def learning_rate(spec: LearningRateSpec, step: int, steps: int) -> float:
         progress = (step + 1 - (steps - decay)) / decay
         return spec.peak - (spec.peak - minimum) * min(1.0, max(0.0, progress))
     return spec.peak
+
+
+def check_schedule(run: Run) -> None:
+    """Refuse a schedule of one's own that gives no numbers, before anything is written."""
+    spec, steps = run.learning_rate, run.training.steps
+    for step in {min(spec.warmup_steps, steps - 1), steps - 1} if spec.python else ():
+        try:
+            found = learning_rate(spec, step, steps)
+        except (TypeError, ValueError) as problem:
+            raise UserError(
+                f"learning_rate.python={spec.python} gives no number for step={step}, steps={steps}: {problem}; "
+                "return what multiplies learning_rate.peak"
+            ) from problem
+        if not math.isfinite(found):
+            raise UserError(f"learning_rate.python={spec.python} gives {found} for step={step}; return a finite number")
 
 
 def tell_change(old: Run, new: Run, done: int) -> str:

@@ -122,6 +122,10 @@ class Metrics(Callback):
         }
         if result.z_loss is not None:
             row["z_loss"] = result.z_loss
+        if result.assignment is not None:
+            row |= {"imbalance": result.assignment.imbalance, "imbalance_in_order": result.assignment.in_order}
+        for depth, each in enumerate(result.prediction_losses, 1):
+            row[f"prediction_loss_{depth}"] = each
         if result.loss_scale:
             # `row` is what the console shows; `kept`, made of it below, is what the file and trackers get.
             row |= {"loss_scale": result.loss_scale, "overflows": result.overflows}
@@ -205,14 +209,17 @@ class Metrics(Callback):
 
     def _show(self, row: dict[str, Any], saves: Sequence[SaveReport]) -> None:
         step, steps = row["step"], self._run.training.steps
+        predicted = "".join(f"prediction {row[key]:.4f}  " for key in row if key.startswith("prediction_loss_"))
         line = (
-            f"step {step:>{len(str(steps))}}/{steps}  loss {row['loss']:.4f}  "
+            f"step {step:>{len(str(steps))}}/{steps}  loss {row['loss']:.4f}  {predicted}"
             f"norm {row['gradient_norm']:.3f}  lr {row['learning_rate']:.2e}  "
             f"{row['tokens_per_second']:,.0f} {self._run.counts}/s"
         )
         if "largest_load" in row:
             line += f"  busiest expert {row['largest_load']:.2f}×"
             line += f"  dead experts {row['dead_experts']}" if row["dead_experts"] else ""
+        if "imbalance" in row:
+            line += f"  busiest replica {row['imbalance']:.2f}× (in order {row['imbalance_in_order']:.2f}×)"
         if "validation_loss" in row:
             line += f"  validation {row['validation_loss']:.4f}"
         line += "".join(map(_shown, saves))

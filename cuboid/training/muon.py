@@ -22,7 +22,7 @@ from cuboid.parallel.home_route import Route
 from cuboid.parallel.parallelize import DTYPES, Engine
 from cuboid.parallel.zero import OptimizerShard, Unit
 from cuboid.spec.homes import Matrix, stage_buckets, wire_precision
-from cuboid.spec.training import OptimizerSpec
+from cuboid.spec.optimizer import OptimizerSpec
 from cuboid.training.adamw import Elements, read_master, write_master
 from cuboid.training.own_optimizer import MatrixFunction, load_matrix_function
 

@@ -20,7 +20,7 @@ from cuboid.checkpoint.state import AVERAGE
 from cuboid.kernels.adjacent import in_runs
 from cuboid.parallel.parallelize import Engine
 from cuboid.parallel.zero import OptimizerShard, Unit
-from cuboid.spec.training import OptimizerSpec
+from cuboid.spec.optimizer import OptimizerSpec
 from cuboid.training.adamw import Elements, Kind, kind_of, named_moments, update_compiled, update_eagerly
 from cuboid.training.average import WeightAverage
 from cuboid.training.muon import MuonState

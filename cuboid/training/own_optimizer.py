@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from cuboid.errors import UserError, either, nearest_names
 from cuboid.parallel.zero import OptimizerShard, Unit
+from cuboid.spec.optimizer import OptimizerSpec
 from cuboid.spec.plugin import load_plugin, resolve_here
 from cuboid.spec.run import Run
-from cuboid.spec.training import OptimizerSpec
 from cuboid.training.adamw import Elements
 
 Group = dict[str, Any]

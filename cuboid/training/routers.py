@@ -103,8 +103,7 @@ class ExpertLoads:
         # A million steps write no more rows than a thousand: a window grows with the run.
         self._every = max(run.output.log_every, math.ceil(training.steps / WINDOWS))
         self._rows = Rows(Path(run.output.folder) / EXPERTS, done)
-        layers = run.model.layers - mixture.first_dense_layers
-        self._asked = torch.zeros(layers, mixture.experts, dtype=torch.float64)
+        self._asked = torch.zeros(run.model.routed_layers, mixture.experts, dtype=torch.float64)
         self._dead = DeadExperts()
         self._first = done + 1
 

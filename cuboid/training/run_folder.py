@@ -17,7 +17,7 @@ from typing import Any
 from cuboid.checkpoint.folder import checkpoints, clear, newest_whole, step_of
 from cuboid.checkpoint.location import Location, locate
 from cuboid.checkpoint.memory.folder import IDENTITY, forget, identity_of, newest_in_memory
-from cuboid.checkpoint.owner import Owner, own, read_owner
+from cuboid.checkpoint.owner import Owner, check_writable, own, read_owner
 from cuboid.checkpoint.terms import PATTERN as LEADERS
 from cuboid.console import say
 from cuboid.data.opened import data_identity
@@ -99,6 +99,8 @@ def check_same_training(old: Run, new: Run, owner: str = "") -> None:
         fixed |= {f"learning_rate.{name}": (rates[0][name], rates[1][name]) for name in rates[1]}
         fixed["training.gradient_clip"] = (old.training.gradient_clip, new.training.gradient_clip)
         fixed["training.z_loss"] = (old.training.z_loss, new.training.z_loss)
+        fixed["training.prediction_loss"] = (old.training.prediction_loss, new.training.prediction_loss)
+        fixed["training.dropout"] = (old.training.dropout, new.training.dropout)
     # The first that differs is refused: one sentence, one setting to change.
     for name, (before, now) in fixed.items():
         if before != now:
@@ -143,9 +145,13 @@ def prepare_folder(run: Run, overwrite: bool = False, take_over: bool = False) -
         if folder.exists() and not folder.is_dir():
             raise UserError(f"output.folder={folder} is a file; use the name of a folder")
         if overwrite:
-            _clear(run, folder, take_over)
+            _check_cleared(run, take_over)
         else:
             said = _check_past(run, folder, take_over)
+        check_writable(run, checkpoint_folder(run))
+        if overwrite:
+            _clear(run, folder)
+        else:
             forget_reports(run)
         # Copies in memory of an earlier run would never be read again, and nobody else gives them back.
         if overwrite or not run.checkpoint.memory_every:
@@ -159,6 +165,13 @@ def prepare_folder(run: Run, overwrite: bool = False, take_over: bool = False) -
     except OSError as error:
         raise UserError(f"output.folder={folder} cannot be written: {error.strerror}; use another folder") from None
     return said
+
+
+def require_folder(run: Run) -> None:
+    """In rank 0, while it sets up: refuse to train in a new folder, which would not say what run it is of."""
+    folder = Path(run.output.folder)
+    if not _is_there(folder / RUN_FILE):
+        raise UserError(f"output.folder={folder} was removed, or unmounted, before a step was done; use one that stays")
 
 
 def forget_reports(run: Run) -> None:
@@ -229,7 +242,7 @@ def _keep_finished(old: Run, new: Run) -> None:
         )
 
 
-def _clear(run: Run, folder: Path, take_over: bool) -> None:
+def _check_cleared(run: Run, take_over: bool) -> None:
     place = checkpoint_folder(run)
     other = None if take_over else _other_owner(run)
     if other is not None and checkpoints(place) and other.folder != os.path.abspath(run.output.folder):
@@ -237,6 +250,10 @@ def _clear(run: Run, folder: Path, take_over: bool) -> None:
             f"checkpoint.folder={place} is that of {other.named}, whose checkpoints --overwrite would remove; use "
             "another checkpoint.folder, or --take-over too"
         )
+
+
+def _clear(run: Run, folder: Path) -> None:
+    place = checkpoint_folder(run)
     for pattern in (*WRITTEN, REPORTS):
         _remove(folder, pattern)
     own(run, place)  # first, so that the folder of which the lock is held is not removed
@@ -274,13 +291,20 @@ def claimed(folder: Path, patience: float = PATIENCE, field: str = "output.folde
     """One run at a time in a folder: two that write the same checkpoints would each sweep away what the other writes.
     The system gives the claim back when this process ends, however it ends; file systems without locks have none."""
     handle: int | None = None
+    made: list[Path] = []
     with suppress(OSError):  # what is wrong with the folder is said where it is written
+        made = [each for each in (folder, *folder.parents) if not each.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         if handle is not None:
             _lock(handle, folder, time.monotonic() + patience, field)
         yield
+    except UserError:
+        with suppress(OSError):  # what is refused leaves nothing behind; what is not empty stays
+            for each in made:
+                each.rmdir()
+        raise
     finally:
         if handle is not None:
             os.close(handle)

@@ -5,7 +5,7 @@ Nothing here waits for the device: losses and norms stay there until somebody as
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cuboid.data.assignment import Assignment
 from cuboid.kernels.pinned_memory import HostCopy
 from cuboid.kernels.precision import SMALLEST, LossScale
 from cuboid.model.batch import MicroBatch
 from cuboid.parallel.collectives import all_reduce
 from cuboid.parallel.grad_norm import finish_gradients, squared_norm
 from cuboid.parallel.parallelize import Engine
+from cuboid.parallel.predictions import counted as counted_labels
 from cuboid.parallel.rank_batch import RankBatch
 from cuboid.resilience.faults import strikes
 from cuboid.telemetry.heartbeat import HEARTBEAT
@@ -53,6 +55,8 @@ class StepResult:
     z_loss: float | None = None
     """Mean over tokens with labels, without its coefficient and no part of `loss`; None where it takes no part in
     training."""
+    prediction_losses: Sequence[float] = ()
+    """Of each prediction layer, a mean over its labels, without the coefficient and no part of `loss`."""
     layers: Norms | None = None
     """By layer, where they were asked for."""
     islands: dict[str, Any] | None = None
@@ -64,6 +68,8 @@ class StepResult:
     """From the end of the step before."""
     validation_loss: float | None = None
     """Where an evaluation followed."""
+    assignment: Assignment | None = None
+    """Of its sequences to replicas, where it is by their work."""
 
     @property
     def is_finite(self) -> bool:
@@ -94,6 +100,7 @@ class PendingStep:
         routers: Tensor | None = None,
         loss_scale: LossScale | None = None,
         z_loss: Tensor | None = None,
+        predicted: Tensor | None = None,
     ) -> None:
         self.loss = loss
         self.gradient_norm = gradient_norm
@@ -111,6 +118,8 @@ class PendingStep:
             told += [loss_scale.factor, loss_scale.overflows]
         self._has_z_loss = z_loss is not None
         told += [] if z_loss is None else [z_loss]
+        self._predicted = 0 if predicted is None else len(predicted)
+        told += [] if predicted is None else predicted.unbind()
         values = torch.stack([value.double() for value in told])
         # To the host now: a copy that is asked for later would wait for the step that has been started since.
         self._copy = HostCopy(values, *(() if routers is None else (routers,)), timed=True)
@@ -132,10 +141,11 @@ class PendingStep:
         """Waits until the device has computed it."""
         values, *routers = self._copy.read()
         loss, norm, tokens, asked, activation, *scaling = values.tolist()
+        predicted = [scaling.pop() for _ in range(self._predicted)][::-1]
         z_loss = scaling.pop() if self._has_z_loss else None
         scale, before = scaling or (0.0, 0)
         told = (int(tokens), asked > 0, self.left_out, scale, int(before), routers[0] if routers else None, activation)
-        result = StepResult(loss, norm, *told, z_loss=z_loss, sequences=self.sequences)
+        result = StepResult(loss, norm, *told, z_loss=z_loss, sequences=self.sequences, prediction_losses=predicted)
         # Of an update that was not skipped.
         layers = None if self.layers is None or self.left_out or not result.is_finite else read_norms(self.layers)
         return replace(result, overflows=result.overflows + result.overflowed, layers=layers)
@@ -145,14 +155,16 @@ def run_passes(engine: Engine, batches: list[RankBatch], factor: Tensor) -> Pass
     """Forward and backward, kernel by kernel. `factor`: what the loss is multiplied by beside the mean over tokens."""
     # Tokens first: dividing each micro-batch's loss by the global count makes every later reduction a plain sum.
     # The data group is dp × cp: tensor and pipeline ranks see the same tokens and must not count them again.
-    counted = torch.stack([batch.counted for batch in batches]).sum()
-    tokens = all_reduce(counted, engine.groups.data)
+    counts = all_reduce(counted_labels(batches), engine.groups.data)
+    tokens = counts.flatten()[0]
     for unit in engine.units:
         unit.begin_step(len(batches))
     replicas = engine.run.layout.dp
     engine.activations.begin_step(len(batches) * replicas)
     if engine.z_loss is not None:
         engine.z_loss.begin_step()
+    if engine.predictions is not None:
+        engine.predictions.begin_step(counts)
     if engine.peaks is not None:
         engine.peaks.begin_step()
     if engine.balance is not None:
@@ -187,16 +199,21 @@ def compute_gradients(
     if strikes(HEARTBEAT, "nan"):
         own_square = torch.full_like(own_square, math.nan)
     # One all-reduce of a few numbers over the world, in place of several: at this size a collective costs its latency.
-    told = [own.loss, own_square, torch.full_like(own.loss, asked), engine.activations.squares[-1]]
-    if engine.z_loss is not None:
-        told.append(engine.z_loss.summed if engine.holds_loss else torch.zeros_like(own.loss))
+    told = [own.loss, own_square, torch.full_like(own.loss, asked), engine.activations.read_by_head]
+    apart = [*([] if engine.z_loss is None else [engine.z_loss.summed])]
+    if engine.predictions is not None:
+        apart += engine.predictions.summed.unbind()
+    told += apart if engine.holds_loss else [torch.zeros_like(own.loss)] * len(apart)
     loss, square, ranks_asked, activation, *others = all_reduce(torch.stack(told), engine.groups.world).unbind()
     counted = own.tokens.clamp(min=1)
     loss, norm, statistics = loss / counted, square.sqrt(), summed_statistics(engine)
-    z_loss = others[0] / counted if others else None
+    z_loss = None if engine.z_loss is None else others.pop(0) / counted
+    predicted = None
+    if engine.predictions is not None:
+        predicted = torch.stack(others).double() / engine.predictions.counts.clamp(min=1)
     sequences = len(batches) * engine.run.layout.dp * engine.run.layout.micro_batch
     numbers = (loss, norm, own.tokens, sequences, ranks_asked, own_square, activation.sqrt())
-    return PendingStep(*numbers, statistics, scaling, z_loss)
+    return PendingStep(*numbers, statistics, scaling, z_loss, predicted)
 
 
 def start_step(
@@ -267,7 +284,7 @@ def evaluate(
     loss = torch.zeros((), dtype=torch.float64, device=engine.device)
     tokens = torch.zeros((), dtype=torch.float64, device=engine.device)
     for micro_batches in batches:
-        own = [engine.batches.of(batch) for batch in micro_batches]
+        own = [engine.batches.of(batch, trains=False) for batch in micro_batches]
         summed = engine.pipeline.evaluate(own)
         if engine.holds_loss:
             loss += summed

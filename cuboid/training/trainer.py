@@ -14,7 +14,8 @@ import torch
 from cuboid.checkpoint.save import SaveReport
 from cuboid.checkpoint.state import seed_generators
 from cuboid.console import say
-from cuboid.data.loader import evaluation_batches, micro_batches
+from cuboid.data.assignment import Assignment
+from cuboid.data.loader import assigned, evaluation_batches, micro_batches
 from cuboid.data.source import make_source, make_validation_source
 from cuboid.errors import RankError, UserError
 from cuboid.islands.outer import OuterState
@@ -63,13 +64,16 @@ def train(
     quiet: bool = False,
     asked: Callable[[], bool] = lambda: False,
     make_sampler: MakeSampler | None = None,
+    ready: Callable[[], None] = lambda: None,
     site: Site | None = None,
 ) -> Outcome:
     """Train to the last step, from the newest checkpoint of the run or the first step. `asked`: whether this rank was
     asked to stop; if any was, all save and stop at the next step. `make_sampler`: for a run with `samples.every`.
-    `site`: of an island."""
+    `ready` is called when all is set up, before a step is written down. `site`: of an island."""
     with device_progress(device):
-        return Trainer(run, rank, device, quiet, asked, make_sampler, site).train()
+        trainer = Trainer(run, rank, device, quiet, asked, make_sampler, site)
+        ready()
+        return trainer.train()
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ class Started:
     step: int
     learning_rate: float
     pending: PendingStep
+    assignment: Assignment | None
 
 
 class Trainer:
@@ -204,7 +209,7 @@ class Trainer:
         before, passes = self.checkpointer.before_update, self._passes
         judge = _first_reason(judges) if judges else None
         pending = start_step(self.engine, self.optimizer, batches, rate, before, self._asked(), judge, passes, norms)
-        self._under_way.append(Started(self.done, rate, pending))
+        self._under_way.append(Started(self.done, rate, pending, assigned(self.source, self.run, batch)))
 
     def _finish_step(self, started: Started) -> bool:
         """Wait for a step's numbers and write them down, with those of an evaluation that follows it. False if the run
@@ -222,8 +227,8 @@ class Trainer:
         evaluates = self._evaluates and step == self.done
         held_out = self._evaluate() if evaluates else None
         self._tell_saved(self.checkpointer.reports(seconds))
-        rate = started.learning_rate
-        result = replace(result, learning_rate=rate, seconds=seconds, validation_loss=held_out)
+        rate, shown = started.learning_rate, started.assignment
+        result = replace(result, learning_rate=rate, seconds=seconds, validation_loss=held_out, assignment=shown)
         for callback in self.callbacks:
             callback.on_step(self, step, result)
             if held_out is not None:

@@ -70,6 +70,7 @@ def observed_trace(run: Run, rank: int) -> Trace | None:
         trace.losses.append(result.loss)
         if result.z_loss is not None:
             trace.z_losses.append(result.z_loss)
+        trace.prediction_losses += result.prediction_losses
         trace.gradient_norms.append(result.gradient_norm)
         trace.gradients.append(whole(engine, lambda shard: shard.gradient, result.loss_scale or 1.0))
         if result.routers is not None:
@@ -222,7 +223,7 @@ def _router_error(observed: Trace, reference: Trace) -> float | None:
 
 
 def compare(run: Run, observed: Trace, reference: Trace) -> Verdict:
-    pairs = list(zip(observed.losses + observed.z_losses, reference.losses + reference.z_losses, strict=True))
+    pairs = list(zip(observed.all_losses, reference.all_losses, strict=True))
     norms = list(zip(observed.gradient_norms, reference.gradient_norms, strict=True))
     gradient_error, worst_gradient = _worst(
         observed.gradients, reference.gradients, [FLOOR * _largest(step) for step in reference.gradients]
@@ -256,10 +257,10 @@ def compare_rounded(run: Run, observed: Trace, rounded: Sequence[Trace], exact: 
     ways = walked(exact.parameters, exact.start, among)
     rounding = MULTIPLE * TENSOR_ROUNDOFF.get(run.training.precision, ROUNDOFF)
     least = max(rounding, REROUTED if run.model.mixture is not None else 0.0)
-    norms, losses = [trace.gradient_norms for trace in rounded], [trace.losses + trace.z_losses for trace in rounded]
+    norms, losses = [trace.gradient_norms for trace in rounded], [trace.all_losses for trace in rounded]
     gradients = [trace.gradients for trace in rounded]
     bounds = {
-        "loss": number_bound(observed.losses + observed.z_losses, losses, exact.losses + exact.z_losses),
+        "loss": number_bound(observed.all_losses, losses, exact.all_losses),
         "gradient": tensor_bound(observed.gradients, gradients, exact.gradients, least),
         "gradient_norm": number_bound(observed.gradient_norms, norms, exact.gradient_norms),
         "parameter": tensor_bound(seen, expected, true, max(least, 1 / DECIDED), beside=ways),

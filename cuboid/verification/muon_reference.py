@@ -24,7 +24,7 @@ class MuonUpdates:
     def __init__(self, run: Run, parameters: Mapping[str, Tensor]) -> None:
         self._run, self._parameters = run, parameters
         self._matrices: dict[str, list[Rows]] = {}
-        for layer in range(run.model.layers):
+        for layer in range(run.model.all_layers):
             for unit in units(run.model, [layer], first=False, last=False):
                 for name, declared in unit.parameters.items():
                     if is_muon(unit.name, declared):

@@ -16,14 +16,19 @@ from cuboid.data.corpus import Fields, Sample
 from cuboid.data.source import Source, make_source
 from cuboid.kernels.cpu_16bit import fast_matmuls
 from cuboid.kernels.precision import wide
+from cuboid.model.batch import IGNORED, Further, MicroBatch, further
 from cuboid.model.custom import Model, WholeModel
+from cuboid.model.dropout import NUMBERS, token_keys
 from cuboid.model.fp8 import Fp8Matmul
+from cuboid.model.fp8_experts import fp8_grouped_matmul
 from cuboid.model.initialize import initialize, learning_rate_factor
 from cuboid.model.linear import Linear, Matmul, declared_split
 from cuboid.model.load_balancing import Balance
+from cuboid.model.moe import Experts
 from cuboid.model.rope import PositionTable
 from cuboid.model.router import Router
-from cuboid.model.transformer import IGNORED, Transformer, summed_loss
+from cuboid.model.split_backward import Deferral, deferrable_grouped_matmul
+from cuboid.model.transformer import Transformer, summed_loss
 from cuboid.parallel.device import choose_device
 from cuboid.spec.layout import Layout
 from cuboid.spec.plugin import PythonModelSpec
@@ -102,6 +107,8 @@ class Trace:
     losses: list[float] = field(default_factory=list)
     z_losses: list[float] = field(default_factory=list)
     """Without their coefficient; none where they take no part."""
+    prediction_losses: list[float] = field(default_factory=list)
+    """Of each prediction layer at each step, without their coefficient."""
     gradient_norms: list[float] = field(default_factory=list)
     gradients: list[Tensors] = field(default_factory=list)
     """Of the loss, before clipping."""
@@ -115,6 +122,10 @@ class Trace:
     """Collectives between ranks that are not as the planner counts them."""
     routers: list[Tensor] = field(default_factory=list)
     """Of a mixture: a row per layer, assignments of each expert and the sums of its auxiliary losses."""
+
+    @property
+    def all_losses(self) -> list[float]:
+        return self.losses + self.z_losses + self.prediction_losses
 
 
 def known_trace(run: Run, precision: str = "", hops: int = 1) -> Trace:
@@ -154,13 +165,18 @@ class OneProcess:
         else:
             model = Transformer(run.model).to(wide(dtype))
             initialize(run.model, model, run.training.seed)
+            if run.training.dropout:
+                model.drop(run.training.dropout, run.training.seed)
         self._model = model.to(device)
         self.parameters = dict(model.named_parameters())
-        self._computing = computing = Computing(model, dtype)
+        rounds = dtype == torch.bfloat16 and run.training.gradient_sums == "bf16"
+        self._computing = computing = Computing(model, dtype, rounds)
         if precision == "fp8" and isinstance(computing.model, Transformer):
             for child in computing.model.layers.modules():
                 if isinstance(child, Linear):
-                    child.matmul = Fp8Matmul(run.training.fp8_scaling == "row")
+                    child.matmul = Fp8Matmul(run.training.fp8_scaling)
+                if isinstance(child, Experts) and run.training.fp8_experts:
+                    child.matmul = deferrable_grouped_matmul(Deferral(), fp8_grouped_matmul)
         if hops > 1 and isinstance(computing.model, Transformer):
             sum_hop_by_hop(computing.model, hops)
         kind = UpdatesOfOwn if run.optimizer.is_own else WithMuon if run.optimizer.is_muon else Updates
@@ -178,7 +194,7 @@ class OneProcess:
 
     def step(self, step: int, batch: int) -> int:
         """On a batch of the global order; returns its tokens with labels."""
-        run, trace, samples, factor = self._run, self.trace, self._samples, self._factor
+        run, trace = self._run, self.trace
         self._model.zero_grad()
         self._computing.begin_step()
         if self._clip is not None:
@@ -186,25 +202,12 @@ class OneProcess:
         places = range(run.training.batch_sizes.sum_before(batch), run.training.batch_sizes.sum_before(batch + 1))
         if self._balance is not None:
             self._balance.begin_step(len(places))
-        tokens = sum(samples.counted(place) for place in places)
-        loss = z_loss = 0.0
-        for place in places:
-            HEARTBEAT.do("")  # for a watchdog: a long computation is no silence
-            with fast_matmuls(self._device, self._precision):
-                length = run.training.lengths.at(batch)
-                part, squares = (each / max(tokens, 1) for each in samples.loss(place, length))
-                ((part + run.training.z_loss * squares if run.training.z_loss else part) * factor).backward()
-            self._computing.collect()
-            loss += part.item()
-            z_loss += squares.item()
+        tokens = self._passes(places, run.training.lengths.at(batch))
         if self._balance is not None:
             self._balance.end_passes()
         for parameter in self.parameters.values():
-            if parameter.grad is not None and factor != 1:
-                parameter.grad /= factor
-        trace.losses.append(loss)
-        if run.training.z_loss:
-            trace.z_losses.append(z_loss)
+            if parameter.grad is not None and self._factor != 1:
+                parameter.grad /= self._factor
         trace.gradients.append({name: _gradient(parameter) for name, parameter in self.parameters.items()})
         norm = torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in trace.gradients[-1].values()]))
         trace.gradient_norms.append(norm.item())
@@ -212,6 +215,34 @@ class OneProcess:
             torch.nn.utils.clip_grad_norm_(self._model.parameters(), run.training.gradient_clip)
         self._updates.step(learning_rate(run.learning_rate, step, run.training.steps))
         self._finish_step()
+        return tokens
+
+    def _passes(self, places: range, length: int) -> int:
+        """Forward and backward, sample by sample; returns the tokens with labels."""
+        run, samples = self._run, self._samples
+        tokens = sum(samples.counted(place) for place in places)
+        depths = range(1, run.model.prediction_layers + 1)
+        predicted = [sum(samples.counted_further(place, length, depth) for place in places) for depth in depths]
+        loss = z_loss = 0.0
+        prediction_losses = [0.0 for _ in depths]
+        for place in places:
+            HEARTBEAT.do("")  # for a watchdog: a long computation is no silence
+            with fast_matmuls(self._device, self._precision):
+                *both, further_losses = samples.loss(place, length)
+                part, squares = (each / max(tokens, 1) for each in both)
+                whole = part + run.training.z_loss * squares if run.training.z_loss else part
+                for depth, each in enumerate(further_losses):
+                    mean = each / max(predicted[depth], 1)
+                    whole = whole + run.training.prediction_loss / len(depths) * mean
+                    prediction_losses[depth] += mean.item()
+                (whole * self._factor).backward()
+            self._computing.collect()
+            loss += part.item()
+            z_loss += squares.item()
+        self.trace.losses.append(loss)
+        if run.training.z_loss:
+            self.trace.z_losses.append(z_loss)
+        self.trace.prediction_losses += prediction_losses
         return tokens
 
     def _finish_step(self) -> None:
@@ -235,7 +266,7 @@ class OneProcess:
 
 
 class _Samples:
-    """The summed loss and z-loss of one sample, and how many losses that is."""
+    """The summed loss and z-loss of one sample, those of prediction layers, and how many losses that is."""
 
     def __init__(
         self, run: Run, model: Transformer | WholeModel, source: Source, dtype: torch.dtype, device: torch.device
@@ -251,13 +282,23 @@ class _Samples:
         assert not isinstance(sample, dict)
         return int((sample[1] != IGNORED).sum())
 
-    def loss(self, place: int, length: int) -> tuple[Tensor, Tensor]:
+    def counted_further(self, place: int, length: int, depth: int) -> int:
+        return int((self._further(place, length, depth).labels != IGNORED).sum())
+
+    def _further(self, place: int, length: int, depth: int) -> Further:
+        """What the prediction layer of some depth reads and predicts."""
+        tokens, labels = (each.unsqueeze(0) for each in self._source.at(place))
+        documents = self._source.documents_at(place).unsqueeze(0)
+        return further(MicroBatch(tokens, labels, documents, length if length < tokens.shape[1] else 0), depth)
+
+    def loss(self, place: int, length: int) -> tuple[Tensor, Tensor, list[Tensor]]:
         """`length`: tokens after which the sample is cut."""
         sample = self._source.at(place)
         nothing = torch.zeros((), device=self._device)
         if isinstance(self._model, WholeModel):
-            loss: Tensor = self._model(self._fields(sample))
-            return loss.to(wide(self._dtype)), nothing
+            fields = {**self._fields(sample), NUMBERS: torch.tensor([place], device=self._device)}
+            loss: Tensor = self._model(fields)
+            return loss.to(wide(self._dtype)), nothing, []
         assert not isinstance(sample, dict)
         run = self._run
         whole = run.training.sequence
@@ -265,12 +306,19 @@ class _Samples:
         if run.data.uses_documents:
             ids = self._source.documents_at(place).unsqueeze(0)
         positions = self._table.of(torch.arange(whole), ids, run.data, length if length < whole else 0)
+        if run.training.dropout:
+            keys = token_keys(range(place, place + 1), torch.arange(whole, device=self._device))
+            positions = replace(positions, dropout=keys)
         tokens, labels = (each.unsqueeze(0).to(self._device) for each in sample)
+        x = self._model.hidden_states(tokens, positions)
+        depths = range(1, run.model.prediction_layers + 1)
+        found = [Further(*(each.to(self._device) for each in self._further(place, length, depth))) for depth in depths]
+        others = self._model.prediction_losses(x, found, positions) if found else []
         if not run.training.z_loss:
-            return self._model.loss(tokens, labels, positions), nothing
-        logits, labels = self._model.head(self._model.hidden_states(tokens, positions)), labels.flatten()
+            return self._model.head.loss(x, labels), nothing, others
+        logits, labels = self._model.head(x), labels.flatten()
         counted = logits[labels != IGNORED].to(wide(self._dtype))
-        return summed_loss(logits, labels), counted.logsumexp(1).square().sum()
+        return summed_loss(logits, labels), counted.logsumexp(1).square().sum(), others
 
     def _fields(self, sample: Sample | Fields) -> Fields:
         given = sample if isinstance(sample, dict) else dict(zip(("tokens", "labels"), sample, strict=True))
@@ -359,8 +407,9 @@ class UpdatesOfOwn:
 class Computing:
     """The model that computes: itself, or a copy in 16 bits of weights kept in float32, where gradients are summed."""
 
-    def __init__(self, kept: Transformer | WholeModel, dtype: torch.dtype) -> None:
-        self.model, self._pairs = kept, list[tuple[Tensor, Tensor]]()
+    def __init__(self, kept: Transformer | WholeModel, dtype: torch.dtype, rounds: bool = False) -> None:
+        """`rounds`: each sum of gradients to the 16 bits."""
+        self.model, self._pairs, self._rounds = kept, list[tuple[Tensor, Tensor]](), rounds
         if dtype == wide(dtype):
             return
         self.model = copy.deepcopy(kept).to(dtype)
@@ -382,6 +431,8 @@ class Computing:
             if copied.grad is not None:
                 own = copied.grad.to(parameter.dtype)
                 parameter.grad = own if parameter.grad is None else parameter.grad + own
+                if self._rounds:
+                    parameter.grad = parameter.grad.to(copied.dtype).to(own.dtype)
                 copied.grad = None
 
 
@@ -389,8 +440,7 @@ def _balance(run: Run, model: Transformer | WholeModel, device: torch.device) ->
     mixture, batch = run.model.mixture, run.training.global_batch
     if mixture is None:
         return None
-    layers = run.model.layers - mixture.first_dense_layers
-    balance = Balance(mixture, layers, batch, batch * run.training.sequence, device, run.training.seed)
+    balance = Balance(mixture, run.model.routed_layers, batch, batch * run.training.sequence, device, run.training.seed)
     model.balance_with(balance)
     return balance
 

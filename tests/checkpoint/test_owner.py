@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from uuid import uuid4
 
@@ -65,6 +66,24 @@ def test_who_has_saved_nothing_yet_is_not_mixed_with_either(tmp_path: Path, stor
         train_rank(0, first)
     train_rank(0, second)
     assert held(store) == [(2, 0.01), (4, 0.01)]
+
+
+def test_a_store_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
+    first = made(tmp_path, "first", "")
+    prepare_folder(first)
+    rows = tmp_path / "first" / "metrics.jsonl"
+    rows.write_text("{}\n")
+    (tmp_path / "file").touch()
+    (tmp_path / "fifo").mkdir()
+    os.mkfifo(tmp_path / "fifo" / FILE)
+    for store in (str(tmp_path / "file"), f"file://{tmp_path}/file", "/proc/nothing", str(tmp_path / "fifo")):
+        with pytest.raises(UserError, match=r"checkpoint.folder=.* cannot be written"):
+            prepare_folder(made(tmp_path, "first", store), overwrite=True)
+        assert rows.exists(), "of the earlier run nothing is removed"
+        new = made(tmp_path, "new/run", store)
+        with pytest.raises(UserError, match="cannot be written"), claimed(tmp_path / "new" / "run"):
+            prepare_folder(new)
+        assert not (tmp_path / "new").exists()
 
 
 TAKES_OVER = """

@@ -8,6 +8,7 @@ import pytest
 from cuboid.cli.main import main
 from cuboid.spec.load import catalog_models
 from cuboid.spec.run import load_run
+from cuboid.spec.training import TO_CHOOSE
 
 CONFIG = {
     "train_batch_size": 32,
@@ -30,8 +31,11 @@ def test_a_run_file_comes_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out == ""
     run = load_run(target)
     assert (str(run.layout), run.training.global_batch, run.training.steps) == ("dp=4,tp=1,pp=2,micro_batch=2", 32, 7)
-    assert main(arguments) == 0
-    assert capsys.readouterr().out.startswith('layout = "dp=4,tp=1,pp=2,micro_batch=2"')
+    assert run.data.source == TO_CHOOSE, "nobody said on what"
+    assert main([*arguments, "--set", "data.source=python-stdlib"]) == 0
+    head, _, rest = capsys.readouterr().out.partition("layout = ")
+    assert "training.sequence" in head and all(line.startswith("# ") for line in head.splitlines())
+    assert rest.startswith('"dp=4,tp=1,pp=2,micro_batch=2"') and 'source = "python-stdlib"' in rest
 
 
 def test_json_shows_what_was_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,9 +45,9 @@ def test_json_shows_what_was_read(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_refusals_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    half = written(tmp_path, sequence_parallel_size=2)
+    half = written(tmp_path, fp32_only=1, elasticity={"enabled": True})
     assert main(["import-deepspeed", half, "--model", "tiny-llama", "--world-size", "8"]) == 2
-    assert capsys.readouterr().err.startswith("error: DeepSpeed keys that cannot be honoured: sequence_parallel_size=2")
+    assert capsys.readouterr().err.startswith("error: DeepSpeed keys that cannot be honoured: elasticity (give train_")
     nowhere = str(tmp_path / "none" / "run.toml")
     plain = written(tmp_path)
     assert main(["import-deepspeed", plain, "--model", "tiny-llama", "--world-size", "8", "-o", nowhere]) == 2

@@ -1,6 +1,7 @@
 """What is said of a rank that failed: the line of its exception that tells why."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from cuboid.errors import RankError, UserError
 from cuboid.launch import rank
 from cuboid.launch.supervisor import _explain_failure
 from cuboid.resilience.preemption import Listener
+from cuboid.training.run_folder import prepare_folder
 from tests.training.cases import short_run
 
 ADVICE = (
@@ -40,12 +42,26 @@ def test_the_line_that_tells_why(
 
     monkeypatch.setattr(rank, "train", fail)
     run = short_run("dp=1", str(tmp_path))
+    prepare_folder(run)
     with pytest.raises(type(error)), Listener(run) as signals:
         rank.run_rank(run, signals)
     with pytest.raises(kind) as told:
         _explain_failure(run, 0, 1)
     assert str(told.value).startswith(sentence)
     assert "in fail\n    raise error" in (tmp_path / "failure-00000.txt").read_text()
+
+
+@pytest.mark.parametrize("moment", ["before it joins", "while it sets up"])
+def test_a_folder_that_vanishes_before_the_first_step_is_not_made_anew(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = short_run("dp=1", str(tmp_path / "run"))
+    if moment == "while it sets up":
+        prepare_folder(run)
+        monkeypatch.setattr(rank, "_tell", lambda *_: shutil.rmtree(tmp_path / "run"))
+    with pytest.raises(UserError, match="was removed, or unmounted, before a step"), Listener(run) as signals:
+        rank.run_rank(run, signals)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 def test_a_rank_that_left_no_report_was_ended_by_somebody_else(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from cuboid.errors import RankError, UserError
 from cuboid.launch.network import Endpoint
 from cuboid.launch.rendezvous import reach_store, serve_store
-from cuboid.launch.store_tunnel import MeetingStore, StoreGate, StoreTunnel
-from cuboid.secure_channel import Stranger
+from cuboid.launch.store_tunnel import PURPOSE, MeetingStore, StoreGate, StoreTunnel
+from cuboid.secure_channel import Stranger, admit
 
 SECRET = b"what the supervisors of one job know"
 
@@ -103,6 +103,23 @@ def test_strangers_do_not_reach_the_store(served: Served) -> None:
     tunnel = served.tunnel()
     assert reach(tunnel.port).add("count", 1) == 1
     tunnel.close()
+
+
+def test_a_node_that_was_pushed_out_at_the_door_comes_again() -> None:
+    """As in a flood of strangers: who hangs up has not said that the secret is wrong."""
+    with socket.create_server(("127.0.0.1", 0)) as door:
+
+        def hang_up_once() -> None:
+            door.accept()[0].close()
+            line, _ = door.accept()
+            with line:
+                admit(line, SECRET, PURPOSE)
+
+        thread = threading.Thread(target=hang_up_once)
+        thread.start()
+        MeetingStore(None, Endpoint(*door.getsockname()[:2]), SECRET, patience=10).close()
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def test_nodes_that_meet_once_need_a_secret_off_loopback() -> None:

@@ -8,8 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as functional
 
+from cuboid.model.attention_operation import attention_mix
 from cuboid.model.batch import Documents
-from cuboid.model.flash_attention import Attended, attend, attend_backward, attention_mix, plain_backward, plain_forward
+from cuboid.model.flash_attention import Attended, attend, attend_backward, plain_backward, plain_forward
 from cuboid.model.initialize import initialize
 from cuboid.model.rope import PositionTable
 from cuboid.model.transformer import Transformer
@@ -18,18 +19,16 @@ from cuboid.spec.training import DataSpec
 
 IDS = torch.tensor([[0, 0, 0, 1, 2, 2, 2, 2], [0, 0, 0, 0, 0, 0, 0, 1]])
 LENGTHS = [3, 1, 4, 7, 1]
+CPU = torch.device("cpu")
 
 
-def test_lengths_places_edges_and_mask() -> None:
+def test_lengths_places_and_edges() -> None:
     documents = Documents(IDS)
-    assert documents.lengths == LENGTHS
+    assert documents.lengths.tolist() == LENGTHS
     assert documents.index.tolist() == [[0, 1, 2, 0, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6, 0]]
-    assert documents.edges(torch.device("cpu")).tolist() == [0, 3, 4, 8, 15, 16]
-    mask = documents.mask(torch.device("cpu"))
-    assert mask.shape == (2, 1, 8, 8)
-    assert mask[0, 0].nonzero().tolist() == [
-        [query, key] for query in range(8) for key in range(query + 1) if IDS[0, query] == IDS[0, key]
-    ]
+    edges = documents.edges(CPU)
+    assert edges.places.tolist() == [0, 3, 4, 8, 15, *[16] * 12]
+    assert edges.sizes.tolist() == [5, 7]
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-gpt2", "tiny-qwen3"])
@@ -39,7 +38,7 @@ def test_packed_documents_equal_documents_one_by_one(name: str) -> None:
     initialize(spec, model, seed=3)
     tokens = torch.randint(0, spec.vocab, IDS.shape, generator=torch.Generator().manual_seed(0))
     labels = torch.randint(0, spec.vocab, IDS.shape, generator=torch.Generator().manual_seed(1))
-    table = PositionTable(spec, 8, torch.float64, torch.device("cpu"))
+    table = PositionTable(spec, 8, torch.float64, CPU)
     data = DataSpec(attention_within_documents=True, positions_within_documents=True)
     packed = model.loss(tokens, labels, table.of(torch.arange(8), IDS, data))
     apart = sum(
@@ -63,9 +62,10 @@ def test_a_block_equals_plain_attention(kernels: tuple[Any, Any], kind: str, kv_
     key = torch.randn(2, 8, kv_heads, 6, dtype=torch.float64, generator=generator, requires_grad=True)
     value = torch.randn(2, 8, kv_heads, 3, dtype=torch.float64, generator=generator, requires_grad=True)
     documents = Documents(IDS) if kind == "documents" else None
-    seen, sums = kernels[0](query, key, value, kind != "full", documents)
-    mask = documents.mask(query.device) if documents else torch.ones(8, 8, dtype=torch.bool)
-    mask = mask.tril() if kind == "causal" else mask
+    edges = documents.edges(CPU) if documents else None
+    seen, sums = kernels[0](query, key, value, kind != "full", edges)
+    mask = torch.ones(8, 8, dtype=torch.bool) if kind == "full" else torch.ones(8, 8, dtype=torch.bool).tril()
+    mask = mask & (IDS.unsqueeze(2) == IDS.unsqueeze(1)).unsqueeze(1) if documents else mask
     expected = functional.scaled_dot_product_attention(
         *(x.transpose(1, 2) for x in (query, key, value)), attn_mask=mask, enable_gqa=True
     ).transpose(1, 2)
@@ -73,8 +73,8 @@ def test_a_block_equals_plain_attention(kernels: tuple[Any, Any], kind: str, kv_
     gradient = torch.randn(seen.shape, dtype=torch.float64, generator=generator)
     wanted = torch.autograd.grad(expected, (query, key, value), gradient)
     with torch.no_grad():
-        found = kernels[1](gradient, Attended(query, key, value, seen, sums), kind != "full", documents)
+        found = kernels[1](gradient, Attended(query, key, value, seen, sums), kind != "full", edges)
     assert all(torch.allclose(one, two, atol=1e-12) for one, two in zip(found, wanted, strict=True))
     if documents is not None:
-        again = torch.autograd.grad(attention_mix(query, key, value, documents), (query, key, value), gradient)
+        again = torch.autograd.grad(attention_mix(query, key, value, edges), (query, key, value), gradient)
         assert all(torch.allclose(one, two, atol=1e-12) for one, two in zip(again, wanted, strict=True))

@@ -7,10 +7,14 @@ import torch
 from torch import Tensor
 
 from cuboid.errors import UserError
-from cuboid.model.fp8 import Fp8Matmul, multiply, quantise, quantise_columns, require_fp8
+from cuboid.model.fp8 import Fp8Matmul, Scaling, multiply, quantise, quantise_columns, require_fp8
+from cuboid.model.fp8_experts import fp8_grouped_matmul
+from cuboid.model.moe import grouped_matmul
+from cuboid.model.split_backward import Deferral, deferrable_grouped_matmul
 from cuboid.spec.run import build_run
 
 TENSOR, ROW = False, True
+SCALINGS: tuple[Scaling, ...] = ("tensor", "row", "block")
 
 
 def numbers(rows: int, columns: int, seed: int = 0, spread: float = 0.0) -> Tensor:
@@ -35,15 +39,17 @@ def test_the_emulated_matmul_is_that_of_torch(by_row: bool) -> None:
     assert error(found.float(), expected.float()) < 2e-3
 
 
-@pytest.mark.parametrize("by_row", [TENSOR, ROW])
-def test_all_three_matmuls_are_close_to_exact_ones(by_row: bool) -> None:
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_all_three_matmuls_are_close_to_exact_ones(scaling: Scaling) -> None:
     x, weight = numbers(64, 32).requires_grad_(), numbers(48, 32, 1).requires_grad_()
     bias, gradient = numbers(1, 48, 2)[0].requires_grad_(), 1e-9 * numbers(64, 48, 3)
-    y = Fp8Matmul(by_row)(x, weight, bias)
+    y = Fp8Matmul(scaling)(x, weight, bias)
     y.backward(gradient)
     found = [y.detach(), x.grad, weight.grad, bias.grad]
     expected = [x @ weight.t() + bias, gradient @ weight, gradient.t() @ x, gradient.sum(0)]
-    limits = [0.05, 0.05, 0.05, 1e-6] if by_row else [0.05, 0.09, 0.09, 1e-6]  # e5m2 has a bit less than e4m3
+    limits = (
+        [0.05, 0.05, 0.05, 1e-6] if scaling != "tensor" else [0.05, 0.09, 0.09, 1e-6]
+    )  # e5m2 has a bit less than e4m3
     for one, exact, limit in zip(found, expected, limits, strict=True):
         assert one is not None
         assert error(one, exact.detach()) < limit
@@ -54,11 +60,12 @@ def test_rows_of_different_sizes_need_scales_of_their_own() -> None:
     exact = x @ weight.t()
     smallest = x.abs().amax(1).argsort()[:4]
 
-    def small_rows(by_row: bool) -> float:
-        return error(Fp8Matmul(by_row)(x, weight, None)[smallest], exact[smallest])
+    def small_rows(scaling: Scaling) -> float:
+        return error(Fp8Matmul(scaling)(x, weight, None)[smallest], exact[smallest])
 
-    assert small_rows(ROW) < 0.05
-    assert small_rows(TENSOR) > 0.5
+    assert small_rows("row") < 0.05
+    assert small_rows("block") < 0.05
+    assert small_rows("tensor") > 0.5
 
 
 @pytest.mark.parametrize("by_row", [TENSOR, ROW])
@@ -70,14 +77,13 @@ def test_columns_are_the_transpose_with_scales_along_the_other_dimension(by_row:
     assert error(values.float() * scale, x.t()) < 0.05
 
 
-@pytest.mark.parametrize("by_row", [TENSOR, ROW])
-def test_zeros_stay_zero_and_what_is_not_finite_shows(by_row: bool) -> None:
-    values, scale = quantise(torch.zeros(16, 16), torch.float8_e4m3fn, by_row)
-    assert not values.float().any() and scale.isfinite().all()
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_zeros_stay_zero_and_what_is_not_finite_shows(scaling: Scaling) -> None:
+    assert not Fp8Matmul(scaling)(torch.zeros(16, 16), numbers(16, 16), None).any()
     for broken in (torch.inf, torch.nan):
         x = numbers(16, 16)
         x[3, 5] = broken
-        assert not Fp8Matmul(by_row)(x, numbers(16, 16, 1), None).isfinite().all()
+        assert not Fp8Matmul(scaling)(x, numbers(16, 16, 1), None).isfinite().all()
 
 
 @pytest.mark.parametrize("by_row", [TENSOR, ROW])
@@ -110,4 +116,35 @@ def test_dimensions_that_do_not_divide_are_refused() -> None:
 
 
 def test_a_cpu_needs_no_fp8_hardware() -> None:
-    require_fp8(torch.device("cpu"))
+    require_fp8(torch.device("cpu"), "block")
+
+
+def test_experts_in_fp8_are_close_to_exact_ones() -> None:
+    """Forward and input gradient; the weight gradient is that of 16 bits. One expert has no token at all."""
+    counts = torch.tensor([5, 0, 11])
+    x, weight = numbers(20, 32, spread=4).requires_grad_(), numbers(3 * 48, 32, 1).view(3, 48, 32).requires_grad_()
+    gradient = numbers(20, 48, 2)
+    gradient[16:] = 0
+    found = []
+    for matmul in (grouped_matmul, deferrable_grouped_matmul(Deferral(), fp8_grouped_matmul)):
+        x.grad = weight.grad = None
+        y = matmul(x, weight, counts)
+        y.backward(gradient)
+        found.append([y.detach(), x.grad, weight.grad])
+    for exact, rounded, most in zip(*found, [0.05, 0.05, 1e-6], strict=True):
+        assert error(rounded[:16], exact[:16]) < most
+        assert most < 1e-5 or not torch.equal(rounded, exact)
+
+
+def test_what_asks_for_fp8_experts_in_vain_is_refused() -> None:
+    shape = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 192, "vocab": 256}
+
+    def refusal(precision: str, **changes: object) -> str:
+        with pytest.raises(UserError) as caught:
+            build_run({"model": {**shape, **changes}, "training": {"precision": precision, "fp8_experts": True}})
+        return str(caught.value)
+
+    assert refusal("bf16").endswith("use precision=fp8 or fp8_experts=false")
+    assert refusal("fp8").endswith("has none; use fp8_experts=false")
+    narrow = {"experts": 4, "top_k": 2, "expert_ffn": 24}
+    assert "needs mixture.expert_ffn=24 to divide by 16" in refusal("fp8", mixture=narrow)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from cuboid.errors import UserError
+from cuboid.model.attention_operation import attention_mix
 from cuboid.model.batch import Documents
-from cuboid.model.flash_attention import Attended, attend, attend_backward, attention_mix, plain_backward, plain_forward
+from cuboid.model.flash_attention import Attended, attend, attend_backward, plain_backward, plain_forward
 from cuboid.spec.load import build_model
 
 LENGTH, HEADS, KV_HEADS, WIDTH = 12, 4, 2, 6
@@ -54,7 +55,8 @@ def test_the_formula(window: int, has_sinks: bool, packed: bool) -> None:
     ids = (torch.rand(2, LENGTH, generator=generator) < 0.3).long().cumsum(1) if packed else None
     gradient = torch.randn(2, LENGTH, HEADS, WIDTH, generator=generator, dtype=torch.float64)
     expected = written_out(query, key, value, window, sinks, ids)
-    found = attention_mix(query, key, value, None if ids is None else Documents(ids), window, sinks)
+    edges = None if ids is None else Documents(ids).edges(query.device)
+    found = attention_mix(query, key, value, edges, window, sinks)
     assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
     pairs = (torch.autograd.grad(each, inputs, gradient) for each in (found, expected))
     for ours, theirs in zip(*pairs, strict=True):

@@ -39,6 +39,7 @@ def fp8_run(layout: str, *overrides: str, model: str = "tiny-llama", scaling: st
         ("dp=2,pp=2,zero=3,schedule=zbv", "row"),
         ("pp=2,schedule=zb1p", "tensor"),
         ("cp=2,tp=2,recompute=selective", "tensor"),
+        ("dp=2,pp=2,tp=2,zero=3,schedule=zb1p", "block"),
     ],
 )
 def test_fp8_stays_close_to_float32(pool: Pool, layout: str, scaling: str) -> None:
@@ -66,9 +67,9 @@ def test_zero_3_gathers_in_8_bits_what_matmuls_would_have_rounded(pool: Pool, la
         assert not lines, lines
 
 
-@pytest.mark.parametrize(("by_row", "recompute"), [(False, "none"), (False, "selective"), (True, "none")])
+@pytest.mark.parametrize(("scaling", "recompute"), [("tensor", "none"), ("tensor", "selective"), ("row", "none")])
 def test_a_block_is_one_graph_that_rounds_each_input_once(
-    by_row: bool, recompute: str, monkeypatch: pytest.MonkeyPatch
+    scaling: fp8.Scaling, recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, whose kernel a CPU has too: queries, keys and values share a rounded input, the 14 matmuls of the
     backward pass none of those of the forward pass, and no weight is kept in fp8."""
@@ -82,7 +83,7 @@ def test_a_block_is_one_graph_that_rounds_each_input_once(
     block = block.to(torch.bfloat16)
     for child in block.modules():
         if isinstance(child, Linear):
-            child.matmul = fp8.Fp8Matmul(by_row)
+            child.matmul = fp8.Fp8Matmul(scaling)
     graphs: list[tuple[Counter[str], list[Tensor]]] = []
 
     def note(graph: GraphModule, inputs: list[Tensor]) -> Any:
@@ -103,6 +104,7 @@ def test_a_block_is_one_graph_that_rounds_each_input_once(
     x = torch.ones(128, model.hidden, dtype=torch.bfloat16, requires_grad=True)
     compiled(x, positions).sum().backward()
     (forward, _), (backward, kept) = graphs
+    by_row = scaling == "row"
     assert (forward["aten._scaled_mm.default"], backward["aten._scaled_mm.default"]) == (7, 14)
     assert forward["aten.amax.default"] == (4 + 7) * (1 if by_row else 2) + by_row * (recompute == "none")
     narrow = [tensor for tensor in kept if tensor.dtype == torch.float8_e4m3fn]

@@ -33,6 +33,13 @@ def test_plans_are_ordered_fit_and_can_be_trained(ask: Callable[..., Question]) 
     assert len(found[0].alternatives) >= 2
 
 
+def test_what_is_shown_beside_the_best_are_other_strategies(ask: Callable[..., Question]) -> None:
+    best, *others = plans(ask("llama3-8b", "h100x64", global_batch=512, sequence=8192), top=5)
+    used = [(plan.layout.tp > 1, plan.layout.pp > 1, plan.layout.zero == 3) for plan in (best, *others)]
+    assert len(set(used)) >= 3
+    assert [entry.layout for entry in best.alternatives] == [str(plan.layout) for plan in others]
+
+
 def test_less_memory_is_asked_for_and_given(ask: Callable[..., Question]) -> None:
     free = plans(ask("llama3-70b", "h100x128", global_batch=256, sequence=4096))[0]
     limit = 0.8 * free.peak

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from cuboid.planning.explain import after_zero, decision_lines, explain, framework, memory_lines, rank_held, sections
+from cuboid.planning.plan import GIB
 from cuboid.planning.question import Question
 from cuboid.planning.traffic import sent
 from cuboid.spec.layout import Layout
@@ -34,8 +35,8 @@ def test_175b_on_1024_a100(gpt3: Question) -> None:
     }
     # It says whether its own choice beats the example, and by how much.
     assert found.best.seconds < found.plan.seconds
-    gain = found.plan.seconds / found.best.seconds - 1
-    assert f"beats it by {gain:.1%}" in lines
+    change = found.best.seconds / found.plan.seconds - 1
+    assert f"takes {found.best.seconds:.4g} s ({change:+.1%})" in lines
 
 
 def test_1t_on_4096_a100(ask: Callable[..., Question]) -> None:
@@ -111,8 +112,9 @@ def test_a_layout_over_the_limit_is_said_to_be(ask: Callable[..., Question]) -> 
     question = ask("gpt3-175b", "a100-40gx64", global_batch=64, sequence=2048)
     found = explain(question, Layout.parse("dp=1,tp=8,pp=8"))
     text = "\n".join(line for part in sections(found).values() for line in part)
-    assert "over the limit" in text
-    assert "does not fit" in text
+    plan = found.plan
+    assert f"{(plan.peak - plan.question.limit) / GIB:.1f} GiB over the limit" in text
+    assert f"{plan.peak / GIB - plan.question.cluster.memory_gib:.1f} GiB too many: this plan does not fit" in text
 
 
 def test_one_rank_talks_to_nobody(ask: Callable[..., Question]) -> None:

@@ -86,12 +86,21 @@ def test_hybrid_sharding_and_recomputation() -> None:
     assert imported({**BATCH, "zero_optimization": {"stage": 3, "mics_shard_size": -1}}, 4).layout.shard == 0
     assert imported({**BATCH, "pipeline": {"activation_checkpoint_interval": 1}}, 4).layout.recompute == "full"
     assert imported({**BATCH, "pipeline": {"activation_checkpoint_interval": 0}}, 4).layout.recompute == "none"
+    ulysses = imported({**BATCH, "sequence_parallel_size": 2}, 4).layout
+    assert (ulysses.cp, ulysses.cp_method, ulysses.dp) == (2, "ulysses", 2)
+    empty = {"gradient_clipping": None, "zero_optimization": {"offload_param": None}}
+    assert imported({**BATCH, **empty}, 4).layout.dp == 4
 
 
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"sequence_parallel_size": 2}, ["sequence_parallel_size=2 (use layout cp in the run file)"]),
+        ({"torch_autocast": {"enabled": True}}, ["torch_autocast.enabled=true (use torch_autocast.enabled=false)"]),
+        (
+            {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+            ["(use bf16.bf16_master_weights_and_grads=false)", "(use bf16.bf16_optimizer_states=false)"],
+        ),
+        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, ["zenflow (every gradient is used in its own"]),
         ({"optimizer": {"params": {"adam_w_mode": False}}}, ["adam_w_mode=false (use optimizer.params.adam_w_mode=t"]),
         (
             {"zero_optimisation": {"stage": 1}},
@@ -140,7 +149,7 @@ def test_keys_that_cannot_be_honoured_are_all_named(changes: dict[str, Any], par
         (
             {"pipeline": {"stages": 3}},
             4,
-            "world_size=4 does not divide by tensor × pipeline = 3; use world_size=3 or world_size=6",
+            "world_size=4 does not divide by tensor × pipeline × sequence = 3; use world_size=3 or world_size=6",
         ),
         ({"pipeline": {"stages": 0}}, 4, "pipeline.stages=0 is not positive"),
         (

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from cuboid.errors import UserError
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import MixtureSpec, ModelSpec, RopeScaling
+from cuboid.spec.optimizer import OptimizerSpec
 from cuboid.spec.run import (
     LearningRateSpec,
-    OptimizerSpec,
     OutputSpec,
     Run,
     TrainingSpec,

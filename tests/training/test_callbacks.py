@@ -125,6 +125,10 @@ def test_wrong_names_are_refused(tmp_path: Path) -> None:
     job = ["--model", "tiny-llama", "--set", f"output.folder={folder}"]
     assert main(["train", *job, "--set", "training.callbacks=s3://"]) == 2
     assert main(["train", *job, "--set", f"training.callbacks=python:{tmp_path}/none.py:Watch"]) == 2
+    for field in ("training.callbacks=python:builtins:object", "training.callbacks=python:..:x"):
+        assert main(["train", *job, "--set", field]) == 2
+    for name in ("builtins:str", "math:nothing", "..:x", "a..b:x"):
+        assert main(["train", *job, "--set", f"learning_rate.python=python:{name}"]) == 2, name
     assert not folder.exists()
     with pytest.raises(UserError, match=r"is no cuboid\.Callback"):
         load_callbacks(f"python:{tmp_path}/own.py:Nothing")

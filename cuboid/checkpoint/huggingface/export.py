@@ -149,7 +149,7 @@ def export_model(
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     names = tuple(shard.name for shard in shards)
-    size = run.model.parameters * DTYPES[dtype][1].itemsize
+    size = sum(prod(shape) for shard in shards for shape in shard.tensors.values()) * DTYPES[dtype][1].itemsize
     return ExportReport(
         str(checkpoint),
         str(target),
@@ -170,8 +170,12 @@ def _write_weights(
     for parameter, places in from_huggingface(run.model).items():
         for origin in places:
             origins.setdefault(origin.tensor, {})[parameter] = origin
-    # A tied copy is skipped, as Hugging Face itself leaves it out.
-    shapes = {name: target.shape for name, target in to_huggingface(run.model).items() if target.copy_of is None}
+    shapes = {}
+    for name, target in to_huggingface(run.model).items():
+        # A tied head is skipped, as Hugging Face itself leaves it out; prediction layers have their copies.
+        if target.copy_of is None or name != "lm_head.weight":
+            shapes[name] = target.shape
+            origins.setdefault(name, origins.get(target.copy_of or name, {}))
     ours = parameter_shapes(run.model)
     item_size = DTYPES[dtype][1].itemsize
     shards = plan_shards(shapes, item_size, shard_size)
@@ -191,7 +195,7 @@ def _write_weights(
     progress(len(shards), len(shards))
     if len(shards) > 1:
         table = {
-            "metadata": {"total_size": run.model.parameters * item_size},
+            "metadata": {"total_size": sum(map(prod, shapes.values())) * item_size},
             "weight_map": {name: shard.name for shard in shards for name in shard.tensors},
         }
         _write_json(folder / "model.safetensors.index.json", table)

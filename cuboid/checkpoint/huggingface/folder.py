@@ -20,7 +20,7 @@ from cuboid.data.tokenizer import tokenizer_files
 from cuboid.errors import UserError
 from cuboid.readers import Unreadable, open_safetensors, read_bytes, read_json
 from cuboid.spec.huggingface import table_from_config
-from cuboid.spec.load import build_model
+from cuboid.spec.load import as_stored, build_model
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.run import Run
 
@@ -98,7 +98,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def model_of(folder: Path) -> ModelSpec:
     """The model that the folder's config.json describes."""
-    return build_model(table_from_config(read_config(folder), folder.resolve().name))
+    return build_model(as_stored(table_from_config(read_config(folder), folder.resolve().name), folder))
 
 
 def _weight_files(folder: Path) -> list[str]:

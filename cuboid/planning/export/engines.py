@@ -75,6 +75,7 @@ UNWRITTEN = (
     "embedding_scale",
     "query_scale",
     "qk_norm_whole",
+    "prediction_layers",
 )
 """Fields of a model that no writer has words for."""
 Columns = dict[str, NDArray[np.int64]]
@@ -106,6 +107,7 @@ def sayable(target: str, columns: Columns, global_batch: int, model: ModelSpec) 
     selective = recompute == RECOMPUTE.index("selective")
     away = columns["offload"] > 0
     if target == "megatron":
+        works &= (columns["cp"] == 1) | (model.prediction_layers == 0)
         works &= ((zero < 2) | (pp == 1)) & (~away | (zero == 1))
     elif target == "deepspeed":
         works &= ((zero < 2) | (pp == 1)) & ((zero < 3) | (tp == 1)) & ~selective & whole
@@ -185,6 +187,8 @@ def refuse_model(model: ModelSpec, target: str) -> None:
 def _unwritten(model: ModelSpec, lost: Lost) -> None:
     """Parts of a model that no writer has words for."""
     for name in UNWRITTEN:
+        if name == "prediction_layers" and lost.target == "megatron":
+            continue
         value = getattr(model, name)
         lost.unless(value == getattr(ModelSpec, name), f"model.{name}", value, "it is not written")
     lost.unless(model.activation in ("swiglu", "gelu"), "model.activation", model.activation, "it is not written")

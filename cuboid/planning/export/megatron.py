@@ -70,6 +70,8 @@ def _check(plan: Plan) -> None:
     even = layout.schedule != "interleaved" or plan.micro_batches % layout.pp == 0
     lost.unless(layout.zero == 1 or not layout.offload, "offload", True, "use zero=1 or offload=false")
     lost.unless(even, "micro_batches", plan.micro_batches, f"interleaved needs a multiple of pp={layout.pp}")
+    predicts = plan.question.model.prediction_layers > 0
+    lost.unless(layout.cp == 1 or not predicts, "cp", layout.cp, "with model.prediction_layers use cp=1")
     some = layout.recompute_layers
     lost.unless(not some, "recompute_layers", some, "use recompute_layers=0")
     check_model(plan.question.model, lost)
@@ -90,8 +92,9 @@ def _parallel(plan: Plan) -> Flags:
         flags.append(f"--cp-comm-type {kinds[layout.cp_method]}")
     if layout.cp_method == "hybrid":
         flags.append(f"--hierarchical-context-parallel-sizes {layout.cp_inner} {layout.cp // layout.cp_inner}")
+    predicted = plan.question.model.prediction_layers
     if len(set(plan.layers)) > 1:
-        flags.append(f'--pipeline-model-parallel-layout "{stage_layout(plan.layers)}"')
+        flags.append(f'--pipeline-model-parallel-layout "{stage_layout(plan.layers, predicted)}"')
     elif layout.vpp > 1:
         flags.append(f"--num-virtual-stages-per-pipeline-rank {layout.vpp}")
     if layout.zero == 1:
@@ -119,11 +122,11 @@ def _parallel(plan: Plan) -> Flags:
     return flags
 
 
-def stage_layout(layers: tuple[int, ...]) -> str:
-    """Megatron's own notation: E the embedding, t a layer, L the loss, | the end of a stage."""
+def stage_layout(layers: tuple[int, ...], predicted: int = 0) -> str:
+    """Megatron's own notation: E the embedding, t a layer, m a prediction layer, L the loss, | the end of a stage."""
     stages = [f"t*{count}" for count in layers]
     stages[0] = f"E{stages[0]}"
-    stages[-1] = f"{stages[-1]}L"
+    stages[-1] = f"{stages[-1]}{'m' * predicted}L"
     return "|".join(stages)
 
 
@@ -177,6 +180,9 @@ def _model(plan: Plan) -> Flags:
         flags.append("--qk-layernorm")
     if not model.tie_embeddings:
         flags.append("--untie-embeddings-and-output-weights")
+    if model.prediction_layers:
+        flags.append(f"--mtp-num-layers {model.prediction_layers}")
+        flags.append(f"--mtp-loss-scaling-factor {plan.run.training.prediction_loss!r}")
     return flags
 
 

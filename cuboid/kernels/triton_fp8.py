@@ -1,0 +1,108 @@
+"""Triton kernels that round to fp8 with a scale for each block of 128 numbers.
+
+Imported where there is a GPU only, as `triton_kernels`."""
+
+import triton  # type: ignore[import-not-found,unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found,unused-ignore]
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def power_of_two(peak, LARGEST: tl.constexpr = 0x600000, RANGE: tl.constexpr = 8):  # type: ignore[no-untyped-def]
+    """The scale of an amax and its inverse, from the bits of the float: `fp8_block.exponents_of`."""
+    bits = tl.maximum(peak, 1e-30).to(tl.int32, bitcast=True)
+    exponent = ((bits + (0x7FFFFF - LARGEST)) >> 23) - 127 - RANGE
+    return (
+        ((exponent + 127) << 23).to(tl.float32, bitcast=True),
+        ((127 - exponent) << 23).to(tl.float32, bitcast=True),
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def quantise_tiles(  # type: ignore[no-untyped-def]
+    source,
+    values,
+    scales,
+    turned,
+    turned_scales,
+    rows,
+    columns,
+    width,
+    height,
+    across,
+    down,
+    SQUARE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """One program a tile of TILE × TILE: read once, written as it is (`values`, rows of `width`), transposed (`turned`,
+    rows of `height`), or both. Its scales: one (SQUARE; `across` and `down` scales lie in a row of `scales` and of
+    `turned_scales`), or one for each of its rows and one for each of its columns."""
+    block_row, block_column = tl.program_id(1), tl.program_id(0)
+    row = block_row.to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = block_column.to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    tile = tl.load(source + row[:, None] * columns + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    size = tl.abs(tile)
+    kind = tl.float8e4nv
+    if SQUARE:
+        scale, inverse = power_of_two(tl.max(tl.max(size, 1), 0))
+        rounded = (tile * inverse).to(kind)
+        if ROWS:
+            tl.store(values + row[:, None] * width + column[None, :], rounded, mask=(row < rows)[:, None])
+            tl.store(scales + block_row * across + block_column, scale)
+        if COLUMNS:
+            place = turned + column[:, None] * height + row[None, :]
+            tl.store(place, tl.trans(rounded), mask=(column < columns)[:, None])
+            tl.store(turned_scales + block_column * down + block_row, scale)
+    else:
+        if ROWS:
+            scale, inverse = power_of_two(tl.max(size, 1))
+            rounded = (tile * inverse[:, None]).to(kind)
+            tl.store(values + row[:, None] * width + column[None, :], rounded, mask=(row < rows)[:, None])
+            tl.store(scales + block_column.to(tl.int64) * rows + row, scale, mask=row < rows)
+        if COLUMNS:
+            scale, inverse = power_of_two(tl.max(size, 0))
+            rounded = (tile * inverse[None, :]).to(kind)
+            place = turned + column[:, None] * height + row[None, :]
+            tl.store(place, tl.trans(rounded), mask=(column < columns)[:, None])
+            tl.store(turned_scales + block_row.to(tl.int64) * columns + column, scale, mask=column < columns)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def quantise_long_rows(source, values, scales, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One program a row, which has one scale; BLOCK holds all of it."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    x = tl.load(source + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    scale, inverse = power_of_two(tl.max(tl.abs(x), 0))
+    tl.store(values + row * columns + column, (x * inverse).to(tl.float8e4nv), mask=inside)
+    tl.store(scales + row, scale)
+
+
+@triton.jit  # type: ignore[untyped-decorator,unused-ignore]
+def quantise_long_columns(  # type: ignore[no-untyped-def]
+    source, turned, scales, rows, columns, TALL: tl.constexpr, WIDE: tl.constexpr
+):
+    """Of matrices one behind the other: the transpose of each, with a scale for each of its rows. A program takes WIDE
+    columns of one, twice: the second time they come from the cache."""
+    matrix = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0).to(tl.int64) * WIDE + tl.arange(0, WIDE)
+    held = column < columns
+    first = matrix * rows * columns
+    peaks = tl.zeros((WIDE,), tl.float32)
+    for start in range(0, rows, TALL):
+        row = start + tl.arange(0, TALL)
+        inside = (row < rows)[:, None] & held[None, :]
+        tile = tl.load(source + first + row[:, None].to(tl.int64) * columns + column[None, :], mask=inside, other=0.0)
+        peaks = tl.maximum(peaks, tl.max(tl.abs(tile.to(tl.float32)), 0))
+    scale, inverse = power_of_two(peaks)
+    tl.store(scales + matrix * columns + column, scale, mask=held)
+    for start in range(0, rows, TALL):
+        row = start + tl.arange(0, TALL)
+        inside = (row < rows)[:, None] & held[None, :]
+        tile = tl.load(source + first + row[:, None].to(tl.int64) * columns + column[None, :], mask=inside, other=0.0)
+        rounded = (tile.to(tl.float32) * inverse[None, :]).to(tl.float8e4nv)
+        place = turned + first + column[:, None] * rows + row[None, :]
+        tl.store(place, tl.trans(rounded), mask=held[:, None] & (row < rows)[None, :])
