@@ -2,6 +2,7 @@
 
     python benchmarks/chaos.py [--faults 100] [--leaders 10] [--hosts] [--kinds full,disk] [--seed 0] [--json]
     python benchmarks/chaos.py --device cuda --backend nccl       # on a GPU, which ranks may share
+        [--faults 8 --kinds kill,stop,raise,hang,nan,torn,copy,process --layouts dp=2]      # in two minutes
 
 Many faults strike one job, at random ranks, steps and places. In jobs on one machine, of 2 to 8 ranks:
 kill      SIGKILL of a rank                        stop      SIGSTOP of a rank
@@ -41,6 +42,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
@@ -85,16 +87,23 @@ class Campaign:
         number, draw = len(self.told), self._random
         if where == "nodes":
             with Hosts(chaos_nodes.NODES + 1, "1gbit") if self._options.hosts else nullcontext() as hosts:
-                told = chaos_nodes.NodesJob(self._folder, number, kinds, hosts, draw).run(self._alone)
-        else:
-            layouts = [
-                layout for layout in self._options.layouts if "flip" not in kinds or chaos_ranks.has_copies(layout)
-            ]
-            layout = draw.choice(layouts)
-            reference = chaos_ranks.make_reference(self._folder, layout, self._fields)
-            told = chaos_ranks.RanksJob(self._folder, number, layout, kinds, self._fields, draw).run(reference)
-        self.told.append(told)
-        return told
+                job = chaos_nodes.NodesJob(self._folder, number, kinds, hosts, draw)
+                self.told.append(job.told)
+                return self._whole(job.told, lambda: job.run(self._alone))
+        layouts = [layout for layout in self._options.layouts if "flip" not in kinds or chaos_ranks.has_copies(layout)]
+        layout = draw.choice(layouts)
+        reference = chaos_ranks.make_reference(self._folder, layout, self._fields)
+        alone = chaos_ranks.RanksJob(self._folder, number, layout, kinds, self._fields, draw)
+        self.told.append(alone.told)
+        return self._whole(alone.told, lambda: alone.run(reference))
+
+    def _whole(self, told: Told, run: Callable[[], Told]) -> Told:
+        """What was told so far stands in the summary if this program is ended."""
+        try:
+            return run()
+        except SystemExit:
+            told.problems.append("the campaign was ended before the job was over")
+            raise
 
     def summary(self) -> dict[str, object]:
         kinds = Counter(fault.split()[0] for told in self.told for fault in told.faults)

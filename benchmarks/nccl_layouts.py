@@ -84,7 +84,20 @@ WINDOWS = [
     Case("tp=2,dp=2,zero=3", "tiny-gpt-oss"),
     Case("dp=2,cp=2,tp=2,pp=2,ep=4,zero=1,schedule=zbv", "tiny-gpt-oss", layers=5, batch=8),
 ]
-FLOAT64 = [*PIPELINES, *DATA, *TENSOR, *CONTEXT, *EXPERTS, *MANY, *WINDOWS]
+MTP = "tiny-deepseek-mtp"
+PREDICTIONS = [
+    *(Case(f"pp=2,schedule={schedule}", MTP, layers=5, batch=4) for schedule in SCHEDULES),
+    *(Case(f"cp=4,cp_method={method}", MTP) for method in ("ring", "ulysses", "allgather", "hybrid")),
+    *(Case(f"dp=4,zero={stage}", MTP) for stage in range(4)),
+    Case("dp=4,zero=3,shard=2", MTP),
+    Case("tp=2", MTP),
+    Case("tp=4,sequence_parallel=false,recompute=full", MTP),
+    Case("dp=2,ep=4,tp=2,zero=2,recompute=selective", MTP),
+    Case("dp=2,cp=2,tp=2,pp=2,ep=4,zero=1,schedule=zbv", MTP, layers=5, batch=8),
+    Case("dp=2,cp=2,tp=2,pp=2,ep=2,zero=3,schedule=dualpipev", MTP, layers=5, batch=8),
+    Case("dp=2,cp=2,tp=2,pp=2,ep=4,zero=2,schedule=interleaved", MTP, layers=5, batch=8),
+]
+FLOAT64 = [*PIPELINES, *DATA, *TENSOR, *CONTEXT, *EXPERTS, *MANY, *WINDOWS, *PREDICTIONS]
 
 BF16 = [
     Case("dp=2", layers=2),
@@ -101,6 +114,8 @@ BF16 = [
     Case("dp=2,ep=2", "tiny-mixtral", layers=2),
     Case("dp=2,tp=2,pp=2,zero=1", layers=2),
     Case("tp=2,pp=2,schedule=zbv", layers=4),
+    Case("pp=2", MTP, layers=2),
+    Case("tp=2,dp=2", MTP, layers=2),
     Case("tp=2", "tiny-gpt-oss", layers=2),
     Case("cp=2", "tiny-gpt-oss", layers=2),
 ]

@@ -3,21 +3,30 @@
     python benchmarks/packing.py gpu                     1B × 2 × 8,192 on one GPU: steps plain and with documents
     python benchmarks/packing.py gpu --shape 8B-16L --micro-batch 1
     python benchmarks/packing.py kernels                 attention alone, forward and backward
+    python benchmarks/packing.py cpu                     sequences assigned in order and by work, four ranks
     python benchmarks/packing.py gpu --shape tiny --sequence 256 --micro-batch 2 --vocabulary 500 --device cpu
 
 `gpu` trains one model in one process; its steps see whole sequences, documents of long-tailed lengths and documents of
 uniform lengths in turn, so that all have the same card at the same temperature. FLOPs are 6 per parameter and token
 without the embedding, and 12 per layer, width and pair of a query and a key that it sees: documents have fewer pairs,
-so what is compared is FLOP/s."""
+so what is compared is FLOP/s.
+
+`cpu` trains on dp=4, with ZeRO 1 and 2; each step is taken with its sequences assigned in order and then by work.
+Documents have long-tailed lengths. What it prints are seconds of a step, and processor seconds of its busiest rank; the
+ratio of the former means something only where each rank has a core of its own."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -26,14 +35,19 @@ import torch.nn.functional as functional
 from h200 import SHAPES, VOCABULARY
 from torch import Tensor
 
+from cuboid.data.build import BuildRequest, build
+from cuboid.data.loader import assigned, micro_batches
+from cuboid.data.source import make_source
 from cuboid.kernels.pinned_memory import to_device
+from cuboid.launch.pool import Pool
 from cuboid.model.attention_operation import attention_mix
 from cuboid.model.batch import Documents, Edges, MicroBatch
+from cuboid.parallel.collectives import all_reduce
 from cuboid.parallel.parallelize import build_engine
 from cuboid.spec.run import Run, build_run
 from cuboid.training.cuda_graphs import make_passes
 from cuboid.training.optimizer import Optimizer
-from cuboid.training.step import PendingStep, run_passes, start_step
+from cuboid.training.step import PendingStep, run_passes, start_step, train_step
 
 SIDES = ("plain", "long-tailed", "uniform")
 SHAPES = {**SHAPES, "tiny": {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 128}}
@@ -238,6 +252,73 @@ def _cudnn(
             print(json.dumps({"kind": f"cudnn, {most} documents", "failed": str(error)[:300]}), flush=True)
 
 
+RANKS = 4
+
+
+def cpu(options: argparse.Namespace) -> None:
+    with TemporaryDirectory() as folder, Pool() as pool:
+        store = letters_store(Path(folder), options.sequence, options.seed)
+        for layout in (f"dp={RANKS},zero=1", f"dp={RANKS},zero=2"):
+            table = {
+                "model": {**CPU_SHAPE, "family": "llama", "vocab": 257},
+                "layout": layout,
+                "training": {
+                    "global_batch": RANKS * options.per_rank,
+                    "sequence": options.sequence,
+                    "device": "cpu",
+                    "steps": options.rounds,
+                },
+                "data": {"source": store, "attention_within_documents": True, "positions_within_documents": True},
+            }
+            told = pool.run("packing:taken", (build_run(table, options.set),), ranks=RANKS, timeout=600)
+            row: dict[str, Any] = {"layout": layout, "cores": os.cpu_count()}
+            for kind in KINDS:
+                steps = list(zip(*(rank[kind] for rank in told), strict=True))
+                row[kind] = {
+                    "step_seconds": statistics.median(ranks[0][0] for ranks in steps),
+                    "busiest_rank_seconds": statistics.median(max(own for _, own in ranks) for ranks in steps),
+                }
+            row["ratios"] = {name: row["order"][name] / row["work"][name] for name in row["work"]}
+            imbalance = told[0]["imbalance"]
+            row["planned"] = sum(in_order for in_order, _ in imbalance) / sum(by_work for _, by_work in imbalance)
+            print(json.dumps(row), flush=True)
+
+
+KINDS = ("order", "work")
+CPU_SHAPE = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 128}
+
+
+def letters_store(folder: Path, sequence: int, seed: int) -> str:
+    """Half of all documents below a 64th of a sequence, a tenth of all tokens in some that are longer than one."""
+    drawn = np.random.default_rng(seed).lognormal(np.log(sequence / 64), 1.5, size=100_000)
+    lengths = [max(2, int(each)) for each in drawn]
+    lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), 512 * sequence))]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": "a" * (n - 1) + " "}) + "\n" for n in lengths))
+    build(BuildRequest(sources=(str(folder / "text.jsonl"),), output=folder / "store", workers=1))
+    return str(folder / "store")
+
+
+def taken(rank: int, run: Run) -> dict[str, list[tuple[float, float]]]:
+    """Of each step, by how sequences are assigned: its seconds, and the processor's on this rank."""
+    device = torch.device("cpu")
+    engine = build_engine(run, rank, device)
+    optimizer, source = Optimizer(engine, run.optimizer), make_source(run)
+    runs = {kind: replace(run, data=replace(run.data, assignment=kind)) for kind in KINDS}
+    found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in (*KINDS, "imbalance")}
+    for step in range(run.training.steps):
+        for kind, each in runs.items():
+            all_reduce(torch.zeros(1), engine.groups.world)
+            wall, own = time.perf_counter(), time.process_time()
+            batches = micro_batches(source, each, step, engine.groups.coordinates.dp, device)
+            train_step(engine, optimizer, batches, 1e-4)
+            if step:  # the first one warms up
+                found[kind].append((time.perf_counter() - wall, time.process_time() - own))
+        chosen = assigned(source, runs["work"], step)
+        assert chosen is not None
+        found["imbalance"].append((chosen.in_order, chosen.imbalance))
+    return found
+
+
 def timed(call: Any, device: torch.device, repeats: int = 10) -> float:
     """Seconds of one call, the median."""
     call()
@@ -259,18 +340,22 @@ def timed(call: Any, device: torch.device, repeats: int = 10) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("mode", choices=("gpu", "kernels"))
+    parser.add_argument("mode", choices=("gpu", "kernels", "cpu"))
     parser.add_argument("--shape", choices=tuple(SHAPES), default="1B")
     parser.add_argument("--micro-batch", type=int, default=2)
-    parser.add_argument("--sequence", type=int, default=8192)
+    parser.add_argument("--sequence", type=int, help="default: 8192, of cpu 4096")
+    parser.add_argument("--per-rank", type=int, default=8, help="cpu: sequences of a step")
+    parser.add_argument("--seed", type=int, default=0, help="cpu: of the lengths of documents")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     parser.add_argument("--steps", type=int, default=4, help="of each side in a row")
-    parser.add_argument("--rounds", type=int, default=3, help="of all sides, after the one that compiles")
+    parser.add_argument("--rounds", type=int, help="of all sides, after the one that compiles: 3; steps of cpu: 12")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--cudnn", action="store_true", help="kernels: cuDNN's for documents too")
     parser.add_argument("--set", action="append", default=[], help="change a field of the run")
     options = parser.parse_args()
-    {"gpu": steps, "kernels": kernels}[options.mode](options)
+    options.sequence = options.sequence or (4096 if options.mode == "cpu" else 8192)
+    options.rounds = options.rounds or (12 if options.mode == "cpu" else 3)
+    {"cpu": cpu, "gpu": steps, "kernels": kernels}[options.mode](options)
 
 
 if __name__ == "__main__":

@@ -417,7 +417,7 @@ def _words(column: Any) -> int:
     if not pyarrow.types.is_dictionary(column.type) or not pyarrow.types.is_string(column.type.value_type):
         return 0
     lengths = compute.binary_length(column.dictionary).cast("int64")
-    return compute.sum(lengths.take(column.indices)).as_py() or 0
+    return int(compute.sum(lengths.take(column.indices)).as_py() or 0)
 
 
 def is_finite(value: object) -> bool:
@@ -432,14 +432,24 @@ def check_output(output: Path) -> None:
     """Refuse what `write_output` would refuse, before the work whose result it is; nothing is left behind."""
     from tempfile import TemporaryFile
 
-    with _refused(output), output.open("ab") if output.exists() else TemporaryFile(dir=output.parent):
-        pass
+    with _refused(output):
+        if output.is_fifo():  # whoever reads from it would take the end of this for the end of all
+            return
+        with _open_output(output, os.O_APPEND) if output.exists() else TemporaryFile(dir=output.parent):
+            pass
 
 
 def write_output(output: Path, text: str) -> None:
     """Write the file of `--output`."""
-    with _refused(output):
-        output.write_text(text, encoding="utf-8")
+    with _refused(output), _open_output(output, os.O_CREAT | os.O_TRUNC) as file:
+        file.write(text.encode())
+
+
+def _open_output(output: Path, flags: int) -> BinaryIO:
+    """A FIFO that nobody reads is refused: without O_NONBLOCK this would wait for a reader for ever."""
+    handle = os.open(output, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags, 0o666)
+    os.set_blocking(handle, True)
+    return os.fdopen(handle, "wb")
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from cuboid.readers import (
     LARGEST_LINE,
     Missing,
     Unreadable,
+    check_output,
     open_inflated,
     open_plain,
     open_safetensors,
@@ -35,6 +36,7 @@ from cuboid.readers import (
     read_line,
     read_text,
     read_toml,
+    write_output,
 )
 from cuboid.spec.load import build_model
 from cuboid.spec.run import build_run
@@ -438,3 +440,16 @@ def test_tokens_and_what_a_model_writes_may_hold_nuls(tmp_path: Path) -> None:
         readers.read_rows(tmp_path / "samples.jsonl")
     (tmp_path / "samples.jsonl").write_text('{"step": 1, "text": "a\\u0000b"}\n')
     assert readers.read_rows(tmp_path / "samples.jsonl") == [{"step": 1, "text": "a\0b"}]
+
+
+def test_output_to_a_fifo_waits_for_nobody(tmp_path: Path) -> None:
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    check_output(fifo)
+    with pytest.raises(UserError, match=r"fifo cannot be written: No such device or address"):
+        write_output(fifo, "text")
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    check_output(fifo)
+    write_output(fifo, "text")
+    assert os.read(reader, 10) == b"text"
+    os.close(reader)

@@ -83,7 +83,8 @@ class LocalFiles:
         os.makedirs(path, exist_ok=True)
 
     def open(self, path: str) -> int:
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        # Without O_NONBLOCK a FIFO that nobody reads would block here.
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
     def write(self, handle: int, content: memoryview) -> None:
         count = content.nbytes

@@ -67,6 +67,8 @@ def own(run: Run, folder: Location) -> None:
 def check_writable(run: Run, folder: Location) -> None:
     """Before anything of the run is written, or of an earlier one removed."""
     if run.checkpoint.folder:
+        if (folder / FILE).size is None and FILE in folder.names():
+            raise UserError(f"checkpoint.folder={folder} cannot be written: its {FILE} is no file; remove it")
         _write(folder, PROBE, b"")
         (folder / PROBE).remove()
 

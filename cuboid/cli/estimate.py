@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from cuboid.cost.published import Answer, answer_rows, read_rows, write_answers
-from cuboid.errors import UserError
 
 
 def command(
@@ -30,10 +29,7 @@ def command(
         if answer.skipped.startswith("line "):
             print(f"{rows}: {answer.skipped}", file=sys.stderr)
     if output is not None:
-        try:
-            write_answers(output, columns, table, answers)
-        except OSError as problem:
-            raise UserError(f"output={output} cannot be written: {problem.strerror}; name another file") from None
+        write_answers(output, columns, table, answers)
     if as_json:
         print(json.dumps([_as_json(answer) for answer in answers]))
         return

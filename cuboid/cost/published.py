@@ -1,6 +1,7 @@
 """Estimates for a table of published runs: every row answered, or told what it lacks."""
 
 import csv
+import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from cuboid.cost.constants import Fabric, chip_named, default_fabric, engine_for
 from cuboid.cost.estimate import GIB, Machine, estimate_shapes, wired
 from cuboid.cost.inputs import Jobs, Shape
 from cuboid.errors import UserError
-from cuboid.readers import Unreadable, parse_toml, read_text
+from cuboid.readers import Unreadable, parse_toml, read_text, write_output
 from cuboid.spec.cluster import accelerator_table, load_cluster
 from cuboid.spec.layout import RECOMPUTE, SCHEDULES
 
@@ -405,12 +406,13 @@ def read_rows(path: Path) -> tuple[list[str], list[Row | UserError]]:
 def write_answers(path: Path, columns: list[str], rows: Iterable[Row | UserError], answers: Sequence[Answer]) -> None:
     """The rows with their answers, as CSV."""
     kept = [name for name in columns if name not in ANSWERS]
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*kept, *ANSWERS])
-        for row, answer in zip(rows, answers, strict=True):
-            values = ["" if isinstance(row, UserError) else row.get(name, "") for name in kept]
-            writer.writerow([*values, *_cells(answer)])
+    text = io.StringIO(newline="")
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*kept, *ANSWERS])
+    for row, answer in zip(rows, answers, strict=True):
+        values = ["" if isinstance(row, UserError) else row.get(name, "") for name in kept]
+        writer.writerow([*values, *_cells(answer)])
+    write_output(path, text.getvalue())
 
 
 def _cells(answer: Answer) -> list[str]:

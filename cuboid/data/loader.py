@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
+from cuboid.data.assignment import Assignment, assignment
 from cuboid.data.corpus import Fields
 from cuboid.data.source import Source
 from cuboid.kernels.pinned_memory import to_device
@@ -15,21 +16,34 @@ from cuboid.spec.run import Run
 
 def micro_batches(source: Source, run: Run, step: int, replica: int, device: torch.device) -> list[MicroBatch]:
     """Of a training step; `step` counts batches, also those that were omitted."""
-    sizes, length = run.training.batch_sizes, run.training.lengths.at(step)
-    cut = length if length < run.training.sequence else 0
-    return _micro_batches(source, run, sizes.sum_before(step), sizes.at(step), replica, device, cut)
+    sizes = run.training.batch_sizes
+    return _micro_batches(source, run, sizes.sum_before(step), sizes.at(step), replica, device, _cut(run, step))
+
+
+def assigned(source: Source, run: Run, step: int) -> Assignment | None:
+    """How the sequences of a training step are assigned; None: in their order."""
+    sizes = run.training.batch_sizes
+    if run.data.assignment == "order":
+        return None
+    return assignment(source, run, sizes.sum_before(step), sizes.at(step), _cut(run, step))
+
+
+def _cut(run: Run, step: int) -> int:
+    length = run.training.lengths.at(step)
+    return length if length < run.training.sequence else 0
 
 
 def _micro_batches(
     source: Source, run: Run, first: int, size: int, replica: int, device: torch.device, cut: int = 0
 ) -> list[MicroBatch]:
-    """Replica r takes the r-th run of consecutive positions in the global batch, which has `size` of them."""
+    """Of `size` positions from `first` on. In their order, replica r takes the r-th run of them."""
     per_replica = size // run.layout.dp
-    first += replica * per_replica
-    width = run.layout.micro_batch
+    start, width = first + replica * per_replica, run.layout.micro_batch
+    taken: Sequence[Sequence[int]] = [range(at, at + width) for at in range(start, start + per_replica, width)]
+    if run.data.assignment == "work":
+        taken = assignment(source, run, first, size, cut).replicas[replica]
     batches = []
-    for start in range(first, first + per_replica, width):
-        places = range(start, start + width)
+    for places in taken:
         samples = [source.at(place) for place in places]
         if isinstance(samples[0], dict):
             own = [sample for sample in samples if isinstance(sample, dict)]
@@ -43,7 +57,7 @@ def _micro_batches(
     return batches
 
 
-def _own_batch(samples: list[Fields], device: torch.device, places: range) -> MicroBatch:
+def _own_batch(samples: list[Fields], device: torch.device, places: Sequence[int]) -> MicroBatch:
     fields = {name: to_device(torch.stack([sample[name] for sample in samples]), device) for name in samples[0]}
     tokens = fields.get("tokens", next(iter(fields.values())))
     return MicroBatch(tokens, fields.get("labels", tokens), fields=fields, numbers=places)

@@ -20,8 +20,9 @@ GIB = 2**30
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """To a GPU through memory it can read by itself: nobody waits."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+    """From host memory to a GPU through memory it can read by itself: nobody waits."""
+    pins = device.type == "cuda" and x.device.type == "cpu"
+    return x.pin_memory().to(device, non_blocking=True) if pins else x.to(device)
 
 
 class HostCopy:

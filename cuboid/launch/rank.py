@@ -6,7 +6,7 @@ import json
 import os
 import time
 import traceback
-from collections.abc import MutableSequence
+from collections.abc import Callable, MutableSequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -169,7 +169,7 @@ def run_rank(run: Run, signals: Listener, quiet: bool = False, place: Place | No
         if place.world_size > 1:
             with HEARTBEAT.everybody("world", place.world_size).collective("join"):
                 joined = join(place, device, run.training.backend)
-        ready = partial(require_folder, run) if place.rank == 0 else lambda: None
+        ready: Callable[[], None] = partial(require_folder, run) if place.rank == 0 else lambda: None
         ready()
         if place.rank == 0:
             _tell(run, joined, binding, quiet)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -29,7 +29,7 @@ class MicroBatch:
     """Tokens after which sequences are cut, as if they were shorter; 0: nowhere. Needs `documents`."""
     fields: Mapping[str, Tensor] | None = None
     """All that a data set of one's own gives."""
-    numbers: range | None = None
+    numbers: Sequence[int] | None = None
     """Of its sequences in the order of the data: what dropout draws from. None drops nothing."""
 
 
@@ -56,7 +56,7 @@ def further(batch: MicroBatch, depth: int) -> Further:
         beyond = beyond | (batch.documents[:, target] != batch.documents)
     if batch.cut:
         beyond = beyond | ((places + depth) // batch.cut != places // batch.cut)
-    return Further(tokens, labels.masked_fill(beyond.to(labels.device), IGNORED))
+    return Further(tokens, labels.masked_fill(to_device(beyond, labels.device), IGNORED))
 
 
 # Documents packed into sequences, where attention stays inside each of them.

@@ -7,13 +7,14 @@ no generator has a state that a checkpoint would hold or a rank could be ahead w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cuboid.errors import UserError
+from cuboid.kernels.pinned_memory import to_device
 from cuboid.model.initialize import hashed, key_number
 
 LONGEST = 28
@@ -22,10 +23,17 @@ GOLDEN, FIRST, SECOND = -0x61C88647, -0x7A143595, -0x3D4D51CB
 """Odd constants as int32, which wrap around when multiplied: Weyl's, and the two of MurmurHash3's finalizer."""
 
 
-def token_keys(numbers: range, positions: Tensor) -> Tensor:
+def on_device(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """Nobody waits for them."""
+    if isinstance(numbers, range):
+        return torch.arange(numbers.start, numbers.stop, device=device)
+    return to_device(torch.tensor(numbers), device)
+
+
+def token_keys(numbers: Sequence[int], positions: Tensor) -> Tensor:
     """(tokens, 2) in int32: two random halves for each token. `numbers`: of its sequences in the order of the data;
     `positions`: (length) in its sequence, the same of every one."""
-    first = torch.arange(numbers.start, numbers.stop, device=positions.device) << LONGEST
+    first = on_device(numbers, positions.device) << LONGEST
     return _keys((first.unsqueeze(1) + positions).flatten())
 
 

@@ -29,6 +29,11 @@ def family(model: str | Mapping[str, object], change: Change | None = None) -> M
     """`model`: a name of the catalog, or a table as a run has under [model]. `change`: given each block and its layer,
     may replace parts of it; what it puts there declares its sharding as any module does."""
     spec = build_model(model_table(model) if isinstance(model, str) else model)
+    if spec.prediction_layers:
+        raise UserError(
+            f"family({spec.name}) has prediction_layers={spec.prediction_layers}, which a model of one's own cannot "
+            "have; use prediction_layers=0"
+        )
     if recipe_of(spec) == "mup":
         raise UserError(
             f"family({spec.name}) has initialization=mup, whose learning rates are those of the catalog's own blocks; "

@@ -121,7 +121,7 @@ class PositionTable:
         if self._cosine is None or self._sine is None:
             return Positions(index, None, None, documents, edges=edges)
         windowed = None if self._windowed is None else (self._windowed[0][index], self._windowed[1][index])
-        return Positions(index, self._cosine[index], self._sine[index], documents, windowed, edges)
+        return Positions(index, self._cosine[index], self._sine[index], documents, windowed, edges=edges)
 
     def of(self, places: Tensor, ids: Tensor | None, data: DataSpec, cut: int = 0) -> Positions:
         """Of these places of every sequence, whose tokens belong to the documents `ids` (sequences, whole length).

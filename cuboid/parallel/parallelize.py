@@ -62,6 +62,7 @@ from cuboid.spec.sharding import (
     Declared,
     Part,
     ShardingRank,
+    embedding_is_shared,
     is_block_linear,
     kv_part_count,
     lay_out,
@@ -121,7 +122,7 @@ def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -
     layout, model = run.layout, run.model
     schedule = make_schedule(layout.schedule, layout.pp, run.micro_batches, layout.vpp)
     layers = held_layers(model, layout.stages, run.training.sequence)
-    tied_apart = model.shares_embedding and schedule.stage_rank[0] != schedule.stage_rank[-1]
+    tied_apart = embedding_is_shared(model) and schedule.stage_rank[0] != schedule.stage_rank[-1]
     groups = make_groups(
         layout,
         rank,
@@ -379,8 +380,10 @@ class _Builder:
         """The summed loss of hidden states; the z-loss is of the model's own alone."""
         group, vocabulary, z_loss = self.groups.tensor, self.model.vocab, self.z_loss
         if self.compiled:
-            where = {"group": group, "region": self.region, "deferral": self.deferral}
-            fused = partial(fused_cross_entropy, head, vocabulary=vocabulary, **where)
+            deferral, region = self.deferral, self.region
+            fused = partial(
+                fused_cross_entropy, head, vocabulary=vocabulary, group=group, region=region, deferral=deferral
+            )
             return lambda x, labels, own: fused(x, labels, z_loss=z_loss if own else None)
         if z_loss is None:
             return lambda x, labels, _: head.loss(x, labels)
@@ -423,7 +426,7 @@ class _Builder:
                     set_parameter(module, path, unit.parameters[name])
             if not unit_name.endswith(BALANCES):  # always whole, and no gradient ever comes to it
                 used.append(unit)
-        return Segment(prefix, run, used, self.deferral, self.reduction)
+        return Segment(prefix, run, used, self.deferral, self.reduction, module)
 
     def _unit(self, name: str, table: dict[str, Declared]) -> Unit:
         if name not in self.units:

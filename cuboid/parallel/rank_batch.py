@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cuboid.model.batch import IGNORED, Further, MicroBatch, further
 from cuboid.model.custom import Model, counted_labels
-from cuboid.model.dropout import NUMBERS, token_keys
+from cuboid.model.dropout import NUMBERS, on_device, token_keys
 from cuboid.model.rope import Positions, PositionTable
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
@@ -39,16 +39,16 @@ class RankBatch:
     def inputs(self) -> list[Tensor]:
         """What differs between micro-batches of one shape without documents."""
         keys = self.positions.dropout
-        ahead = [x for each in self.further for x in each]
-        return [self.tokens, self.labels, *ahead, *(() if keys is None else (keys,))]
+        further = [x for each in self.further for x in each]
+        return [self.tokens, self.labels, *(() if keys is None else (keys,)), *further]
 
     def cloned(self) -> RankBatch:
         """With `inputs` of its own."""
         keys = self.positions.dropout
         positions = replace(self.positions, dropout=None if keys is None else keys.clone())
         further = tuple(Further(*(x.clone() for x in each)) for each in self.further)
-        own = {"tokens": self.tokens.clone(), "labels": self.labels.clone(), "further": further}
-        return replace(self, **own, positions=positions)
+        tokens, labels = self.tokens.clone(), self.labels.clone()
+        return replace(self, tokens=tokens, labels=labels, positions=positions, further=further)
 
     @property
     def counted(self) -> Tensor:
@@ -83,7 +83,7 @@ class BatchSharder:
             # Images and the like are computed with: in the precision of the weights.
             fields = {name: x.to(self._dtype) if x.is_floating_point() else x for name, x in given.items()}
             if trains and batch.numbers is not None and self._custom.drops:
-                fields[NUMBERS] = torch.arange(batch.numbers.start, batch.numbers.stop, device=batch.tokens.device)
+                fields[NUMBERS] = on_device(batch.numbers, batch.tokens.device)
             return RankBatch(batch.tokens, batch.labels, positions, fields, self._custom.count)
         # Within documents positions begin anew at each, and attention ends there.
         if batch.documents is not None:
@@ -96,5 +96,4 @@ class BatchSharder:
         if self._own is not None:
             # This rank's two zigzag chunks, early and late; RoPE's positions are those of the whole sequence.
             found = [Further(*(x[:, self._own] for x in each)) for each in found]
-        first, *others = found
-        return RankBatch(first.tokens, first.labels, positions, further=tuple(others))
+        return RankBatch(found[0].tokens, found[0].labels, positions, further=tuple(found[1:]))

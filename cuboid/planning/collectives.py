@@ -24,6 +24,7 @@ from cuboid.spec.sharding import (
     DeclaredUnit,
     Part,
     ShardingRank,
+    embedding_is_shared,
     is_block_linear,
     kv_head_of_query,
     kv_part_count,
@@ -423,7 +424,7 @@ def _partial_gradients(step: RankStep) -> Iterator[Collective]:
                     held += max(stop - max(part.offset, unit.begin), 0)
         what = f"gradients of what tensor ranks hold alike: {step.gradient} bytes × {held:,}"
         yield Collective(dimension, "all-reduce", ranks, int(held > 0), step.gradient * held, what)
-    if step.model.shares_embedding and step.first != step.last:
+    if embedding_is_shared(step.model) and step.first != step.last:
         for unit in step.units:
             if unit.name == TIED:
                 what = f"gradient of the token embedding of two stages: {step.gradient} bytes × {unit.shard:,}"

@@ -21,8 +21,12 @@ SERIES = {
     "activation_rms": ("activations before the head, RMS", ""),
     "tokens_per_second": ("throughput", "tokens/s"),
     "seconds": ("step time", "s"),
+    "imbalance": ("work of the busiest replica over the mean", ""),
+    "imbalance_in_order": ("… if sequences were taken in their order", ""),
 }
 """Key of a row -> what it is called, its unit."""
+OPTIONAL = ("imbalance", "imbalance_in_order")
+"""Shown where rows have them."""
 
 
 def curves(source: Source) -> dict[str, Any] | None:
@@ -33,6 +37,7 @@ def curves(source: Source) -> dict[str, Any] | None:
     series = [
         {"name": name, "label": label, "unit": unit, **thinned([finite(row.get(name)) for row in rows], parts)}
         for name, (label, unit) in SERIES.items()
+        if name not in OPTIONAL or name in rows[-1]
     ]
     times = [finite(row.get("time")) for row in rows]
     seconds = sorted(value for row in rows[1:] or rows if (value := finite(row.get("seconds"))) is not None)

@@ -246,6 +246,7 @@ Family = Literal[
     "gpt_oss",
 ]
 INITIAL_STD = 0.02
+NEED_ROPE = ("window_rope_theta", "prediction_layers")
 Initialization = Literal["auto", "megatron", "flat", "depth", "width", "fan_in", "zero_output", "mup"]
 
 
@@ -336,8 +337,7 @@ class ModelSpec:
     latent: LatentAttentionSpec | None = None
     """Attention through low-rank latents."""
     prediction_layers: int = 0
-    """Layers behind the others that predict further tokens (multi-token prediction, DeepSeek-V3): the first of them the
-    token after the next one, the second the one after that. They have the embedding and the head of the model."""
+    """Layers behind the others that predict further tokens, with the model's embedding and head (DeepSeek-V3)."""
 
     def __post_init__(self) -> None:
         check_types(self, "model")
@@ -355,12 +355,8 @@ class ModelSpec:
             )
         self._check_initialization()
         self._check_windows()
-        if self.prediction_layers and self.positions != "rope":
-            raise UserError(
-                f"model.prediction_layers={self.prediction_layers} needs positions=rope; use prediction_layers=0"
-            )
         stretches = {"rope_scaling": self.rope_scaling, "yarn": self.yarn, "rope_factor": self.rope_factor != 1}
-        for name, is_set in {**stretches, "window_rope_theta": self.window_rope_theta}.items():
+        for name, is_set in {**stretches, **{name: getattr(self, name) for name in NEED_ROPE}}.items():
             if is_set and self.positions != "rope":
                 raise UserError(f"model.{name} does nothing with positions={self.positions}; use positions=rope")
         several = [name for name, is_set in stretches.items() if is_set]
@@ -451,11 +447,6 @@ class ModelSpec:
     def routed_layers(self) -> int:
         """How many of them route their tokens to experts."""
         return self.all_layers - (self.mixture.first_dense_layers if self.mixture else self.all_layers)
-
-    @property
-    def shares_embedding(self) -> bool:
-        """Whether the last stage has the token embedding too: as its head, or to predict further tokens."""
-        return self.tie_embeddings or self.prediction_layers > 0
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer routes its tokens to experts."""

@@ -307,6 +307,11 @@ def block_parameters(model: ModelSpec, layer: int) -> Table:
     }
 
 
+def embedding_is_shared(model: ModelSpec) -> bool:
+    """Whether the last stage has the token embedding too: as its head, or to predict further tokens."""
+    return model.tie_embeddings or model.prediction_layers > 0
+
+
 def prediction_parameters(model: ModelSpec, layer: int) -> Table:
     """What a prediction layer has beside its block, for itself; of other layers nothing."""
     name = f"layers.{layer}"

@@ -208,6 +208,11 @@ class DataSpec:
     positions_within_documents: bool = False
     """Positions count from the start of each document, as Hugging Face's packed collators and Megatron's
     reset-position-ids do. Rotary positions are relative: to them it matters only where attention crosses documents."""
+    assignment: Literal["order", "work"] = "order"
+    """Which replica and micro-batch takes which sequences of a step. order: one run of them after another. work: so
+    that all have as much to compute, by the lengths of documents: whole sequences, as many for each. Needs
+    attention_within_documents, without which all sequences are the same work. It changes the order of sums and nothing
+    else; every rank looks up the lengths of all sequences of a step."""
     validation: str = ""
     """A source of its own for evaluation."""
     validation_fraction: float = 0.0
@@ -220,6 +225,11 @@ class DataSpec:
             raise UserError('data.source="" names no data; use python-stdlib or the path of a store')
         if self.mixture is not None:
             self._check_mixture(self.mixture)
+        if self.assignment == "work" and not self.attention_within_documents:
+            raise UserError(
+                "data.assignment=work needs data.attention_within_documents=true, without which all sequences are the "
+                "same work; use assignment=order"
+            )
         if not 0 <= self.validation_fraction < 1:
             raise UserError(
                 f"data.validation_fraction={self.validation_fraction} is no part of the documents; "

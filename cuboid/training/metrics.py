@@ -122,6 +122,8 @@ class Metrics(Callback):
         }
         if result.z_loss is not None:
             row["z_loss"] = result.z_loss
+        if result.assignment is not None:
+            row |= {"imbalance": result.assignment.imbalance, "imbalance_in_order": result.assignment.in_order}
         for depth, each in enumerate(result.prediction_losses, 1):
             row[f"prediction_loss_{depth}"] = each
         if result.loss_scale:
@@ -214,6 +216,8 @@ class Metrics(Callback):
         if "largest_load" in row:
             line += f"  busiest expert {row['largest_load']:.2f}×"
             line += f"  dead experts {row['dead_experts']}" if row["dead_experts"] else ""
+        if "imbalance" in row:
+            line += f"  busiest replica {row['imbalance']:.2f}× (in order {row['imbalance_in_order']:.2f}×)"
         if "validation_loss" in row:
             line += f"  validation {row['validation_loss']:.4f}"
         line += "".join(map(_shown, saves))

@@ -99,6 +99,7 @@ def check_same_training(old: Run, new: Run, owner: str = "") -> None:
         fixed |= {f"learning_rate.{name}": (rates[0][name], rates[1][name]) for name in rates[1]}
         fixed["training.gradient_clip"] = (old.training.gradient_clip, new.training.gradient_clip)
         fixed["training.z_loss"] = (old.training.z_loss, new.training.z_loss)
+        fixed["training.prediction_loss"] = (old.training.prediction_loss, new.training.prediction_loss)
         fixed["training.dropout"] = (old.training.dropout, new.training.dropout)
     # The first that differs is refused: one sentence, one setting to change.
     for name, (before, now) in fixed.items():

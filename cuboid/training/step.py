@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from cuboid.data.assignment import Assignment
 from cuboid.kernels.pinned_memory import HostCopy
 from cuboid.kernels.precision import SMALLEST, LossScale
 from cuboid.model.batch import MicroBatch
@@ -64,6 +65,8 @@ class StepResult:
     """From the end of the step before."""
     validation_loss: float | None = None
     """Where an evaluation followed."""
+    assignment: Assignment | None = None
+    """Of its sequences to replicas, where it is by their work."""
 
     @property
     def is_finite(self) -> bool:

@@ -14,7 +14,8 @@ import torch
 from cuboid.checkpoint.save import SaveReport
 from cuboid.checkpoint.state import seed_generators
 from cuboid.console import say
-from cuboid.data.loader import evaluation_batches, micro_batches
+from cuboid.data.assignment import Assignment
+from cuboid.data.loader import assigned, evaluation_batches, micro_batches
 from cuboid.data.source import make_source, make_validation_source
 from cuboid.errors import RankError, UserError
 from cuboid.parallel.collectives import all_reduce
@@ -78,6 +79,7 @@ class Started:
     step: int
     learning_rate: float
     pending: PendingStep
+    assignment: Assignment | None
 
 
 class Trainer:
@@ -195,7 +197,7 @@ class Trainer:
         before, passes = self.checkpointer.before_update, self._passes
         judge = _first_reason(judges) if judges else None
         pending = start_step(self.engine, self.optimizer, batches, rate, before, self._asked(), judge, passes, norms)
-        self._under_way.append(Started(self.done, rate, pending))
+        self._under_way.append(Started(self.done, rate, pending, assigned(self.source, self.run, batch)))
 
     def _finish_step(self, started: Started) -> bool:
         """Wait for a step's numbers and write them down, with those of an evaluation that follows it. False if the run
@@ -213,8 +215,8 @@ class Trainer:
         evaluates = self._evaluates and step == self.done
         held_out = self._evaluate() if evaluates else None
         self._tell_saved(self.checkpointer.reports(seconds))
-        rate = started.learning_rate
-        result = replace(result, learning_rate=rate, seconds=seconds, validation_loss=held_out)
+        rate, shown = started.learning_rate, started.assignment
+        result = replace(result, learning_rate=rate, seconds=seconds, validation_loss=held_out, assignment=shown)
         for callback in self.callbacks:
             callback.on_step(self, step, result)
             if held_out is not None:

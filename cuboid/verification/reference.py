@@ -6,6 +6,7 @@ import copy
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -120,8 +121,17 @@ class Trace:
     """After as many steps as the key says, what the optimizer keeps: `exp_avg/…` and `exp_avg_sq/…` of AdamW."""
     unforeseen: list[str] = field(default_factory=list)
     """Collectives between ranks that are not as the planner counts them."""
+    deviations: list[list[str]] = field(default_factory=list)
+    """After each step, copies on several ranks that are not equal."""
     routers: list[Tensor] = field(default_factory=list)
     """Of a mixture: a row per layer, assignments of each expert and the sums of its auxiliary losses."""
+
+    def until(self, step: int) -> Trace:
+        """What it says up to a step, this included."""
+        steps, done = max(len(self.losses), 1), step + 1
+        lists = {name: value for name, value in vars(self).items() if isinstance(value, list)}
+        # Of some there are several a step.
+        return replace(self, **{name: value[: len(value) // steps * done] for name, value in lists.items()})
 
     @property
     def all_losses(self) -> list[float]:
@@ -138,8 +148,27 @@ def _known(run: Run, precision: str, hops: int) -> Trace:
     return reference_trace(run, precision=precision, hops=hops)
 
 
-def reference_trace(run: Run, moments_after: Collection[int] = (), precision: str = "", hops: int = 1) -> Trace:
-    """`precision`: another than the run's. `hops`: of how many tensor ranks the sums are rounded as NCCL does."""
+class Watch(Protocol):
+    """Sees samples on their way through the model."""
+
+    def attach(self, model: nn.Module) -> None: ...
+
+    def begin_sample(self, step: int, place: int) -> None: ...
+
+    def end_sample(self) -> None: ...
+
+
+def reference_trace(
+    run: Run,
+    moments_after: Collection[int] = (),
+    precision: str = "",
+    hops: int = 1,
+    watch: Watch | None = None,
+    source: Source | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+) -> Trace:
+    """`precision`: another than the run's. `hops`: of how many tensor ranks the sums are rounded as NCCL does.
+    `source`, `weights`: other samples and initial weights than the run's."""
     precision = precision or run.training.precision
     dtype = DTYPES[precision]
     factor = run.training.loss_scale if precision == "fp16" else 1.0
@@ -154,6 +183,8 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
         initialize(run.model, model, run.training.seed)
         if run.training.dropout:
             model.drop(run.training.dropout, run.training.seed)
+    if weights is not None:
+        model.load_state_dict(dict(weights), strict=False)
     model.to(device)
     parameters = dict(model.named_parameters())
     rounds = dtype == torch.bfloat16 and run.training.gradient_sums == "bf16"
@@ -172,7 +203,9 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
     balance = _balance(run, computing.model, device)
     if balance is not None:
         balance.factor = torch.tensor(factor, device=device)
-    source = make_source(run)
+    if watch is not None:
+        watch.attach(computing.model)
+    source = source or make_source(run)
     samples = _Samples(run, computing.model, source, dtype, device)
     decay = run.optimizer.average
     averages = {f"{AVERAGE}/{name}": x.detach().clone() for name, x in parameters.items()} if decay else {}
@@ -193,6 +226,8 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
         prediction_losses = [0.0 for _ in depths]
         for place in places:
             HEARTBEAT.do("")  # for a watchdog: a long computation is no silence
+            if watch is not None:
+                watch.begin_sample(step, place)
             with fast_matmuls(device, precision):
                 *both, further_losses = samples.loss(place, length)
                 part, squares = (each / max(tokens, 1) for each in both)
@@ -202,6 +237,8 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
                     whole = whole + run.training.prediction_loss / len(depths) * mean
                     prediction_losses[depth] += mean.item()
                 (whole * factor).backward()
+            if watch is not None:
+                watch.end_sample()
             computing.collect()
             loss += part.item()
             z_loss += squares.item()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from uuid import uuid4
 
@@ -73,7 +74,9 @@ def test_a_store_that_cannot_be_written_costs_nothing(tmp_path: Path) -> None:
     rows = tmp_path / "first" / "metrics.jsonl"
     rows.write_text("{}\n")
     (tmp_path / "file").touch()
-    for store in (str(tmp_path / "file"), f"file://{tmp_path}/file", "/proc/nothing"):
+    (tmp_path / "fifo").mkdir()
+    os.mkfifo(tmp_path / "fifo" / FILE)
+    for store in (str(tmp_path / "file"), f"file://{tmp_path}/file", "/proc/nothing", str(tmp_path / "fifo")):
         with pytest.raises(UserError, match=r"checkpoint.folder=.* cannot be written"):
             prepare_folder(made(tmp_path, "first", store), overwrite=True)
         assert rows.exists(), "of the earlier run nothing is removed"

@@ -36,6 +36,21 @@ def texts(
     return found, generator.cache_bytes, _first_logits(generator, requests)
 
 
+def drafted(rank: int, *given: Any) -> Any:
+    """`texts`, of a generation with drafts, which takes more answers of a step than logits have rows."""
+    spec, requests, settings = given
+    generator = make_generator(spec, rank, CPU)
+    ((sampling, words),) = settings
+    written: dict[int, list[int]] = {}
+
+    def heard(events: list[Event]) -> None:
+        for event in events:
+            written.setdefault(event.number, []).append(event.token)
+
+    generator.generate(requests, sampling, words, heard)
+    return [written], generator.cache_bytes, {}
+
+
 def _first_logits(generator: Generator, requests: list[Request]) -> dict[int, Tensor]:
     found: dict[int, Tensor] = {}
 

@@ -28,7 +28,8 @@ def draw(random_source: random.Random, most: int, models: list[str], *more: str)
         parts += [f"cp={cp},cp_method={pick(CONTEXT_METHODS)}"]
         overrides = [f"model.layers={pick(range(4, 10))}", f"model.vocab={pick(range(5, 300))}"]
         overrides += [f"model.kv_heads={pick([1, 2, 4, 8])}", f"training.seed={pick(range(1000))}"]
-        overrides += [f"data.attention_within_documents={pick(['true', 'false'])}"]
+        assigned = pick(["data.assignment=work", "data.assignment=order", "data.attention_within_documents=false"])
+        overrides += [assigned]
         overrides += more
         model = pick(models)
         if model == "tiny-gpt2":

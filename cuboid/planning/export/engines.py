@@ -16,6 +16,8 @@ from cuboid.planning.question import Question
 from cuboid.spec.layout import CONTEXT_METHODS, RECOMPUTE, SCHEDULES
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.plugin import PythonModelSpec
+from cuboid.spec.run import Run
+from cuboid.spec.training import TrainingSpec
 
 
 @dataclass(frozen=True)
@@ -128,6 +130,19 @@ def sayable(target: str, columns: Columns, global_batch: int, model: ModelSpec) 
     else:
         works &= (zero < 2) & ~selective & whole & (tp <= model.kv_heads)
     return np.asarray(works)
+
+
+def refuse_recipe(run: Run, target: str) -> None:
+    """Raises where a run file asks for what no plan knows, and so no file for `target` would say."""
+    training, usual = run.training, TrainingSpec()
+    for name in ("dropout", "z_loss", "batch_ramp", "sequence_ramp"):
+        asked = getattr(training, name)
+        if asked != getattr(usual, name):
+            more = f" and add --hidden-dropout {asked} to it" if (name, target) == ("dropout", "megatron") else ""
+            default = getattr(usual, name) or ("none" if isinstance(asked, str) else 0)
+            raise UserError(
+                f"training.{name}={asked} is not among what is written for {target}; use {name}={default}{more}"
+            )
 
 
 def export(plan: Plan, target: str) -> str:
