@@ -53,7 +53,9 @@ def fp8_grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         by_row = functional.ScalingType.RowWise
         offsets = counts.cumsum(0, dtype=torch.int32)
         factors = (values, weights.transpose(1, 2), scales, by_row, weight_scales, by_row)
-        y: Tensor = functional.scaled_grouped_mm(*factors, offs=offsets, output_dtype=x.dtype)  # type: ignore[attr-defined,unused-ignore]
+        # Sums within the multipliers: without them the kernel is slower than in 16 bits, 1.24 for 0.62 ms on an H200.
+        more = {"offs": offsets, "output_dtype": x.dtype, "use_fast_accum": True}
+        y: Tensor = functional.scaled_grouped_mm(*factors, **more)  # type: ignore[attr-defined,unused-ignore]
         return y
     exact = grouped_matmul(values.float() * scales.unsqueeze(-1), weights.float() * weight_scales.unsqueeze(-1), counts)
     return exact.to(x.dtype)
