@@ -130,7 +130,7 @@ def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -
         tied_apart,
         model.is_routed,
         device.type == "cpu",
-        run.optimizer.is_muon,
+        run.optimizer.is_muon or run.islands.count > 1,
     )
     connect_groups(groups, device)
     ledger = Ledger() if run.output.count_communication else None

@@ -81,13 +81,16 @@ def test_zero_3_gathers_in_8_bits_what_matmuls_would_have_rounded(pool: Pool, la
         assert not lines, lines
 
 
-@pytest.mark.parametrize(("scaling", "recompute"), [("tensor", "none"), ("tensor", "selective"), ("row", "none")])
+@pytest.mark.parametrize(
+    ("scaling", "recompute"), [("tensor", "none"), ("tensor", "selective"), ("row", "none"), ("block", "selective")]
+)
 def test_a_block_is_one_graph_that_rounds_each_input_once(
     scaling: fp8.Scaling, recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, whose kernel a CPU has too: queries, keys and values share a rounded input, the 14 matmuls of the
     backward pass none of those of the forward pass, and no weight is kept in fp8."""
-    monkeypatch.setattr(fp8, "multiply", scaled_matmul)
+    if scaling != "block":
+        monkeypatch.setattr(fp8, "multiply", scaled_matmul)
     model = load_model("tiny-llama")
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -118,6 +121,11 @@ def test_a_block_is_one_graph_that_rounds_each_input_once(
     x = torch.ones(128, model.hidden, dtype=torch.bfloat16, requires_grad=True)
     compiled(x, positions).sum().backward()
     (forward, _), (backward, kept) = graphs
+    if scaling == "block":  # selective recomputation rounds inputs again, and multiplies nothing
+        operations = [f"cuboid.{name}.default" for name in ("block_matmul", "quantise_both", "quantise_weight")]
+        assert [forward[name] for name in operations] == [7, 4, 7]
+        assert [backward[name] for name in operations] == [14, 7 + 4, 7]
+        return
     by_row = scaling == "row"
     assert (forward["aten._scaled_mm.default"], backward["aten._scaled_mm.default"]) == (7, 14)
     assert forward["aten.amax.default"] == (4 + 7) * (1 if by_row else 2) + by_row * (recompute == "none")
