@@ -126,7 +126,7 @@ class SampleRecorder:
         self._model = model
         if not isinstance(model, Transformer):
             return
-        segments = {"embedding": model.embedding}
+        segments: dict[str, nn.Module] = {"embedding": model.embedding}
         # Layers that predict further tokens are no part of the stream of the others, and share the head with it, in an
         # order of each schedule's own: of both, the gradients of weights are compared.
         segments |= {f"layers.{index}": model.layers[str(index)] for index in range(model.model.layers)}
