@@ -132,7 +132,8 @@ def load(
     state = state_to_load(engine, optimizer)
     own = generators(engine) if manifest.layout == str(engine.run.layout) else {}
     own = {name: held for name, held in own.items() if name in reader.names}
-    reader.fill({**state, **own})
+    missing = optimizer.beside().keys() - reader.names
+    reader.fill({**{name: held for name, held in state.items() if name not in missing}, **own})
     if to_check is not None and group is not None:
         agree(str(reader.damage or ""), group)
     restore_generators(engine, own)

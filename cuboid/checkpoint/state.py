@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import torch
@@ -33,6 +33,10 @@ class Moments(Protocol):
     def state_of(self, optimizer_shard: OptimizerShard) -> dict[str, Tensor]:
         """By kind; flat, or one number of the whole parameter."""
 
+    @property
+    def beside(self) -> Callable[[], dict[str, ShardedTensor]]:
+        """What else there is, under names of its own; what a checkpoint does not have of it stays as it is."""
+
     def rows(self) -> Iterator[tuple[str, int, list[tuple[int, Tensor]]]]:
         """What is kept by row of a parameter, on one rank of all: its kind and name, the rows in all, and from which
         row on each tensor holds them."""
@@ -40,7 +44,7 @@ class Moments(Protocol):
 
 def state_to_save(engine: Engine, optimizer: Moments) -> dict[str, ShardedTensor]:
     """What this rank answers for; over all ranks every element once."""
-    return _state(counted_shards(engine), optimizer, saved=True) | _rows(optimizer)
+    return _state(counted_shards(engine), optimizer, saved=True) | _rows(optimizer) | optimizer.beside()
 
 
 def state_to_load(engine: Engine, optimizer: Moments) -> dict[str, ShardedTensor]:
@@ -49,7 +53,7 @@ def state_to_load(engine: Engine, optimizer: Moments) -> dict[str, ShardedTensor
     for unit in engine.units:
         unit.open()
     shards = (optimizer_shard for unit in engine.units for optimizer_shard in unit.optimizer_shards())
-    return _state(shards, optimizer, saved=False) | _rows(optimizer)
+    return _state(shards, optimizer, saved=False) | _rows(optimizer) | optimizer.beside()
 
 
 def weights_to_load(engine: Engine) -> dict[str, ShardedTensor]:

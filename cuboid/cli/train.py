@@ -11,6 +11,7 @@ import typer
 
 from cuboid.cli.options import Oversubscribe
 from cuboid.errors import UserError, up_to
+from cuboid.launch.islands import IslandOptions, with_own_folders
 from cuboid.launch.start import NodeOptions, train_run
 from cuboid.readers import read_json, read_toml
 from cuboid.resilience.faults import VARIABLE, parse_faults
@@ -62,6 +63,13 @@ def command(
     interface: Annotated[
         str | None, typer.Option(help="Where this node listens: an interface or address; default: towards HOST.")
     ] = None,
+    island: Annotated[
+        int | None, typer.Option(help="Which island this is, from 0: each is started with its own; see [islands].")
+    ] = None,
+    islands_rendezvous: Annotated[
+        str | None,
+        typer.Option(help="HOST:PORT where islands meet; HOST is one of them. Commas between places to fall back to."),
+    ] = None,
     oversubscribe: Oversubscribe = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print only one JSON object, at the end.")] = False,
 ) -> None:
@@ -94,19 +102,22 @@ def command(
         interface=interface,
     )
 
+    own = IslandOptions(island=island, rendezvous=islands_rendezvous, interface=interface)
+    run_here = with_own_folders(run, own)
+
     def announce(past: str) -> None:
         if not as_json:
-            _announce(run)
+            _announce(run_here)
             if past:
                 print(past, flush=True)
 
     def conclude(outcome: Outcome) -> None:
         if outcome.preempted:
-            _say_preempted(run, outcome, as_json)
+            _say_preempted(run_here, outcome, as_json)
         else:
-            _conclude(run, as_json)
+            _conclude(run_here, as_json)
 
-    if train_run(run, options, overwrite, as_json, conclude, announce, oversubscribe, take_over).preempted:
+    if train_run(run, options, overwrite, as_json, conclude, announce, oversubscribe, take_over, own).preempted:
         raise SystemExit(REQUEUE)
 
 

@@ -12,12 +12,13 @@ import typer
 from cuboid.cli.options import Oversubscribe
 from cuboid.data.opened import check_data
 from cuboid.errors import UserError
+from cuboid.launch.capacity import check_run
 from cuboid.launch.once import Heard, call_here, take_post
 from cuboid.launch.place import find_place, local_places
 from cuboid.launch.start import NodeOptions
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run, check_supported
-from cuboid.verification.make import check_provable, verification_run
+from cuboid.verification.make import check_provable, islands_runs, verification_run
 from cuboid.verification.rounding import MULTIPLE, ROUNDED
 
 MOST_STEPS = 10_000
@@ -58,9 +59,20 @@ def command(
     against: Annotated[
         str | None, typer.Option(help="A FOLDER with one step of another trainer, compared with one process instead.")
     ] = None,
+    islands: Annotated[
+        str | None,
+        typer.Option(help='Prove islands instead, a layout for each: "tp=2; pp=2; dp=2,zero=3"; see [islands].'),
+    ] = None,
     model: Annotated[str, typer.Option(help="A model's name, a TOML file or a Hugging Face folder.")] = "tiny-llama",
     overrides: Annotated[list[str] | None, typer.Option("--set", help="Change one field: model.layers=7.")] = None,
-    steps: Annotated[int, typer.Option(max=MOST_STEPS, help="Optimizer steps; with --resume on each layout.")] = 3,
+    steps: Annotated[
+        int | None,
+        typer.Option(
+            max=MOST_STEPS,
+            help="Optimizer steps; with --resume on each layout. Default: 3; with --islands two intervals.",
+            show_default=False,
+        ),
+    ] = None,
     dtype: Annotated[
         Literal["float64", "float32", "bf16", "fp16", "fp8"],
         typer.Option(
@@ -102,6 +114,14 @@ def command(
     given = {"device": device, "backend": backend}
     changed = (f"training.device={device}", f"training.backend={backend}", *(overrides or ()))
     options = NodeOptions(rendezvous=rendezvous, nodes=nodes, ranks_per_node=ranks_per_node, interface=interface)
+    if islands is not None:
+        if layout is not None or resume is not None or options != NodeOptions() or find_place(os.environ) is not None:
+            raise UserError(
+                "--islands starts the ranks of all islands on this machine; use it without --layout, --resume, "
+                "--nodes, torchrun or srun"
+            )
+        return _verify_islands(islands_runs(islands, model, changed, steps, dtype, seed), as_json, oversubscribe)
+    steps = steps or 3
     if resume is not None:
         if layout is not None:
             raise UserError("--layout proves one layout and --resume a chain of them; use one of them")
@@ -142,6 +162,48 @@ def _verify_step(folder: str, as_json: bool) -> int:
     else:
         _show(verdict, "The step", "is what one process computes")
     return 0 if verdict["passed"] else 1
+
+
+def _verify_islands(runs: list[Run], as_json: bool, oversubscribe: bool) -> int:
+    for run in runs:
+        check_supported(run)
+    check_provable(runs[0], chain=True)
+    check_data(runs[0])
+    check_run(runs[0], sum(run.layout.world_size for run in runs), oversubscribe)
+    if not as_json:
+        named = "1 island" if len(runs) == 1 else f"{len(runs)} islands"
+        print(f"{runs[0].model.name} on {named} against a simulation in one process, {runs[0].training.precision}")
+    from cuboid.launch.islands import prove  # here, because it brings torch
+    from cuboid.launch.pool import Pool
+
+    with Pool() as pool:
+        verdict = prove(runs, pool)
+    if as_json:
+        print(json.dumps(verdict))
+    else:
+        _show_islands(verdict)
+    return 0 if verdict["passed"] else 1
+
+
+def _show_islands(verdict: dict[str, Any]) -> None:
+    spec, tolerance = verdict["islands"], verdict["tolerance"]
+    for number, layout in enumerate(verdict["layouts"]):
+        print(f"  island {number}: {layout}")
+    for name in ("loss", "parameter", "outer"):
+        error = verdict[f"{name}_error"]
+        worst = f"  ({verdict['worst_parameter']})" if name == "parameter" and verdict["worst_parameter"] else ""
+        mark = "equal" if error <= tolerance else "DIFFERS"
+        print(f"  {name:<14} {mark}  largest relative error {error:.1e}{worst}")
+    between = verdict["between_islands"]
+    told = "equal to the bit" if between == 0 else f"DIFFER by {between:.1e}"
+    print(f"  outer weights and momentum of the islands {told}")
+    for line in verdict["unforeseen"][:3]:
+        print(f"  not as planned: {line}")
+    if not verdict["unforeseen"]:
+        print(f"  {verdict['wire_bytes']:,} bytes between islands, as planned to the byte")
+    what = f"every={spec['every']}, fragments={spec['fragments']}, delay={spec['delay']}, bits={spec['bits']}"
+    end = "equal" if verdict["passed"] else "are NOT equal to"
+    print(f"The islands {end} their simulation within {tolerance:.0e} over {verdict['steps']} steps ({what}).")
 
 
 def _verify_chain(runs: list[Run], as_json: bool, oversubscribe: bool, given: Mapping[str, str | None]) -> int:

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -197,6 +197,41 @@ class Pool:
         other machines; by default they are all there are. `watch`: where a watchdog looks at them.
 
         The function is given by name, so that this process need not import what only the ranks use."""
+        self._start(ranks)
+        with tempfile.TemporaryDirectory(prefix="cuboid-") as folder:
+            connections = [connection for _, connection in self._ranks[:ranks]]
+            places = places or local_places(ranks, 0, ranks, "", 0, "")
+            for place, connection in zip(places, connections, strict=True):
+                talks = heard is not None
+                connection.send((function, arguments, place, folder, timeout, device, backend, talks, watch))
+            return self._results(connections, timeout, heard, joined, places[0].rank)
+
+    def run_apart(
+        self,
+        function: str,
+        jobs: Sequence[tuple[tuple[Any, ...], int]],
+        *,
+        timeout: float = 300,
+        device: str = "cpu",
+        backend: str = "auto",
+    ) -> list[list[Any]]:
+        """Several jobs at once, each with its arguments on so many ranks, which know nothing of the others."""
+        self._start(sum(ranks for _, ranks in jobs))
+        with tempfile.TemporaryDirectory(prefix="cuboid-") as folder:
+            begins, first = [], 0
+            for number, (arguments, ranks) in enumerate(jobs):
+                own = os.path.join(folder, str(number))
+                os.mkdir(own)
+                for place in local_places(ranks, 0, ranks, "", 0, ""):
+                    _, connection = self._ranks[first + place.rank]
+                    connection.send((function, arguments, place, own, timeout, device, backend, False, None))
+                begins.append(first)
+                first += ranks
+            found = self._results([connection for _, connection in self._ranks[:first]], timeout)
+        return [found[begin : begin + ranks] for begin, (_, ranks) in zip(begins, jobs, strict=True)]
+
+    def _start(self, ranks: int) -> None:
+        """So many, at least."""
         if any(connection.poll() for _, connection in self._ranks):
             self.close()  # an idle rank has nothing to say: what can be read there is its end
         while len(self._ranks) < ranks:
@@ -205,13 +240,6 @@ class Pool:
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
-        with tempfile.TemporaryDirectory(prefix="cuboid-") as folder:
-            connections = [connection for _, connection in self._ranks[:ranks]]
-            places = places or local_places(ranks, 0, ranks, "", 0, "")
-            for place, connection in zip(places, connections, strict=True):
-                talks = heard is not None
-                connection.send((function, arguments, place, folder, timeout, device, backend, talks, watch))
-            return self._results(connections, timeout, heard, joined, places[0].rank)
 
     def _results(
         self,

@@ -22,6 +22,7 @@ from cuboid.console import say
 from cuboid.generate.samples import Sampler
 from cuboid.launch.backend import Joined, Wanted, join_world
 from cuboid.launch.capacity import allow_many_files
+from cuboid.launch.islands import site_of
 from cuboid.launch.oom import told_when_short
 from cuboid.launch.place import Place, find_place
 from cuboid.launch.pool import follow_parent
@@ -174,7 +175,8 @@ def run_rank(run: Run, signals: Listener, quiet: bool = False, place: Place | No
         if place.rank == 0:
             _tell(run, joined, binding, quiet)
         with told_when_short(run, place.rank, device):
-            outcome = train(run, place.rank, device, quiet, lambda: signals.asked, Sampler, ready)
+            site = site_of(run, os.environ)
+            outcome = train(run, place.rank, device, quiet, lambda: signals.asked, Sampler, ready, site)
         if place.world_size > 1:
             if not place.attempt:  # rank 0 may serve the store, from which others read how the last save went
                 dist.barrier(device_ids=[device.index] if joined.backend == "nccl" else None)

@@ -17,6 +17,7 @@ from cuboid.checkpoint.memory.folder import NODE, check_room
 from cuboid.data.opened import check_data
 from cuboid.errors import UserError, nearest_numbers, use
 from cuboid.launch.capacity import check_run
+from cuboid.launch.islands import IslandOptions, met, with_own_folders
 from cuboid.launch.network import Endpoint, Interface, find_interface, listen_if_host, parse_endpoint
 from cuboid.launch.place import Place, find_place
 from cuboid.launch.supervisor import check_machine, start_training
@@ -188,11 +189,29 @@ def train_run(
     announce: Callable[[str], None] = lambda past: None,
     oversubscribe: bool = False,
     take_over: bool = False,
+    island: IslandOptions | None = None,
 ) -> Outcome:
     """What cannot work is refused before any process starts and anything is written. Of the processes of a job, those
     that speak for it check data and folder; `announce` is told there what the folder held, `conclude` how it ended.
     `oversubscribe`: start also where memory or cores seem too few for the ranks. `take_over`: resume the
-    checkpoints of another run in `checkpoint.folder` as this one's."""
+    checkpoints of another run in `checkpoint.folder` as this one's. `island`: which one this is, of several."""
+    island = island or IslandOptions()
+    island.check(run)
+    run = with_own_folders(run, island)
+    with met(run, island):
+        return _train(run, options, overwrite, quiet, conclude, announce, oversubscribe, take_over)
+
+
+def _train(
+    run: Run,
+    options: NodeOptions | None,
+    overwrite: bool,
+    quiet: bool,
+    conclude: Callable[[Outcome], None],
+    announce: Callable[[str], None],
+    oversubscribe: bool,
+    take_over: bool,
+) -> Outcome:
     check_chosen(run)
     check_supported(run)
     check_trackers(run)

@@ -79,20 +79,20 @@ def _launch(x: Tensor, rows: tuple[Tensor, Tensor] | None, columns: tuple[Tensor
     x = x.contiguous()
     height, width = x.shape
     values, scales = rows or (x, x)
-    turned, turned_scales = columns or (x, x)
+    transposed, transposed_scales = columns or (x, x)
     if x.numel():
         quantise_tiles[(blocks(width), blocks(height))](
             x,
             values,
             scales,
-            turned,
-            turned_scales,
+            transposed,
+            transposed_scales,
             height,
             width,
             _whole(width),
             _whole(height),
             scales.shape[1],
-            turned_scales.shape[1],
+            transposed_scales.shape[1],
             SQUARE=square,
             ROWS=rows is not None,
             COLUMNS=columns is not None,

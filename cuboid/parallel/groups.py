@@ -176,7 +176,7 @@ def make_groups(
     matrices_travel: bool = False,
 ) -> Groups:
     """`kv_parts`: into how many parts the key-value heads are split over the tensor ranks. `matrices_travel`: between
-    the ranks of a stage (Muon)."""
+    the ranks of a stage (Muon, islands)."""
     kinds = rank_groups(layout)
     world = tuple(range(layout.world_size))
     everybody = HEARTBEAT.everybody("world", len(world))

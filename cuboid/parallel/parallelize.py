@@ -130,7 +130,7 @@ def build_engine(run: Run, rank: int, device: torch.device, draw: bool = True) -
         tied_apart,
         model.is_routed,
         device.type == "cpu",
-        run.optimizer.is_muon,
+        run.optimizer.is_muon or run.islands.count > 1,
     )
     connect_groups(groups, device)
     ledger = Ledger() if run.output.count_communication else None
@@ -380,8 +380,10 @@ class _Builder:
         """The summed loss of hidden states; the z-loss is of the model's own alone."""
         group, vocabulary, z_loss = self.groups.tensor, self.model.vocab, self.z_loss
         if self.compiled:
-            where = {"group": group, "region": self.region, "deferral": self.deferral}
-            fused = partial(fused_cross_entropy, head, vocabulary=vocabulary, **where)
+            deferral, region = self.deferral, self.region
+            fused = partial(
+                fused_cross_entropy, head, vocabulary=vocabulary, group=group, region=region, deferral=deferral
+            )
             return lambda x, labels, own: fused(x, labels, z_loss=z_loss if own else None)
         if z_loss is None:
             return lambda x, labels, _: head.loss(x, labels)

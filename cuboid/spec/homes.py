@@ -23,7 +23,7 @@ from cuboid.spec.model import ModelSpec
 from cuboid.spec.partition import held_layers
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
-from cuboid.spec.sharding import Declared, DeclaredUnit, Part, ShardingRank, is_block_linear, lay_out, units
+from cuboid.spec.sharding import BALANCES, Declared, DeclaredUnit, Part, ShardingRank, is_block_linear, lay_out, units
 
 Rows = tuple[tuple[int, int], ...]
 """Runs of rows (first, behind the last) of a parameter whose leading dimensions are flattened: one matrix of it."""
@@ -124,7 +124,7 @@ def arithmetic(rows: int, columns: int, steps: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Kept:
+class Kept:
     """What some ranks keep of a parameter: elements start:stop of their flattened tensor."""
 
     part: Part
@@ -133,13 +133,14 @@ class _Kept:
     ranks: tuple[int, ...]
 
 
-def _kept(unit: DeclaredUnit, layout: Layout) -> dict[str, list[_Kept]]:
+def kept_by(unit: DeclaredUnit, layout: Layout) -> dict[str, list[Kept]]:
     """By parameter; ranks that keep the same elements stand together."""
     size = stage_size(layout)
-    variants, shards = layout.tp, layout.shard_size * layout.cp if layout.zero else 1
+    sharded = layout.zero and not unit.name.endswith(BALANCES)
+    variants, shards = layout.tp, layout.shard_size * layout.cp if sharded else 1
     if unit.routed:
         variants, shards = layout.ep, layout.expert_shard_size
-    found: dict[str, dict[tuple[int, int, int], _Kept]] = {name: {} for name in unit.parameters}
+    found: dict[str, dict[tuple[int, int, int], Kept]] = {name: {} for name in unit.parameters}
     for variant in range(variants):
         place = ShardingRank(layout.tp, variant % layout.tp, layout.ep, variant % layout.ep, layout.sequence_parallel)
         parts = lay_out(unit.parameters, place)
@@ -151,11 +152,11 @@ def _kept(unit: DeclaredUnit, layout: Layout) -> dict[str, list[_Kept]]:
                 ranks = tuple(range(variant + variants * shard, size, variants * shards))
                 key = (part.slice.start, start, stop)
                 others = found[part.name][key].ranks if key in found[part.name] else ()
-                found[part.name][key] = _Kept(part, start, stop, tuple(sorted((*others, *ranks))))
+                found[part.name][key] = Kept(part, start, stop, tuple(sorted((*others, *ranks))))
     return {name: list(kept.values()) for name, kept in found.items()}
 
 
-def _spans(rows: Rows, kept: list[_Kept]) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
+def _spans(rows: Rows, kept: list[Kept]) -> Iterator[tuple[int, int, int, tuple[int, ...]]]:
     """Start, place, size and ranks of what each keeps of one matrix."""
     columns = kept[0].part.full_shape[-1]
     height = sum(stop - start for start, stop in rows)
@@ -181,7 +182,7 @@ def _placeless(run: Run, layer: int) -> list[Matrix]:
     """The matrices of a layer, which have no home yet."""
     found = []
     for unit in units(run.model, [layer], first=False, last=False):
-        kept = _kept(unit, run.layout)
+        kept = kept_by(unit, run.layout)
         for name, declared in unit.parameters.items():
             if not is_muon(unit.name, declared):
                 continue
@@ -203,7 +204,7 @@ def _holders(matrix: Matrix) -> NDArray[np.int64]:
     return np.array(sorted(kept, key=lambda rank: (-kept[rank], rank)))
 
 
-def _at_home(matrix: Matrix, name: str, home: int) -> Matrix:
+def at_home(matrix: Matrix, name: str, home: int) -> Matrix:
     spans = [Span(each.start, each.place, each.size, each.ranks, _nearest(each.ranks, home)) for each in matrix.spans]
     return replace(matrix, parameter=name, home=home, spans=tuple(spans))
 
@@ -245,7 +246,7 @@ def stage_buckets(run: Run, pipeline_rank: int) -> tuple[Bucket, ...]:
             holders = lot[place][2]
             homes[place] = int(holders[np.argmin(loads[holders])])
             loads[homes[place]] += work[place]
-        found.append(tuple(_at_home(matrix, name, home) for (name, matrix, _), home in zip(lot, homes, strict=True)))
+        found.append(tuple(at_home(matrix, name, home) for (name, matrix, _), home in zip(lot, homes, strict=True)))
     return tuple(bucket for bucket in found if bucket)
 
 

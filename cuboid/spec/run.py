@@ -28,6 +28,7 @@ from cuboid.spec.coding import (
 )
 from cuboid.spec.fitting import check, check_fp8
 from cuboid.spec.generation import SamplesSpec
+from cuboid.spec.islands import IslandsSpec
 from cuboid.spec.layout import Layout, parse_layout_fields
 from cuboid.spec.load import build_model, dump_model
 from cuboid.spec.model import ModelSpec
@@ -218,6 +219,7 @@ class Run:
     data: DataSpec = field(default_factory=DataSpec)
     evaluation: EvaluationSpec = field(default_factory=EvaluationSpec)
     samples: SamplesSpec = field(default_factory=SamplesSpec)
+    islands: IslandsSpec = field(default_factory=IslandsSpec)
     checkpoint: CheckpointSpec = field(default_factory=CheckpointSpec)
     resilience: ResilienceSpec = field(default_factory=ResilienceSpec)
     output: OutputSpec = field(default_factory=OutputSpec)
@@ -265,10 +267,25 @@ class Run:
             )
         if self.evaluation.average and not self.optimizer.average:
             raise UserError("evaluation.average=true has no average of weights; use optimizer.average=0.999 or false")
+        self._check_islands()
         self.profile.check(self.layout.world_size, self.training.steps)
         if self.resilience.goes_back and not self.checkpoint.every:
             policy = self.resilience.bad_steps
             raise UserError(f"resilience.bad_steps={policy} has no checkpoints to go back to; use checkpoint.every=100")
+
+    def _check_islands(self) -> None:
+        """What islands cannot have yet."""
+        if self.islands.count == 1:
+            return
+        self.islands.check_model(self.model)
+        refused = {
+            f"training.batch_ramp={self.training.batch_ramp}": (bool(self.training.batch_ramp), "none"),
+            f"training.sequence_ramp={self.training.sequence_ramp}": (bool(self.training.sequence_ramp), "none"),
+            f"resilience.bad_steps={self.resilience.bad_steps}": (self.resilience.goes_back, "skip or stop"),
+        }
+        for setting, (asked, instead) in refused.items():
+            if asked:
+                raise UserError(f"{setting} is not for islands.count={self.islands.count}; use {instead}")
 
     def _check_own_model(self) -> None:
         """What is not for a model of one's own."""

@@ -21,8 +21,15 @@ class Course:
     """Of a mixture that is balanced over the global batch: assignments of each expert in the latest good step, layer
     by layer."""
 
+    islands: dict[str, Any] = field(default_factory=dict)
+    """Of an island: the round it begins next, its batches, what it knows of all, and what was in flight."""
+    taken: dict[int, int] = field(default_factory=dict)
+    """Of an island the batches of its latest steps; no part of a checkpoint."""
+
     def batch(self, step: int) -> int:
         """The global batch of a step; both count from 0."""
+        if step in self.taken:
+            return self.taken[step]
         for skipped in self.skipped:
             step += skipped <= step
         return step
@@ -32,7 +39,7 @@ class Course:
 
     def table(self) -> dict[str, Any]:
         """For a manifest; empty where nothing of the past matters."""
-        return {name: value for name, value in vars(self).items() if value}
+        return {name: value for name, value in vars(self).items() if value and name != "taken"}
 
     def restore(self, table: dict[str, Any]) -> None:
         vars(self).update(vars(from_table(table)))
@@ -40,10 +47,11 @@ class Course:
 
 def from_table(table: object) -> Course:
     """Raises ValueError for what is no course: it may come from a stranger."""
-    if not isinstance(table, dict) or not table.keys() <= vars(Course()).keys():
+    if not isinstance(table, dict) or not table.keys() <= vars(Course()).keys() - {"taken"}:
         raise ValueError("is no course")
     course = Course(**table)
-    if not all(isinstance(values, list) for values in table.values()) or any(
+    _check_islands(course.islands)
+    if not all(isinstance(values, list) for name, values in table.items() if name != "islands") or any(
         type(batch) is not int or batch < 0 for batch in course.skipped
     ):
         raise ValueError("has skipped batches that are no whole numbers from 0 on")
@@ -57,3 +65,34 @@ def from_table(table: object) -> Course:
     if course.loss_scale and (len(course.loss_scale) != 3 or course.loss_scale[0] < 1 or min(course.loss_scale) < 0):
         raise ValueError("has a loss scale that is none")
     return course
+
+
+def _check_islands(table: object) -> None:
+    if not isinstance(table, dict):
+        raise ValueError("has islands that are no table")
+    counts = [table.get("round", 0), *_items(table.get("tokens", []), 1), *_runs(table.get("left", []))]
+    for pending in _items(table.get("pending", []), 1):
+        round_, runs = _items(pending, 2)
+        counts += [round_, *_runs(runs)]
+    state = table.get("state") or {}
+    if not isinstance(state, dict) or not isinstance(queues := state.get("queues", {}), dict):
+        raise ValueError("has islands of no state")
+    counts += [state.get("fresh", 0), *_runs(state.get("returned", []))]
+    for number, queue in queues.items():
+        if not (number.isascii() and number.isdigit()):
+            raise ValueError("has an island without a number")
+        step, runs = _items(queue, 2)
+        counts += [step, *_runs(runs)]
+    if any(type(count) is not int or not -(1 << 62) < count < 1 << 62 for count in counts):
+        raise ValueError("has islands with counts that are none")
+
+
+def _items(value: object, least: int) -> list[Any]:
+    if not isinstance(value, list) or (least > 1 and len(value) != least):
+        raise ValueError("has islands with lists that are none")
+    return value
+
+
+def _runs(value: object) -> list[Any]:
+    """The numbers in runs of batches."""
+    return [number for run in _items(value, 1) for number in _items(run, 3)]

@@ -86,6 +86,10 @@ class Checkpointer(Callback):
         run = self._engine.run
         return run.checkpoint.is_due_in_memory(step, run.training.steps)
 
+    def keeps_after(self, step: int) -> bool:
+        """Whether the state after a step is kept, on disk or in memory."""
+        return self.is_due(step) or (self.copies is not None and self._is_due_in_memory(step))
+
     def waits_for(self, trainer: Trainer, step: int) -> bool:
         return self.is_due(step) or self._is_due_in_memory(step)
 

@@ -151,6 +151,8 @@ class Metrics(Callback):
             tracked = {**kept, **routing.numbers}
             kept["routers"] = asdict(routing)
             row |= {"largest_load": max(routing.largest_load), "dead_experts": routing.dead}
+        if result.islands is not None:
+            kept["islands"] = result.islands
         if result.layers is not None:
             tracked["layers"] = kept["layers"] = {
                 kind: [float(f"{value:.4g}") if math.isfinite(value) else None for value in values]

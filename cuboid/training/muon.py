@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -17,67 +17,17 @@ import torch
 from torch import Tensor
 
 from cuboid.kernels.newton_schulz import orthogonalize
-from cuboid.parallel.collectives import Pending, start_all_to_all
-from cuboid.parallel.groups import Group
+from cuboid.parallel.collectives import Pending
+from cuboid.parallel.home_route import Route
 from cuboid.parallel.parallelize import DTYPES, Engine
 from cuboid.parallel.zero import OptimizerShard, Unit
-from cuboid.spec.homes import Bucket, Matrix, Span, stage_buckets, wire_precision
+from cuboid.spec.homes import Matrix, stage_buckets, wire_precision
 from cuboid.spec.optimizer import OptimizerSpec
 from cuboid.training.adamw import Elements, read_master, write_master
 from cuboid.training.own_optimizer import MatrixFunction, load_matrix_function
 
-Pair = tuple[Matrix, Span]
 BATCH = 2**26
 """Elements that are orthogonalised at once, at most: matrices of one shape together."""
-
-
-class Route:
-    """What one rank sends and receives for a bucket. Both ways the elements for each rank, or from it, stand in the
-    order of matrices and their spans, which all ranks know."""
-
-    def __init__(self, bucket: Bucket, group: Group) -> None:
-        self._group, here = group, group.index
-        spans = [(matrix, span) for matrix in bucket for span in matrix.spans]
-        homed = [pair for pair in spans if pair[0].home == here]
-        self.own = [matrix for matrix in bucket if matrix.home == here]
-        """The matrices that are orthogonalised here."""
-        # Sorting keeps the order of what has one rank.
-        self.sent = sorted((pair for pair in spans if pair[1].sender == here), key=_home)
-        """This rank's elements on their way home."""
-        self.received = sorted(homed, key=_sender)
-        """… as a home receives them."""
-        returned = sorted(((rank, pair) for pair in homed for rank in pair[1].ranks), key=_first)
-        self.returned = [pair for _, pair in returned]
-        """What came of them, as a home sends it."""
-        self.kept = sorted((pair for pair in spans if here in pair[1].ranks), key=_home)
-        """… and as this rank receives it."""
-        self._there = self._counts(map(_home, self.sent), self.sent), self._counts(map(_sender, homed), homed)
-        self._back = self._counts(map(_first, returned), self.returned), self._counts(map(_home, self.kept), self.kept)
-
-    def _counts(self, ranks: Iterable[int], pairs: list[Pair]) -> list[int]:
-        """Elements by rank."""
-        counts = [0] * self._group.size
-        for rank, (_, span) in zip(ranks, pairs, strict=True):
-            counts[rank] += span.size
-        return counts
-
-    def start(self, packed: list[Tensor], like: Tensor, back: bool) -> Pending:
-        """Send what was packed in the order of `sent`, or `returned`."""
-        whole = torch.cat(packed) if packed else like.new_empty(0)
-        self._group.count("all-to-all", whole.nbytes)
-        return start_all_to_all(whole, *(self._back if back else self._there), self._group)
-
-
-def _home(pair: Pair) -> int:
-    return pair[0].home
-
-
-def _sender(pair: Pair) -> int:
-    return pair[1].sender
-
-
-def _first(pair: tuple[int, Pair]) -> int:
-    return pair[0]
 
 
 class MuonState:

@@ -8,13 +8,14 @@ them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from cuboid.checkpoint.shards import ShardedTensor
 from cuboid.checkpoint.state import AVERAGE
 from cuboid.kernels.adjacent import in_runs
 from cuboid.parallel.parallelize import Engine
@@ -102,6 +103,8 @@ class Optimizer:
             others = self._muon.names if self._muon else ()
             state = OffloadedState(moved, engine.device) if away else ResidentState(moved, others)
         self._state = state
+        self.beside: Callable[[], dict[str, ShardedTensor]] = dict
+        """What else checkpoints keep: the outer state of an island."""
         self._average = WeightAverage(self._units, spec.average, self._compiled) if spec.average else None
         self._steps = torch.zeros((), dtype=torch.float64, device=engine.device)
         # State that is here is updated at once: a stream of its own gained nothing (docs/lab.md), and what waits for it

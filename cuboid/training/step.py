@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +59,8 @@ class StepResult:
     """Of each prediction layer, a mean over its labels, without the coefficient and no part of `loss`."""
     layers: Norms | None = None
     """By layer, where they were asked for."""
+    islands: dict[str, Any] | None = None
+    """What there is to tell of the rounds of islands since the step before."""
     sequences: int = 0
     """Of the global batch."""
     learning_rate: float = 0.0

@@ -18,6 +18,8 @@ from cuboid.data.assignment import Assignment
 from cuboid.data.loader import assigned, evaluation_batches, micro_batches
 from cuboid.data.source import make_source, make_validation_source
 from cuboid.errors import RankError, UserError
+from cuboid.islands.outer import OuterState
+from cuboid.islands.sync import Site
 from cuboid.parallel.collectives import all_reduce
 from cuboid.parallel.parallelize import build_engine
 from cuboid.resilience.faults import strikes
@@ -29,6 +31,7 @@ from cuboid.training.checkpointer import Checkpointer
 from cuboid.training.communication_log import CommunicationLog
 from cuboid.training.cuda_graphs import make_passes
 from cuboid.training.device_progress import device_progress
+from cuboid.training.islands import IslandRounds
 from cuboid.training.layer_norms import LayerNorms
 from cuboid.training.learning_rate import learning_rate
 from cuboid.training.memory import MemoryLog, exhaust
@@ -62,12 +65,13 @@ def train(
     asked: Callable[[], bool] = lambda: False,
     make_sampler: MakeSampler | None = None,
     ready: Callable[[], None] = lambda: None,
+    site: Site | None = None,
 ) -> Outcome:
     """Train to the last step, from the newest checkpoint of the run or the first step. `asked`: whether this rank was
     asked to stop; if any was, all save and stop at the next step. `make_sampler`: for a run with `samples.every`.
-    `ready` is called when all is set up, before a step is written down."""
+    `ready` is called when all is set up, before a step is written down. `site`: of an island."""
     with device_progress(device):
-        trainer = Trainer(run, rank, device, quiet, asked, make_sampler)
+        trainer = Trainer(run, rank, device, quiet, asked, make_sampler, site)
         ready()
         return trainer.train()
 
@@ -93,6 +97,7 @@ class Trainer:
         quiet: bool = False,
         asked: Callable[[], bool] = lambda: False,
         make_sampler: MakeSampler | None = None,
+        site: Site | None = None,
     ) -> None:
         """Set-up: after it the state is that of the newest checkpoint, or of the first step."""
         if run.samples.every and make_sampler is None:
@@ -109,6 +114,9 @@ class Trainer:
         # Without weights: the checkpointer reads them, or draws them where there is nothing to read.
         self.engine = build_engine(run, rank, device, draw=False)
         self.optimizer = Optimizer(self.engine, run.optimizer)
+        outer = OuterState(self.engine) if site is not None else None
+        if outer is not None:
+            self.optimizer.beside = outer.state
         self._norms = LayerNorms(self.engine) if run.output.layer_norms else None
         self._passes = make_passes(self.engine, self.optimizer, partial(run_passes, self.engine))
         if self.optimizer.host_bytes and rank == 0 and not quiet:
@@ -117,6 +125,9 @@ class Trainer:
         self.validation = make_validation_source(run) if run.evaluation.every else None
         self.checkpointer = Checkpointer(self.engine, self.optimizer, rank, quiet)
         self.done = self.checkpointer.found
+        self.rounds: IslandRounds | None = None
+        if outer is not None and site is not None:
+            self.rounds = IslandRounds(self.engine, outer, site, self.done, quiet)
         # Those that others rely on come first: a row is written before a checkpoint, which a resumed run continues
         # from without writing that row again, and nothing is kept of replicas that differ.
         self.callbacks: list[Callback] = [
@@ -125,6 +136,7 @@ class Trainer:
             memory,
             profile,
             BadSteps(self.engine, self.source, self.done),
+            *([] if self.rounds is None else [self.rounds]),
             self.checkpointer,
         ]
         if make_sampler and run.samples.every:
@@ -189,7 +201,7 @@ class Trainer:
             exhaust(self.device)
         # Step and position alone decide the samples: there is no state of a loader to save or to advance.
         rate = learning_rate(self.run.learning_rate, self.done, self.run.training.steps)
-        batch = self.engine.course.batch(self.done)
+        batch = self.engine.course.batch(self.done) if self.rounds is None else self.rounds.next_batch(self.done)
         batches = micro_batches(self.source, self.run, batch, self._replica, self.device)
         HEARTBEAT.do("")
         judges = [judge for callback in self.callbacks if (judge := callback.judge(self, self.done + 1))]
@@ -261,6 +273,8 @@ class Trainer:
 
     def save(self) -> None:
         HEARTBEAT.enter("save")
+        if self.rounds is not None:
+            self.rounds.settle()
         self.checkpointer.save(self.done)
         for callback in self.callbacks:
             callback.on_save(self, self.done)

@@ -87,7 +87,7 @@ def _observe(run: Run, rank: int, recorded: int | None = None) -> tuple[Trace | 
             trace.z_losses.append(result.z_loss)
         trace.prediction_losses += result.prediction_losses
         trace.gradient_norms.append(result.gradient_norm)
-        trace.gradients.append(_whole(engine, lambda shard: shard.gradient, result.loss_scale or 1.0))
+        trace.gradients.append(whole(engine, lambda shard: shard.gradient, result.loss_scale or 1.0))
         if recorder is not None and step == recorded:
             recorder.detach()
             recorder.see_gradients(result.loss, result.gradient_norm, result.loss_scale or 1.0)
@@ -95,19 +95,19 @@ def _observe(run: Run, rank: int, recorded: int | None = None) -> tuple[Trace | 
             trace.routers.append(result.routers)
         apply_update(engine, optimizer, pending, learning_rate(run.learning_rate, step, run.training.steps))
         if engine.ledger is not None:
-            surprises = _gathered(engine, unforeseen(run.of_batch(step), rank, engine.ledger.take()))
+            surprises = gathered(engine, unforeseen(run.of_batch(step), rank, engine.ledger.take()))
             trace.unforeseen += [f"rank {place} {line}" for place, lines in surprises for line in lines]
-        trace.parameters.append(_whole(engine, lambda shard: shard.master))
+        trace.parameters.append(whole(engine, lambda shard: shard.master))
         if run.optimizer.average:
-            averages = _whole(engine, lambda shard: optimizer.state_of(shard)[AVERAGE])
+            averages = whole(engine, lambda shard: optimizer.state_of(shard)[AVERAGE])
             trace.averages.append({f"{AVERAGE}/{name}": average for name, average in averages.items()})
-        found = [f"rank {place} {line}" for place, lines in _gathered(engine, _not_as_kept(engine)) for line in lines]
+        found = [f"rank {place} {line}" for place, lines in gathered(engine, _not_as_kept(engine)) for line in lines]
         found += [str(deviation) for deviation in deviations(engine, optimizer)]
         trace.deviations.append(found)
     records: list[tuple[int, RankRecord]] = []
     if recorder is not None:
         recorder.see_update()
-        records = _gathered(engine, recorder.record)
+        records = gathered(engine, recorder.record)
     HEARTBEAT.enter("finish")
     return trace if rank == 0 else None, [record for _, record in records]
 
@@ -127,7 +127,7 @@ def _not_as_kept(engine: Engine) -> list[str]:
     return found
 
 
-def _whole(engine: Engine, of: Callable[[OptimizerShard], Tensor], factor: float = 1.0) -> Tensors:
+def whole(engine: Engine, of: Callable[[OptimizerShard], Tensor], factor: float = 1.0) -> Tensors:
     """`of`: what is taken of each optimizer shard. `factor`: what it is multiplied by."""
     own: Contribution = []
     for optimizer_shard in counted_shards(engine):
@@ -140,11 +140,11 @@ def _whole(engine: Engine, of: Callable[[OptimizerShard], Tensor], factor: float
                 held.to(wide(held.dtype)).cpu() / factor,
             )
         )
-    gathered = _gathered(engine, own)
-    return assemble([contribution for _, contribution in gathered]) if gathered else {}
+    found = gathered(engine, own)
+    return assemble([contribution for _, contribution in found]) if found else {}
 
 
-def _gathered(engine: Engine, own: Any) -> list[tuple[int, Any]]:
+def gathered(engine: Engine, own: Any) -> list[tuple[int, Any]]:
     """(rank, what it has) of all ranks on rank 0, nothing elsewhere. Beside the engine, and so not counted."""
     world = engine.groups.world
     if world.handle is None:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from cuboid.errors import UserError
@@ -56,6 +57,29 @@ def verification_run(
     if isinstance(described, PythonModelSpec):
         table["data"] = {} if described.built.data is not None else {"source": "synthetic"}
     return build_run(table, overrides)
+
+
+def islands_runs(
+    islands: str, model: str, overrides: tuple[str, ...], steps: int | None, dtype: str, seed: int
+) -> list[Run]:
+    """One run per island of `A; B; C`, equal in all but the layout. `steps`: default: every fragment is synchronised
+    twice, and once more after the last step."""
+    layouts = [part.strip() for part in islands.split(";")]
+    if not all(layouts):
+        raise UserError(f'--islands "{islands}" is no list of layouts; write it like "tp=2; pp=2; dp=2,zero=3"')
+    # A single island steps with the outer optimizer too, which it does only in a proof.
+    table = (f"islands.count={max(2, len(layouts))}", "islands.every=2", *overrides)
+    first = verification_run(layouts[0], model, table, steps or 3, dtype, seed, layouts)
+    if steps is None:
+        steps = 2 * first.islands.every + first.islands.delay + 1
+        first = replace(first, training=replace(first.training, steps=steps))
+    runs = []
+    for number, layout in enumerate(layouts):
+        try:
+            runs.append(replace(first, layout=Layout.parse(layout)))
+        except UserError as error:
+            raise UserError(f"island {number} of --islands, {layout}: {error}") from None
+    return runs
 
 
 def check_provable(run: Run, chain: bool = False) -> None:

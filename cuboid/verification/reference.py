@@ -169,66 +169,109 @@ def reference_trace(
 ) -> Trace:
     """`precision`: another than the run's. `hops`: of how many tensor ranks the sums are rounded as NCCL does.
     `source`, `weights`: other samples and initial weights than the run's."""
-    precision = precision or run.training.precision
-    dtype = DTYPES[precision]
-    factor = run.training.loss_scale if precision == "fp16" else 1.0
-    device = choose_device(run.training.device, 0)
-    model: Transformer | WholeModel
-    if isinstance(run.model, PythonModelSpec):
-        built = run.model.built
-        assert isinstance(built, Model)
-        model = WholeModel(built, run.training.seed).to(wide(dtype))
-    else:
-        model = Transformer(run.model).to(wide(dtype))
-        initialize(run.model, model, run.training.seed)
-        if run.training.dropout:
-            model.drop(run.training.dropout, run.training.seed)
-    if weights is not None:
-        model.load_state_dict(dict(weights), strict=False)
-    model.to(device)
-    parameters = dict(model.named_parameters())
-    rounds = dtype == torch.bfloat16 and run.training.gradient_sums == "bf16"
-    computing = Computing(model, dtype, rounds)
-    if precision == "fp8" and isinstance(computing.model, Transformer):
-        for child in computing.model.layers.modules():
-            if isinstance(child, Linear):
-                child.matmul = Fp8Matmul(run.training.fp8_scaling)
-            if isinstance(child, Experts) and run.training.fp8_experts:
-                child.matmul = deferrable_grouped_matmul(Deferral(), fp8_grouped_matmul)
-    if hops > 1 and isinstance(computing.model, Transformer):
-        sum_hop_by_hop(computing.model, hops)
-    kind = UpdatesOfOwn if run.optimizer.is_own else WithMuon if run.optimizer.is_muon else Updates
-    updates = kind(run, parameters)
-    clip = HeadClip(run, computing.model, model) if run.optimizer.qk_clip else None
-    balance = _balance(run, computing.model, device)
-    if balance is not None:
-        balance.factor = torch.tensor(factor, device=device)
-    if watch is not None:
-        watch.attach(computing.model)
-    source = source or make_source(run)
-    samples = _Samples(run, computing.model, source, dtype, device)
-    decay = run.optimizer.average
-    averages = {f"{AVERAGE}/{name}": x.detach().clone() for name, x in parameters.items()} if decay else {}
-    trace = Trace(start={name: parameter.detach().cpu().clone() for name, parameter in parameters.items()})
+    process = OneProcess(run, precision, hops, watch, source, weights)
     for step in range(run.training.steps):
-        model.zero_grad()
-        computing.begin_step()
-        if clip is not None:
-            clip.begin_step()
-        places = range(run.training.batch_sizes.sum_before(step), run.training.batch_sizes.sum_before(step + 1))
-        if balance is not None:
-            balance.begin_step(len(places))
+        process.step(step, step)
+        if step + 1 in moments_after:
+            process.keep_moments(step + 1)
+    return process.trace
+
+
+class OneProcess:
+    """Trains without a layout, and notes what it computes."""
+
+    def __init__(
+        self,
+        run: Run,
+        precision: str = "",
+        hops: int = 1,
+        watch: Watch | None = None,
+        source: Source | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        precision = precision or run.training.precision
+        self._watch = watch
+        dtype = DTYPES[precision]
+        self._run, self._precision = run, precision
+        self._factor = run.training.loss_scale if precision == "fp16" else 1.0
+        self._device = device = choose_device(run.training.device, 0)
+        model: Transformer | WholeModel
+        if isinstance(run.model, PythonModelSpec):
+            built = run.model.built
+            assert isinstance(built, Model)
+            model = WholeModel(built, run.training.seed).to(wide(dtype))
+        else:
+            model = Transformer(run.model).to(wide(dtype))
+            initialize(run.model, model, run.training.seed)
+            if run.training.dropout:
+                model.drop(run.training.dropout, run.training.seed)
+        if weights is not None:
+            model.load_state_dict(dict(weights), strict=False)
+        self._model = model.to(device)
+        self.parameters = dict(model.named_parameters())
+        rounds = dtype == torch.bfloat16 and run.training.gradient_sums == "bf16"
+        self._computing = computing = Computing(model, dtype, rounds)
+        if precision == "fp8" and isinstance(computing.model, Transformer):
+            for child in computing.model.layers.modules():
+                if isinstance(child, Linear):
+                    child.matmul = Fp8Matmul(run.training.fp8_scaling)
+                if isinstance(child, Experts) and run.training.fp8_experts:
+                    child.matmul = deferrable_grouped_matmul(Deferral(), fp8_grouped_matmul)
+        if hops > 1 and isinstance(computing.model, Transformer):
+            sum_hop_by_hop(computing.model, hops)
+        kind = UpdatesOfOwn if run.optimizer.is_own else WithMuon if run.optimizer.is_muon else Updates
+        self._updates = kind(run, self.parameters)
+        self._clip = HeadClip(run, computing.model, model) if run.optimizer.qk_clip else None
+        self._balance = _balance(run, computing.model, device)
+        if self._balance is not None:
+            self._balance.factor = torch.tensor(self._factor, device=device)
+        if watch is not None:
+            watch.attach(computing.model)
+        self._samples = _Samples(run, computing.model, source or make_source(run), dtype, device)
+        kept = self.parameters.items() if run.optimizer.average else ()
+        self._averages = {f"{AVERAGE}/{name}": x.detach().clone() for name, x in kept}
+        self.trace = Trace(
+            start={name: parameter.detach().cpu().clone() for name, parameter in self.parameters.items()}
+        )
+
+    def step(self, step: int, batch: int) -> int:
+        """On a batch of the global order; returns its tokens with labels."""
+        run, trace = self._run, self.trace
+        self._model.zero_grad()
+        self._computing.begin_step()
+        if self._clip is not None:
+            self._clip.begin_step()
+        places = range(run.training.batch_sizes.sum_before(batch), run.training.batch_sizes.sum_before(batch + 1))
+        if self._balance is not None:
+            self._balance.begin_step(len(places))
+        tokens = self._passes(step, places, run.training.lengths.at(batch))
+        if self._balance is not None:
+            self._balance.end_passes()
+        for parameter in self.parameters.values():
+            if parameter.grad is not None and self._factor != 1:
+                parameter.grad /= self._factor
+        trace.gradients.append({name: _gradient(parameter) for name, parameter in self.parameters.items()})
+        norm = torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in trace.gradients[-1].values()]))
+        trace.gradient_norms.append(norm.item())
+        if run.training.gradient_clip > 0:
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), run.training.gradient_clip)
+        self._updates.step(learning_rate(run.learning_rate, step, run.training.steps))
+        self._finish_step()
+        return tokens
+
+    def _passes(self, step: int, places: range, length: int) -> int:
+        """Forward and backward, sample by sample; returns the tokens with labels."""
+        run, samples = self._run, self._samples
         tokens = sum(samples.counted(place) for place in places)
-        length = run.training.lengths.at(step)
         depths = range(1, run.model.prediction_layers + 1)
         predicted = [sum(samples.counted_further(place, length, depth) for place in places) for depth in depths]
         loss = z_loss = 0.0
         prediction_losses = [0.0 for _ in depths]
         for place in places:
             HEARTBEAT.do("")  # for a watchdog: a long computation is no silence
-            if watch is not None:
-                watch.begin_sample(step, place)
-            with fast_matmuls(device, precision):
+            if self._watch is not None:
+                self._watch.begin_sample(step, place)
+            with fast_matmuls(self._device, self._precision):
                 *both, further_losses = samples.loss(place, length)
                 part, squares = (each / max(tokens, 1) for each in both)
                 whole = part + run.training.z_loss * squares if run.training.z_loss else part
@@ -236,42 +279,36 @@ def reference_trace(
                     mean = each / max(predicted[depth], 1)
                     whole = whole + run.training.prediction_loss / len(depths) * mean
                     prediction_losses[depth] += mean.item()
-                (whole * factor).backward()
-            if watch is not None:
-                watch.end_sample()
-            computing.collect()
+                (whole * self._factor).backward()
+            if self._watch is not None:
+                self._watch.end_sample()
+            self._computing.collect()
             loss += part.item()
             z_loss += squares.item()
-        if balance is not None:
-            balance.end_passes()
-        for parameter in parameters.values():
-            if parameter.grad is not None and factor != 1:
-                parameter.grad /= factor
-        trace.losses.append(loss)
+        self.trace.losses.append(loss)
         if run.training.z_loss:
-            trace.z_losses.append(z_loss)
-        trace.prediction_losses += prediction_losses
-        trace.gradients.append({name: _gradient(parameter) for name, parameter in parameters.items()})
-        norm = torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in trace.gradients[-1].values()]))
-        trace.gradient_norms.append(norm.item())
-        if run.training.gradient_clip > 0:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), run.training.gradient_clip)
-        updates.step(learning_rate(run.learning_rate, step, run.training.steps))
-        if clip is not None:
-            clip.step()
-        if balance is not None:
-            trace.routers.append(balance.statistics.cpu().clone())
-            balance.end_step(balance.statistics)
-            _move_biases(model, trace.routers[-1])
-        trace.parameters.append({name: parameter.detach().cpu().clone() for name, parameter in parameters.items()})
-        for name, average in averages.items():
-            average.mul_(decay).add_(parameters[name.partition("/")[2]].detach(), alpha=1 - decay)
-        if averages:
-            trace.averages.append({name: average.cpu().clone() for name, average in averages.items()})
-        if step + 1 in moments_after:
-            kept_after = {**updates.state(), **averages}
-            trace.moments[step + 1] = {name: kept.cpu().clone() for name, kept in kept_after.items()}
-    return trace
+            self.trace.z_losses.append(z_loss)
+        self.trace.prediction_losses += prediction_losses
+        return tokens
+
+    def _finish_step(self) -> None:
+        trace, decay = self.trace, self._run.optimizer.average
+        if self._clip is not None:
+            self._clip.step()
+        if self._balance is not None:
+            trace.routers.append(self._balance.statistics.cpu().clone())
+            self._balance.end_step(self._balance.statistics)
+            _move_biases(self._model, trace.routers[-1])
+        trace.parameters.append({name: x.detach().cpu().clone() for name, x in self.parameters.items()})
+        for name, average in self._averages.items():
+            average.mul_(decay).add_(self.parameters[name.partition("/")[2]].detach(), alpha=1 - decay)
+        if self._averages:
+            trace.averages.append({name: average.cpu().clone() for name, average in self._averages.items()})
+
+    def keep_moments(self, after: int) -> None:
+        """What the optimizer keeps now, after so many steps."""
+        kept = {**self._updates.state(), **self._averages}
+        self.trace.moments[after] = {name: each.cpu().clone() for name, each in kept.items()}
 
 
 class _Samples:

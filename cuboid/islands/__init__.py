@@ -1,0 +1,1 @@
+"""Clusters that train one model together and share only a slow link."""

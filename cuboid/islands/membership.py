@@ -1,0 +1,272 @@
+"""Who takes part in which round, and which batches of the data each island takes: decided at one place for all.
+
+A round is closed when all islands have arrived, or when enough have and grace is over. What the members sent is then
+fetched by everyone; when all of them have it, or those that can, the round is committed, and everyone takes the same
+step. An island that is lost before that is omitted by all: the round is closed anew without it.
+
+Every decision carries all there is to know, so that another place can continue from what islands report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cuboid.islands.batches import Batches
+from cuboid.spec.islands import IslandsSpec
+
+Table = dict[str, Any]
+
+
+@dataclass
+class Island:
+    layout: str
+    """Others compute from it where its ranks keep what."""
+    addresses: list[tuple[str, int]]
+    """Of its ranks."""
+    reported: Table
+    """What it knew when it joined."""
+    connected: bool = True
+    queue: Batches = field(default_factory=Batches)
+    """Batches that it may take and has not told to have trained on."""
+    entered: bool = False
+    round: int = 0
+    """The first one it takes part in."""
+    step: int = 0
+    """After which it told of its queue."""
+    lost_since: float = 0.0
+    more: tuple[int, list[Any]] = (0, [])
+    """What it last asked for, and got."""
+
+
+@dataclass
+class Round:
+    tokens: dict[int, int] = field(default_factory=dict)
+    """Of each island that has arrived."""
+    since: float = 0.0
+    """When enough had arrived, or it was closed."""
+    version: int = 0
+    """How often it was closed; 0: not yet."""
+    members: dict[int, int] = field(default_factory=dict)
+    have: set[int] = field(default_factory=set)
+    """Islands that have everything that its members sent."""
+    committed: bool = False
+    batches: dict[int, list[Any]] = field(default_factory=dict)
+    """Runs of batches that islands take after it."""
+
+
+class Membership:
+    """Not on the network, and without a clock of its own: `now` are seconds."""
+
+    def __init__(self, spec: IslandsSpec, steps: int, first: int = 0) -> None:
+        """`first`: how many islands begin together; default: as many as the run has."""
+        self._version = 0
+        self._spec, self._steps, self._first = spec, steps, first or spec.count
+        self.islands: dict[int, Island] = {}
+        self.rounds: dict[int, Round] = {}
+        self.next = 0
+        """The first round that is not closed."""
+        self.fresh = 0
+        """The first batch that nobody took."""
+        self.returned = Batches()
+        """Batches of islands that are gone."""
+        self.begun = False
+        self._first_joined: float | None = None
+        self._run = ""
+
+    # What islands say.
+
+    def join(self, number: int, layout: str, addresses: list[tuple[str, int]], reported: Table, now: float) -> None:
+        """`reported`: the `round` it would take part in next; the `step` after which it says this; `left`, its batches,
+        and how many more it will `need` before; `state`, the newest it was told of all; `rounds`, the latest it knows
+        to be committed; `running`: it has trained up to there in this process."""
+        self._first_joined = now if self._first_joined is None else self._first_joined
+        before = self.islands.get(number)
+        if before is not None and before.entered and reported["running"]:
+            before.addresses, before.connected = addresses, True
+            return
+        if before is not None:
+            self._take_back(before.queue)
+        self.islands[number] = Island(layout, addresses, reported)
+
+    def arrive(self, number: int, round_: int, tokens: int, left: int, step: int) -> None:
+        """`left`: batches of its queue that it has not trained on after a step."""
+        island = self.islands[number]
+        island.step = step
+        island.queue.take(max(0, len(island.queue) - left))
+        if round_ >= self.next:
+            self.rounds.setdefault(round_, Round()).tokens[number] = tokens
+
+    def have(self, number: int, round_: int, version: int) -> None:
+        if (found := self.rounds.get(round_)) is not None and found.version == version:
+            found.have.add(number)
+
+    def more(self, number: int, count: int, asked: int) -> list[Any]:
+        """Batches for an island that has too few: it was late, and joins the others again. `asked`: counts its
+        questions, one of which may come twice."""
+        island = self.islands[number]
+        if island.more[0] != asked:
+            island.more = (asked, self._grant({number: count})[number])
+        return island.more[1]
+
+    def first_of(self, run: str, number: int) -> int:
+        """`number`, if that island has the run that all have."""
+        self._run = self._run or run
+        return number if run == self._run else -1
+
+    def lose(self, number: int, now: float, for_good: bool = False) -> None:
+        """Its connection is gone. `for_good`: it said so itself, at its end."""
+        if (island := self.islands.get(number)) is not None:
+            island.connected, island.lost_since = False, now
+            if for_good:
+                del self.islands[number]
+
+    # Decisions.
+
+    @property
+    def _live(self) -> set[int]:
+        """Those that are in the training and can be reached."""
+        return {number for number, island in self.islands.items() if island.connected and island.entered}
+
+    def decide(self, now: float) -> None:
+        if not self.begun:
+            self._begin(now)
+            return
+        for number, island in sorted(self.islands.items()):
+            if island.connected and not island.entered:
+                island.entered, island.round = True, self._entry()
+                self._grant({number: self._wanted(island.round)})
+            if not island.connected and now - island.lost_since > self._spec.grace_seconds:
+                self._take_back(island.queue)
+                del self.islands[number]
+        while self._may_close(now):
+            self._close(self.next, self.rounds[self.next].tokens, now)
+            self.next += 1
+        for number, found in self.rounds.items():
+            if found.version and not found.committed:
+                self._commit(number, found, now)
+        for old in [number for number in self.rounds if number < self.next - 4 * self._spec.fragments - 4]:
+            del self.rounds[old]
+
+    def _begin(self, now: float) -> None:
+        """When all are there, or enough and grace is over."""
+        present = {number: island for number, island in sorted(self.islands.items()) if island.connected}
+        over = self._first_joined is not None and now - self._first_joined >= self._spec.grace_seconds
+        if len(present) < (self._spec.quorum if over else self._first) or not present:
+            return
+        newest = max(present.values(), key=lambda island: int(island.reported["round"]))
+        next_ = self.next = int(newest.reported["round"])
+        reports = [report for island in present.values() for report in island.reported.get("rounds", {}).items()]
+        self._version = max((int(said["version"]) for _, said in reports), default=0)
+        for known, said in reports:
+            self._remember(int(known), said)
+        if state := newest.reported.get("state"):
+            self.fresh, self.returned = int(state["fresh"]), Batches(state["returned"])
+            for number, (step, queue) in state["queues"].items():
+                if int(number) not in present:
+                    left = Batches(queue)
+                    left.take(max(0, newest.reported["step"] - step))  # it trained on these before the same checkpoint
+                    self._take_back(left)
+        wanted = {}
+        for number, island in present.items():
+            if island.reported["running"] or island.reported["round"] == next_:
+                island.queue = Batches(island.reported["left"])
+                island.entered, island.round = True, int(island.reported["round"])
+                for known, found in sorted(self.rounds.items()):
+                    for runs in found.batches.get(number, []) if known >= island.round else ():
+                        island.queue.add(*runs)
+                wanted[number] = max(0, int(island.reported["need"]))
+        self._grant(wanted)
+        self.begun = True
+
+    def _entry(self) -> int:
+        """The round at which an island enters: nobody waits while it fetches the state that is before it."""
+        last = self._spec.rounds_due(self._steps, self._steps).start
+        return max(self.next, min(self.next + self._spec.fragments, last))
+
+    def _remember(self, number: int, said: Table) -> None:
+        """A round that was closed at another place, which decides no more; what it granted holds."""
+        found = self.rounds.setdefault(number, Round())  # islands may have arrived at it here before
+        if found.version and (found.committed or not said["committed"]):
+            return
+        self._version += 1
+        found.version, found.committed = self._version, bool(said["committed"])
+        found.members = {int(each): int(tokens) for each, tokens in said["members"].items()}
+        found.batches = {int(each): runs for each, runs in said["batches"].items()}
+        self.next = max(self.next, number + 1)
+
+    def _wanted(self, round_: int) -> int:
+        """Batches that an island needs which enters before a round."""
+        return self._spec.applied(round_, self._steps) - self._spec.entered(round_, self._steps)
+
+    def _may_close(self, now: float) -> bool:
+        found = self.rounds.get(self.next)
+        live = self._live
+        if found is None or not found.tokens.keys() & live:
+            return False
+        waited = {number for number in live if self.islands[number].round <= self.next}
+        if waited <= found.tokens.keys():
+            return True
+        if len(found.tokens) < self._spec.quorum:
+            return False
+        found.since = found.since or now
+        return now - found.since >= self._spec.grace_seconds
+
+    def _close(self, number: int, tokens: Mapping[int, int], now: float) -> None:
+        found, live = self.rounds[number], self._live
+        found.members = {each: tokens[each] for each in sorted(tokens) if each in live}
+        anew = found.version > 0
+        self._version += 1
+        found.version, found.since, found.have = self._version, now, set()
+        if not anew:
+            spec, steps = self._spec, self._steps
+            count = spec.applied(number + 1, steps) - spec.applied(number, steps)
+            found.batches = self._grant(dict.fromkeys(found.members, count))
+
+    def _commit(self, number: int, found: Round, now: float) -> None:
+        """Nobody has taken the step before, so those that are lost can still be omitted by all."""
+        members, live = found.members.keys(), self._live
+        missing = (members & live) - found.have
+        if not missing and found.have:
+            found.committed = True
+        elif members - live and missing:
+            self._close(number, found.members, now)
+        elif found.have and now - found.since >= self._spec.grace_seconds:
+            found.committed = True  # those that lack something ask for it again, or for the state of others
+
+    # Batches.
+
+    def _grant(self, counts: Mapping[int, int]) -> dict[int, list[Any]]:
+        """One after another to each island in turn."""
+        granted = {number: Batches() for number in counts}
+        for place in range(max(counts.values(), default=0)):
+            for number in sorted(counts):
+                if place < counts[number]:
+                    batch = self._next_batch()
+                    granted[number].add(batch)
+                    self.islands[number].queue.add(batch)
+        return {number: list(runs.runs) for number, runs in granted.items()}
+
+    def _next_batch(self) -> int:
+        if self.returned.runs:
+            return self.returned.take(1).runs[0][0]
+        self.fresh += 1
+        return self.fresh - 1
+
+    def _take_back(self, queue: Batches) -> None:
+        for first, distance, count in queue.runs:
+            self.returned.add(first, distance, count)
+
+    # What everybody is told.
+
+    def state(self) -> Table:
+        queues = {str(number): (island.step, island.queue.runs) for number, island in self.islands.items()}
+        return {"fresh": self.fresh, "returned": list(self.returned.runs), "queues": queues}
+
+    def table(self) -> Table:
+        """Of all islands, by number, where their ranks are reached."""
+        return {
+            str(number): {"layout": island.layout, "addresses": island.addresses}
+            for number, island in self.islands.items()
+            if island.entered and island.connected
+        }

@@ -1,0 +1,431 @@
+"""One rank's part in an island: at the steps that the table `[islands]` says, it sends how far its weights have come,
+and later lets them follow the outer ones. Between the two a thread of its own does everything, without collectives."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cuboid.errors import RankError
+from cuboid.islands.batches import Batches
+from cuboid.islands.coordinator import Client, News
+from cuboid.islands.links import SENT, STATE, Abandoned, Counts, Gone, Held, Link, LinkServer, Outbox, as_wire
+from cuboid.islands.outer import OuterState, Sent
+from cuboid.parallel.coordination import open_coordination
+from cuboid.spec.island_homes import overlap, runs_of_blocks
+from cuboid.spec.layout import Layout
+from cuboid.spec.run import Run, dump_run
+from cuboid.telemetry.heartbeat import HEARTBEAT
+
+FOREVER = 10 * 365 * 86400.0
+"""Seconds: ranks of an island wait for each other as long as the island lives."""
+AT_ONCE = 16
+"""Homes of other islands that are asked at once, at most."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """Where an island meets the others."""
+
+    number: int
+    places: tuple[tuple[str, int], ...]
+    """Of the coordinator."""
+    address: str
+    """On which this rank is reached from other islands."""
+    secret: bytes
+
+
+@dataclass
+class InFlight:
+    """A round between its beginning and its result."""
+
+    round: int
+    sent: Sent | None
+    """None: this island takes no part."""
+    tokens: int = 0
+    members: dict[int, int] | None = None
+    """None: not known yet."""
+    batches: Sequence[Any] = ()
+    square: float = 0.0
+    spread: float = 0.0
+    seconds: float = 0.0
+    """How long the training waited for it."""
+    done: threading.Event | None = None
+
+
+@dataclass(frozen=True)
+class Synchronised:
+    """What there is to tell of a round, the same on all ranks but for the bytes."""
+
+    round: int
+    members: dict[int, int]
+    takes_part: bool
+    waited: float
+    """Seconds for which the training waited for it."""
+    square: float
+    """Of the mean over islands, of what is at home here, the sum of squares."""
+    spread: float
+    """The same of what islands are away from the mean, on average."""
+
+
+class Islands:
+    """Every rank of the island has one and calls the same methods in the same order."""
+
+    def __init__(self, outer: OuterState, site: Site, past: dict[str, Any], step: int = 0) -> None:
+        """`past`: what a checkpoint says of it, written after a step; empty: there is none."""
+        self.outer, self.site = outer, site
+        self.run, self.spec = outer.engine.run, outer.spec
+        self._steps, self._rank = self.run.training.steps, outer.engine.groups.world.index
+        self.counts = Counts()
+        self.queue = Batches(past.get("left", ()))
+        self.round = int(past.get("round", 0))
+        """The first that has not begun."""
+        self._known: dict[int, dict[str, Any]] = {}
+        """Layouts and addresses of islands."""
+        self._others: dict[str, Run] = {}
+        # Those that were in flight are in the outer state already: only the weights do not follow it yet.
+        pending = past.get("pending", ())
+        self._flying = deque(InFlight(round_, None, members={site.number: 0}, batches=runs) for round_, runs in pending)
+        for fragment, tokens in enumerate(past.get("tokens", ())):
+            outer[fragment].tokens = tokens
+        self._jobs: deque[InFlight] = deque()
+        self._wake = threading.Condition()
+        self._problem: BaseException | None = None
+        self._versions = [-1] * self.spec.fragments
+        self._state_lock = threading.Lock()
+        self._runs = [runs_of_blocks(self.run, each, self._rank) for each in range(self.spec.fragments)]
+        self._outbox = Outbox(2 * self.spec.fragments + 2, self._state_of)
+        self._outbox.start_at(self.round)
+        self._server = LinkServer(site.address, site.secret, self._outbox, self.counts)
+        self._links: dict[tuple[str, int], Link] = {}
+        # Calls of the main thread, those of the other one, and keys that tell ranks to wait no longer.
+        self._own, self._beside, self._signals = (open_coordination(FOREVER) for _ in range(3))
+        addresses = self._own.gather((site.address, self._server.port))
+        self._client: Client | None = None
+        if self._rank == 0:
+            said: dict[str, Any] = {
+                "run": fingerprint(self.run),
+                "layout": str(self.run.layout),
+                "addresses": addresses,
+                "running": False,
+                "round": self.round,
+                "left": self.queue.runs,
+                "need": self._needed(step) - sum(count for _, runs in pending for _, _, count in runs),
+                "step": step,
+                **{name: past[name] for name in ("state",) if name in past},
+            }
+            self._client = Client(site.places, site.secret, site.number, said)
+        threading.Thread(target=self._work, name="islands", daemon=True).start()
+
+    def close(self, for_good: bool = False) -> None:
+        self._server.close()
+        if self._client is not None:
+            self._client.close(for_good)
+        with self._wake:
+            self._jobs.appendleft(InFlight(-1, None))
+            self._wake.notify_all()
+
+    @property
+    def known(self) -> set[int]:
+        """Islands that have taken part since this one did."""
+        return set(self._known)
+
+    # Batches.
+
+    def _needed(self, step: int) -> int:
+        """Batches until the next round brings more."""
+        return self.spec.applied(self.round, self._steps) - step - len(self.queue)
+
+    def next_batch(self, step: int) -> int:
+        """Of the global order, for a step counted from 0."""
+        if not len(self.queue):
+            self._ask_for(max(1, self._needed(step)))
+        return self.queue.take(1).runs[0][0]
+
+    def _ask_for(self, count: int) -> None:
+        runs = self._client.more(count, _still_here) if self._client is not None else []
+        for each in self._own.broadcast(runs):
+            self.queue.add(*each)
+
+    # The training's side.
+
+    def enter(self, step: int) -> int:
+        """Begin or continue with the others; returns the step after which that is. `step`: after which this island
+        has stopped."""
+        entered: Any = self._client.enter(_still_here) if self._client is not None else None
+        entered = self._own.broadcast(entered)
+        self._learn(entered.islands)
+        self._versions = [_last(entered.round, each, self.spec.fragments) for each in range(self.spec.fragments)]
+        self.queue = Batches(entered.batches)
+        if entered.round == self.round:
+            return step
+        self.round = entered.round
+        self._flying.clear()
+        self._outbox.start_at(self.round)
+        self._fetch_state()
+        return self.spec.entered(self.round, self._steps)
+
+    def count(self, tokens: int) -> None:
+        """The island has trained on so many since this was called last."""
+        for fragment in range(self.spec.fragments):
+            self.outer[fragment].tokens += tokens
+
+    def is_due(self, step: int) -> bool:
+        begins = len(self.spec.rounds_due(step, self._steps)) > 0
+        return begins or any(self.spec.applied(each.round, self._steps) <= step for each in self._flying)
+
+    def after(self, step: int) -> tuple[int, list[Synchronised]]:
+        """Between two steps: finish what is to be applied now, and begin what is due. Returns the step to continue
+        after, which is a later one where this island was left behind, and what was synchronised."""
+        found = self._finish(step)
+        for round_ in self.spec.rounds_due(step, self._steps):
+            if round_ >= self.round:
+                self._begin(round_)
+        found += self._finish(step)
+        if not self._flying and any(not each.takes_part for each in found):
+            return self._catch_up(step), found
+        return step, found
+
+    def _begin(self, round_: int) -> None:
+        fragment = self.spec.fragment_of(round_)
+        sent, tokens = self.outer.contribute(fragment), self.outer[fragment].tokens
+        self._outbox.put(round_, Held(self._runs[fragment], sent.wire))
+        if self._client is not None:
+            self._client.arrive(round_, tokens, len(self.queue), self.spec.due(round_, self._steps))
+        self.round = round_ + 1
+        self._start(InFlight(round_, sent, tokens, done=threading.Event()))
+
+    def _start(self, job: InFlight) -> None:
+        self._flying.append(job)
+        with self._wake:
+            self._jobs.append(job)
+            self._wake.notify_all()
+
+    def _finish(self, step: int) -> list[Synchronised]:
+        found = []
+        while self._flying and self.spec.applied(self._flying[0].round, self._steps) <= step:
+            found.append(self._apply(self._flying.popleft()))
+        return found
+
+    def _apply(self, job: InFlight) -> Synchronised:
+        self._wait_for(job)
+        fragment = self.spec.fragment_of(job.round)
+        assert job.members is not None
+        takes_part = self.site.number in job.members
+        at_once = self.spec.delay == 0 or self.spec.due(job.round, self._steps) == self._steps
+        self.outer.apply(fragment, takes_part, at_once)
+        for each in job.batches:
+            self.queue.add(*each)
+        if self._client is not None and job.done is not None:
+            self._client.finish(job.round, list(self.queue.runs))
+        return Synchronised(job.round, job.members, takes_part, job.seconds, job.square, job.spread)
+
+    def _wait_for(self, job: InFlight) -> None:
+        start = time.perf_counter()
+        while job.done is not None and not job.done.wait(0.5):
+            if self._problem is not None:
+                break
+            _still_here()
+        job.seconds += time.perf_counter() - start
+        if self._problem is not None:
+            raise RankError(f"the synchronisation of islands failed in round {job.round}: {self._problem}")
+
+    def _catch_up(self, step: int) -> int:
+        """Take the steps that others have taken meanwhile, without a part in them, and continue where they are."""
+        newest = self._own.broadcast(self._client.newest() if self._client is not None else -1)
+        while self.round <= newest:
+            job = InFlight(self.round, None, done=threading.Event())
+            self.round += 1
+            self._start(job)
+            self._flying.popleft()
+            self._apply(job)
+        later = max(step, self.spec.entered(self.round, self._steps))
+        if (need := self._needed(later)) > 0 and later < self._steps:
+            self._ask_for(need)
+        return later
+
+    def settle(self) -> dict[str, Any]:
+        """Before the state is saved: wait for what is in flight, whose result then belongs to it. What a checkpoint
+        needs of it besides tensors."""
+        for job in list(self._flying):
+            self._wait_for(job)
+            if self.site.number not in (job.members or {}):  # what it moves along by is not kept
+                self._flying.remove(job)
+                self._apply(job)
+        state = self._own.broadcast(self._client.state if self._client is not None else None)
+        return {
+            "round": self.round,
+            "left": [list(each) for each in self.queue.runs],
+            "state": state,
+            "tokens": [self.outer[each].tokens for each in range(self.spec.fragments)],
+            "pending": [[job.round, [list(each) for each in job.batches]] for job in self._flying],
+        }
+
+    # The thread's side.
+
+    def _work(self) -> None:
+        try:
+            while True:
+                with self._wake:
+                    self._wake.wait_for(lambda: len(self._jobs) > 0)
+                    job = self._jobs.popleft()
+                if job.round < 0:
+                    return
+                self._synchronise(job)
+                assert job.done is not None
+                job.done.set()
+        except BaseException as error:
+            self._problem = error
+
+    def _synchronise(self, job: InFlight) -> None:
+        """Until the round is committed, and stepped with here."""
+        mark, wires = (0, False), dict[int, Tensor]()
+        while not mark[1]:
+            said: Any = self._client.news(job.round, mark, lambda: None) if self._client is not None else None
+            news: News = self._beside.broadcast(said)
+            self._learn(news.islands)
+            mark = (news.version, news.committed)
+            fetched = self._fetch(job, news, wires)
+            if not self._beside.agree("" if fetched else "missing") and self._client is not None:
+                self._client.have(job.round, news.version)
+            if news.committed and not fetched:
+                raise RankError("what another island sent is not there any more")
+        fragment = self.spec.fragment_of(job.round)
+        takes_part = self.site.number in news.members
+        weighted = [(float(tokens), wires[number]) for number, tokens in sorted(news.members.items())]
+        with self._state_lock:
+            job.square, job.spread = self.outer.step(fragment, weighted, job.sent if takes_part else None)
+            self._versions[fragment] = job.round
+        if takes_part:
+            self.outer[fragment].tokens -= job.tokens
+        job.members, job.batches = news.members, news.batches.get(self.site.number, [])
+
+    def _learn(self, islands: dict[int, dict[str, Any]]) -> None:
+        self._known |= islands
+
+    def _fetch(self, job: InFlight, news: News, wires: dict[int, Tensor]) -> bool:
+        """What each member sent of the blocks that are at home here; whether all of it is."""
+        fragment = self.spec.fragment_of(job.round)
+        if job.sent is not None:
+            wires[self.site.number] = job.sent.wire
+        size, blocks = self.spec.block_bytes(self.run.training.weights), len(self.outer[fragment].weights)
+
+        def wanted() -> bool:
+            return news.committed or self._version(job.round, news.version) <= news.version
+
+        todo: list[Callable[[], object]] = []
+        fresh: dict[int, Tensor] = {}
+        for number in news.members.keys() - wires.keys():
+            fresh[number] = torch.empty(blocks, size, dtype=torch.uint8)
+            todo += self._questions(SENT, number, fragment, job.round, fresh[number], wanted)
+        try:
+            _at_once(todo)
+        except (Abandoned, Gone):
+            return False
+        wires |= fresh
+        return True
+
+    def _version(self, round_: int, known: int) -> int:
+        """Of a round, the newest that this rank can know of."""
+        store = self._signals.store
+        if self._client is None:
+            return known + 1 if store.check([f"{round_}/{known}"]) else known
+        version = self._client.peek(round_)[0]
+        if version > known and store is not None:
+            store.set(f"{round_}/{known}", b"1")
+        return version
+
+    def _questions(
+        self, kind: bytes, number: int, fragment: int, round_: int, into: Tensor, wanted: Callable[[], bool]
+    ) -> list[Callable[[], list[int]]]:
+        """For each rank of another island that has some of what is at home here."""
+        other, addresses = self._other(self._known[number]["layout"]), self._known[number]["addresses"]
+        own = self._runs[fragment]
+        places, before = [], 0
+        for first, stop in own:
+            places.append((first, before))
+            before += stop - first
+        found: list[Callable[[], list[int]]] = []
+        for rank, (host, port) in enumerate(addresses):
+            shared = overlap(own, runs_of_blocks(other, fragment, rank))
+            if not shared:
+                continue
+            link = self._links.setdefault((host, port), Link(host, port, self.site.secret, self.counts))
+            parts = []
+            for first, stop in shared:
+                begin = next(place + first - low for low, place in reversed(places) if low <= first)
+                parts.append(((first, stop), into[begin : begin + stop - first]))
+
+            def ask(link: Link = link, parts: list[Any] = parts) -> list[int]:
+                return [link.fetch(kind, fragment, round_, run, part, wanted) for run, part in parts]
+
+            found.append(ask)
+        return found
+
+    def _other(self, layout: str) -> Run:
+        """This run as another island has it, for what its ranks keep."""
+        if layout not in self._others:
+            self._others[layout] = replace(self.run, layout=Layout.parse(layout))
+        return self._others[layout]
+
+    # The outer state, for an island that joins.
+
+    def _state_of(self, fragment: int) -> tuple[int, Held]:
+        with self._state_lock:
+            state = self.outer[fragment]
+            both = torch.cat((as_wire(state.weights), as_wire(state.momentum)), 1)
+            return self._versions[fragment] + 1, Held(self._runs[fragment], both)
+
+    def _fetch_state(self) -> None:
+        """Of any other island, as it was when it had finished all rounds before the one at which this one enters."""
+        source = min(number for number in self._known if number != self.site.number)
+        for fragment in range(self.spec.fragments):
+            state, version = self.outer[fragment], self._versions[fragment] + 1
+            width = 2 * state.weights[0].numel() * state.weights.element_size() if len(state.weights) else 1
+            into = torch.empty(len(state.weights), width, dtype=torch.uint8)
+            for asked in self._questions(STATE, source, fragment, version, into, lambda: True):
+                for found in asked():
+                    if found != version:
+                        raise RankError(f"island {source} moved on while its state was fetched; start this one again")
+            for place, kept in enumerate((state.weights, state.momentum)):
+                kept.copy_(into[:, place * width // 2 :][:, : width // 2].contiguous().view(self.outer.dtype))
+            self.outer.apply(fragment, takes_part=True, at_once=True)
+
+
+def _last(round_: int, fragment: int, fragments: int) -> int:
+    """The last round of a fragment before another one; -1: none."""
+    last = round_ - 1 - (round_ - 1 - fragment) % fragments
+    return last if last >= 0 else -1
+
+
+def _still_here() -> None:
+    """For a watchdog: who waits for a slow link does not hang."""
+    HEARTBEAT.do("reading")
+
+
+def _at_once(todo: list[Callable[[], object]]) -> None:
+    if len(todo) < 2:
+        for each in todo:
+            each()
+        return
+    with ThreadPoolExecutor(min(len(todo), AT_ONCE)) as pool:
+        for future in [pool.submit(each) for each in todo]:
+            future.result()
+
+
+def fingerprint(run: Run) -> str:
+    """Equal on islands that train the same model on the same data alike."""
+    plain = {name: type(getattr(run, name))() for name in ("layout", "output", "checkpoint", "resilience", "profile")}
+    training = replace(run.training, device="auto", backend="auto", bind="auto", threads_per_rank=1, compile="auto")
+    training = replace(training, overlap_tensor="off", cuda_graphs="auto", deterministic=False, callbacks="")
+    same = replace(run, **plain, training=training, samples=type(run.samples)(), evaluation=type(run.evaluation)())
+    return hashlib.sha256(dump_run(replace(same, plan={})).encode()).hexdigest()

@@ -1,0 +1,150 @@
+"""Islands: the place where they meet, which island this process is, and all of them on this machine for a proof."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cuboid.errors import UserError, up_to
+from cuboid.launch.network import Endpoint, find_interface, is_loopback, listen_if_host, parse_endpoint
+from cuboid.secure_channel import VALUE, found_secret, given_secret, make_secret
+from cuboid.spec.islands import MOST_ISLANDS
+from cuboid.spec.run import Run
+
+if TYPE_CHECKING:
+    from cuboid.islands.coordinator import Coordinator
+    from cuboid.islands.sync import Site
+    from cuboid.launch.pool import Pool
+
+VARIABLE = "CUBOID_ISLAND"
+"""What ranks are told of their island, however they are started."""
+FAREWELL = 600.0
+"""Seconds for which the process that decides for all waits for the others to end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IslandOptions:
+    """As the command line has them; None where they were not given."""
+
+    island: int | None = None
+    rendezvous: str | None = None
+    interface: str | None = None
+
+    def check(self, run: Run) -> None:
+        """Refuses what cannot work before anything starts."""
+        if run.islands.count == 1:
+            if self.island is not None or self.rendezvous is not None:
+                raise UserError("islands.count=1 has no islands; use --set islands.count=2 or more, or no --island")
+            return
+        if self.island is None or self.rendezvous is None:
+            missing = "--island" if self.island is None else "--islands-rendezvous"
+            raise UserError(
+                f"islands.count={run.islands.count} needs {missing}; start each island with --island 0, 1, … and the "
+                "same --islands-rendezvous HOST:PORT"
+            )
+        if not 0 <= self.island < MOST_ISLANDS:
+            raise UserError(f"island={self.island} is no number of an island; use {up_to(MOST_ISLANDS - 1, 'island=')}")
+        self.endpoints()
+
+    def endpoints(self) -> list[Endpoint]:
+        """Where the islands meet, the first choice first."""
+        return [parse_endpoint(each.strip()) for each in (self.rendezvous or "").split(",")]
+
+
+def with_own_folders(run: Run, options: IslandOptions) -> Run:
+    """The run of one island: what it writes lies beside what others write, should they share a disk."""
+    if options.island is None:
+        return run
+    own = f"island-{options.island}"
+    checkpoint = run.checkpoint
+    if checkpoint.folder:
+        checkpoint = replace(checkpoint, folder=f"{checkpoint.folder.rstrip('/')}/{own}")
+    output = replace(run.output, folder=str(Path(run.output.folder) / own))
+    return replace(run, output=output, checkpoint=checkpoint)
+
+
+@contextmanager
+def met(run: Run, options: IslandOptions) -> Iterator[None]:
+    """Meanwhile ranks that start here find their island; and where this machine is one where islands meet, this process
+    decides for all of them, until all have left."""
+    if options.island is None:
+        yield
+        return
+    endpoints = options.endpoints()
+    secret = _secret(run, endpoints)
+    interfaces = [find_interface(options.interface, each) for each in endpoints]
+    places = [(each.host, each.port) for each in endpoints]
+    kept = {name: os.environ.get(name) for name in (VALUE, VARIABLE)}
+    os.environ[VALUE] = secret.decode()
+    told = {"number": options.island, "places": places, "address": interfaces[0].address}
+    os.environ[VARIABLE] = json.dumps(told)
+    with ExitStack() as stack:
+        for endpoint, interface in zip(endpoints, interfaces, strict=True):
+            if (listener := listen_if_host(endpoint, interface)) is not None:
+                coordinator = stack.enter_context(coordinated(run, listener, secret))
+                stack.callback(coordinator.wait_until_left, FAREWELL)
+        try:
+            yield
+        finally:
+            for name, value in kept.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
+
+
+def _secret(run: Run, endpoints: Sequence[Endpoint]) -> bytes:
+    folder = Path(run.output.folder).parent  # of all islands
+    if all(is_loopback(each.host) for each in endpoints):
+        return given_secret(os.environ) or make_secret(folder)
+    if (secret := found_secret(os.environ, folder)) is None:
+        raise UserError(f"islands need a secret that all of them know; set {VALUE}, see docs/security.md")
+    return secret
+
+
+def site_of(run: Run, environment: Mapping[str, str]) -> Site | None:
+    """Which island ranks of this process belong to."""
+    if run.islands.count == 1:
+        return None
+    from cuboid.islands.sync import Site
+
+    text, secret = environment.get(VARIABLE), given_secret(environment)
+    if text is None or secret is None:
+        raise UserError(f"islands.count={run.islands.count} needs --island; start each island with cuboid train")
+    told = json.loads(text)
+    places = tuple((str(host), int(port)) for host, port in told["places"])
+    return Site(int(told["number"]), places, str(told["address"]), secret)
+
+
+@contextmanager
+def coordinated(run: Run, listener: socket.socket, secret: bytes, first: int = 0) -> Iterator[Coordinator]:
+    """Meanwhile this process decides for all islands. `first`: how many begin together."""
+    from cuboid.islands.coordinator import Coordinator  # here: a node that only supervises need not wait for torch
+    from cuboid.islands.membership import Membership
+
+    coordinator = Coordinator(listener, secret, Membership(run.islands, run.training.steps, first))
+    try:
+        yield coordinator
+    finally:
+        coordinator.close()
+
+
+def prove(runs: Sequence[Run], pool: Pool) -> dict[str, Any]:
+    """All islands on this machine, over loopback, against a simulation in one process."""
+    secret, listener = secrets.token_bytes(32), socket.create_server(("127.0.0.1", 0))
+    with coordinated(runs[0], listener, secret, len(runs)):
+        return prove_at(runs, pool, (("127.0.0.1", listener.getsockname()[1]),), secret)
+
+
+def prove_at(runs: Sequence[Run], pool: Pool, places: tuple[tuple[str, int], ...], secret: bytes) -> dict[str, Any]:
+    """… where somebody decides for them at one of these places."""
+    jobs = [((run, number, places, secret), run.layout.world_size) for number, run in enumerate(runs)]
+    observed = [ranks[0] for ranks in pool.run_apart("cuboid.verification.islands:train_island", jobs)]
+    verdict: dict[str, Any] = pool.run("cuboid.verification.islands:judge", (list(runs), observed), ranks=1)[0]
+    return verdict

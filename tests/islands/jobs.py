@@ -1,0 +1,74 @@
+"""Jobs that run on the ranks of the pool."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from cuboid.islands.sync import Site
+from cuboid.spec.islands import IslandsSpec
+from cuboid.spec.layout import Layout
+from cuboid.spec.run import Run
+from cuboid.training.callbacks import Callback
+from cuboid.training.trainer import Trainer
+from cuboid.verification.compare import tensor_error
+from cuboid.verification.islands import Simulation
+from cuboid.verification.reference import reference_trace
+
+
+def far_from_plain(rank: int, run: Run) -> float:
+    """By how much a simulated island differs from a plain run after the last step."""
+    run = replace(run, layout=Layout())
+    island = Simulation(run, 1)
+    island.train()
+    plain = reference_trace(replace(run, islands=IslandsSpec())).parameters[-1]
+    return max(tensor_error(x, plain[name], 0.0) for name, x in island.parameters(0).items())
+
+
+class Left(Exception):
+    pass
+
+
+class Paced(Callback):
+    """Steps take a while, and after one of them the island is gone without a word."""
+
+    def __init__(self, seconds: float, last: int) -> None:
+        self._seconds, self._last = seconds, last
+
+    def on_step_end(self, trainer: Trainer, step: int) -> None:
+        time.sleep(self._seconds)
+        if step == self._last:
+            raise Left
+
+
+def trained(rank: int, run: Run, site: Site, pace: float = 0.0, last: int = 0, back: float = 0.0) -> dict[str, Any]:
+    """`last`: the step after which the island is gone; `back`: so many seconds later it is there as a new one."""
+    trainer = Trainer(run, rank, torch.device("cpu"), quiet=True, site=site)
+    assert trainer.rounds is not None
+    batches: list[int] = []
+    begun: list[int] = []
+    plain = trainer.rounds.next_batch
+
+    def noted(step: int) -> int:
+        batches.append(plain(step))
+        begun.append(step)
+        return batches[-1]
+
+    trainer.rounds.next_batch = noted  # type: ignore[method-assign]
+    trainer.callbacks.append(Paced(pace, last))
+    try:
+        trainer.train()
+    except Left:
+        if back:
+            time.sleep(back)
+            again = trained(
+                rank, replace(run, output=replace(run.output, folder=f"{run.output.folder}-again")), site, pace
+            )
+            return {**again, "lost": batches}
+    outer = trainer.rounds.islands.outer
+    weights = {shard.part.name: shard.master.clone() for shard in trainer.optimizer.optimizer_shards}
+    state = [outer[each].weights.clone() for each in range(run.islands.fragments)]
+    return {"batches": batches, "steps": begun, "loss": trainer.loss, "weights": weights, "outer": state}

@@ -1,0 +1,144 @@
+"""Islands that are lost, come back, stop and resume; places and connections that break."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cuboid.islands.links import SENT, Counts, Gone, Held, Link, LinkServer, Outbox
+from cuboid.islands.sync import Site
+from cuboid.launch.islands import coordinated, prove_at
+from cuboid.launch.pool import Pool
+from cuboid.secure_channel import Stranger
+from cuboid.spec.run import Run, build_run
+from cuboid.verification.make import islands_runs
+
+SECRET = secrets.token_bytes(32)
+
+
+def island_run(folder: Path, number: int, layout: str, count: int, *settings: str) -> Run:
+    table = {
+        "model": "tiny-llama",
+        "layout": layout,
+        "data": {"source": "synthetic"},
+        "training": {"steps": 8, "global_batch": 2, "sequence": 8, "precision": "float64", "device": "cpu"},
+        "islands": {"count": count, "every": 2, "fragments": 2, "delay": 1, "bits": 8},
+        "output": {"folder": str(folder / str(number))},
+    }
+    return build_run(table, ["model.layers=1", *settings])
+
+
+def train(pool: Pool, runs: Sequence[Run], *how: dict[str, float]) -> list[dict[str, Any]]:
+    listener = socket.create_server(("127.0.0.1", 0))
+    places = (("127.0.0.1", listener.getsockname()[1]),)
+    with coordinated(runs[0], listener, SECRET, len(runs)):
+        jobs = []
+        for number, run in enumerate(runs):
+            own = how[number] if how else {}
+            arguments = (run, Site(number, places, "127.0.0.1", SECRET), *(own.get(each, 0) for each in KINDS))
+            jobs.append((arguments, run.layout.world_size))
+        return [ranks[0] for ranks in pool.run_apart("tests.islands.jobs:trained", jobs)]
+
+
+KINDS = ("pace", "last", "back")
+
+
+def test_islands_resume_on_other_layouts_and_in_another_number(pool: Pool, tmp_path: Path) -> None:
+    keeps = ("checkpoint.every=4", "checkpoint.asynchronous=false")
+    whole = train(pool, [island_run(tmp_path / "whole", each, "dp=1", 2) for each in range(2)])
+    assert [each["batches"] for each in whole] == [list(range(0, 16, 2)), list(range(1, 16, 2))]
+    stops: tuple[dict[str, float], ...] = ({"last": 4},) * 3
+    folder = tmp_path / "alike"
+    first = train(pool, [island_run(folder, each, "dp=1", 2, *keeps) for each in range(2)], *stops[:2])
+    then = train(pool, [island_run(folder, 0, "tp=2", 2, *keeps), island_run(folder, 1, "dp=2,zero=3", 2, *keeps)])
+    for number in range(2):
+        assert first[number]["batches"] + then[number]["batches"] == whole[number]["batches"]
+        assert then[number]["loss"] == pytest.approx(whole[number]["loss"], rel=1e-9)
+    for before, after in ((3, 2), (2, 3)):
+        folder = tmp_path / f"{before}-{after}"
+        first = train(
+            pool, [island_run(folder, each, "dp=1", before, *keeps) for each in range(before)], *stops[:before]
+        )
+        then = train(pool, [island_run(folder, each, "dp=1", after, *keeps) for each in range(after)])
+        taken = sorted(batch for each in (*first, *then) for batch in each["batches"])
+        assert taken == list(range(len(taken))), (before, after, taken)
+        assert all(torch.equal(then[0]["weights"][name], x) for each in then for name, x in each["weights"].items())
+
+
+def test_an_island_is_lost_and_comes_back_as_a_new_one(pool: Pool, tmp_path: Path) -> None:
+    quick = ("training.steps=24", "islands.grace_seconds=1.0")
+    runs = [island_run(tmp_path, each, "dp=1", 3, *quick) for each in range(3)]
+    found = train(pool, runs, {"pace": 0.2}, {"pace": 0.2}, {"pace": 0.2, "last": 3, "back": 0.1})
+    assert all(torch.equal(found[0]["weights"][name], x) for each in found for name, x in each["weights"].items())
+    assert all(torch.equal(*pair) for each in found for pair in zip(each["outer"], found[0]["outer"], strict=True))
+    assert [len(each["batches"]) for each in found[:2]] == [24, 24] and 0 < len(found[2]["batches"]) < 22
+    taken = sorted(batch for each in found for batch in each["batches"])
+    assert len(taken) == len(set(taken)) and set(range(max(taken) + 1)) - set(taken) <= set(found[2]["lost"])
+
+
+def test_another_place_decides_when_the_first_is_lost(pool: Pool) -> None:
+    settings = ("training.global_batch=4", "training.sequence=8", "model.layers=2", "islands.bits=8")
+    runs = islands_runs("dp=2; tp=2", "tiny-llama", settings, 24, "float64", 0)
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    places = tuple(("127.0.0.1", each.getsockname()[1]) for each in listeners)
+    with coordinated(runs[0], listeners[0], SECRET) as first, coordinated(runs[0], listeners[1], SECRET):
+
+        def end() -> None:
+            while not first.rounds_closed >= 3:
+                time.sleep(0.01)
+            first.close()
+
+        threading.Thread(target=end, daemon=True).start()
+        verdict = prove_at(runs, pool, places, SECRET)
+    assert verdict["passed"], verdict
+
+
+def served(wire: torch.Tensor) -> tuple[LinkServer, Counts]:
+    outbox, counts = Outbox(2, lambda fragment: (0, Held((), wire[:0]))), Counts()
+    outbox.put(7, Held(((10, 10 + len(wire)),), wire))
+    return LinkServer("127.0.0.1", SECRET, outbox, counts), counts
+
+
+def test_a_broken_connection_is_resumed_where_it_broke() -> None:
+    wire = torch.randint(0, 256, (12_000, 260), dtype=torch.uint8)
+    server, _ = served(wire)
+    listener = socket.create_server(("127.0.0.1", 0))
+    threading.Thread(target=forward, args=(listener, server.port, 1_500_000), daemon=True).start()
+    counts, into = Counts(), torch.zeros_like(wire[:11_000])
+    link = Link("127.0.0.1", listener.getsockname()[1], SECRET, counts)
+    link.fetch(SENT, 0, 7, (10, 11_010), into, lambda: True)
+    assert torch.equal(into, wire[:11_000])
+    assert counts.received < into.numel() + 4096  # nothing that came was asked for again
+    with pytest.raises(Gone):
+        link.fetch(SENT, 0, 5, (10, 11), into[:1], lambda: True)
+    with pytest.raises((Stranger, OSError)):
+        Link("127.0.0.1", server.port, b"another secret of thirty-two bytes", counts)._connected()
+    server.close()
+
+
+def forward(listener: socket.socket, port: int, cut: int) -> None:
+    """Connections to a port; the first ends after so many bytes."""
+    for most in (cut, 1 << 40):
+        near, _ = listener.accept()
+        far = socket.create_connection(("127.0.0.1", port))
+
+        def carry(source: socket.socket, target: socket.socket, most: int) -> None:
+            with suppress(OSError):
+                while most > 0 and (content := source.recv(1 << 16)):
+                    target.sendall(content)
+                    most -= len(content)
+            for line in (source, target):
+                with suppress(OSError):
+                    line.shutdown(socket.SHUT_RDWR)
+
+        threading.Thread(target=carry, args=(near, far, 1 << 40), daemon=True).start()
+        threading.Thread(target=carry, args=(far, near, most), daemon=True).start()
