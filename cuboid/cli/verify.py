@@ -262,8 +262,8 @@ def _show(verdict: dict[str, Any], what: str = "The layout", right: str = "chang
     if verdict["passed"]:
         print(f"{what} {right}: all within {within} over {steps}.")
     else:
-        print(f"{what} is NOT equal to one process within {within} over {steps}.")
         _show_located(verdict["located"])
+        print(f"{what} is NOT equal to one process within {within} over {steps}.")
 
 
 def _show_located(located: dict[str, Any] | None) -> None:

@@ -126,12 +126,16 @@ class SampleRecorder:
         self._model = model
         if not isinstance(model, Transformer):
             return
-        segments = {"embedding": model.embedding, "head": model.head}
-        segments |= {f"layers.{index}": block for index, block in model.layers.items()}
+        segments: dict[str, nn.Module] = {"embedding": model.embedding}
+        # Layers that predict further tokens are no part of the stream of the others, and share the head with it, in an
+        # order of each schedule's own: of both, the gradients of weights are compared.
+        segments |= {f"layers.{index}": model.layers[str(index)] for index in range(model.model.layers)}
         for name, module in segments.items():
             follow(module, name, self._see)
-            if name != "head":
-                module.register_forward_hook(lambda _, __, result, name=name: self._see(name, result))
+            module.register_forward_hook(lambda _, __, result, name=name: self._see(name, result))
+        if model.predictions:
+            return
+        follow(model.head, "head", self._see)
         plain = model.head.summed_loss
 
         def loss(logits: Tensor, labels: Tensor) -> Tensor:
