@@ -25,6 +25,7 @@ OTHER_RUN = (
     "this island has another model, data, seed, batch or [islands] table than the first one; only the layout and where "
     "it writes may differ"
 )
+OVER = "the islands have trained to the last step, and none is left to join; raise training.steps on all to go further"
 Table = dict[str, Any]
 
 
@@ -113,6 +114,9 @@ class Coordinator:
         if said == "join":
             if number != members.first_of(word["run"], number):
                 line.send(json.dumps({"refused": OTHER_RUN}).encode())
+                return False
+            if members.is_over and not word["running"]:
+                line.send(json.dumps({"refused": OVER}).encode())
                 return False
             members.join(number, word["layout"], word["addresses"], word, time.monotonic())
             self._lines[number], self._told[number] = line, set()

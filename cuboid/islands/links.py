@@ -31,6 +31,8 @@ HOLD = 2.0
 """Seconds for which a question waits at the other end for what is not there yet."""
 SILENCE = 20.0
 """Seconds without a byte after which a connection is made anew."""
+PATIENCE = 60.0
+"""Seconds for which an island that joins tries to reach another one."""
 assert (ASK.size, HEAD.size) == (REQUEST, ANSWER)
 
 
@@ -160,6 +162,7 @@ class Link:
     def __init__(self, host: str, port: int, secret: bytes, counts: Counts) -> None:
         self._host, self._port, self._secret, self._counts = host, port, secret, counts
         self._line: Channel | None = None
+        self._failing: float | None = None
 
     def close(self) -> None:
         if self._line is not None:
@@ -180,6 +183,7 @@ class Link:
                 line = self._connected()
                 line.send(ASK.pack(kind, fragment, round_, run[0] + done, run[1], 0))
                 status, found, size = HEAD.unpack(line.receive() or b"")
+                self._failing = None
                 if status == LATER:
                     continue
                 if status != HERE:
@@ -196,6 +200,9 @@ class Link:
                     done += len(part)
             except (OSError, struct.error):
                 self.close()
+                self._failing = time.monotonic() if self._failing is None else self._failing
+                if kind == STATE and time.monotonic() - self._failing > PATIENCE:
+                    raise Abandoned from None  # of a round its members decide; of a state nobody would
                 time.sleep(0.1)
         return version
 

@@ -89,6 +89,11 @@ class Membership:
             self._take_back(before.queue)
         self.islands[number] = Island(layout, addresses, reported)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the last round is closed."""
+        return self.begun and self.next >= self._spec.rounds_due(self._steps, self._steps).stop
+
     def arrive(self, number: int, round_: int, tokens: int, left: int, step: int) -> None:
         """`left`: batches of its queue that it has not trained on after a step."""
         island = self.islands[number]

@@ -387,15 +387,21 @@ class Islands:
 
     def _fetch_state(self) -> None:
         """Of any other island, as it was when it had finished all rounds before the one at which this one enters."""
-        source = min(number for number in self._known if number != self.site.number)
+        others = [number for number in self._known if number != self.site.number]
+        if not others:
+            raise RankError("no other island is there from which this one could fetch the outer weights")
+        source = min(others)
         for fragment in range(self.spec.fragments):
             state, version = self.outer[fragment], self._versions[fragment] + 1
             width = 2 * state.weights[0].numel() * state.weights.element_size() if len(state.weights) else 1
             into = torch.empty(len(state.weights), width, dtype=torch.uint8)
             for asked in self._questions(STATE, source, fragment, version, into, lambda: True):
-                for found in asked():
-                    if found != version:
-                        raise RankError(f"island {source} moved on while its state was fetched; start this one again")
+                try:
+                    versions = asked()
+                except (Abandoned, Gone):
+                    versions = [-1]
+                if any(found != version for found in versions):
+                    raise RankError(f"island {source} was lost, or moved on, while its state was fetched; start again")
             for place, kept in enumerate((state.weights, state.momentum)):
                 kept.copy_(into[:, place * width // 2 :][:, : width // 2].contiguous().view(self.outer.dtype))
             self.outer.apply(fragment, takes_part=True, at_once=True)
