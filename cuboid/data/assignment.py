@@ -60,7 +60,8 @@ def work(run: Run, lengths: NDArray[np.int64]) -> int:
     """Of a sequence with documents of these lengths, as the planner counts arithmetic: that of so many tokens without
     attention. A whole number, and of no accelerator: all machines must come to the same."""
     shape = Shape.of(run.model)
-    pairs = lengths * (lengths + 1) / 2 * seen_fraction(shape, lengths)
+    sizes = lengths.astype(np.float64)
+    pairs = sizes * (sizes + 1) / 2 * seen_fraction(shape, sizes)
     attention = 12 * shape.layers * attention_width(shape) * pairs / (6 * active_parameters(shape))
     return int(lengths.sum() + np.rint(attention).astype(np.int64).sum())
 

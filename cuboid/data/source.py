@@ -123,6 +123,8 @@ def _order(counts: list[int]) -> list[int]:
 
 
 class Source(Protocol):
+    def __hash__(self) -> int: ...
+
     def at(self, position: int) -> Sample | Fields: ...
 
     def documents_at(self, position: int) -> Tensor:

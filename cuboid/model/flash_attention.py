@@ -118,7 +118,8 @@ def cpu_forward(
     seen = query.new_empty(*query.shape[:3], value.shape[3])
     sums = query.new_empty(query.shape[2], *query.shape[:2], dtype=wide(query.dtype))
     for here, mask in _runs(edges, since, query):
-        part, part_sums = _cpu_forward(*(x[:, here] for x in rows), True, mask)
+        queries, keys, values = (x[:, here] for x in rows)
+        part, part_sums = _cpu_forward(queries, keys, values, True, mask)
         seen.flatten(0, 1)[here] = part[0]
         sums.flatten(1)[:, here] = part_sums[0]
     return seen, sums.transpose(0, 1)
@@ -142,8 +143,8 @@ def cpu_backward(
     row_sums = sums.transpose(0, 1).flatten(1).unsqueeze(0)
     gradients = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     for here, mask in _runs(edges, since, query):
-        outer, *parts = (x[:, here] for x in rows)
-        found = _cpu_backward(outer, Attended(*parts, row_sums[:, :, here]), True, mask)
+        outer, queries, keys, values, there = (x[:, here] for x in rows)
+        found = _cpu_backward(outer, Attended(queries, keys, values, there, row_sums[:, :, here]), True, mask)
         for whole, part in zip(gradients, found, strict=True):
             whole.flatten(0, 1)[here] = part[0]
     return gradients
