@@ -139,10 +139,10 @@ def time_linear(device: torch.device, tokens: int, inputs: int, outputs: int) ->
         "weight gradient": {"bf16": work / seconds(lambda: gradient.t() @ x)},
     }
     of_x, of_gradient = quantise_both(x), quantise_both(gradient)
-    square, turned = quantise_weight(weight, False), quantise_weight(weight, True)
+    square, transposed = quantise_weight(weight, False), quantise_weight(weight, True)
     of_blocks = {
         "output": (*of_x[:2], *square),
-        "input gradient": (*of_gradient[:2], *turned),
+        "input gradient": (*of_gradient[:2], *transposed),
         "weight gradient": (*of_gradient[2:], *of_x[2:]),
     }
     for name, (a, a_scales, b, b_scales) in of_blocks.items():
@@ -200,7 +200,7 @@ def time_experts(device: torch.device, rows: int) -> None:
     counts = torch.full((EXPERTS,), rows // EXPERTS, device=device)
     values, weights = fp8_experts.quantise_long(x), fp8_experts.quantise_long(weight)
     by_row, offsets = functional.ScalingType.RowWise, counts.cumsum(0, dtype=torch.int32)
-    turned = weight.transpose(1, 2)
+    transposed = weight.transpose(1, 2)
 
     def scaled(fast: bool) -> Tensor:
         return functional.scaled_grouped_mm(
@@ -217,15 +217,17 @@ def time_experts(device: torch.device, rows: int) -> None:
 
     found = {
         "bf16 output": seconds(lambda: grouped_matmul(x, weight, counts)),
-        "bf16 input gradient": seconds(lambda: grouped_matmul(gradient, turned, counts)),
+        "bf16 input gradient": seconds(lambda: grouped_matmul(gradient, transposed, counts)),
         "bf16 weight gradient": seconds(lambda: grouped_outer(gradient, x, counts)),
         "fp8 output": seconds(lambda: scaled(False)),
         "fp8 output, fast sums": seconds(lambda: scaled(True)),
         "fp8 output with rounding": seconds(lambda: fp8_experts.fp8_grouped_matmul(x, weight, counts)),
-        "fp8 input gradient with rounding": seconds(lambda: fp8_experts.fp8_grouped_matmul(gradient, turned, counts)),
+        "fp8 input gradient with rounding": seconds(
+            lambda: fp8_experts.fp8_grouped_matmul(gradient, transposed, counts)
+        ),
         "rounding rows": seconds(lambda: fp8_experts.quantise_long(x)),
         "rounding weights": seconds(lambda: fp8_experts.quantise_long(weight)),
-        "rounding transposed weights": seconds(lambda: fp8_experts.quantise_long(turned)),
+        "rounding transposed weights": seconds(lambda: fp8_experts.quantise_long(transposed)),
     }
     milliseconds = {name: round(1e3 * value, 3) for name, value in found.items()}
     show(time="experts", shape=[EXPERTS, HIDDEN, 2 * WIDTH, rows], milliseconds=milliseconds)

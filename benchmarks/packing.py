@@ -285,7 +285,7 @@ def cpu(options: argparse.Namespace) -> None:
 
 
 KINDS = ("order", "work")
-CPU_SHAPE = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 128}
+CPU_SHAPE = {"hidden": 64, "layers": 1, "heads": 8, "kv_heads": 4, "ffn": 128}
 
 
 def letters_store(folder: Path, sequence: int, seed: int) -> str:
@@ -343,18 +343,17 @@ def main() -> None:
     parser.add_argument("mode", choices=("gpu", "kernels", "cpu"))
     parser.add_argument("--shape", choices=tuple(SHAPES), default="1B")
     parser.add_argument("--micro-batch", type=int, default=2)
-    parser.add_argument("--sequence", type=int, help="default: 8192, of cpu 4096")
+    parser.add_argument("--sequence", type=int, default=8192)
     parser.add_argument("--per-rank", type=int, default=8, help="cpu: sequences of a step")
     parser.add_argument("--seed", type=int, default=0, help="cpu: of the lengths of documents")
     parser.add_argument("--vocabulary", type=int, default=VOCABULARY)
     parser.add_argument("--steps", type=int, default=4, help="of each side in a row")
-    parser.add_argument("--rounds", type=int, help="of all sides, after the one that compiles: 3; steps of cpu: 12")
+    parser.add_argument("--rounds", type=int, help="of all sides, after the one that compiles: 3; steps of cpu: 8")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--cudnn", action="store_true", help="kernels: cuDNN's for documents too")
     parser.add_argument("--set", action="append", default=[], help="change a field of the run")
     options = parser.parse_args()
-    options.sequence = options.sequence or (4096 if options.mode == "cpu" else 8192)
-    options.rounds = options.rounds or (12 if options.mode == "cpu" else 3)
+    options.rounds = options.rounds or (8 if options.mode == "cpu" else 3)
     {"cpu": cpu, "gpu": steps, "kernels": kernels}[options.mode](options)
 
 

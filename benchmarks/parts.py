@@ -64,6 +64,8 @@ PARTS = {
     "rates": Part(("optimizer.embedding_rate=0.3", "optimizer.head_rate=5")),
     "dropout": Part(("training.dropout=0.3",), experts="tiny-deepseek"),
     "bf16-sums": Part(("training.gradient_sums=bf16",), precision="bf16"),
+    "predictions": Part(("model.prediction_layers=1", "training.dropout=0.1")),
+    "assignment": Part(("data.assignment=work", "training.dropout=0.1")),
     "documents": Part(("data.positions_within_documents=false",)),
     "no-documents": Part(("data.attention_within_documents=false", "data.positions_within_documents=false")),
     "all": Part((MUON, *TOGETHER)),

@@ -4,13 +4,23 @@
     cuboid train --model python:examples/own_attention.py:build --layout dp=2,tp=2,pp=2 --set training.steps=50
 
 `ColumnLinear` and `RowLinear` split heads and feed-forward columns over tensor ranks. A rank finds out how many heads
-it has from what it computed: nothing here knows of ranks."""
+it has from what it computed: nothing here knows of ranks. `Dropout` drops the same numbers whichever they are."""
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor, nn
 
-from cuboid import REPLICATED, Batch, ColumnLinear, Model, RowLinear, VocabularyEmbedding, VocabularyLoss, split
+from cuboid import (
+    REPLICATED,
+    Batch,
+    ColumnLinear,
+    Dropout,
+    Model,
+    RowLinear,
+    VocabularyEmbedding,
+    VocabularyLoss,
+    split,
+)
 
 VOCABULARY = 259
 
@@ -38,17 +48,19 @@ class WindowAttention(nn.Module):
 class Block(nn.Module):
     sharding = {"*_norm.weight": REPLICATED}
 
-    def __init__(self, hidden: int, heads: int, window: int) -> None:
+    def __init__(self, hidden: int, heads: int, window: int, dropout: float) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(hidden)
         self.attention = WindowAttention(hidden, heads, window)
         self.feed_forward_norm = nn.RMSNorm(hidden)
         self.up = ColumnLinear(hidden, 4 * hidden)
         self.down = RowLinear(4 * hidden, hidden)
+        self.attention_dropout, self.feed_forward_dropout = Dropout(dropout), Dropout(dropout)
 
     def forward(self, x: Tensor, batch: Batch) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.down(functional.silu(self.up(self.feed_forward_norm(x))))
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x)), batch)
+        made = self.down(functional.silu(self.up(self.feed_forward_norm(x))))
+        return x + self.feed_forward_dropout(made, batch)
 
 
 class Embedding(nn.Module):
@@ -75,10 +87,10 @@ class Head(nn.Module):
         return self.output(self.norm(x), batch["labels"])
 
 
-def build(hidden: int = 64, layers: int = 4, heads: int = 4, window: int = 16) -> Model:
+def build(hidden: int = 64, layers: int = 4, heads: int = 4, window: int = 16, dropout: float = 0.0) -> Model:
     return Model(
         embedding=lambda: Embedding(hidden),
-        block=lambda layer: Block(hidden, heads, window * 2 ** (layer % 2)),
+        block=lambda layer: Block(hidden, heads, window * 2 ** (layer % 2), dropout),
         layers=layers,
         head=lambda: Head(hidden),
         flow=("batch", "sequence", hidden),

@@ -10,9 +10,10 @@ from typing import Annotated
 import typer
 
 from cuboid.errors import UserError, either
-from cuboid.planning.export.engines import export
+from cuboid.planning.export.engines import export, refuse_recipe
 from cuboid.planning.plan import load_plan
 from cuboid.readers import write_output
+from cuboid.spec.run import load_run
 
 SIZE_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -56,6 +57,7 @@ def command(
 
 def _write_plan(file: Path, to: str, output: Path | None, as_json: bool) -> None:
     loaded = load_plan(file)
+    refuse_recipe(load_run(file), to)
     text = export(loaded, to)
     if to == "deepspeed" and loaded.layout.pp > 1:
         print(f"note: pass num_stages={loaded.layout.pp} to PipelineModule in your code", file=sys.stderr)

@@ -1,16 +1,18 @@
 """`cuboid import hf:DIR -o run.toml`: a run file that starts from the weights of a Hugging Face model."""
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cuboid.checkpoint.huggingface.folder import ModelFolder, model_of
+from cuboid.checkpoint.huggingface.folder import ModelFolder, model_of, read_config
 from cuboid.checkpoint.weights import PREFIX, check_weights
 from cuboid.errors import UserError
 from cuboid.readers import write_output
+from cuboid.spec.huggingface import dropout_of
 from cuboid.spec.load import dump_model
 from cuboid.spec.run import build_run, dump_run
 
@@ -38,6 +40,7 @@ def command(
         model = replace(model, mixture=replace(model.mixture, router_noise=0.0))
     check_weights(weights, model)
     name = output.stem if output is not None else model.name
+    dropout, notes = dropout_of(read_config(folder))
     small = {tensor.dtype for tensor in weights.tensors.values()} <= {"BF16", "F16"}
     table = {
         "model": dump_model(model),
@@ -45,6 +48,7 @@ def command(
             "start_from": source,
             "sequence": min(model.max_positions, 1024),
             "precision": "bf16" if small else "float32",
+            "dropout": dropout,
         },
         "learning_rate": {"peak": 1e-5, "warmup_steps": 10},
         "data": {"source": f"{name}-tokens"},
@@ -53,6 +57,8 @@ def command(
     }
     run = build_run(table, changes or [])
     build = f"cuboid data build FILES --tokenizer {folder} -o {run.data.source}"
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
     text = f"# Starts from {source}. Its data: {build}\n{dump_run(run)}"
     if output is not None:
         write_output(output, text)

@@ -46,6 +46,10 @@ def command(
     gradient_sums: Annotated[
         str, typer.Option(help="float32, or bf16: half the memory and traffic of gradients.")
     ] = "float32",
+    fp8_scaling: Annotated[
+        str, typer.Option(help="Of fp8: a scale for each tensor, row or block (block: on Hopper).")
+    ] = "tensor",
+    fp8_experts: Annotated[bool, typer.Option(help="Of fp8: routed experts too (on Hopper).")] = False,
     top: Annotated[int, typer.Option(min=1, help="How many layouts to show.")] = 5,
     objective: Annotated[
         str | None,
@@ -80,6 +84,8 @@ def command(
     if global_batch is None or seq is None:
         missing = "--global-batch 512" if global_batch is None else "--seq 4096"
         raise UserError(f"a plan for training needs the batch; add {missing}")
+    if fp8_experts and precision != "fp8":
+        raise UserError("--fp8-experts is for --precision fp8; add it")
     question = Question(
         model=load_model(model),
         cluster=place,
@@ -89,6 +95,8 @@ def command(
         optimizer=optimizer,
         average=OptimizerSpec(average=average).average,
         gradient_sums=gradient_sums,
+        fp8_scaling=fp8_scaling,
+        fp8_experts=fp8_experts,
         engine=for_engine or engine,
         target=for_engine or "",
         fixed=_fixed(for_engine, parse_fixed(fix or [])),

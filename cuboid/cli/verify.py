@@ -56,6 +56,9 @@ def command(
     resume: Annotated[
         str | None, typer.Option(help='Prove resuming instead: "dp=2,tp=2,pp=2 -> dp=4,tp=2 -> dp=1".')
     ] = None,
+    against: Annotated[
+        str | None, typer.Option(help="A FOLDER with one step of another trainer, compared with one process instead.")
+    ] = None,
     islands: Annotated[
         str | None,
         typer.Option(help='Prove islands instead, a layout for each: "tp=2; pp=2; dp=2,zero=3"; see [islands].'),
@@ -104,6 +107,10 @@ def command(
 
     Example: cuboid verify --layout dp=2,pp=4,zero=3,schedule=zbv --set model.layers=9
     """
+    if against is not None:
+        if layout is not None or resume is not None:
+            raise UserError("--against compares a step of another trainer; use it without --layout and --resume")
+        return _verify_step(against, as_json)
     given = {"device": device, "backend": backend}
     changed = (f"training.device={device}", f"training.backend={backend}", *(overrides or ()))
     options = NodeOptions(rendezvous=rendezvous, nodes=nodes, ranks_per_node=ranks_per_node, interface=interface)
@@ -139,6 +146,21 @@ def command(
         print(json.dumps({**verdict, **heard.backend}))
     elif post.speaks:
         _show(verdict)
+    return 0 if verdict["passed"] else 1
+
+
+def _verify_step(folder: str, as_json: bool) -> int:
+    """Of another trainer."""
+    from cuboid.verification.against import step_run  # needs torch, as nothing else here does
+
+    run, _ = step_run(folder)
+    if not as_json:
+        print(f"{run.model.name}: a step of another trainer against one process, {run.training.precision}", flush=True)
+    verdict = call_here(run, local_places(1, 0, 1, "", 0, ""), "cuboid.verification.against:judge_step", (folder,))
+    if as_json:
+        print(json.dumps(verdict))
+    else:
+        _show(verdict, "The step", "is what one process computes")
     return 0 if verdict["passed"] else 1
 
 
@@ -222,7 +244,7 @@ def _show_chain(verdict: dict[str, Any]) -> None:
     print(f"The chain is NOT equal to one process within {verdict['tolerance']:.0e}, from {leg['layout']} on.")
 
 
-def _show(verdict: dict[str, Any]) -> None:
+def _show(verdict: dict[str, Any], what: str = "The layout", right: str = "changed nothing but speed") -> None:
     rounded = verdict["dtype"] in ROUNDED
     for name, tolerance in verdict["tolerances"].items():
         error = verdict[f"{name}_error"]
@@ -231,11 +253,28 @@ def _show(verdict: dict[str, Any]) -> None:
         # In bf16 and the like each tensor has a bound of its own; shown is the one that comes nearest to it.
         told = f"error {error:.1e} of {tolerance:.1e} allowed" if rounded else f"largest relative error {error:.1e}"
         print(f"  {name.replace('_', ' '):<14} {mark}  {told}{worst}")
+    for line in verdict["deviations"][:3]:
+        print(f"  copies         DIFFER: {line}")
     for line in verdict["unforeseen"][:3]:
         print(f"  communication  not as the planner counts it: {line}")
     steps = f"{verdict['steps']} clipped optimizer steps"
     within = f"{MULTIPLE:g} times the rounding of one process" if rounded else f"{verdict['tolerance']:.0e}"
     if verdict["passed"]:
-        print(f"The layout changed nothing but speed: all within {within} over {steps}.")
+        print(f"{what} {right}: all within {within} over {steps}.")
     else:
-        print(f"The layout is NOT equal to one process within {within} over {steps}.")
+        _show_located(verdict["located"])
+        print(f"{what} is NOT equal to one process within {within} over {steps}.")
+
+
+def _show_located(located: dict[str, Any] | None) -> None:
+    if located is None:
+        print("  What differs is further off at the end of a step than in any tensor within it.")
+        return
+    place = [f"step {located['step']}"]
+    place += [
+        f"{kind.replace('_', '-')} {located[kind]}" for kind in ("micro_batch", "rank") if located[kind] is not None
+    ]
+    print(f"  first wrong    {located['tensor']}: {located['where']} of {', '.join(place)}")
+    print(f"  module         {located['module']}")
+    print(f"  error          {located['error']:.1e} of {located['allowed']:.1e} allowed")
+    print(f"  likely cause   {located['cause']}")

@@ -1,6 +1,6 @@
 """How long the kernels of one layer take on one rank: multiplications, attention, what is bound by memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -195,6 +195,7 @@ def _rates(chip: Chip, engine: Engine, precision: str) -> _Rates:
     plain = chip.peak[wide] * chip.linear_efficiency.get(wide, chip.linear_efficiency["bf16"]) / engine.linear_scale
     low = precision in ("fp8", "fp4") and precision in chip.peak
     linear = chip.peak[precision] * chip.linear_efficiency[precision] / engine.linear_scale if low else plain
+    linear = linear / engine.fp8_slower if low else linear
     bandwidth = chip.memory_bandwidth * chip.memory_efficiency
     return _Rates(linear, plain, engine.cast_traffic if low else 0.0, chip.kernel_floor, chip.narrow, bandwidth)
 
@@ -245,6 +246,22 @@ def _feed_forward(
     else:
         up = _multiply(rates, rows, shape.hidden, (1 + shape.gated) * width, wide)
     return up + _multiply(rates, rows, width, shape.hidden, wide)
+
+
+ROUNDED = 3.0
+"""Bytes moved for each number that becomes fp8."""
+
+
+def _expert(rates: _Rates, shape: Shape, rows: Array, engine: Engine) -> Array:
+    """One expert's matmuls, of which there are three times as many with the backward pass: this engine multiplies them
+    in 16 bits whatever the precision, or, where asked to, two of three in fp8."""
+    plain = _feed_forward(rates, shape, rows, shape.expert_ffn, wide=engine.own_collectives)
+    if not engine.experts_in_fp8:
+        return plain
+    # Inputs and weights are rounded once for each pass by kernels of their own: read in 2 bytes and written in one.
+    narrow = replace(rates, cast=ROUNDED)
+    weights = ROUNDED * (2 + shape.gated) * shape.hidden * shape.expert_ffn / rates.bandwidth
+    return (2 * (_feed_forward(narrow, shape, rows, shape.expert_ffn) + weights) + plain) / 3
 
 
 def _heated(engine: Engine, linear: Array, rest: Array) -> Array:
@@ -331,8 +348,7 @@ def _kernels(shape: Shape, jobs: Jobs, chip: Chip, engine: Engine, precision: st
         # Each of the local experts multiplies its own part of the copies; the kernel does them in one launch.
         per_expert = routed / tp / local
         copies = routed / tp
-        # This engine multiplies routed experts in 16 bits whatever the precision.
-        each = _feed_forward(rates, shape, per_expert, shape.expert_ffn, wide=engine.own_collectives) - 2 * rates.floor
+        each = _expert(rates, shape, per_expert, engine) - 2 * rates.floor
         slower = engine.grouped_fp8 if rates.linear != rates.plain and not engine.own_collectives else 1.0
         grouped = engine.grouped_scale * slower * local * each + 2 * rates.floor
         shared = _feed_forward(rates, shape, rows, shape.shared_ffn / tp)

@@ -110,7 +110,7 @@ def compiled_kept(shape: Shape, jobs: Jobs, engine: Engine) -> tuple[Array, Arra
     recomputation makes, and gathers, these again. In fp8 they are kept in fp8."""
     element = engine.activation_wire
     split = np.where(jobs.sequence_parallel > 0, jobs.tp, 1.0)
-    inputs = np.where(jobs.recompute == 1, 0.0, 1.0 if engine.fp8_activations else element)
+    inputs = np.where(jobs.recompute == 1, 0.0, engine.fp8_input if engine.fp8_activations else element)
     plain = (2 * shape.heads + 2 * np.maximum(shape.kv_heads, jobs.tp)) * shape.head_dim
     latent = shape.heads * (2 * (shape.nope_dim + shape.rope_dim) + 2 * shape.v_dim)
     seen = shape.heads * pick(shape.is_latent, shape.v_dim, shape.head_dim)

@@ -30,6 +30,7 @@ SAVED = {
     torch.ops.aten._flash_attention_forward.default,
     torch.ops.aten.bmm.default,
     torch.ops.aten._grouped_mm.default,
+    torch.ops.aten._scaled_grouped_mm_v2.default,
 }
 """What selective recomputation keeps the results of. Who defines an operation that is dear adds it here."""
 

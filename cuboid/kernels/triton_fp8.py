@@ -22,8 +22,8 @@ def quantise_tiles(  # type: ignore[no-untyped-def]
     source,
     values,
     scales,
-    turned,
-    turned_scales,
+    transposed,
+    transposed_scales,
     rows,
     columns,
     width,
@@ -35,9 +35,9 @@ def quantise_tiles(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One program a tile of TILE × TILE: read once, written as it is (`values`, rows of `width`), transposed (`turned`,
-    rows of `height`), or both. Its scales: one (SQUARE; `across` and `down` scales lie in a row of `scales` and of
-    `turned_scales`), or one for each of its rows and one for each of its columns."""
+    """One program a tile of TILE × TILE: read once, written as it is (`values`, rows of `width`), as its transpose
+    (`transposed`, rows of `height`), or both. Its scales: one (SQUARE; `across` and `down` scales lie in a row of
+    `scales` and of `transposed_scales`), or one for each of its rows and one for each of its columns."""
     block_row, block_column = tl.program_id(1), tl.program_id(0)
     row = block_row.to(tl.int64) * TILE + tl.arange(0, TILE)
     column = block_column.to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -52,9 +52,9 @@ def quantise_tiles(  # type: ignore[no-untyped-def]
             tl.store(values + row[:, None] * width + column[None, :], rounded, mask=(row < rows)[:, None])
             tl.store(scales + block_row * across + block_column, scale)
         if COLUMNS:
-            place = turned + column[:, None] * height + row[None, :]
+            place = transposed + column[:, None] * height + row[None, :]
             tl.store(place, tl.trans(rounded), mask=(column < columns)[:, None])
-            tl.store(turned_scales + block_column * down + block_row, scale)
+            tl.store(transposed_scales + block_column * down + block_row, scale)
     else:
         if ROWS:
             scale, inverse = power_of_two(tl.max(size, 1))
@@ -64,9 +64,9 @@ def quantise_tiles(  # type: ignore[no-untyped-def]
         if COLUMNS:
             scale, inverse = power_of_two(tl.max(size, 0))
             rounded = (tile * inverse[None, :]).to(kind)
-            place = turned + column[:, None] * height + row[None, :]
+            place = transposed + column[:, None] * height + row[None, :]
             tl.store(place, tl.trans(rounded), mask=(column < columns)[:, None])
-            tl.store(turned_scales + block_row.to(tl.int64) * columns + column, scale, mask=column < columns)
+            tl.store(transposed_scales + block_row.to(tl.int64) * columns + column, scale, mask=column < columns)
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
@@ -83,7 +83,7 @@ def quantise_long_rows(source, values, scales, columns, BLOCK: tl.constexpr):  #
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
 def quantise_long_columns(  # type: ignore[no-untyped-def]
-    source, turned, scales, rows, columns, TALL: tl.constexpr, WIDE: tl.constexpr
+    source, transposed, scales, rows, columns, TALL: tl.constexpr, WIDE: tl.constexpr
 ):
     """Of matrices one behind the other: the transpose of each, with a scale for each of its rows. A program takes WIDE
     columns of one, twice: the second time they come from the cache."""
@@ -104,5 +104,5 @@ def quantise_long_columns(  # type: ignore[no-untyped-def]
         inside = (row < rows)[:, None] & held[None, :]
         tile = tl.load(source + first + row[:, None].to(tl.int64) * columns + column[None, :], mask=inside, other=0.0)
         rounded = (tile.to(tl.float32) * inverse[None, :]).to(tl.float8e4nv)
-        place = turned + first + column[:, None] * rows + row[None, :]
+        place = transposed + first + column[:, None] * rows + row[None, :]
         tl.store(place, tl.trans(rounded), mask=held[:, None] & (row < rows)[None, :])

@@ -56,7 +56,7 @@ def further(batch: MicroBatch, depth: int) -> Further:
         beyond = beyond | (batch.documents[:, target] != batch.documents)
     if batch.cut:
         beyond = beyond | ((places + depth) // batch.cut != places // batch.cut)
-    return Further(tokens, labels.masked_fill(beyond.to(labels.device), IGNORED))
+    return Further(tokens, labels.masked_fill(to_device(beyond, labels.device), IGNORED))
 
 
 # Documents packed into sequences, where attention stays inside each of them.

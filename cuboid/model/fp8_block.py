@@ -13,6 +13,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from cuboid.kernels.compiler import operation
+from cuboid.kernels.recompute import SAVED
 
 BLOCK = 128
 VALUES = torch.float8_e4m3fn
@@ -79,20 +80,20 @@ def _launch(x: Tensor, rows: tuple[Tensor, Tensor] | None, columns: tuple[Tensor
     x = x.contiguous()
     height, width = x.shape
     values, scales = rows or (x, x)
-    turned, turned_scales = columns or (x, x)
+    transposed, transposed_scales = columns or (x, x)
     if x.numel():
         quantise_tiles[(blocks(width), blocks(height))](
             x,
             values,
             scales,
-            turned,
-            turned_scales,
+            transposed,
+            transposed_scales,
             height,
             width,
             _whole(width),
             _whole(height),
             scales.shape[1],
-            turned_scales.shape[1],
+            transposed_scales.shape[1],
             SQUARE=square,
             ROWS=rows is not None,
             COLUMNS=columns is not None,
@@ -109,8 +110,9 @@ def _empty_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def _empty_squares(x: Tensor) -> tuple[Tensor, Tensor]:
     rows, inner = x.shape
-    scales = x.new_zeros(_square_scales(rows, inner), dtype=torch.float32)
-    return x.new_empty(rows, _whole(inner), dtype=VALUES), scales
+    shape = _square_scales(rows, inner)
+    empty = x.new_empty if shape[1] == blocks(inner) else x.new_zeros  # what nothing writes to is read all the same
+    return x.new_empty(rows, _whole(inner), dtype=VALUES), empty(shape, dtype=torch.float32)
 
 
 @operation("cuboid::quantise_both")
@@ -177,6 +179,9 @@ def block_matmul(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype
 @torch.library.register_fake("cuboid::block_matmul")  # type: ignore[untyped-decorator]
 def _(a: Tensor, a_scales: Tensor, b: Tensor, b_scales: Tensor, dtype: torch.dtype) -> Tensor:
     return a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
+
+
+SAVED.add(block_matmul)
 
 
 def _filled_rows(values: Tensor) -> Tensor:

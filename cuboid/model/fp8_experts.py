@@ -23,16 +23,16 @@ LONGEST = 16384
 def quantise_long(x: Tensor) -> tuple[Tensor, Tensor]:
     """Values and scales of rows, which are x's last dimension. A weight of (experts, out, in) may be the transpose of
     one."""
-    turned = x.dim() == 3 and not x.is_contiguous() and x.transpose(1, 2).is_contiguous()
+    transposed = x.dim() == 3 and not x.is_contiguous() and x.transpose(1, 2).is_contiguous()
     if not x.is_cuda or x.shape[-1] > LONGEST:
         exponents = exponents_of(x.abs().amax(-1))
         return (x.float() * torch.exp2(-exponents.float()).unsqueeze(-1)).to(VALUES), torch.exp2(exponents.float())
     from cuboid.kernels import triton_fp8
 
-    x = x if turned else x.contiguous()
+    x = x if transposed else x.contiguous()
     values = torch.empty(x.shape, dtype=VALUES, device=x.device)
     scales = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
-    if x.numel() and turned:
+    if x.numel() and transposed:
         experts, columns, rows = x.shape
         grid = (-(-columns // WIDE), experts)
         triton_fp8.quantise_long_columns[grid](x, values, scales, rows, columns, TALL=TALL, WIDE=WIDE, num_warps=8)
@@ -51,15 +51,11 @@ def fp8_grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     weights, weight_scales = quantise_long(weight)
     if takes_one_kernel(x, weight.shape[1]):
         by_row = functional.ScalingType.RowWise
-        return functional.scaled_grouped_mm(
-            values,
-            weights.transpose(1, 2),
-            scales,
-            by_row,
-            weight_scales,
-            by_row,
-            offs=counts.cumsum(0, dtype=torch.int32),
-            output_dtype=x.dtype,
-        )
+        offsets = counts.cumsum(0, dtype=torch.int32)
+        factors = (values, weights.transpose(1, 2), scales, by_row, weight_scales, by_row)
+        # Sums within the multipliers: without them the kernel is slower than in 16 bits, 1.24 for 0.62 ms on an H200.
+        more = {"offs": offsets, "output_dtype": x.dtype, "use_fast_accum": True}
+        y: Tensor = functional.scaled_grouped_mm(*factors, **more)  # type: ignore[attr-defined,unused-ignore]
+        return y
     exact = grouped_matmul(values.float() * scales.unsqueeze(-1), weights.float() * weight_scales.unsqueeze(-1), counts)
     return exact.to(x.dtype)

@@ -167,7 +167,7 @@ class Head(nn.Module):
 
     def __init__(self, model: ModelSpec) -> None:
         super().__init__()
-        self.norm: nn.Module = Norm(model, model.hidden)
+        self.norm = Norm(model, model.hidden)
         self.output = ColumnLinear(model.hidden, model.vocab, False, VOCABULARY)
         self.summed_loss: Callable[[Tensor, Tensor], Tensor] = summed_loss
 

@@ -380,8 +380,10 @@ class _Builder:
         """The summed loss of hidden states; the z-loss is of the model's own alone."""
         group, vocabulary, z_loss = self.groups.tensor, self.model.vocab, self.z_loss
         if self.compiled:
-            where = {"group": group, "region": self.region, "deferral": self.deferral}
-            fused = partial(fused_cross_entropy, head, vocabulary=vocabulary, **where)
+            deferral, region = self.deferral, self.region
+            fused = partial(
+                fused_cross_entropy, head, vocabulary=vocabulary, group=group, region=region, deferral=deferral
+            )
             return lambda x, labels, own: fused(x, labels, z_loss=z_loss if own else None)
         if z_loss is None:
             return lambda x, labels, _: head.loss(x, labels)
@@ -424,7 +426,7 @@ class _Builder:
                     set_parameter(module, path, unit.parameters[name])
             if not unit_name.endswith(BALANCES):  # always whole, and no gradient ever comes to it
                 used.append(unit)
-        return Segment(prefix, run, used, self.deferral, self.reduction)
+        return Segment(prefix, run, used, self.deferral, self.reduction, module)
 
     def _unit(self, name: str, table: dict[str, Declared]) -> Unit:
         if name not in self.units:

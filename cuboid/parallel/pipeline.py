@@ -109,12 +109,18 @@ class Pipeline:
         self._loss_dtype = wide(like.dtype)
         self.timing: list[TimedAction] = []
         self._clock = _Clock(like.device)
-        self._runners: dict[Kind, Callable[[int, int], None]] = {
+        self.runners: dict[Kind, Callable[[int, int], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.INPUT: self._input_backward,
             Kind.WEIGHT: self._weight_backward,
         }
+        """What computes an action of each kind, of a stage and a micro-batch."""
+
+    @property
+    def pairs(self) -> bool:
+        """Whether two passes may run together."""
+        return self._pair is not None
 
     def run(self, micro_batches: list[RankBatch], scale: Tensor) -> Tensor:
         """Forward and backward of all micro-batches. `scale` multiplies the summed loss before its gradient is taken.
@@ -172,7 +178,7 @@ class Pipeline:
 
     def _act(self, action: Action) -> None:
         with self._matmuls:
-            self._runners[action.kind](action.stage, action.micro_batch)
+            self.runners[action.kind](action.stage, action.micro_batch)
 
     def _timed(self, timed: list[tuple[tuple[Action, ...], Any, Any, Any]]) -> list[TimedAction]:
         """The time of a pair is divided between its two actions as the order does it."""

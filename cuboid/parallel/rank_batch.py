@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cuboid.model.batch import IGNORED, Further, MicroBatch, further
 from cuboid.model.custom import Model, counted_labels
-from cuboid.model.dropout import NUMBERS, token_keys
+from cuboid.model.dropout import NUMBERS, on_device, token_keys
 from cuboid.model.rope import Positions, PositionTable
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run
@@ -47,8 +47,8 @@ class RankBatch:
         keys = self.positions.dropout
         positions = replace(self.positions, dropout=None if keys is None else keys.clone())
         further = tuple(Further(*(x.clone() for x in each)) for each in self.further)
-        own = {"tokens": self.tokens.clone(), "labels": self.labels.clone()}
-        return replace(self, **own, positions=positions, further=further)
+        tokens, labels = self.tokens.clone(), self.labels.clone()
+        return replace(self, tokens=tokens, labels=labels, positions=positions, further=further)
 
     @property
     def counted(self) -> Tensor:
@@ -83,7 +83,7 @@ class BatchSharder:
             # Images and the like are computed with: in the precision of the weights.
             fields = {name: x.to(self._dtype) if x.is_floating_point() else x for name, x in given.items()}
             if trains and batch.numbers is not None and self._custom.drops:
-                fields[NUMBERS] = torch.arange(batch.numbers.start, batch.numbers.stop, device=batch.tokens.device)
+                fields[NUMBERS] = on_device(batch.numbers, batch.tokens.device)
             return RankBatch(batch.tokens, batch.labels, positions, fields, self._custom.count)
         # Within documents positions begin anew at each, and attention ends there.
         if batch.documents is not None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.profiler import record_function
 
@@ -47,12 +47,15 @@ class Segment:
         units: list[Unit],
         deferral: Deferral,
         reduction: Reduction,
+        module: nn.Module | None = None,
     ) -> None:
         self.name = name
         self.run = run
         self.units = units
         self._reduction = reduction
         self.deferral = deferral
+        self.module = module
+        """What `run` calls, beside whatever is around it."""
         self.before: Segment | None = None
         self.after: Segment | None = None
         self._in_backward = False

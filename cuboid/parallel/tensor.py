@@ -122,7 +122,7 @@ def make_head(model: ModelSpec, region: Region | None) -> Head:
     with torch.device("meta"):
         head = Head(model)
     if model.prediction_layers:  # the first of them has the norm, because all of them read behind it
-        head.norm = nn.Identity()
+        head.norm = nn.Identity()  # type: ignore[assignment]
     if region is not None:
         connect_region(head, region)
     return head

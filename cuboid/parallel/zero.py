@@ -138,6 +138,11 @@ class Unit:
         memory.copy_(self._kept)
         self._kept, self._settle_kept = memory, settle
 
+    @property
+    def gathers_exactly(self) -> bool:
+        """Whether matmuls use the bits that shards keep."""
+        return self._fp8 is None
+
     def open(self) -> None:
         """Until `publish`, the optimizer shards' master weights lie in one tensor, where they are kept, and what is
         written there counts."""

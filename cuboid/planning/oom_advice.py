@@ -66,6 +66,8 @@ def _question(run: Run, cluster: ClusterSpec) -> Question:
         optimizer=run.planned_optimizer(),
         average=run.optimizer.average,
         gradient_sums=run.training.gradient_sums,
+        fp8_scaling=run.training.fp8_scaling,
+        fp8_experts=run.training.fp8_experts,
     )
 
 

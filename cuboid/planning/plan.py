@@ -115,6 +115,8 @@ class Plan(Refined):
             sequence=question.sequence,
             precision=cast(Literal["bf16", "fp16", "fp8", "float32"], trained),
             gradient_sums=cast(Literal["float32", "bf16"], question.gradient_sums),
+            fp8_scaling=cast(Literal["tensor", "row", "block"], question.fp8_scaling),
+            fp8_experts=question.fp8_experts and trained == "fp8",
         )
         if self.train_tokens:
             training = replace(training, steps=ceil(self.train_tokens / (question.global_batch * question.sequence)))
@@ -169,6 +171,8 @@ def plan_of(run: Run, where: str = "plan") -> Plan:
             optimizer=run.planned_optimizer(str(table["engine"])),
             average=run.optimizer.average,
             gradient_sums=run.training.gradient_sums,
+            fp8_scaling=run.training.fp8_scaling,
+            fp8_experts=run.training.fp8_experts,
             engine=convert(table["engine"], str, "plan.engine"),
         )
         rows = convert(table["memory"], list[dict[str, float]], "plan.memory")

@@ -18,6 +18,9 @@ from cuboid.spec.run import Run, check_supported
 from cuboid.spec.training import TrainingSpec
 
 PRECISIONS = ("bf16", "fp16", "fp8", "float32")
+SCALINGS = ("tensor", "row", "block")
+NOT_HOPPER = ("b200", "b300", "gb200", "gb300", "mi300x", "mi355x")
+"""Accelerators with matmuls in fp8, but for scales of blocks and for experts none that torch offers."""
 MEMORY_FRACTION = 0.95
 """Fraction of an accelerator's memory that a plan stays within unless asked otherwise: fragmentation needs the rest."""
 
@@ -37,6 +40,10 @@ class Question:
     """Decay of a moving average of the weights; 0: none is kept."""
     gradient_sums: str = "float32"
     """Or bf16, which halves the memory and the traffic of gradients."""
+    fp8_scaling: str = "tensor"
+    """Of fp8: tensor, row or block."""
+    fp8_experts: bool = False
+    """Of fp8: routed experts too."""
     engine: str = "cuboid"
     """Whose profile of costs to use."""
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -69,6 +76,7 @@ class Question:
             raise UserError(
                 "optimizer=muon is counted for models of the catalog and engine=cuboid; use optimizer=adamw"
             )
+        self._check_fp8()
         if self.gradient_sums not in ("float32", "bf16"):
             raise UserError(f"unknown gradient_sums={self.gradient_sums}; use float32 or bf16")
         if self.gradient_sums == "bf16" and (self.engine != "cuboid" or self.precision not in ("bf16", "fp8")):
@@ -86,6 +94,20 @@ class Question:
         open_fields |= set() if "cp" in self.fixed else {"cp_method", "cp_inner"}
         Layout(**{name: value for name, value in self.fixed.items() if name not in open_fields})
 
+    def _check_fp8(self) -> None:
+        if self.fp8_scaling not in SCALINGS:
+            raise UserError(f"unknown fp8_scaling={self.fp8_scaling}; use {either(SCALINGS)}")
+        lacking = self.cluster.accelerator.startswith(NOT_HOPPER) and self.engine == "cuboid"
+        if self.precision == "fp8" and lacking and (self.fp8_scaling == "block" or self.fp8_experts):
+            asked, instead = ("fp8_scaling=block", "fp8_scaling=row")
+            if self.fp8_scaling != "block":
+                asked, instead = ("fp8_experts=true", "fp8_experts=false")
+            raise UserError(
+                f"{asked} needs matmuls that torch has for Hopper, not for {self.cluster.accelerator}; use {instead}"
+            )
+        if self.fp8_experts and self.precision == "fp8" and self.model.mixture is None:
+            raise UserError(f"fp8_experts=true needs experts and {self.model.name} has none; use fp8_experts=false")
+
     @cached_property
     def machine(self) -> Machine:
         """The cluster with its calibration."""
@@ -99,6 +121,8 @@ class Question:
             profile = replace(profile, optimizer_bytes=profile.optimizer_bytes + 2)
         profile = profile.with_muon() if self.optimizer == "muon" else profile
         profile = profile.with_bf16_sums() if self.gradient_sums == "bf16" else profile
+        if self.precision == "fp8" and self.engine == "cuboid":
+            profile = profile.with_fp8(self.fp8_scaling, self.fp8_experts)
         if self.average:  # float32; read and written beside the master weights
             bytes_moved = 12.0
             profile = replace(
@@ -150,7 +174,7 @@ class Question:
         """Why the linears of a layout cannot be multiplied in fp8, or nothing."""
         try:
             if self.precision == "fp8":
-                check_fp8(layout, self.model, self.sequence)
+                check_fp8(layout, self.model, self.sequence, experts=self.fp8_experts)
         except UserError as reason:
             return str(reason)
         return ""

@@ -59,6 +59,8 @@ def expected(run: Run, rank: int, cluster: ClusterSpec, routing: float | None = 
         optimizer=run.planned_optimizer(),
         average=run.optimizer.average,
         gradient_sums=run.training.gradient_sums,
+        fp8_scaling=run.training.fp8_scaling,
+        fp8_experts=run.training.fp8_experts,
     )
     plan = predict(question, layout)
     stage = coordinates(rank, layout).pp

@@ -142,6 +142,8 @@ class Source:
             optimizer=run.planned_optimizer(str(run.plan.get("engine", "cuboid"))),
             average=run.optimizer.average,
             gradient_sums=run.training.gradient_sums,
+            fp8_scaling=run.training.fp8_scaling,
+            fp8_experts=run.training.fp8_experts,
             engine=str(run.plan.get("engine", "cuboid")),
         )
         if question.cluster.accelerators != run.layout.world_size:

@@ -87,6 +87,8 @@ class Replanner:
             optimizer=run.planned_optimizer(),
             average=run.optimizer.average,
             gradient_sums=run.training.gradient_sums,
+            fp8_scaling=run.training.fp8_scaling,
+            fp8_experts=run.training.fp8_experts,
         )
         scores = search(question, nodes * ranks, keep=CANDIDATES)
         for index in range(len(scores.space)):

@@ -41,7 +41,7 @@ NO_MATHS = frozenset(
 """Keys about tokens, files and formats."""
 
 DROPOUT = frozenset("attention_dropout attn_pdrop embd_pdrop resid_pdrop".split())
-"""Dropout belongs to a training, not to a model, and Cuboid trains without it."""
+"""Dropout belongs to a training, not to a model: `dropout_of`."""
 
 ROUTING = frozenset("ep_size num_mtp_layers num_nextn_predict_layers output_router_logits quantization_config".split())
 """Keys of mixtures about storage, what a forward pass returns, and layers that predict further tokens, which only
@@ -94,6 +94,21 @@ def table_from_config(config: Mapping[str, Any], name: str) -> Table:
         if value is not None and value is not False:
             raise UserError(f"{key}={show(value)} of {name} is unknown and may change what it computes; remove the key")
     return table
+
+
+def dropout_of(config: Mapping[str, Any]) -> tuple[float, list[str]]:
+    """What `training.dropout` is to a config, and what of its dropout is not computed, in sentences."""
+    asked = {key: rate for key in sorted(DROPOUT) if isinstance(rate := config.get(key), float) and 0 < rate < 1}
+    dropout = asked.get("resid_pdrop", 0.0)
+    notes = [
+        f"{key}={rate:g} of its config.json is not used: attention probabilities are not dropped"
+        for key, rate in asked.items()
+        if key in ("attention_dropout", "attn_pdrop")
+    ]
+    embedded = asked.get("embd_pdrop", 0.0)
+    if "embd_pdrop" in config and embedded != dropout:
+        notes.append(f"embd_pdrop={embedded:g} of its config.json is not used: training.dropout={dropout:g} is for all")
+    return dropout, notes
 
 
 def _check_types(config: Mapping[str, Any], name: str) -> None:

@@ -27,7 +27,10 @@ from cuboid.spec.sharding import Part
 from cuboid.telemetry.heartbeat import HEARTBEAT
 from cuboid.training.learning_rate import learning_rate
 from cuboid.training.optimizer import Optimizer
+from cuboid.training.replicas import deviations
 from cuboid.training.step import apply_update, compute_gradients
+from cuboid.verification.follows import average_bound, norm_of, update_bound
+from cuboid.verification.record import RankRecord, RankRecorder
 from cuboid.verification.reference import Tensors, Trace, known_trace
 from cuboid.verification.rounding import (
     DECIDED,
@@ -52,6 +55,15 @@ Contribution = list[tuple[Part, int, int, Tensor]]
 
 def observed_trace(run: Run, rank: int) -> Trace | None:
     """The trace on rank 0, None elsewhere. Every rank calls this."""
+    return _observe(run, rank)[0]
+
+
+def recorded_trace(run: Run, rank: int, step: int) -> tuple[Trace | None, list[RankRecord]]:
+    """The same up to a step, and what each rank recorded of this; nothing on other ranks than 0."""
+    return _observe(run, rank, step)
+
+
+def _observe(run: Run, rank: int, recorded: int | None = None) -> tuple[Trace | None, list[RankRecord]]:
     device = joined_device(run.training.device)
     # Counting takes collectives out of compiled graphs, which would then not be the graphs that train.
     # What tensor ranks of one's own modules sum is found by running these; it would take every rank seconds.
@@ -62,9 +74,12 @@ def observed_trace(run: Run, rank: int) -> Trace | None:
     optimizer = Optimizer(engine, run.optimizer)
     source = make_source(run)
     trace = Trace()
-    for step in range(run.training.steps):
+    recorder = None if recorded is None else RankRecorder(engine, rank)
+    for step in range(run.training.steps if recorded is None else recorded + 1):
         HEARTBEAT.enter("step", step + 1)
         batches = micro_batches(source, run, step, engine.groups.coordinates.dp, device)
+        if recorder is not None and step == recorded:
+            recorder.attach(len(batches))
         pending = compute_gradients(engine, batches)
         result = pending.result()
         trace.losses.append(result.loss)
@@ -73,6 +88,9 @@ def observed_trace(run: Run, rank: int) -> Trace | None:
         trace.prediction_losses += result.prediction_losses
         trace.gradient_norms.append(result.gradient_norm)
         trace.gradients.append(whole(engine, lambda shard: shard.gradient, result.loss_scale or 1.0))
+        if recorder is not None and step == recorded:
+            recorder.detach()
+            recorder.see_gradients(result.loss, result.gradient_norm, result.loss_scale or 1.0)
         if result.routers is not None:
             trace.routers.append(result.routers)
         apply_update(engine, optimizer, pending, learning_rate(run.learning_rate, step, run.training.steps))
@@ -83,8 +101,30 @@ def observed_trace(run: Run, rank: int) -> Trace | None:
         if run.optimizer.average:
             averages = whole(engine, lambda shard: optimizer.state_of(shard)[AVERAGE])
             trace.averages.append({f"{AVERAGE}/{name}": average for name, average in averages.items()})
+        found = [f"rank {place} {line}" for place, lines in gathered(engine, _not_as_kept(engine)) for line in lines]
+        found += [str(deviation) for deviation in deviations(engine, optimizer)]
+        trace.deviations.append(found)
+    records: list[tuple[int, RankRecord]] = []
+    if recorder is not None:
+        recorder.see_update()
+        records = gathered(engine, recorder.record)
     HEARTBEAT.enter("finish")
-    return trace if rank == 0 else None
+    return trace if rank == 0 else None, [record for _, record in records]
+
+
+def _not_as_kept(engine: Engine) -> list[str]:
+    """Weights that matmuls use and that are not those this rank keeps, bit by bit. Fp8 rounds them once more."""
+    found = []
+    for unit in engine.units:
+        if not unit.gathers_exactly:
+            continue  # and would be counted, where it finds amaxes once after each update
+        unit.gather()
+        for shard in unit.optimizer_shards():
+            kept = shard.kept if shard.weight is None else shard.weight
+            if not torch.equal(unit.parameters[shard.part.name].detach().flatten()[shard.start : shard.stop], kept):
+                found.append(f"computes with other weights of {shard.part.name} than it keeps")
+        unit.release()
+    return found
 
 
 def whole(engine: Engine, of: Callable[[OptimizerShard], Tensor], factor: float = 1.0) -> Tensors:
@@ -181,6 +221,10 @@ class Verdict:
     passed: bool
     unforeseen: list[str]
     """Collectives between ranks that are not as the planner counts them, to the byte."""
+    deviations: list[str]
+    """Copies on several ranks that are not equal, bit by bit; `passed` is then false."""
+    located: dict[str, Any] | None = None
+    """Where it first differs, as `evidence.Located` has it; None where it does not."""
 
 
 def relative_error(value: float, reference: float) -> float:
@@ -245,7 +289,17 @@ def compare(run: Run, observed: Trace, reference: Trace) -> Verdict:
     }
     if router_error is not None:
         bounds["router"] = Bound(router_error, tolerance)
+    if run.training.precision != "float64":
+        _with_what_follows(run, observed, reference.start, bounds)
     return _verdict(run, observed, bounds)
+
+
+def _with_what_follows(run: Run, observed: Trace, start: Tensors, bounds: dict[str, Bound]) -> None:
+    """Numbers that need no reference: what follows from the observed gradients alone is exact but for float32."""
+    bounds["gradient_norm"] = max(bounds["gradient_norm"], norm_of(observed), key=lambda bound: bound.ratio)
+    for bound in (update_bound(run, observed, start), average_bound(run, observed, start)):
+        if bound is not None:
+            bounds["parameter"] = max(bounds["parameter"], bound, key=lambda bound: bound.ratio)
 
 
 def compare_rounded(run: Run, observed: Trace, rounded: Sequence[Trace], exact: Trace) -> Verdict:
@@ -265,6 +319,7 @@ def compare_rounded(run: Run, observed: Trace, rounded: Sequence[Trace], exact: 
         "gradient_norm": number_bound(observed.gradient_norms, norms, exact.gradient_norms),
         "parameter": tensor_bound(seen, expected, true, max(least, 1 / DECIDED), beside=ways),
     }
+    _with_what_follows(run, observed, exact.start, bounds)
     if exact.routers:
         routers = [[{"": statistics} for statistics in trace.routers] for trace in (observed, exact, *rounded)]
         bounds["router"] = tensor_bound(routers[0], routers[2:], routers[1], rounding)
@@ -288,8 +343,9 @@ def _verdict(run: Run, observed: Trace, bounds: dict[str, Bound]) -> Verdict:
         worst_parameter=bounds["parameter"].name,
         tolerance=max(bound.allowed for bound in bounds.values()),
         tolerances={name: bound.allowed for name, bound in bounds.items()},
-        passed=all(bound.ratio <= 1 for bound in bounds.values()),
+        passed=all(bound.ratio <= 1 for bound in bounds.values()) and not any(observed.deviations),
         unforeseen=observed.unforeseen,
+        deviations=[line for step in observed.deviations for line in step],
     )
 
 
@@ -300,10 +356,46 @@ def rounded_traces(run: Run) -> list[Trace]:
 
 
 def verify_rank(rank: int, run: Run) -> dict[str, Any] | None:
-    """What each rank process does; the verdict comes from rank 0."""
+    """What each rank process does; the verdict comes from rank 0. Where it is bad, all ranks go through the step that
+    failed once more, and record it."""
     observed = observed_trace(run, rank)
-    if observed is None:
-        return None
+    verdict = None if observed is None else judge(run, observed)
+    failed = None
+    if verdict is not None and observed is not None and not verdict.passed:
+        failed = first_failure(run, observed)
+    failed = _told_by_rank_0(run, failed)
+    if failed is not None:
+        from cuboid.verification.locate import locate  # which a layout that is right never needs
+
+        again, records = recorded_trace(run, rank, failed)
+        if verdict is not None and again is not None:
+            located = locate(run, failed, again, records)
+            verdict = replace(verdict, located=None if located is None else asdict(located))
+    return None if verdict is None else asdict(verdict)
+
+
+def judge(run: Run, observed: Trace) -> Verdict:
     if run.training.precision in ROUNDED:
-        return asdict(compare_rounded(run, observed, rounded_traces(run), known_trace(run, "float32")))
-    return asdict(compare(run, observed, known_trace(run)))
+        return compare_rounded(run, observed, rounded_traces(run), known_trace(run, "float32"))
+    return compare(run, observed, known_trace(run))
+
+
+def first_failure(run: Run, observed: Trace) -> int:
+    """The first step, counted from 0, up to which it differs."""
+    steps = range(len(observed.losses))
+    if run.training.precision in ROUNDED:
+        rounded, exact = rounded_traces(run), known_trace(run, "float32")
+        verdicts = (
+            compare_rounded(run, observed.until(n), [each.until(n) for each in rounded], exact.until(n)) for n in steps
+        )
+    else:
+        verdicts = (compare(run, observed.until(step), known_trace(run).until(step)) for step in steps)
+    return next((step for step, verdict in enumerate(verdicts) if not verdict.passed), steps[-1])
+
+
+def _told_by_rank_0(run: Run, what: int | None) -> int | None:
+    if run.layout.world_size == 1:
+        return what
+    told = [what]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -120,8 +121,17 @@ class Trace:
     """After as many steps as the key says, what the optimizer keeps: `exp_avg/…` and `exp_avg_sq/…` of AdamW."""
     unforeseen: list[str] = field(default_factory=list)
     """Collectives between ranks that are not as the planner counts them."""
+    deviations: list[list[str]] = field(default_factory=list)
+    """After each step, copies on several ranks that are not equal."""
     routers: list[Tensor] = field(default_factory=list)
     """Of a mixture: a row per layer, assignments of each expert and the sums of its auxiliary losses."""
+
+    def until(self, step: int) -> Trace:
+        """What it says up to a step, this included."""
+        steps, done = max(len(self.losses), 1), step + 1
+        lists = {name: value for name, value in vars(self).items() if isinstance(value, list)}
+        # Of some there are several a step.
+        return replace(self, **{name: value[: len(value) // steps * done] for name, value in lists.items()})
 
     @property
     def all_losses(self) -> list[float]:
@@ -138,9 +148,28 @@ def _known(run: Run, precision: str, hops: int) -> Trace:
     return reference_trace(run, precision=precision, hops=hops)
 
 
-def reference_trace(run: Run, moments_after: Collection[int] = (), precision: str = "", hops: int = 1) -> Trace:
-    """`precision`: another than the run's. `hops`: of how many tensor ranks the sums are rounded as NCCL does."""
-    process = OneProcess(run, precision, hops)
+class Watch(Protocol):
+    """Sees samples on their way through the model."""
+
+    def attach(self, model: nn.Module) -> None: ...
+
+    def begin_sample(self, step: int, place: int) -> None: ...
+
+    def end_sample(self) -> None: ...
+
+
+def reference_trace(
+    run: Run,
+    moments_after: Collection[int] = (),
+    precision: str = "",
+    hops: int = 1,
+    watch: Watch | None = None,
+    source: Source | None = None,
+    weights: Mapping[str, Tensor] | None = None,
+) -> Trace:
+    """`precision`: another than the run's. `hops`: of how many tensor ranks the sums are rounded as NCCL does.
+    `source`, `weights`: other samples and initial weights than the run's."""
+    process = OneProcess(run, precision, hops, watch, source, weights)
     for step in range(run.training.steps):
         process.step(step, step)
         if step + 1 in moments_after:
@@ -151,8 +180,17 @@ def reference_trace(run: Run, moments_after: Collection[int] = (), precision: st
 class OneProcess:
     """Trains without a layout, and notes what it computes."""
 
-    def __init__(self, run: Run, precision: str = "", hops: int = 1) -> None:
+    def __init__(
+        self,
+        run: Run,
+        precision: str = "",
+        hops: int = 1,
+        watch: Watch | None = None,
+        source: Source | None = None,
+        weights: Mapping[str, Tensor] | None = None,
+    ) -> None:
         precision = precision or run.training.precision
+        self._watch = watch
         dtype = DTYPES[precision]
         self._run, self._precision = run, precision
         self._factor = run.training.loss_scale if precision == "fp16" else 1.0
@@ -167,6 +205,8 @@ class OneProcess:
             initialize(run.model, model, run.training.seed)
             if run.training.dropout:
                 model.drop(run.training.dropout, run.training.seed)
+        if weights is not None:
+            model.load_state_dict(dict(weights), strict=False)
         self._model = model.to(device)
         self.parameters = dict(model.named_parameters())
         rounds = dtype == torch.bfloat16 and run.training.gradient_sums == "bf16"
@@ -185,7 +225,9 @@ class OneProcess:
         self._balance = _balance(run, computing.model, device)
         if self._balance is not None:
             self._balance.factor = torch.tensor(self._factor, device=device)
-        self._samples = _Samples(run, computing.model, make_source(run), dtype, device)
+        if watch is not None:
+            watch.attach(computing.model)
+        self._samples = _Samples(run, computing.model, source or make_source(run), dtype, device)
         kept = self.parameters.items() if run.optimizer.average else ()
         self._averages = {f"{AVERAGE}/{name}": x.detach().clone() for name, x in kept}
         self.trace = Trace(
@@ -202,7 +244,7 @@ class OneProcess:
         places = range(run.training.batch_sizes.sum_before(batch), run.training.batch_sizes.sum_before(batch + 1))
         if self._balance is not None:
             self._balance.begin_step(len(places))
-        tokens = self._passes(places, run.training.lengths.at(batch))
+        tokens = self._passes(step, places, run.training.lengths.at(batch))
         if self._balance is not None:
             self._balance.end_passes()
         for parameter in self.parameters.values():
@@ -217,7 +259,7 @@ class OneProcess:
         self._finish_step()
         return tokens
 
-    def _passes(self, places: range, length: int) -> int:
+    def _passes(self, step: int, places: range, length: int) -> int:
         """Forward and backward, sample by sample; returns the tokens with labels."""
         run, samples = self._run, self._samples
         tokens = sum(samples.counted(place) for place in places)
@@ -227,6 +269,8 @@ class OneProcess:
         prediction_losses = [0.0 for _ in depths]
         for place in places:
             HEARTBEAT.do("")  # for a watchdog: a long computation is no silence
+            if self._watch is not None:
+                self._watch.begin_sample(step, place)
             with fast_matmuls(self._device, self._precision):
                 *both, further_losses = samples.loss(place, length)
                 part, squares = (each / max(tokens, 1) for each in both)
@@ -236,6 +280,8 @@ class OneProcess:
                     whole = whole + run.training.prediction_loss / len(depths) * mean
                     prediction_losses[depth] += mean.item()
                 (whole * self._factor).backward()
+            if self._watch is not None:
+                self._watch.end_sample()
             self._computing.collect()
             loss += part.item()
             z_loss += squares.item()

@@ -10,7 +10,15 @@ import torch.nn.functional as functional
 
 from cuboid.model.attention_operation import attention_mix
 from cuboid.model.batch import Documents
-from cuboid.model.flash_attention import Attended, attend, attend_backward, plain_backward, plain_forward
+from cuboid.model.flash_attention import (
+    TOGETHER,
+    Attended,
+    _runs,
+    attend,
+    attend_backward,
+    plain_backward,
+    plain_forward,
+)
 from cuboid.model.initialize import initialize
 from cuboid.model.rope import PositionTable
 from cuboid.model.transformer import Transformer
@@ -78,3 +86,26 @@ def test_a_block_equals_plain_attention(kernels: tuple[Any, Any], kind: str, kv_
     if documents is not None:
         again = torch.autograd.grad(attention_mix(query, key, value, edges), (query, key, value), gradient)
         assert all(torch.allclose(one, two, atol=1e-12) for one, two in zip(again, wanted, strict=True))
+
+
+def test_on_a_cpu_documents_cost_what_they_are() -> None:
+    """Short ones are computed together, long ones alone; nothing is as large as a sequence."""
+    lengths = torch.tensor([150, 3, 5, 100, 20, 1, 200, 90, 90, 365])
+    documents = Documents(torch.arange(10).repeat_interleave(lengths).view(2, -1))
+    edges = documents.edges(CPU)
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 512, 4, 6, dtype=torch.float64, generator=generator)
+    key, value = torch.randn(2, 2, 512, 2, 6, dtype=torch.float64, generator=generator).unbind()
+    for since in (None, -6):
+        runs = list(_runs(edges, since, query))
+        assert (
+            sum((here.stop - here.start) ** 2 for here, _ in runs)
+            <= int(documents.lengths.square().sum()) + TOGETHER * 1024
+        )
+        alone = [here.stop - here.start for here, mask in runs if mask is None]
+        assert alone == ([150, 1, 200, 90, 365] if since is None else [])
+        ours, plain = (each(query, key, value, True, edges, since) for each in (attend, plain_forward))
+        gradient, attended = torch.randn(query.shape, generator=generator).double(), Attended(query, key, value, *plain)
+        ours += attend_backward(gradient, attended, True, edges, since)
+        plain += plain_backward(gradient, attended, True, edges, since)
+        assert all(torch.allclose(one, two, atol=1e-12) for one, two in zip(ours, plain, strict=True))

@@ -127,7 +127,7 @@ def test_a_checkpoint_and_its_model_agree_on_prediction_layers(tmp_path: Path) -
     with pytest.raises(UserError, match=r"use model.prediction_layers=0"):
         match_names(with_one, list(to_huggingface(without)))
     copies = [name for name, target in to_huggingface(with_one).items() if target.copy_of is not None]
-    assert copies == ["model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"]
+    assert copies == ["model.layers.8.embed_tokens.weight", "model.layers.8.shared_head.head.weight"]
 
 
 def test_a_folder_of_transformers_has_the_key_and_no_layer(tmp_path: Path) -> None:

@@ -57,8 +57,9 @@ def test_zero_3_gathers_linears_in_8_bits() -> None:
     plain = entries("dp=2,zero=3", precision="bf16")
     assert entries("dp=2,zero=2", precision="fp8") == entries("dp=2,zero=2", precision="bf16")
     run = make_run("dp=2,zero=3", "fp8")
-    by_row = replace(run, training=replace(run.training, fp8_scaling="row"))
-    assert dict(predicted_ledger(by_row, 0).entries) == plain
+    for scaling in ("row", "block"):
+        other = replace(run, training=replace(run.training, fp8_scaling=scaling))
+        assert dict(predicted_ledger(other, 0).entries) == plain
 
 
 def test_shards_are_padded_to_the_same_length() -> None:

@@ -13,13 +13,14 @@ import yaml
 
 from cuboid.errors import UserError
 from cuboid.planning.choose import plans, predict
-from cuboid.planning.export.engines import FIXED, TARGETS, export, refuse_model
+from cuboid.planning.export.engines import FIXED, TARGETS, export, refuse_model, refuse_recipe
 from cuboid.planning.export.megatron import stage_layout
 from cuboid.planning.plan import Plan
 from cuboid.planning.question import Question
 from cuboid.spec.deepspeed import run_table_from_deepspeed
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import ModelSpec, load_model
+from cuboid.spec.run import build_run
 
 
 @pytest.fixture
@@ -92,6 +93,18 @@ def test_megatron_interleaved_and_fully_sharded(plan: Callable[..., Plan]) -> No
     assert flags["--num-distributed-optimizer-instances"] == "2"
     assert flags["--fp8-format"] == "hybrid"
     assert "unset CUDA_DEVICE_MAX_CONNECTIONS" in script
+
+
+def test_scales_of_fp8_are_named_or_refused(plan: Callable[..., Plan]) -> None:
+    def written(target: str, scaling: str, **more: Any) -> str:
+        return export(plan("dp=8,tp=2,zero=3,shard=4", precision="fp8", fp8_scaling=scaling, **more), target)
+
+    flags = flags_of(written("megatron", "block"))
+    assert (flags["--fp8-recipe"], flags["--fp8-format"]) == ("blockwise", "e4m3")
+    assert tomllib.loads(written("torchtitan", "row"))["quantize"]["linear"]["float8"]["recipe_name"] == "rowwise"
+    for target, scaling in (("megatron", "row"), ("torchtitan", "block")):
+        with pytest.raises(UserError, match=f"fp8_scaling={scaling} is no recipe of {target}"):
+            written(target, scaling)
 
 
 def test_megatron_mixture_with_latent_attention(plan: Callable[..., Plan]) -> None:
@@ -365,3 +378,17 @@ def test_parts_that_no_writer_has_words_for_are_refused(
     with pytest.raises(UserError, match=f"{target} has no key for ") as error:
         export(plan("dp=16", model), target)
     assert part in str(error.value) and "model.windows=(6, " in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("dropout=0.1", r"training\.dropout=0\.1 .* megatron; use dropout=0 and add --hidden-dropout 0\.1 to it"),
+        ("z_loss=0.1", r"training\.z_loss=0\.1 .* use z_loss=0"),
+        ("batch_ramp=8x2", r"training\.batch_ramp=8x2 .* use batch_ramp=none"),
+    ],
+)
+def test_what_a_plan_does_not_know_is_refused_by_name(setting: str, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        refuse_recipe(build_run({"model": "tiny-llama"}, [f"training.{setting}"]), "megatron")
+    refuse_recipe(build_run({"model": "tiny-llama"}), "megatron")

@@ -72,6 +72,30 @@ def test_fp8_takes_less_time_and_memory_than_bf16(ask: Callable[..., Question]) 
         assert ours["optimizer"] == theirs["optimizer"]
 
 
+def test_scales_of_fp8_are_counted_and_trained(ask: Callable[..., Question]) -> None:
+    """A scale for each tensor is the fastest and gathers 8 bits; experts in fp8 save time; both are in the run file."""
+    times = {}
+    for scaling in ("tensor", "row", "block"):
+        question = ask("llama3-8b", "h100x8", global_batch=8, sequence=8192, precision="fp8", fp8_scaling=scaling)
+        plan = predict(question, Layout.parse("dp=8,zero=3"))
+        times[scaling] = plan.seconds
+        assert plan.run.training.fp8_scaling == scaling
+    assert times["tensor"] < min(times["row"], times["block"])
+    mixed = [
+        predict(
+            ask("qwen3-30b-a3b", "h100x8", global_batch=64, sequence=8192, precision="fp8", fp8_experts=experts),
+            Layout.parse("dp=8,ep=8,zero=1,micro_batch=8"),
+        )
+        for experts in (False, True)
+    ]
+    assert mixed[1].seconds < mixed[0].seconds and mixed[1].run.training.fp8_experts
+    for refused in ({"fp8_scaling": "block"}, {"fp8_scaling": "squares"}):
+        with pytest.raises(UserError, match="fp8_scaling="):
+            ask("llama3-8b", "b200x8", global_batch=8, sequence=8192, precision="fp8", **refused)
+    with pytest.raises(UserError, match="needs experts"):
+        ask("llama3-8b", "h100x8", global_batch=8, sequence=8192, precision="fp8", fp8_experts=True)
+
+
 def test_what_fp8_cannot_multiply_is_trained_in_bf16(ask: Callable[..., Question]) -> None:
     plan = predict(ask("tiny-llama", "h100x8", global_batch=16, sequence=64, precision="fp8"), Layout(tp=8))
     assert plan.run.training.precision == "bf16"

@@ -27,7 +27,7 @@ from transformers import (
 )
 
 from cuboid.errors import UserError
-from cuboid.spec.huggingface import table_from_config
+from cuboid.spec.huggingface import dropout_of, table_from_config
 from cuboid.spec.huggingface_writer import config_from_model
 from cuboid.spec.load import build_model, catalog_models
 from cuboid.spec.model import ModelSpec, RopeScaling, load_model
@@ -69,7 +69,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen3_moe": Qwen3MoeConfig(**SIZES, num_experts=8, moe_intermediate_size=24, head_dim=16),
     "deepseek_v2": DeepseekV2Config(**DEEPSEEK, q_lora_rank=12, n_shared_experts=2, n_group=1, topk_group=1),
     "deepseek_v2 direct": DeepseekV2Config(**DEEPSEEK, q_lora_rank=None, n_group=1, topk_group=1),
-    "deepseek_v3": DeepseekV3Config(**DEEPSEEK, q_lora_rank=12, n_group=2, topk_group=1),
+    "deepseek_v3": DeepseekV3Config(**DEEPSEEK, q_lora_rank=12, n_group=2, topk_group=1, num_nextn_predict_layers=0),
 }
 LLAMA = {"model_type": "llama", **SIZES}
 
@@ -166,6 +166,15 @@ def test_catalog_entries_equal_their_configs() -> None:
     assert build_model(table_from_config(GPT2Config().to_dict(), "gpt2")) == load_model("gpt2")
 
 
+def test_dropout_is_the_trainings_and_that_of_attention_is_said_not_to_be_computed() -> None:
+    dropout, notes = dropout_of(GPT2Config().to_dict())
+    assert dropout == 0.1 and len(notes) == 1
+    assert notes[0].startswith("attn_pdrop=0.1 of its config.json is not used")
+    dropout, notes = dropout_of(GPT2Config(embd_pdrop=0.0, attn_pdrop=0.0).to_dict())
+    assert dropout == 0.1 and notes == ["embd_pdrop=0 of its config.json is not used: training.dropout=0.1 is for all"]
+    assert dropout_of({"attention_dropout": 0.0}) == (0.0, [])
+
+
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -260,7 +269,11 @@ def test_deepseek_as_released_gives_its_sizes() -> None:
         "moe_layer_freq": 1,
         "scoring_func": "sigmoid",
     }
-    assert read(released).parameters == load_model("deepseek-v3").parameters
+    main, whole = load_model("deepseek-v3"), build_model({"base": "deepseek-v3", "prediction_layers": 1})
+    assert read(released).parameters == whole.parameters  # with the layer that its checkpoint has
+    assert read(released | {"num_nextn_predict_layers": 0}).parameters == main.parameters
+    # Its 14 billion parameters of the layer count copies of embedding and head.
+    assert round((whole.parameters - main.parameters + 2 * main.vocab * main.hidden) / 1e9) == 13
 
 
 def test_broken_files_are_named(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ def test_the_planner_knows_what_modules_declare(name: str) -> None:
     dense = model.mixture.first_dense_layers if model.mixture is not None else 0
     model = replace(model, layers=min(model.layers, dense + 2))
     planned = {}
-    for unit in units(model, range(model.layers), first=True, last=True):
+    for unit in units(model, range(model.all_layers), first=True, last=True):
         planned |= unit.parameters
     assert planned == declared(model)
 

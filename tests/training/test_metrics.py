@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cuboid.data.assignment import Assignment
 from cuboid.parallel.pipeline import TimedAction
 from cuboid.schedule.table import Action, Kind
 from cuboid.training.metrics import Metrics
@@ -42,8 +43,10 @@ def rows(folder: Path) -> list[dict[str, object]]:
 
 
 def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record(tmp_path, StepResult(5.25, 1.5, 100, activation=0.75), StepResult(4.0, 1.25, 128))
-    first = rows(tmp_path)[0]
+    uneven = StepResult(4.0, 1.25, 128, assignment=Assignment([], 1.0625, 1.5))
+    record(tmp_path, StepResult(5.25, 1.5, 100, activation=0.75), uneven)
+    first, second = rows(tmp_path)
+    assert (second["imbalance"], second["imbalance_in_order"]) == (1.0625, 1.5)
     assert first.pop("time") == pytest.approx(time.time(), abs=600)
     for name in ("goodput", "spent"):
         first.pop(name)
@@ -61,7 +64,7 @@ def test_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     }
     assert capsys.readouterr().out.splitlines() == [
         "step 1/2  loss 5.2500  norm 1.500  lr 1.00e-03  256 tokens/s",
-        "step 2/2  loss 4.0000  norm 1.250  lr 1.00e-03  256 tokens/s",
+        "step 2/2  loss 4.0000  norm 1.250  lr 1.00e-03  256 tokens/s  busiest replica 1.06× (in order 1.50×)",
     ]
     assert not list(tmp_path.glob("timing-*"))
 

@@ -59,13 +59,15 @@ def test_z_loss(pool: Pool, layout: str, model: str) -> None:
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [("tp=2", 2), ("dp=2,zero=1", 2)])
-def test_z_loss_in_the_graphs_of_a_compiled_run(pool: Pool, layout: str, ranks: int) -> None:
-    fields = [*COMPILED, "training.z_loss=0.1"]
+def test_z_loss_and_dropout_in_the_graphs_of_a_compiled_run(pool: Pool, layout: str, ranks: int) -> None:
+    fields = [*COMPILED, "training.z_loss=0.1", "training.dropout=0.2"]
     plain = losses_and_evaluation(0, small_run("dp=1", *fields))
-    assert plain != losses_and_evaluation(0, small_run("dp=1", *fields, "training.z_loss=0"))
+    for other in ("z_loss", "dropout"):
+        assert plain != losses_and_evaluation(0, small_run("dp=1", *fields, f"training.{other}=0"))
     run = small_run(layout, *fields, "training.compile=on")
-    for found, _ in pool.run("tests.parallel.cases:traced", (run,), ranks=ranks):
+    for found, stops in pool.run("tests.parallel.cases:traced", (run,), ranks=ranks):
         assert found == pytest.approx(plain, rel=1e-5)
+        assert not stops
 
 
 def test_z_loss_over_rows_that_only_pad_the_vocabulary(pool: Pool) -> None:

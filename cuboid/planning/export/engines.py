@@ -12,9 +12,12 @@ from numpy.typing import NDArray
 
 from cuboid.errors import UserError, either, nearest_names
 from cuboid.planning.plan import Plan
+from cuboid.planning.question import Question
 from cuboid.spec.layout import CONTEXT_METHODS, RECOMPUTE, SCHEDULES
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.plugin import PythonModelSpec
+from cuboid.spec.run import Run
+from cuboid.spec.training import TrainingSpec
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,19 @@ def sayable(target: str, columns: Columns, global_batch: int, model: ModelSpec) 
     return np.asarray(works)
 
 
+def refuse_recipe(run: Run, target: str) -> None:
+    """Raises where a run file asks for what no plan knows, and so no file for `target` would say."""
+    training, usual = run.training, TrainingSpec()
+    for name in ("dropout", "z_loss", "batch_ramp", "sequence_ramp"):
+        asked = getattr(training, name)
+        if asked != getattr(usual, name):
+            more = f" and add --hidden-dropout {asked} to it" if (name, target) == ("dropout", "megatron") else ""
+            default = getattr(usual, name) or ("none" if isinstance(asked, str) else 0)
+            raise UserError(
+                f"training.{name}={asked} is not among what is written for {target}; use {name}={default}{more}"
+            )
+
+
 def export(plan: Plan, target: str) -> str:
     """The plan in the words of another engine."""
     from cuboid.planning.export import deepspeed, megatron, nanotron, torchtitan  # here: they build on this file
@@ -156,7 +172,25 @@ def export(plan: Plan, target: str) -> str:
         )
     if plan.question.gradient_sums != "float32":
         raise UserError(f"training.gradient_sums=bf16 is not among what is written for {target}; use float32")
+    _check_fp8(plan.question, target)
     return writers[target](plan)
+
+
+FP8_SCALINGS = {"megatron": ("tensor", "block"), "torchtitan": ("tensor", "row")}
+"""Those with a recipe of that name."""
+
+
+def _check_fp8(question: Question, target: str) -> None:
+    known = FP8_SCALINGS.get(target)
+    if question.precision != "fp8" or known is None:  # the writers of others refuse fp8 itself
+        return
+    if question.fp8_scaling not in known:
+        raise UserError(
+            f"training.fp8_scaling={question.fp8_scaling} is no recipe of {target}; use fp8_scaling={known[0]} or "
+            f"{known[1]}"
+        )
+    if question.fp8_experts and target != "megatron":  # whose recipes are for experts too
+        raise UserError(f"training.fp8_experts=true is not among what is written for {target}; use fp8_experts=false")
 
 
 def notes(plan: Plan, target: str) -> list[Note]:

@@ -239,6 +239,12 @@ def _balancing(mixture: MixtureSpec) -> Flags:
     return flags
 
 
+FP8 = {
+    "tensor": ("--fp8-format hybrid", "--fp8-recipe tensorwise"),
+    "block": ("--fp8-format e4m3", "--fp8-recipe blockwise"),
+}
+
+
 def _training(plan: Plan) -> Flags:
     run = plan.run
     rate, optimizer, training = run.learning_rate, run.optimizer, run.training
@@ -259,7 +265,7 @@ def _training(plan: Plan) -> Flags:
         flags.append(f"--lr-wsd-decay-iters {rate.decay_steps or training.steps // 5}")
     precision = plan.question.precision
     if precision == "fp8":
-        flags += ["--bf16", "--fp8-format hybrid", "--fp8-recipe tensorwise"]
+        flags += ["--bf16", *FP8[plan.question.fp8_scaling]]
     elif precision != "float32":
         flags.append(f"--{precision}")
     return flags

@@ -247,6 +247,8 @@ def export(plan: Plan) -> str:
         "parallelism": _parallelism(plan),
         "activation_checkpoint": _checkpoint(layout.recompute),
     }
+    if plan.question.precision == "fp8" and plan.question.fp8_scaling == "row":
+        table["quantize"] = {"linear": {"float8": {"recipe_name": "rowwise"}}}
     head = f"# For {TARGET} on {layout.world_size} ranks; predicted: {plan.seconds:.4g} s a step, "
     head += f"{plan.memory_fraction:.0%} of memory.\n"
     if flavor.register:

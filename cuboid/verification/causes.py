@@ -1,0 +1,342 @@
+"""Likely causes in words: each is a hypothesis that is computed from what is right and compared with what was observed.
+The first that explains the difference is told."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from cuboid.model.batch import IGNORED
+from cuboid.spec.ranks import groups
+from cuboid.spec.run import Run
+from cuboid.verification.evidence import Evidence, Seen, size
+
+UNKNOWN = "unknown: nothing that was tried explains it"
+Hypothesis = tuple[str, Callable[[], Tensor | None]]
+"""What is told, and what would have been observed."""
+
+
+def degrees(run: Run, micro_batches: int) -> dict[str, int]:
+    """What a factor may come of: the layout's degrees, and two of them multiplied."""
+    layout = run.layout
+    found = {"tp": layout.tp, "dp": layout.dp, "cp": layout.cp, "ep": layout.ep, "pp": layout.pp}
+    found["micro-batches"] = micro_batches
+    found["replicas of shards"] = layout.dp // layout.shard_size if layout.zero else 1
+    single = {name: count for name, count in found.items() if count > 1}
+    pairs = (("dp", "cp"), ("tp", "cp"), ("dp", "micro-batches"))
+    both = {f"{one} × {other}": found[one] * found[other] for one, other in pairs if {one, other} <= single.keys()}
+    return single | both
+
+
+def named_factor(factor: float, run: Run, micro_batches: int, exact: bool = True) -> str:
+    """`factor 2 = dp`; empty where it is no degree of the layout."""
+    close = 1e-6 if exact else 0.06
+    told = {"2": 2.0, "1/2": 0.5, "-1": -1.0, "0": 0.0}
+    counts = degrees(run, micro_batches)
+    shapes: tuple[tuple[str, Callable[[int], float]], ...] = (
+        ("{}", lambda count: count),
+        ("1/{}", lambda count: 1 / count),
+        ("{}²", lambda count: count**2),
+        ("1/{}²", lambda count: count**-2),
+        ("√{}", math.sqrt),
+        ("1/√{}", lambda count: count**-0.5),
+    )
+    for shape, value_of in shapes:
+        names = [shape.format(name) for name, count in counts.items() if abs(factor / value_of(count) - 1) <= close]
+        if names:
+            return f"factor {factor:.4g} = {' or '.join(names)}"
+    for text, value in told.items():
+        if abs(factor - value) <= close:
+            return f"factor {text}" if value else "it is zero"
+    return ""
+
+
+def fitted_factor(observed: Tensor, right: Tensor) -> float:
+    square = float((right.double() ** 2).sum())
+    return float((observed.double() * right.double()).sum()) / square if square else math.nan
+
+
+def first_cause(hypotheses: Iterator[Hypothesis], seen: Seen, evidence: Evidence, kind: str) -> str:
+    """In 16 bits several may come near: the nearest, of those that are much the same the first."""
+    best, nearest = "", float("inf")
+    for told, make in hypotheses:
+        made = make()
+        if made is None or not evidence.explains(made.double(), seen, kind):
+            continue
+        if not evidence.is_rounded:
+            return told
+        away = size(seen.observed - made.double())
+        if away < 0.9 * nearest:
+            best, nearest = told, away
+    return best
+
+
+def token_factor(evidence: Evidence, factor: float, replica: int, micro_batch: int) -> str:
+    """Where gradients are multiplied by one over another number of tokens than that of the global batch."""
+    counts = token_counts(evidence)
+    own, of_replica = counts.get((replica, micro_batch), 0), sum(n for (r, _), n in counts.items() if r == replica)
+    total, close = sum(counts.values()), 1e-6 if not evidence.is_rounded else 0.01
+    if not own or total == 0:
+        return ""
+    dp, most = evidence.run.layout.dp, evidence.micro_batches
+    each = "mean of means: each micro-batch is divided by its own tokens"
+    told = [
+        (total / (dp * most * own), f"{each}, and not by those of the global batch"),
+        (total / (most * own), f"{each}: mean over micro-batches, sum over dp"),
+        (total / own, "divided by the micro-batch's own tokens, and not by those of the global batch"),
+        (total / (dp * of_replica), "mean of means: each dp rank is divided by its own tokens"),
+        (total / of_replica, "divided by its own dp rank's tokens: their count is not summed over dp"),
+        (float(total), "not divided by the number of tokens"),
+        (total / (total + own), "a micro-batch's tokens are counted twice"),
+    ]
+    return next((text for value, text in told if abs(factor / value - 1) <= close and abs(value - 1) > close), "")
+
+
+def token_counts(evidence: Evidence) -> dict[tuple[int, int], int]:
+    """Tokens whose label counts, by dp rank and micro-batch."""
+    source, found = evidence.source, {}
+    for replica in range(evidence.run.layout.dp):
+        for micro_batch in range(evidence.micro_batches):
+            samples = [source.at(place) for place in evidence.sample_places(replica, micro_batch)]
+            if any(isinstance(sample, dict) for sample in samples):
+                return {}
+            found[replica, micro_batch] = sum(int((sample[1] != IGNORED).sum()) for sample in samples)  # type: ignore[index]
+    return found
+
+
+def factor_cause(seen: Seen, evidence: Evidence, kind: str, replica: int | None = None, micro_batch: int = 0) -> str:
+    """`replica`: whose tokens it is of, where that is known."""
+    if seen.observed.shape != seen.right.shape:
+        return f"another shape: {tuple(seen.observed.shape)} in place of {tuple(seen.right.shape)}"
+    if not bool(seen.observed.isfinite().all()):
+        return "not a number"
+    if not bool(seen.observed.any()):
+        return "it is zero"
+    factor = fitted_factor(seen.observed, seen.right)
+    if not evidence.explains(seen.right * factor, seen, kind):
+        return ""
+    named = named_factor(factor, evidence.run, evidence.micro_batches, exact=not evidence.is_rounded)
+    if kind != "forward" and replica is not None:
+        named = token_factor(evidence, factor, replica, micro_batch) or named
+    return named or (f"factor {factor:.4g}" if not evidence.is_rounded else "")
+
+
+def activation_cause(evidence: Evidence, kind: str, name: str, rank: int, micro_batch: int, seen: Seen) -> str:
+    """Of an activation, or of its gradient."""
+    if seen.observed.shape != seen.right.shape or not bool(seen.observed.isfinite().all()):
+        return factor_cause(seen, evidence, kind)
+    # A partial sum may look like a multiple; where the parts of all ranks add up, that says more.
+    hypotheses = _sums(evidence, kind, name, rank, micro_batch, seen)
+    return (
+        first_cause(hypotheses, seen, evidence, kind)
+        or factor_cause(seen, evidence, kind, evidence.place(rank).dp, micro_batch)
+        or (first_cause(_added(evidence, name, seen), seen, evidence, kind) if kind == "forward" else "")
+        or first_cause(_elsewhere(evidence, kind, name, rank, micro_batch), seen, evidence, kind)
+        or _of_each_token(evidence, seen, kind)
+        or _rotation_cause(evidence, name, seen)
+        or _which_tokens(evidence, seen, kind)
+    )
+
+
+def _sums(evidence: Evidence, kind: str, name: str, rank: int, micro_batch: int, seen: Seen) -> Iterator[Hypothesis]:
+    """What one rank would have, had the others' parts not been added, or been added twice."""
+    for dimension in ("tp", "cp", "dp", "ep"):
+        members = next(group for group in groups(evidence.run.layout)[dimension] if rank in group)
+        if len(members) < 2:
+            continue
+        others = [evidence.seen(kind, name, member, micro_batch) for member in members if member != rank]
+        parts = [each.observed for each in others if each is not None]
+        if len(parts) < len(others) or any(part.shape != seen.observed.shape for part in parts):
+            continue
+        if any(not torch.equal(each.right, seen.right) for each in others if each is not None):
+            continue
+        total = torch.stack(parts).sum(0)
+        yield (
+            f"sum missing over {dimension}: the parts of ranks {_listed(members)} add up",
+            lambda t=total: seen.right - t,
+        )  # type: ignore[misc]
+
+
+def _added(evidence: Evidence, name: str, seen: Seen) -> Iterator[Hypothesis]:
+    """The same on every token: a bias, added more than once or not at all."""
+    difference = seen.observed - seen.right
+    if difference.ndim != 2 or difference.shape[0] < 2:
+        return
+    mean = difference.mean(0)
+    weights = evidence.before(evidence.traces[0], evidence.step)
+    for parameter, value in weights.items():
+        if parameter.startswith(name) and parameter.endswith("bias") and value.shape == mean.shape and value.any():
+            factor = round(fitted_factor(mean, value))
+            if factor:
+                told = f"{parameter} is added {1 + factor} times" if factor > 0 else f"{parameter} is not added"
+                yield told, lambda v=value, f=factor: seen.right + f * v.double()  # type: ignore[misc]
+    yield "the same is added to every token: a bias, or a constant", lambda: seen.right + mean
+
+
+def _elsewhere(evidence: Evidence, kind: str, name: str, rank: int, micro_batch: int) -> Iterator[Hypothesis]:
+    """The values of another place."""
+    for other in range(evidence.micro_batches):
+        if other != micro_batch:
+            yield (
+                f"it is that of micro-batch {other + 1}: repeated, or out of order",
+                lambda other=other: _right(evidence, kind, name, rank, other),  # type: ignore[misc]
+            )
+    here = evidence.place(rank)
+    for record in evidence.ranks:
+        there = evidence.place(record.rank)
+        if record.rank != rank and there.pp == here.pp:
+            differ = [d for d in ("dp", "cp", "tp") if getattr(there, d) != getattr(here, d)]
+            yield (
+                f"it is that of rank {record.rank}, which differs in {' and '.join(differ)}",
+                lambda other=record.rank: _right(evidence, kind, name, other, micro_batch),  # type: ignore[misc]
+            )
+
+
+def _right(evidence: Evidence, kind: str, name: str, rank: int, micro_batch: int) -> Tensor | None:
+    seen = evidence.seen(kind, name, rank, micro_batch)
+    return None if seen is None else seen.right
+
+
+def _of_each_token(evidence: Evidence, seen: Seen, kind: str) -> str:
+    """Each token by a factor of its own, as a norm over another set of numbers has it."""
+    rows = [x.flatten(1) for x in (seen.observed, seen.right)]
+    if rows[0].shape[1] < 4 or kind != "forward":
+        return ""
+    factors = (rows[0] * rows[1]).sum(1) / rows[1].square().sum(1).clamp(min=1e-300)
+    if not evidence.explains((rows[1] * factors.unsqueeze(1)).view(seen.right.shape), seen, kind):
+        return ""
+    low, high = float(factors.min()), float(factors.max())
+    return (
+        f"each token by a factor of its own, {low:.3g} to {high:.3g}: a norm over a part of it, a sum missing over tp"
+    )
+
+
+def _rotation_cause(evidence: Evidence, name: str, seen: Seen) -> str:
+    """Queries and keys whose pairs have the lengths they should have are rotated by other angles."""
+    if not name.endswith((".query", ".key")) or seen.observed.ndim != 3:
+        return ""
+    lengths = [_pair_lengths(x) for x in (seen.observed, seen.right)]
+    away, apart = (lengths[0] - lengths[1]).abs().mean(), (seen.observed - seen.right).abs().mean()
+    if away > (1e-6 if not evidence.is_rounded else 0.25) * apart:
+        return ""
+    return "rotated by other angles: positions of other tokens, such as another chunk of the sequence"
+
+
+def _pair_lengths(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, -1)
+    return (first.square() + second.square()).sqrt()
+
+
+def _which_tokens(evidence: Evidence, seen: Seen, kind: str) -> str:
+    """Where only some tokens differ."""
+    apart = (seen.observed - seen.right).flatten(1).square().mean(1).sqrt()
+    wrong = apart > 0.05 * apart.max()
+    count = int(wrong.sum())
+    if 0 < count <= 0.75 * len(wrong):
+        places = [str(place) for place in wrong.nonzero().flatten().tolist()]
+        told = ", ".join(places[:6]) + (", …" if len(places) > 6 else "")
+        return f"{UNKNOWN}; only {count} of {len(wrong)} tokens differ, the rank's tokens {told}"
+    return UNKNOWN
+
+
+def _listed(ranks: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+# Sums over ranks and micro-batches.
+
+Axes = dict[str, int]
+"""Where a part of a sum comes from: dp, cp, tp, pp and micro-batch."""
+
+
+def sum_hypotheses(parts: list[tuple[Axes, Tensor]]) -> Iterator[Hypothesis]:
+    """What a sum of parts may have become: without those of other ranks, with some twice, or divided wrongly."""
+    whole = torch.stack([part for _, part in parts]).sum(0)
+    axes = {axis: sorted({place[axis] for place, _ in parts}) for axis in parts[0][0]}
+
+    def of(*wanted: tuple[str, int]) -> Tensor:
+        chosen = [part for place, part in parts if all(place[axis] == value for axis, value in wanted)]
+        return torch.stack(chosen).sum(0) if chosen else torch.zeros_like(whole)
+
+    many = {axis: values for axis, values in axes.items() if len(values) > 1}
+    for axis, values in many.items():
+        named = "micro-batch" if axis == "micro-batch" else axis
+        for value in values:
+            if axis == "micro-batch":
+                yield f"micro-batch {value + 1} is missing", lambda v=value: whole - of(("micro-batch", v))  # type: ignore[misc]
+                yield f"micro-batch {value + 1} is counted twice", lambda v=value: whole + of(("micro-batch", v))  # type: ignore[misc]
+                yield f"only micro-batch {value + 1} is in it", lambda v=value: of(("micro-batch", v))  # type: ignore[misc]
+            else:
+                yield (
+                    f"sum missing over {named}: only the part of {named} rank {value} is in it",
+                    lambda a=axis, v=value: of((a, v)),  # type: ignore[misc]
+                )
+                if len(values) > 2:
+                    yield f"the part of {named} rank {value} is missing", lambda a=axis, v=value: whole - of((a, v))  # type: ignore[misc]
+                yield (
+                    f"the part of {named} rank {value} is counted twice",
+                    lambda a=axis, v=value: whole + of((a, v)),  # type: ignore[misc]
+                )
+    for axis, values in many.items():
+        if axis != "micro-batch":
+            for some in _runs(values):
+                told = f"sum missing over {axis}: only the parts of {axis} ranks {_listed(tuple(some))} are in it"
+                yield told, lambda a=axis, s=some: torch.stack([of((a, value)) for value in s]).sum(0)  # type: ignore[misc]
+    names = list(many)
+    for index, one in enumerate(names):
+        for other in names[index + 1 :]:
+            for value in many[one]:
+                for second in many[other]:
+                    if "micro-batch" in (one, other):
+                        rank_axis, rank_value = (one, value) if other == "micro-batch" else (other, second)
+                        chunk = second if other == "micro-batch" else value
+                        yield (
+                            f"micro-batch {chunk + 1} of {rank_axis} rank {rank_value} is missing",
+                            lambda a=one, v=value, b=other, w=second: whole - of((a, v), (b, w)),  # type: ignore[misc]
+                        )
+                        yield (
+                            f"micro-batch {chunk + 1} of {rank_axis} rank {rank_value} is counted twice",
+                            lambda a=one, v=value, b=other, w=second: whole + of((a, v), (b, w)),  # type: ignore[misc]
+                        )
+                    else:
+                        yield (
+                            f"sum missing over {one} and {other}",
+                            lambda a=one, v=value, b=other, w=second: of((a, v), (b, w)),  # type: ignore[misc]
+                        )
+
+
+def _runs(values: list[int]) -> Iterator[list[int]]:
+    """Groups of neighbours, and groups of ranks as far apart: what a part of all replicas may be."""
+    for width in range(2, len(values) // 2 + 1):
+        if len(values) % width == 0:
+            count = len(values) // width
+            yield from (values[index * width : (index + 1) * width] for index in range(count))
+            yield from (values[index::count] for index in range(count))
+
+
+def weighted_hypotheses(parts: list[tuple[Axes, Tensor]], counts: dict[tuple[int, int], int]) -> Iterator[Hypothesis]:
+    """`counts`: tokens that count, by dp rank and micro-batch. Means of means."""
+    total = sum(counts.values())
+    replicas = sorted({replica for replica, _ in counts})
+    of_replica = {r: sum(count for (replica, _), count in counts.items() if replica == r) for r in replicas}
+
+    def weighted(weight: Callable[[Axes], float]) -> Tensor:
+        return torch.stack([part * weight(place) for place, part in parts]).sum(0)
+
+    if len(counts) > 1 and all(counts.values()):
+        yield (
+            "mean of means: each micro-batch is divided by its own tokens, and not by those of the global batch",
+            lambda: weighted(lambda place: total / (len(counts) * counts[place["dp"], place["micro-batch"]])),
+        )
+    if len(replicas) > 1 and all(of_replica.values()):
+        yield (
+            "divided by the tokens of its own dp rank, their count is not summed over dp",
+            lambda: weighted(lambda place: total / of_replica[place["dp"]]),
+        )
+        yield (
+            "mean of means: each dp rank is divided by its own tokens, and not by those of the global batch",
+            lambda: weighted(lambda place: total / (len(replicas) * of_replica[place["dp"]])),
+        )

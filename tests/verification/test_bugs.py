@@ -1,0 +1,52 @@
+"""Public bugs, put back into the engine: `verify` finds them, and names module, pass and cause. A sample of the
+catalogue; `benchmarks/bugs.py` tries all of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cuboid.cli.verify import _show
+from cuboid.launch.pool import Pool
+from tests.verification.bugs.bug import CATALOGUE
+from tests.verification.bugs.catalogue import score
+
+SAMPLE = [
+    ("gradients-not-summed-dp", "float64"),  # reduction
+    ("output-not-summed", "float64"),  # forward
+    ("documents-ignored-by-ring", "float64"),  # forward, of attention
+    ("gradient-summed-twice", "bf16"),  # input gradient
+    ("weight-gradients-lost", "float64"),  # weight gradient
+    ("norm-counts-replicated", "bf16"),  # the norm
+    ("stale-weights-zero1", "float64"),  # the update
+]
+
+
+def verdict_with(pool: Pool, name: str, precision: str) -> dict[str, Any]:
+    ranks = CATALOGUE[name].run(precision).layout.world_size
+    found = pool.run("tests.verification.bugs.catalogue:verify_with", (name, precision), ranks=ranks)[0]
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.parametrize(("name", "precision"), SAMPLE)
+def test_a_bug_is_found_and_its_place_and_cause_are_named(
+    pool: Pool, name: str, precision: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verdict = verdict_with(pool, name, precision)
+    assert all(score(name, verdict).values()), verdict["located"]
+    _show(verdict)
+    told = capsys.readouterr().out
+    assert "NOT equal" in told
+    assert f"module         {verdict['located']['module']}" in told
+    assert f"likely cause   {verdict['located']['cause']}" in told
+
+
+def test_every_bug_has_a_public_source_and_a_run() -> None:
+    assert len(CATALOGUE) >= 40
+    for bug in CATALOGUE.values():
+        assert bug.source.startswith("https://")
+        assert bug.run(bug.precisions[0]).layout.world_size > 1
+    sources = {"/".join(bug.source.split("/")[2:5]) for bug in CATALOGUE.values()}
+    assert len(sources) >= 4
