@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 KINDS = {".py", ".md", ".js", ".css", ".html", ".c", ".toml"}
 ROOMS = tuple(
     "spec schedule cost telemetry planning kernels model data parallel checkpoint resilience generate "
-    "training verification launch report probe cli".split()
+    "training verification launch report probe cli islands".split()
 )
 """Those whose words are checked in `IN_ROOMS` too."""
 

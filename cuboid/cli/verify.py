@@ -121,7 +121,7 @@ def command(
                 "--nodes, torchrun or srun"
             )
         return _verify_islands(islands_runs(islands, model, changed, steps, dtype, seed), as_json, oversubscribe)
-    steps = steps or 3
+    steps = 3 if steps is None else steps
     if resume is not None:
         if layout is not None:
             raise UserError("--layout proves one layout and --resume a chain of them; use one of them")

@@ -128,10 +128,11 @@ class Membership:
 
     # Decisions.
 
-    @property
-    def _live(self) -> set[int]:
-        """Those that are in the training and can be reached."""
-        return {number for number, island in self.islands.items() if island.connected and island.entered}
+    def _live(self, round_: int) -> set[int]:
+        """Those that take part in a round and can be reached. Who was lost and is back enters at a later one: what it
+        sent before is gone."""
+        there = {number: island for number, island in self.islands.items() if island.connected and island.entered}
+        return {number for number, island in there.items() if island.round <= round_}
 
     def decide(self, now: float) -> None:
         if not self.begun:
@@ -206,11 +207,10 @@ class Membership:
 
     def _may_close(self, now: float) -> bool:
         found = self.rounds.get(self.next)
-        live = self._live
+        live = self._live(self.next)
         if found is None or not found.tokens.keys() & live:
             return False
-        waited = {number for number in live if self.islands[number].round <= self.next}
-        if waited <= found.tokens.keys():
+        if live <= found.tokens.keys():
             return True
         if len(found.tokens) < self._spec.quorum:
             return False
@@ -218,7 +218,7 @@ class Membership:
         return now - found.since >= self._spec.grace_seconds
 
     def _close(self, number: int, tokens: Mapping[int, int], now: float) -> None:
-        found, live = self.rounds[number], self._live
+        found, live = self.rounds[number], self._live(number)
         found.members = {each: tokens[each] for each in sorted(tokens) if each in live}
         anew = found.version > 0
         self._version += 1
@@ -230,7 +230,7 @@ class Membership:
 
     def _commit(self, number: int, found: Round, now: float) -> None:
         """Nobody has taken the step before, so those that are lost can still be omitted by all."""
-        members, live = found.members.keys(), self._live
+        members, live = found.members.keys(), self._live(number)
         missing = (members & live) - found.have
         if not missing and found.have:
             found.committed = True

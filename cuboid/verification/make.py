@@ -69,7 +69,7 @@ def islands_runs(
         raise UserError(f'--islands "{islands}" is no list of layouts; write it like "tp=2; pp=2; dp=2,zero=3"')
     # A single island steps with the outer optimizer too, which it does only in a proof.
     table = (f"islands.count={max(2, len(layouts))}", "islands.every=2", *overrides)
-    first = verification_run(layouts[0], model, table, steps or 3, dtype, seed, layouts)
+    first = verification_run(layouts[0], model, table, 3 if steps is None else steps, dtype, seed, layouts)
     if steps is None:
         steps = 2 * first.islands.every + first.islands.delay + 1
         first = replace(first, training=replace(first.training, steps=steps))

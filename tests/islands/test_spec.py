@@ -9,6 +9,7 @@ import random
 import pytest
 
 from cuboid.errors import UserError
+from cuboid.islands.membership import Membership
 from cuboid.spec.island_homes import elements_of, homes, overlap, runs_of_blocks, stage_chunks
 from cuboid.spec.islands import IslandsSpec, fragments_of
 from cuboid.spec.run import Run, build_run, dump_run
@@ -114,3 +115,22 @@ def test_bytes_of_a_block() -> None:
     sizes = {bits: IslandsSpec(bits=bits).block_bytes("float32") for bits in (32, 16, 8, 4)}
     assert sizes == {32: 1024, 16: 512, 8: 260, 4: 132}
     assert math.isclose(sizes[4] * 8 / 256, 4.125)
+
+
+def test_a_round_continues_without_an_island_that_was_lost_and_is_back_already() -> None:
+    members = Membership(IslandsSpec(count=2, every=2, grace_seconds=60.0), 20)
+    told = {"round": 0, "left": [], "need": 2, "step": 0, "running": False}
+    for number in range(2):
+        members.join(number, "dp=1", [("host", 1)], told, 0.0)
+    members.decide(0.0)
+    for number in range(2):
+        members.arrive(number, 0, 100, 0, 2)
+    members.decide(1.0)
+    assert members.rounds[0].members == {0: 100, 1: 100} and not members.rounds[0].committed
+    members.lose(1, 1.5)
+    members.join(1, "dp=1", [("host", 2)], told, 1.6)
+    members.decide(1.7)
+    assert members.rounds[0].members == {0: 100}
+    members.have(0, 0, members.rounds[0].version)
+    members.decide(1.8)
+    assert members.rounds[0].committed and members.islands[1].round > 0
