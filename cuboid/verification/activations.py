@@ -149,7 +149,8 @@ def _masks(evidence: Evidence, name: str, rank: int, micro_batch: int) -> Iterat
             parts = [notes[f"{prefix}.{part}", sample][0].double() for part in PARTS[:3]]
             if shuffle is not None:
                 parts = [parts[0], shuffle(parts[1]), shuffle(parts[2])]
-            made.append(_attend(*parts, allowed, sinks.double() if sinks is not None and with_sinks else None)[own])
+            drawn = sinks.double() if sinks is not None and with_sinks else None
+            made.append(_attend(parts[0], parts[1], parts[2], allowed, drawn)[own])
         mixed = torch.cat(made)
         heads = mixed.shape[1]
         return mixed.chunk(run.layout.tp, 1)[place.tp] if run.layout.tp > 1 and heads > 1 else mixed

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cuboid.data.corpus import Sample
-from cuboid.data.source import Origin
+from cuboid.data.corpus import Origin, Sample
 from cuboid.errors import UserError
 from cuboid.model.huggingface import state_from_huggingface
 from cuboid.readers import open_safetensors, read_json

@@ -101,9 +101,10 @@ def token_counts(evidence: Evidence) -> dict[tuple[int, int], int]:
     for replica in range(evidence.run.layout.dp):
         for micro_batch in range(evidence.micro_batches):
             samples = [source.at(place) for place in evidence.sample_places(replica, micro_batch)]
-            if any(isinstance(sample, dict) for sample in samples):
+            labels = [sample[1] for sample in samples if not isinstance(sample, dict)]
+            if len(labels) < len(samples):
                 return {}
-            found[replica, micro_batch] = sum(int((sample[1] != IGNORED).sum()) for sample in samples)  # type: ignore[index]
+            found[replica, micro_batch] = sum(int((each != IGNORED).sum()) for each in labels)
     return found
 
 
@@ -154,10 +155,8 @@ def _sums(evidence: Evidence, kind: str, name: str, rank: int, micro_batch: int,
         if any(not torch.equal(each.right, seen.right) for each in others if each is not None):
             continue
         total = torch.stack(parts).sum(0)
-        yield (
-            f"sum missing over {dimension}: the parts of ranks {_listed(members)} add up",
-            lambda t=total: seen.right - t,
-        )  # type: ignore[misc]
+        cause = f"sum missing over {dimension}: the parts of ranks {_listed(members)} add up"
+        yield cause, lambda t=total: seen.right - t  # type: ignore[misc]
 
 
 def _added(evidence: Evidence, name: str, seen: Seen) -> Iterator[Hypothesis]:

@@ -6,30 +6,26 @@ import copy
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from cuboid.checkpoint.state import AVERAGE
-from cuboid.data.corpus import Fields, Sample
 from cuboid.data.source import Source, make_source
 from cuboid.kernels.cpu_16bit import fast_matmuls
 from cuboid.kernels.precision import wide
-from cuboid.model.batch import IGNORED, Further, MicroBatch, further
 from cuboid.model.custom import Model, WholeModel
-from cuboid.model.dropout import NUMBERS, token_keys
 from cuboid.model.fp8 import Fp8Matmul
 from cuboid.model.fp8_experts import fp8_grouped_matmul
 from cuboid.model.initialize import initialize, learning_rate_factor
 from cuboid.model.linear import Linear, Matmul, declared_split
 from cuboid.model.load_balancing import Balance
 from cuboid.model.moe import Experts
-from cuboid.model.rope import PositionTable
 from cuboid.model.router import Router
 from cuboid.model.split_backward import Deferral, deferrable_grouped_matmul
-from cuboid.model.transformer import Transformer, summed_loss
+from cuboid.model.transformer import Transformer
 from cuboid.parallel.device import choose_device
 from cuboid.spec.layout import Layout
 from cuboid.spec.plugin import PythonModelSpec
@@ -41,6 +37,7 @@ from cuboid.training.learning_rate import learning_rate
 from cuboid.training.own_optimizer import Named, elements_of, numbers_of
 from cuboid.training.own_optimizer import Updates as OwnUpdates
 from cuboid.verification.muon_reference import HeadClip, MuonUpdates
+from cuboid.verification.samples import Samples
 
 # One process that rounds its sums as NCCL does between tensor ranks.
 #
@@ -129,9 +126,11 @@ class Trace:
     def until(self, step: int) -> Trace:
         """What it says up to a step, this included."""
         steps, done = max(len(self.losses), 1), step + 1
-        lists = {name: value for name, value in vars(self).items() if isinstance(value, list)}
         # Of some there are several a step.
-        return replace(self, **{name: value[: len(value) // steps * done] for name, value in lists.items()})
+        cut: dict[str, Any] = {
+            name: value[: len(value) // steps * done] for name, value in vars(self).items() if isinstance(value, list)
+        }
+        return replace(self, **cut)
 
     @property
     def all_losses(self) -> list[float]:
@@ -227,7 +226,7 @@ class OneProcess:
             self._balance.factor = torch.tensor(self._factor, device=device)
         if watch is not None:
             watch.attach(computing.model)
-        self._samples = _Samples(run, computing.model, source or make_source(run), dtype, device)
+        self._samples = Samples(run, computing.model, source or make_source(run), dtype, device)
         kept = self.parameters.items() if run.optimizer.average else ()
         self._averages = {f"{AVERAGE}/{name}": x.detach().clone() for name, x in kept}
         self.trace = Trace(
@@ -309,67 +308,6 @@ class OneProcess:
         """What the optimizer keeps now, after so many steps."""
         kept = {**self._updates.state(), **self._averages}
         self.trace.moments[after] = {name: each.cpu().clone() for name, each in kept.items()}
-
-
-class _Samples:
-    """The summed loss and z-loss of one sample, those of prediction layers, and how many losses that is."""
-
-    def __init__(
-        self, run: Run, model: Transformer | WholeModel, source: Source, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self._run, self._model, self._source = run, model, source
-        self._dtype, self._device = dtype, device
-        self._table = PositionTable(run.model, run.training.sequence, dtype, device)
-
-    def counted(self, place: int) -> int:
-        sample = self._source.at(place)
-        if isinstance(self._model, WholeModel):
-            return int(self._model.model.count(self._fields(sample)))
-        assert not isinstance(sample, dict)
-        return int((sample[1] != IGNORED).sum())
-
-    def counted_further(self, place: int, length: int, depth: int) -> int:
-        return int((self._further(place, length, depth).labels != IGNORED).sum())
-
-    def _further(self, place: int, length: int, depth: int) -> Further:
-        """What the prediction layer of some depth reads and predicts."""
-        tokens, labels = (each.unsqueeze(0) for each in self._source.at(place))
-        documents = self._source.documents_at(place).unsqueeze(0)
-        return further(MicroBatch(tokens, labels, documents, length if length < tokens.shape[1] else 0), depth)
-
-    def loss(self, place: int, length: int) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """`length`: tokens after which the sample is cut."""
-        sample = self._source.at(place)
-        nothing = torch.zeros((), device=self._device)
-        if isinstance(self._model, WholeModel):
-            fields = {**self._fields(sample), NUMBERS: torch.tensor([place], device=self._device)}
-            loss: Tensor = self._model(fields)
-            return loss.to(wide(self._dtype)), nothing, []
-        assert not isinstance(sample, dict)
-        run = self._run
-        whole = run.training.sequence
-        ids = torch.zeros(1, whole, dtype=torch.int64)
-        if run.data.uses_documents:
-            ids = self._source.documents_at(place).unsqueeze(0)
-        positions = self._table.of(torch.arange(whole), ids, run.data, length if length < whole else 0)
-        if run.training.dropout:
-            keys = token_keys(range(place, place + 1), torch.arange(whole, device=self._device))
-            positions = replace(positions, dropout=keys)
-        tokens, labels = (each.unsqueeze(0).to(self._device) for each in sample)
-        x = self._model.hidden_states(tokens, positions)
-        depths = range(1, run.model.prediction_layers + 1)
-        found = [Further(*(each.to(self._device) for each in self._further(place, length, depth))) for depth in depths]
-        others = self._model.prediction_losses(x, found, positions) if found else []
-        if not run.training.z_loss:
-            return self._model.head.loss(x, labels), nothing, others
-        logits, labels = self._model.head(x), labels.flatten()
-        counted = logits[labels != IGNORED].to(wide(self._dtype))
-        return summed_loss(logits, labels), counted.logsumexp(1).square().sum(), others
-
-    def _fields(self, sample: Sample | Fields) -> Fields:
-        given = sample if isinstance(sample, dict) else dict(zip(("tokens", "labels"), sample, strict=True))
-        fields = {name: value.unsqueeze(0).to(self._device) for name, value in given.items()}
-        return {name: x.to(self._dtype) if x.is_floating_point() else x for name, x in fields.items()}
 
 
 class Updates:

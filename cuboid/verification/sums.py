@@ -321,9 +321,9 @@ def _reduction_cause(evidence: Evidence, name: str, rank: int, part: Part, start
                 yield f"it is that of {kind}, on rank {record.rank}", lambda t=theirs: t  # type: ignore[misc]
                 yield f"that of {kind}, on rank {record.rank}, is added", lambda t=theirs: seen.right + t  # type: ignore[misc]
         whole = part_of(full, part).flatten()
-        for other in range(0, whole.numel() - (stop - start) + 1, max(stop - start, 1)):
-            if other != start:
-                yield "it is the gradient of another shard", lambda o=other: whole[o : o + stop - start]  # type: ignore[misc]
+        for first in range(0, whole.numel() - (stop - start) + 1, max(stop - start, 1)):
+            if first != start:
+                yield "it is the gradient of another shard", lambda o=first: whole[o : o + stop - start]  # type: ignore[misc]
 
     return (
         first_cause(hypotheses(), seen, evidence, "weight gradient")
