@@ -32,7 +32,7 @@ HOLD = 2.0
 SILENCE = 20.0
 """Seconds without a byte after which a connection is made anew."""
 PATIENCE = 60.0
-"""Seconds for which an island that joins tries to reach another one."""
+"""Seconds for which one island tries to reach another one."""
 assert (ASK.size, HEAD.size) == (REQUEST, ANSWER)
 
 
@@ -201,8 +201,8 @@ class Link:
             except (OSError, struct.error):
                 self.close()
                 self._failing = time.monotonic() if self._failing is None else self._failing
-                if kind == STATE and time.monotonic() - self._failing > PATIENCE:
-                    raise Abandoned from None  # of a round its members decide; of a state nobody would
+                if time.monotonic() - self._failing > PATIENCE:
+                    raise Abandoned from None
                 time.sleep(0.1)
         return version
 
