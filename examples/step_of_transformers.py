@@ -1,10 +1,10 @@
 """One step of a plain `transformers` loop, written for `cuboid verify --against`.
 
-    python examples/step_of_transformers.py /tmp/step            # a small Llama with random weights, float32
-    cuboid verify --against /tmp/step
+    python examples/step_of_transformers.py step            # a small Llama with random weights, float32
+    cuboid verify --against step
 
-    python examples/step_of_transformers.py /tmp/step --mean-of-means    # huggingface/transformers#34191
-    cuboid verify --against /tmp/step                                     # names it
+    python examples/step_of_transformers.py step --mean-of-means    # huggingface/transformers#34191
+    cuboid verify --against step                                     # names it
 
 Copy what writes the files into another trainer: its weights before the step, the batch, the loss, the gradients before
 clipping and the parameters after the step, under their Hugging Face names."""
