@@ -127,6 +127,8 @@ def _batch(path: Path) -> Tensors:
             raise UserError(f"{path}: {name} are {_type(values)}; write them as int64")
     if 0 in shapes["tokens"]:
         raise UserError(f"{path}: tokens of shape {shapes['tokens']} are no sample; write at least one")
+    if (batch["labels"] == IGNORED).all():
+        raise UserError(f"{path}: labels hold {IGNORED} alone, which does not count; write the token after each")
     return {name: values.long() for name, values in batch.items()}
 
 

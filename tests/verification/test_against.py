@@ -101,6 +101,7 @@ def test_what_cannot_be_compared_is_refused(right: Path, tmp_path: Path, capsys:
     [
         ("batch", "tokens", 64, "tokens hold 64, no token of the model; use 0 to 63$"),
         ("batch", "labels", -1, "labels hold -1, no token of the model; use 0 to 63, or -100"),
+        ("batch", "labels", -100, "labels hold -100 alone"),
         ("batch", "tokens", 0.5, "tokens are float32; write them as int64"),
         ("model/model", "model.norm.weight", float("nan"), "model.norm.weight holds numbers that are not finite"),
         ("gradients", "model.norm.weight", 1, "gradients.safetensors: model.norm.weight is int64"),
