@@ -173,7 +173,8 @@ def _verify_islands(runs: list[Run], as_json: bool, oversubscribe: bool) -> int:
         check_supported(run)
     check_provable(runs[0], chain=True)
     check_data(runs[0])
-    check_run(runs[0], sum(run.layout.world_size for run in runs), oversubscribe)
+    ranks, called = sum(run.layout.world_size for run in runs), f"--islands of {len(runs)} layouts"
+    check_run(runs[0], ranks, oversubscribe, called)
     if not as_json:
         named = "1 island" if len(runs) == 1 else f"{len(runs)} islands"
         print(f"{runs[0].model.name} on {named} against a simulation in one process, {runs[0].training.precision}")

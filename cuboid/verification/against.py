@@ -84,6 +84,8 @@ def step_run(folder: str) -> tuple[Run, Told, Given]:
         raise
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+    if not (place / "model").is_dir():
+        raise UserError(f"{place / 'model'} is no folder; write config.json and the weights before the step there")
     batch = _batch(place / "batch.safetensors")
     samples, length = batch["tokens"].shape
     dp, micro_batches = told.dp, told.micro_batches
