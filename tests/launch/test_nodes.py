@@ -82,7 +82,7 @@ def test_an_interface_has_a_name_and_an_address() -> None:
 
 @pytest.mark.parametrize("port", ["", "0", "65536", "-1", "x", "9" * 5000])
 def test_a_port_is_a_number_up_to_65535(port: str) -> None:
-    with pytest.raises(UserError, match="^islands-rendezvous=a:.* has no port .* --islands-rendezvous a:29400$"):
+    with pytest.raises(UserError, match=r"^islands-rendezvous=a:.* has no port .* --islands-rendezvous a:29400$"):
         parse_endpoint(f"a:{port}", "islands-rendezvous")
 
 
