@@ -125,7 +125,7 @@ def make_case(seed: int, number: int, scenarios: list[int], folder: Path) -> Cas
     random = Random(f"{seed}:{number}")
     scenario = scenarios[number % len(scenarios)]
     command, patterns = SCENARIOS[scenario]
-    arguments = shlex.split(command)
+    arguments = shlex.split(command.replace("PORT", str(random.randrange(20_000, 30_000))))
     case = Case(number, scenario, arguments, "")
     options = sorted(set(_options(arguments[0])) - APART)
     ways = (

@@ -99,6 +99,44 @@ folder = "kept"
 [output]
 folder = "runs/growing"
 """
+AHEAD = """
+layout = "dp=1"
+[model]
+base = "tiny-deepseek"
+layers = 2
+prediction_layers = 1
+[training]
+steps = 2
+global_batch = 2
+sequence = 16
+device = "cpu"
+dropout = 0.1
+prediction_loss = 0.2
+precision = "bf16"
+gradient_sums = "bf16"
+[data]
+attention_within_documents = true
+assignment = "work"
+[checkpoint]
+every = 2
+[output]
+folder = "runs/ahead"
+"""
+ISLANDS = """
+[islands]
+count = 2
+every = 2
+fragments = 2
+delay = 1
+mix = 0.5
+rate = 0.7
+momentum = 0.9
+bits = 8
+quorum = 1
+grace_seconds = 0.1
+"""
+STEP = {"loss": 5.5, "learning_rate": 1e-3, "beta1": 0.9, "beta2": 0.95, "epsilon": 1e-8, "weight_decay": 0.1}
+STEP |= {"gradient_clip": 1.0, "gradient_norm": 1.0, "precision": "float32", "dp": 2, "micro_batches": 1}
 OWN = "def halves(step, steps):\n    return 0.5**step\n"
 CHAT = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
@@ -152,6 +190,19 @@ SCENARIOS: list[tuple[str, tuple[str, ...]]] = [
     ("import hf:hf -o out.toml", ("hf/*",)),
     ("import-deepspeed ds.json --model model.toml --world-size 4 -o out.toml", ("ds.json", "ds.json", "model.toml")),
     ("verify --layout dp=1 --model model.toml --steps 1", ("model.toml",)),
+    ("verify --against step", ("step/*", "step/*", "step/*", "step/*", "step/model/*")),
+    ('verify --islands "dp=1; dp=1" --model model.toml --set islands.fragments=2', ("model.toml",)),
+    ("verify --layout dp=1 --model model.toml --steps 1 --set model.prediction_layers=1", ("model.toml",)),
+    ("train ahead.toml --set training.steps=3", ("ahead.toml", "runs/ahead/*", "runs/ahead/checkpoints/*/*")),
+    ("train run.toml --overwrite --set training.precision=fp8 --set training.fp8_scaling=block", ("model.toml",)),
+    ("plan model.toml h100x8 --global-batch 8 --seq 64 --precision fp8 --fp8-scaling block", ("model.toml",)),
+    ("train islands.toml --overwrite --island 0 --islands-rendezvous 127.0.0.1:PORT", ("islands.toml",)),
+    ("explain configs/ahead/config.json h100x8 --layout dp=8 --global-batch 64 --seq 64", ("configs/ahead/*",)),
+    ("generate runs/ahead --prompt a --max-tokens 4 --draft 1", ("runs/ahead/run.toml", "runs/ahead/checkpoints/*/*")),
+    ("generate hf:further --prompt a --max-tokens 4 --draft 1 --tokenizer byte", ("further/*", "further/*")),
+    ("import hf:further -o out.toml", ("further/*",)),
+    ("evaluate hf:further --data corpus/a.txt --tokens 64 --tokenizer byte", ("further/*",)),
+    ("export runs/ahead --to hf:out", ("runs/ahead/run.toml", "runs/ahead/checkpoints/*/*")),
     ("replay runs/seed --step 3", (SEED_RUN, "runs/seed/metrics.jsonl", "runs/seed/bad_steps.jsonl", CHECKPOINTS)),
     ("report runs/seed --no-search -o out.html", (SEED_RUN,)),
     ("report runs/mixed --no-search -o out.html", ("runs/mixed/*",)),
@@ -190,6 +241,8 @@ def make_good(folder: Path) -> None:
         "mixed.toml": MIXED,
         "growing.toml": GROWING,
         "own.py": OWN,
+        "ahead.toml": AHEAD,
+        "islands.toml": RUN.replace("runs/seed", "runs/islands") + ISLANDS,
         "talk.jsonl": (json.dumps({"messages": TALK}) + "\n") * 2,
         "chats.jsonl": '{"prompt": "a", "completion": "b"}\n{"prompt": "c", "completion": "d"}\n',
         "corpus/a.txt": "A text of a few words, to be tokenised.\n" * 20,
@@ -220,6 +273,8 @@ def make_good(folder: Path) -> None:
         "train run.toml",
         "train mixed.toml",
         "train growing.toml",
+        "train ahead.toml",
+        "export runs/ahead --to hf:further",
         "export runs/seed --to hf:hf",
         "plan tiny-llama cpux8 --global-batch 8 --seq 64 -o plan.toml",
         "import hf:hf -o tune.toml --set training.steps=2 --set training.global_batch=2 --set training.sequence=16",
@@ -254,6 +309,21 @@ def make_good(folder: Path) -> None:
         Path("configs", name).mkdir(parents=True)
         Path("configs", name, "config.json").write_text(json.dumps(config_from_model(load_model(model))))
     shutil.copytree("runs/seed", "runs/other")
+    shutil.copytree("further", "configs/ahead", ignore=shutil.ignore_patterns("*.safetensors", "tok*"))
+    _make_step(Path("step"))
+
+
+def _make_step(folder: Path) -> None:
+    """Of another trainer, which computed it wrongly: so what is wrong is located too."""
+    import numpy
+    from safetensors.numpy import save_file
+
+    shutil.copytree("hf", folder / "model", ignore=shutil.ignore_patterns("tok*"))
+    for name in ("gradients", "parameters"):
+        shutil.copy("hf/model.safetensors", folder / f"{name}.safetensors")
+    tokens = numpy.arange(32, dtype=numpy.int64).reshape(4, 8)
+    save_file({"tokens": tokens, "labels": tokens + 1}, folder / "batch.safetensors")
+    (folder / "step.json").write_text(json.dumps(STEP))
 
 
 def quietly(command: str) -> int:

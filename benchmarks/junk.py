@@ -32,6 +32,7 @@ WORDS = (
     *("x" * 300, "x" * 5000, "a/" * 2000, "%s%n", "{0}", "{{", "$HOME", "`id`", "a\nb", "a\rb", "\x1b[31m", "\x7f"),
     *("[" * 3000, "{a=" * 2000, "'" * 3, '"', "\\", "\\u0000", "\\ud800", "\u202e", "\ufeff", "byte", "cpux1", "dp=1"),
     *("python:builtins:str", "python:math:nothing", "python:..:x", "python:a..b:x", "python:builtins:object"),
+    *("dp=1; ", "dp=1; dp=0", "; ".join(["dp=1"] * 1025), "127.0.0.1:99999", "a:1,,b:2", "a:" + "9" * 5000),
     *("dp=0", "dp=-1", "dp=99999999999", "tp=" + "9" * 5000, "dp=1,dp=1", "pp=1000000", "dp=1000000000,tp=1000000000"),
 )
 URLS = (
@@ -243,7 +244,7 @@ def broken_config(content: bytes, random: Random) -> bytes:
 def broken_safetensors(content: bytes, random: Random) -> bytes:
     (size,) = struct.unpack("<Q", content[:8])
     header, data = content[8 : 8 + size], content[8 + size :]
-    kind = random.randrange(5)
+    kind = random.randrange(7)
     if kind == 0:
         return struct.pack("<Q", random.choice((0, 1, size * 2, 2**40, 2**63, 2**64 - 1))) + header + data
     if kind == 1:
@@ -252,7 +253,15 @@ def broken_safetensors(content: bytes, random: Random) -> bytes:
         return broken_bytes(content, random)
     table = json.loads(header)
     entry = table[random.choice([name for name in table if name != "__metadata__"])]
-    if kind == 3:
+    if kind == 5:  # not a number, -1, or far beyond any vocabulary
+        start, stop = entry["data_offsets"]
+        filled = random.choice((b"\xff", b"\x7f", b"\0")) * (stop - start)
+        return content[: 8 + size + start] + filled + data[stop:]
+    if kind == 6:
+        same = {"F32": "I32", "I64": "F64", "BF16": "I16", "F64": "I64"}
+        entry["dtype"] = same.get(entry["dtype"], "U8")
+        header = json.dumps(table).encode()
+    elif kind == 3:
         entry[random.choice(("dtype", "shape", "data_offsets"))] = random.choice(
             ("F4", [], [2**62, 4], [-1], [0, 2**63], [8, 4], None, "I64", [0, 0], {"a": 1}, [1.5, 2.5])
         )

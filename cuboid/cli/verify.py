@@ -107,13 +107,17 @@ def command(
 
     Example: cuboid verify --layout dp=2,pp=4,zero=3,schedule=zbv --set model.layers=9
     """
+    options = NodeOptions(rendezvous=rendezvous, nodes=nodes, ranks_per_node=ranks_per_node, interface=interface)
     if against is not None:
-        if layout is not None or resume is not None:
-            raise UserError("--against compares a step of another trainer; use it without --layout and --resume")
+        chosen = (layout, resume, islands, overrides or None, steps, model, dtype, seed, device, backend, options)
+        if chosen != (None, None, None, None, None, "tiny-llama", "float64", 0, "auto", "auto", NodeOptions()):
+            raise UserError(
+                f"--against {against} says all of the step itself; use it without --layout, --model, --set, "
+                "--precision and the like"
+            )
         return _verify_step(against, as_json)
     given = {"device": device, "backend": backend}
     changed = (f"training.device={device}", f"training.backend={backend}", *(overrides or ()))
-    options = NodeOptions(rendezvous=rendezvous, nodes=nodes, ranks_per_node=ranks_per_node, interface=interface)
     if islands is not None:
         if layout is not None or resume is not None or options != NodeOptions() or find_place(os.environ) is not None:
             raise UserError(
@@ -153,7 +157,7 @@ def _verify_step(folder: str, as_json: bool) -> int:
     """Of another trainer."""
     from cuboid.verification.against import step_run  # needs torch, as nothing else here does
 
-    run, _ = step_run(folder)
+    run, *_ = step_run(folder)
     if not as_json:
         print(f"{run.model.name}: a step of another trainer against one process, {run.training.precision}", flush=True)
     verdict = call_here(run, local_places(1, 0, 1, "", 0, ""), "cuboid.verification.against:judge_step", (folder,))
@@ -169,7 +173,8 @@ def _verify_islands(runs: list[Run], as_json: bool, oversubscribe: bool) -> int:
         check_supported(run)
     check_provable(runs[0], chain=True)
     check_data(runs[0])
-    check_run(runs[0], sum(run.layout.world_size for run in runs), oversubscribe)
+    ranks, called = sum(run.layout.world_size for run in runs), f"--islands of {len(runs)} layouts"
+    check_run(runs[0], ranks, oversubscribe, called)
     if not as_json:
         named = "1 island" if len(runs) == 1 else f"{len(runs)} islands"
         print(f"{runs[0].model.name} on {named} against a simulation in one process, {runs[0].training.precision}")

@@ -149,11 +149,11 @@ def state_bytes(run: Run) -> int:
     return run.model.parameters * (weights + gradients + moments)
 
 
-def check_run(run: Run, ranks: int, oversubscribe: bool = False) -> None:
+def check_run(run: Run, ranks: int, oversubscribe: bool = False, called: str = "") -> None:
     """Refuse a training, or a proof, of which `ranks` ranks would start here. `oversubscribe`: try it with less memory
     than it seems to take, and on few cores."""
     held = state_bytes(run) * ranks // run.layout.world_size
-    check_ranks(ranks, f"layout={run.layout}", held, "weights, gradients and optimizer state", oversubscribe)
+    check_ranks(ranks, called or f"layout={run.layout}", held, "weights, gradients and optimizer state", oversubscribe)
 
 
 def check_generation(spec: GenerationSpec, oversubscribe: bool = False) -> None:

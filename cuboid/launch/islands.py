@@ -55,7 +55,7 @@ class IslandOptions:
 
     def endpoints(self) -> list[Endpoint]:
         """Where the islands meet, the first choice first."""
-        return [parse_endpoint(each.strip()) for each in (self.rendezvous or "").split(",")]
+        return [parse_endpoint(each.strip(), "islands-rendezvous") for each in (self.rendezvous or "").split(",")]
 
 
 def with_own_folders(run: Run, options: IslandOptions) -> Run:

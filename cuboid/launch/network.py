@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import socket
 import time
 from contextlib import suppress
@@ -35,12 +36,12 @@ class Interface:
     address: str
 
 
-def parse_endpoint(text: str) -> Endpoint:
+def parse_endpoint(text: str, option: str = "rendezvous") -> Endpoint:
     host, colon, port = text.rpartition(":")
     if not colon or not host:
-        raise UserError(f"rendezvous={text} does not say HOST:PORT; write it like --rendezvous node0:29400")
-    if not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UserError(f"rendezvous={text} has no port from 1 to 65535; write it like --rendezvous {host}:29400")
+        raise UserError(f"{option}={text} does not say HOST:PORT; write it like --{option} node0:29400")
+    if not re.fullmatch("[0-9]{1,5}", port) or not 0 < int(port) < 65536:
+        raise UserError(f"{option}={text} has no port from 1 to 65535; write it like --{option} {host}:29400")
     return Endpoint(host.strip("[]"), int(port))
 
 

@@ -228,10 +228,13 @@ def match_names(model: ModelSpec, names: Iterable[str]) -> dict[str, str]:
         raise UserError(
             f"the checkpoint lacks lm_head.weight and model={model.name} is untied; use tie_embeddings=true"
         )
-    if missing and model.prediction_layers and all(map(beyond.match, missing)):
-        raise UserError(
-            f"the checkpoint lacks the prediction layers of model={model.name}; use model.prediction_layers=0"
-        )
+    for held in range(model.prediction_layers):
+        further = re.compile(rf"model\.layers\.({'|'.join(map(str, range(model.layers + held, model.all_layers)))})\.")
+        if missing == [name for name, target in targets.items() if further.match(name) and target.copy_of is None]:
+            raise UserError(
+                f"the checkpoint holds {held} of {model.prediction_layers} prediction layers of model={model.name}; "
+                f"use model.prediction_layers={held}"
+            )
     if missing:
         raise UserError(
             f"the checkpoint lacks {_some(missing)} of model={model.name}; use all files of the checkpoint, and the "

@@ -115,10 +115,11 @@ class GenerationSpec:
     def __post_init__(self) -> None:
         check_types(self, "generation")
         require_at_least(1, self, "generation", ("slots", "length", "chunk"))
+        require_at_least(0, self, "generation", ("draft",))
         require_at_most({"slots": 1 << 20, "length": MOST_TOKENS, "chunk": MOST_TOKENS}, self, "generation")
         check_layout(self.layout, self.model)
         most = self.model.prediction_layers
-        if not 0 <= self.draft <= most:
+        if self.draft > most:
             instead = f"use draft={most} or less" if most else "use draft=0, or a model with model.prediction_layers"
             raise UserError(
                 f"draft={self.draft} is more than the {most} prediction layers of {self.model.name}; {instead}"

@@ -12,7 +12,8 @@ What the trainer wrote, tensors by their Hugging Face names:
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
+from os.path import lexists
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from torch import Tensor
 from cuboid.data.corpus import Origin, Sample
 from cuboid.errors import UserError
 from cuboid.model.huggingface import state_from_huggingface
-from cuboid.readers import open_safetensors, read_json
+from cuboid.readers import Unreadable, open_safetensors, read_json
+from cuboid.spec.coding import decode
 from cuboid.spec.model import ModelSpec
 from cuboid.spec.run import Run, build_run
 from cuboid.spec.sharding import Part, Slice
@@ -35,14 +37,32 @@ from cuboid.verification.reference import Tensors, Trace
 from cuboid.verification.rounding import ROUNDED
 
 OPTIMIZER = ("beta1", "beta2", "epsilon", "weight_decay")
-KNOWN = {"loss", "learning_rate", "gradient_clip", "gradient_norm", "precision", "dp", "micro_batches", *OPTIMIZER}
+PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+IGNORED = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """`step.json`; None: as here."""
+
+    loss: float
+    learning_rate: float
+    gradient_norm: float | None = None
+    gradient_clip: float = 0.0
+    precision: str = "float32"
+    beta1: float | None = None
+    beta2: float | None = None
+    epsilon: float | None = None
+    weight_decay: float | None = None
+    dp: int = 1
+    micro_batches: int = 1
 
 
 class Given:
     """The samples of the step, as a source."""
 
     def __init__(self, tokens: Tensor, labels: Tensor) -> None:
-        self._tokens, self._labels = tokens.long(), labels.long()
+        self._tokens, self._labels = tokens, labels
 
     def at(self, position: int) -> Sample:
         return self._tokens[position], self._labels[position]
@@ -54,75 +74,92 @@ class Given:
         return None
 
 
-def step_run(folder: str) -> tuple[Run, dict[str, Any]]:
-    """The run of one step that the folder describes, and the rest of what it says."""
+def step_run(folder: str) -> tuple[Run, Told, Given]:
+    """The run of one step that the folder describes, the rest of what it says, and the samples."""
     place = Path(folder)
-    told = read_json(place / "step.json")
-    odd = sorted(told.keys() - KNOWN)
-    if odd:
-        raise UserError(f"{place / 'step.json'}: unknown key {odd[0]}; use {', '.join(sorted(KNOWN))}")
-    for key in ("loss", "learning_rate"):
-        if not isinstance(told.get(key), int | float):
-            raise UserError(f"{place / 'step.json'} has no number {key}; write what the step used")
-    batch = _tensors(place / "batch.safetensors")
-    shapes = {name: tuple(x.shape) for name, x in batch.items()}
-    if shapes.keys() != {"tokens", "labels"} or len(shapes["tokens"]) != 2 or len(set(shapes.values())) > 1:
-        raise UserError(f"{place / 'batch.safetensors'} must hold tokens and labels, both (samples, length)")
+    path = place / "step.json"
+    try:
+        told = decode(Told, read_json(path))
+    except Unreadable:
+        raise
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    if not (place / "model").is_dir():
+        raise UserError(f"{place / 'model'} is no folder; write config.json and the weights before the step there")
+    batch = _batch(place / "batch.safetensors")
     samples, length = batch["tokens"].shape
-    dp, micro_batches = int(told.get("dp", 1)), int(told.get("micro_batches", 1))
+    dp, micro_batches = told.dp, told.micro_batches
     if dp < 1 or micro_batches < 1 or samples % (dp * micro_batches):
-        raise UserError(f"dp={dp} × micro_batches={micro_batches} does not divide {samples} samples; use what did")
+        raise UserError(
+            f"{path}: dp={dp} × micro_batches={micro_batches} does not divide {samples} samples; use what did"
+        )
+    optimizer = {key: getattr(told, key) for key in OPTIMIZER}
     table: dict[str, Any] = {
         "model": str(place / "model"),
         "layout": f"dp={dp},micro_batch={samples // (dp * micro_batches)}",
         "training": {
             "steps": 1,
-            "precision": told.get("precision", "float32"),
+            "precision": told.precision,
             "global_batch": samples,
             "sequence": length,
-            "gradient_clip": told.get("gradient_clip", 0.0),
+            "gradient_clip": told.gradient_clip,
             "device": "cpu",
         },
-        "optimizer": {key: told[key] for key in OPTIMIZER if key in told},
-        "learning_rate": {"peak": told["learning_rate"], "schedule": "constant"},
+        "optimizer": {key: value for key, value in optimizer.items() if value is not None},
+        "learning_rate": {"peak": told.learning_rate, "schedule": "constant"},
         "data": {"source": "synthetic"},
     }
-    return build_run(table), {**told, "batch": batch}
+    run = build_run(table)
+    for name, values in batch.items():
+        odd = values[(values < 0) | (values >= run.model.vocab)]
+        odd = odd[odd != IGNORED] if name == "labels" else odd
+        if len(odd):
+            works = f"0 to {run.model.vocab - 1}" + (f", or {IGNORED} where none counts" if name == "labels" else "")
+            raise UserError(f"{place / 'batch.safetensors'}: {name} hold {odd[0]}, no token of the model; use {works}")
+    return run, told, Given(batch["tokens"], batch["labels"])
+
+
+def _batch(path: Path) -> Tensors:
+    batch = _tensors(path)
+    shapes = {name: tuple(x.shape) for name, x in batch.items()}
+    if shapes.keys() != {"tokens", "labels"} or len(shapes["tokens"]) != 2 or len(set(shapes.values())) > 1:
+        raise UserError(f"{path} must hold tokens and labels, both (samples, length)")
+    for name, values in batch.items():
+        if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+            raise UserError(f"{path}: {name} are {_type(values)}; write them as int64")
+    if 0 in shapes["tokens"]:
+        raise UserError(f"{path}: tokens of shape {shapes['tokens']} are no sample; write at least one")
+    if (batch["labels"] == IGNORED).all():
+        raise UserError(f"{path}: labels hold {IGNORED} alone, which does not count; write the token after each")
+    return {name: values.long() for name, values in batch.items()}
 
 
 def judge_step(_: int, folder: str) -> dict[str, Any]:
     """The verdict, located where it is bad."""
-    run, told = step_run(folder)
-    place, batch = Path(folder), told["batch"]
+    run, told, source = step_run(folder)
+    place = Path(folder)
     start = _of_folder(run.model, place / "model")
-    source = Given(batch["tokens"], batch["labels"])
+    gradients = _state(run.model, place / "gradients.safetensors")
+    updated = lexists(place / "parameters.safetensors")
+    after = _state(run.model, place / "parameters.safetensors") if updated else None
     traces, samples = recorded_references(run, 0, source, start)
-    observed = _observed(run, place, told, traces[0])
+    observed = replace(
+        traces[0],
+        losses=[told.loss],
+        gradients=[gradients],
+        gradient_norms=[norm(gradients) if told.gradient_norm is None else told.gradient_norm],
+        parameters=[traces[0].parameters[0] if after is None else after],
+    )
     exact, rounded = traces[-1], traces[:-1]
     if run.training.precision in ROUNDED:
         verdict: Verdict = compare_rounded(run, observed, rounded, exact)
     else:
         verdict = compare(run, observed, exact)
     if not verdict.passed:
-        ranks = _records(run, observed, samples[0], (place / "parameters.safetensors").exists())
+        ranks = _records(run, observed, samples[0], updated)
         located = first_difference(Evidence(run, 0, observed, traces, samples, ranks, source))
         verdict = replace(verdict, located=None if located is None else asdict(located))
     return asdict(verdict)
-
-
-def _observed(run: Run, place: Path, told: dict[str, Any], reference: Trace) -> Trace:
-    gradients = state_from_huggingface(run.model, _tensors(place / "gradients.safetensors"))
-    after = reference.parameters[0]
-    if (place / "parameters.safetensors").exists():
-        after = state_from_huggingface(run.model, _tensors(place / "parameters.safetensors"))
-    return replace(
-        reference,
-        losses=[float(told["loss"])],
-        gradients=[gradients],
-        gradient_norms=[float(told.get("gradient_norm", norm(gradients)))],
-        parameters=[after],
-        routers=reference.routers,
-    )
 
 
 def _records(run: Run, observed: Trace, recorder: SampleRecorder, updated: bool) -> list[RankRecord]:
@@ -154,10 +191,37 @@ def _records(run: Run, observed: Trace, recorder: SampleRecorder, updated: bool)
 
 
 def _of_folder(model: ModelSpec, folder: Path) -> Tensors:
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
+    found: Tensors = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        tensors = _floats(path)
+        for name, values in tensors.items():
+            if name in found:
+                raise UserError(f"{path} holds {name}, as another file beside it does; write each tensor once")
+            if not values.isfinite().all():
+                raise UserError(f"{path}: {name} holds numbers that are not finite; write the weights before the step")
+        found |= tensors
+    if not found:
         raise UserError(f"{folder} has no safetensors; write the weights before the step there")
-    return state_from_huggingface(model, {name: x for path in files for name, x in _tensors(path).items()})
+    return state_from_huggingface(model, found)
+
+
+def _state(model: ModelSpec, path: Path) -> Tensors:
+    try:
+        return state_from_huggingface(model, _floats(path))
+    except UserError as error:
+        raise error if isinstance(error, Unreadable) else UserError(f"{path}: {error}") from None
+
+
+def _floats(path: Path) -> Tensors:
+    tensors = _tensors(path)
+    for name, values in tensors.items():
+        if values.dtype not in PLAIN:
+            raise UserError(f"{path}: {name} is {_type(values)}; write it as float32")
+    return tensors
+
+
+def _type(values: Tensor) -> str:
+    return str(values.dtype).removeprefix("torch.")
 
 
 def _tensors(path: Path) -> Tensors:

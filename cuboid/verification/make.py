@@ -1,17 +1,19 @@
 """The short run with which a layout is proved. Nothing here needs torch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from cuboid.errors import UserError
+from cuboid.spec.islands import MOST_ISLANDS
 from cuboid.spec.layout import Layout
 from cuboid.spec.model import load_model
 from cuboid.spec.plugin import PythonModelSpec
 from cuboid.spec.run import Run, build_run
 from cuboid.verification.rounding import ROUNDED
 
+T = TypeVar("T")
 MICRO_BATCHES = 4
 BALANCED = tuple(
     f"model.mixture.{field}"
@@ -67,19 +69,27 @@ def islands_runs(
     layouts = [part.strip() for part in islands.split(";")]
     if not all(layouts):
         raise UserError(f'--islands "{islands}" is no list of layouts; write it like "tp=2; pp=2; dp=2,zero=3"')
+    if len(layouts) > MOST_ISLANDS:
+        raise UserError(f"--islands names {len(layouts)} layouts; use {MOST_ISLANDS} or fewer")
+    shapes = _for_each(layouts, Layout.parse)  # all of them, before one is blamed for what another lacks
     # A single island steps with the outer optimizer too, which it does only in a proof.
     table = (f"islands.count={max(2, len(layouts))}", "islands.every=2", *overrides)
     first = verification_run(layouts[0], model, table, 3 if steps is None else steps, dtype, seed, layouts)
     if steps is None:
         steps = 2 * first.islands.every + first.islands.delay + 1
         first = replace(first, training=replace(first.training, steps=steps))
-    runs = []
+    by_text = dict(zip(layouts, shapes, strict=True))
+    return _for_each(layouts, lambda layout: replace(first, layout=by_text[layout]))
+
+
+def _for_each(layouts: Sequence[str], make: Callable[[str], T]) -> list[T]:
+    made = []
     for number, layout in enumerate(layouts):
         try:
-            runs.append(replace(first, layout=Layout.parse(layout)))
+            made.append(make(layout))
         except UserError as error:
             raise UserError(f"island {number} of --islands, {layout}: {error}") from None
-    return runs
+    return made
 
 
 def check_provable(run: Run, chain: bool = False) -> None:

@@ -75,6 +75,8 @@ def test_drafts_change_no_text(trained: Path, capsys: pytest.CaptureFixture[str]
 def test_more_drafts_than_layers_are_refused(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(trained), "--prompt", "a", "--draft", "3"]) == 2
     assert "draft=3 is more than the 2 prediction layers" in capsys.readouterr().err
+    assert main(["generate", str(trained), "--prompt", "a", "--draft", "-1"]) == 2
+    assert "draft=-1 is too small; use draft=0 or more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("layout", ["tp=2,pp=2", "cp=2,dp=2,ep=2"])

@@ -191,3 +191,19 @@ def test_a_bad_chain_is_one_sentence(options: list[str], sentence: str, capsys: 
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.count("\n") == 1
     assert shown.err.startswith(sentence), shown.err
+
+
+@pytest.mark.parametrize(
+    ("layouts", "sentence"),
+    [
+        ("dp=1; ", 'error: --islands "dp=1; " is no list of layouts; write it like '),
+        ("dp=1; dp=x", "error: island 1 of --islands, dp=x: dp=x has the wrong type; it must be an integer"),
+        ("dp=1; pp=16", "error: island 1 of --islands, pp=16: pp=16 makes more stages than layers=8; use pp=8"),
+        (";".join(["dp=1"] * 1025), "error: --islands names 1025 layouts; use 1024 or fewer"),
+        ("dp=1000; dp=1000", "error: --islands of 2 layouts starts 2000 ranks on this machine"),
+    ],
+)
+def test_bad_islands_are_one_sentence(layouts: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--islands", layouts]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith(sentence), shown.err

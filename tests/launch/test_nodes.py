@@ -80,6 +80,12 @@ def test_an_interface_has_a_name_and_an_address() -> None:
         assert (found.name, found.address) in (("lo", "127.0.0.1"), ("lo", "::1"))
 
 
+@pytest.mark.parametrize("port", ["", "0", "65536", "-1", "x", "9" * 5000])
+def test_a_port_is_a_number_up_to_65535(port: str) -> None:
+    with pytest.raises(UserError, match=r"^islands-rendezvous=a:.* has no port .* --islands-rendezvous a:29400$"):
+        parse_endpoint(f"a:{port}", "islands-rendezvous")
+
+
 def test_a_machine_that_calls_itself_loopback_listens_where_others_reach_it() -> None:
     """As many distributions do: /etc/hosts gives the machine's own name an address that only itself has."""
     interface = Interface("eth0", "10.0.0.7")

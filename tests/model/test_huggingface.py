@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 
-from cuboid.model.huggingface import from_huggingface, state_from_huggingface, state_to_huggingface, to_huggingface
+from cuboid.errors import UserError
+from cuboid.model.huggingface import (
+    from_huggingface,
+    match_names,
+    state_from_huggingface,
+    state_to_huggingface,
+    to_huggingface,
+)
 from cuboid.model.transformer import IGNORED, Transformer
 from cuboid.spec.huggingface import table_from_config
 from cuboid.spec.load import build_model
@@ -283,3 +290,12 @@ def test_the_two_maps_can_be_followed_one_tensor_at_a_time(case: str) -> None:
         assert torch.equal(made, stored[name])
     used = {part for target in to_huggingface(model).values() if target.copy_of is None for part in target.parameters}
     assert used == set(parameters)
+
+
+@pytest.mark.parametrize("held", [0, 1])
+def test_a_checkpoint_with_fewer_prediction_layers_says_how_many(held: int) -> None:
+    model = build_model({"base": "tiny-deepseek", "prediction_layers": 2})
+    lacking = tuple(f"model.layers.{layer}." for layer in range(model.layers + held, model.all_layers))
+    names = [name for name in to_huggingface(model) if not name.startswith(lacking)]
+    with pytest.raises(UserError, match=f"holds {held} of 2 prediction layers .* use model.prediction_layers={held}$"):
+        match_names(model, names)

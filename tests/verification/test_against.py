@@ -88,7 +88,35 @@ def test_what_cannot_be_compared_is_refused(right: Path, tmp_path: Path, capsys:
     (folder / "step.json").write_text(json.dumps({**told, "momentum": 0.9}))
     assert main(["verify", "--against", str(folder)]) == 2
     assert "unknown key momentum" in capsys.readouterr().err
-    assert main(["verify", "--against", str(folder), "--layout", "dp=2"]) == 2
+    for option in ("--layout=dp=2", "--set=training.steps=2", "--precision=bf16"):
+        assert main(["verify", "--against", str(folder), option]) == 2
+    for key in ("dp", "loss", "gradient_norm"):
+        (folder / "step.json").write_text(json.dumps({**told, key: "x"}))
+        with pytest.raises(UserError, match=f'step.json: {key}="x" is a string'):
+            step_run(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "value", "sentence"),
+    [
+        ("batch", "tokens", 64, "tokens hold 64, no token of the model; use 0 to 63$"),
+        ("batch", "labels", -1, "labels hold -1, no token of the model; use 0 to 63, or -100"),
+        ("batch", "labels", -100, "labels hold -100 alone"),
+        ("batch", "tokens", 0.5, "tokens are float32; write them as int64"),
+        ("model/model", "model.norm.weight", float("nan"), "model.norm.weight holds numbers that are not finite"),
+        ("gradients", "model.norm.weight", 1, "gradients.safetensors: model.norm.weight is int64"),
+        ("parameters", "model.norms.weight", 1.0, "parameters.safetensors: the checkpoint holds model.norms.weight"),
+    ],
+)
+def test_tensors_that_are_none_of_a_step_are_refused(
+    right: Path, tmp_path: Path, file: str, name: str, value: float, sentence: str
+) -> None:
+    folder = copied(right, tmp_path)
+    tensors = load_file(folder / f"{file}.safetensors")
+    tensors[name] = torch.full(tensors[name].shape if name in tensors else (1,), value)
+    save_file(tensors, folder / f"{file}.safetensors")
+    with pytest.raises(UserError, match=sentence):
+        judge_step(0, str(folder))
 
 
 @pytest.mark.thorough
