@@ -14,6 +14,7 @@ from typing import Any
 
 from cuboid.errors import RankError, UserError
 from cuboid.islands.membership import Membership, Round
+from cuboid.readers import parse_json
 from cuboid.secure_channel import Channel, Door, greet
 
 PURPOSE = "islands coordinator"
@@ -94,7 +95,7 @@ class Coordinator:
             line.send_no_longer_than(5)
             line.wait_no_longer_than(CONTACT)
             while (text := line.receive()) is not None:
-                word = json.loads(text)
+                word = parse_json(text, finite=False)
                 with self._lock:
                     number = int(word["island"])
                     for_good = self._hear(number, word, line) or for_good
@@ -302,7 +303,7 @@ class Client:
                     continue
                 if text is None:
                     return
-                self._take(json.loads(text))
+                self._take(parse_json(text, finite=False))
 
     def _take(self, word: Table) -> None:
         with self._news:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from cuboid.errors import UserError, up_to
 from cuboid.launch.network import Endpoint, find_interface, is_loopback, listen_if_host, parse_endpoint
+from cuboid.readers import parse_json
 from cuboid.secure_channel import VALUE, found_secret, given_secret, make_secret
 from cuboid.spec.islands import MOST_ISLANDS
 from cuboid.spec.run import Run
@@ -117,7 +118,7 @@ def site_of(run: Run, environment: Mapping[str, str]) -> Site | None:
     text, secret = environment.get(VARIABLE), given_secret(environment)
     if text is None or secret is None:
         raise UserError(f"islands.count={run.islands.count} needs --island; start each island with cuboid train")
-    told = json.loads(text)
+    told = parse_json(text)
     places = tuple((str(host), int(port)) for host, port in told["places"])
     return Site(int(told["number"]), places, str(told["address"]), secret)
 

@@ -128,7 +128,7 @@ def test_one_process_that_sums_hop_by_hop_rounds_more_with_more_hops() -> None:
         rounded = reference_trace(run, hops=hops).gradients[0]["embedding.tokens.weight"]
         return float((rounded - exact.gradients[0]["embedding.tokens.weight"]).norm())
 
-    assert spread(8) > 1.05 * spread(1)
+    assert spread(32) > 1.2 * spread(1)
 
 
 def adam(gradients: list[Tensor]) -> list[dict[str, Tensor]]:
