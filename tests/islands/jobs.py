@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,19 +34,46 @@ class Left(Exception):
 
 
 class Paced(Callback):
-    """Steps take a while, and after one of them the island is gone without a word."""
+    """Steps take a while, and after one of them the island is gone without a word, or tells of it, or waits for what
+    another one tells."""
 
-    def __init__(self, seconds: float, last: int) -> None:
-        self._seconds, self._last = seconds, last
+    def __init__(self, seconds: float, last: int, tells: int, told: Path | None) -> None:
+        self._seconds, self._last, self._tells, self._told = seconds, last, tells, told
 
     def on_step_end(self, trainer: Trainer, step: int) -> None:
         time.sleep(self._seconds)
+        if step == self._tells:
+            tell(trainer.run)
+        while step == LATE and self._told is not None and not self._told.exists():
+            time.sleep(0.02)
         if step == self._last:
             raise Left
 
 
-def trained(rank: int, run: Run, site: Site, pace: float = 0.0, last: int = 0, back: float = 0.0) -> dict[str, Any]:
-    """`last`: the step after which the island is gone; `back`: so many seconds later it is there as a new one."""
+LATE = 3
+"""The step after which an island waits for another one."""
+
+
+def tell(run: Run) -> None:
+    told_by(run).touch()
+
+
+def told_by(run: Run) -> Path:
+    return Path(f"{run.output.folder}-told")
+
+
+def trained(
+    rank: int,
+    run: Run,
+    site: Site,
+    pace: float = 0.0,
+    last: int = 0,
+    back: float = 0.0,
+    tells: int = 0,
+    waits_for: Run | None = None,
+) -> dict[str, Any]:
+    """`last`: the step after which the island is gone; `back`: so many seconds later it is there as a new one. `tells`:
+    the step after which it tells who waits for it; one that is gone does so too."""
     trainer = Trainer(run, rank, torch.device("cpu"), quiet=True, site=site)
     assert trainer.rounds is not None
     batches: list[int] = []
@@ -58,10 +86,11 @@ def trained(rank: int, run: Run, site: Site, pace: float = 0.0, last: int = 0, b
         return batches[-1]
 
     trainer.rounds.next_batch = noted  # type: ignore[method-assign]
-    trainer.callbacks.append(Paced(pace, last))
+    trainer.callbacks.append(Paced(pace, last, tells, told_by(waits_for) if waits_for else None))
     try:
         trainer.train()
     except Left:
+        tell(run)
         if back:
             time.sleep(back)
             again = trained(
