@@ -29,6 +29,10 @@ def far_from_plain(rank: int, run: Run) -> float:
     return max(tensor_error(x, plain[name], 0.0) for name, x in island.parameters(0).items())
 
 
+Waits = tuple[int, Run]
+"""After which step, and for what other island."""
+
+
 class Left(Exception):
     pass
 
@@ -37,21 +41,18 @@ class Paced(Callback):
     """Steps take a while, and after one of them the island is gone without a word, or tells of it, or waits for what
     another one tells."""
 
-    def __init__(self, seconds: float, last: int, tells: int, told: Path | None) -> None:
-        self._seconds, self._last, self._tells, self._told = seconds, last, tells, told
+    def __init__(self, seconds: float, last: int, tells: int, waits_for: Waits | None) -> None:
+        self._seconds, self._last, self._tells = seconds, last, tells
+        self._waits, self._told = (waits_for[0], told_by(waits_for[1])) if waits_for else (0, Path())
 
     def on_step_end(self, trainer: Trainer, step: int) -> None:
         time.sleep(self._seconds)
-        if step == self._tells:
+        if step >= self._tells > 0:
             tell(trainer.run)
-        while step == LATE and self._told is not None and not self._told.exists():
+        while step >= self._waits > 0 and not self._told.exists():
             time.sleep(0.02)
         if step == self._last:
             raise Left
-
-
-LATE = 3
-"""The step after which an island waits for another one."""
 
 
 def tell(run: Run) -> None:
@@ -70,10 +71,17 @@ def trained(
     last: int = 0,
     back: float = 0.0,
     tells: int = 0,
-    waits_for: Run | None = None,
+    waits_for: Waits | None = None,
+    together: int = 0,
 ) -> dict[str, Any]:
     """`last`: the step after which the island is gone; `back`: so many seconds later it is there as a new one. `tells`:
-    the step after which it tells who waits for it; one that is gone does so too."""
+    the step after which it tells who waits for it; one that is gone does so too. `together`: islands that
+    begin at once, however long each needs to get there."""
+    folder = Path(run.output.folder).parent
+    if together:
+        (folder / f"ready-{site.number}").touch()
+    while len(list(folder.glob("ready-*"))) < together:
+        time.sleep(0.02)
     trainer = Trainer(run, rank, torch.device("cpu"), quiet=True, site=site)
     assert trainer.rounds is not None
     batches: list[int] = []
@@ -86,7 +94,7 @@ def trained(
         return batches[-1]
 
     trainer.rounds.next_batch = noted  # type: ignore[method-assign]
-    trainer.callbacks.append(Paced(pace, last, tells, told_by(waits_for) if waits_for else None))
+    trainer.callbacks.append(Paced(pace, last, tells, waits_for))
     try:
         trainer.train()
     except Left:
