@@ -173,17 +173,16 @@ class Membership:
         if not self.begun:
             self._begin(now)
             return
+        if self.islands and not self._settled() and not self.is_over:
+            self._begin_again(now)
+            return
         for number, island in sorted(self.islands.items()):
             if island.connected and not island.entered:
                 island.entered, island.round = True, self._entry()
                 self._grant({number: self._wanted(island.round)})
             if not island.connected and now - island.lost_since > self._spec.grace_seconds:
                 self._forget(number)
-        settled = {number for number, island in self.islands.items() if island.settled}
-        if not settled and self.islands and not self.is_over:
-            self._begin_again(now)
-            return
-        self._open_again(settled)
+        self._open_again()
         while self._may_close(now):
             self._close(self.next, self.rounds[self.next].tokens, now)
             self.next += 1
@@ -290,8 +289,12 @@ class Membership:
         self.begun, self._first_joined = False, now
         self.rounds, self.fresh, self.returned = {}, 0, Batches()
 
-    def _open_again(self, settled: set[int]) -> None:
+    def _settled(self) -> set[int]:
+        return {number for number, island in self.islands.items() if island.settled}
+
+    def _open_again(self) -> None:
         """From the first round on that is with nobody, since those that closed it are gone."""
+        settled = self._settled()
         lost = [number for number, found in self.rounds.items() if found.closed and not self._has(number, found)]
         if not lost or not settled:
             return
