@@ -79,6 +79,10 @@ class Coordinator:
             island = members.islands.get(number)
             if island is None or not island.entered or not members.begun:
                 continue
+            if members.is_over and not any(each.settled for each in members.islands.values()):
+                with suppress(OSError):  # it was to enter, but nobody is left whose state it could have
+                    line.send(json.dumps({"refused": OVER}).encode())
+                continue
             # One message: the state is that after all rounds in it, and goes with them to whoever decides next.
             word: Table = {"state": members.state(), "islands": members.table(), "rounds": []}
             if number in self._welcome:
@@ -208,8 +212,16 @@ class Client:
         found: Entered = self._wait_for(lambda: self._entered, wait)
         return found
 
+    def check(self) -> None:
+        """Raises what the coordinator has said against this island."""
+        if self._refused:
+            raise UserError(self._refused)
+        if self._apart:
+            raise RankError(self._apart)
+
     def enters_elsewhere(self, entered: Entered) -> bool:
         """Whether what `enter` said holds no more."""
+        self.check()
         return self._entered is not entered
 
     def arrive(self, round_: int, tokens: int, left: int, step: int) -> None:
@@ -287,10 +299,7 @@ class Client:
     def _wait_for(self, found: Callable[[], Any], wait: Callable[[], None]) -> Any:
         with self._news:
             while (answer := found()) is None:
-                if self._refused:
-                    raise UserError(self._refused)
-                if self._apart:
-                    raise RankError(self._apart)
+                self.check()
                 if not self._open:
                     raise RankError("the islands' coordinator was left")
                 self._news.wait(0.5)
