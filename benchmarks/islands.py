@@ -3,7 +3,7 @@
     python benchmarks/islands.py learning --steps 200 --islands 4 --every 16     # loss at equal tokens, islands and dp
     python benchmarks/islands.py learning --model 12M --steps 600 --seeds 3      # the same of 12 million parameters
     python benchmarks/islands.py links --rates 10mbit,50mbit,200mbit             # hosts on limited links; needs root
-    python benchmarks/islands.py kill --steps 60                                 # island 1 is killed, and started again
+    python benchmarks/islands.py kill --steps 400                                # island 1 is killed, and started again
 
 Each prints a line of JSON for each run. Islands are `cuboid train` processes, one rank each unless `--layouts` says
 otherwise, and meet on loopback; with `links` each has a network namespace of its own. Losses are means over the last
