@@ -3,7 +3,7 @@
     python benchmarks/islands.py learning --steps 200 --islands 4 --every 16     # loss at equal tokens, islands and dp
     python benchmarks/islands.py learning --model 12M --steps 600 --seeds 3      # the same of 12 million parameters
     python benchmarks/islands.py links --rates 10mbit,50mbit,200mbit             # hosts on limited links; needs root
-    python benchmarks/islands.py kill --steps 60                                 # island 1 is killed, and started again
+    python benchmarks/islands.py kill --steps 400                                # island 1 is killed, and started again
 
 Each prints a line of JSON for each run. Islands are `cuboid train` processes, one rank each unless `--layouts` says
 otherwise, and meet on loopback; with `links` each has a network namespace of its own. Losses are means over the last
@@ -25,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,15 @@ def command(options: argparse.Namespace, folder: Path, number: int, place: str, 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
+
+
+def wait_until_open(place: str) -> None:
+    host, _, port = place.partition(":")
+    while True:
+        with suppress(OSError):
+            socket.create_connection((host, int(port))).close()
+            return
+        time.sleep(0.05)
 
 
 def environment() -> dict[str, str]:
@@ -147,7 +157,9 @@ def links(options: argparse.Namespace, folder: Path) -> None:
 def kill(options: argparse.Namespace, folder: Path) -> None:
     place, known = f"127.0.0.1:{free_port()}", environment()
     start = [command(options, folder, number, place, 0) for number in range(options.islands)]
-    running = [subprocess.Popen(each, env=known, start_new_session=True) for each in start]
+    running = [subprocess.Popen(start[0], env=known, start_new_session=True)]
+    wait_until_open(place)  # island 0 decides for all: it is not the one that is killed
+    running += [subprocess.Popen(each, env=known, start_new_session=True) for each in start[1:]]
     while len(rows(folder, 1)) < options.steps // 3:
         time.sleep(0.05)
     os.killpg(running[1].pid, signal.SIGKILL)

@@ -26,6 +26,9 @@ OTHER_RUN = (
     "this island has another model, data, seed, batch or [islands] table than the first one; only the layout and where "
     "it writes may differ"
 )
+APART = (
+    "the other islands have decided anew what this one had decided while it was away; it starts again with their state"
+)
 OVER = "the islands have trained to the last step, and none is left to join; raise training.steps on all to go further"
 Table = dict[str, Any]
 
@@ -37,6 +40,8 @@ class Coordinator:
         self._members = membership
         self._lines: dict[int, Channel] = {}
         self._told: dict[int, set[tuple[int, int, bool]]] = {}
+        self._known: dict[int, Table] = {}
+        """The islands that each was told of."""
         self._welcome: set[int] = set()
         """Islands that are not told yet where they begin."""
         self._lock = threading.Condition()
@@ -65,6 +70,8 @@ class Coordinator:
             with self._lock:
                 self._members.decide(time.monotonic())
                 self._tell()
+                for line in [line for number, line in self._lines.items() if number not in self._members.islands]:
+                    line.hang_up()  # it joins again
                 self._lock.wait(0.1)
 
     def _tell(self) -> None:
@@ -72,6 +79,10 @@ class Coordinator:
         for number, line in list(self._lines.items()):
             island = members.islands.get(number)
             if island is None or not island.entered or not members.begun:
+                continue
+            if members.is_over and not any(each.settled for each in members.islands.values()):
+                with suppress(OSError):  # it was to enter, but nobody is left whose state it could have
+                    line.send(json.dumps({"refused": OVER}).encode())
                 continue
             # One message: the state is that after all rounds in it, and goes with them to whoever decides next.
             word: Table = {"state": members.state(), "islands": members.table(), "rounds": []}
@@ -84,7 +95,8 @@ class Coordinator:
                 if found.version and mark not in told:
                     told.add(mark)
                     word["rounds"].append(_news(place, found))
-            if word["rounds"] or "entered" in word:
+            if word["rounds"] or "entered" in word or self._known.get(number) != word["islands"]:
+                self._known[number] = word["islands"]
                 with suppress(OSError):  # who cannot be reached is found to be lost
                     line.send(json.dumps(word).encode())
 
@@ -119,8 +131,11 @@ class Coordinator:
             if members.is_over and not word["running"]:
                 line.send(json.dumps({"refused": OVER}).encode())
                 return False
+            if members.is_apart(number, word):
+                line.send(json.dumps({"apart": APART}).encode())
+                return False
             members.join(number, word["layout"], word["addresses"], word, time.monotonic())
-            self._lines[number], self._told[number] = line, set()
+            self._lines[number], self._told[number], self._known[number] = line, set(), {}
             if not word["running"]:
                 self._welcome.add(number)
         elif said == "arrive":
@@ -149,12 +164,14 @@ class News:
     round: int
     version: int
     members: dict[int, int]
-    """Island -> tokens."""
+    """Island -> tokens; none: it is open again."""
     committed: bool
     batches: dict[int, list[Any]]
     """Runs of batches that islands take after it."""
     islands: dict[int, Table]
     """Their layouts and addresses."""
+    anew: bool
+    """It was open again once."""
 
 
 @dataclass(frozen=True)
@@ -179,8 +196,12 @@ class Client:
         self._entered: Entered | None = None
         self._more: list[Any] | None = None
         self._asked = 0
-        self._refused = ""
+        self._refused = self._apart = ""
+        self._held: set[int] = set()
+        self._opened: set[int] = set()
         self.state: Table = {}
+        self.islands: dict[int, Table] = {}
+        """Those that have the outer state, as they are known now."""
         self._line: Channel | None = None
         self._news = threading.Condition()
         self._open = True
@@ -192,10 +213,23 @@ class Client:
         found: Entered = self._wait_for(lambda: self._entered, wait)
         return found
 
+    def check(self) -> None:
+        """Raises what the coordinator has said against this island."""
+        if self._refused:
+            raise UserError(self._refused)
+        if self._apart:
+            raise RankError(self._apart)
+
+    def enters_elsewhere(self, entered: Entered) -> bool:
+        """Whether what `enter` said holds no more."""
+        self.check()
+        return self._entered is not entered
+
     def arrive(self, round_: int, tokens: int, left: int, step: int) -> None:
         self._say({"say": "arrive", "round": round_, "tokens": tokens, "left": left, "step": step}, round_)
 
     def have(self, round_: int, version: int) -> None:
+        self._held = {each for each in self._held if each > round_ - 64} | {round_}
         self._say({"say": "have", "round": round_, "version": version}, round_)
 
     def more(self, count: int, wait: Callable[[], None]) -> list[Any]:
@@ -222,7 +256,7 @@ class Client:
 
     def newest(self) -> int:
         """The newest round that is closed."""
-        return max(self._rounds, default=-1)
+        return max((number for number, news in list(self._rounds.items()) if news.members), default=-1)
 
     def finish(self, round_: int, left: list[Any]) -> None:
         """The round is stepped with here; `left`: this island's batches now."""
@@ -243,8 +277,9 @@ class Client:
         """What another place needs to decide from here on: what was decided of the latest rounds."""
         if not self._join["running"]:
             return {}
-        known = {number: {**asdict(news), "islands": {}} for number, news in sorted(self._rounds.items())[-32:]}
-        return {"rounds": known, "state": self.state}
+        closed = [(number, news) for number, news in sorted(self._rounds.items()) if news.members]
+        known = {number: {**asdict(news), "islands": {}} for number, news in closed[-32:]}
+        return {"rounds": known, "state": self.state, "held": sorted(self._held)}
 
     def close(self, for_good: bool) -> None:
         if for_good:
@@ -265,8 +300,7 @@ class Client:
     def _wait_for(self, found: Callable[[], Any], wait: Callable[[], None]) -> Any:
         with self._news:
             while (answer := found()) is None:
-                if self._refused:
-                    raise UserError(self._refused)
+                self.check()
                 if not self._open:
                     raise RankError("the islands' coordinator was left")
                 self._news.wait(0.5)
@@ -309,16 +343,20 @@ class Client:
         with self._news:
             if "refused" in word:
                 self._refused = str(word["refused"])
+            elif "apart" in word:
+                self._apart = str(word["apart"])
             elif "more" in word:
                 self._more = word["more"]
             else:
                 islands = {int(number): each for number, each in word["islands"].items()}
-                self.state = word["state"]
+                self.state, self.islands = word["state"], islands
                 if begins := word.get("entered"):
                     self._entered = Entered(begins["round"], begins["batches"], islands)
                 for each in word["rounds"]:
                     members = {int(number): tokens for number, tokens in each["members"].items()}
                     batches = {int(number): runs for number, runs in each["batches"].items()}
+                    if not members:
+                        self._opened.add(each["round"])
                     news = (each["version"], members, each["committed"], batches, islands)
-                    self._rounds[each["round"]] = News(each["round"], *news)
+                    self._rounds[each["round"]] = News(each["round"], *news, each["round"] in self._opened)
             self._news.notify_all()

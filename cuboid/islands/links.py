@@ -171,10 +171,18 @@ class Link:
             self._line = None
 
     def fetch(
-        self, kind: bytes, fragment: int, round_: int, run: Blocks, into: Tensor, wanted: Callable[[], bool]
+        self,
+        kind: bytes,
+        fragment: int,
+        round_: int,
+        run: Blocks,
+        into: Tensor,
+        wanted: Callable[[], bool],
+        patience: float = PATIENCE,
     ) -> int:
         """Fill (blocks, bytes) with a run of blocks; returns the round that the other end says they belong to. Tries
-        again until it has them, they are `Gone`, or nobody waits (`Abandoned`)."""
+        again until it has them, they are `Gone`, nobody waits, or the other end was out of reach for so many seconds
+        (`Abandoned`). A state that is not there yet is `Gone` as well: another island may have it."""
         done, version = 0, -1
         while done < len(into):
             if not wanted():
@@ -184,7 +192,7 @@ class Link:
                 line.send(ASK.pack(kind, fragment, round_, run[0] + done, run[1], 0))
                 status, found, size = HEAD.unpack(line.receive() or b"")
                 self._failing = None
-                if status == LATER:
+                if status == LATER and kind == SENT:
                     continue
                 if status != HERE:
                     raise Gone(f"round {round_} is over at {self._host}:{self._port}")
@@ -201,7 +209,8 @@ class Link:
             except (OSError, struct.error):
                 self.close()
                 self._failing = time.monotonic() if self._failing is None else self._failing
-                if time.monotonic() - self._failing > PATIENCE:
+                if time.monotonic() - self._failing > patience:
+                    self._failing = None
                     raise Abandoned from None
                 time.sleep(0.1)
         return version

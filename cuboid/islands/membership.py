@@ -2,7 +2,8 @@
 
 A round is closed when all islands have arrived, or when enough have and grace is over. What the members sent is then
 fetched by everyone; when all of them have it, or those that can, the round is committed, and everyone takes the same
-step. An island that is lost before that is omitted by all: the round is closed anew without it.
+step. An island that is lost before that is omitted by all: the round is closed anew without it. A round that nobody
+left has, because its members are gone, is open again: those that still need it close it among themselves.
 
 Every decision carries all there is to know, so that another place can continue from what islands report."""
 
@@ -32,6 +33,8 @@ class Island:
     entered: bool = False
     round: int = 0
     """The first one it takes part in."""
+    settled: bool = False
+    """It has the outer state before that round."""
     step: int = 0
     """After which it told of its queue."""
     lost_since: float = 0.0
@@ -46,7 +49,8 @@ class Round:
     since: float = 0.0
     """When enough had arrived, or it was closed."""
     version: int = 0
-    """How often it was closed; 0: not yet."""
+    """Counts, over all rounds, how often one was closed or opened again; 0: neither."""
+    closed: bool = False
     members: dict[int, int] = field(default_factory=dict)
     have: set[int] = field(default_factory=set)
     """Islands that have everything that its members sent."""
@@ -86,8 +90,37 @@ class Membership:
             before.addresses, before.connected = addresses, True
             return
         if before is not None:
-            self._take_back(before.queue)
-        self.islands[number] = Island(layout, addresses, reported)
+            self._forget(number)
+        island = self.islands[number] = Island(layout, addresses, reported)
+        if self.begun and reported["running"]:  # it was away for long, and nobody has closed anything anew meanwhile
+            island.entered, island.round = True, int(reported["round"])
+            self._settle(number)
+
+    def is_apart(self, number: int, reported: Table) -> bool:
+        """Whether an island comes back that has taken steps which the others have decided anew."""
+        before = self.islands.get(number)
+        if not self.begun or not reported["running"] or (before is not None and before.entered):
+            return False
+        for known, said in reported.get("rounds", {}).items():
+            found = self.rounds.get(int(known))
+            members = {int(each): int(tokens) for each, tokens in said["members"].items()}
+            if said["committed"] and (int(known) >= self.next or (found is not None and found.members != members)):
+                return True
+        return False
+
+    def _forget(self, number: int) -> None:
+        """What it had is gone, and its batches go to others."""
+        self._take_back(self.islands.pop(number).queue)
+        for found in self.rounds.values():
+            found.have.discard(number)
+
+    def _settle(self, number: int) -> None:
+        island = self.islands[number]
+        if not island.settled:
+            island.settled = True
+            for known, found in self.rounds.items():
+                if found.committed and known < island.round:
+                    found.have.add(number)
 
     @property
     def is_over(self) -> bool:
@@ -99,7 +132,8 @@ class Membership:
         island = self.islands[number]
         island.step = step
         island.queue.take(max(0, len(island.queue) - left))
-        if round_ >= self.next:
+        self._settle(number)
+        if round_ >= self.next or round_ in self.rounds:  # who is late may be needed should the others be lost
             self.rounds.setdefault(round_, Round()).tokens[number] = tokens
 
     def have(self, number: int, round_: int, version: int) -> None:
@@ -124,7 +158,8 @@ class Membership:
         if (island := self.islands.get(number)) is not None:
             island.connected, island.lost_since = False, now
             if for_good:
-                del self.islands[number]
+                island.queue = Batches()
+                self._forget(number)
 
     # Decisions.
 
@@ -138,18 +173,21 @@ class Membership:
         if not self.begun:
             self._begin(now)
             return
+        if self.islands and not self._settled() and not self.is_over:
+            self._begin_again(now)
+            return
         for number, island in sorted(self.islands.items()):
             if island.connected and not island.entered:
                 island.entered, island.round = True, self._entry()
                 self._grant({number: self._wanted(island.round)})
             if not island.connected and now - island.lost_since > self._spec.grace_seconds:
-                self._take_back(island.queue)
-                del self.islands[number]
+                self._forget(number)
+        self._open_again()
         while self._may_close(now):
             self._close(self.next, self.rounds[self.next].tokens, now)
             self.next += 1
         for number, found in self.rounds.items():
-            if found.version and not found.committed:
+            if found.closed and not found.committed:
                 self._commit(number, found, now)
         for old in [number for number in self.rounds if number < self.next - 4 * self._spec.fragments - 4]:
             del self.rounds[old]
@@ -178,6 +216,10 @@ class Membership:
             if island.reported["running"] or island.reported["round"] == next_:
                 island.queue = Batches(island.reported["left"])
                 island.entered, island.round = True, int(island.reported["round"])
+                self._settle(number)
+                for known in island.reported.get("held", ()):
+                    if known in self.rounds:
+                        self.rounds[known].have.add(number)
                 for known, found in sorted(self.rounds.items()):
                     for runs in found.batches.get(number, []) if known >= island.round else ():
                         island.queue.add(*runs)
@@ -193,10 +235,10 @@ class Membership:
     def _remember(self, number: int, said: Table) -> None:
         """A round that was closed at another place, which decides no more; what it granted holds."""
         found = self.rounds.setdefault(number, Round())  # islands may have arrived at it here before
-        if found.version and (found.committed or not said["committed"]):
+        if found.closed and (found.committed or not said["committed"]):
             return
         self._version += 1
-        found.version, found.committed = self._version, bool(said["committed"])
+        found.closed, found.version, found.committed = True, self._version, bool(said["committed"])
         found.members = {int(each): int(tokens) for each, tokens in said["members"].items()}
         found.batches = {int(each): runs for each, runs in said["batches"].items()}
         self.next = max(self.next, number + 1)
@@ -220,13 +262,14 @@ class Membership:
     def _close(self, number: int, tokens: Mapping[int, int], now: float) -> None:
         found, live = self.rounds[number], self._live(number)
         found.members = {each: tokens[each] for each in sorted(tokens) if each in live}
-        anew = found.version > 0
+        anew = found.closed
         self._version += 1
-        found.version, found.since, found.have = self._version, now, set()
+        found.closed, found.version, found.since, found.have = True, self._version, now, set()
         if not anew:
             spec, steps = self._spec, self._steps
             count = spec.applied(number + 1, steps) - spec.applied(number, steps)
-            found.batches = self._grant(dict.fromkeys(found.members, count))
+            without = [each for each in found.members if each not in found.batches]
+            found.batches |= self._grant(dict.fromkeys(without, count))
 
     def _commit(self, number: int, found: Round, now: float) -> None:
         """Nobody has taken the step before, so those that are lost can still be omitted by all."""
@@ -234,10 +277,45 @@ class Membership:
         missing = (members & live) - found.have
         if not missing and found.have:
             found.committed = True
-        elif members - live and missing:
+        elif members - live and members & live:
             self._close(number, found.members, now)
         elif found.have and now - found.since >= self._spec.grace_seconds:
             found.committed = True  # those that lack something ask for it again, or for the state of others
+
+    def _begin_again(self, now: float) -> None:
+        """Nobody has the outer state any more: those that are there begin together, from what they have kept."""
+        for number in [number for number, island in self.islands.items() if island.entered]:
+            self._forget(number)
+        self.begun, self._first_joined = False, now
+        self.rounds, self.fresh, self.returned = {}, 0, Batches()
+
+    def _settled(self) -> set[int]:
+        return {number for number, island in self.islands.items() if island.settled}
+
+    def _open_again(self) -> None:
+        """From the first round on that is with nobody, since those that closed it are gone."""
+        settled = self._settled()
+        lost = [number for number, found in self.rounds.items() if found.closed and not self._has(number, found)]
+        if not lost or not settled:
+            return
+        self.next = min(lost)
+        for number in [number for number in self.rounds if number >= self.next]:
+            before, kept = self.rounds[number], {each for each in settled if self.islands[each].round <= number}
+            after = self.rounds[number] = Round({each: before.tokens[each] for each in kept & before.tokens.keys()})
+            after.batches = {each: before.batches[each] for each in kept & before.batches.keys()}
+            if before.version:
+                self._version += 1
+                after.version = self._version
+
+    def _has(self, number: int, found: Round) -> set[int]:
+        """Islands that have all of a round, or before it is committed could."""
+        if found.committed:
+            return found.have
+        return found.have | {each for each in found.members if each in self.islands and self._was_in(each, number)}
+
+    def _was_in(self, number: int, round_: int) -> bool:
+        island = self.islands[number]
+        return island.settled and island.round <= round_
 
     # Batches.
 
@@ -269,9 +347,9 @@ class Membership:
         return {"fresh": self.fresh, "returned": list(self.returned.runs), "queues": queues}
 
     def table(self) -> Table:
-        """Of all islands, by number, where their ranks are reached."""
+        """Of all islands that have the outer state, by number, where their ranks are reached."""
         return {
             str(number): {"layout": island.layout, "addresses": island.addresses}
             for number, island in self.islands.items()
-            if island.entered and island.connected
+            if island.settled
         }

@@ -18,9 +18,21 @@ from torch import Tensor
 from cuboid.errors import RankError
 from cuboid.islands.batches import Batches
 from cuboid.islands.coordinator import Client, News
-from cuboid.islands.links import SENT, STATE, Abandoned, Counts, Gone, Held, Link, LinkServer, Outbox, as_wire
+from cuboid.islands.links import (
+    PATIENCE,
+    SENT,
+    STATE,
+    Abandoned,
+    Counts,
+    Gone,
+    Held,
+    Link,
+    LinkServer,
+    Outbox,
+    as_wire,
+)
 from cuboid.islands.outer import OuterState, Sent
-from cuboid.parallel.coordination import open_coordination
+from cuboid.parallel.coordination import Coordination, open_coordination
 from cuboid.spec.island_homes import overlap, runs_of_blocks
 from cuboid.spec.layout import Layout
 from cuboid.spec.run import Run, dump_run
@@ -28,6 +40,8 @@ from cuboid.telemetry.heartbeat import HEARTBEAT
 
 FOREVER = 10 * 365 * 86400.0
 """Seconds: ranks of an island wait for each other as long as the island lives."""
+AGAIN = 0.2
+"""Seconds before what nobody could give is asked for again."""
 AT_ONCE = 16
 """Homes of other islands that are asked at once, at most."""
 
@@ -53,7 +67,7 @@ class InFlight:
     """None: this island takes no part."""
     tokens: int = 0
     members: dict[int, int] | None = None
-    """None: not known yet."""
+    """None: not known yet, or the round is open again and this island was to take no part."""
     batches: Sequence[Any] = ()
     square: float = 0.0
     spread: float = 0.0
@@ -161,8 +175,8 @@ class Islands:
     def enter(self, step: int) -> int:
         """Begin or continue with the others; returns the step after which that is. `step`: after which this island
         has stopped."""
-        entered: Any = self._client.enter(_still_here) if self._client is not None else None
-        entered = self._own.broadcast(entered)
+        told: Any = self._client.enter(_still_here) if self._client is not None else None
+        entered = self._own.broadcast(told)
         self._learn(entered.islands)
         self._versions = [_last(entered.round, each, self.spec.fragments) for each in range(self.spec.fragments)]
         self.queue = Batches(entered.batches)
@@ -171,7 +185,14 @@ class Islands:
         self.round = entered.round
         self._flying.clear()
         self._outbox.start_at(self.round)
-        self._fetch_state()
+        for fragment in range(self.spec.fragments):
+            while not self._copy(fragment, self._versions[fragment] + 1, self._own):
+                elsewhere = self._client is not None and self._client.enters_elsewhere(told)
+                if self._own.broadcast(elsewhere):
+                    raise RankError("the island was lost whose outer weights were fetched; start again")
+                _still_here()
+                time.sleep(AGAIN)
+            self.outer.apply(fragment, takes_part=True, at_once=True)
         return self.spec.entered(self.round, self._steps)
 
     def count(self, tokens: int) -> None:
@@ -246,7 +267,11 @@ class Islands:
             job = InFlight(self.round, None, done=threading.Event())
             self.round += 1
             self._start(job)
-            self._flying.popleft()
+            self._flying.pop()
+            self._wait_for(job)
+            if job.members is None:
+                self.round = job.round
+                break
             self._apply(job)
         later = max(step, self.spec.entered(self.round, self._steps))
         if (need := self._needed(later)) > 0 and later < self._steps:
@@ -287,27 +312,47 @@ class Islands:
             self._problem = error
 
     def _synchronise(self, job: InFlight) -> None:
-        """Until the round is committed, and stepped with here."""
+        """Until the round is committed, and stepped with here. Who lacks what its members sent takes the outer state of
+        an island that has stepped; once none is left, the round is open again."""
+        fragment = self.spec.fragment_of(job.round)
         mark, wires = (0, False), dict[int, Tensor]()
-        while not mark[1]:
+        while True:
             said: Any = self._client.news(job.round, mark, lambda: None) if self._client is not None else None
             news: News = self._beside.broadcast(said)
             self._learn(news.islands)
             mark = (news.version, news.committed)
-            fetched = self._fetch(job, news, wires)
-            if not self._beside.agree("" if fetched else "missing") and self._client is not None:
+            if not news.members:
+                if job.sent is None:
+                    return
+                continue
+            takes_part, before = self.site.number in news.members, self._versions[fragment]
+            if before >= job.round and (takes_part or news.anew):
+                raise RankError(f"round {job.round} was closed anew after its result was copied; start again")
+            there = before >= job.round or not self._beside.agree("" if self._fetch(job, news, wires) else "missing")
+            copied = before >= job.round
+            if not there and news.committed:
+                there = copied = self._copy(fragment, job.round + 1, self._beside)
+            if there and self._client is not None:
                 self._client.have(job.round, news.version)
-            if news.committed and not fetched:
-                raise RankError("what another island sent is not there any more")
-        fragment = self.spec.fragment_of(job.round)
-        takes_part = self.site.number in news.members
-        weighted = [(float(tokens), wires[number]) for number, tokens in sorted(news.members.items())]
-        with self._state_lock:
-            job.square, job.spread = self.outer.step(fragment, weighted, job.sent if takes_part else None)
-            self._versions[fragment] = job.round
-        if takes_part:
-            self.outer[fragment].tokens -= job.tokens
+            if there and news.committed:
+                break
+            if not there:  # a connection broke, or whoever had it is gone: others may have it, or it is decided anew
+                mark = (0, False)
+                time.sleep(AGAIN)
         job.members, job.batches = news.members, news.batches.get(self.site.number, [])
+        state, own = self.outer[fragment], job.sent if takes_part else None
+        if copied:
+            if before >= job.round:
+                state.before = state.weights.clone()
+            if own is not None and state.error is not None and own.error is not None:
+                state.error.copy_(own.error)
+        else:
+            weighted = [(float(tokens), wires[number]) for number, tokens in sorted(news.members.items())]
+            with self._state_lock:
+                job.square, job.spread = self.outer.step(fragment, weighted, own)
+                self._versions[fragment] = job.round
+        if takes_part:
+            state.tokens -= job.tokens
 
     def _learn(self, islands: dict[int, dict[str, Any]]) -> None:
         self._known |= islands
@@ -320,13 +365,17 @@ class Islands:
         size, blocks = self.spec.block_bytes(self.run.training.weights), len(self.outer[fragment].weights)
 
         def wanted() -> bool:
-            return news.committed or self._version(job.round, news.version) <= news.version
+            return self._version(job.round, news.version) <= news.version
 
+        # Of a round that is committed somebody else has the result.
+        patience = min(self.spec.grace_seconds, PATIENCE) if news.committed else PATIENCE
         todo: list[Callable[[], object]] = []
         fresh: dict[int, Tensor] = {}
         for number in news.members.keys() - wires.keys():
             fresh[number] = torch.empty(blocks, size, dtype=torch.uint8)
-            todo += self._questions(SENT, number, fragment, job.round, fresh[number], wanted)
+            if number not in self._known:
+                return False
+            todo += self._questions(SENT, number, fragment, job.round, fresh[number], wanted, patience)
         try:
             _at_once(todo)
         except (Abandoned, Gone):
@@ -345,7 +394,14 @@ class Islands:
         return version
 
     def _questions(
-        self, kind: bytes, number: int, fragment: int, round_: int, into: Tensor, wanted: Callable[[], bool]
+        self,
+        kind: bytes,
+        number: int,
+        fragment: int,
+        round_: int,
+        into: Tensor,
+        wanted: Callable[[], bool],
+        patience: float,
     ) -> list[Callable[[], list[int]]]:
         """For each rank of another island that has some of what is at home here."""
         other, addresses = self._other(self._known[number]["layout"]), self._known[number]["addresses"]
@@ -366,7 +422,7 @@ class Islands:
                 parts.append(((first, stop), into[begin : begin + stop - first]))
 
             def ask(link: Link = link, parts: list[Any] = parts) -> list[int]:
-                return [link.fetch(kind, fragment, round_, run, part, wanted) for run, part in parts]
+                return [link.fetch(kind, fragment, round_, run, part, wanted, patience) for run, part in parts]
 
             found.append(ask)
         return found
@@ -377,7 +433,7 @@ class Islands:
             self._others[layout] = replace(self.run, layout=Layout.parse(layout))
         return self._others[layout]
 
-    # The outer state, for an island that joins.
+    # The outer state, for an island that joins, or was so late that what others sent is gone.
 
     def _state_of(self, fragment: int) -> tuple[int, Held]:
         with self._state_lock:
@@ -385,26 +441,33 @@ class Islands:
             both = torch.cat((as_wire(state.weights), as_wire(state.momentum)), 1)
             return self._versions[fragment] + 1, Held(self._runs[fragment], both)
 
-    def _fetch_state(self) -> None:
-        """Of any other island, as it was when it had finished all rounds before the one at which this one enters."""
-        others = [number for number in self._known if number != self.site.number]
-        if not others:
-            raise RankError("no other island is there from which this one could fetch the outer weights")
-        source = min(others)
-        for fragment in range(self.spec.fragments):
-            state, version = self.outer[fragment], self._versions[fragment] + 1
-            width = 2 * state.weights[0].numel() * state.weights.element_size() if len(state.weights) else 1
+    def _copy(self, fragment: int, version: int, ranks: Coordination) -> bool:
+        """Of any other island, as it was when it had finished all rounds before this one, or later. Whether one has
+        it; the weights do not follow yet."""
+        islands: dict[int, dict[str, Any]] = ranks.broadcast(self._client.islands if self._client is not None else {})
+        self._learn(islands)
+        state, patience = self.outer[fragment], min(self.spec.grace_seconds, PATIENCE)
+        width = 2 * state.weights.shape[1] * state.weights.element_size()
+        for source in sorted(islands.keys() - {self.site.number}):
             into = torch.empty(len(state.weights), width, dtype=torch.uint8)
-            for asked in self._questions(STATE, source, fragment, version, into, lambda: True):
+            found = set[int]()
+            for ask in self._questions(STATE, source, fragment, version, into, lambda: True, patience):
                 try:
-                    versions = asked()
+                    found.update(ask())
                 except (Abandoned, Gone):
-                    versions = [-1]
-                if any(found != version for found in versions):
-                    raise RankError(f"island {source} was lost, or moved on, while its state was fetched; start again")
-            for place, kept in enumerate((state.weights, state.momentum)):
-                kept.copy_(into[:, place * width // 2 :][:, : width // 2].contiguous().view(self.outer.dtype))
-            self.outer.apply(fragment, takes_part=True, at_once=True)
+                    found.add(-1)
+                    break
+            everywhere = ranks.broadcast(ranks.gather(found))
+            versions = set().union(*everywhere)
+            if len(versions) == 1 and versions != {-1}:  # else it has moved on between two answers
+                with self._state_lock:
+                    state.before = state.weights.clone()
+                    for place, kept in enumerate((state.weights, state.momentum)):
+                        half = into[:, place * width // 2 :][:, : width // 2]
+                        kept.copy_(half.contiguous().view(self.outer.dtype))
+                    self._versions[fragment] = versions.pop() - 1
+                return True
+        return False
 
 
 def _last(round_: int, fragment: int, fragments: int) -> int:

@@ -21,6 +21,7 @@ from typing import Any
 
 import cuboid
 from cuboid.errors import UserError
+from cuboid.report.islands import islands
 from cuboid.report.layouts import considered, explorer
 from cuboid.report.metrics import curves, experts, layers, rank_time
 from cuboid.report.ranks import communication, memory, ranks
@@ -49,6 +50,7 @@ def collect(source: Source, with_search: bool = True) -> dict[str, Any]:
         "curves": curves(source),
         "experts": experts(source),
         "layers": layers(source),
+        "islands": islands(source),
         "rank_time": rank_time(source),
         "considered": considered(source) if with_search else None,
         "explorer": explorer(source) if with_search else None,
@@ -65,6 +67,7 @@ SCRIPTS = (
     "curves",
     "experts",
     "layers",
+    "islands",
     "rank_time",
     "considered",
     "explorer",

@@ -18,6 +18,7 @@ from cuboid.errors import UserError
 from cuboid.planning.choose import pipeline_seconds
 from cuboid.planning.plan import GIB
 from cuboid.readers import LARGEST, Missing, open_plain
+from cuboid.report.islands import island_line, islands
 from cuboid.report.measured import MeasuredStep, kept_steps, measure
 from cuboid.report.metrics import busiest
 from cuboid.report.source import Source, buckets, finite, open_source, thinned, told
@@ -120,6 +121,7 @@ class Watched:
             "memory_peak_bytes": max((row["peak"] for row in self.source.memory.values()), default=None),
             "failures": len(self.source.failures),
             **busiest(last, run),
+            "islands": islands(self.source),
             "warnings": told(rows),
         }
 
@@ -144,13 +146,20 @@ class Watched:
 BLOCKS = "▁▂▃▄▅▆▇█"
 STYLES = {Kind.FORWARD: "blue", Kind.BACKWARD: "green", Kind.INPUT: "cyan", Kind.WEIGHT: "yellow"}
 WARNING_LINES = 6
+ISLAND_LINES = 6
 Lane = list[tuple[Kind, float, float]]
 
 
 def frame(watched: Watched, width: int, height: int) -> Text:
     """As many lines as fit; what matters most stands first."""
     state = watched.state()
-    lines = [*_head(state, width), *_numbers(state), *_warnings(state, width), *_losses(watched, width)]
+    lines = [
+        *_head(state, width),
+        *_numbers(state),
+        *_islands(state),
+        *_warnings(state, width),
+        *_losses(watched, width),
+    ]
     room = height - len(lines) - 1
     memory = _memory(watched, width)
     lanes = _lanes(watched, width, room - min(len(memory), max(room // 2, 3)))
@@ -168,6 +177,8 @@ def line(state: dict[str, Any]) -> str:
     parts += [f"{_number(state['tokens_per_second'], ',.0f')} tokens/s", f"left {_duration(state['seconds_left'])}"]
     if state["largest_load"] is not None:
         parts.append(_experts(state))
+    if state["islands"]:
+        parts.append(f"{len(state['islands'])} islands, lag {max(each['lag'] for each in state['islands'])}")
     return "  ".join([*parts, state["status"]])
 
 
@@ -204,6 +215,15 @@ def _numbers(state: dict[str, Any]) -> list[Text]:
     failed = f"   failures {state['failures']}" if state["failures"] else ""
     routed = [Text(_experts(state))] if state["largest_load"] is not None else []
     return [Text(f"{first}   MFU {used}   fullest rank {held}{failed}"), *routed, Text("")]
+
+
+def _islands(state: dict[str, Any]) -> list[Text]:
+    """Those furthest behind, where there are many."""
+    told = state["islands"] or []
+    shown = sorted(told, key=lambda each: -each["lag"])[:ISLAND_LINES]
+    lines = [Text(island_line(each)) for each in sorted(shown, key=lambda each: int(each["island"]))]
+    more = [Text(f"… {len(told) - len(shown)} more islands", "dim")] if len(told) > len(shown) else []
+    return [*lines, *more, Text("")] if told else []
 
 
 def _experts(state: dict[str, Any]) -> str:

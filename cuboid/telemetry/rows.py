@@ -67,6 +67,7 @@ def is_metric(row: Row) -> bool:
         and _is_slowest(row.get("slowest"))
         and _are_layers(row.get("layers", {}))
         and _are_routers(row.get("routers", {}))
+        and _numbers(row.get("islands", {}))
         and ("loads" not in row or _are_loads(row["loads"]))
     )
 

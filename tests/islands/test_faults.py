@@ -37,7 +37,7 @@ def island_run(folder: Path, number: int, layout: str, count: int, *settings: st
     return build_run(table, ["model.layers=1", *settings])
 
 
-def train(pool: Pool, runs: Sequence[Run], *how: dict[str, float]) -> list[dict[str, Any]]:
+def train(pool: Pool, runs: Sequence[Run], *how: dict[str, Any]) -> list[dict[str, Any]]:
     listener = socket.create_server(("127.0.0.1", 0))
     places = (("127.0.0.1", listener.getsockname()[1]),)
     with coordinated(runs[0], listener, SECRET, len(runs)):
@@ -49,7 +49,7 @@ def train(pool: Pool, runs: Sequence[Run], *how: dict[str, float]) -> list[dict[
         return [ranks[0] for ranks in pool.run_apart("tests.islands.jobs:trained", jobs)]
 
 
-KINDS = ("pace", "last", "back")
+KINDS = ("pace", "last", "back", "tells", "waits_for", "together")
 
 
 def test_islands_resume_on_other_layouts_and_in_another_number(pool: Pool, tmp_path: Path) -> None:
@@ -83,6 +83,40 @@ def test_an_island_is_lost_and_comes_back_as_a_new_one(pool: Pool, tmp_path: Pat
     assert [len(each["batches"]) for each in found[:2]] == [24, 24] and 0 < len(found[2]["batches"]) < 22
     taken = sorted(batch for each in found for batch in each["batches"])
     assert len(taken) == len(set(taken)) and set(range(max(taken) + 1)) - set(taken) <= set(found[2]["lost"])
+
+
+def late_runs(folder: Path, count: int) -> list[Run]:
+    """Rounds are due after steps 2, 4, …"""
+    settings = ("training.steps=10", "islands.every=4", "islands.grace_seconds=1.5")
+    return [island_run(folder, each, "dp=1", count, *settings) for each in range(count)]
+
+
+def test_a_late_island_catches_up(pool: Pool, tmp_path: Path) -> None:
+    """The other one has two rounds by itself."""
+    runs = late_runs(tmp_path, 2)
+    how = {"waits_for": (3, runs[1]), "tells": 5}, {"tells": 7, "waits_for": (7, runs[0])}
+    late, other = train(pool, runs, *({**each, "together": 2} for each in how))
+    assert late["steps"] == [0, 1, 2, 3, 4, 6, 7, 8, 9] and other["steps"] == list(range(10))
+    assert_alike(late, other)
+
+
+def test_a_late_island_takes_the_state_of_another_when_what_it_needs_is_gone(pool: Pool, tmp_path: Path) -> None:
+    runs = late_runs(tmp_path, 3)
+    how = {"waits_for": (3, runs[1]), "tells": 5}, {"last": 5}, {"waits_for": (7, runs[0])}
+    late, _, other = train(pool, runs, *({**each, "together": 3} for each in how))
+    assert_alike(late, other)
+
+
+def test_a_late_island_goes_on_alone_when_nobody_has_what_it_needs(pool: Pool, tmp_path: Path) -> None:
+    runs = late_runs(tmp_path, 2)
+    late, _ = train(pool, runs, {"waits_for": (3, runs[1]), "together": 2}, {"last": 5, "together": 2})
+    assert late["steps"] == list(range(10)) and len(set(late["batches"])) == 10
+
+
+def assert_alike(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assert all(torch.equal(x, other["weights"][name]) for name, x in one["weights"].items())
+    assert all(torch.equal(*pair) for pair in zip(one["outer"], other["outer"], strict=True))
+    assert not set(one["batches"]) & set(other["batches"])
 
 
 def test_another_place_decides_when_the_first_is_lost(pool: Pool) -> None:

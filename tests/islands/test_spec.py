@@ -134,3 +134,44 @@ def test_a_round_continues_without_an_island_that_was_lost_and_is_back_already()
     members.have(0, 0, members.rounds[0].version)
     members.decide(1.8)
     assert members.rounds[0].committed and members.islands[1].round > 0
+
+
+def alone(quorum: int = 1) -> tuple[Membership, dict[str, object]]:
+    """Two islands, of which the second has closed the first two rounds by itself and is gone."""
+    members = Membership(IslandsSpec(count=2, every=2, grace_seconds=1.0, quorum=quorum), 20)
+    told: dict[str, object] = {"round": 0, "left": [], "need": 2, "step": 0, "running": False}
+    for number in range(2):
+        members.join(number, "dp=1", [("host", 1)], told, 0.0)
+    members.decide(0.0)
+    for round_ in range(2):
+        members.arrive(1, round_, 100, 0, 2 * round_ + 2)
+        members.decide(3.0 * round_ + 1)
+        members.decide(3.0 * round_ + 2.5)
+        members.have(1, round_, members.rounds[round_].version)
+        members.decide(3.0 * round_ + 2.6)
+        assert members.rounds[round_].committed and members.rounds[round_].members == {1: 100}
+    members.lose(1, 6.0)
+    return members, told
+
+
+def test_rounds_that_nobody_left_has_are_open_again() -> None:
+    members, told = alone()
+    before = {number: found.version for number, found in members.rounds.items()}
+    members.arrive(0, 0, 80, 0, 2)
+    members.decide(6.5)
+    assert members.next == 2, "it may still be back"
+    members.decide(7.5)
+    assert members.next == 1 and members.rounds[0].members == {0: 80} and not members.rounds[1].closed
+    assert all(members.rounds[number].version > version for number, version in before.items())
+    said = {number: {"members": {1: 100}, "committed": True} for number in (0, 1)}
+    assert members.is_apart(1, {**told, "running": True, "round": 2, "rounds": said})
+    assert not members.is_apart(1, told), "it starts again"
+
+
+def test_islands_that_have_all_started_again_begin_from_what_they_have_kept() -> None:
+    members, told = alone()
+    for number in range(2):
+        members.join(number, "dp=1", [("host", 1)], {**told, "round": 1 - number}, 6.1)
+    members.decide(6.2)
+    members.decide(6.3)
+    assert members.begun and members.next == 1 and members.islands[0].settled and not members.islands[1].settled

@@ -23,8 +23,9 @@ from rich.console import Console
 
 from cuboid.cli.main import main
 from cuboid.errors import UserError
-from cuboid.report.page import serve
-from cuboid.report.watch import Watched, bar, frame, sparkline
+from cuboid.report.page import collect, page, serve
+from cuboid.report.source import open_source
+from cuboid.report.watch import Watched, bar, frame, line, sparkline
 from cuboid.schedule.simulate import StageCosts
 from cuboid.training.run_folder import claimed
 from tests.cli.command import environment
@@ -63,6 +64,29 @@ def test_a_small_terminal(folder: Path) -> None:
     assert re.search(r"loss 5\.900 → 5\.700 █[▄▅]▁", text)
     assert re.search(r"^rank 0 F+", text, re.M) and re.search(r"^rank 2 ·+F", text, re.M), "stages as lanes"
     assert re.search(r"^pp 1 █+ 4\.00 GiB$", text, re.M)
+
+
+def test_islands_that_share_a_disk(tmp_path: Path) -> None:
+    """Each with its lag, the size of the outer gradient and how far islands are apart; on the page too."""
+    for number, done in enumerate((6, 4)):
+        folder = tmp_path / f"island-{number}"
+        make_run(folder, "dp=1", 10, "islands.count=2")
+        told = {"island": number, "round": 3, "islands": 2, "waited": 0.5, "lag": 2 * number}
+        told |= {"outer_gradient_norm": 0.125, "drift": 0.0625, "sent_bytes": 100}
+        rows = [row(step, **({"islands": told} if step == 4 else {})) for step in range(1, done + 1)]
+        write_rows(folder / "metrics.jsonl", rows)
+    watched = Watched.open(tmp_path / "island-0")
+    watched.refresh()
+    lines = [line.rstrip() for line in rendered(watched, 80, 24)]
+    assert "island 0   step 6   lag 0   outer gradient 0.125   apart 0.0625" in lines
+    assert "island 1   step 4   lag 2   skipped 2   outer gradient 0.125   apart 0.0625" in lines
+    assert "2 islands, lag 2" in line(watched.state())
+    data = collect(open_source(tmp_path / "island-1"), with_search=False)
+    assert [(each["island"], each["lag"], each["drift"]) for each in data["islands"]] == [
+        (0, 0, 0.0625),
+        (1, 2, 0.0625),
+    ]
+    assert "function drawIslands" in page(data)
 
 
 def test_warnings_stand_above_the_loss(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-const SECTIONS = [["summary", "Summary", drawSummary], ["curves", "Over time", drawCurves], ["layers", "By layer", drawLayers], ["experts", "Experts", drawExperts], ["rank_time", "Who waits", drawRankTime], ["timeline", "Timeline", drawTimeline], ["ranks", "Ranks", drawRanks], ["memory", "Memory", drawMemory], ["communication", "Communication", drawCommunication], ["considered", "Layouts", drawConsidered], ["explorer", "Explore", drawExplorer]];
+const SECTIONS = [["summary", "Summary", drawSummary], ["curves", "Over time", drawCurves], ["layers", "By layer", drawLayers], ["experts", "Experts", drawExperts], ["islands", "Islands", drawIslands], ["rank_time", "Who waits", drawRankTime], ["timeline", "Timeline", drawTimeline], ["ranks", "Ranks", drawRanks], ["memory", "Memory", drawMemory], ["communication", "Communication", drawCommunication], ["considered", "Layouts", drawConsidered], ["explorer", "Explore", drawExplorer]];
 const drawn = new Map();
 function render(data) {
   for (const [id, name, draw] of SECTIONS) {
