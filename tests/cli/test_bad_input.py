@@ -18,10 +18,15 @@ ROWS = [{"step": step, "loss": 6.0, "gradient_norm": 1.0, "seconds": 0.1, "token
 SIZES = {"steps": 4, "global_batch": 2, "sequence": 32, "device": "cpu"}
 
 
-@pytest.fixture
-def run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run that was interrupted, as its folder tells of it; the command runs beside it."""
+@pytest.fixture(autouse=True)
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands run where no other test writes."""
     monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """A run that was interrupted, as its folder tells of it; the command runs beside it."""
     folder = tmp_path / "run"
     folder.mkdir()
     run = build_run({"model": "tiny-llama", "training": SIZES, "output": {"folder": "run"}})
