@@ -2,6 +2,7 @@
 
     python benchmarks/false_alarms.py --layouts 300                     # each in float64 and in bf16
     python benchmarks/false_alarms.py --layouts 10 --precision bf16 --seed 7
+    python benchmarks/false_alarms.py --jobs 8 --part 1/2               # eight at once; the first half of them
 
 The exit code is 1 if any is."""
 
@@ -14,12 +15,14 @@ import random
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from cuboid.errors import UserError
-from cuboid.launch.pool import Pool
+from at_once import Place, part_of, tried
+
+from cuboid.errors import RankError, UserError
 from cuboid.spec.layout import CONTEXT_METHODS
 from cuboid.spec.run import Run, check_supported
 from cuboid.verification.make import verification_run
@@ -58,33 +61,55 @@ def drawn(numbers: random.Random, model: str, precision: str) -> Run:
             continue
 
 
+LIMIT = 300
+"""Seconds until a layout counts as stuck."""
+
+
+def attempt(place: Place, run: Run) -> dict[str, Any]:
+    begin = time.perf_counter()
+    row = {"model": run.model.name, "layout": str(run.layout), "precision": run.training.precision}
+    row["settings"] = {
+        "training.seed": run.training.seed,
+        "model.vocab": run.model.vocab,
+        "data.attention_within_documents": run.data.attention_within_documents,
+        "optimizer.average": run.optimizer.average,
+        "optimizer.kind": run.optimizer.kind,
+    }
+    try:
+        verdict = place.run("cuboid.verification.compare:verify_rank", (run,), run.layout.world_size, LIMIT)
+        row |= {key: verdict[key] for key in ("passed", "located", "deviations")}
+    except RankError as error:
+        row |= {"passed": False, "located": None, "deviations": [], "crashed": str(error)[-1500:]}
+    return row | {"seconds": time.perf_counter() - begin}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layouts", type=int, default=300)
     parser.add_argument("--precision", nargs="*", default=["float64", "bf16"])
     parser.add_argument("--seed", type=int, default=20261118)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--jobs", type=int, default=1, help="so many at once, each on its own share of the cores")
+    parser.add_argument("--part", default="1/1", help="2/3: the second third of them alone")
+    parser.add_argument("--json", type=Path, help="written anew after each layout")
     options = parser.parse_args()
     numbers, rows = random.Random(options.seed), []
-    with Pool() as pool:
-        for number in range(options.layouts):
-            model = MODELS[number % len(MODELS)]
-            for precision in options.precision:
-                run = drawn(numbers, model, precision)
-                begin = time.perf_counter()
-                verdict = pool.run(
-                    "cuboid.verification.compare:verify_rank", (run,), ranks=run.layout.world_size, timeout=600
-                )[0]
-                row = {"model": model, "layout": verdict["layout"], "precision": precision, "passed": verdict["passed"]}
-                rows.append(row | {"seed": run.training.seed, "seconds": time.perf_counter() - begin})
-                if not verdict["passed"]:
-                    print(f"ALARM {row}\n    {verdict['located']} {verdict['deviations'][:3]}", flush=True)
-                if len(rows) % 20 == 0:
-                    print(f"{len(rows)} verified", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1))
+    runs = [
+        drawn(numbers, MODELS[number % len(MODELS)], precision)
+        for number in range(options.layouts)
+        for precision in options.precision
+    ]
+    for row in tried(part_of(runs, options.part), options.jobs, attempt):
+        rows.append(row)
+        if not row["passed"]:
+            print(f"ALARM {row}", flush=True)
+        if len(rows) % 20 == 0:
+            print(f"{len(rows)} verified", flush=True)
+        if options.json:
+            options.json.write_text(json.dumps(rows, indent=1))
     alarms = sum(not row["passed"] for row in rows)
-    print(f"{len(rows)} layouts of {len(MODELS)} models, {alarms} false alarms")
+    slowest = max(row["seconds"] for row in rows)
+    models = len({row["model"] for row in rows})
+    print(f"{len(rows)} layouts of {models} models, {alarms} false alarms, slowest {slowest:.0f} s")
     return 1 if alarms else 0
 
 
